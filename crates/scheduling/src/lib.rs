@@ -1,1 +1,10 @@
-//! (being built)
+//! Pure policy: observations in, decision out. No clock, no I/O, so that every rule is tested by a table.
+//!
+//! - [`cadence`]: when the next checkpoint is due, and how far behind it is.
+//! - [`precopy`]: whether another round of copying pays before the VM is paused.
+
+pub mod cadence;
+pub mod precopy;
+
+pub use cadence::Cadence;
+pub use precopy::{Decision, PrecopyPolicy, Round};

@@ -1,0 +1,93 @@
+//! What the checkpoint cycle asks of the rest of the world.
+
+use crate::cycle::Phase;
+use keyframe_units::{Page, PageIndex, PageRange, PageSet, RamLayout};
+
+/// Any error of an implementation, carried through with its own text and sources.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Finds pages that were written.
+pub trait Tracker: Send {
+    /// Adds to `written` each page written since the last call, and protects it again, as one step per page. **This
+    /// is destructive**: the bits are gone. On the first call every page that may hold something other than zeros counts.
+    ///
+    /// On an error some pages may have been protected and not reported: the caller must take all pages as written.
+    fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError>;
+}
+
+/// Copies pages of the VM's RAM.
+pub trait PageReader: Send + Sync {
+    /// Copies the pages of `ranges`, in their order and end to end, into `dst`, whose length is theirs together.
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError>;
+}
+
+/// What stopping the VM found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stopped {
+    /// It ran, and is now paused by us.
+    ByUs,
+    /// It was paused already; it must stay so.
+    Already,
+}
+
+/// What resuming the VM found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resumed {
+    /// It stood still for the whole pause and runs again.
+    ByUs,
+    /// Somebody else (the watchdog, a user's monitor) let it run during the pause: what was captured is torn.
+    ByOther,
+}
+
+/// Controls the VM.
+pub trait Machine: Send {
+    /// The RAM blocks as they are now, with the bytes they use.
+    fn ram(&mut self) -> Result<RamLayout, BoxError>;
+
+    /// Pauses the VM, with a watchdog armed that resumes it should we die or take too long.
+    fn stop(&mut self) -> Result<Stopped, BoxError>;
+
+    /// Asks for the device state; returns without waiting for it.
+    fn begin_save(&mut self) -> Result<(), BoxError>;
+
+    /// Waits for the device state and returns it.
+    fn finish_save(&mut self) -> Result<Vec<u8>, BoxError>;
+
+    /// Ends the pause. `stopped` is what [`Machine::stop`] answered: a VM that was paused already is left so.
+    fn resume(&mut self, stopped: Stopped) -> Result<Resumed, BoxError>;
+}
+
+/// Takes the pages of checkpoints in and seals them.
+pub trait Sink: Send {
+    /// What sealing tells.
+    type Sealed;
+
+    /// A page of the checkpoint in progress; a later put of the same page replaces an earlier one.
+    fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
+
+    /// Makes the checkpoint durable and visible.
+    fn seal(&mut self, captured: &Captured) -> Result<Self::Sealed, BoxError>;
+
+    /// Forgets everything put since the last seal.
+    fn abandon(&mut self);
+}
+
+pub use crate::cycle::Captured;
+
+/// Watches a cycle go by: for status, for audits, for fault injection.
+pub trait Observer: Send {
+    /// The cycle has reached `phase`.
+    fn reached(&mut self, phase: Phase) {
+        let _ = phase;
+    }
+
+    /// The VM is paused and its last pages have been copied: what `reader` reads now is what the checkpoint must hold.
+    fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
+        let _ = (reader, ram);
+        Ok(())
+    }
+}
+
+/// Watches nothing.
+pub struct NoObserver;
+impl Observer for NoObserver {}

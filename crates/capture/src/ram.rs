@@ -1,0 +1,171 @@
+//! The VM's linear page space over the address space of the QEMU process: the write-protect tracker and the reader.
+//!
+//! ```text
+//!   PageIndex   0 ......... 65535 | 65536 ... 69631 | ...         RamLayout
+//!                     │                    │
+//!   HostVirt    0x7fce57e00000      0x7fce6e400000                one start per block
+//! ```
+
+use crate::ports::{BoxError, PageReader, Tracker};
+use keyframe_kernel::memory::GuestReader;
+use keyframe_kernel::track::{WriteTracker, Written};
+use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout};
+use std::sync::Arc;
+
+/// Where each RAM block lies in the QEMU process.
+#[derive(Clone, Debug)]
+pub struct GuestRam {
+    layout: RamLayout,
+    hosts: Vec<HostVirt>,
+}
+
+impl GuestRam {
+    /// `hosts[i]` is where block `i` of `layout` begins. Panics where their numbers differ: a bug of the caller.
+    pub fn new(layout: RamLayout, hosts: Vec<HostVirt>) -> Self {
+        assert_eq!(layout.blocks().len(), hosts.len(), "one address per RAM block");
+        Self { layout, hosts }
+    }
+
+    /// The blocks.
+    pub fn layout(&self) -> &RamLayout {
+        &self.layout
+    }
+
+    /// The bytes of block `block` in the QEMU process.
+    pub fn block_range(&self, block: usize) -> HostRange {
+        HostRange { start: self.hosts[block], len_bytes: self.layout.pages_of(block).len_bytes() }
+    }
+
+    /// Every block's bytes, in page order.
+    pub fn ranges(&self) -> Vec<HostRange> {
+        (0..self.hosts.len()).map(|block| self.block_range(block)).collect()
+    }
+
+    /// Where the pages of `range` lie; more than one range where it spans blocks.
+    fn host_ranges(&self, mut range: PageRange, out: &mut Vec<HostRange>) -> Result<(), BoxError> {
+        while range.len_pages > 0 {
+            let (block, offset) = self
+                .layout
+                .locate(range.first)
+                .ok_or_else(|| format!("page {} lies outside the VM's RAM", range.first.0))?;
+            let in_block = (self.layout.pages_of(block).len_pages - offset).min(range.len_pages);
+            let start = HostVirt(self.hosts[block].0 + offset * PAGE_BYTES as u64);
+            out.push(HostRange { start, len_bytes: in_block * PAGE_BYTES as u64 });
+            range = PageRange::new(PageIndex(range.first.0 + in_block), range.len_pages - in_block);
+        }
+        Ok(())
+    }
+
+    /// The pages of `range`, cut to block `block`: large pages may stick out of a small block.
+    fn pages(&self, block: usize, range: HostRange) -> PageRange {
+        let (start, block_pages) = (self.hosts[block].0, self.layout.pages_of(block));
+        let page = PAGE_BYTES as u64;
+        let from = (range.start.0.saturating_sub(start) / page).min(block_pages.len_pages);
+        let to = range.end().0.saturating_sub(start).div_ceil(page).min(block_pages.len_pages);
+        PageRange::new(PageIndex(block_pages.first.0 + from), to.saturating_sub(from))
+    }
+}
+
+/// Reads pages through the fastest way that each block's memory allows.
+pub struct ProcessPages {
+    ram: Arc<GuestRam>,
+    reader: Arc<GuestReader>,
+}
+
+impl ProcessPages {
+    /// Reads the RAM `ram` through `reader`, which must have been made over `ram.ranges()`.
+    pub fn new(ram: Arc<GuestRam>, reader: Arc<GuestReader>) -> Self {
+        Self { ram, reader }
+    }
+}
+
+impl PageReader for ProcessPages {
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+        let mut host = Vec::with_capacity(ranges.len() + 4);
+        for range in ranges {
+            self.ram.host_ranges(*range, &mut host)?;
+        }
+        Ok(self.reader.read(&host, dst)?)
+    }
+}
+
+/// Tracks writes by asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one step.
+pub struct WriteProtectTracker {
+    ram: Arc<GuestRam>,
+    reader: Arc<GuestReader>,
+    tracker: WriteTracker,
+    drained: bool,
+    found: Vec<Written>,
+}
+
+impl WriteProtectTracker {
+    /// Starts to track every block of `ram`.
+    pub fn new(
+        ram: Arc<GuestRam>,
+        reader: Arc<GuestReader>,
+        mut tracker: WriteTracker,
+    ) -> Result<Self, keyframe_kernel::Error> {
+        for range in ram.ranges() {
+            tracker.register(range)?;
+        }
+        Ok(Self { ram, reader, tracker, drained: false, found: Vec::with_capacity(4096) })
+    }
+}
+
+impl Tracker for WriteProtectTracker {
+    fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        for block in 0..self.ram.layout.blocks().len() {
+            let range = self.ram.block_range(block);
+            self.found.clear();
+            self.tracker.scan_and_protect(range, &mut self.found)?;
+            for found in &self.found {
+                // The first scan reports every page that was never protected, touched or not. One that is not mapped
+                // holds zeros, or what its file holds, which the extents below tell.
+                if self.drained || found.present {
+                    written.insert_range(self.ram.pages(block, found.range));
+                }
+            }
+            if !self.drained {
+                for extent in self.reader.data_extents(range)? {
+                    written.insert_range(self.ram.pages(block, extent));
+                }
+            }
+        }
+        self.drained = true;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_units::{BlockKind, RamBlock};
+
+    fn ram() -> GuestRam {
+        let block = |name: &str, pages: u64| RamBlock {
+            name: name.into(),
+            kind: BlockKind::Stream,
+            used_bytes: 0,
+            total_bytes: pages * PAGE_BYTES as u64,
+        };
+        let layout = RamLayout::new(vec![block("a", 4), block("b", 1), block("c", 3)]).unwrap();
+        GuestRam::new(layout, vec![HostVirt(0x10_0000), HostVirt(0x90_0000), HostVirt(0x20_0000)])
+    }
+
+    #[test]
+    fn a_range_over_several_blocks_is_cut_at_their_borders() {
+        let mut out = Vec::new();
+        ram().host_ranges(PageRange::new(PageIndex(3), 4), &mut out).unwrap();
+        let found: Vec<_> = out.iter().map(|r| (r.start.0, r.len_bytes / PAGE_BYTES as u64)).collect();
+        assert_eq!(found, [(0x10_3000, 1), (0x90_0000, 1), (0x20_0000, 2)]);
+        assert!(ram().host_ranges(PageRange::new(PageIndex(6), 3), &mut out).is_err());
+    }
+
+    #[test]
+    fn a_large_page_that_sticks_out_of_its_block_stays_in_it() {
+        let range = HostRange { start: HostVirt(0x8f_f000), len_bytes: 0x20_0000 };
+        assert_eq!(ram().pages(1, range), PageRange::new(PageIndex(4), 1));
+        let behind = HostRange { start: HostVirt(0x20_3000), len_bytes: 0x1000 };
+        assert_eq!(ram().pages(2, behind).len_pages, 0);
+    }
+}

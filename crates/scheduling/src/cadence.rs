@@ -1,0 +1,63 @@
+//! A fixed interval that gives way: a checkpoint waits until the one before it is sealed.
+//!
+//! The thesis (Eicher 2015, section 4.1.1) keeps the pause short and lets the interval stretch when processing falls
+//! behind; so do we, and the delay is reported. A late checkpoint moves the grid: the next one is due a whole interval
+//! later, because two checkpoints in a row would hold the guest twice for the work of one.
+
+/// When checkpoints are due. Times are nanoseconds on one monotonic clock that the caller chooses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cadence {
+    interval_ns: u64,
+    due_ns: u64,
+}
+
+impl Cadence {
+    /// The first checkpoint is due at once, further ones every `interval_ns`.
+    pub fn new(interval_ns: u64, now_ns: u64) -> Self {
+        Self { interval_ns, due_ns: now_ns }
+    }
+
+    /// When the next checkpoint is due.
+    pub fn due_ns(&self) -> u64 {
+        self.due_ns
+    }
+
+    /// A checkpoint starts at `now_ns`: returns how late it is (the backlog), and sets the next one's time.
+    pub fn start(&mut self, now_ns: u64) -> u64 {
+        let backlog_ns = now_ns.saturating_sub(self.due_ns);
+        // Waking up a little late is not a backlog: keep the grid as long as less than a tenth of it is lost.
+        let base = if backlog_ns < self.interval_ns / 10 { self.due_ns } else { now_ns };
+        self.due_ns = base.saturating_add(self.interval_ns);
+        backlog_ns
+    }
+
+    /// A checkpoint outside the grid (taken by command) began at `now_ns`: the grid starts anew from there.
+    pub fn restart(&mut self, now_ns: u64) {
+        self.due_ns = now_ns.saturating_add(self.interval_ns);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn punctual_checkpoints_stay_on_the_grid() {
+        let mut cadence = Cadence::new(1000, 500);
+        for k in 0..20 {
+            assert_eq!(cadence.due_ns(), 500 + k * 1000);
+            let wakeup_ns = cadence.due_ns() + k % 7;
+            assert_eq!(cadence.start(wakeup_ns), k % 7, "a late wake-up must not drift the grid");
+        }
+    }
+
+    #[test]
+    fn a_late_checkpoint_reports_its_delay_and_moves_the_grid() {
+        let mut cadence = Cadence::new(1000, 0);
+        cadence.start(0);
+        assert_eq!(cadence.start(3400), 2400);
+        assert_eq!(cadence.due_ns(), 4400, "the missed ones are not made up for");
+        cadence.restart(4000);
+        assert_eq!(cadence.due_ns(), 5000);
+    }
+}
