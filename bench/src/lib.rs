@@ -1,1 +1,138 @@
-//! (being built)
+//! Benchmarks against peers: each runs the product and its peers as a user would, on the same guest, in one run.
+//!
+//! One file a benchmark; `guest` and `vm` are what they share. Every figure is measured in the run that prints it; a
+//! ratio is computed from two figures of the same run.
+
+mod guest;
+mod overhead;
+mod pause;
+mod sample;
+mod vm;
+
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// How a benchmark is run.
+pub struct Options {
+    /// The keyframe binary to measure.
+    pub keyframe: PathBuf,
+    /// Fewer repetitions.
+    pub quick: bool,
+    /// The small guest's files; built where absent.
+    pub guest: Option<PathBuf>,
+}
+
+/// What a benchmark found.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The benchmark.
+    pub name: String,
+    /// Measured values; the key's end is the unit.
+    pub figures: BTreeMap<String, f64>,
+    /// One figure over another.
+    pub ratios: BTreeMap<String, f64>,
+}
+
+impl Report {
+    fn new(name: &str) -> Self {
+        Self { name: name.into(), figures: BTreeMap::new(), ratios: BTreeMap::new() }
+    }
+
+    fn figure(&mut self, key: &str, value: f64) {
+        self.figures.insert(key.into(), value);
+    }
+
+    fn ratio(&mut self, key: &str, value: f64) {
+        self.ratios.insert(key.into(), value);
+    }
+
+    /// For a person: one value a line.
+    pub fn text(&self) -> String {
+        let mut lines = vec![format!("benchmark {}", self.name)];
+        for (key, value) in &self.figures {
+            let shown = if key.ends_with("_ns") { format!("{:.3} ms", value / 1e6) } else { format!("{value}") };
+            lines.push(format!("  {key:<44} {shown}"));
+        }
+        lines.extend(self.ratios.iter().map(|(key, value)| format!("  {key:<44} {value:.3}")));
+        lines.join("\n")
+    }
+}
+
+/// Why there is no result.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Something that it needs could not be done.
+    #[error("{operation}: {problem}")]
+    Failed {
+        /// What was to be done.
+        operation: String,
+        /// Why it was not.
+        problem: String,
+    },
+    /// A file or process operation failed.
+    #[error("{operation}: {source}")]
+    Io {
+        /// What was to be done.
+        operation: String,
+        /// Why it was not.
+        source: std::io::Error,
+    },
+    /// QEMU's monitor.
+    #[error("{operation}: {source}")]
+    Qmp {
+        /// What it was asked.
+        operation: String,
+        /// What it answered.
+        source: keyframe_qemu::Error,
+    },
+    /// The guest's files are missing.
+    #[error("the small guest is not built: {problem}")]
+    NoGuest {
+        /// What is missing.
+        problem: String,
+    },
+}
+
+impl Error {
+    /// What to do about it, where we know.
+    pub fn fix(&self) -> Option<&'static str> {
+        match self {
+            Self::NoGuest { .. } => {
+                Some("build it with guests/build small, and name its directory with --guest or KEYFRAME_GUEST")
+            }
+            _ => None,
+        }
+    }
+
+    fn failed(operation: impl Into<String>, problem: impl ToString) -> Self {
+        Self::Failed { operation: operation.into(), problem: problem.to_string() }
+    }
+
+    fn io(operation: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let operation = operation.into();
+        move |source| Self::Io { operation, source }
+    }
+
+    fn qmp(operation: impl Into<String>) -> impl FnOnce(keyframe_qemu::Error) -> Self {
+        let operation = operation.into();
+        move |source| Self::Qmp { operation, source }
+    }
+}
+
+type Benchmark = fn(&Options) -> Result<Report, Error>;
+
+const ALL: [(&str, Benchmark); 2] = [("pause", pause::run), ("overhead", overhead::run)];
+
+/// The benchmarks there are.
+pub fn names() -> [&'static str; 2] {
+    ALL.map(|(name, _)| name)
+}
+
+/// Runs benchmark `name`.
+pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
+    match ALL.iter().find(|(known, _)| *known == name) {
+        Some((_, benchmark)) => benchmark(options),
+        None => Err(Error::failed("find the benchmark", format!("no benchmark is named {name}"))),
+    }
+}

@@ -1,2 +1,79 @@
-//! (being built)
-fn main() {}
+//! Keyframe: continuous checkpoints for stock QEMU virtual machines.
+//!
+//! Wiring only: each command is a file in `commands`, the work is done by the crates.
+
+mod commands;
+mod control;
+mod failure;
+mod output;
+mod report;
+mod rundir;
+mod session;
+
+use clap::{Parser, Subcommand};
+use failure::Outcome;
+use std::process::ExitCode;
+
+/// Continuous checkpoints for stock QEMU virtual machines
+#[derive(Parser, Debug)]
+#[command(name = "keyframe", version, max_term_width = 110)]
+#[command(after_help = "Put it in front of a QEMU command line:
+  keyframe doctor
+  keyframe init S
+  keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic ...
+  keyframe list --store S
+  keyframe restore --store S latest
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 done with warnings, 10 no store, 11 store locked")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Doctor(commands::doctor::Doctor),
+    Init(commands::init::Init),
+    Run(commands::run::Run),
+    List(commands::list::List),
+    Show(commands::show::Show),
+    Restore(commands::restore::Restore),
+    Check(commands::check::Check),
+    Stats(commands::stats::Stats),
+    Status(commands::status::Status),
+    Stop(commands::stop::Stop),
+    Take(commands::take::Take),
+    Bench(commands::bench::Bench),
+    #[command(name = "__watchdog", hide = true)]
+    Watchdog(commands::watchdog::Watchdog),
+}
+
+impl Command {
+    fn run(self) -> Outcome {
+        match self {
+            Self::Doctor(c) => c.run(),
+            Self::Init(c) => c.run(),
+            Self::Run(c) => c.run(),
+            Self::List(c) => c.run(),
+            Self::Show(c) => c.run(),
+            Self::Restore(c) => c.run(),
+            Self::Check(c) => c.run(),
+            Self::Stats(c) => c.run(),
+            Self::Status(c) => c.run(),
+            Self::Stop(c) => c.run(),
+            Self::Take(c) => c.run(),
+            Self::Bench(c) => c.run(),
+            Self::Watchdog(c) => c.run(),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match Cli::parse().command.run() {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            eprintln!("keyframe: {failure}");
+            ExitCode::from(failure.code)
+        }
+    }
+}

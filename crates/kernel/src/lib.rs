@@ -1,1 +1,40 @@
-//! (being built)
+//! Linux interfaces that Keyframe stands on: attach to a running process, track its writes, read its memory.
+//!
+//! The only crate of the workspace with `unsafe` code. All of it is here because no safe crate offers the call:
+//!
+//! ```text
+//!   Process ──▶ attach::inject_userfaultfd ──▶ uffd ──▶ track::WriteTracker ──▶ pages written since the last scan
+//!      │              (ptrace, 0.1 ms)                   (PAGEMAP_SCAN on /proc/PID/pagemap)        │
+//!      └────▶ memory::GuestReader ◀─────────────────────────────────────────────────────────────────┘
+//!               (own mapping of a sealed memfd, or process_vm_readv)
+//! ```
+//!
+//! Invariants:
+//! 1. A [`Process`] never stands for another process that was given the same pid.
+//! 2. No page is protected without being reported; where that cannot be told any more, the error says so
+//!    ([`Error::ScanBroken`]).
+//! 3. Whatever this crate did to the process is undone on drop, and by the kernel where we die first.
+//!
+//! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy. x86-64 Linux only.
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
+
+mod abi;
+mod absence;
+pub mod attach;
+mod error;
+pub mod features;
+mod maps;
+pub mod memory;
+pub mod priority;
+mod process;
+mod ptrace;
+mod scan;
+pub mod track;
+mod transfer;
+
+pub use error::{Error, Result};
+pub use maps::Mapping;
+pub use process::Process;
+pub use transfer::{read_memory, write_memory};

@@ -1,0 +1,151 @@
+//! A guest in a child process, plain or under `keyframe run`: its console, its end.
+
+use crate::{Error, Options};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+type Lines = Arc<Mutex<Vec<(Instant, String)>>>;
+
+/// A running guest. Dropping it ends it.
+pub struct Guest {
+    child: Child,
+    console: ChildStdin,
+    lines: Lines,
+}
+
+impl Guest {
+    /// Starts `command` and collects its console.
+    pub fn start(command: &[String]) -> Result<Self, Error> {
+        let Some((program, args)) = command.split_first() else {
+            return Err(Error::failed("start a guest", "empty command"));
+        };
+        let mut child = Command::new(program)
+            .args(args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .map_err(Error::io(format!("start {program}")))?;
+        let (Some(console), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(Error::failed("start a guest", "no pipes"));
+        };
+        let lines = Lines::default();
+        let collected = Arc::clone(&lines);
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if let Ok(mut lines) = collected.lock() {
+                    lines.push((Instant::now(), line));
+                }
+            }
+        });
+        Ok(Self { child, console, lines })
+    }
+
+    /// Writes a line to the guest's console.
+    pub fn say(&mut self, line: &str) -> Result<(), Error> {
+        writeln!(self.console, "{line}").map_err(Error::io("write to the guest's console"))
+    }
+
+    /// Waits for a line that contains `text`, `seconds` at most.
+    pub fn wait_for(&mut self, text: &str, seconds: u64) -> Result<String, Error> {
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        while Instant::now() < deadline {
+            if let Some(line) = self.with_lines(|l| l.iter().find(|(_, l)| l.contains(text)).map(|(_, l)| l.clone())) {
+                return Ok(line);
+            }
+            if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
+                return Err(Error::failed(format!("wait for {text:?}"), format!("it ended with {exit}")));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let last = self.with_lines(|l| l.last().map(|(_, l)| l.clone()));
+        Err(Error::failed(format!("wait for {text:?}"), format!("not within {seconds} s; last line: {last:?}")))
+    }
+
+    /// Console lines with their arrival times that begin with `prefix`.
+    pub fn lines(&self, prefix: &str) -> Vec<(Instant, String)> {
+        self.with_lines(|l| l.iter().filter(|(_, l)| l.starts_with(prefix)).cloned().collect())
+    }
+
+    fn with_lines<T>(&self, f: impl FnOnce(&Vec<(Instant, String)>) -> T) -> T {
+        match self.lines.lock() {
+            Ok(lines) => f(&lines),
+            Err(poisoned) => f(&poisoned.into_inner()),
+        }
+    }
+
+    /// Waits until the process ends, `seconds` at most, then ends it.
+    pub fn end(&mut self, seconds: u64) {
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        while Instant::now() < deadline {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        // `keyframe run` ends its VM on SIGTERM; plain QEMU ends too.
+        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        self.end(20);
+    }
+}
+
+/// A guest under `keyframe run`.
+pub struct Protected<'a> {
+    /// Its console.
+    pub guest: Guest,
+    options: &'a Options,
+    name: String,
+}
+
+impl<'a> Protected<'a> {
+    /// Puts `keyframe run` in front of `command`.
+    pub fn start(options: &'a Options, store: &Path, interval: &str, command: &[String]) -> Result<Self, Error> {
+        let name = format!("bench-{}", std::process::id());
+        let keyframe = options.keyframe.display().to_string();
+        let store_arg = store.display().to_string();
+        if !store.exists() {
+            let made = Command::new(&options.keyframe)
+                .args(["init", &store_arg])
+                .output()
+                .map_err(Error::io("run keyframe init"))?;
+            if !made.status.success() {
+                return Err(Error::failed("keyframe init", String::from_utf8_lossy(&made.stderr)));
+            }
+        }
+        let mut line: Vec<String> =
+            [&keyframe, "run", "--quiet", "--store", &store_arg, "--interval", interval, "--name", &name, "--"]
+                .map(str::to_owned)
+                .to_vec();
+        line.extend_from_slice(command);
+        Ok(Self { guest: Guest::start(&line)?, options, name })
+    }
+
+    /// `keyframe take --json`.
+    pub fn take(&self, strategy: &str) -> Result<Value, Error> {
+        let args = ["take", "--json", "--name", &self.name, "--strategy", strategy];
+        let output = Command::new(&self.options.keyframe)
+            .args(args)
+            .output()
+            .map_err(Error::io("run keyframe take"))?;
+        if !output.status.success() {
+            return Err(Error::failed("keyframe take", String::from_utf8_lossy(&output.stderr)));
+        }
+        serde_json::from_slice(&output.stdout).map_err(|e| Error::failed("read keyframe take --json", e))
+    }
+}

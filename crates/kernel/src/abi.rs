@@ -1,0 +1,154 @@
+//! The kernel's own structures and numbers that neither `libc` nor `rustix` declares: userfaultfd, PAGEMAP_SCAN.
+//!
+//! Invariant: every structure has the size that the kernel's header gives it (asserted at compile time), because
+//! the size is part of the ioctl number.
+
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+const READ: u64 = 2;
+const WRITE: u64 = 1;
+
+/// The number of an ioctl, as the kernel's `_IOC` makes it.
+const fn ioc(direction: u64, kind: u8, number: u8, len_bytes: usize) -> u64 {
+    direction << 30 | (len_bytes as u64) << 16 | (kind as u64) << 8 | number as u64
+}
+
+pub const UFFD_API: u64 = 0xAA;
+pub const UFFD_USER_MODE_ONLY: u64 = 1;
+
+pub const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1;
+pub const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
+
+/// What tracking needs of userfaultfd: the bit, its name, the kernel that brought it.
+pub const FEATURES_NEEDED: [(u64, &str, &str); 4] = [
+    (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
+    (FEATURE_WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM", "5.19"),
+    (FEATURE_WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
+    (FEATURE_WP_ASYNC, "WP_ASYNC", "6.7"),
+];
+
+pub const REGISTER_MODE_WP: u64 = 1 << 1;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct UffdApi {
+    pub api: u64,
+    pub features: u64,
+    pub ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct UffdRange {
+    pub start: u64,
+    pub len_bytes: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct UffdRegister {
+    pub range: UffdRange,
+    pub mode: u64,
+    pub ioctls: u64,
+}
+
+const UFFDIO_API: u64 = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
+const UFFDIO_REGISTER: u64 = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
+const UFFDIO_UNREGISTER: u64 = ioc(READ, 0xAA, 0x01, size_of::<UffdRange>());
+
+pub const SCAN_WP_MATCHING: u64 = 1;
+pub const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
+
+pub const PAGE_WRITTEN: u64 = 1 << 1;
+pub const PAGE_PRESENT: u64 = 1 << 3;
+pub const PAGE_SWAPPED: u64 = 1 << 4;
+pub const PAGE_PFNZERO: u64 = 1 << 5;
+
+/// The argument of PAGEMAP_SCAN.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ScanArg {
+    pub size: u64,
+    pub flags: u64,
+    pub start: u64,
+    pub end: u64,
+    pub walk_end: u64,
+    pub vec: u64,
+    pub vec_len: u64,
+    pub max_pages: u64,
+    pub category_inverted: u64,
+    pub category_mask: u64,
+    pub category_anyof_mask: u64,
+    pub return_mask: u64,
+}
+
+/// One answer of PAGEMAP_SCAN: addresses `start..end` are of the categories asked for.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageRegion {
+    pub start: u64,
+    pub end: u64,
+    pub categories: u64,
+}
+
+const PAGEMAP_SCAN: u64 = ioc(READ | WRITE, b'f', 16, size_of::<ScanArg>());
+
+const _: () = assert!(size_of::<UffdApi>() == 24);
+const _: () = assert!(size_of::<UffdRange>() == 16);
+const _: () = assert!(size_of::<UffdRegister>() == 32);
+const _: () = assert!(size_of::<ScanArg>() == 96);
+const _: () = assert!(size_of::<PageRegion>() == 24);
+const _: () = assert!(UFFDIO_API == 0xC018_AA3F && UFFDIO_REGISTER == 0xC020_AA00);
+const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01 && PAGEMAP_SCAN == 0xC060_6610);
+
+/// UFFDIO_API: asks for `features`; gives back the features that the kernel has.
+pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
+    let mut api = UffdApi { api: UFFD_API, features, ioctls: 0 };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`, which `api` is,
+    // and which lives over the call.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
+}
+
+/// UFFDIO_REGISTER for write protection.
+pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    let range = UffdRange { start, len_bytes };
+    let mut register = UffdRegister { range, mode: REGISTER_MODE_WP, ioctls: 0 };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_REGISTER reads and writes one `uffdio_register`, which
+    // `register` is, and which lives over the call. The addresses are the other process's: no memory of ours is
+    // touched, and memory of ours is only touched where `uffd` is ours, by mode WP, which changes no content.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// UFFDIO_UNREGISTER: protection ends, content stays.
+pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    let mut range = UffdRange { start, len_bytes };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`, which `range` is,
+    // and which lives over the call.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// PAGEMAP_SCAN: fills `out` from its start; gives back how many answers, and where the walk ended.
+/// `arg.size`, `arg.vec` and `arg.vec_len` are set here.
+pub fn pagemap_scan(pagemap: BorrowedFd<'_>, arg: ScanArg, out: &mut [PageRegion]) -> io::Result<(usize, u64)> {
+    let mut arg = ScanArg {
+        size: size_of::<ScanArg>() as u64,
+        vec: out.as_mut_ptr() as u64,
+        vec_len: out.len() as u64,
+        ..arg
+    };
+    // SAFETY: the descriptor is open while borrowed; PAGEMAP_SCAN reads and writes one `pm_scan_arg`, which `arg` is,
+    // and which lives over the call; it writes at most `vec_len` `page_region`s at `vec`, which are `out`, borrowed
+    // mutably over the call, for which any bytes are valid.
+    let code = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
+    if code < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok((usize::try_from(code).unwrap_or(0).min(out.len()), arg.walk_end))
+}

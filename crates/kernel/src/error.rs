@@ -1,0 +1,270 @@
+//! What can go wrong, and what to do about it.
+//!
+//! The message of an [`Error`] names the object and the operation; [`Error::fix`] is separate, so that a caller may
+//! print both, or the first alone in a log.
+
+use keyframe_units::{HostRange, HostVirt};
+use std::io;
+
+/// What the functions of this crate give back.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A failed operation on a process, its memory, or the kernel's tracking of it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no such process, or no handle to it could be had.
+    #[error("process {pid}: open: {source}")]
+    Open {
+        /// The number asked for.
+        pid: u32,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The process has exited.
+    #[error("process {pid}: {operation}: the process has exited")]
+    Gone {
+        /// Its process id.
+        pid: u32,
+        /// What was under way.
+        operation: &'static str,
+    },
+    /// A file of `/proc/PID` could not be used.
+    #[error("process {pid}: {operation} /proc/{pid}/{file}: {source}")]
+    ProcFile {
+        /// Its process id.
+        pid: u32,
+        /// The file, under `/proc/PID`.
+        file: String,
+        /// What was done with it.
+        operation: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A line of `/proc/PID/maps` is not of the form that the kernel documents.
+    #[error("process {pid}: /proc/{pid}/maps line {line_number} is not a mapping: {line:?}")]
+    MapsLine {
+        /// Its process id.
+        pid: u32,
+        /// Counted from 1.
+        line_number: usize,
+        /// The line, cut to 200 characters.
+        line: String,
+    },
+    /// Memory of the process could not be read or written.
+    #[error("process {pid}: {operation} {len_bytes} bytes at {at}: {source}")]
+    Transfer {
+        /// Its process id.
+        pid: u32,
+        /// `read` or `write`.
+        operation: &'static str,
+        /// The address from which on nothing was transferred.
+        at: HostVirt,
+        /// Bytes that were left to transfer.
+        len_bytes: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The destination is not as long as the ranges to read into it.
+    #[error("read memory: the ranges hold {ranges_bytes} bytes, the destination {dst_bytes}")]
+    Length {
+        /// The sum of the ranges.
+        ranges_bytes: u64,
+        /// The destination.
+        dst_bytes: u64,
+    },
+    /// A range to read lies in no region of the reader.
+    #[error("read memory {start}+{len_bytes:#x}: outside the regions of this reader", start = .range.start, len_bytes = .range.len_bytes)]
+    OutsideRegions {
+        /// The range.
+        range: HostRange,
+    },
+    /// Two regions of a reader overlap, or one is empty or ends behind the address space.
+    #[error("memory region {start}+{len_bytes:#x}: empty, overflowing, or overlapping another", start = .range.start, len_bytes = .range.len_bytes)]
+    BadRegion {
+        /// The region.
+        range: HostRange,
+    },
+    /// Part of a range is not mapped in the process.
+    #[error("process {pid}: {operation} {start}+{len_bytes:#x}: not mapped from {hole} on", start = .range.start, len_bytes = .range.len_bytes)]
+    Unmapped {
+        /// Its process id.
+        pid: u32,
+        /// What was asked for.
+        operation: &'static str,
+        /// The range asked for.
+        range: HostRange,
+        /// The first address of it that is not mapped.
+        hole: HostVirt,
+    },
+    /// Another process traces the target already.
+    #[error("process {pid}: attach: it is traced by process {tracer} already")]
+    Traced {
+        /// Its process id.
+        pid: u32,
+        /// The tracer.
+        tracer: u32,
+    },
+    /// The kernel refused one step of the attachment.
+    #[error("process {pid}: attach: {operation}: {source}")]
+    Attach {
+        /// Its process id.
+        pid: u32,
+        /// The step.
+        operation: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The target did not do one step of the attachment in time.
+    #[error("process {pid}: attach: {operation}: no answer within {waited_ms} ms")]
+    AttachTimeout {
+        /// Its process id.
+        pid: u32,
+        /// The step.
+        operation: &'static str,
+        /// How long was waited.
+        waited_ms: u64,
+    },
+    /// The target has no place from which a system call could be made.
+    #[error("process {pid}: attach: no syscall instruction in its vdso")]
+    NoSyscallInstruction {
+        /// Its process id.
+        pid: u32,
+    },
+    /// The system call injected into the target failed there.
+    #[error("process {pid}: attach: {call} inside the process: {source}")]
+    Injected {
+        /// Its process id.
+        pid: u32,
+        /// The system call.
+        call: &'static str,
+        /// What it answered.
+        source: io::Error,
+    },
+    /// The kernel lacks a feature of userfaultfd that tracking needs.
+    #[error("userfaultfd: the kernel lacks {feature}, which came with Linux {since}")]
+    MissingFeature {
+        /// Its name, without the UFFD_FEATURE_ prefix.
+        feature: &'static str,
+        /// The version that brought it.
+        since: &'static str,
+    },
+    /// The kernel refused an operation of the tracker.
+    #[error("process {pid}: {operation}: {source}")]
+    Tracker {
+        /// Its process id.
+        pid: u32,
+        /// The operation.
+        operation: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The kernel refused an operation of the tracker on a range.
+    #[error("process {pid}: {operation} {start}+{len_bytes:#x}: {source}", start = .range.start, len_bytes = .range.len_bytes)]
+    TrackRange {
+        /// Its process id.
+        pid: u32,
+        /// The operation.
+        operation: &'static str,
+        /// The range.
+        range: HostRange,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A range is not (wholly) tracked.
+    #[error("process {pid}: scan {start}+{len_bytes:#x}: not registered with this tracker from {hole} on", start = .range.start, len_bytes = .range.len_bytes)]
+    NotRegistered {
+        /// Its process id.
+        pid: u32,
+        /// The range asked for.
+        range: HostRange,
+        /// The first address of it that is not registered.
+        hole: HostVirt,
+    },
+    /// A range to track is registered already, in whole or in part.
+    #[error("process {pid}: register {start}+{len_bytes:#x}: part of it is registered already", start = .range.start, len_bytes = .range.len_bytes)]
+    Registered {
+        /// Its process id.
+        pid: u32,
+        /// The range asked for.
+        range: HostRange,
+    },
+    /// A range does not begin and end at a page of its mapping.
+    #[error("process {pid}: {operation} {start}+{len_bytes:#x}: not made of whole pages of {page_bytes} bytes", start = .range.start, len_bytes = .range.len_bytes)]
+    Unaligned {
+        /// Its process id.
+        pid: u32,
+        /// What was asked for.
+        operation: &'static str,
+        /// The range asked for.
+        range: HostRange,
+        /// Bytes in a page of that mapping.
+        page_bytes: u64,
+    },
+    /// A scan failed after it may have protected pages that it did not report. EVERY page of `range` must be taken as
+    /// written since the last scan.
+    #[error("process {pid}: scan for written pages {start}+{len_bytes:#x} broke off, every page of it counts as written: {source}", start = .range.start, len_bytes = .range.len_bytes)]
+    ScanBroken {
+        /// Its process id.
+        pid: u32,
+        /// The whole range of the scan.
+        range: HostRange,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Memory for a scratch buffer could not be had.
+    #[error("scratch buffer of {len_bytes} bytes: {operation}: {source}")]
+    Arena {
+        /// Its length.
+        len_bytes: u64,
+        /// The step.
+        operation: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// What a user can do about it, where that is known; a sentence or two, without a final full stop.
+    pub fn fix(&self) -> Option<String> {
+        let denied = |source: &io::Error| source.kind() == io::ErrorKind::PermissionDenied;
+        Some(match self {
+            Self::Traced { tracer, .. } => {
+                format!("end the tracer, process {tracer} (a debugger or strace), or detach it, then try again")
+            }
+            Self::Attach { source, .. } if denied(source) => {
+                "run keyframe as root or with CAP_SYS_PTRACE; as the same user, set kernel.yama.ptrace_scope=0".into()
+            }
+            Self::Attach { operation: "pidfd_getfd", source, .. } if source.raw_os_error() == Some(libc::ENOSYS) => {
+                "run Linux 5.6 or newer".into()
+            }
+            Self::Injected { call: "userfaultfd", source, .. } => match source.raw_os_error() {
+                Some(libc::EPERM | libc::EACCES) => "set vm.unprivileged_userfaultfd=1 (sysctl), or run QEMU with CAP_SYS_PTRACE; \
+                     if QEMU's sandbox forbids userfaultfd, allow it there"
+                    .into(),
+                Some(libc::ENOSYS) => "run a kernel with CONFIG_USERFAULTFD; if QEMU's sandbox forbids userfaultfd, \
+                     allow it there"
+                    .into(),
+                Some(libc::EMFILE) => "raise the limit of open files of QEMU (ulimit -n)".into(),
+                _ => return None,
+            },
+            Self::AttachTimeout { .. } => {
+                "check that the process is not frozen (cgroup freezer) or stuck in the kernel (state D in ps)".into()
+            }
+            Self::MissingFeature { since, .. } => format!("run Linux {since} or newer (6.7 has all that is needed)"),
+            Self::ProcFile { source, .. } | Self::Transfer { source, .. } if denied(source) => {
+                "run keyframe as root, or as the user who runs QEMU, with CAP_SYS_PTRACE".into()
+            }
+            Self::Transfer { source, .. } if source.raw_os_error() == Some(libc::EPERM) => {
+                "run keyframe as root, or as the user who runs QEMU, with CAP_SYS_PTRACE".into()
+            }
+            Self::TrackRange { operation: "register", source, .. } if source.raw_os_error() == Some(libc::EBUSY) => {
+                "another userfaultfd (QEMU's own, for a postcopy migration or a background snapshot, or another keyframe) \
+                 tracks this memory: end it first"
+                    .into()
+            }
+            Self::Arena { .. } => "free memory, or take fewer pages at a time".into(),
+            _ => return None,
+        })
+    }
+}

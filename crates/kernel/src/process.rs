@@ -1,0 +1,120 @@
+//! A process, held so that a reused pid is never taken for it.
+//!
+//! Two handles are kept: a pidfd, which says whether the process lives, and an open `/proc/PID`, whose files answer
+//! `ESRCH` once it is gone. Calls that know only a pid (`process_vm_readv`) ask the pidfd *after* they are done: where
+//! the process still lives then, its pid was its own all along.
+
+use crate::maps::{self, Mapping};
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags, openat};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// What is read of a file of `/proc/PID` at most; a process with more mappings than this holds is refused.
+const PROC_FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// A running process.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    pidfd: OwnedFd,
+    directory: OwnedFd,
+}
+
+impl Process {
+    /// Takes hold of process `pid`. Errors: no such process, or the number is that of a thread which is not the
+    /// process's first.
+    pub fn open(pid: u32) -> Result<Self> {
+        let failed = |source: rustix::io::Errno| Error::Open { pid, source: source.into() };
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(failed(rustix::io::Errno::SRCH))?;
+        let pidfd = pidfd_open(raw, PidfdFlags::empty()).map_err(failed)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = openat(rustix::fs::CWD, format!("/proc/{pid}"), flags, Mode::empty()).map_err(failed)?;
+        let process = Self { pid, pidfd, directory };
+        process.ensure_alive("open")?;
+        Ok(process)
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The process id as the system calls take it.
+    pub(crate) fn raw_pid(&self) -> libc::pid_t {
+        self.pid.cast_signed()
+    }
+
+    /// True until it exits; a zombie is not alive.
+    pub fn is_alive(&self) -> bool {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+        // An interrupted poll knows nothing; ask again. Any other failure cannot be told from life, so say dead:
+        // what follows then fails with a clear error instead of trusting a pid.
+        loop {
+            match poll(&mut fds, Some(&zero)) {
+                Ok(ready) => return ready == 0,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// An error that names `operation` where the process is gone.
+    pub(crate) fn ensure_alive(&self, operation: &'static str) -> Result<()> {
+        if self.is_alive() { Ok(()) } else { Err(Error::Gone { pid: self.pid, operation }) }
+    }
+
+    /// The pidfd; it polls readable once the process has exited.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Opens `/proc/PID/<name>` with `flags`.
+    pub(crate) fn open_file(&self, name: &str, flags: OFlags) -> Result<OwnedFd> {
+        openat(&self.directory, name, flags | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|source| self.file_error(name, "open", source.into()))
+    }
+
+    /// The bytes of `/proc/PID/<name>`.
+    pub(crate) fn read_file(&self, name: &str) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        File::from(self.open_file(name, OFlags::RDONLY)?)
+            .take(PROC_FILE_BYTES_MAX + 1)
+            .read_to_end(&mut bytes)
+            .map_err(|source| self.file_error(name, "read", source))?;
+        if bytes.len() as u64 > PROC_FILE_BYTES_MAX {
+            let source = std::io::Error::other(format!("more than {PROC_FILE_BYTES_MAX} bytes"));
+            return Err(self.file_error(name, "read", source));
+        }
+        Ok(bytes)
+    }
+
+    pub(crate) fn file_error(&self, name: &str, operation: &'static str, source: std::io::Error) -> Error {
+        if source.raw_os_error() == Some(libc::ESRCH) || (!self.is_alive()) {
+            return Error::Gone { pid: self.pid, operation };
+        }
+        Error::ProcFile { pid: self.pid, file: name.to_owned(), operation, source }
+    }
+
+    /// The directory `/proc/PID`.
+    pub(crate) fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+
+    /// The value of field `name` of `/proc/PID/status`, without spaces around it.
+    pub(crate) fn status_field(&self, name: &str) -> Result<Option<String>> {
+        let bytes = self.read_file("status")?;
+        let text = String::from_utf8_lossy(&bytes);
+        let field = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        Ok(field.map(|value| value.trim().to_owned()))
+    }
+
+    /// Its mappings, by rising address. Errors: the process is gone, or may not be inspected.
+    pub fn maps(&self) -> Result<Vec<Mapping>> {
+        maps::read(self)
+    }
+}

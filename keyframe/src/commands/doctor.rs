@@ -1,0 +1,89 @@
+//! `keyframe doctor`: can this machine do it, and if not, what is missing?
+
+use crate::failure::{DONE, FAILED, Outcome};
+use crate::output;
+use serde::Serialize;
+use std::process::{Command, Stdio};
+
+/// Find out whether this machine has all that Keyframe needs
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Exit code 0: everything needed is here. 1: something is missing; each line says how to get it.
+
+Examples:
+  keyframe doctor
+  keyframe doctor --json")]
+pub struct Doctor {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    ready: bool,
+    items: Vec<Item>,
+}
+
+#[derive(Serialize)]
+struct Item {
+    name: String,
+    available: bool,
+    required: bool,
+    detail: String,
+    fix: Option<String>,
+}
+
+impl Doctor {
+    /// Probes and reports.
+    pub fn run(&self) -> Outcome {
+        let mut items: Vec<Item> = keyframe_kernel::features::probe()
+            .items
+            .into_iter()
+            .map(|f| Item {
+                name: f.name.to_string(),
+                available: f.available,
+                required: f.required,
+                detail: f.detail,
+                fix: f.fix,
+            })
+            .collect();
+        items.push(qemu());
+        let ready = items.iter().all(|i| i.available || !i.required);
+        if self.json {
+            output::json(&Report { ready, items })?;
+        } else {
+            for item in &items {
+                let mark = match (item.available, item.required) {
+                    (true, _) => "ok     ",
+                    (false, true) => "MISSING",
+                    (false, false) => "absent ",
+                };
+                output::print_line(&format!("{mark}  {:<28} {}", item.name, item.detail))?;
+                if let (false, Some(fix)) = (item.available, &item.fix) {
+                    output::print_line(&format!("         {:<28} fix: {fix}", ""))?;
+                }
+            }
+            output::print_line(if ready {
+                "ready: keyframe run --store STORE -- qemu-system-x86_64 ..."
+            } else {
+                "not ready: see the lines marked MISSING"
+            })?;
+        }
+        Ok(if ready { DONE } else { FAILED })
+    }
+}
+
+/// The distribution's QEMU; not required, because `run` takes any path.
+fn qemu() -> Item {
+    let answer = Command::new("qemu-system-x86_64").arg("--version").stdin(Stdio::null()).output();
+    let version = answer.ok().filter(|o| o.status.success()).and_then(|o| {
+        String::from_utf8_lossy(&o.stdout).lines().next().map(str::to_owned)
+    });
+    Item {
+        name: "qemu-system-x86_64".into(),
+        available: version.is_some(),
+        required: false,
+        detail: version.unwrap_or_else(|| "not in PATH".into()),
+        fix: Some("install it (Debian: apt-get install qemu-system-x86), or give run the path of one".into()),
+    }
+}

@@ -1,0 +1,50 @@
+//! `keyframe list`: the checkpoints of a store.
+
+use super::StoreArg;
+use crate::failure::{DONE, Outcome};
+use crate::output;
+use crate::report::{self, Entry};
+
+/// List the checkpoints of a store
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Examples:
+  keyframe list --store S
+  keyframe list --store S --vm web --last 20
+  keyframe list --store S --json | jq '.[-1].pause'")]
+pub struct List {
+    #[command(flatten)]
+    store: StoreArg,
+    /// Only those of this VM
+    #[arg(long, value_name = "NAME")]
+    vm: Option<String>,
+    /// Only the newest N
+    #[arg(long, value_name = "N")]
+    last: Option<usize>,
+    /// Print a JSON array: times in ns, sizes in bytes
+    #[arg(long)]
+    json: bool,
+}
+
+impl List {
+    /// Prints the list.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let sealed = store.checkpoints().map_err(|e| self.store.failure(&e))?;
+        let mut entries: Vec<Entry> = sealed
+            .iter()
+            .filter(|s| self.vm.as_ref().is_none_or(|vm| *vm == s.meta.vm))
+            .map(Entry::of)
+            .collect();
+        if let Some(last) = self.last {
+            entries.drain(..entries.len().saturating_sub(last));
+        }
+        if self.json {
+            output::json(&entries)?;
+        } else if entries.is_empty() {
+            output::print_line("no checkpoints; take some with: keyframe run --store STORE -- qemu-system-x86_64 ...")?;
+        } else {
+            output::print_line(&report::table(&entries))?;
+        }
+        Ok(DONE)
+    }
+}

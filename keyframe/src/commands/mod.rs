@@ -1,0 +1,44 @@
+//! One file per command. Each has its arguments, its help, and a `run` that returns the exit code.
+
+pub mod bench;
+pub mod check;
+pub mod doctor;
+pub mod init;
+pub mod list;
+pub mod restore;
+pub mod run;
+pub mod show;
+pub mod stats;
+pub mod status;
+pub mod stop;
+pub mod take;
+pub mod watchdog;
+
+use crate::failure::Failure;
+use keyframe_store::Store;
+use std::path::PathBuf;
+
+/// Which store: on the command line, or in `KEYFRAME_STORE`.
+#[derive(clap::Args, Debug)]
+pub struct StoreArg {
+    /// The store's directory
+    #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
+    store: PathBuf,
+}
+
+impl StoreArg {
+    /// The directory.
+    pub fn path(&self) -> &PathBuf {
+        &self.store
+    }
+
+    /// Opens the store.
+    pub fn open(&self) -> Result<Store, Failure> {
+        Store::open(&self.store).map_err(|e| Failure::store(&e, &self.store))
+    }
+
+    /// Turns a store's error into one for a person.
+    pub fn failure(&self, error: &keyframe_store::Error) -> Failure {
+        Failure::store(error, &self.store)
+    }
+}

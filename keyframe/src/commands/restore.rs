@@ -1,0 +1,132 @@
+//! `keyframe restore`: a checkpoint comes to life in a fresh QEMU.
+
+use super::StoreArg;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::output;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource};
+use keyframe_store::Loaded;
+use keyframe_units::{Page, PageIndex, PageRange};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Bring a checkpoint to life in a fresh QEMU, in the foreground
+#[derive(clap::Args, Debug)]
+#[command(after_help = "QEMU runs with the command line that the checkpoint kept; EXTRA arguments are added to it. They may change where
+the VM's consoles, monitors and networks go, but not the machine. Images and sockets that the line names by a
+relative path are looked for in the directory that the VM was started in.
+
+Examples:
+  keyframe restore --store S latest
+  keyframe restore --store S 12 --paused -- -qmp unix:/tmp/q.sock,server=on,wait=off
+  keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64")]
+pub struct Restore {
+    #[command(flatten)]
+    store: StoreArg,
+    /// A number, a tag or `latest`
+    checkpoint: String,
+    /// Leave the VM paused at the instant of the checkpoint (continue it with `cont` in a monitor)
+    #[arg(long)]
+    paused: bool,
+    /// Another QEMU binary of the same version
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+    /// Arguments for QEMU, behind those that the checkpoint kept
+    #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
+    extra: Vec<OsString>,
+}
+
+/// A checkpoint's RAM, with progress.
+struct StoredRam<'a> {
+    loaded: &'a Loaded,
+    bar: ProgressBar,
+}
+
+impl RamSource for StoredRam<'_> {
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        let mut refused = None;
+        let read = self.loaded.read_pages(range, &mut |page, content| {
+            sink(page, content).inspect_err(|e| refused = Some((e.kind(), e.to_string())))
+        });
+        self.bar.inc(range.len_bytes());
+        match (refused, read) {
+            (Some((kind, text)), _) => Err(std::io::Error::new(kind, text)),
+            (None, result) => result.map_err(std::io::Error::other),
+        }
+    }
+}
+
+impl Restore {
+    /// Restores and waits for the VM's end.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
+        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        let plan = self.plan(&loaded)?;
+        for note in plan.notes() {
+            eprintln!("keyframe: note: {note}");
+        }
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(loaded.meta.ram.len_bytes()) };
+        if let Ok(style) = ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}") {
+            bar.set_style(style);
+        }
+        let ram = StoredRam { loaded: &loaded, bar };
+        let mut restored =
+            restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
+        ram.bar.finish_and_clear();
+        if !self.quiet {
+            let state = if self.paused { "paused" } else { "running" };
+            eprintln!(
+                "keyframe: checkpoint {id} of VM {} is {state} after {} (QEMU {})",
+                loaded.meta.vm,
+                output::duration(restored.ready_ns()),
+                restored.pid()
+            );
+        }
+        drop(loaded);
+        loop {
+            if let Some(exit) = restored.try_wait().map_err(|e| Failure::qemu(&e))? {
+                if exit.success() {
+                    return Ok(DONE);
+                }
+                eprintln!("keyframe: QEMU ended with {exit}");
+                return Ok(FAILED);
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                restored.kill().map_err(|e| Failure::qemu(&e))?;
+                return Ok(DONE);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn plan(&self, loaded: &Loaded) -> Result<Plan, Failure> {
+        let machine = &loaded.meta.machine;
+        let source = RestoreSource {
+            user_command: machine.user_command.clone(),
+            qemu_path: machine.qemu_path.clone().into(),
+            qemu_version: machine.qemu_version.clone(),
+            qemu_blake3: machine.qemu_blake3.clone(),
+            machine_type: machine.machine_type.clone(),
+            working_directory: machine.working_directory.clone().into(),
+            ram: loaded.meta.ram.clone(),
+        };
+        let options = RestoreOptions { qemu: self.qemu.clone(), paused: self.paused };
+        Plan::new(source, self.extra.clone(), options).map_err(|e| Failure::qemu(&e))
+    }
+}

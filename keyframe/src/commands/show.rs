@@ -1,0 +1,121 @@
+//! `keyframe show`: everything that is known of one checkpoint.
+
+use super::StoreArg;
+use crate::failure::{DONE, Outcome};
+use crate::output;
+use crate::report::Entry;
+use keyframe_store::Sealed;
+use keyframe_units::{BlockKind, RamBlock};
+use serde::Serialize;
+
+/// Show one checkpoint: its VM, RAM, pause by phase, pages
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Examples:
+  keyframe show --store S latest
+  keyframe show --store S 12 --json
+
+The pause runs from before QEMU is asked to stop until it has confirmed that the VM runs. Its phases:
+  stop          until QEMU confirmed the stop
+  scan          looking for the last dirty pages
+  copy          copying them
+  device_state  waiting for the device state, beyond what scan and copy hid
+  resume        until QEMU confirmed that the VM runs")]
+pub struct Show {
+    #[command(flatten)]
+    store: StoreArg,
+    /// A number, a tag or `latest`
+    checkpoint: String,
+    /// Print JSON: times in ns, sizes in bytes
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints: the entry of `list`, the RAM blocks and the VM's definition.
+#[derive(Serialize)]
+struct Shown<'a> {
+    #[serde(flatten)]
+    entry: Entry,
+    ram: &'a [RamBlock],
+    machine: &'a keyframe_store::MachineMeta,
+    map_chain: &'a [u64],
+}
+
+impl Show {
+    /// Prints it.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
+        let sealed = store.sealed(id).map_err(|e| self.store.failure(&e))?;
+        if self.json {
+            output::json(&Shown {
+                entry: Entry::of(&sealed),
+                ram: sealed.meta.ram.blocks(),
+                machine: &sealed.meta.machine,
+                map_chain: &sealed.meta.map_chain,
+            })?;
+        } else {
+            output::print_line(&text(&sealed))?;
+        }
+        Ok(DONE)
+    }
+}
+
+fn text(sealed: &Sealed) -> String {
+    let (e, machine) = (Entry::of(sealed), &sealed.meta.machine);
+    let ms = output::duration;
+    let mut lines = vec![
+        format!("checkpoint {} of VM {}, epoch {}", e.id, e.vm, e.epoch),
+        format!("taken      {} ({})", e.taken_at, e.reason),
+    ];
+    if !e.tags.is_empty() {
+        lines.push(format!("tags       {}", e.tags.join(", ")));
+    }
+    lines.extend([
+        format!(
+            "pause      {}: stop {}, scan {}, copy {}, device state {}, resume {}",
+            ms(e.pause_ns),
+            ms(e.pause.stop),
+            ms(e.pause.scan),
+            ms(e.pause.copy),
+            ms(e.pause.device_state),
+            ms(e.pause.resume)
+        ),
+        format!(
+            "copied     {}, {} rounds before the pause, pages {:?}",
+            e.strategy, e.precopy_rounds, e.round_pages
+        ),
+        format!("interval   {} since the one before, backlog {}", ms(e.interval_ns), ms(e.backlog_ns)),
+        format!(
+            "pages      {} dirty: {} zero, {} deduplicated, {} unchanged, {} stored in {}",
+            e.dirty_pages,
+            e.zero_pages,
+            e.dedup_pages,
+            e.unchanged_pages,
+            e.stored_pages,
+            output::bytes(e.stored_bytes)
+        ),
+        format!(
+            "metadata   map {}, device state {}",
+            output::bytes(e.map_bytes),
+            output::bytes(e.device_bytes)
+        ),
+        format!("machine    {}, {} CPUs, QEMU {}", machine.machine_type, machine.cpus, machine.qemu_version),
+        format!("command    {}", machine.user_command.join(" ")),
+        format!("RAM        {} in {} blocks:", output::bytes(e.ram_bytes), sealed.meta.ram.blocks().len()),
+    ]);
+    let rows: Vec<Vec<String>> = sealed
+        .meta
+        .ram
+        .blocks()
+        .iter()
+        .map(|b| {
+            let kind = match b.kind {
+                BlockKind::Backend => "backend",
+                BlockKind::Stream => "stream",
+            };
+            vec![format!("  {}", b.name), kind.into(), output::bytes(b.used_bytes), output::bytes(b.total_bytes)]
+        })
+        .collect();
+    lines.push(output::table(&["  block", "given back by", "used", "reserved"], &rows));
+    lines.join("\n")
+}

@@ -1,0 +1,46 @@
+//! `keyframe take`: a checkpoint now.
+
+use crate::control::{Request, Response, Strategy, client};
+use crate::failure::{DONE, Failure, Outcome};
+use crate::{output, rundir};
+use std::time::Duration;
+
+/// Take a checkpoint of a running VM now, and wait until it is sealed
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Examples:
+  keyframe take --tag before-upgrade
+  keyframe take --name web --json | jq .pause_ns")]
+pub struct Take {
+    /// Which VM, where several run
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Give it a name, usable wherever a checkpoint is asked for
+    #[arg(long)]
+    tag: Option<String>,
+    /// How its pages are copied, instead of what `run` was started with
+    #[arg(long, value_enum)]
+    strategy: Option<Strategy>,
+    /// Print JSON, as an entry of `list --json`
+    #[arg(long)]
+    json: bool,
+}
+
+impl Take {
+    /// Asks the engine for one.
+    pub fn run(&self) -> Outcome {
+        let engine = rundir::find(self.name.as_deref())?;
+        let request = Request::Take { tag: self.tag.clone(), strategy: self.strategy };
+        match client::ask(&engine, &request, Duration::from_secs(600))? {
+            Response::Taken(entry) if self.json => output::json(&entry)?,
+            Response::Taken(entry) => output::print_line(&format!(
+                "checkpoint {}: pause {}, {} dirty pages, {} stored",
+                entry.id,
+                output::duration(entry.pause_ns),
+                entry.dirty_pages,
+                output::bytes(entry.stored_bytes)
+            ))?,
+            other => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
+        }
+        Ok(DONE)
+    }
+}

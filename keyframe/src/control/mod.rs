@@ -1,0 +1,113 @@
+//! The control socket of a running `keyframe run`: one JSON line asked, one JSON line answered.
+//!
+//! ```text
+//!   keyframe take ──{"take":{"tag":"boot"}}──▶ RUN_DIR/control.sock ──▶ engine
+//!                 ◀──{"taken":{"id":12,...}}──
+//! ```
+//!
+//! The socket lies in a directory that only its owner may enter; whoever may connect may stop the VM.
+
+pub mod client;
+pub mod server;
+
+use serde::{Deserialize, Serialize};
+
+/// The longest line either side accepts, in bytes.
+pub const LINE_BYTES_MAX: u64 = 256 * 1024;
+
+/// What becomes of a VM that still runs when `run` ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum OnExit {
+    /// End QEMU.
+    Kill,
+    /// Leave QEMU running, without checkpoints.
+    Keep,
+}
+
+/// How pages are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// Most pages are copied while the guest runs, the rest in the pause.
+    Precopy,
+    /// All dirty pages are copied in the pause.
+    StopCopy,
+}
+
+impl Strategy {
+    /// The name, as on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Precopy => "precopy",
+            Self::StopCopy => "stop-copy",
+        }
+    }
+}
+
+/// What may be asked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Request {
+    /// How it goes.
+    Status,
+    /// End after what is in progress is sealed.
+    Stop {
+        /// Instead of what `run` was started with.
+        on_exit: Option<OnExit>,
+    },
+    /// Take a checkpoint now.
+    Take {
+        /// A name for it.
+        tag: Option<String>,
+        /// Instead of what `run` was started with.
+        strategy: Option<Strategy>,
+    },
+}
+
+/// What is answered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Response {
+    /// To `Status`.
+    Status(Box<Status>),
+    /// To `Stop`: it is ending.
+    Stopping,
+    /// To `Take`: sealed.
+    Taken(crate::report::Entry),
+    /// It could not be done.
+    Failed(String),
+}
+
+/// How a run goes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Status {
+    /// The VM's name.
+    pub vm: String,
+    /// `running`, `paused` or `ended`.
+    pub state: String,
+    /// QEMU's process.
+    pub qemu_pid: u32,
+    /// The engine's process.
+    pub engine_pid: u32,
+    /// The store.
+    pub store: String,
+    /// Requested interval; absent where checkpoints are taken by command only.
+    pub interval_ns: Option<u64>,
+    /// Checkpoints sealed in this run.
+    pub sealed: u64,
+    /// Checkpoints that failed in this run.
+    pub failed: u64,
+    /// Why the newest failed one failed, until one is sealed again.
+    pub last_error: Option<String>,
+    /// How late the newest checkpoint began, because the one before was still being encoded.
+    pub backlog_ns: u64,
+    /// Where the checkpoint in progress is; `idle` between two.
+    pub phase: String,
+    /// The newest sealed checkpoint.
+    pub last: Option<crate::report::Entry>,
+    /// Its age.
+    pub last_age_ns: Option<u64>,
+    /// QEMU's monitor socket that the engine uses; free again once the engine has ended.
+    pub qmp: String,
+}

@@ -1,0 +1,81 @@
+//! Serves the control socket: status from shared state at once, everything else through the engine's own loop.
+
+use super::{LINE_BYTES_MAX, Request, Response, Status};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Connections served at once; further ones are turned away.
+const CLIENTS_MAX: usize = 16;
+
+/// A request that the engine must answer itself.
+pub struct Pending {
+    /// What is asked.
+    pub request: Request,
+    /// Where the answer goes.
+    pub answer: Sender<Response>,
+}
+
+/// The status that clients are shown; the engine keeps it up to date.
+pub type SharedStatus = Arc<Mutex<Status>>;
+
+/// Listens until the process ends. Requests that change something arrive at the returned receiver.
+pub fn listen(run_dir: &Path, status: &SharedStatus) -> io::Result<(Receiver<Pending>, Socket)> {
+    let path = run_dir.join("control.sock");
+    let listener = UnixListener::bind(&path)?;
+    let (sender, receiver) = channel();
+    let status = Arc::clone(status);
+    let clients = Arc::new(());
+    std::thread::Builder::new().name("control".into()).spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(stream) = stream else { continue };
+            if Arc::strong_count(&clients) > CLIENTS_MAX {
+                continue;
+            }
+            let (sender, status, client) = (sender.clone(), Arc::clone(&status), Arc::clone(&clients));
+            let served = std::thread::Builder::new().name("control-client".into()).spawn(move || {
+                // A client that went away is its own affair.
+                let _ = serve(&stream, &sender, &status);
+                drop(client);
+            });
+            drop(served);
+        }
+    })?;
+    Ok((receiver, Socket(path)))
+}
+
+/// Removes the socket when the engine ends.
+pub struct Socket(PathBuf);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn serve(stream: &UnixStream, engine: &Sender<Pending>, status: &SharedStatus) -> io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream.set_write_timeout(Some(Duration::from_secs(5)))?;
+    let mut line = String::new();
+    BufReader::new(stream.take(LINE_BYTES_MAX)).read_line(&mut line)?;
+    let response = match serde_json::from_str(&line) {
+        Ok(Request::Status) => match status.lock() {
+            Ok(status) => Response::Status(Box::new(status.clone())),
+            Err(_) => Response::Failed("the engine has failed".into()),
+        },
+        Ok(request) => {
+            let (answer, answered) = channel();
+            match engine.send(Pending { request, answer }) {
+                Ok(()) => answered.recv().unwrap_or(Response::Failed("the engine has ended".into())),
+                Err(_) => Response::Failed("the engine is ending".into()),
+            }
+        }
+        Err(e) => Response::Failed(format!("not a request: {e}")),
+    };
+    let mut text = serde_json::to_string(&response)?;
+    text.push('\n');
+    (&*stream).write_all(text.as_bytes())
+}

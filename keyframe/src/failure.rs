@@ -1,0 +1,117 @@
+//! How a command fails: a message, what to do about it, and the exit code.
+//!
+//! | code | meaning |
+//! |---|---|
+//! | 0 | done |
+//! | 1 | failed |
+//! | 2 | wrong usage |
+//! | 3 | done, with warnings |
+//! | 10 | no store |
+//! | 11 | the store is locked |
+
+use std::fmt;
+use std::path::Path;
+
+/// Done.
+pub const DONE: u8 = 0;
+/// Failed.
+pub const FAILED: u8 = 1;
+/// Done with warnings.
+pub const WARNED: u8 = 3;
+/// There is no store.
+pub const NO_STORE: u8 = 10;
+/// Somebody else writes to the store.
+pub const LOCKED: u8 = 11;
+
+/// Why a command ended, for a person.
+#[derive(Debug)]
+pub struct Failure {
+    /// The exit code.
+    pub code: u8,
+    /// What went wrong, naming the object and the operation.
+    pub message: String,
+    /// What to do about it, where we know.
+    pub fix: Option<String>,
+}
+
+/// What commands return: the exit code.
+pub type Outcome = Result<u8, Failure>;
+
+impl Failure {
+    /// A plain failure.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { code: FAILED, message: message.into(), fix: None }
+    }
+
+    /// Adds what to do about it.
+    #[must_use]
+    pub fn fix(mut self, fix: impl Into<String>) -> Self {
+        self.fix = Some(fix.into());
+        self
+    }
+
+    /// A store's error, with the way out that a person at the shell has.
+    pub fn store(error: &keyframe_store::Error, path: &Path) -> Self {
+        use keyframe_store::Error;
+        let failure = Self::new(chain(error));
+        match error {
+            Error::NoStore { .. } => Self {
+                code: NO_STORE,
+                fix: Some(format!("create it with: keyframe init {}", path.display())),
+                ..failure
+            },
+            Error::Locked { .. } => Self {
+                code: LOCKED,
+                fix: Some("wait until that one ends (keyframe status), or use another store".into()),
+                ..failure
+            },
+            Error::LaterVersion { .. } => failure.fix("read it with a later Keyframe; nothing in it was changed"),
+            Error::Damaged { .. } => {
+                failure.fix(format!("find out what else is hurt with: keyframe check --read-data --store {}", path.display()))
+            }
+            Error::Exists { .. } => failure.fix("use it as it is, or name another directory"),
+            Error::UnknownCheckpoint { .. } => {
+                failure.fix(format!("see what there is with: keyframe list --store {}", path.display()))
+            }
+            _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
+            _ => failure,
+        }
+    }
+
+    /// An error of the kernel interfaces.
+    pub fn kernel(error: &keyframe_kernel::Error) -> Self {
+        let fix = error.fix().map(|f| f.to_string());
+        Self { fix, ..Self::new(chain(error)) }
+    }
+
+    /// An error of QEMU or of the command line meant for it.
+    pub fn qemu(error: &keyframe_qemu::Error) -> Self {
+        let fix = error.fix().map(|f| f.to_string());
+        Self { fix, ..Self::new(chain(error)) }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.message)?;
+        match &self.fix {
+            Some(fix) => write!(f, "\n  fix: {fix}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// An error and its sources in one line, each part said once.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let part = inner.to_string();
+        if !text.contains(&part) {
+            text.push_str(": ");
+            text.push_str(&part);
+        }
+        source = inner.source();
+    }
+    text
+}

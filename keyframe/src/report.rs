@@ -1,0 +1,160 @@
+//! A checkpoint as `list --json` prints it, and tables over many.
+
+use crate::output;
+use keyframe_store::Sealed;
+use serde::{Deserialize, Serialize};
+
+/// One entry of `list --json`. Times in nanoseconds, sizes in bytes, dirty pages of 4 KiB.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Entry {
+    /// The number of the checkpoint in its store.
+    pub id: u64,
+    /// The VM's name.
+    pub vm: String,
+    /// The run that took it.
+    pub run: String,
+    /// When the VM was paused for it.
+    pub taken_at: String,
+    /// Why it was taken: `interval` or `take`.
+    pub reason: String,
+    /// Its place in the run; 0 is the complete first one.
+    pub epoch: u64,
+    /// Names given to it.
+    pub tags: Vec<String>,
+    /// How its pages were copied.
+    pub strategy: String,
+    /// From before the request to stop until QEMU confirmed that the VM runs.
+    pub pause_ns: u64,
+    /// The pause by phase.
+    pub pause: Pause,
+    /// Copy rounds before the pause.
+    pub precopy_rounds: u32,
+    /// Pages that each round found.
+    pub round_pages: Vec<u64>,
+    /// Distinct pages that it holds.
+    pub dirty_pages: u64,
+    /// Of these: zeros, which cost nothing.
+    pub zero_pages: u64,
+    /// Of these: found in the store already.
+    pub dedup_pages: u64,
+    /// Of these: written, but with what they held before.
+    pub unchanged_pages: u64,
+    /// Of these: new, and stored.
+    pub stored_pages: u64,
+    /// Bytes that they take in the packs.
+    pub stored_bytes: u64,
+    /// Bytes of its page map.
+    pub map_bytes: u64,
+    /// Bytes of the device state, as QEMU gave it.
+    pub device_bytes: u64,
+    /// Since the pause of the one before; 0 for the first of a run.
+    pub interval_ns: u64,
+    /// How late it began, because the one before was still being encoded.
+    pub backlog_ns: u64,
+    /// Hashing, compressing and storing, after the pause.
+    pub encode_ns: u64,
+    /// RAM of the VM, all blocks.
+    pub ram_bytes: u64,
+}
+
+/// A pause by phase, in nanoseconds; see `keyframe help show`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Pause {
+    /// Until QEMU confirmed the stop.
+    pub stop: u64,
+    /// Scanning for the last dirty pages.
+    pub scan: u64,
+    /// Copying them.
+    pub copy: u64,
+    /// Waiting for the device state, beyond what scanning and copying hid.
+    pub device_state: u64,
+    /// Until QEMU confirmed that the VM runs.
+    pub resume: u64,
+}
+
+impl Entry {
+    /// The entry of a sealed checkpoint.
+    pub fn of(sealed: &Sealed) -> Self {
+        let (meta, timing, counts) = (&sealed.meta, &sealed.meta.timing, &sealed.meta.counts);
+        Self {
+            id: sealed.id.0,
+            vm: meta.vm.clone(),
+            run: meta.run.clone(),
+            taken_at: meta.taken_at.to_string(),
+            reason: meta.reason.clone(),
+            epoch: meta.epoch.0,
+            tags: sealed.tags.clone(),
+            strategy: timing.strategy.clone(),
+            pause_ns: timing.pause_ns,
+            pause: Pause {
+                stop: timing.pause.stop,
+                scan: timing.pause.scan,
+                copy: timing.pause.copy,
+                device_state: timing.pause.device_state,
+                resume: timing.pause.resume,
+            },
+            precopy_rounds: timing.precopy_rounds,
+            round_pages: timing.round_pages.clone(),
+            dirty_pages: counts.dirty_pages,
+            zero_pages: counts.zero_pages,
+            dedup_pages: counts.dedup_pages,
+            unchanged_pages: counts.unchanged_pages,
+            stored_pages: counts.stored_pages,
+            stored_bytes: counts.stored_bytes,
+            map_bytes: counts.map_bytes,
+            device_bytes: counts.device_bytes,
+            interval_ns: timing.interval_ns,
+            backlog_ns: timing.backlog_ns,
+            encode_ns: timing.encode_ns,
+            ram_bytes: meta.ram.len_bytes(),
+        }
+    }
+}
+
+/// The table of `list`.
+pub fn table(entries: &[Entry]) -> String {
+    let rows: Vec<Vec<String>> = entries
+        .iter()
+        .map(|e| {
+            vec![
+                e.id.to_string(),
+                e.vm.clone(),
+                e.epoch.to_string(),
+                e.taken_at.get(..19).unwrap_or(&e.taken_at).replace('T', " "),
+                output::duration(e.pause_ns),
+                e.dirty_pages.to_string(),
+                e.zero_pages.to_string(),
+                (e.dedup_pages + e.unchanged_pages).to_string(),
+                output::bytes(e.stored_bytes),
+                output::bytes(e.map_bytes),
+                e.tags.join(","),
+            ]
+        })
+        .collect();
+    let header =
+        ["id", "vm", "epoch", "taken (UTC)", "pause", "dirty", "zero", "dedup", "stored", "map", "tags"];
+    output::table(&header, &rows)
+}
+
+/// The pauses of many checkpoints by phase: median and 99th percentile.
+pub fn pause_table(entries: &[Entry]) -> String {
+    type Phase = (&'static str, fn(&Entry) -> u64);
+    let phases: [Phase; 6] = [
+        ("stop", |e| e.pause.stop),
+        ("scan", |e| e.pause.scan),
+        ("copy", |e| e.pause.copy),
+        ("device state", |e| e.pause.device_state),
+        ("resume", |e| e.pause.resume),
+        ("whole pause", |e| e.pause_ns),
+    ];
+    let rows: Vec<Vec<String>> = phases
+        .iter()
+        .map(|(name, value)| {
+            let mut sample: Vec<u64> = entries.iter().map(value).collect();
+            sample.sort_unstable();
+            let cell = |percent| output::duration(output::percentile(&sample, percent));
+            vec![(*name).to_owned(), cell(50), cell(99)]
+        })
+        .collect();
+    output::table(&["pause", "p50", "p99"], &rows)
+}

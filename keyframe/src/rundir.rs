@@ -1,0 +1,168 @@
+//! The directories of running engines: one per VM, with its sockets.
+//!
+//! ```text
+//!   $XDG_RUNTIME_DIR/keyframe/        (or /run/keyframe for root, /tmp/keyframe-UID otherwise), mode 0700
+//!     NAME/
+//!       engine.pid    who runs it; locked (flock) while it lives
+//!       qmp.sock      QEMU's monitor, for the engine
+//!       watchdog.sock QEMU's monitor, for the watchdog
+//!       control.sock  the engine's own
+//! ```
+//!
+//! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its name is free again,
+//! unless a kept VM still answers on its sockets.
+
+use crate::failure::Failure;
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// A claimed run directory.
+pub struct RunDir {
+    path: PathBuf,
+    /// Holds the lock.
+    _pid: File,
+    keep: bool,
+}
+
+impl RunDir {
+    /// Claims the directory for VM `name`; refuses a name that is in use.
+    pub fn claim(name: &str) -> Result<Self, Failure> {
+        if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(is_name_char) {
+            return Err(Failure::new(format!("{name:?} is no name for a VM"))
+                .fix("use --name with 1 to 64 letters, digits, '-', '_' and '.'"));
+        }
+        let path = base()?.join(name);
+        make_private(&path)?;
+        let fail = |what: &str, e: std::io::Error| Failure::new(format!("{what} {}: {e}", path.display()));
+        let mut pid = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(path.join("engine.pid"))
+            .map_err(|e| fail("open engine.pid in", e))?;
+        let in_use = |who: &str| {
+            Failure::new(format!("a VM named {name} {who}")).fix("give this one another name: --name NAME")
+        };
+        if flock(&pid, FlockOperation::NonBlockingLockExclusive).is_err() {
+            return Err(in_use("is running under Keyframe already"));
+        }
+        if UnixStream::connect(path.join("qmp.sock")).is_ok() {
+            return Err(in_use("still runs, left by an earlier run"));
+        }
+        for socket in ["qmp.sock", "watchdog.sock", "control.sock"] {
+            match std::fs::remove_file(path.join(socket)) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail("clear", e)),
+                _ => {}
+            }
+        }
+        pid.set_len(0).map_err(|e| fail("write engine.pid in", e))?;
+        writeln!(pid, "{}", std::process::id()).map_err(|e| fail("write engine.pid in", e))?;
+        Ok(Self { path, _pid: pid, keep: false })
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Leaves the sockets in place when the engine ends: the VM goes on and uses them.
+    pub fn keep(&mut self) {
+        self.keep = true;
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        if !self.keep {
+            // Left-overs do no harm: the next engine of this name clears them.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+fn is_name_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
+}
+
+/// Turns any text into a VM name.
+pub fn name_from(text: &str) -> String {
+    let name: String = text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(64).collect();
+    let name = name.trim_start_matches('.').to_owned();
+    if name.is_empty() { "vm".into() } else { name }
+}
+
+/// The directories of engines that live.
+pub fn all() -> Result<Vec<PathBuf>, Failure> {
+    let base = base()?;
+    let entries = match std::fs::read_dir(&base) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Failure::new(format!("read {}: {e}", base.display()))),
+    };
+    let mut live: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| lives(p)).collect();
+    live.sort();
+    Ok(live)
+}
+
+/// The directory of the engine of VM `name`, or of the only one there is.
+pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
+    let mut live = all()?;
+    let names = |live: &[PathBuf]| {
+        let names: Vec<_> = live.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
+        names.join(", ")
+    };
+    match name {
+        Some(name) => {
+            let running = names(&live);
+            live.into_iter().find(|p| p.file_name().is_some_and(|n| n == name)).ok_or_else(|| {
+                let fix = if running.is_empty() { "nothing runs".into() } else { format!("running: {running}") };
+                Failure::new(format!("no VM named {name} runs under Keyframe")).fix(fix)
+            })
+        }
+        None if live.len() > 1 => {
+            Err(Failure::new("several VMs run").fix(format!("choose one with --name: {}", names(&live))))
+        }
+        None => live.pop().ok_or_else(|| {
+            Failure::new("no VM runs under Keyframe")
+                .fix("start one with: keyframe run --store STORE -- qemu-system-x86_64 ...")
+        }),
+    }
+}
+
+fn lives(dir: &Path) -> bool {
+    File::open(dir.join("engine.pid"))
+        .is_ok_and(|pid| flock(&pid, FlockOperation::NonBlockingLockShared).is_err())
+}
+
+/// The directory above all run directories, private to this user.
+fn base() -> Result<PathBuf, Failure> {
+    let uid = rustix::process::getuid();
+    let base = match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("keyframe"),
+        _ if uid.is_root() && Path::new("/run").is_dir() => PathBuf::from("/run/keyframe"),
+        _ => std::env::temp_dir().join(format!("keyframe-{}", uid.as_raw())),
+    };
+    make_private(&base)?;
+    Ok(base)
+}
+
+/// Makes a directory that only we may enter; one that is another user's is refused.
+fn make_private(path: &Path) -> Result<(), Failure> {
+    let fail = |e: std::io::Error| Failure::new(format!("make {}: {e}", path.display()));
+    match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {}
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(fail(e)),
+    }
+    let meta = std::fs::symlink_metadata(path).map_err(fail)?;
+    if !meta.is_dir() || meta.uid() != rustix::process::getuid().as_raw() || meta.mode() & 0o077 != 0 {
+        return Err(Failure::new(format!("{} is not a private directory of ours", path.display()))
+            .fix("remove it, or point XDG_RUNTIME_DIR to a directory that only you may enter"));
+    }
+    Ok(())
+}

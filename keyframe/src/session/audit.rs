@@ -1,0 +1,76 @@
+//! `run --audit`: a full copy of RAM taken in the same pause, and the comparison with what was sealed.
+//!
+//! ```text
+//!   DIR/pause.ram    the copy of the pause in progress
+//!   DIR/12.ram       the copy that checkpoint 12 must equal: all RAM blocks end to end, in page order
+//! ```
+
+use keyframe_capture::{BoxError, PageReader};
+use keyframe_store::Store;
+use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::PathBuf;
+
+const BATCH_PAGES: u64 = 4096;
+
+/// Copies and compares.
+pub struct Audit {
+    dir: PathBuf,
+}
+
+impl Audit {
+    /// Copies go to `dir`, which is made.
+    pub fn new(dir: PathBuf) -> std::io::Result<Self> {
+        std::fs::create_dir_all(&dir)?;
+        Ok(Self { dir })
+    }
+
+    fn pause_file(&self) -> PathBuf {
+        self.dir.join("pause.ram")
+    }
+
+    /// In the pause: copies all of RAM.
+    pub fn copy(&self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
+        let mut file = File::create(self.pause_file())?;
+        let mut buffer = vec![0; BATCH_PAGES as usize * PAGE_BYTES];
+        let mut next = 0;
+        while next < ram.len_pages() {
+            let range = PageRange::new(PageIndex(next), BATCH_PAGES.min(ram.len_pages() - next));
+            let bytes = &mut buffer[..range.len_bytes() as usize];
+            reader.read(&[range], bytes)?;
+            file.write_all(bytes)?;
+            next += range.len_pages;
+        }
+        Ok(())
+    }
+
+    /// After the seal: reads the checkpoint back from the store and compares it with the copy, page by page. Returns the
+    /// pages that differ.
+    pub fn compare(&self, store: &Store, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
+        let kept = self.dir.join(format!("{id}.ram"));
+        std::fs::rename(self.pause_file(), &kept)?;
+        let mut file = File::open(&kept)?;
+        let loaded = store.load(id)?;
+        let pages = loaded.meta.ram.len_pages();
+        let mut differing = Vec::new();
+        let (mut image, mut copy) = (Vec::new(), vec![0; BATCH_PAGES as usize * PAGE_BYTES]);
+        let mut next = 0;
+        while next < pages {
+            let range = PageRange::new(PageIndex(next), BATCH_PAGES.min(pages - next));
+            image.clear();
+            image.resize(range.len_bytes() as usize, 0);
+            loaded.read_pages(range, &mut |page: PageIndex, content: &Page| {
+                let at = (page.0 - next) as usize * PAGE_BYTES;
+                image[at..at + PAGE_BYTES].copy_from_slice(content);
+                Ok(())
+            })?;
+            let copy = &mut copy[..range.len_bytes() as usize];
+            file.read_exact(copy)?;
+            let pairs = image.chunks_exact(PAGE_BYTES).zip(copy.chunks_exact(PAGE_BYTES));
+            differing.extend((next..).zip(pairs).filter(|(_, (a, b))| a != b).map(|(p, _)| PageIndex(p)));
+            next += range.len_pages;
+        }
+        Ok(differing)
+    }
+}

@@ -1,0 +1,73 @@
+//! A launched QEMU as the checkpoint cycle's machine: QMP, with the watchdog armed around each pause.
+
+use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
+use keyframe_qemu::Vm;
+use keyframe_qemu::watchdog::Watchdog;
+use keyframe_units::RamLayout;
+use std::time::Duration;
+
+/// The VM and its watchdog.
+pub struct QemuMachine {
+    /// The VM.
+    pub vm: Vm,
+    watchdog: Watchdog,
+    pause_limit: Duration,
+}
+
+impl QemuMachine {
+    /// A VM whose pauses `watchdog` ends after `pause_limit`.
+    pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration) -> Self {
+        Self { vm, watchdog, pause_limit }
+    }
+}
+
+impl Machine for QemuMachine {
+    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+        Ok(self.vm.ram_layout()?)
+    }
+
+    fn stop(&mut self) -> Result<Stopped, BoxError> {
+        self.watchdog.arm(self.pause_limit)?;
+        match self.vm.qmp().stop() {
+            Ok(stopped) if stopped.was_running => Ok(Stopped::ByUs),
+            Ok(_) => {
+                // Paused by somebody else, who will resume it: the watchdog must not.
+                self.watchdog.disarm()?;
+                Ok(Stopped::Already)
+            }
+            Err(e) => {
+                // The request may have arrived although its answer did not: let the VM run, whichever it is.
+                let resumed = self.vm.qmp().cont();
+                if resumed.is_ok() {
+                    self.watchdog.disarm()?;
+                }
+                Err(e.into())
+            }
+        }
+    }
+
+    fn begin_save(&mut self) -> Result<(), BoxError> {
+        Ok(self.vm.begin_save_devices()?)
+    }
+
+    fn finish_save(&mut self) -> Result<Vec<u8>, BoxError> {
+        Ok(self.vm.finish_save_devices()?)
+    }
+
+    fn resume(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
+        let resumed = match stopped {
+            Stopped::ByUs => self.vm.qmp().cont_after_stop()?,
+            Stopped::Already => self.vm.qmp().resumed_since_stop()?,
+        };
+        let fired = stopped == Stopped::ByUs && self.watchdog.disarm()?.0;
+        Ok(if resumed || fired { Resumed::ByOther } else { Resumed::ByUs })
+    }
+}
+
+impl QemuMachine {
+    /// Ends the watchdog and returns the VM.
+    pub fn into_vm(self) -> Vm {
+        self.watchdog.end();
+        self.vm
+    }
+}

@@ -1,0 +1,81 @@
+//! The store as the checkpoint cycle's sink.
+
+use keyframe_capture::{BoxError, Captured, Sink};
+use keyframe_store::{MachineMeta, PausePhases, Run, SealRequest, Sealed, Timing};
+use keyframe_units::{Page, PageIndex};
+
+/// What the session knows of the next checkpoint beyond what the cycle captured.
+#[derive(Clone, Debug, Default)]
+pub struct Label {
+    /// Why it is taken.
+    pub reason: &'static str,
+    /// The strategy's name.
+    pub strategy: &'static str,
+    /// How late it began.
+    pub backlog_ns: u64,
+    /// A name for it.
+    pub tag: Option<String>,
+}
+
+/// Stores the checkpoints of one run.
+pub struct StoreSink {
+    run: Run,
+    machine: MachineMeta,
+    /// Set before each cycle.
+    pub label: Label,
+}
+
+impl StoreSink {
+    /// A sink into `run`.
+    pub fn new(run: Run, machine: MachineMeta) -> Self {
+        Self { run, machine, label: Label::default() }
+    }
+
+    /// Closes the run's pack.
+    pub fn finish(self) -> Result<(), keyframe_store::Error> {
+        self.run.finish().map(|_| ())
+    }
+}
+
+impl Sink for StoreSink {
+    type Sealed = Sealed;
+
+    fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
+        self.run.put_page(page, content)?;
+        Ok(())
+    }
+
+    fn seal(&mut self, captured: &Captured) -> Result<Sealed, BoxError> {
+        let t = &captured.timeline;
+        let timing = Timing {
+            interval_ns: t.interval_ns,
+            backlog_ns: self.label.backlog_ns,
+            pause_ns: t.pause_ns,
+            pause: PausePhases {
+                stop: t.stop_ns,
+                scan: t.scan_ns,
+                copy: t.copy_ns,
+                device_state: t.device_state_ns,
+                resume: t.resume_ns,
+            },
+            precopy_rounds: t.rounds.len() as u32,
+            strategy: self.label.strategy.into(),
+            round_pages: t.rounds.iter().map(|r| r.pages).chain([t.pause_pages]).collect(),
+            encode_ns: t.encode_ns,
+        };
+        Ok(self.run.seal(SealRequest {
+            taken_at: captured.taken_at.try_into()?,
+            reason: self.label.reason.into(),
+            ram: captured.ram.clone(),
+            machine: self.machine.clone(),
+            timing,
+            dirty_pages: captured.dirty_pages,
+            device_state: &captured.device_state,
+            tag: self.label.tag.as_deref(),
+        })?)
+    }
+
+    fn abandon(&mut self) {
+        self.run.abandon();
+    }
+}

@@ -1,0 +1,50 @@
+//! What the engine does as a cycle passes its phases: priority, status, faults, audits.
+
+use super::audit::Audit;
+use super::faults::Fault;
+use crate::control::server::SharedStatus;
+use keyframe_capture::{BoxError, Observer, PageReader, Phase};
+use keyframe_units::RamLayout;
+
+/// The engine's observer.
+pub struct Watch {
+    status: SharedStatus,
+    fault: Option<Fault>,
+    /// Full copies, where asked for.
+    pub audit: Option<Audit>,
+}
+
+impl Watch {
+    /// Keeps `status` up to date, suffers `fault`, copies for `audit`.
+    pub fn new(status: SharedStatus, fault: Option<Fault>, audit: Option<Audit>) -> Self {
+        Self { status, fault, audit }
+    }
+}
+
+impl Observer for Watch {
+    fn reached(&mut self, phase: Phase) {
+        match phase {
+            Phase::Precopy => {
+                keyframe_kernel::priority::raise();
+            }
+            Phase::Encoding => keyframe_kernel::priority::lower(),
+            _ => {}
+        }
+        // Between Stopping and Resumed the guest waits: no lock that a client of the control socket may hold.
+        if matches!(phase, Phase::Precopy | Phase::Encoding | Phase::Sealed)
+            && let Ok(mut status) = self.status.lock()
+        {
+            phase.name().clone_into(&mut status.phase);
+        }
+        if let Some(fault) = &mut self.fault {
+            fault.reached(phase);
+        }
+    }
+
+    fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
+        match &self.audit {
+            Some(audit) => audit.copy(reader, ram),
+            None => Ok(()),
+        }
+    }
+}
