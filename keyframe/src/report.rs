@@ -3,6 +3,7 @@
 use crate::output;
 use keyframe_store::Sealed;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// One entry of `list --json`. Times in nanoseconds, sizes in bytes, dirty pages of 4 KiB.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -136,25 +137,50 @@ pub fn table(entries: &[Entry]) -> String {
     output::table(&header, &rows)
 }
 
+/// A pause's phases, in their order, and the whole.
+type PhaseOf = fn(&Entry) -> u64;
+const PHASES: [(&str, PhaseOf); 6] = [
+    ("stop", |e| e.pause.stop),
+    ("scan", |e| e.pause.scan),
+    ("copy", |e| e.pause.copy),
+    ("device_state", |e| e.pause.device_state),
+    ("resume", |e| e.pause.resume),
+    ("pause", |e| e.pause_ns),
+];
+
+/// Median and 99th percentile (nearest rank) of each phase over many checkpoints, in nanoseconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct PauseQuantiles {
+    /// By phase; `pause` is the whole.
+    pub p50_ns: BTreeMap<&'static str, u64>,
+    /// By phase; `pause` is the whole.
+    pub p99_ns: BTreeMap<&'static str, u64>,
+}
+
+impl PauseQuantiles {
+    /// Over `entries`.
+    pub fn of(entries: &[Entry]) -> Self {
+        let quantile = |percent| {
+            let at = |value: PhaseOf| {
+                let mut sample: Vec<u64> = entries.iter().map(value).collect();
+                sample.sort_unstable();
+                output::percentile(&sample, percent)
+            };
+            PHASES.iter().map(|(name, value)| (*name, at(*value))).collect()
+        };
+        Self { p50_ns: quantile(50), p99_ns: quantile(99) }
+    }
+}
+
 /// The pauses of many checkpoints by phase: median and 99th percentile.
 pub fn pause_table(entries: &[Entry]) -> String {
-    type Phase = (&'static str, fn(&Entry) -> u64);
-    let phases: [Phase; 6] = [
-        ("stop", |e| e.pause.stop),
-        ("scan", |e| e.pause.scan),
-        ("copy", |e| e.pause.copy),
-        ("device state", |e| e.pause.device_state),
-        ("resume", |e| e.pause.resume),
-        ("whole pause", |e| e.pause_ns),
-    ];
-    let rows: Vec<Vec<String>> = phases
+    let quantiles = PauseQuantiles::of(entries);
+    let rows: Vec<Vec<String>> = PHASES
         .iter()
-        .map(|(name, value)| {
-            let mut sample: Vec<u64> = entries.iter().map(value).collect();
-            sample.sort_unstable();
-            let cell = |percent| output::duration(output::percentile(&sample, percent));
-            vec![(*name).to_owned(), cell(50), cell(99)]
+        .map(|(name, _)| {
+            let cell = |of: &BTreeMap<&str, u64>| of.get(name).map_or_else(String::new, |ns| output::duration(*ns));
+            vec![name.replace('_', " "), cell(&quantiles.p50_ns), cell(&quantiles.p99_ns)]
         })
         .collect();
-    output::table(&["pause", "p50", "p99"], &rows)
+    output::table(&["pause by phase", "p50", "p99"], &rows)
 }

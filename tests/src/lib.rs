@@ -1,1 +1,238 @@
-//! (being built)
+//! What the end-to-end tests share: the binary under test, guests, consoles, the hash sequence.
+//!
+//! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
+//! failing test prints the commands it ran and keeps the directory.
+
+mod hash;
+mod process;
+mod ram;
+
+pub use hash::{HashLine, Sequence, hash_lines};
+pub use process::Process;
+pub use ram::{differing_pages, live_ram};
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The binary under test: `KEYFRAME_BIN`, or the one built beside the tests.
+pub fn keyframe() -> PathBuf {
+    if let Some(path) = std::env::var_os("KEYFRAME_BIN") {
+        return path.into();
+    }
+    let test = std::env::current_exe().expect("the path of the test program");
+    let profile = test.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");
+    let path = profile.join("keyframe");
+    assert!(path.is_file(), "no {}: build it first (make test does)", path.display());
+    path
+}
+
+/// The small guest's directory: `KEYFRAME_GUEST`, or what `guests/build small` says.
+pub fn guest_dir() -> PathBuf {
+    if let Some(dir) = std::env::var_os("KEYFRAME_GUEST") {
+        return dir.into();
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guests/build");
+    let output = Command::new(&script).arg("small").output().expect("run guests/build small");
+    assert!(output.status.success(), "guests/build small: {}", String::from_utf8_lossy(&output.stderr));
+    PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
+}
+
+/// A QEMU to test with.
+#[derive(Clone, Debug)]
+pub struct Qemu {
+    /// `7.2` or `10.0`, roughly.
+    pub label: &'static str,
+    /// The binary.
+    pub path: String,
+}
+
+/// The distribution's QEMU, and QEMU 10 where `KEYFRAME_QEMU10` names one.
+pub fn qemus() -> Vec<Qemu> {
+    let mut all = vec![Qemu { label: "distribution", path: "qemu-system-x86_64".into() }];
+    match std::env::var("KEYFRAME_QEMU10") {
+        Ok(path) => all.push(Qemu { label: "10.0", path }),
+        Err(_) => println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)"),
+    }
+    all
+}
+
+/// How a guest is booted.
+#[derive(Clone, Debug)]
+pub struct Boot {
+    /// The QEMU binary.
+    pub qemu: String,
+    /// `pc`, `q35`, `microvm`.
+    pub machine: String,
+    /// RAM in MiB.
+    pub mem_mib: u64,
+    /// vCPUs.
+    pub cpus: u32,
+    /// Kernel parameters beyond the console.
+    pub append: String,
+    /// Further QEMU arguments.
+    pub extra: Vec<String>,
+}
+
+impl Boot {
+    /// A `pc` with 128 MiB, one vCPU and workload `work` (with its parameters).
+    pub fn new(work: &str) -> Self {
+        Self {
+            qemu: "qemu-system-x86_64".into(),
+            machine: "pc".into(),
+            mem_mib: 128,
+            cpus: 1,
+            append: format!("kf.work={work}"),
+            extra: Vec::new(),
+        }
+    }
+
+    /// Adds QEMU arguments.
+    #[must_use]
+    pub fn with(mut self, args: &[&str]) -> Self {
+        self.extra.extend(args.iter().map(|a| (*a).to_owned()));
+        self
+    }
+
+    /// QEMU's command line, console on standard streams.
+    pub fn command(&self) -> Vec<String> {
+        let dir = guest_dir();
+        let file = |name: &str| dir.join(name).display().to_string();
+        let mut line: Vec<String> = vec![
+            self.qemu.clone(),
+            "-machine".into(),
+            self.machine.clone(),
+            "-m".into(),
+            format!("{}M", self.mem_mib),
+            "-smp".into(),
+            self.cpus.to_string(),
+        ];
+        line.extend(["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"].map(str::to_owned));
+        line.extend(["-kernel".into(), file("vmlinuz"), "-initrd".into(), file("initramfs.cpio.gz")]);
+        line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {}", self.append)]);
+        line.extend(self.extra.iter().cloned());
+        line
+    }
+}
+
+/// A place for one test: run directory, store, artefacts.
+pub struct Bench {
+    dir: Option<tempfile::TempDir>,
+    path: PathBuf,
+}
+
+impl Bench {
+    /// With an empty store.
+    pub fn new() -> Self {
+        let bench = Self::without_store();
+        bench.ok(&["init", &bench.store()]);
+        bench
+    }
+
+    /// Without a store.
+    pub fn without_store() -> Self {
+        let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().expect("a temporary directory");
+        let path = dir.path().to_owned();
+        Self { dir: Some(dir), path }
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The store's path.
+    pub fn store(&self) -> String {
+        self.path.join("store").display().to_string()
+    }
+
+    /// `keyframe ARGS`, ready to be started, with this bench's run directory.
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(keyframe());
+        command.args(args).env("XDG_RUNTIME_DIR", &self.path).env_remove("KEYFRAME_STORE").current_dir(&self.path);
+        command
+    }
+
+    /// Runs `keyframe ARGS` to its end.
+    pub fn run(&self, args: &[&str]) -> Output {
+        println!("$ XDG_RUNTIME_DIR={} keyframe {}", self.path.display(), args.join(" "));
+        self.command(args).output().expect("run keyframe")
+    }
+
+    /// Runs `keyframe ARGS`, which must succeed; returns its standard output.
+    pub fn ok(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(
+            output.status.success(),
+            "keyframe {}: {}\n{}{}",
+            args.join(" "),
+            output.status,
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// As [`Self::ok`], parsed as JSON.
+    pub fn json(&self, args: &[&str]) -> Value {
+        let text = self.ok(args);
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("keyframe {}: {e} in {text}", args.join(" ")))
+    }
+
+    /// Runs `keyframe ARGS`, which must fail with `code` and say every one of `words`.
+    pub fn refused(&self, args: &[&str], code: i32, words: &[&str]) -> String {
+        let output = self.run(args);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "keyframe {}: {text}", args.join(" "));
+        for word in words {
+            assert!(text.contains(word), "keyframe {}: no {word:?} in: {text}", args.join(" "));
+        }
+        text
+    }
+
+    /// The entries of `list --json`.
+    pub fn list(&self) -> Vec<Value> {
+        let list = self.json(&["list", "--json", "--store", &self.store()]);
+        list.as_array().expect("an array").clone()
+    }
+
+    /// Starts `keyframe run OPTIONS -- BOOT` in the background.
+    pub fn start(&self, options: &[&str], boot: &Boot) -> Process {
+        let store = self.store();
+        let mut args = vec!["run", "--store", &store];
+        args.extend(options);
+        args.push("--");
+        let line = boot.command();
+        args.extend(line.iter().map(String::as_str));
+        Process::start(self.command(&args))
+    }
+
+    /// Starts `keyframe restore CHECKPOINT OPTIONS` in the background.
+    pub fn restore(&self, checkpoint: &str, options: &[&str]) -> Process {
+        let store = self.store();
+        let mut args = vec!["restore", "--store", &store, checkpoint];
+        args.extend(options);
+        Process::start(self.command(&args))
+    }
+}
+
+impl Default for Bench {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        if std::thread::panicking()
+            && let Some(dir) = self.dir.take()
+        {
+            println!("kept for a look: {}", dir.keep().display());
+        }
+    }
+}
+
+/// A number of a JSON object.
+pub fn number(value: &Value, key: &str) -> u64 {
+    value.get(key).and_then(Value::as_u64).unwrap_or_else(|| panic!("no number {key} in {value}"))
+}

@@ -53,7 +53,7 @@ pub struct Run {
     /// Prove exactness: copy all RAM to DIR in each pause (which grows by that), and compare the sealed checkpoint with it
     #[arg(long, value_name = "DIR")]
     audit: Option<PathBuf>,
-    /// Break on purpose, for tests: `kill:PHASE[:N]` or `stall:PHASE[:N]` at the Nth time
+    /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
     #[arg(long, hide = true, value_name = "FAULT")]
     fault: Option<session::Fault>,
     /// QEMU's command line

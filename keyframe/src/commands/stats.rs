@@ -3,6 +3,8 @@
 use super::StoreArg;
 use crate::failure::{DONE, Outcome};
 use crate::output;
+use crate::report::{self, Entry, PauseQuantiles};
+use serde::Serialize;
 
 /// Show what a store holds and what deduplication saved
 #[derive(clap::Args, Debug)]
@@ -17,13 +19,23 @@ pub struct Stats {
     json: bool,
 }
 
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    store: keyframe_store::Stats,
+    pause: PauseQuantiles,
+}
+
 impl Stats {
     /// Prints them.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let s = store.stats().map_err(|e| self.store.failure(&e))?;
+        let sealed = store.checkpoints().map_err(|e| self.store.failure(&e))?;
+        let entries: Vec<Entry> = sealed.iter().map(Entry::of).collect();
         if self.json {
-            output::json(&s)?;
+            output::json(&Shown { store: s, pause: PauseQuantiles::of(&entries) })?;
             return Ok(DONE);
         }
         let b = output::bytes;
@@ -44,6 +56,9 @@ impl Stats {
             ),
         ];
         output::print_line(&lines.join("\n"))?;
+        if !entries.is_empty() {
+            output::print_line(&format!("\n{}", report::pause_table(&entries)))?;
+        }
         Ok(DONE)
     }
 }

@@ -11,6 +11,8 @@ pub enum Kind {
     Kill,
     /// The engine hangs for a minute: the watchdog must step in.
     Stall,
+    /// The engine is late by a second, once, and goes on as if nothing had been.
+    Pause,
 }
 
 /// A fault and where it strikes.
@@ -30,7 +32,8 @@ impl FromStr for Fault {
         let kind = match parts.next() {
             Some("kill") => Kind::Kill,
             Some("stall") => Kind::Stall,
-            _ => return Err("write kill:PHASE[:N] or stall:PHASE[:N]".into()),
+            Some("pause") => Kind::Pause,
+            _ => return Err("write kill:PHASE[:N], stall:PHASE[:N] or pause:PHASE[:N]".into()),
         };
         let name = parts.next().unwrap_or_default();
         let phase = Phase::ALL.into_iter().find(|p| p.name() == name).ok_or_else(|| {
@@ -63,9 +66,10 @@ impl Fault {
                 // SIGKILL takes effect before this thread runs on; the sleep is for the compiler's peace.
                 std::thread::sleep(Duration::from_secs(60));
             }
-            Kind::Stall => {
+            Kind::Stall | Kind::Pause => {
                 self.left = u32::MAX;
-                std::thread::sleep(Duration::from_secs(60));
+                let seconds = if self.kind == Kind::Stall { 60 } else { 1 };
+                std::thread::sleep(Duration::from_secs(seconds));
             }
         }
     }

@@ -1,0 +1,39 @@
+# A fresh machine needs two commands: `make demo` and `make test`.
+SHELL := /bin/bash
+CARGO ?= cargo
+OUT ?= out
+
+.PHONY: help demo test bench lint build setup guests clean
+
+help:
+	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result"
+	@echo "make test    unit, property and end-to-end tests on real QEMU"
+	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
+	@echo "make lint    formatting and clippy"
+	@echo "make build   target/release/keyframe"
+
+setup:
+	@scripts/setup
+
+build: setup
+	$(CARGO) build --release --locked
+
+guests: setup
+	@guests/build small >/dev/null
+
+demo: build guests
+	@scripts/demo
+
+test: guests
+	@scripts/test
+
+bench: build guests
+	@scripts/bench
+
+lint: setup
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+clean:
+	$(CARGO) clean
+	rm -rf $(OUT)

@@ -1,0 +1,267 @@
+//! A store in a local directory (or a network file system that honours `flock`, `fsync` and `rename`).
+
+use super::{Backend, Growing, LockGuard, Readable};
+use crate::{Error, Result};
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const FOLDERS: [&str; 5] = ["packs", "maps", "checkpoints", "tags", "tmp"];
+const LOCK: &str = "lock";
+const HOLDER_BYTES_MAX: u64 = 4096;
+
+/// A directory on this host.
+#[derive(Debug)]
+pub struct Local {
+    root: PathBuf,
+    /// Tells the temporary files of this process apart.
+    temporaries: AtomicU64,
+}
+
+impl Local {
+    /// The directory of a store that exists.
+    pub fn open(root: &Path) -> Self {
+        Self { root: root.to_path_buf(), temporaries: AtomicU64::new(0) }
+    }
+
+    /// Makes the directory and its folders, readable by their owner alone: they will hold the memory of guests.
+    /// Refuses a place that holds anything but what an interrupted attempt left.
+    pub fn create(root: &Path) -> Result<Self> {
+        let this = Self::open(root);
+        match root.symlink_metadata() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => this.make_folder(root)?,
+            Err(e) => return Err(io_error(root, "look at", e)),
+            Ok(_) => refuse_foreign_content(root)?,
+        }
+        for folder in FOLDERS {
+            this.make_folder(&root.join(folder))?;
+        }
+        this.sync_folder(root)?;
+        // The entry of the root itself: its parent is the working directory where the path names none.
+        let parent = root.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        this.sync_folder(parent)?;
+        Ok(this)
+    }
+
+    fn make_folder(&self, path: &Path) -> Result<()> {
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && self.root != path => Ok(()),
+            other => other.map_err(|e| io_error(path, "make directory", e)),
+        }
+    }
+
+    fn sync_folder(&self, path: &Path) -> Result<()> {
+        File::open(path).and_then(|f| f.sync_all()).map_err(|e| io_error(path, "sync directory", e))
+    }
+
+    fn sync_parent(&self, path: &Path) -> Result<()> {
+        self.sync_folder(path.parent().unwrap_or(&self.root))
+    }
+
+    fn write_temporary(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)
+            .map_err(|e| io_error(path, "create", e))?;
+        file.write_all(bytes).map_err(|e| io_error(path, "write", e))?;
+        file.sync_all().map_err(|e| io_error(path, "sync", e))
+    }
+}
+
+impl Backend for Local {
+    fn describe(&self, name: &str) -> String {
+        self.root.join(name).display().to_string()
+    }
+
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        let path = self.root.join(LOCK);
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path)
+            .map_err(|e| io_error(&path, "open", e))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let mut text = Vec::new();
+                (&file)
+                    .take(HOLDER_BYTES_MAX)
+                    .read_to_end(&mut text)
+                    .map_err(|e| io_error(&path, "read", e))?;
+                return Err(Error::Locked { holder: String::from_utf8_lossy(&text).into_owned() });
+            }
+            Err(e) => return Err(io_error(&path, "lock", e.into())),
+        }
+        // The text is for messages only; a crash in the middle of writing it harms nobody.
+        file.set_len(0)
+            .and_then(|()| file.rewind())
+            .and_then(|()| file.write_all(holder.as_bytes()))
+            .map_err(|e| io_error(&path, "write", e))?;
+        for leftover in self.list("tmp")? {
+            self.remove(&format!("tmp/{leftover}"))?;
+        }
+        Ok(Box::new(Flock { file }))
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
+        let path = self.root.join(name);
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(|e| io_error(&path, "create", e))?;
+        self.sync_parent(&path)?;
+        Ok(Box::new(LocalGrowing { file, path, len_bytes: 0 }))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.root.join(name);
+        let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
+        let temporary = self.root.join(format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()));
+        let written = self.write_temporary(&temporary, bytes).and_then(|()| {
+            std::fs::rename(&temporary, &path).map_err(|e| io_error(&path, "rename into place", e))
+        });
+        if let Err(error) = written {
+            // Best effort: the next writer clears the folder.
+            let _ = std::fs::remove_file(&temporary);
+            return Err(error);
+        }
+        self.sync_parent(&path)
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn Readable>> {
+        let path = self.root.join(name);
+        let file = File::open(&path).map_err(|e| io_error(&path, "open", e))?;
+        Ok(Arc::new(LocalReadable { file, path }))
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<String>> {
+        let path = self.root.join(folder);
+        let entries = match std::fs::read_dir(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(|e| io_error(&path, "list", e))?,
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|e| io_error(&path, "list", e))?;
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+        Ok(names)
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let path = self.root.join(name);
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(io_error(&path, "remove", e)),
+            Ok(()) => self.sync_parent(&path),
+        }
+    }
+
+    fn sync(&self, name: &str) -> Result<()> {
+        let path = self.root.join(name);
+        // Not every file system syncs through a read-only descriptor.
+        let file = OpenOptions::new().write(true).open(&path).map_err(|e| io_error(&path, "open", e))?;
+        file.sync_all().map_err(|e| io_error(&path, "sync", e))?;
+        self.sync_parent(&path)
+    }
+}
+
+/// An `flock`, released by the kernel when the descriptor closes, however the process ends.
+#[derive(Debug)]
+struct Flock {
+    file: File,
+}
+
+impl LockGuard for Flock {}
+
+impl Drop for Flock {
+    fn drop(&mut self) {
+        // Closing would release it too, unless a child inherited the descriptor. A failure leaves just that.
+        let _ = flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
+#[derive(Debug)]
+struct LocalGrowing {
+    file: File,
+    path: PathBuf,
+    len_bytes: u64,
+}
+
+impl Growing for LocalGrowing {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all_at(bytes, self.len_bytes).map_err(|source| Error::Io {
+            object: format!("{} at offset {}", self.path.display(), self.len_bytes),
+            operation: "append",
+            source,
+        })?;
+        self.len_bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        self.file.sync_data().map_err(|e| io_error(&self.path, "sync", e))
+    }
+
+    fn truncate(&mut self, len_bytes: u64) -> Result<()> {
+        self.file.set_len(len_bytes).map_err(|e| io_error(&self.path, "truncate", e))?;
+        self.len_bytes = len_bytes;
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct LocalReadable {
+    file: File,
+    path: PathBuf,
+}
+
+impl Readable for LocalReadable {
+    fn len_bytes(&self) -> Result<u64> {
+        self.file.metadata().map(|m| m.len()).map_err(|e| io_error(&self.path, "look at", e))
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(buffer, offset).map_err(|source| Error::Io {
+            object: format!("{} at offset {offset}", self.path.display()),
+            operation: "read",
+            source,
+        })
+    }
+}
+
+fn io_error(path: &Path, operation: &'static str, source: io::Error) -> Error {
+    Error::Io { object: path.display().to_string(), operation, source }
+}
+
+/// An existing directory may become a store if it is empty but for the empty folders of an interrupted attempt.
+fn refuse_foreign_content(root: &Path) -> Result<()> {
+    let exists = |problem: &str| Err(Error::Exists { object: root.display().to_string(), problem: problem.into() });
+    if !root.is_dir() {
+        return exists("is there already and is no directory");
+    }
+    if root.join(crate::config::STORE_JSON).exists() {
+        return exists("a store is already here");
+    }
+    for entry in std::fs::read_dir(root).map_err(|e| io_error(root, "list", e))? {
+        let entry = entry.map_err(|e| io_error(root, "list", e))?;
+        let known = entry.file_name().to_str().is_some_and(|name| FOLDERS.contains(&name));
+        let is_tmp = entry.file_name() == "tmp";
+        let empty = || std::fs::read_dir(entry.path()).is_ok_and(|mut inner| inner.next().is_none());
+        if !known || !(is_tmp || empty()) {
+            return exists("the directory is not empty");
+        }
+    }
+    Ok(())
+}

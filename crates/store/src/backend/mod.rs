@@ -1,0 +1,85 @@
+//! Where the files of a store live. One file per kind of place.
+//!
+//! A store needs two shapes of file: packs, which grow while they are written, and small files, which appear whole
+//! under their name or not at all. Names are relative to the store and use `/` (`packs/00000001.pack`).
+//!
+//! ```text
+//!   put(name)      write under tmp/ ─▶ sync ─▶ rename to name ─▶ sync the directory
+//!   create(name)   new empty file ─▶ sync the directory;  then append* sync append* sync ...
+//! ```
+//!
+//! What a backend promises: after `put`, `create` or `Growing::sync` returned `Ok`, power loss takes nothing of it
+//! away; a name written by `put` never shows part of its bytes. What it does not: that bytes appended since the last
+//! `sync` survive, in whole, in part, or in order.
+
+#[cfg(test)]
+pub(crate) mod faulty;
+mod local;
+
+pub use local::Local;
+
+use crate::{Error, Result};
+use std::fmt;
+use std::sync::Arc;
+
+/// A place for the files of one store.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// How a message calls the file `name`.
+    fn describe(&self, name: &str) -> String;
+
+    /// Makes the caller the one writer for as long as the guard lives, leaves `holder` for others to read, and removes
+    /// what an earlier writer left unfinished. Answers [`Error::Locked`] with the text of the present holder.
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
+
+    /// Makes a new, empty file; an error where the name is taken.
+    fn create(&self, name: &str) -> Result<Box<dyn Growing>>;
+
+    /// Puts a whole file under `name`, in place of any other, at once and durably.
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// Opens a file for reading.
+    fn open(&self, name: &str) -> Result<Arc<dyn Readable>>;
+
+    /// The names of the files in a folder, without the folder, in no order. A folder that is not there is empty.
+    fn list(&self, folder: &str) -> Result<Vec<String>>;
+
+    /// Removes a file durably; fine if it is not there.
+    fn remove(&self, name: &str) -> Result<()>;
+
+    /// Makes sure that what can be read of an existing file now is durable.
+    fn sync(&self, name: &str) -> Result<()>;
+
+    /// Reads a whole file; [`Error::Damaged`] where it is larger than `len_bytes_max`.
+    fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
+        let file = self.open(name)?;
+        let len = file.len_bytes()?;
+        if len > len_bytes_max {
+            let problem = format!("{len} bytes long; at most {len_bytes_max} make sense");
+            return Err(Error::damaged(self.describe(name), problem));
+        }
+        let mut bytes = vec![0; len as usize];
+        file.read_at(0, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// Held by the one writer; dropping it lets the next one in.
+pub trait LockGuard: Send + Sync + fmt::Debug {}
+
+/// A file that grows at its end.
+pub trait Growing: Send + fmt::Debug {
+    /// Adds bytes at the end. After an error the length is unknown until [`Growing::truncate`] succeeds.
+    fn append(&mut self, bytes: &[u8]) -> Result<()>;
+    /// Makes everything appended so far durable. After an error nothing since the last success may be trusted.
+    fn sync(&mut self) -> Result<()>;
+    /// Cuts the file to `len_bytes`; appending goes on from there.
+    fn truncate(&mut self, len_bytes: u64) -> Result<()>;
+}
+
+/// A file open for reading.
+pub trait Readable: Send + Sync + fmt::Debug {
+    /// Its length now.
+    fn len_bytes(&self) -> Result<u64>;
+    /// Fills `buffer` from `offset` on; an error of kind `UnexpectedEof` where the file ends before.
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
+}

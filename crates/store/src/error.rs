@@ -1,0 +1,172 @@
+//! What can go wrong with a store: one enum, each variant naming the object and what was done with it.
+
+use keyframe_units::{CheckpointId, PageIndex};
+use std::io;
+
+/// An error of the store. `object` is a path, or the name of a file inside the store with the offset where one applies.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no store at this place.
+    #[error("{object}: no store here")]
+    NoStore {
+        /// The path that was opened.
+        object: String,
+    },
+    /// A store, or something else, is already at the place where one should be made.
+    #[error("{object}: {problem}")]
+    Exists {
+        /// The path.
+        object: String,
+        /// What is there.
+        problem: String,
+    },
+    /// Bytes on disk are not what was written, or are missing.
+    #[error("{object} is damaged: {problem}")]
+    Damaged {
+        /// The file, with the offset where one applies.
+        object: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Written by a later version of the format than this program knows.
+    #[error("{object} has format version {found}; this program knows versions up to {known}")]
+    LaterVersion {
+        /// The file.
+        object: String,
+        /// The version found there.
+        found: u32,
+        /// The highest version that this program reads.
+        known: u32,
+    },
+    /// Another writer holds the store.
+    #[error("the store is being written by {holder}")]
+    Locked {
+        /// Who holds it, as far as the lock file tells.
+        holder: String,
+    },
+    /// No checkpoint answers to this name.
+    #[error("no checkpoint \"{name}\" in the store{}", newest.map_or(" (it holds none)".into(), |n| format!("; the newest is {n}")))]
+    UnknownCheckpoint {
+        /// The number, tag or word that was asked for.
+        name: String,
+        /// The newest checkpoint there is.
+        newest: Option<CheckpointId>,
+    },
+    /// Not usable as a tag.
+    #[error(
+        "\"{tag}\" cannot be a tag: 1 to 64 letters, digits, dots, dashes or underscores, not digits alone, not \"latest\""
+    )]
+    InvalidTag {
+        /// The name refused.
+        tag: String,
+    },
+    /// The checkpoint is sealed and safe; only its tag could not be written.
+    #[error("checkpoint {id} is sealed, but its tag \"{tag}\" could not be set: {source}")]
+    TagNotSet {
+        /// The sealed checkpoint.
+        id: CheckpointId,
+        /// The tag that is missing.
+        tag: String,
+        /// Why.
+        source: Box<Error>,
+    },
+    /// A page outside the RAM layout that the run was begun with.
+    #[error("page {} is outside the {space_pages} pages of the run's RAM", page.0)]
+    PageOutside {
+        /// The page.
+        page: PageIndex,
+        /// Pages that the layout has.
+        space_pages: u64,
+    },
+    /// More RAM than a run can describe.
+    #[error("RAM of {space_pages} pages is more than a run can hold (2^32 pages, 16 TiB)")]
+    TooLarge {
+        /// Pages asked for.
+        space_pages: u64,
+    },
+    /// The RAM layout given at a seal is not the one that the run was begun with.
+    #[error("run {run}: the RAM layout at epoch {epoch} differs from the one the run was begun with")]
+    LayoutChanged {
+        /// The run.
+        run: String,
+        /// The epoch that was to be sealed.
+        epoch: u64,
+    },
+    /// A run is still open on this writer.
+    #[error("a run is already open on this writer; finish it first")]
+    RunOpen,
+    /// An earlier put or seal failed, and the puts since the last seal were not given up.
+    #[error("run {run}: an earlier put or seal failed; abandon the checkpoint and put its pages again")]
+    Broken {
+        /// The run.
+        run: String,
+    },
+    /// The operating system refused an operation.
+    #[error("{object}: {operation}: {source}")]
+    Io {
+        /// The path, with the offset where one applies.
+        object: String,
+        /// What was being done.
+        operation: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+/// A result of the store.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    pub(crate) fn damaged(object: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Damaged { object: object.into(), problem: problem.into() }
+    }
+
+    /// True where the medium is full (or a quota is used up): a retry can work once there is space again.
+    pub fn is_disk_full(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+            ),
+            Self::TagNotSet { source, .. } => source.is_disk_full(),
+            _ => false,
+        }
+    }
+
+    /// True where the object is not there at all.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+impl From<Error> for io::Error {
+    fn from(error: Error) -> Self {
+        let kind = match &error {
+            Error::Io { source, .. } => source.kind(),
+            Error::Damaged { .. } | Error::LaterVersion { .. } => io::ErrorKind::InvalidData,
+            Error::NoStore { .. } | Error::UnknownCheckpoint { .. } => io::ErrorKind::NotFound,
+            _ => io::ErrorKind::Other,
+        };
+        Self::new(kind, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_recognised_also_behind_a_tag() {
+        let full = || Error::Io {
+            object: "packs/00000001.pack".into(),
+            operation: "append",
+            source: io::Error::from_raw_os_error(28),
+        };
+        assert!(full().is_disk_full());
+        let tag = Error::TagNotSet { id: CheckpointId(1), tag: "a".into(), source: Box::new(full()) };
+        assert!(tag.is_disk_full());
+        assert!(!Error::RunOpen.is_disk_full());
+        assert_eq!(io::Error::from(full()).kind(), io::ErrorKind::StorageFull);
+    }
+}

@@ -1,0 +1,120 @@
+//! What a checkpoint tells about itself: the JSON section of its file, and what `list` and `show` print.
+
+use jiff::Timestamp;
+use keyframe_units::{CheckpointId, Epoch, RamLayout};
+use serde::{Deserialize, Serialize};
+
+/// A sealed checkpoint: complete, verifiable, immutable.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sealed {
+    /// Its number in the store.
+    pub id: CheckpointId,
+    /// What it tells about itself.
+    pub meta: Meta,
+    /// The tags that point to it now, in alphabetical order.
+    pub tags: Vec<String>,
+}
+
+/// Everything that a checkpoint tells about itself besides RAM and device state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Meta {
+    /// The name of the VM, as the user gave it.
+    pub vm: String,
+    /// The id of the run: 32 hexadecimal digits, a fresh one each time a VM is started or restored.
+    pub run: String,
+    /// The place in the run; the epochs of the sealed checkpoints of a run are consecutive.
+    pub epoch: Epoch,
+    /// When the pause of the checkpoint began.
+    pub taken_at: Timestamp,
+    /// Why it was taken: `interval`, `take`, ...
+    pub reason: String,
+    /// The RAM blocks, in page order.
+    pub ram: RamLayout,
+    /// The machine, as far as a restore needs it.
+    pub machine: MachineMeta,
+    /// How long things took.
+    pub timing: Timing,
+    /// How many pages and bytes it took.
+    pub counts: Counts,
+    /// The map runs that together give the page map, newest first; the first one is this checkpoint's own.
+    pub map_chain: Vec<u64>,
+}
+
+/// The machine that the checkpoint was taken of.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineMeta {
+    /// The QEMU binary.
+    pub qemu_path: String,
+    /// What it calls its version.
+    pub qemu_version: String,
+    /// BLAKE3 of the binary, hexadecimal.
+    pub qemu_blake3: String,
+    /// The machine type with aliases resolved (`pc-i440fx-7.2`).
+    pub machine_type: String,
+    /// Virtual CPUs.
+    pub cpus: u32,
+    /// Where QEMU was started.
+    pub working_directory: String,
+    /// The command line as the user gave it.
+    pub user_command: Vec<String>,
+    /// The command line as it was run.
+    pub full_command: Vec<String>,
+}
+
+/// How long the steps of the checkpoint took, measured in that very cycle. All in nanoseconds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timing {
+    /// From the previous checkpoint's pause to this one's; 0 for the first.
+    pub interval_ns: u64,
+    /// How much later than planned the checkpoint began because the encoder was behind.
+    pub backlog_ns: u64,
+    /// The whole pause, from before `stop` until after `cont`.
+    pub pause_ns: u64,
+    /// The parts of the pause.
+    pub pause: PausePhases,
+    /// Copy rounds while the guest ran.
+    pub precopy_rounds: u32,
+    /// The strategy's name.
+    pub strategy: String,
+    /// Pages copied in each round, the one inside the pause last.
+    pub round_pages: Vec<u64>,
+    /// Hashing, deduplication, compression and appending, until the seal began.
+    pub encode_ns: u64,
+}
+
+/// The parts of a pause, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PausePhases {
+    /// QMP `stop`.
+    pub stop: u64,
+    /// The last scan for dirty pages.
+    pub scan: u64,
+    /// Copying them.
+    pub copy: u64,
+    /// Saving the device state.
+    pub device_state: u64,
+    /// QMP `cont`.
+    pub resume: u64,
+}
+
+/// Pages and bytes of one checkpoint. `dirty_pages` is the sum of the four page counts that follow it: a page that was
+/// put more than once counts with its last put.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Distinct pages put into the checkpoint.
+    pub dirty_pages: u64,
+    /// Of these: all zeros.
+    pub zero_pages: u64,
+    /// Of these: content that the store already held (elsewhere).
+    pub dedup_pages: u64,
+    /// Of these: content that the page already had at the previous checkpoint.
+    pub unchanged_pages: u64,
+    /// Of these: content new to the store.
+    pub stored_pages: u64,
+    /// Bytes appended to packs for this checkpoint: record headers and contents superseded before the seal included.
+    pub stored_bytes: u64,
+    /// The size of its map file.
+    pub map_bytes: u64,
+    /// The device state as stored (compressed where that helps).
+    pub device_bytes: u64,
+}

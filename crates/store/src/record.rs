@@ -1,0 +1,318 @@
+//! The bytes of a pack: its header, its page records, and the trailer that closes it.
+//!
+//! ```text
+//!   pack    | header 64 | record | record | ... | record | index entries | zeros | footer 64 |
+//!                                                         └── only in a closed pack ─────────┘
+//!   header    0  8 magic "KFPACK\r\n"     8  4 version    12  4 zero    16 16 store id
+//!            32  8 pack number           40  8 zero       48 16 BLAKE3(bytes 0..48)[0..16]
+//!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
+//!             8  1 kind 'P'    9  1 codec (0 raw, 1 LZ4)   10  2 payload length    12 16 hash    28 .. payload
+//!   entry     0 16 hash       16  8 offset of the record; rising offsets
+//!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
+//!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
+//! ```
+//!
+//! All integers are little-endian. The zeros bring the footer to a multiple of 64 bytes, so that it lies in one disk
+//! sector and appears whole or not at all.
+//!
+//! Invariants: the check of a record covers all its bytes and the place it was written for; the hash names its content.
+
+use crate::bytes::{Cursor, Problem};
+use crate::codec::{Codec, decompress_page};
+use crate::config::{FORMAT_VERSION, StoreId};
+use crate::identity::{HashKey, PageHash, PageRef};
+use crate::{Error, Result};
+use keyframe_units::{PAGE_BYTES, Page};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Length of a pack's header; the first record follows it.
+pub const PACK_HEADER_BYTES: usize = 64;
+/// Length of a record without its payload.
+pub const RECORD_HEADER_BYTES: usize = 28;
+/// No record is longer.
+pub const RECORD_BYTES_MAX: usize = RECORD_HEADER_BYTES + PAGE_BYTES;
+/// Length of the footer of a closed pack, and its alignment.
+pub const FOOTER_BYTES: usize = 64;
+/// Length of an index entry.
+pub const ENTRY_BYTES: usize = 24;
+
+const PACK_MAGIC: &[u8; 8] = b"KFPACK\r\n";
+const FOOTER_MAGIC: &[u8; 8] = b"KFPACKED";
+const KIND_PAGE: u8 = b'P';
+const CHECK_BYTES: usize = 8;
+
+/// The header of pack `number`.
+pub fn encode_pack_header(id: StoreId, number: u32) -> [u8; PACK_HEADER_BYTES] {
+    let mut bytes = Vec::with_capacity(PACK_HEADER_BYTES);
+    bytes.extend_from_slice(PACK_MAGIC);
+    bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+    bytes.extend_from_slice(&[0; 4]);
+    bytes.extend_from_slice(&id.0);
+    bytes.extend_from_slice(&u64::from(number).to_le_bytes());
+    bytes.extend_from_slice(&[0; 8]);
+    let mut out = [0; PACK_HEADER_BYTES];
+    out[..48].copy_from_slice(&bytes);
+    out[48..].copy_from_slice(&blake3::hash(&bytes).as_bytes()[..16]);
+    out
+}
+
+/// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it.
+pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<()> {
+    let expected = encode_pack_header(id, number);
+    if bytes == expected {
+        return Ok(());
+    }
+    let damaged = |problem: &str| Err(Error::damaged(object, problem));
+    let mut cursor = Cursor::new(bytes);
+    let (Ok(covered), Ok(check)) = (cursor.take(48), cursor.array::<16>()) else {
+        return damaged("shorter than a pack's header");
+    };
+    if blake3::hash(covered).as_bytes()[..16] != check {
+        return damaged("the checksum of its header does not match");
+    }
+    let mut cursor = Cursor::new(covered);
+    match (cursor.array::<8>(), cursor.u32()) {
+        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > FORMAT_VERSION => {
+            Err(Error::LaterVersion { object: object.into(), found, known: FORMAT_VERSION })
+        }
+        _ => damaged("its header is that of another pack or another store"),
+    }
+}
+
+/// Appends the record that will lie at `place`.
+pub fn append_record(out: &mut Vec<u8>, place: PageRef, hash: PageHash, codec: Codec, payload: &[u8]) {
+    debug_assert!((1..=PAGE_BYTES).contains(&payload.len()));
+    let start = out.len();
+    out.extend_from_slice(&[0; CHECK_BYTES]);
+    out.extend_from_slice(&[KIND_PAGE, if codec == Codec::Lz4 { 1 } else { 0 }]);
+    out.extend_from_slice(&(payload.len() as u16).to_le_bytes());
+    out.extend_from_slice(&hash.to_bytes());
+    out.extend_from_slice(payload);
+    let check = xxh3_64_with_seed(&out[start + CHECK_BYTES..], place.0);
+    out[start..start + CHECK_BYTES].copy_from_slice(&check.to_le_bytes());
+}
+
+/// A record whose check held.
+#[derive(Debug)]
+pub struct Record<'a> {
+    pub hash: PageHash,
+    codec: Codec,
+    payload: &'a [u8],
+}
+
+impl<'a> Record<'a> {
+    /// Parses the record at `place`, with which `bytes` begin; they may go on behind it.
+    pub fn parse(bytes: &'a [u8], place: PageRef) -> Result<Self, Problem> {
+        let mut cursor = Cursor::new(bytes);
+        let check = cursor.u64()?;
+        let [kind, codec] = cursor.array()?;
+        let payload_len = usize::from(u16::from_le_bytes(cursor.array()?));
+        let hash = PageHash::from_bytes(cursor.array()?);
+        if kind != KIND_PAGE || payload_len > PAGE_BYTES {
+            return Err("no page record".into());
+        }
+        let payload = cursor.take(payload_len)?;
+        let covered = bytes.get(CHECK_BYTES..cursor.position()).unwrap_or_default();
+        if xxh3_64_with_seed(covered, place.0) != check {
+            return Err("the checksum of the record does not match".into());
+        }
+        let codec = match codec {
+            0 => Codec::Raw,
+            1 => Codec::Lz4,
+            other => return Err(format!("unknown codec {other}")),
+        };
+        Ok(Self { hash, codec, payload })
+    }
+
+    /// The length of the whole record.
+    pub fn len_bytes(&self) -> usize {
+        RECORD_HEADER_BYTES + self.payload.len()
+    }
+
+    /// Restores the page and checks it against its hash.
+    pub fn decode(&self, key: &HashKey, page: &mut Page) -> Result<(), Problem> {
+        decompress_page(self.codec, self.payload, page)?;
+        if PageHash::of(key, page) != self.hash {
+            return Err("the page does not match its hash".into());
+        }
+        Ok(())
+    }
+}
+
+/// One line of a closed pack's index.
+pub type Entry = (PageHash, u64);
+
+/// What comes behind the records of a closed pack: first the part to write and sync, then the footer that makes it
+/// valid.
+pub struct Trailer {
+    pub index: Vec<u8>,
+    pub footer: [u8; FOOTER_BYTES],
+}
+
+/// The trailer of a pack with header `header` whose records end at `records_end`.
+pub fn encode_trailer(header: &[u8], entries: &[Entry], records_end: u64) -> Trailer {
+    let mut index = Vec::with_capacity(entries.len() * ENTRY_BYTES + FOOTER_BYTES);
+    for (hash, offset) in entries {
+        index.extend_from_slice(&hash.to_bytes());
+        index.extend_from_slice(&offset.to_le_bytes());
+    }
+    let end = records_end + index.len() as u64;
+    let padded = end.next_multiple_of(FOOTER_BYTES as u64);
+    index.resize(index.len() + (padded - end) as usize, 0);
+    let mut footer = [0; FOOTER_BYTES];
+    footer[..8].copy_from_slice(FOOTER_MAGIC);
+    footer[8..16].copy_from_slice(&(entries.len() as u64).to_le_bytes());
+    footer[16..24].copy_from_slice(&records_end.to_le_bytes());
+    let hash = blake3::Hasher::new().update(header).update(&index).update(&footer[..32]).finalize();
+    footer[32..].copy_from_slice(hash.as_bytes());
+    Trailer { index, footer }
+}
+
+/// What a footer says, as far as it can be told without the index.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Footer {
+    pub entries: u64,
+    pub records_end: u64,
+}
+
+/// Parses the last 64 bytes of a pack of `pack_len` bytes: `None` where they are no footer (the pack was not closed),
+/// a problem where they are one that cannot be right.
+pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Problem>> {
+    let mut cursor = Cursor::new(bytes);
+    if cursor.array::<8>().ok()? != *FOOTER_MAGIC {
+        return None;
+    }
+    let (entries, records_end) = (cursor.u64().ok()?, cursor.u64().ok()?);
+    let plausible = entries
+        .checked_mul(ENTRY_BYTES as u64)
+        .and_then(|len| len.checked_add(records_end))
+        .and_then(|end| end.checked_next_multiple_of(FOOTER_BYTES as u64))
+        .is_some_and(|end| {
+            end.checked_add(FOOTER_BYTES as u64) == Some(pack_len)
+                && records_end >= PACK_HEADER_BYTES as u64
+        });
+    Some(if plausible {
+        Ok(Footer { entries, records_end })
+    } else {
+        Err("the lengths in its trailer contradict its size".into())
+    })
+}
+
+/// Checks the index and the footer of a closed pack and returns the entries. `tail` is everything from the end of the
+/// records on.
+pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec<Entry>, Problem> {
+    let split = tail.len().checked_sub(32).ok_or("its trailer is too short")?;
+    let (covered, hash) = tail.split_at(split);
+    if blake3::Hasher::new().update(header).update(covered).finalize().as_bytes() != hash {
+        return Err("the checksum of its trailer does not match".into());
+    }
+    let mut cursor = Cursor::new(covered);
+    let mut entries = Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
+    let mut least = PACK_HEADER_BYTES as u64;
+    for _ in 0..footer.entries {
+        let hash = PageHash::from_bytes(cursor.array()?);
+        let offset = cursor.u64()?;
+        if offset < least || offset >= footer.records_end {
+            return Err(format!("its trailer lists an impossible record at offset {offset}"));
+        }
+        least = offset + 1;
+        entries.push((hash, offset));
+    }
+    Ok(entries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::PageCompressor;
+    use crate::codec::tests::noise;
+    use proptest::prelude::*;
+
+    const KEY: HashKey = HashKey([9; 32]);
+
+    fn record(page: &Page, place: PageRef) -> Vec<u8> {
+        let mut out = Vec::new();
+        let mut compressor = PageCompressor::new();
+        let (codec, payload) = compressor.compress(page);
+        append_record(&mut out, place, PageHash::of(&KEY, page), codec, payload);
+        out
+    }
+
+    #[test]
+    fn every_flipped_bit_of_a_record_and_every_other_place_is_noticed() {
+        let place = PageRef::new(3, 640);
+        let mut page = [0; PAGE_BYTES];
+        page[..64].copy_from_slice(&noise(1)[..64]);
+        let bytes = record(&page, place);
+        let mut back = [1; PAGE_BYTES];
+        let parsed = Record::parse(&bytes, place).unwrap();
+        parsed.decode(&KEY, &mut back).unwrap();
+        assert_eq!((back, parsed.len_bytes()), (page, bytes.len()));
+        assert!(Record::parse(&bytes, PageRef::new(3, 641)).is_err());
+        assert!(Record::parse(&bytes, PageRef::new(2, 640)).is_err());
+        for bit in 0..bytes.len() * 8 {
+            let mut flipped = bytes.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(Record::parse(&flipped, place).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_page_is_checked_against_its_hash_under_the_key() {
+        let place = PageRef::new(1, 64);
+        let bytes = record(&noise(4), place);
+        let mut page = [0; PAGE_BYTES];
+        let parsed = Record::parse(&bytes, place).unwrap();
+        assert!(parsed.decode(&HashKey([8; 32]), &mut page).is_err());
+    }
+
+    #[test]
+    fn every_flipped_bit_of_header_and_trailer_is_noticed() {
+        let id = StoreId([5; 16]);
+        let header = encode_pack_header(id, 7);
+        check_pack_header(&header, id, 7, "p").unwrap();
+        assert!(check_pack_header(&header, id, 8, "p").is_err());
+        assert!(check_pack_header(&header, StoreId([6; 16]), 7, "p").is_err());
+        for bit in 0..header.len() * 8 {
+            let mut flipped = header;
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(matches!(check_pack_header(&flipped, id, 7, "p"), Err(Error::Damaged { .. })), "bit {bit}");
+        }
+        let entries = vec![(PageHash([1, 2]), 64), (PageHash([3, 4]), 100), (PageHash([5, 6]), 900)];
+        let Trailer { index, footer } = encode_trailer(&header, &entries, 1000);
+        let tail = [&index[..], &footer].concat();
+        let len = 1000 + tail.len() as u64;
+        assert_eq!(len % 64, 0);
+        let parsed = parse_footer(&footer, len).unwrap().unwrap();
+        assert_eq!(decode_trailer(&header, &tail, &parsed).unwrap(), entries);
+        for bit in 0..tail.len() * 8 {
+            let mut flipped = tail.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            let noticed = match parse_footer(&flipped[index.len()..], len) {
+                None | Some(Err(_)) => true,
+                Some(Ok(f)) => decode_trailer(&header, &flipped, &f).is_err(),
+            };
+            assert!(noticed, "bit {bit}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..300), len in any::<u64>(), entries in any::<u64>(),
+        ) {
+            let _ = Record::parse(&bytes, PageRef(len));
+            let _ = check_pack_header(&bytes, StoreId([0; 16]), 1, "p");
+            let _ = parse_footer(&bytes, len);
+            let mut marked = FOOTER_MAGIC.to_vec();
+            marked.extend_from_slice(&bytes);
+            let _ = parse_footer(&marked, len);
+            // With a true checksum behind it, so that the parser gets past it.
+            let mut tail = bytes.clone();
+            let hash = blake3::Hasher::new().update(b"h").update(&bytes).finalize();
+            tail.extend_from_slice(hash.as_bytes());
+            let _ = decode_trailer(b"h", &tail, &Footer { entries: entries % 20, records_end: len });
+            let _ = decode_trailer(b"h", &tail, &Footer { entries, records_end: len });
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! The RAM of a live, paused VM, read from outside and independently of how checkpoints read it.
+
+use keyframe_kernel::{Process, read_memory};
+use keyframe_qemu::{HostBlock, find_ram_blocks};
+use keyframe_units::PAGE_BYTES;
+use std::path::Path;
+use std::time::Duration;
+
+/// Reads every RAM block of the QEMU `pid`, whose monitor is at `qmp`, end to end in the order of `names`.
+pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
+    let mut qmp = keyframe_qemu::Qmp::connect(qmp, Duration::from_secs(20)).expect("connect to the monitor");
+    let blocks: Vec<HostBlock> = find_ram_blocks(&mut qmp, pid).expect("find RAM blocks");
+    let process = Process::open(pid).expect("open QEMU");
+    let mut image = Vec::new();
+    for name in names {
+        let found = blocks.iter().find(|b| b.block.name == *name).unwrap_or_else(|| panic!("no block {name}"));
+        let mut bytes = vec![0; found.block.total_bytes as usize];
+        read_memory(&process, found.host, &mut bytes).expect("read RAM");
+        image.append(&mut bytes);
+    }
+    image
+}
+
+/// Numbers of the pages in which two images differ.
+pub fn differing_pages(a: &[u8], b: &[u8]) -> Vec<usize> {
+    assert_eq!(a.len(), b.len(), "images of different size");
+    let pairs = a.chunks(PAGE_BYTES).zip(b.chunks(PAGE_BYTES));
+    pairs.enumerate().filter(|(_, (a, b))| a != b).map(|(page, _)| page).collect()
+}

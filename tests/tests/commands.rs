@@ -1,0 +1,143 @@
+//! The commands as scripts and people use them: fields, tags, control of a running engine, what is kept at the end.
+
+use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number};
+use rustix::process::Signal;
+
+const FIELDS: [&str; 14] = [
+    "id", "vm", "taken_at", "epoch", "pause_ns", "pause", "precopy_rounds", "dirty_pages", "zero_pages", "dedup_pages",
+    "stored_bytes", "map_bytes", "device_bytes", "interval_ns",
+];
+
+#[test]
+fn a_run_is_listed_shown_and_counted() {
+    let bench = Bench::new();
+    let store = bench.store();
+    let mut boot = Boot::new("hash");
+    boot.mem_mib = 96;
+    boot.extra = vec!["-name".into(), "web server".into()];
+    let mut run = bench.start(&["--interval", "300ms", "--count", "6"], &boot);
+    assert!(run.wait().success(), "{}", run.report());
+    let list = bench.list();
+    assert_eq!(list.len(), 6);
+    for (k, entry) in list.iter().enumerate() {
+        for field in FIELDS.iter().chain(&["backlog_ns"]) {
+            assert!(!entry[field].is_null(), "no {field} in {entry}");
+        }
+        assert_eq!(number(entry, "id"), k as u64 + 1);
+        assert_eq!(number(entry, "epoch"), k as u64);
+        assert_eq!(entry["vm"], "web-server");
+        let phases = ["stop", "scan", "copy", "device_state", "resume"].map(|p| number(&entry["pause"], p));
+        let (sum, pause) = (phases.iter().sum::<u64>(), number(entry, "pause_ns"));
+        assert!(sum <= pause && pause > 0, "phases {phases:?} of a pause of {pause}");
+        let kinds = ["zero_pages", "dedup_pages", "unchanged_pages", "stored_pages"].map(|p| number(entry, p));
+        assert_eq!(kinds.iter().sum::<u64>(), number(entry, "dirty_pages"), "{entry}");
+        assert!(number(entry, "device_bytes") > 1000);
+        assert_eq!(number(entry, "interval_ns") == 0, k == 0);
+    }
+    let shown = bench.json(&["show", "--json", "--store", &store, "latest"]);
+    assert_eq!(shown["id"], 6);
+    let ram: u64 = shown["ram"].as_array().unwrap().iter().map(|b| number(b, "total_bytes")).sum();
+    assert_eq!(ram, number(&shown, "ram_bytes"));
+    assert!(bench.ok(&["show", "--store", &store, "3"]).contains("device state"));
+    let stats = bench.json(&["stats", "--json", "--store", &store]);
+    assert_eq!(number(&stats, "checkpoints"), 6);
+    let zero: u64 = list.iter().map(|e| number(e, "zero_pages")).sum();
+    assert_eq!(number(&stats, "zero_pages"), zero);
+    assert!(bench.ok(&["list", "--store", &store]).lines().count() == 7);
+    assert!(bench.ok(&["list", "--store", &store, "--last", "2"]).lines().count() == 3);
+    // A pause in which nothing is read from the user's pipe: `| head` ends quietly.
+    let output = bench.run(&["check", "--store", &store, "--quiet"]);
+    assert!(output.status.success() && output.stderr.is_empty());
+}
+
+#[test]
+fn an_engine_is_asked_for_checkpoints_by_name() {
+    let bench = Bench::new();
+    let store = bench.store();
+    let mut boot = Boot::new("hash");
+    boot.mem_mib = 96;
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    run.wait_for("KF READY");
+    assert!(bench.list().is_empty(), "nobody asked for these");
+    let taken = bench.json(&["take", "--json", "--tag", "first", "--name", "guest"]);
+    assert_eq!((number(&taken, "id"), &taken["tags"][0]), (1, &"first".into()));
+    bench.ok(&["take", "--strategy", "stop-copy"]);
+    bench.refused(&["take", "--tag", "../evil"], 1, &["evil"]);
+    bench.refused(&["take", "--tag", "42"], 1, &["42"]);
+    let status = bench.json(&["status", "--json"]);
+    assert_eq!((number(&status[0], "sealed"), &status[0]["vm"]), (2, &"guest".into()));
+    assert!(bench.ok(&["status"]).contains("guest: running"));
+    run.signal(Signal::INT);
+    assert!(run.wait().success(), "{}", run.report());
+    assert!(run.errors().contains("2 checkpoints sealed"), "{}", run.report());
+    assert_eq!(bench.json(&["show", "--json", "--store", &store, "first"])["id"], 1);
+
+    let mut restored = bench.restore("first", &[]);
+    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
+    assert!(grown.is_some(), "{}", restored.report());
+    Sequence::new(16).check(&hash_lines(&restored.lines()), 3);
+    restored.signal(Signal::INT);
+    assert!(restored.wait().success(), "{}", restored.report());
+}
+
+#[test]
+fn a_kept_vm_runs_on_alone() {
+    let bench = Bench::new();
+    let mut boot = Boot::new("hash");
+    boot.mem_mib = 96;
+    let options = ["--interval", "200ms", "--count", "3", "--name", "guest", "--on-exit", "keep"];
+    let mut run = bench.start(&options, &boot);
+    let exit = run.wait();
+    assert!(exit.success(), "{exit}: {}", run.report());
+    let errors = run.errors();
+    let pid: i32 = errors.rsplit_once("QEMU ").and_then(|(_, r)| r.split(',').next()?.trim().parse().ok()).expect("a pid");
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while hash_lines(&run.lines()).len() < 3 && std::time::Instant::now() < deadline {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let lines = hash_lines(&run.lines());
+    // Its name stays taken while it runs, and is free when it has ended.
+    let store = bench.store();
+    let line = boot.command();
+    let mut args = vec!["run", "--store", &store, "--name", "guest", "--count", "1", "--"];
+    args.extend(line.iter().map(String::as_str));
+    bench.refused(&args, 1, &["still runs", "--name"]);
+    let target = rustix::process::Pid::from_raw(pid).unwrap();
+    rustix::process::kill_process(target, Signal::TERM).unwrap();
+    assert!(lines.len() >= 3, "the kept VM is silent; {}", run.report());
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while rustix::process::test_kill_process(target).is_ok() && std::time::Instant::now() < deadline {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    bench.ok(&args);
+}
+
+#[test]
+fn checkpoints_that_cannot_keep_up_wait_and_say_so() {
+    let bench = Bench::new();
+    let mut boot = Boot::new("dirty kf.rate=20000 kf.mib=100");
+    boot.mem_mib = 192;
+    let mut run = bench.start(&["--interval", "10ms", "--name", "guest"], &boot);
+    run.wait_for("KF READY");
+    run.wait_for_error("late: the one before was still being encoded");
+    bench.ok(&["stop"]);
+    assert!(run.wait().success(), "{}", run.report());
+    assert!(bench.list().iter().any(|e| number(e, "backlog_ns") > 1_000_000));
+}
+
+#[test]
+fn stores_are_shared_by_runs_one_after_the_other() {
+    let bench = Bench::new();
+    let mut boot = Boot::new("idle");
+    boot.mem_mib = 96;
+    for name in ["one", "two"] {
+        let mut run = bench.start(&["--interval", "300ms", "--count", "3", "--name", name], &boot);
+        assert!(run.wait().success(), "{}", run.report());
+    }
+    let list = bench.list();
+    assert_eq!(list.len(), 6);
+    assert_eq!((&list[2]["vm"], &list[3]["vm"], number(&list[3], "epoch")), (&"one".into(), &"two".into(), 0));
+    // The second VM booted the same kernel: its pages were in the store already.
+    let dedup: u64 = list[3..].iter().map(|e| number(e, "dedup_pages")).sum();
+    assert!(dedup > 100, "only {dedup} pages deduplicated across runs");
+}

@@ -1,0 +1,212 @@
+//! Exactness: RAM copied in the same pause equals the checkpoint in the store and the RAM of the restored VM, page by
+//! page, for every backing of RAM and with devices writing to it.
+
+use keyframe_tests::{Bench, Boot, Process, differing_pages, guest_dir, live_ram, number};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+
+/// Takes checkpoints of a booted guest under load, each audited against a full copy, then restores some of them paused
+/// and compares their live RAM with the copy.
+fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
+    let bench = Bench::new();
+    let mut run = bench.start(&["--interval", "300ms", "--name", "guest", "--audit", "audit"], boot);
+    run.wait_for(ready);
+    let mark = bench.list().len();
+    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 6).then_some(()));
+    assert!(taken.is_some(), "{}", run.report());
+    bench.ok(&["stop"]);
+    let exit = run.wait();
+    // The audit compares every checkpoint with its copy, and fails the run where one differs.
+    assert!(exit.success(), "{exit}: {}", run.report());
+    healthy(&run);
+
+    let list = bench.list();
+    for entry in [&list[0], &list[mark + 2], &list[list.len() - 1]] {
+        let id = number(entry, "id").to_string();
+        assert_restores_exactly(&bench, &id);
+    }
+    let id = number(&list[mark + 2], "id").to_string();
+    let mut restored = bench.restore(&id, &[]);
+    let lines = restored.wait_until(60, |p| (p.lines().len() >= 4).then_some(()));
+    assert!(lines.is_some(), "the restored guest is silent; {}", restored.report());
+    healthy(&restored);
+}
+
+fn assert_restores_exactly(bench: &Bench, id: &str) {
+    let qmp = bench.path().join(format!("restored-{id}.sock"));
+    let monitor = format!("unix:{},server=on,wait=off", qmp.display());
+    let mut restored = bench.restore(id, &["--paused", "--", "-qmp", &monitor]);
+    restored.wait_for_error("is paused after");
+    let pid: u32 = restored
+        .errors()
+        .rsplit_once("(QEMU ")
+        .and_then(|(_, rest)| rest.split(')').next()?.parse().ok())
+        .expect("the pid of the restored QEMU");
+    let shown = bench.json(&["show", "--json", "--store", &bench.store(), id]);
+    let blocks = shown["ram"].as_array().expect("RAM blocks");
+    let names: Vec<String> = blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
+    let live = live_ram(pid, &qmp, &names);
+    let copy = std::fs::read(bench.path().join("audit").join(format!("{id}.ram"))).expect("the audit's copy");
+    let differing = differing_pages(&live, &copy);
+    assert!(
+        differing.is_empty(),
+        "checkpoint {id}: {} of {} pages differ after the restore, first {:?}",
+        differing.len(),
+        live.len() / 4096,
+        &differing[..differing.len().min(8)]
+    );
+}
+
+fn no_errors(vm: &Process) {
+    let bad: Vec<_> = vm
+        .lines()
+        .into_iter()
+        .filter(|l| l.contains("KF ERROR") || (l.contains("bad=") && !l.ends_with("bad=0")))
+        .collect();
+    assert!(bad.is_empty(), "the guest found errors: {bad:?}");
+}
+
+fn backed_by(objects: &[&str]) -> Boot {
+    let mut boot = Boot::new("scribble kf.mib=48 kf.cpus=2");
+    boot.cpus = 2;
+    if !objects.is_empty() {
+        boot.machine = "pc,memory-backend=mem".into();
+    }
+    boot.with(objects)
+}
+
+#[test]
+fn anonymous_ram_with_one_vcpu() {
+    let mut boot = backed_by(&[]);
+    boot.cpus = 1;
+    exact(&boot, "KF READY", no_errors);
+}
+
+#[test]
+fn anonymous_ram_with_four_vcpus() {
+    let mut boot = backed_by(&[]);
+    boot.append = "kf.work=scribble kf.mib=48 kf.cpus=4".into();
+    boot.cpus = 4;
+    boot.machine = "q35".into();
+    exact(&boot, "KF READY", no_errors);
+}
+
+#[test]
+fn shared_memfd_ram() {
+    exact(&backed_by(&["-object", "memory-backend-memfd,id=mem,size=128M,share=on"]), "KF READY", no_errors);
+}
+
+#[test]
+fn shared_file_ram() {
+    let dir = tempfile::tempdir().unwrap();
+    let object = format!("memory-backend-file,id=mem,size=128M,share=on,mem-path={}", dir.path().join("ram").display());
+    exact(&backed_by(&["-object", &object]), "KF READY", no_errors);
+}
+
+#[test]
+fn private_file_ram() {
+    let dir = tempfile::tempdir().unwrap();
+    let object = format!("memory-backend-file,id=mem,size=128M,share=off,mem-path={}", dir.path().join("ram").display());
+    exact(&backed_by(&["-object", &object]), "KF READY", no_errors);
+}
+
+#[test]
+fn hugetlb_ram() {
+    const POOL: &str = "/proc/sys/vm/nr_hugepages";
+    let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse::<u64>().unwrap_or(0);
+    let free = || {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let line = text.lines().find_map(|l| l.strip_prefix("HugePages_Free:")).unwrap_or("0");
+        line.trim().parse::<u64>().unwrap_or(0)
+    };
+    if free() < 64 && std::fs::write(POOL, (before + 64).to_string()).is_err() {
+        println!("skipped: no permission to reserve 2 MiB pages in {POOL}");
+        return;
+    }
+    let enough = free() >= 64;
+    let result = std::panic::catch_unwind(|| {
+        if enough {
+            let object = "memory-backend-memfd,id=mem,size=128M,share=on,hugetlb=on,hugetlbsize=2M";
+            exact(&backed_by(&["-object", object]), "KF READY", no_errors);
+        } else {
+            println!("skipped: the kernel cannot reserve 64 pages of 2 MiB");
+        }
+    });
+    let _ = std::fs::write(POOL, before.to_string());
+    if let Err(panic) = result {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+#[test]
+fn a_disk_that_writes_to_ram_by_dma() {
+    let drive = format!("file={},if=virtio,format=raw,readonly=on", guest_dir().join("disk.raw").display());
+    exact(&Boot::new("disk").with(&["-drive", &drive]), "KF READY", |vm| {
+        no_errors(vm);
+        assert!(vm.lines().iter().any(|l| l.contains("reads=")), "the disk was not read; {}", vm.report());
+    });
+}
+
+#[test]
+fn a_network_card_under_load() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    // Echoes until the guest goes away; ends with the test program.
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            std::thread::spawn(move || {
+                let (mut from, mut to) = (stream.try_clone().expect("clone a socket"), stream);
+                let mut buffer = vec![0; 65536];
+                while let Ok(n) = from.read(&mut buffer) {
+                    if n == 0 || to.write_all(&buffer[..n]).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+    });
+    let boot = Boot::new(&format!("net kf.net=10.0.2.2:{port}"))
+        .with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0,romfile="]);
+    exact(&boot, "KF READY", |vm| {
+        no_errors(vm);
+        assert!(vm.lines().iter().any(|l| l.contains("blocks=")), "nothing was sent; {}", vm.report());
+    });
+}
+
+#[test]
+fn a_guest_that_dirties_faster_than_staging_holds() {
+    let bench = Bench::new();
+    let mut boot = Boot::new("dirty kf.rate=40000 kf.mib=150");
+    boot.mem_mib = 256;
+    let mut run = bench.start(
+        &["--interval", "300ms", "--staging", "64", "--name", "guest", "--audit", "audit", "--strategy", "precopy"],
+        &boot,
+    );
+    run.wait_for("KF READY");
+    let mark = bench.list().len();
+    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 5).then_some(()));
+    assert!(taken.is_some(), "{}", run.report());
+    bench.ok(&["stop"]);
+    assert!(run.wait().code().is_some_and(|c| c == 0 || c == 3), "{}", run.report());
+    assert!(!run.errors().contains("AUDIT"), "{}", run.report());
+    let rounds: Vec<Value> = bench.list();
+    assert!(rounds.iter().any(|e| number(e, "dirty_pages") > 4000), "the guest hardly wrote: {rounds:?}");
+}
+
+#[test]
+fn stop_and_copy_is_exact_too() {
+    let bench = Bench::new();
+    let boot = Boot::new("scribble kf.mib=32");
+    let options = ["--interval", "300ms", "--strategy", "stop-copy", "--name", "guest", "--audit", "audit"];
+    let mut run = bench.start(&options, &boot);
+    run.wait_for("KF READY");
+    let mark = bench.list().len();
+    let taken = run.wait_until(60, |_| (bench.list().len() >= mark + 4).then_some(()));
+    assert!(taken.is_some(), "{}", run.report());
+    bench.ok(&["stop"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let list = bench.list();
+    assert!(list[1..].iter().all(|e| number(e, "precopy_rounds") == 0), "{list:?}");
+    assert_restores_exactly(&bench, &number(&list[mark + 2], "id").to_string());
+}

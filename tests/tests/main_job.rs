@@ -1,0 +1,76 @@
+//! The main job on every supported machine and QEMU: run, restore from the middle, go on exactly, reboot.
+
+use keyframe_tests::{Bench, Boot, Process, Sequence, hash_lines, number, qemus};
+
+/// The hash workload's default table.
+const MIB: u64 = 16;
+
+/// Waits until the console has `more` whole hash lines behind the first `skip` lines.
+fn wait_for_hashes(vm: &mut Process, skip: usize, more: usize) {
+    let grown = vm.wait_until(120, |p| (hash_lines(&p.lines()[skip..]).len() >= more).then_some(()));
+    assert!(grown.is_some(), "the guest's sequence does not go on; {}", vm.report());
+}
+
+fn round_trip(boot: &Boot) {
+    let bench = Bench::new();
+    let mut run = bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
+    run.wait_for("KF READY");
+    let mark = bench.list().len();
+    let taken = run.wait_until(60, |_| (bench.list().len() >= mark + 6).then_some(()));
+    assert!(taken.is_some(), "{}", run.report());
+    bench.ok(&["stop", "--name", "guest"]);
+    let exit = run.wait();
+    assert!(exit.success(), "{exit}: {}", run.report());
+    let mut sequence = Sequence::new(MIB);
+    sequence.check(&hash_lines(&run.lines()), 5);
+    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+
+    let checkpoint = number(&bench.list()[mark + 3], "id").to_string();
+    let mut restored = bench.restore(&checkpoint, &[]);
+    wait_for_hashes(&mut restored, 0, 12);
+    sequence.check(&hash_lines(&restored.lines()), 12);
+    let first = hash_lines(&restored.lines())[0].n;
+    assert!(first > 0, "the restored guest began anew");
+
+    // ROMs and firmware tables came back too: the machine boots again.
+    let before = restored.lines().len();
+    restored.say("reboot");
+    restored.wait_for_after(before, "KF READY");
+    wait_for_hashes(&mut restored, before, 5);
+    let anew: Vec<_> = hash_lines(&restored.lines()[before..]).into_iter().skip_while(|l| l.n >= first).collect();
+    sequence.check(&anew, 3);
+    restored.say("poweroff");
+    assert!(restored.wait().success(), "{}", restored.report());
+}
+
+fn on_every_qemu(machine: &str, cpus: u32) {
+    for qemu in qemus() {
+        println!("-- {machine}, {cpus} vCPUs, QEMU {}", qemu.label);
+        let mut boot = Boot::new("hash");
+        boot.qemu = qemu.path;
+        boot.machine = machine.into();
+        boot.cpus = cpus;
+        round_trip(&boot);
+    }
+}
+
+#[test]
+fn pc_goes_on_after_a_restore_and_reboots() {
+    on_every_qemu("pc", 1);
+}
+
+#[test]
+fn q35_with_four_vcpus_goes_on_after_a_restore_and_reboots() {
+    on_every_qemu("q35", 4);
+}
+
+#[test]
+fn microvm_goes_on_after_a_restore_and_reboots() {
+    on_every_qemu("microvm", 1);
+}
+
+#[test]
+fn a_vm_with_a_display_and_a_network_card_goes_on_after_a_restore_and_reboots() {
+    let boot = Boot::new("hash").with(&["-vga", "std", "-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
+    round_trip(&boot);
+}
