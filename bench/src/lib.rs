@@ -51,7 +51,8 @@ impl Report {
     pub fn text(&self) -> String {
         let mut lines = vec![format!("benchmark {}", self.name)];
         for (key, value) in &self.figures {
-            let shown = if key.ends_with("_ns") { format!("{:.3} ms", value / 1e6) } else { format!("{value}") };
+            let shown =
+                if key.ends_with("_ns") { format!("{:.3} ms", value / 1e6) } else { format!("{value}") };
             lines.push(format!("  {key:<44} {shown}"));
         }
         lines.extend(self.ratios.iter().map(|(key, value)| format!("  {key:<44} {value:.3}")));
@@ -98,9 +99,9 @@ impl Error {
     /// What to do about it, where we know.
     pub fn fix(&self) -> Option<&'static str> {
         match self {
-            Self::NoGuest { .. } => {
-                Some("build it with guests/build small, and name its directory with --guest or KEYFRAME_GUEST")
-            }
+            Self::NoGuest { .. } => Some(
+                "build it with guests/build small, and name its directory with --guest or KEYFRAME_GUEST",
+            ),
             _ => None,
         }
     }

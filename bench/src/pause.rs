@@ -43,8 +43,7 @@ fn append() -> String {
 
 fn under_keyframe(options: &Options, files: &Files, dir: &Path, report: &mut Report) -> Result<(), Error> {
     let pairs = if options.quick { 6 } else { 60 };
-    let mut vm =
-        Protected::start(options, &dir.join("store"), "none", &files.command(MEM, &append()))?;
+    let mut vm = Protected::start(options, &dir.join("store"), "none", &files.command(MEM, &append()))?;
     vm.guest.wait_for("KF READY dirty", 120)?;
     let (mut precopy, mut stop_copy, mut empty) = (Sample::default(), Sample::default(), Sample::default());
     let mut dirty = Sample::default();
@@ -82,7 +81,10 @@ fn under_keyframe(options: &Options, files: &Files, dir: &Path, report: &mut Rep
 }
 
 fn number(entry: &serde_json::Value, key: &str) -> Result<f64, Error> {
-    entry.get(key).and_then(serde_json::Value::as_f64).ok_or_else(|| Error::failed("read keyframe take --json", format!("no {key}")))
+    entry
+        .get(key)
+        .and_then(serde_json::Value::as_f64)
+        .ok_or_else(|| Error::failed("read keyframe take --json", format!("no {key}")))
 }
 
 fn peers(options: &Options, files: &Files, dir: &Path, report: &mut Report) -> Result<(), Error> {

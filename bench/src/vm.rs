@@ -54,7 +54,9 @@ impl Guest {
     pub fn wait_for(&mut self, text: &str, seconds: u64) -> Result<String, Error> {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < deadline {
-            if let Some(line) = self.with_lines(|l| l.iter().find(|(_, l)| l.contains(text)).map(|(_, l)| l.clone())) {
+            if let Some(line) =
+                self.with_lines(|l| l.iter().find(|(_, l)| l.contains(text)).map(|(_, l)| l.clone()))
+            {
                 return Ok(line);
             }
             if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
@@ -63,7 +65,10 @@ impl Guest {
             std::thread::sleep(Duration::from_millis(20));
         }
         let last = self.with_lines(|l| l.last().map(|(_, l)| l.clone()));
-        Err(Error::failed(format!("wait for {text:?}"), format!("not within {seconds} s; last line: {last:?}")))
+        Err(Error::failed(
+            format!("wait for {text:?}"),
+            format!("not within {seconds} s; last line: {last:?}"),
+        ))
     }
 
     /// Console lines with their arrival times that begin with `prefix`.
@@ -115,7 +120,12 @@ pub struct Protected<'a> {
 
 impl<'a> Protected<'a> {
     /// Puts `keyframe run` in front of `command`.
-    pub fn start(options: &'a Options, store: &Path, interval: &str, command: &[String]) -> Result<Self, Error> {
+    pub fn start(
+        options: &'a Options,
+        store: &Path,
+        interval: &str,
+        command: &[String],
+    ) -> Result<Self, Error> {
         let name = format!("bench-{}", std::process::id());
         let keyframe = options.keyframe.display().to_string();
         let store_arg = store.display().to_string();
@@ -128,10 +138,20 @@ impl<'a> Protected<'a> {
                 return Err(Error::failed("keyframe init", String::from_utf8_lossy(&made.stderr)));
             }
         }
-        let mut line: Vec<String> =
-            [&keyframe, "run", "--quiet", "--store", &store_arg, "--interval", interval, "--name", &name, "--"]
-                .map(str::to_owned)
-                .to_vec();
+        let mut line: Vec<String> = [
+            &keyframe,
+            "run",
+            "--quiet",
+            "--store",
+            &store_arg,
+            "--interval",
+            interval,
+            "--name",
+            &name,
+            "--",
+        ]
+        .map(str::to_owned)
+        .to_vec();
         line.extend_from_slice(command);
         Ok(Self { guest: Guest::start(&line)?, options, name })
     }

@@ -65,10 +65,13 @@ impl Failure {
                 fix: Some("wait until that one ends (keyframe status), or use another store".into()),
                 ..failure
             },
-            Error::LaterVersion { .. } => failure.fix("read it with a later Keyframe; nothing in it was changed"),
-            Error::Damaged { .. } => {
-                failure.fix(format!("find out what else is hurt with: keyframe check --read-data --store {}", path.display()))
+            Error::LaterVersion { .. } => {
+                failure.fix("read it with a later Keyframe; nothing in it was changed")
             }
+            Error::Damaged { .. } => failure.fix(format!(
+                "find out what else is hurt with: keyframe check --read-data --store {}",
+                path.display()
+            )),
             Error::Exists { .. } => failure.fix("use it as it is, or name another directory"),
             Error::UnknownCheckpoint { .. } => {
                 failure.fix(format!("see what there is with: keyframe list --store {}", path.display()))

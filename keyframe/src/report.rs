@@ -178,7 +178,8 @@ pub fn pause_table(entries: &[Entry]) -> String {
     let rows: Vec<Vec<String>> = PHASES
         .iter()
         .map(|(name, _)| {
-            let cell = |of: &BTreeMap<&str, u64>| of.get(name).map_or_else(String::new, |ns| output::duration(*ns));
+            let cell =
+                |of: &BTreeMap<&str, u64>| of.get(name).map_or_else(String::new, |ns| output::duration(*ns));
             vec![name.replace('_', " "), cell(&quantiles.p50_ns), cell(&quantiles.p99_ns)]
         })
         .collect();

@@ -120,7 +120,8 @@ pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
         Some(name) => {
             let running = names(&live);
             live.into_iter().find(|p| p.file_name().is_some_and(|n| n == name)).ok_or_else(|| {
-                let fix = if running.is_empty() { "nothing runs".into() } else { format!("running: {running}") };
+                let fix =
+                    if running.is_empty() { "nothing runs".into() } else { format!("running: {running}") };
                 Failure::new(format!("no VM named {name} runs under Keyframe")).fix(fix)
             })
         }

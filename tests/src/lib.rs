@@ -52,7 +52,9 @@ pub fn qemus() -> Vec<Qemu> {
     let mut all = vec![Qemu { label: "distribution", path: "qemu-system-x86_64".into() }];
     match std::env::var("KEYFRAME_QEMU10") {
         Ok(path) => all.push(Qemu { label: "10.0", path }),
-        Err(_) => println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)"),
+        Err(_) => {
+            println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)")
+        }
     }
     all
 }
@@ -107,7 +109,9 @@ impl Boot {
             "-smp".into(),
             self.cpus.to_string(),
         ];
-        line.extend(["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"].map(str::to_owned));
+        line.extend(
+            ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"].map(str::to_owned),
+        );
         line.extend(["-kernel".into(), file("vmlinuz"), "-initrd".into(), file("initramfs.cpio.gz")]);
         line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {}", self.append)]);
         line.extend(self.extra.iter().cloned());
@@ -149,7 +153,11 @@ impl Bench {
     /// `keyframe ARGS`, ready to be started, with this bench's run directory.
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(keyframe());
-        command.args(args).env("XDG_RUNTIME_DIR", &self.path).env_remove("KEYFRAME_STORE").current_dir(&self.path);
+        command
+            .args(args)
+            .env("XDG_RUNTIME_DIR", &self.path)
+            .env_remove("KEYFRAME_STORE")
+            .current_dir(&self.path);
         command
     }
 

@@ -60,7 +60,8 @@ impl Process {
 
     /// Waits for a console line that contains `text` behind the first `skip` lines.
     pub fn wait_for_after(&mut self, skip: usize, text: &str) -> String {
-        let found = self.wait_until(120, |p| held(&p.lines).iter().skip(skip).find(|l| l.contains(text)).cloned());
+        let found =
+            self.wait_until(120, |p| held(&p.lines).iter().skip(skip).find(|l| l.contains(text)).cloned());
         found.unwrap_or_else(|| panic!("no line with {text:?}; {}", self.report()))
     }
 

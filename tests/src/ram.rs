@@ -13,7 +13,8 @@ pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
     let process = Process::open(pid).expect("open QEMU");
     let mut image = Vec::new();
     for name in names {
-        let found = blocks.iter().find(|b| b.block.name == *name).unwrap_or_else(|| panic!("no block {name}"));
+        let found =
+            blocks.iter().find(|b| b.block.name == *name).unwrap_or_else(|| panic!("no block {name}"));
         let mut bytes = vec![0; found.block.total_bytes as usize];
         read_memory(&process, found.host, &mut bytes).expect("read RAM");
         image.append(&mut bytes);

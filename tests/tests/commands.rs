@@ -4,8 +4,20 @@ use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number};
 use rustix::process::Signal;
 
 const FIELDS: [&str; 14] = [
-    "id", "vm", "taken_at", "epoch", "pause_ns", "pause", "precopy_rounds", "dirty_pages", "zero_pages", "dedup_pages",
-    "stored_bytes", "map_bytes", "device_bytes", "interval_ns",
+    "id",
+    "vm",
+    "taken_at",
+    "epoch",
+    "pause_ns",
+    "pause",
+    "precopy_rounds",
+    "dirty_pages",
+    "zero_pages",
+    "dedup_pages",
+    "stored_bytes",
+    "map_bytes",
+    "device_bytes",
+    "interval_ns",
 ];
 
 #[test]
@@ -29,7 +41,8 @@ fn a_run_is_listed_shown_and_counted() {
         let phases = ["stop", "scan", "copy", "device_state", "resume"].map(|p| number(&entry["pause"], p));
         let (sum, pause) = (phases.iter().sum::<u64>(), number(entry, "pause_ns"));
         assert!(sum <= pause && pause > 0, "phases {phases:?} of a pause of {pause}");
-        let kinds = ["zero_pages", "dedup_pages", "unchanged_pages", "stored_pages"].map(|p| number(entry, p));
+        let kinds =
+            ["zero_pages", "dedup_pages", "unchanged_pages", "stored_pages"].map(|p| number(entry, p));
         assert_eq!(kinds.iter().sum::<u64>(), number(entry, "dirty_pages"), "{entry}");
         assert!(number(entry, "device_bytes") > 1000);
         assert_eq!(number(entry, "interval_ns") == 0, k == 0);
@@ -90,7 +103,10 @@ fn a_kept_vm_runs_on_alone() {
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
     let errors = run.errors();
-    let pid: i32 = errors.rsplit_once("QEMU ").and_then(|(_, r)| r.split(',').next()?.trim().parse().ok()).expect("a pid");
+    let pid: i32 = errors
+        .rsplit_once("QEMU ")
+        .and_then(|(_, r)| r.split(',').next()?.trim().parse().ok())
+        .expect("a pid");
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
     while hash_lines(&run.lines()).len() < 3 && std::time::Instant::now() < deadline {
         std::thread::sleep(std::time::Duration::from_millis(50));
@@ -136,7 +152,10 @@ fn stores_are_shared_by_runs_one_after_the_other() {
     }
     let list = bench.list();
     assert_eq!(list.len(), 6);
-    assert_eq!((&list[2]["vm"], &list[3]["vm"], number(&list[3], "epoch")), (&"one".into(), &"two".into(), 0));
+    assert_eq!(
+        (&list[2]["vm"], &list[3]["vm"], number(&list[3], "epoch")),
+        (&"one".into(), &"two".into(), 0)
+    );
     // The second VM booted the same kernel: its pages were in the store already.
     let dedup: u64 = list[3..].iter().map(|e| number(e, "dedup_pages")).sum();
     assert!(dedup > 100, "only {dedup} pages deduplicated across runs");

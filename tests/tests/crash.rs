@@ -5,7 +5,16 @@ use rustix::process::Signal;
 use std::time::Duration;
 
 const PHASES: [&str; 10] = [
-    "precopy", "stopping", "paused", "scanned", "copied", "device-state", "resumed", "encoding", "sealing", "sealed",
+    "precopy",
+    "stopping",
+    "paused",
+    "scanned",
+    "copied",
+    "device-state",
+    "resumed",
+    "encoding",
+    "sealing",
+    "sealed",
 ];
 
 /// The pid of the QEMU that `status` names.
@@ -133,7 +142,16 @@ fn a_torn_pause_is_dropped_and_the_next_checkpoint_is_exact() {
     let bench = Bench::new();
     // Stalls once for longer than the limit, then goes on by itself: the checkpoint in which the guest ran must not be sealed.
     let options = [
-        "--interval", "400ms", "--name", "guest", "--pause-limit", "300ms", "--audit", "audit", "--fault", "pause:copied:12",
+        "--interval",
+        "400ms",
+        "--name",
+        "guest",
+        "--pause-limit",
+        "300ms",
+        "--audit",
+        "audit",
+        "--fault",
+        "pause:copied:12",
     ];
     let mut run = bench.start(&options, &boot());
     run.wait_for("KF READY");
@@ -187,7 +205,8 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     let mut run = Process::start(command);
     let full = run.wait_until(90, |p| {
         let errors = p.errors();
-        (errors.contains("No space left") || errors.contains("unshare") || errors.contains("mount:")).then_some(errors)
+        (errors.contains("No space left") || errors.contains("unshare") || errors.contains("mount:"))
+            .then_some(errors)
     });
     let errors = full.unwrap_or_else(|| panic!("the disk never filled; {}", run.report()));
     if errors.contains("unshare:") || errors.contains("mount:") {

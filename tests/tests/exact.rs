@@ -100,14 +100,20 @@ fn shared_memfd_ram() {
 #[test]
 fn shared_file_ram() {
     let dir = tempfile::tempdir().unwrap();
-    let object = format!("memory-backend-file,id=mem,size=128M,share=on,mem-path={}", dir.path().join("ram").display());
+    let object = format!(
+        "memory-backend-file,id=mem,size=128M,share=on,mem-path={}",
+        dir.path().join("ram").display()
+    );
     exact(&backed_by(&["-object", &object]), "KF READY", no_errors);
 }
 
 #[test]
 fn private_file_ram() {
     let dir = tempfile::tempdir().unwrap();
-    let object = format!("memory-backend-file,id=mem,size=128M,share=off,mem-path={}", dir.path().join("ram").display());
+    let object = format!(
+        "memory-backend-file,id=mem,size=128M,share=off,mem-path={}",
+        dir.path().join("ram").display()
+    );
     exact(&backed_by(&["-object", &object]), "KF READY", no_errors);
 }
 
@@ -166,8 +172,12 @@ fn a_network_card_under_load() {
             });
         }
     });
-    let boot = Boot::new(&format!("net kf.net=10.0.2.2:{port}"))
-        .with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0,romfile="]);
+    let boot = Boot::new(&format!("net kf.net=10.0.2.2:{port}")).with(&[
+        "-netdev",
+        "user,id=n0",
+        "-device",
+        "virtio-net-pci,netdev=n0,romfile=",
+    ]);
     exact(&boot, "KF READY", |vm| {
         no_errors(vm);
         assert!(vm.lines().iter().any(|l| l.contains("blocks=")), "nothing was sent; {}", vm.report());
@@ -180,7 +190,18 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
     let mut boot = Boot::new("dirty kf.rate=40000 kf.mib=150");
     boot.mem_mib = 256;
     let mut run = bench.start(
-        &["--interval", "300ms", "--staging", "64", "--name", "guest", "--audit", "audit", "--strategy", "precopy"],
+        &[
+            "--interval",
+            "300ms",
+            "--staging",
+            "64",
+            "--name",
+            "guest",
+            "--audit",
+            "audit",
+            "--strategy",
+            "precopy",
+        ],
         &boot,
     );
     run.wait_for("KF READY");

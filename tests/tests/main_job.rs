@@ -37,7 +37,8 @@ fn round_trip(boot: &Boot) {
     restored.say("reboot");
     restored.wait_for_after(before, "KF READY");
     wait_for_hashes(&mut restored, before, 5);
-    let anew: Vec<_> = hash_lines(&restored.lines()[before..]).into_iter().skip_while(|l| l.n >= first).collect();
+    let anew: Vec<_> =
+        hash_lines(&restored.lines()[before..]).into_iter().skip_while(|l| l.n >= first).collect();
     sequence.check(&anew, 3);
     restored.say("poweroff");
     assert!(restored.wait().success(), "{}", restored.report());
@@ -71,6 +72,13 @@ fn microvm_goes_on_after_a_restore_and_reboots() {
 
 #[test]
 fn a_vm_with_a_display_and_a_network_card_goes_on_after_a_restore_and_reboots() {
-    let boot = Boot::new("hash").with(&["-vga", "std", "-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
+    let boot = Boot::new("hash").with(&[
+        "-vga",
+        "std",
+        "-netdev",
+        "user,id=n0",
+        "-device",
+        "virtio-net-pci,netdev=n0",
+    ]);
     round_trip(&boot);
 }

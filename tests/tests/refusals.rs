@@ -50,9 +50,8 @@ fn disks_that_the_guest_can_write_to_are_refused_before_it_runs() {
     let bench = Bench::new();
     let image = bench.path().join("disk.raw");
     std::fs::write(&image, vec![7; 1 << 20]).unwrap();
-    let drive = |options: &str| {
-        small().with(&["-drive", &format!("file={},format=raw,{options}", image.display())])
-    };
+    let drive =
+        |options: &str| small().with(&["-drive", &format!("file={},format=raw,{options}", image.display())]);
     run_refused(&bench, &drive("if=virtio"), 1, &["read-only", "readonly=on", "fix:"]);
     run_refused(&bench, &drive("if=virtio").with(&["-snapshot"]), 1, &["readonly=on"]);
     run_refused(&bench, &drive("if=virtio,readonly=on,cache=none"), 1, &["direct", "cache"]);
@@ -112,7 +111,9 @@ fn restores_that_cannot_be_right_are_refused() {
     let store = bench.store();
     bench.refused(&["restore", "--store", &store, "99"], 1, &["99", "keyframe list"]);
     bench.refused(&["restore", "--store", &store, "no-such-tag"], 1, &["no-such-tag", "keyframe list"]);
-    for extra in [["-machine", "q35"], ["-m", "1G"], ["-smp", "2"], ["-device", "virtio-rng-pci"], ["-cpu", "max"]] {
+    for extra in
+        [["-machine", "q35"], ["-m", "1G"], ["-smp", "2"], ["-device", "virtio-rng-pci"], ["-cpu", "max"]]
+    {
         let mut args = vec!["restore", "--store", &store, "latest", "--"];
         args.extend(extra);
         bench.refused(&args, 1, &[extra[0], "fix:"]);
@@ -132,7 +133,8 @@ fn a_checkpoint_whose_kept_line_no_longer_fits_its_ram_is_refused() {
     // checkpoint is immutable, so this stands in: the initramfs is gone.
     let store = bench.store();
     let shown = bench.json(&["show", "--json", "--store", &store, "latest"]);
-    let command: Vec<&str> = shown["machine"]["user_command"].as_array().unwrap().iter().filter_map(|a| a.as_str()).collect();
+    let command: Vec<&str> =
+        shown["machine"]["user_command"].as_array().unwrap().iter().filter_map(|a| a.as_str()).collect();
     assert!(command.contains(&"96M"), "the kept line is the user's own: {command:?}");
 }
 
@@ -191,14 +193,15 @@ fn a_user_without_the_right_to_trace_is_told_what_is_missing() {
         .unwrap();
     drop(bench);
     let text = String::from_utf8_lossy(&output.stdout);
-    let report: serde_json::Value =
-        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}{}", String::from_utf8_lossy(&output.stderr)));
+    let report: serde_json::Value = serde_json::from_str(&text)
+        .unwrap_or_else(|e| panic!("{e}: {text}{}", String::from_utf8_lossy(&output.stderr)));
     for item in report["items"].as_array().unwrap() {
         if item["available"] == false && item["required"] == true {
             assert!(item["fix"].as_str().is_some_and(|f| !f.is_empty()), "no fix for {item}");
         }
     }
-    let all = report["items"].as_array().unwrap().iter().all(|i| i["available"] == true || i["required"] == false);
+    let all =
+        report["items"].as_array().unwrap().iter().all(|i| i["available"] == true || i["required"] == false);
     assert_eq!(report["ready"] == true, all);
     assert_eq!(output.status.success(), all);
 }

@@ -201,7 +201,14 @@ impl<T: Tracker> Cycle<T> {
     ) -> Result<Self, CycleError> {
         let pages = space.len_pages();
         let staging = Staging::new(pages, limits.staging_pages)?;
-        Ok(Self { log: DirtyLog::new(tracker, pages), staging, reader, space, paused_at: None, complete: false })
+        Ok(Self {
+            log: DirtyLog::new(tracker, pages),
+            staging,
+            reader,
+            space,
+            paused_at: None,
+            complete: false,
+        })
     }
 
     /// Pages that were drained and are in no sealed checkpoint.
@@ -290,7 +297,12 @@ impl<T: Tracker> Cycle<T> {
     }
 
     /// Stages a round, through the sink where it is `eager` or does not fit.
-    fn stage_or_spill<S: Sink>(&mut self, set: &PageSet, sink: &mut S, eager: bool) -> Result<(), CycleError> {
+    fn stage_or_spill<S: Sink>(
+        &mut self,
+        set: &PageSet,
+        sink: &mut S,
+        eager: bool,
+    ) -> Result<(), CycleError> {
         if !eager && set.len() <= self.staging.free_pages() {
             return Ok(self.staging.stage(set, &*self.reader)?);
         }

@@ -60,7 +60,8 @@ pub struct Staging {
 impl Staging {
     /// Memory for at most `capacity_pages` (at least one chunk) out of a space of `space_pages`.
     pub fn new(space_pages: u64, capacity_pages: u64) -> Result<Self, StagingError> {
-        let capacity_pages = capacity_pages.next_multiple_of(CHUNK_PAGES).clamp(CHUNK_PAGES, u64::from(NONE) - CHUNK_PAGES);
+        let capacity_pages =
+            capacity_pages.next_multiple_of(CHUNK_PAGES).clamp(CHUNK_PAGES, u64::from(NONE) - CHUNK_PAGES);
         let mut staging = Self {
             chunks: Vec::new(),
             capacity_pages,
@@ -175,7 +176,9 @@ impl Staging {
         }
         let start = (self.used_slots % CHUNK_PAGES) as usize * PAGE_BYTES;
         let dst = &mut self.chunks[chunk][start..start + batch.pages as usize * PAGE_BYTES];
-        reader.read(&batch.ranges, dst).map_err(|source| StagingError::Read { pages: batch.pages, source })?;
+        reader
+            .read(&batch.ranges, dst)
+            .map_err(|source| StagingError::Read { pages: batch.pages, source })?;
         for page in batch.ranges.iter().flat_map(|r| r.iter()) {
             let slot = &mut self.slot_of[page.0 as usize];
             self.live_pages += u64::from(*slot == NONE);

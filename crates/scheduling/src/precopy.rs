@@ -52,7 +52,7 @@ impl PrecopyPolicy {
             return Decision::Pause;
         }
         let Some(last) = rounds.last() else { return Decision::Again };
-        if last.pages <= self.target_pages || self.expected_pages(rounds) * 4 <= self.target_pages {
+        if last.pages <= self.target_pages || expected_pages(rounds).saturating_mul(4) <= self.target_pages {
             return Decision::Pause;
         }
         match rounds {
@@ -65,17 +65,17 @@ impl PrecopyPolicy {
     fn shrinks(&self, before: Round, after: Round) -> bool {
         after.pages.saturating_mul(100) <= before.pages.saturating_mul(self.converging_percent)
     }
+}
 
-    /// Pages that the guest has written since the last round's scan, if it goes on as fast as it did during the round
-    /// before: the last round's pages came up in the duration of the one before it.
-    fn expected_pages(&self, rounds: &[Round]) -> u64 {
-        match rounds {
-            [.., before, last] => {
-                let per_ns = u128::from(last.pages) * u128::from(last.duration_ns);
-                u64::try_from(per_ns / u128::from(before.duration_ns.max(1))).unwrap_or(u64::MAX)
-            }
-            _ => u64::MAX / 4,
+/// Pages that the guest has written since the last round's scan, if it goes on as fast as it did during the round
+/// before: the last round's pages came up in the duration of the one before it. Unknown after a single round: very many.
+fn expected_pages(rounds: &[Round]) -> u64 {
+    match rounds {
+        [.., before, last] => {
+            let page_ns = u128::from(last.pages) * u128::from(last.duration_ns);
+            u64::try_from(page_ns / u128::from(before.duration_ns.max(1))).unwrap_or(u64::MAX)
         }
+        _ => u64::MAX,
     }
 }
 
@@ -92,7 +92,11 @@ mod tests {
         let policy = PrecopyPolicy::default();
         assert_eq!(policy.decide(&[]), Decision::Again);
         assert_eq!(policy.decide(&rounds(&[(20_000, 25_000)])), Decision::Again);
-        assert_eq!(policy.decide(&rounds(&[(200, 400)])), Decision::Pause, "a first round that is small enough");
+        assert_eq!(
+            policy.decide(&rounds(&[(200, 400)])),
+            Decision::Pause,
+            "a first round that is small enough"
+        );
         // 1,000 pages came up in 25 ms; copying them took 1 ms, in which about 40 come up.
         assert_eq!(policy.decide(&rounds(&[(20_000, 25_000), (1_000, 1_000)])), Decision::Pause);
         assert_eq!(policy.decide(&rounds(&[(60_000, 80_000), (5_000, 6_000)])), Decision::Again);

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 /// Measure Keyframe against its peers on this machine
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Every benchmark runs Keyframe and its peers side by side on the same guest and prints ratios; absolute times are
+#[command(
+    after_help = "Every benchmark runs Keyframe and its peers side by side on the same guest and prints ratios; absolute times are
 this machine's. The JSON is one object: name, figures, ratios; keys carry their units.
 
 Benchmarks:
@@ -15,7 +16,8 @@ Benchmarks:
 
 Examples:
   keyframe bench pause
-  keyframe bench pause --json > pause.json")]
+  keyframe bench pause --json > pause.json"
+)]
 pub struct Bench {
     /// Which one
     #[arg(value_parser = keyframe_bench::names())]

@@ -8,14 +8,16 @@ use keyframe_store::{CheckOptions, CheckProgress, CheckReport};
 
 /// Check a store: is every checkpoint whole?
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Without --read-data: every checkpoint, map and pack is there, well-formed and of the right size.
+#[command(
+    after_help = "Without --read-data: every checkpoint, map and pack is there, well-formed and of the right size.
 With it: every stored page is read and compared with its hash, so that any flipped bit is found.
 
 Exit code 0: whole. 1: damaged; the checkpoints that are hurt are named.
 
 Examples:
   keyframe check --store S
-  keyframe check --store S --read-data --json")]
+  keyframe check --store S --read-data --json"
+)]
 pub struct Check {
     #[command(flatten)]
     store: StoreArg,
@@ -62,7 +64,10 @@ fn print(report: &CheckReport, read_data: bool) -> Result<(), crate::failure::Fa
     for damage in &report.damage {
         let hurt = match damage.checkpoints.as_slice() {
             [] => "no checkpoint needs it".to_owned(),
-            ids => format!("hurts checkpoints {}", ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+            ids => format!(
+                "hurts checkpoints {}",
+                ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+            ),
         };
         output::print_line(&format!("DAMAGED {}: {}; {hurt}", damage.object, damage.problem))?;
     }

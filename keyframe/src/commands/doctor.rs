@@ -7,11 +7,13 @@ use std::process::{Command, Stdio};
 
 /// Find out whether this machine has all that Keyframe needs
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Exit code 0: everything needed is here. 1: something is missing; each line says how to get it.
+#[command(
+    after_help = "Exit code 0: everything needed is here. 1: something is missing; each line says how to get it.
 
 Examples:
   keyframe doctor
-  keyframe doctor --json")]
+  keyframe doctor --json"
+)]
 pub struct Doctor {
     /// Print JSON
     #[arg(long)]
@@ -76,9 +78,10 @@ impl Doctor {
 /// The distribution's QEMU; not required, because `run` takes any path.
 fn qemu() -> Item {
     let answer = Command::new("qemu-system-x86_64").arg("--version").stdin(Stdio::null()).output();
-    let version = answer.ok().filter(|o| o.status.success()).and_then(|o| {
-        String::from_utf8_lossy(&o.stdout).lines().next().map(str::to_owned)
-    });
+    let version = answer
+        .ok()
+        .filter(|o| o.status.success())
+        .and_then(|o| String::from_utf8_lossy(&o.stdout).lines().next().map(str::to_owned));
     Item {
         name: "qemu-system-x86_64".into(),
         available: version.is_some(),

@@ -41,7 +41,9 @@ impl List {
         if self.json {
             output::json(&entries)?;
         } else if entries.is_empty() {
-            output::print_line("no checkpoints; take some with: keyframe run --store STORE -- qemu-system-x86_64 ...")?;
+            output::print_line(
+                "no checkpoints; take some with: keyframe run --store STORE -- qemu-system-x86_64 ...",
+            )?;
         } else {
             output::print_line(&report::table(&entries))?;
         }

@@ -15,14 +15,16 @@ use std::time::Duration;
 
 /// Bring a checkpoint to life in a fresh QEMU, in the foreground
 #[derive(clap::Args, Debug)]
-#[command(after_help = "QEMU runs with the command line that the checkpoint kept; EXTRA arguments are added to it. They may change where
+#[command(
+    after_help = "QEMU runs with the command line that the checkpoint kept; EXTRA arguments are added to it. They may change where
 the VM's consoles, monitors and networks go, but not the machine. Images and sockets that the line names by a
 relative path are looked for in the directory that the VM was started in.
 
 Examples:
   keyframe restore --store S latest
   keyframe restore --store S 12 --paused -- -qmp unix:/tmp/q.sock,server=on,wait=off
-  keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64")]
+  keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64"
+)]
 pub struct Restore {
     #[command(flatten)]
     store: StoreArg,
@@ -81,13 +83,13 @@ impl Restore {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(loaded.meta.ram.len_bytes()) };
+        let bar =
+            if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(loaded.meta.ram.len_bytes()) };
         if let Ok(style) = ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}") {
             bar.set_style(style);
         }
         let ram = StoredRam { loaded: &loaded, bar };
-        let mut restored =
-            restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
+        let mut restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
         ram.bar.finish_and_clear();
         if !self.quiet {
             let state = if self.paused { "paused" } else { "running" };

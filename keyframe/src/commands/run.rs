@@ -10,7 +10,8 @@ use std::time::Duration;
 
 /// Run a VM with continuous checkpoints
 #[derive(clap::Args, Debug)]
-#[command(after_help = "The QEMU command line behind -- is yours, unchanged; Keyframe adds a monitor socket, a descriptor for the device
+#[command(
+    after_help = "The QEMU command line behind -- is yours, unchanged; Keyframe adds a monitor socket, a descriptor for the device
 state and -only-migratable. QEMU's standard streams are passed through. The command ends when the VM ends, after
 --count checkpoints, at Ctrl-C or by `keyframe stop`; what is in progress is sealed first.
 
@@ -19,7 +20,8 @@ The guest's disks must be read-only for now.
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
   keyframe run --store S --interval 500ms --count 20 --name web -- qemu-system-x86_64 ...
-  keyframe run --store S --interval none -- qemu-system-x86_64 ...    # only when asked: keyframe take")]
+  keyframe run --store S --interval none -- qemu-system-x86_64 ...    # only when asked: keyframe take"
+)]
 pub struct Run {
     #[command(flatten)]
     store: StoreArg,

@@ -113,7 +113,12 @@ fn text(sealed: &Sealed) -> String {
                 BlockKind::Backend => "backend",
                 BlockKind::Stream => "stream",
             };
-            vec![format!("  {}", b.name), kind.into(), output::bytes(b.used_bytes), output::bytes(b.total_bytes)]
+            vec![
+                format!("  {}", b.name),
+                kind.into(),
+                output::bytes(b.used_bytes),
+                output::bytes(b.total_bytes),
+            ]
         })
         .collect();
     lines.push(output::table(&["  block", "given back by", "used", "reserved"], &rows));

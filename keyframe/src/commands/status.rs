@@ -39,7 +39,9 @@ impl Status {
         if self.json {
             output::json(&all)?;
         } else if all.is_empty() {
-            output::print_line("nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ...")?;
+            output::print_line(
+                "nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ...",
+            )?;
         } else {
             for status in &all {
                 output::print_line(&text(status))?;
@@ -50,7 +52,8 @@ impl Status {
 }
 
 fn text(s: &Shown) -> String {
-    let every = s.interval_ns.map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
+    let every =
+        s.interval_ns.map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
     let mut lines = vec![
         format!("{}: {} (QEMU {}, engine {}), {}", s.vm, s.state, s.qemu_pid, s.engine_pid, s.phase),
         format!("  store       {}, checkpoints {every}", s.store),

@@ -11,8 +11,7 @@ use std::time::Duration;
 pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response, Failure> {
     let path = run_dir.join("control.sock");
     let failed = |what: &str, e: &dyn std::fmt::Display| {
-        Failure::new(format!("{what} {}: {e}", path.display()))
-            .fix("see what runs with: keyframe status")
+        Failure::new(format!("{what} {}: {e}", path.display())).fix("see what runs with: keyframe status")
     };
     let mut stream = UnixStream::connect(&path).map_err(|e| failed("connect to", &e))?;
     stream.set_read_timeout(Some(wait)).map_err(|e| failed("set a timeout on", &e))?;
@@ -21,7 +20,9 @@ pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response
     line.push('\n');
     stream.write_all(line.as_bytes()).map_err(|e| failed("write to", &e))?;
     let mut answer = String::new();
-    BufReader::new(stream.take(LINE_BYTES_MAX)).read_line(&mut answer).map_err(|e| failed("read from", &e))?;
+    BufReader::new(stream.take(LINE_BYTES_MAX))
+        .read_line(&mut answer)
+        .map_err(|e| failed("read from", &e))?;
     if answer.is_empty() {
         return Err(failed("read from", &"the engine ended without an answer"));
     }

@@ -59,14 +59,14 @@ impl<'a> Engine<'a> {
         let (requests, socket) = server::listen(parts.run_dir.path(), &status)
             .map_err(|e| Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display())))?;
         let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
         let audit = match &options.audit {
             Some(dir) => Some(
-                Audit::new(dir.clone())
-                    .map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))?,
+                Audit::new(dir.clone()).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))?,
             ),
             None => None,
         };
@@ -392,7 +392,10 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         state: if parts.starts_paused { "paused" } else { "running" }.into(),
         qemu_pid: parts.machine.vm.pid(),
         engine_pid: std::process::id(),
-        store: std::path::absolute(store.path()).unwrap_or_else(|_| store.path().into()).display().to_string(),
+        store: std::path::absolute(store.path())
+            .unwrap_or_else(|_| store.path().into())
+            .display()
+            .to_string(),
         interval_ns: options.interval.map(ns),
         sealed: 0,
         failed: 0,

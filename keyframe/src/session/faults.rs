@@ -36,9 +36,10 @@ impl FromStr for Fault {
             _ => return Err("write kill:PHASE[:N], stall:PHASE[:N] or pause:PHASE[:N]".into()),
         };
         let name = parts.next().unwrap_or_default();
-        let phase = Phase::ALL.into_iter().find(|p| p.name() == name).ok_or_else(|| {
-            format!("phases: {}", Phase::ALL.map(Phase::name).join(", "))
-        })?;
+        let phase = Phase::ALL
+            .into_iter()
+            .find(|p| p.name() == name)
+            .ok_or_else(|| format!("phases: {}", Phase::ALL.map(Phase::name).join(", ")))?;
         let nth: u32 = match parts.next() {
             Some(n) => n.parse().ok().filter(|n| *n > 0).ok_or("N counts from 1")?,
             None => 1,
@@ -59,10 +60,8 @@ impl Fault {
         }
         match self.kind {
             Kind::Kill => {
-                let _ = rustix::process::kill_process(
-                    rustix::process::getpid(),
-                    rustix::process::Signal::KILL,
-                );
+                let _ =
+                    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
                 // SIGKILL takes effect before this thread runs on; the sleep is for the compiler's peace.
                 std::thread::sleep(Duration::from_secs(60));
             }

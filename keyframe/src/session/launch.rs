@@ -42,10 +42,8 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     require_kernel()?;
     let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
     let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
-    let name = options
-        .name
-        .clone()
-        .unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
+    let name =
+        options.name.clone().unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
     let run_dir = RunDir::claim(&name)?;
     let writer = store
         .lock_writer(&format!("keyframe run, VM {name}"))
@@ -101,8 +99,7 @@ fn prepare(vm: &mut Vm, options: &Options) -> Result<(Cycle<WriteProtectTracker>
         .map_err(|e| Failure::new(format!("QEMU's list of RAM blocks: {e}")))?;
     let ram = Arc::new(GuestRam::new(layout.clone(), hosts));
     let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
-    let reader =
-        Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
+    let reader = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
     let attached = inject_userfaultfd(&process).map_err(|e| Failure::kernel(&e))?;
     let tracker = WriteTracker::new(&process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
     let tracker = WriteProtectTracker::new(Arc::clone(&ram), Arc::clone(&reader), tracker)
@@ -124,7 +121,11 @@ fn refuse(vm: &mut Vm) -> Result<(), Failure> {
     let texts: Vec<_> = refusals.iter().map(|r| format!("{}: {}", r.what, r.reason)).collect();
     let mut fixes: Vec<&str> = refusals.iter().map(|r| r.fix.as_str()).collect();
     fixes.dedup();
-    let lead = if refusals.len() > 1 { "this VM cannot be checkpointed:\n  " } else { "this VM cannot be checkpointed: " };
+    let lead = if refusals.len() > 1 {
+        "this VM cannot be checkpointed:\n  "
+    } else {
+        "this VM cannot be checkpointed: "
+    };
     let _ = first;
     Err(Failure::new(format!("{lead}{}", texts.join("\n  "))).fix(fixes.join("\n       ")))
 }
@@ -146,8 +147,8 @@ fn available_memory_bytes() -> u64 {
 }
 
 fn machine_meta(vm: &mut Vm, identity: &QemuIdentity) -> Result<MachineMeta, Failure> {
-    let directory = std::env::current_dir()
-        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let directory =
+        std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     Ok(MachineMeta {
         qemu_path: identity.path.to_string_lossy().into_owned(),
         qemu_version: identity.version.clone(),
@@ -173,9 +174,7 @@ fn spawn_watchdog(run_dir: &Path) -> Result<Watchdog, Failure> {
         .spawn()
         .map_err(fail)?;
     match (child.stdin.take(), child.stdout.take()) {
-        (Some(stdin), Some(stdout)) => {
-            Watchdog::new(child, stdin, stdout).map_err(|e| Failure::qemu(&e))
-        }
+        (Some(stdin), Some(stdout)) => Watchdog::new(child, stdin, stdout).map_err(|e| Failure::qemu(&e)),
         _ => Err(Failure::new("start the watchdog: no pipes to it")),
     }
 }

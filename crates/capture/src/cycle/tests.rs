@@ -67,12 +67,8 @@ impl Vm {
 
     fn layout() -> RamLayout {
         let bytes = PAGES * PAGE_BYTES as u64;
-        let block = RamBlock {
-            name: "ram".into(),
-            kind: BlockKind::Backend,
-            used_bytes: bytes,
-            total_bytes: bytes,
-        };
+        let block =
+            RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
         RamLayout::new(vec![block]).unwrap()
     }
 }
@@ -236,16 +232,18 @@ fn a_failure_at_each_single_call_loses_nothing() {
         let mut image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new() };
         vm.world().calls_until_failure = Some(call);
         let failed = (0..3)
-            .filter(|_| {
-                cycle.take(&mut vm.clone(), &mut image, &mut vm.clone(), &policy(3)).is_err()
-            })
+            .filter(|_| cycle.take(&mut vm.clone(), &mut image, &mut vm.clone(), &policy(3)).is_err())
             .count();
         failures += failed;
         assert!(vm.world().running);
         vm.world().calls_until_failure = None;
         cycle.take(&mut vm.clone(), &mut image, &mut vm.clone(), &policy(3)).unwrap();
         let expected = vm.world().at_pause.take().unwrap();
-        assert_eq!((0..PAGES).map(|p| image.sealed[&p]).collect::<Vec<_>>(), expected, "after call {call} failed");
+        assert_eq!(
+            (0..PAGES).map(|p| image.sealed[&p]).collect::<Vec<_>>(),
+            expected,
+            "after call {call} failed"
+        );
     }
     assert!(failures > 300, "only {failures} of the injected failures were met");
 }
