@@ -150,3 +150,11 @@ pack_initramfs() {
     find "$1" -exec touch -h -d @0 {} +
     (cd "$1" && find . -mindepth 1 | sort | cpio -o -H newc -R 0:0 --reproducible --quiet) | gzip -9n > "$2"
 }
+
+# fetch_busybox DIR SUITE TO: downloads the static busybox into DIR and copies its program to TO.
+fetch_busybox() {
+    fetch "$1" "$2" busybox-static
+    dpkg-deb -x "$1"/*.deb "$1/tree"
+    cp "$(find "$1/tree" -type f -path '*/bin/busybox' | head -n1)" "$3"
+    chmod 755 "$3"
+}

@@ -80,6 +80,8 @@ void die(const char *what, const char *format, ...)
     va_start(arguments, format);
     vsay("KF ERROR ", what, format, arguments);
     va_end(arguments);
+    if (getpid() == 1)
+        serve(NULL);
     _exit(1);
 }
 

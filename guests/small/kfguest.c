@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/reboot.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,15 +32,15 @@ struct running {
     const struct workload *work;
     struct slot *slots;
     uint32_t workers;
-    double ready_at;
 };
 
 static struct running running[WORKLOADS_MAX];
 static size_t running_count;
 static struct slot *slots;
 static size_t slot_count;
+static double ready_at;
 
-_Atomic uint64_t *dirty_rate;
+struct shared *shared;
 
 static const struct workload *find_workload(const char *name)
 {
@@ -99,7 +100,7 @@ static void report(const struct running *entry, const char *prefix)
     char line[256];
     int length = snprintf(line, sizeof line, "%s%s", prefix, entry->work->name);
     if (entry->work->with_time)
-        length += snprintf(line + length, sizeof line - (size_t)length, " t=%.3f", now() - entry->ready_at);
+        length += snprintf(line + length, sizeof line - (size_t)length, " t=%.3f", now() - ready_at);
     for (int c = 0; c < COUNTERS_MAX && entry->work->counter[c]; c++) {
         uint64_t sum = 0;
         for (uint32_t i = 0; i < entry->workers; i++)
@@ -127,20 +128,23 @@ static void reap(void)
 
 static bool all_ready(void)
 {
-    bool ready = true;
-    for (size_t i = 0; i < running_count; i++) {
-        bool this_one = true;
-        for (uint32_t w = 0; w < running[i].workers; w++)
-            this_one &= atomic_load(&running[i].slots[w].ready) != 0;
-        if (this_one && running[i].ready_at == 0)
-            running[i].ready_at = now();
-        ready &= this_one;
-    }
-    return ready;
+    for (size_t i = 0; i < slot_count; i++)
+        if (atomic_load(&slots[i].ready) == 0)
+            return false;
+    return true;
+}
+
+void wait_for_go(struct slot *slot)
+{
+    atomic_store(&slot->ready, 1);
+    while (atomic_load(&shared->go) == 0)
+        sleep_us(1000);
 }
 
 static void end_machine(const char *word, int how)
 {
+    /* A worker that saw the devices go would report it as a fault of the machine. */
+    kill(-1, SIGKILL);
     say("KF %s", word);
     /* Lets the line leave the serial port before the machine goes. */
     sleep_us(50000);
@@ -166,7 +170,7 @@ static void command(char *line)
         if (!rest || end == rest || *end)
             say("rate wants a number of pages per second");
         else {
-            atomic_store(dirty_rate, rate);
+            atomic_store(&shared->dirty_rate, rate);
             say("rate %llu", rate);
         }
     } else if (strcmp(line, "reboot") == 0) {
@@ -184,20 +188,24 @@ static void command(char *line)
     }
 }
 
-static void serve(const char *work)
+void serve(const char *work)
 {
     bool ready = false;
+    /* CPU-bound workers must not keep PID 1 from answering. */
+    setpriority(PRIO_PROCESS, 0, -10);
     for (double next = now() + 1;;) {
         reap();
-        if (!ready && all_ready()) {
+        if (work && !ready && all_ready()) {
             ready = true;
-            say("KF READY %s up=%.2f", work, now());
-            next = now() + 1;
+            ready_at = now();
+            say("KF READY %s up=%.2f", work, ready_at);
+            atomic_store(&shared->go, 1);
+            next = ready_at + 1;
         }
         double left = next - now();
         int wait_ms = left <= 0 ? 0 : (int)(left * 1000) + 1;
         struct pollfd input = {.fd = console_fd(), .events = POLLIN};
-        int events = poll(&input, 1, !ready && wait_ms > 20 ? 20 : wait_ms);
+        int events = poll(&input, 1, !ready && wait_ms > 5 ? 5 : wait_ms);
         if (events > 0 && input.revents & POLLIN) {
             for (char *line; (line = console_line());)
                 command(line);
@@ -216,16 +224,16 @@ static void serve(const char *work)
 
 int main(int argc, char **argv)
 {
-    extern int compile_job(char **); /* the re-executed half of the compile workload */
     if (argc == 4 && strcmp(argv[1], "--compile-job") == 0)
         return compile_job(argv + 2);
 
     console_open();
     params_load();
-    slots = mmap(NULL, WORKERS_MAX * sizeof *slots + PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (slots == MAP_FAILED)
+    size_t bytes = sizeof *shared + WORKERS_MAX * sizeof *slots;
+    shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED)
         die("boot", "mapping the counters: %s", strerror(errno));
-    dirty_rate = (_Atomic uint64_t *)(slots + WORKERS_MAX);
+    slots = (struct slot *)(shared + 1);
 
     const char *work = param("boot", "work", "idle");
     char *names = strdup(work);

@@ -38,15 +38,29 @@ struct workload {
 
 extern const struct workload work_compile, work_compute, work_dirty, work_disk, work_hash, work_net, work_scribble;
 
-/* Pages per second the dirty workload writes; the `rate` command changes it. Shared by all processes. */
-extern _Atomic uint64_t *dirty_rate;
+/* Shared by all processes of the guest. */
+struct shared {
+    _Atomic uint64_t dirty_rate; /* pages per second the dirty workload writes; the `rate` command changes it */
+    _Atomic uint32_t go;         /* KF READY has been printed */
+} __attribute__((aligned(128)));
+
+extern struct shared *shared;
+
+/* kfguest.c */
+/* What a worker calls when it is set up: says so and returns once KF READY is printed. */
+void wait_for_go(struct slot *slot);
+/* PID 1's loop; with `work` NULL it only obeys commands, after an error that kept the guest from getting ready. */
+void serve(const char *work) __attribute__((noreturn));
+
+/* work_compile.c: the re-executed half of that workload; `arguments` are round and job. */
+int compile_job(char **arguments);
 
 /* console.c */
 /* Prints one whole line, in one write. */
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Prints a line with `KF ERROR <what>: ` before it; the guest goes on. */
 void error(const char *what, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* error(), then this process ends with status 1. */
+/* error(), then this process ends with status 1; PID 1, whose end would be a kernel panic, goes on obeying commands. */
 void die(const char *what, const char *format, ...) __attribute__((format(printf, 2, 3), noreturn));
 void console_open(void);
 int console_fd(void);

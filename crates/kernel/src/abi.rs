@@ -56,8 +56,18 @@ pub struct UffdRegister {
     pub ioctls: u64,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct UffdWriteProtect {
+    range: UffdRange,
+    mode: u64,
+}
+
+const WRITEPROTECT_MODE_WP: u64 = 1;
+
 const UFFDIO_API: u64 = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
 const UFFDIO_REGISTER: u64 = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
+const UFFDIO_WRITEPROTECT: u64 = ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
 const UFFDIO_UNREGISTER: u64 = ioc(READ, 0xAA, 0x01, size_of::<UffdRange>());
 
 pub const SCAN_WP_MATCHING: u64 = 1;
@@ -95,6 +105,28 @@ pub struct PageRegion {
     pub categories: u64,
 }
 
+/// The argument of PROCMAP_QUERY.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MapQuery {
+    size: u64,
+    query_flags: u64,
+    query_addr: u64,
+    vma_start: u64,
+    vma_end: u64,
+    vma_flags: u64,
+    vma_page_size: u64,
+    vma_offset: u64,
+    inode: u64,
+    dev_major: u32,
+    dev_minor: u32,
+    vma_name_size: u32,
+    build_id_size: u32,
+    vma_name_addr: u64,
+    build_id_addr: u64,
+}
+
+const PROCMAP_QUERY: u64 = ioc(READ | WRITE, b'f', 17, size_of::<MapQuery>());
 const PAGEMAP_SCAN: u64 = ioc(READ | WRITE, b'f', 16, size_of::<ScanArg>());
 
 const _: () = assert!(size_of::<UffdApi>() == 24);
@@ -102,7 +134,9 @@ const _: () = assert!(size_of::<UffdRange>() == 16);
 const _: () = assert!(size_of::<UffdRegister>() == 32);
 const _: () = assert!(size_of::<ScanArg>() == 96);
 const _: () = assert!(size_of::<PageRegion>() == 24);
+const _: () = assert!(size_of::<MapQuery>() == 104 && PROCMAP_QUERY == 0xC068_6611);
 const _: () = assert!(UFFDIO_API == 0xC018_AA3F && UFFDIO_REGISTER == 0xC020_AA00);
+const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06);
 const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01 && PAGEMAP_SCAN == 0xC060_6610);
 
 /// UFFDIO_API: asks for `features`; gives back the features that the kernel has.
@@ -132,6 +166,34 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
     // and which lives over the call.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// UFFDIO_WRITEPROTECT: protects every page of the range, with a marker where there is none.
+pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    let range = UffdRange { start, len_bytes };
+    let mut protect = UffdWriteProtect { range, mode: WRITEPROTECT_MODE_WP };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_WRITEPROTECT reads one `uffdio_writeprotect`, which
+    // `protect` is, and which lives over the call. No content changes.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// The end of the mapping that holds `address`; `None` where none does. `maps` is an open `/proc/PID/maps`. The call
+/// came with Linux 6.11: `Unsupported` before.
+pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>> {
+    let mut query = MapQuery { size: size_of::<MapQuery>() as u64, query_addr: address, ..MapQuery::default() };
+    // SAFETY: the descriptor is open while borrowed; PROCMAP_QUERY reads and writes one `procmap_query` of the `size` it
+    // holds, which `query` is, and which lives over the call; name and build id are not asked for (sizes of zero).
+    let code = unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY, &raw mut query) };
+    if code >= 0 {
+        return Ok(Some(query.vma_end));
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::ENOENT) => Ok(None),
+        Some(libc::ENOTTY | libc::EINVAL) => Err(io::ErrorKind::Unsupported.into()),
+        _ => Err(error),
+    }
 }
 
 /// PAGEMAP_SCAN: fills `out` from its start; gives back how many answers, and where the walk ended.

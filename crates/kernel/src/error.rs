@@ -172,10 +172,12 @@ pub enum Error {
         source: io::Error,
     },
     /// A range is not (wholly) tracked.
-    #[error("process {pid}: scan {start}+{len_bytes:#x}: not registered with this tracker from {hole} on", start = .range.start, len_bytes = .range.len_bytes)]
+    #[error("process {pid}: {operation} {start}+{len_bytes:#x}: not registered with this tracker from {hole} on", start = .range.start, len_bytes = .range.len_bytes)]
     NotRegistered {
         /// Its process id.
         pid: u32,
+        /// What was asked for.
+        operation: &'static str,
         /// The range asked for.
         range: HostRange,
         /// The first address of it that is not registered.
@@ -201,6 +203,16 @@ pub enum Error {
         /// Bytes in a page of that mapping.
         page_bytes: u64,
     },
+    /// The kernel cannot track pages of this size.
+    #[error("process {pid}: register {start}+{len_bytes:#x}: the kernel cannot track pages of {page_bytes} bytes", start = .range.start, len_bytes = .range.len_bytes)]
+    PageSize {
+        /// Its process id.
+        pid: u32,
+        /// The part of the range that has them.
+        range: HostRange,
+        /// Bytes in a page there.
+        page_bytes: u64,
+    },
     /// A scan failed after it may have protected pages that it did not report. EVERY page of `range` must be taken as
     /// written since the last scan.
     #[error("process {pid}: scan for written pages {start}+{len_bytes:#x} broke off, every page of it counts as written: {source}", start = .range.start, len_bytes = .range.len_bytes)]
@@ -208,6 +220,16 @@ pub enum Error {
         /// Its process id.
         pid: u32,
         /// The whole range of the scan.
+        range: HostRange,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// What of a range holds data could not be found out.
+    #[error("process {pid}: find data in {start}+{len_bytes:#x}: {source}", start = .range.start, len_bytes = .range.len_bytes)]
+    Extents {
+        /// Its process id.
+        pid: u32,
+        /// The range.
         range: HostRange,
         /// What the kernel said.
         source: io::Error,
@@ -263,6 +285,7 @@ impl Error {
                  tracks this memory: end it first"
                     .into()
             }
+            Self::PageSize { .. } => "give the VM's memory 2 MiB or ordinary pages (hugetlbsize=2M of the memory backend)".into(),
             Self::Arena { .. } => "free memory, or take fewer pages at a time".into(),
             _ => return None,
         })

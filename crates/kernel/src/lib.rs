@@ -21,7 +21,6 @@
 compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 
 mod abi;
-mod absence;
 pub mod attach;
 mod error;
 pub mod features;
@@ -30,6 +29,7 @@ pub mod memory;
 pub mod priority;
 mod process;
 mod ptrace;
+mod ranges;
 mod scan;
 pub mod track;
 mod transfer;

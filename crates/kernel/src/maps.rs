@@ -58,6 +58,13 @@ impl Mapping {
 
 /// The mappings of `process`, by rising address.
 pub(crate) fn read(process: &Process) -> Result<Vec<Mapping>> {
+    let mut mappings = read_without_page_sizes(process)?;
+    fill_page_sizes(process, &mut mappings)?;
+    Ok(mappings)
+}
+
+/// The same, with `page_bytes` not looked up.
+pub(crate) fn read_without_page_sizes(process: &Process) -> Result<Vec<Mapping>> {
     let bytes = process.read_file("maps")?;
     let mut mappings = Vec::new();
     for (index, line) in String::from_utf8_lossy(&bytes).lines().enumerate() {
@@ -67,9 +74,11 @@ pub(crate) fn read(process: &Process) -> Result<Vec<Mapping>> {
             line: line.chars().take(200).collect(),
         })?);
     }
-    // A process that exits has no mappings left, which must not read as an answer.
+    // A process on its way out has no mappings left, which must not read as an answer.
+    if mappings.is_empty() {
+        return Err(Error::Gone { pid: process.pid(), operation: "read maps" });
+    }
     process.ensure_alive("read maps")?;
-    fill_page_sizes(process, &mut mappings)?;
     Ok(mappings)
 }
 

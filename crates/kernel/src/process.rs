@@ -38,6 +38,13 @@ impl Process {
         Ok(process)
     }
 
+    /// A second hold on the same process.
+    pub fn try_clone(&self) -> Result<Self> {
+        let failed = |source| Error::Open { pid: self.pid, source };
+        let pidfd = self.pidfd.try_clone().map_err(failed)?;
+        Ok(Self { pid: self.pid, pidfd, directory: self.directory.try_clone().map_err(failed)? })
+    }
+
     /// Its process id.
     pub fn pid(&self) -> u32 {
         self.pid
@@ -50,15 +57,20 @@ impl Process {
 
     /// True until it exits; a zombie is not alive.
     pub fn is_alive(&self) -> bool {
+        !self.exits_within(0)
+    }
+
+    /// Waits up to `wait_ms` for it to exit; true where it has.
+    pub(crate) fn exits_within(&self, wait_ms: u32) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // An interrupted poll knows nothing; ask again. Any other failure cannot be told from life, so say dead:
-        // what follows then fails with a clear error instead of trusting a pid.
+        let wait = Timespec { tv_sec: i64::from(wait_ms / 1000), tv_nsec: i64::from(wait_ms % 1000) * 1_000_000 };
+        // An interrupted poll knows nothing; ask again. Any other failure cannot be told from death, so say dead: what
+        // follows then fails with a clear error instead of trusting a pid.
         loop {
-            match poll(&mut fds, Some(&zero)) {
-                Ok(ready) => return ready == 0,
+            match poll(&mut fds, Some(&wait)) {
+                Ok(ready) => return ready > 0,
                 Err(rustix::io::Errno::INTR) => {}
-                Err(_) => return false,
+                Err(_) => return true,
             }
         }
     }
@@ -98,11 +110,6 @@ impl Process {
             return Error::Gone { pid: self.pid, operation };
         }
         Error::ProcFile { pid: self.pid, file: name.to_owned(), operation, source }
-    }
-
-    /// The directory `/proc/PID`.
-    pub(crate) fn directory(&self) -> BorrowedFd<'_> {
-        self.directory.as_fd()
     }
 
     /// The value of field `name` of `/proc/PID/status`, without spaces around it.

@@ -1,1 +1,43 @@
-//! (being built)
+//! QEMU from outside: its command line, its monitor, its RAM blocks, the state of its devices, launch and restore.
+//!
+//! ```text
+//!   Invocation ──launch──▶ Vm ──audit──▶ refusals
+//!   (user's line)           │
+//!                           ├─ qmp ───────▶ stop, cont, events           Watchdog (another process) ─▶ cont
+//!                           ├─ ram_blocks ▶ name, size, host address
+//!                           └─ save ──────▶ device state ──▶ [store] ──▶ stream::splice_ram
+//!                                                                              │
+//!   RestoreSource ──Plan──▶ restore::start: fresh QEMU, RAM in memfds, -incoming ◀┘
+//! ```
+//!
+//! Invariants:
+//! 1. The user's line is the VM's definition. What is added to it changes neither the machine nor what the user
+//!    sees of it.
+//! 2. Nothing that QEMU, a guest or a file says is trusted: text and streams are parsed with bounds, each wait ends.
+//! 3. A VM that could not be checkpointed exactly is refused before its first instruction ([`Vm::audit`]).
+//!
+//! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is kept (store).
+//! QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
+
+mod audit;
+mod binary;
+mod error;
+mod heap;
+mod invocation;
+mod options;
+mod process;
+pub mod qmp;
+mod ramblock;
+pub mod restore;
+mod spawn;
+pub mod stream;
+mod vm;
+pub mod watchdog;
+
+pub use audit::{Refusal, Severity};
+pub use binary::QemuIdentity;
+pub use error::{Error, Result};
+pub use invocation::Invocation;
+pub use qmp::{Event, Qmp, RunStatus, Stopped};
+pub use ramblock::{HostBlock, find_ram_blocks};
+pub use vm::{LaunchOptions, Vm};

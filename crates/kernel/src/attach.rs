@@ -1,0 +1,231 @@
+//! Makes a running process, which knows nothing of it, open a userfaultfd over its own memory, and takes that over.
+//!
+//! A userfaultfd watches the memory of the process that made it, so the process has to make the call itself:
+//!
+//! ```text
+//!   seize ─ interrupt ─▶ stopped in a system call, or between two instructions
+//!                          save registers and signal mask; block all signals
+//!                          userfaultfd()  ─▶ fd ── pidfd_getfd ──▶ ours
+//!                          close(fd)
+//!                          interrupt, resume ─▶ stopped on the way out of the kernel
+//!                          restore registers and signal mask
+//!   detach ◀─────────────┘  an interrupted system call is restarted by the kernel, as after any stop
+//! ```
+//!
+//! The calls are made through a `syscall` instruction of the vdso: nothing is written into the process's memory.
+//!
+//! Invariants:
+//! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP is sent again.
+//! 2. Whatever fails, registers and mask are restored and the process runs on ([`Hijack`]'s `Drop`); every wait is bounded.
+//! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end makes the kernel detach.
+//!
+//! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq) at the moment of
+//! the stop, which QEMU's main thread does not use.
+
+use crate::ptrace::{SignalMask, Stop, Tracee};
+use crate::{Error, Process, Result, abi, maps, read_memory};
+use rustix::process::{PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_send_signal};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+/// The longest that a session may take, and the longest that undoing it may take.
+const SESSION_MAX: Duration = Duration::from_secs(2);
+/// A vdso is two to four pages.
+const VDSO_BYTES_MAX: u64 = 64 << 10;
+/// A process without mappings is dead within this, or never had any.
+const EXIT_MS: u32 = 200;
+const SYSCALL_INSTRUCTION: [u8; 2] = [0x0f, 0x05];
+
+/// A userfaultfd over the memory of another process.
+#[derive(Debug)]
+pub struct Attached {
+    /// The descriptor, on which nothing was asked yet; non-blocking, closed on exec.
+    pub uffd: OwnedFd,
+    /// How long the process's main thread was stopped, in nanoseconds.
+    pub stopped_ns: u64,
+    /// True where the process was not permitted more than a userfaultfd for user-mode faults. Asynchronous write
+    /// protection, which never hands a fault to anybody, tracks the kernel's writes all the same.
+    pub user_mode_only: bool,
+}
+
+/// Injects one `userfaultfd` system call into `process` and takes the descriptor over.
+///
+/// If the process is a child of this one, nobody here may be in `waitpid` for it meanwhile without `__WNOTHREAD`: it would
+/// be told of the stops. Waiting by pidfd or `waitid(WEXITED)` is safe.
+///
+/// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it ([`Error::Injected`]);
+/// it does not stop within 2 s, or exits. The process runs on in every case, unless it has exited by itself.
+pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
+    let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
+    std::thread::scope(|scope| {
+        let session = std::thread::Builder::new().name("attach".into());
+        let session = session.spawn_scoped(scope, || run_session(process)).map_err(spawn)?;
+        session.join().unwrap_or_else(|_| Err(spawn(io::Error::other("it panicked"))))
+    })
+}
+
+fn run_session(process: &Process) -> Result<Attached> {
+    let instruction = find_syscall_instruction(process)?;
+    let tracee = Tracee::seize(process)?;
+    let begun = Instant::now();
+    let mut hijack = Hijack::stop(process, tracee, instruction, begun + SESSION_MAX)?;
+    let made = open_userfaultfd(&mut hijack);
+    let undone = hijack.restore();
+    let stopped_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let (uffd, user_mode_only) = made?;
+    undone?;
+    Ok(Attached { uffd, stopped_ns, user_mode_only })
+}
+
+/// Makes the userfaultfd in the target, takes it over, and closes the target's own copy.
+fn open_userfaultfd(hijack: &mut Hijack<'_>) -> Result<(OwnedFd, bool)> {
+    let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+    let call = |hijack: &mut Hijack<'_>, flags| hijack.call("userfaultfd", libc::SYS_userfaultfd, flags);
+    let (theirs, user_mode_only) = match call(hijack, flags) {
+        Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::EPERM) => {
+            (call(hijack, flags | abi::UFFD_USER_MODE_ONLY)?, true)
+        }
+        other => (other?, false),
+    };
+    let failed = |source: io::Error| Error::Attach { pid: hijack.process.pid(), operation: "pidfd_getfd", source };
+    let ours = i32::try_from(theirs)
+        .map_err(io::Error::other)
+        .and_then(|fd| Ok(pidfd_getfd(hijack.process.pidfd(), fd, PidfdGetfdFlags::empty())?))
+        .map_err(failed);
+    hijack.call("close", libc::SYS_close, theirs)?;
+    Ok((ours?, user_mode_only))
+}
+
+/// The address of a `syscall` instruction in the target's vdso.
+fn find_syscall_instruction(process: &Process) -> Result<u64> {
+    let none = Error::NoSyscallInstruction { pid: process.pid() };
+    let maps = maps::read_without_page_sizes(process)?;
+    let Some(vdso) = maps.iter().find(|m| m.path == "[vdso]" && m.range.len_bytes <= VDSO_BYTES_MAX) else {
+        // A process on its way out loses its mappings some time before it is dead.
+        let exits = process.exits_within(EXIT_MS);
+        return Err(if exits { Error::Gone { pid: process.pid(), operation: "attach" } } else { none });
+    };
+    let mut code = vec![0; vdso.range.len_bytes as usize];
+    read_memory(process, vdso.range.start, &mut code)?;
+    let at = code.windows(2).position(|pair| pair == SYSCALL_INSTRUCTION).ok_or(none)?;
+    Ok(vdso.range.start.0 + at as u64)
+}
+
+/// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else on drop.
+struct Hijack<'p> {
+    process: &'p Process,
+    tracee: Tracee<'p>,
+    instruction: u64,
+    deadline: Instant,
+    saved: libc::user_regs_struct,
+    mask: SignalMask,
+    /// SIGSTOP cannot be blocked: one that came meanwhile is sent again.
+    stop_came: bool,
+    restored: bool,
+}
+
+impl<'p> Hijack<'p> {
+    /// Stops the thread and saves what is going to be changed.
+    fn stop(process: &'p Process, tracee: Tracee<'p>, instruction: u64, deadline: Instant) -> Result<Self> {
+        tracee.interrupt()?;
+        // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
+        while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
+            tracee.resume(signal)?;
+        }
+        // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
+        let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
+        let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
+        let hijack =
+            Self { process, tracee, instruction, deadline, saved, mask, stop_came: false, restored: false };
+        hijack.tracee.set_signal_mask(SignalMask(u64::MAX))?;
+        Ok(hijack)
+    }
+
+    /// Makes the thread do one system call with one argument.
+    fn call(&mut self, name: &'static str, number: i64, argument: u64) -> Result<u64> {
+        let mut registers = self.saved;
+        registers.rip = self.instruction;
+        registers.rax = number.cast_unsigned();
+        registers.rdi = argument;
+        // Not in a system call: the kernel must not restart one on these registers.
+        registers.orig_rax = u64::MAX;
+        self.tracee.set_registers(registers)?;
+        self.run_to(Stop::Entry)?;
+        self.run_to(Stop::Exit)?;
+        let answer = self.tracee.registers()?.rax.cast_signed();
+        match i32::try_from(answer) {
+            Ok(code) if code < 0 => {
+                let source = io::Error::from_raw_os_error(-code);
+                Err(Error::Injected { pid: self.process.pid(), call: name, source })
+            }
+            _ => Ok(answer.cast_unsigned()),
+        }
+    }
+
+    /// Runs the thread until it stops for `wanted`.
+    fn run_to(&mut self, wanted: Stop) -> Result<()> {
+        loop {
+            self.tracee.resume_to_syscall()?;
+            match self.tracee.wait_for_stop("run a system call in the main thread", self.deadline)? {
+                stop if stop == wanted => return Ok(()),
+                // The process was stopped or continued as a whole: our call goes on.
+                Stop::Event => {}
+                Stop::Signal(libc::SIGSTOP) => self.stop_came = true,
+                // All others are blocked, so this one was forced by what we made the thread do.
+                Stop::Signal(signal) => {
+                    let source = io::Error::other(format!("it caused signal {signal}"));
+                    return Err(Error::Injected { pid: self.process.pid(), call: "system call", source });
+                }
+                Stop::Entry | Stop::Exit => {
+                    let source = io::Error::other("it stopped at another system call");
+                    return Err(Error::Injected { pid: self.process.pid(), call: "system call", source });
+                }
+            }
+        }
+    }
+
+    /// Gives the thread back as it was found, from whatever state it is in.
+    ///
+    /// Registers are restored in an event stop and nowhere else: only there the kernel, on its way out, still looks
+    /// whether an interrupted system call is to be restarted.
+    fn restore(&mut self) -> Result<()> {
+        let deadline = Instant::now() + SESSION_MAX;
+        self.tracee.interrupt()?;
+        loop {
+            match self.tracee.wait_for_stop("give the main thread back", deadline)? {
+                Stop::Event => break,
+                Stop::Signal(libc::SIGSTOP) => self.stop_came = true,
+                Stop::Entry => {
+                    // The call is not made.
+                    let mut registers = self.tracee.registers()?;
+                    registers.orig_rax = u64::MAX;
+                    self.tracee.set_registers(registers)?;
+                }
+                Stop::Exit | Stop::Signal(_) => {}
+            }
+            self.tracee.resume(0)?;
+        }
+        self.tracee.set_registers(self.saved)?;
+        self.tracee.set_signal_mask(self.mask)?;
+        self.restored = true;
+        self.tracee.detach()?;
+        if self.stop_came {
+            pidfd_send_signal(self.process.pidfd(), Signal::STOP).map_err(|source| Error::Attach {
+                pid: self.process.pid(),
+                operation: "send SIGSTOP again",
+                source: source.into(),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Hijack<'_> {
+    fn drop(&mut self) {
+        if !self.restored {
+            // The error that led here is the one to report; failing again, the end of this thread detaches.
+            let _ = self.restore();
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Reading a VM's RAM out of the process that runs it, and finding what of it can hold data at all.
+//!
+//! ```text
+//!   region          one range of RAM, as the caller named it
+//!   └─ part         the piece of it in one mapping of the process
+//!        ├─ OwnMapping   shared, a memfd sealed against shrinking: mapped here too, read-only; a plain copy
+//!        └─ ProcessVm    all else: process_vm_readv, up to 1024 ranges a call
+//! ```
+//!
+//! Invariants: a mapping of ours never faults for a file that got shorter (sealed, and long enough when mapped); a
+//! read fills all of the destination or fails.
+//!
+//! Reading memory that was never touched makes the kernel allocate it where it is shared: ask
+//! [`GuestReader::data_extents`] first. Left out: writing; following the process when it maps other memory in place of
+//! a region.
+
+mod arena;
+mod extents;
+mod window;
+
+pub use arena::Arena;
+
+use crate::maps::{Mapping, covering};
+use crate::ranges::intersection;
+use crate::scan::Pagemap;
+use crate::{Error, Process, Result, transfer};
+use extents::File;
+use keyframe_units::HostRange;
+use window::Window;
+
+/// How a part of a region is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// Through a mapping of our own of the same memory.
+    OwnMapping,
+    /// By `process_vm_readv`.
+    ProcessVm,
+}
+
+/// The piece of a region that lies in one mapping.
+#[derive(Debug)]
+struct Part {
+    range: HostRange,
+    mapping: Mapping,
+    file: Option<File>,
+    window: Option<Window>,
+}
+
+/// Reads regions of a process's memory. Several threads may read through one reader at once.
+#[derive(Debug)]
+pub struct GuestReader {
+    process: Process,
+    pagemap: Pagemap,
+    regions: Vec<HostRange>,
+    parts: Vec<Part>,
+}
+
+impl GuestReader {
+    /// A reader of `regions` (in any order, without overlap), each of which may cover several mappings without a gap.
+    /// Errors: a region is not wholly mapped; the process may not be inspected.
+    pub fn new(process: &Process, regions: &[HostRange]) -> Result<Self> {
+        let mut sorted = regions.to_vec();
+        sorted.sort_unstable_by_key(|range| range.start);
+        let bad = |range: HostRange| range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none();
+        if let Some(range) = sorted.iter().find(|range| bad(**range)) {
+            return Err(Error::BadRegion { range: *range });
+        }
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0].end() > pair[1].start) {
+            return Err(Error::BadRegion { range: pair[1] });
+        }
+        let maps = process.maps()?;
+        let mut parts = Vec::new();
+        for region in &sorted {
+            let found = covering(&maps, *region).map_err(|hole| Error::Unmapped {
+                pid: process.pid(),
+                operation: "read memory",
+                range: *region,
+                hole,
+            })?;
+            for mapping in found {
+                let Some(range) = intersection(mapping.range, *region) else { continue };
+                let file = File::open(process, mapping);
+                let window = file.as_ref().and_then(|file| Window::open(file, mapping, range));
+                parts.push(Part { range, mapping: mapping.clone(), file, window });
+            }
+        }
+        let pagemap = Pagemap::open(process)?;
+        Ok(Self { process: process.try_clone()?, pagemap, regions: sorted, parts })
+    }
+
+    /// Reads `ranges`, in order, one behind the other, into `dst`, whose length must be their sum. Errors: a range is in no
+    /// region; the lengths differ; the process is gone or the memory cannot be read. `dst` then holds an unspecified
+    /// mixture.
+    ///
+    /// The process may write meanwhile: what is read then is a mixture of old and new, as any copy of running memory.
+    pub fn read(&self, ranges: &[HostRange], dst: &mut [u8]) -> Result<()> {
+        let ranges_bytes = ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.len_bytes));
+        if ranges_bytes != dst.len() as u64 {
+            return Err(Error::Length { ranges_bytes, dst_bytes: dst.len() as u64 });
+        }
+        let mut rest = dst;
+        let mut remote: Vec<HostRange> = Vec::new();
+        let mut remote_bytes = 0;
+        for range in ranges.iter().filter(|range| range.len_bytes > 0) {
+            for (part, piece) in self.pieces(*range)? {
+                let len = piece.len_bytes as usize;
+                let Some(window) = &part.window else {
+                    remote.push(piece);
+                    remote_bytes += len;
+                    continue;
+                };
+                rest = self.gather(&mut remote, &mut remote_bytes, rest)?;
+                let (here, behind) = rest.split_at_mut(len);
+                window.copy(piece, here);
+                rest = behind;
+            }
+        }
+        self.gather(&mut remote, &mut remote_bytes, rest)?;
+        self.process.ensure_alive("read memory")
+    }
+
+    /// Reads what `remote` lists into the start of `dst`; gives back the rest of `dst`.
+    fn gather<'d>(
+        &self,
+        remote: &mut Vec<HostRange>,
+        remote_bytes: &mut usize,
+        dst: &'d mut [u8],
+    ) -> Result<&'d mut [u8]> {
+        let (here, behind) = dst.split_at_mut(std::mem::take(remote_bytes));
+        if !remote.is_empty() {
+            transfer::gather(&self.process, remote, here)?;
+            remote.clear();
+        }
+        Ok(behind)
+    }
+
+    /// `range` by parts. Errors: it does not lie in one region.
+    fn pieces(&self, range: HostRange) -> Result<impl Iterator<Item = (&Part, HostRange)>> {
+        let index = self.regions.partition_point(|region| region.end() <= range.start);
+        let inside = self.regions.get(index).is_some_and(|region| region.contains(range));
+        if !inside || range.start.checked_add(range.len_bytes).is_none() {
+            return Err(Error::OutsideRegions { range });
+        }
+        let first = self.parts.partition_point(|part| part.range.end() <= range.start);
+        let parts = self.parts.get(first..).unwrap_or_default().iter();
+        Ok(parts.map_while(move |part| Some((part, intersection(part.range, range)?))))
+    }
+
+    /// How each part of the regions is read, by rising address.
+    pub fn methods(&self) -> Vec<(HostRange, Method)> {
+        let method = |part: &Part| if part.window.is_some() { Method::OwnMapping } else { Method::ProcessVm };
+        self.parts.iter().map(|part| (part.range, method(part))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Several copy threads share one reader.
+    #[test]
+    fn a_reader_can_be_shared_by_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<GuestReader>();
+    }
+}

@@ -1,0 +1,222 @@
+//! One traced thread of another process: the ptrace calls, and nothing of what they are used for.
+//!
+//! ```text
+//!   seize ─▶ running ─ interrupt ─▶ Stop::Event ─ resume_to_syscall ─▶ Stop::Entry ─▶ Stop::Exit ─ ... ─ detach
+//!                                        └─ a signal may put a Stop::Signal before any of these
+//! ```
+//!
+//! Stops are found by asking for their siginfo, not by `waitpid`: so the exit status of a target that is our own child
+//! stays for whoever waits for it, and a wait elsewhere in this process cannot take a stop away from us.
+//!
+//! Invariant: a traced thread belongs to the thread that seized it; nothing here is `Send`. When that thread ends, the
+//! kernel detaches.
+
+use crate::{Error, Process, Result};
+use std::ffi::c_void;
+use std::io;
+use std::marker::PhantomData;
+use std::mem::{MaybeUninit, size_of};
+use std::ptr::null_mut;
+use std::time::{Duration, Instant};
+
+const OPTION_SYSCALL_GOOD: usize = libc::PTRACE_O_TRACESYSGOOD as usize;
+const OPTION_SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
+/// Siginfo code of a system call stop (with TRACESYSGOOD), and of an event stop above a signal number.
+const CODE_SYSCALL: i32 = libc::SIGTRAP | 0x80;
+const EVENT_STOP: i32 = libc::PTRACE_EVENT_STOP;
+/// What PTRACE_GETEVENTMSG says at the entry of a system call.
+const MESSAGE_ENTRY: u64 = 1;
+/// The code segment of 64-bit user code.
+const CS_USER_64: u64 = 0x33;
+
+/// The first polls only yield, so that a stop costs microseconds; then we sleep between them.
+const POLLS_YIELDING: u32 = 200;
+const POLL_SLEEP: Duration = Duration::from_micros(100);
+
+/// Why the thread is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// By our interrupt, or because its process is stopped as a whole.
+    Event,
+    /// About to make a system call.
+    Entry,
+    /// Back from a system call.
+    Exit,
+    /// About to take this signal.
+    Signal(i32),
+}
+
+/// A signal mask as the kernel has it: bit n-1 for signal n.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SignalMask(pub u64);
+
+/// What a ptrace request may fill.
+///
+/// # Safety
+/// Any bytes must be a value of the type.
+unsafe trait Plain: Copy {}
+// SAFETY: an integer.
+unsafe impl Plain for u64 {}
+// SAFETY: a C structure of integers.
+unsafe impl Plain for libc::user_regs_struct {}
+// SAFETY: a C structure of integers, the rest of it bytes.
+unsafe impl Plain for libc::siginfo_t {}
+
+/// A thread that this thread traces.
+pub(crate) struct Tracee<'p> {
+    process: &'p Process,
+    thread_bound: PhantomData<*mut ()>,
+}
+
+impl<'p> Tracee<'p> {
+    /// Begins to trace the first thread of `process`, which runs on. Where permitted, its seccomp filter is suspended
+    /// while it is traced: a filter may answer an unknown call by killing the process.
+    pub fn seize(process: &'p Process) -> Result<Self> {
+        let tracee = Self { process, thread_bound: PhantomData };
+        let seized = tracee
+            .seize_with(OPTION_SYSCALL_GOOD | OPTION_SUSPEND_SECCOMP)
+            .or_else(|_| tracee.seize_with(OPTION_SYSCALL_GOOD));
+        let Err(source) = seized else { return Ok(tracee) };
+        process.ensure_alive("attach")?;
+        let tracer = process.status_field("TracerPid")?.and_then(|pid| pid.parse().ok()).unwrap_or(0);
+        if tracer != 0 {
+            return Err(Error::Traced { pid: process.pid(), tracer });
+        }
+        Err(tracee.error("trace it (ptrace)", source))
+    }
+
+    fn seize_with(&self, options: usize) -> io::Result<()> {
+        self.request(libc::PTRACE_SEIZE, 0, options as *mut c_void).map(drop)
+    }
+
+    /// A ptrace request whose `data` is a number, or null, or points to what that request reads or writes.
+    fn request(&self, request: libc::c_uint, address: usize, data: *mut c_void) -> io::Result<i64> {
+        // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SYSCALL, CONT, DETACH), nothing
+        // (INTERRUPT), or a pointer to a live local of the size the request transfers (the rest). The kernel checks
+        // that the thread is ours to trace; memory of ours is touched through `data` alone.
+        let code = unsafe { libc::ptrace(request, self.process.raw_pid(), address as *mut c_void, data) };
+        if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
+    }
+
+    /// A request that fills a `T`.
+    fn fetch<T: Plain>(&self, request: libc::c_uint, address: usize) -> io::Result<T> {
+        let mut value = MaybeUninit::<T>::zeroed();
+        self.request(request, address, value.as_mut_ptr().cast())?;
+        // SAFETY: zeroed, then partly or wholly overwritten by the kernel; any bytes are a value of a `Plain` type.
+        Ok(unsafe { value.assume_init() })
+    }
+
+    fn error(&self, operation: &'static str, source: io::Error) -> Error {
+        if !self.process.is_alive() {
+            return Error::Gone { pid: self.process.pid(), operation: "attach" };
+        }
+        Error::Attach { pid: self.process.pid(), operation, source }
+    }
+
+    /// Asks the thread to stop; it will, with [`Stop::Event`].
+    pub fn interrupt(&self) -> Result<()> {
+        self.request(libc::PTRACE_INTERRUPT, 0, null_mut())
+            .map(drop)
+            .map_err(|source| self.error("interrupt the main thread", source))
+    }
+
+    /// Why the thread is stopped; `None` while it runs.
+    fn stop(&self) -> Result<Option<Stop>> {
+        let failed = |source| self.error("ask why the main thread stopped", source);
+        let info: libc::siginfo_t = match self.fetch(libc::PTRACE_GETSIGINFO, 0) {
+            Ok(info) => info,
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                self.process.ensure_alive("attach")?;
+                return Ok(None);
+            }
+            // A stop without a siginfo is one of the whole process.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ok(Some(Stop::Event)),
+            Err(error) => return Err(failed(error)),
+        };
+        Ok(Some(match info.si_code {
+            CODE_SYSCALL => {
+                let message: u64 = self.fetch(libc::PTRACE_GETEVENTMSG, 0).map_err(failed)?;
+                if message == MESSAGE_ENTRY { Stop::Entry } else { Stop::Exit }
+            }
+            code if code >> 8 == EVENT_STOP => Stop::Event,
+            _ => Stop::Signal(info.si_signo),
+        }))
+    }
+
+    /// Waits for the thread to stop, until `deadline`; an error that names `operation` where it does not.
+    pub fn wait_for_stop(&self, operation: &'static str, deadline: Instant) -> Result<Stop> {
+        let begun = Instant::now();
+        let mut polls = 0;
+        loop {
+            if let Some(stop) = self.stop()? {
+                return Ok(stop);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                let waited_ms = u64::try_from((now - begun).as_millis()).unwrap_or(u64::MAX);
+                return Err(Error::AttachTimeout { pid: self.process.pid(), operation, waited_ms });
+            }
+            polls += 1;
+            if polls < POLLS_YIELDING {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(POLL_SLEEP);
+            }
+        }
+    }
+
+    /// The registers of the stopped thread. Errors: it runs 32-bit code, whose system calls are numbered otherwise.
+    pub fn registers(&self) -> Result<libc::user_regs_struct> {
+        let registers: libc::user_regs_struct = self
+            .fetch(libc::PTRACE_GETREGS, 0)
+            .map_err(|source| self.error("read the main thread's registers", source))?;
+        if registers.cs == CS_USER_64 {
+            return Ok(registers);
+        }
+        let source = io::Error::new(io::ErrorKind::Unsupported, "it does not run 64-bit code");
+        Err(self.error("read the main thread's registers", source))
+    }
+
+    /// Sets all registers of the stopped thread.
+    pub fn set_registers(&self, mut registers: libc::user_regs_struct) -> Result<()> {
+        self.request(libc::PTRACE_SETREGS, 0, (&raw mut registers).cast())
+            .map(drop)
+            .map_err(|source| self.error("set the main thread's registers", source))
+    }
+
+    /// The signals that the stopped thread blocks.
+    pub fn signal_mask(&self) -> Result<SignalMask> {
+        self.fetch(libc::PTRACE_GETSIGMASK, size_of::<u64>())
+            .map(SignalMask)
+            .map_err(|source| self.error("read the main thread's signal mask", source))
+    }
+
+    /// Sets the signals that the stopped thread blocks.
+    pub fn set_signal_mask(&self, mask: SignalMask) -> Result<()> {
+        let mut bits = mask.0;
+        self.request(libc::PTRACE_SETSIGMASK, size_of::<u64>(), (&raw mut bits).cast())
+            .map(drop)
+            .map_err(|source| self.error("set the main thread's signal mask", source))
+    }
+
+    /// Lets the stopped thread run to the next entry or exit of a system call. A signal it was about to take is dropped.
+    pub fn resume_to_syscall(&self) -> Result<()> {
+        self.request(libc::PTRACE_SYSCALL, 0, null_mut())
+            .map(drop)
+            .map_err(|source| self.error("resume the main thread", source))
+    }
+
+    /// Lets the stopped thread run on, taking `signal` (0: none).
+    pub fn resume(&self, signal: i32) -> Result<()> {
+        self.request(libc::PTRACE_CONT, 0, signal as usize as *mut c_void)
+            .map(drop)
+            .map_err(|source| self.error("resume the main thread", source))
+    }
+
+    /// Ends the tracing of the stopped thread, which runs on (or stays stopped with its process).
+    pub fn detach(&self) -> Result<()> {
+        self.request(libc::PTRACE_DETACH, 0, null_mut())
+            .map(drop)
+            .map_err(|source| self.error("detach", source))
+    }
+}

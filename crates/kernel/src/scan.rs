@@ -1,0 +1,192 @@
+//! The page tables of a process, read through `/proc/PID/pagemap`.
+//!
+//! ```text
+//!   page table entry                       PAGEMAP_SCAN says            pagemap entry says
+//!   a page, protected                      PRESENT                      present
+//!   a page, written since                  PRESENT WRITTEN              present
+//!   on swap, or in migration               SWAPPED (WRITTEN)            swap type < 31
+//!   marker "protected, nothing here"       SWAPPED                      swap type 31, marker bit 0
+//!   none, in an existing table             WRITTEN (some versions: only where nothing else is asked)
+//!   no table, none of hugetlbfs (hole)     nothing (some versions: WRITTEN)
+//! ```
+//!
+//! The last line is why a scan for WRITTEN alone is not enough where memory can be discarded: see [`crate::track`].
+
+use crate::abi::{self, PageRegion, ScanArg};
+use crate::ranges::{between, push_joined};
+use crate::{Process, Result};
+use keyframe_units::{HostRange, PAGE_BYTES};
+use rustix::fs::OFlags;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+/// Answers taken from one call; what does not fit is asked for by the next.
+const REGIONS_MAX: usize = 16 * 1024;
+/// Pagemap entries taken by one read.
+const ENTRIES_MAX: usize = 8 * 1024;
+
+const ENTRY_BYTES: usize = 8;
+const ENTRY_PRESENT: u64 = 1 << 63;
+const ENTRY_SWAP: u64 = 1 << 62;
+/// The kernel's `SWP_PTE_MARKER`, the last of the 32 swap types, and the marker of write protection.
+const MARKER_TYPE: u64 = 31;
+const MARKER_UFFD_WP: u64 = 1;
+
+/// What to look for: pages that have every category of `mask` (those in `inverted`: that lack it) and one of `any_of`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Query {
+    pub flags: u64,
+    pub inverted: u64,
+    pub mask: u64,
+    pub any_of: u64,
+    pub give: u64,
+}
+
+impl Query {
+    /// Written pages, none-entries included.
+    pub const WRITTEN: Self =
+        Self { flags: 0, inverted: 0, mask: abi::PAGE_WRITTEN, any_of: 0, give: abi::PAGE_WRITTEN };
+    /// Pages that are not in memory, and whether an entry is there for them.
+    pub const NOT_PRESENT: Self =
+        Self { flags: 0, inverted: abi::PAGE_PRESENT, mask: abi::PAGE_PRESENT, any_of: 0, give: abi::PAGE_SWAPPED };
+    /// Pages with an entry, markers among them, without the shared page of zeros.
+    pub const ENTRY: Self = Self {
+        flags: 0,
+        inverted: abi::PAGE_PFNZERO,
+        mask: abi::PAGE_PFNZERO,
+        any_of: abi::PAGE_PRESENT | abi::PAGE_SWAPPED,
+        give: abi::PAGE_PRESENT | abi::PAGE_SWAPPED,
+    };
+
+    /// The same, and each page found is protected in the same step; an error where that is not possible.
+    pub const fn protecting(self) -> Self {
+        Self { flags: abi::SCAN_WP_MATCHING | abi::SCAN_CHECK_WPASYNC, ..self }
+    }
+}
+
+/// An open pagemap of a process.
+#[derive(Debug)]
+pub(crate) struct Pagemap {
+    file: OwnedFd,
+    maps: OwnedFd,
+}
+
+impl Pagemap {
+    pub fn open(process: &Process) -> Result<Self> {
+        let open = |name| process.open_file(name, OFlags::RDONLY);
+        Ok(Self { file: open("pagemap")?, maps: open("maps")? })
+    }
+
+    /// A buffer for [`Self::scan`].
+    pub fn buffer() -> Vec<PageRegion> {
+        vec![PageRegion::default(); REGIONS_MAX]
+    }
+
+    /// Gives each answer for `range` to `each`, rising; gives back the number of calls made. On an error pages may have
+    /// been protected that were not given to `each`.
+    pub fn scan(
+        &self,
+        query: Query,
+        range: HostRange,
+        buffer: &mut [PageRegion],
+        mut each: impl FnMut(HostRange, u64),
+    ) -> io::Result<u64> {
+        let (mut start, end) = (range.start.0, range.end().0);
+        let mut calls = 0;
+        while start < end {
+            let arg = ScanArg {
+                flags: query.flags,
+                start,
+                end,
+                category_inverted: query.inverted,
+                category_mask: query.mask,
+                category_anyof_mask: query.any_of,
+                return_mask: query.give,
+                ..ScanArg::default()
+            };
+            let (count, walk_end) = abi::pagemap_scan(self.file.as_fd(), arg, buffer)?;
+            for region in buffer.iter().take(count) {
+                each(between(region.start, region.end), region.categories);
+            }
+            calls += 1;
+            // The kernel gives up without an error on pages of a size that it cannot protect.
+            if walk_end <= start || walk_end > end {
+                return Err(io::Error::other(format!("the kernel's walk ended at {walk_end:#x}, begun at {start:#x}")));
+            }
+            start = walk_end;
+        }
+        Ok(calls)
+    }
+
+    /// An error where part of `range` is not mapped: a scan passes over it in silence. (Not told before Linux 6.11.)
+    pub fn ensure_mapped(&self, range: HostRange) -> io::Result<()> {
+        let mut at = range.start.0;
+        while at < range.end().0 {
+            match abi::mapping_end(self.maps.as_fd(), at) {
+                Ok(Some(end)) if end > at => at = end,
+                Ok(_) => return Err(io::Error::new(io::ErrorKind::NotFound, format!("not mapped at {at:#x}"))),
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Of `list`, pages for which the page tables hold something other than a bare marker of protection: those on swap or
+    /// in migration. Without the right to see swap entries (`CAP_SYS_ADMIN`) that is all of `list`.
+    pub fn without_markers(&self, list: &[HostRange]) -> io::Result<Vec<HostRange>> {
+        let mut out = Vec::new();
+        let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];
+        for range in list {
+            let (mut page, end) = (range.start.0 / PAGE_BYTES as u64, range.end().0 / PAGE_BYTES as u64);
+            while page < end {
+                let want = usize::try_from(end - page).unwrap_or(usize::MAX).min(ENTRIES_MAX) * ENTRY_BYTES;
+                let part = bytes.get_mut(..want).unwrap_or_default();
+                let got = rustix::io::pread(&self.file, &mut *part, page * ENTRY_BYTES as u64)?;
+                if got < ENTRY_BYTES {
+                    return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+                }
+                let (entries, _) = part.get(..got).unwrap_or_default().as_chunks::<ENTRY_BYTES>();
+                for entry in entries {
+                    if !is_bare(u64::from_ne_bytes(*entry)) {
+                        push_joined(&mut out, between(page * PAGE_BYTES as u64, (page + 1) * PAGE_BYTES as u64));
+                    }
+                    page += 1;
+                }
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// True for an entry without a page, in memory or on swap: none, or a marker of write protection. (Of hugetlbfs
+/// pages the kernel shows a marker as none.)
+fn is_bare(entry: u64) -> bool {
+    let (kind, offset) = (entry & 0x1f, (entry >> 5) & ((1 << 50) - 1));
+    let is_marker = entry & ENTRY_SWAP != 0 && kind == MARKER_TYPE && offset == MARKER_UFFD_WP;
+    is_marker || entry & (ENTRY_SWAP | ENTRY_PRESENT) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_entry_that_holds_no_page_is_bare() {
+        let marker = ENTRY_SWAP | 1 << 57 | MARKER_TYPE | MARKER_UFFD_WP << 5;
+        let (guard, poisoned) = (ENTRY_SWAP | MARKER_TYPE | 4 << 5, ENTRY_SWAP | MARKER_TYPE | 2 << 5);
+        for (entry, bare) in [
+            (0, true),
+            (1 << 57, true),
+            (marker, true),
+            (ENTRY_PRESENT | 1 << 57 | 0x1234, false),
+            (ENTRY_SWAP | 0x20, false),
+            (ENTRY_SWAP | 30 | 1 << 5, false),
+            (ENTRY_SWAP, false),
+            (guard, false),
+            (poisoned, false),
+        ] {
+            assert_eq!(is_bare(entry), bare, "{entry:#x}");
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! Which pages of a process were written since the last look: asynchronous write protection.
+//!
+//! ```text
+//!              register                    scan_and_protect
+//!   untracked ─────────▶ unscanned ───────────────────────────▶ protected ◀──────────────┐
+//!                        (counts as written)                    │                        │ scan_and_protect
+//!                                       the process writes, or  │                        │ (reported)
+//!                                       discards the page       └──────▶ written ────────┘
+//! ```
+//!
+//! The kernel resolves the first write to a protected page by itself and marks it written; nobody has to answer, so a
+//! stalled or dead tracker stops nothing. One scan is:
+//!
+//! ```text
+//!   A  WRITTEN      found and protected in one step
+//!   B  not PRESENT  what of it is not in memory; and holes: no page table, no entry, no protection
+//!   C  holes        protected (markers), then looked at again; private memory only
+//! ```
+//!
+//! C is there because discarding private memory (`MADV_DONTNEED`: balloon, free page reporting) frees page tables,
+//! transparent and hugetlbfs pages, and with them their protection; A passes over such holes on most kernels. A hole
+//! is reported and given markers, so that it is reported once. In shared memory a hole says nothing: its content
+//! lives in the file.
+//!
+//! Invariants: a page is protected only in a scan that reports it, and whether it is there is looked up after that;
+//! where a call fails half-way, the error is [`Error::ScanBroken`] and every page of that scan counts as written.
+//!
+//! Not seen: `fallocate(PUNCH_HOLE)` on the file of shared memory; writes through another mapping of the same file
+//! (vhost-user); DMA into pages that were pinned before the scan and filled after it (O_DIRECT reads in flight, VFIO).
+//! 1 GiB pages cannot be protected by the kernel's scan and are refused.
+
+use crate::abi::{self, PageRegion};
+use crate::maps::covering;
+use crate::ranges::{self, clip, intersection, push_joined, split, union, windows, without};
+use crate::scan::{Pagemap, Query};
+use crate::{Error, Process, Result};
+use keyframe_units::{HostRange, PAGE_BYTES};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+
+/// The largest page that PAGEMAP_SCAN protects.
+const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
+/// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page table do.
+const WINDOW_GAP_BYTES: u64 = 2 << 20;
+
+/// A run of pages that count as written since the last scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Whole pages of the mapping.
+    pub range: HostRange,
+    /// False where nothing is in the process's page table for these pages. In private anonymous memory they read as
+    /// zero; in shared or file memory as the file has it. True where a page is there, on swap, or where that could not
+    /// be told.
+    pub present: bool,
+}
+
+/// What one scan did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ScanStats {
+    /// Pages reported, in 4 KiB.
+    pub written_pages: u64,
+    /// Of these, not present, in 4 KiB.
+    pub absent_pages: u64,
+    /// Runs added to the output.
+    pub runs: u64,
+    /// Calls of PAGEMAP_SCAN.
+    pub calls: u64,
+}
+
+/// A registered stretch of one mapping.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    range: HostRange,
+    page_bytes: u64,
+    shared: bool,
+}
+
+/// Pages that are not in memory.
+#[derive(Debug, Default)]
+struct Missing {
+    /// Without an entry.
+    holes: Vec<HostRange>,
+    /// With one: on swap, in migration, or a bare marker.
+    entries: Vec<HostRange>,
+}
+
+/// What scans share; one scan at a time.
+#[derive(Debug)]
+struct Scratch {
+    buffer: Vec<PageRegion>,
+    /// Registered, never scanned.
+    unscanned: Vec<HostRange>,
+}
+
+/// Tracks writes to registered ranges of one process. Dropping it ends the tracking; the memory is as it was.
+#[derive(Debug)]
+pub struct WriteTracker {
+    process: Process,
+    uffd: OwnedFd,
+    pagemap: Pagemap,
+    segments: Vec<Segment>,
+    watch_discards: bool,
+    scratch: Mutex<Scratch>,
+}
+
+impl WriteTracker {
+    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which nothing was asked yet.
+    /// Errors: the kernel lacks a feature ([`Error::MissingFeature`]); pagemap may not be read.
+    pub fn new(process: &Process, uffd: OwnedFd) -> Result<Self> {
+        let failed =
+            |source| Error::Tracker { pid: process.pid(), operation: "ask userfaultfd for its features", source };
+        let wanted = abi::FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit);
+        if let Err(source) = abi::uffd_api(uffd.as_fd(), wanted) {
+            // A refusal leaves the descriptor as new; asked for nothing, it tells what there is.
+            let has = abi::uffd_api(uffd.as_fd(), 0).map_err(failed)?;
+            let missing = abi::FEATURES_NEEDED.iter().rev().find(|(bit, ..)| has & bit == 0);
+            return Err(missing
+                .map_or(failed(source), |(_, feature, since)| Error::MissingFeature { feature, since }));
+        }
+        let scratch = Scratch { buffer: Pagemap::buffer(), unscanned: Vec::new() };
+        Ok(Self {
+            process: process.try_clone()?,
+            uffd,
+            pagemap: Pagemap::open(process)?,
+            segments: Vec::new(),
+            watch_discards: true,
+            scratch: Mutex::new(scratch),
+        })
+    }
+
+    /// Whether private memory can be discarded while it is tracked (default: it can). A VM without balloon, free page
+    /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for holes, about half
+    /// of their time. Told so wrongly, discarded huge pages are missed.
+    pub fn set_watch_discards(&mut self, watch: bool) {
+        self.watch_discards = watch;
+    }
+
+    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
+    /// scan every page of it counts as written. Errors: not mapped, registered already, not whole pages, 1 GiB
+    /// pages, or the kernel refuses; nothing of it is tracked then.
+    pub fn register(&mut self, range: HostRange) -> Result<()> {
+        if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
+            return Err(Error::Registered { pid: self.process.pid(), range });
+        }
+        let segments = self.segments_of(range)?;
+        abi::uffd_register(self.uffd.as_fd(), range.start.0, range.len_bytes)
+            .map_err(|source| self.range_error("register", range, source))?;
+        self.segments.extend(segments);
+        self.segments.sort_unstable_by_key(|segment| segment.range.start);
+        let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
+        scratch.unscanned = union(&[&scratch.unscanned, &[range]]);
+        Ok(())
+    }
+
+    /// The mappings under `range`, checked for what can be tracked.
+    fn segments_of(&self, range: HostRange) -> Result<Vec<Segment>> {
+        let pid = self.process.pid();
+        let unaligned = |page_bytes| Error::Unaligned { pid, operation: "register", range, page_bytes };
+        if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
+            return Err(unaligned(PAGE_BYTES as u64));
+        }
+        let maps = self.process.maps()?;
+        let found = covering(&maps, range)
+            .map_err(|hole| Error::Unmapped { pid, operation: "register", range, hole })?;
+        let mut segments = Vec::with_capacity(found.len());
+        for mapping in found {
+            let Some(part) = intersection(mapping.range, range) else { continue };
+            if mapping.page_bytes > TRACKED_PAGE_BYTES_MAX {
+                return Err(Error::PageSize { pid, range: part, page_bytes: mapping.page_bytes });
+            }
+            if part.start.0 % mapping.page_bytes != 0 || part.end().0 % mapping.page_bytes != 0 {
+                return Err(unaligned(mapping.page_bytes));
+            }
+            segments.push(Segment { range: part, page_bytes: mapping.page_bytes, shared: mapping.shared });
+        }
+        Ok(segments)
+    }
+
+    /// Ends the tracking of `range`, which must be registered. Errors: it is not, or the kernel refuses.
+    pub fn unregister(&mut self, range: HostRange) -> Result<()> {
+        self.parts(range, "unregister")?;
+        abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes)
+            .map_err(|source| self.range_error("unregister", range, source))?;
+        self.segments = std::mem::take(&mut self.segments)
+            .into_iter()
+            .flat_map(|segment| {
+                without(&[segment.range], range).into_iter().map(move |range| Segment { range, ..segment })
+            })
+            .collect();
+        let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
+        scratch.unscanned = without(&scratch.unscanned, range);
+        Ok(())
+    }
+
+    /// Finds the pages of `range` that were written, or discarded, since its last scan, protects them again, and adds
+    /// them to `out`, rising and without overlap. The first scan of a range reports all of it. `range` must be registered and
+    /// made of whole pages. Draining is destructive: what is added here is reported to nobody again.
+    ///
+    /// Errors: [`Error::ScanBroken`]: count all of `range` as written. [`Error::Gone`]. Any other: nothing was done.
+    /// `out` is unchanged in every case.
+    pub fn scan_and_protect(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+        let parts = self.parts(range, "scan")?;
+        let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = &mut *guard;
+        let before = out.len();
+        let mut stats = ScanStats::default();
+        for part in &parts {
+            let fresh = clip(&scratch.unscanned, part.range);
+            if let Err(source) = self.scan_part(*part, &fresh, &mut scratch.buffer, out, &mut stats) {
+                out.truncate(before);
+                return Err(Error::ScanBroken { pid: self.process.pid(), range, source });
+            }
+        }
+        if !self.process.is_alive() {
+            out.truncate(before);
+            return Err(Error::Gone { pid: self.process.pid(), operation: "scan for written pages" });
+        }
+        scratch.unscanned = without(&scratch.unscanned, range);
+        stats.runs = (out.len() - before) as u64;
+        Ok(stats)
+    }
+
+    /// One scan of a stretch of one mapping, of which `fresh` was never scanned.
+    fn scan_part(
+        &self,
+        part: Segment,
+        fresh: &[HostRange],
+        buffer: &mut [PageRegion],
+        out: &mut Vec<Written>,
+        stats: &mut ScanStats,
+    ) -> io::Result<()> {
+        let mut written = Vec::new();
+        let found = |range, _| push_joined(&mut written, range);
+        stats.calls += self.pagemap.scan(Query::WRITTEN.protecting(), part.range, buffer, found)?;
+        let mut written = union(&[&written, fresh]);
+
+        let look_for_holes = !part.shared && (self.watch_discards || !fresh.is_empty());
+        let windows =
+            if look_for_holes { vec![part.range] } else { windows(&written, WINDOW_GAP_BYTES) };
+        let mut missing = self.missing(&windows, buffer, stats)?;
+        if look_for_holes && !missing.holes.is_empty() {
+            let holes = std::mem::take(&mut missing.holes);
+            for hole in &holes {
+                abi::uffd_write_protect(self.uffd.as_fd(), hole.start.0, hole.len_bytes)?;
+            }
+            // What was touched before it was protected is there now, and reported as such.
+            let now = self.missing(&holes, buffer, stats)?;
+            missing.holes = now.holes;
+            missing.entries = union(&[&missing.entries, &now.entries]);
+            written = union(&[&written, &holes]);
+        }
+        let absent = union(&[&missing.holes, &self.bare_markers(&written, &missing.entries)?]);
+        split(&written, &absent, |range, is_absent| {
+            let pages = range.len_bytes / PAGE_BYTES as u64;
+            stats.written_pages += pages;
+            stats.absent_pages += if is_absent { pages } else { 0 };
+            out.push(Written { range, present: !is_absent });
+        });
+        // Memory that is not mapped any more has nothing written; that is no answer.
+        self.pagemap.ensure_mapped(part.range)
+    }
+
+    /// What of `windows` is not in memory.
+    fn missing(
+        &self,
+        windows: &[HostRange],
+        buffer: &mut [PageRegion],
+        stats: &mut ScanStats,
+    ) -> io::Result<Missing> {
+        let mut missing = Missing::default();
+        for window in windows {
+            let found = |range, categories| {
+                let has_entry = categories & abi::PAGE_SWAPPED != 0;
+                push_joined(if has_entry { &mut missing.entries } else { &mut missing.holes }, range);
+            };
+            stats.calls += self.pagemap.scan(Query::NOT_PRESENT, *window, buffer, found)?;
+        }
+        Ok(missing)
+    }
+
+    /// Of `written`, the pages for which `entries` holds a marker of protection and nothing else.
+    fn bare_markers(&self, written: &[HostRange], entries: &[HostRange]) -> io::Result<Vec<HostRange>> {
+        let mut candidates = Vec::new();
+        split(entries, written, |range, is_written| {
+            if is_written {
+                push_joined(&mut candidates, range);
+            }
+        });
+        let swapped = self.pagemap.without_markers(&candidates)?;
+        let mut markers = Vec::new();
+        split(&candidates, &swapped, |range, is_swapped| {
+            if !is_swapped {
+                push_joined(&mut markers, range);
+            }
+        });
+        Ok(markers)
+    }
+
+    /// How many pages (of 4 KiB) of `range` the next scan would find written, about: without protecting them, and
+    /// without holes. Errors: not registered, not whole pages, or the kernel refuses.
+    pub fn count_written(&self, range: HostRange) -> Result<u64> {
+        let parts = self.parts(range, "count written pages")?;
+        let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = &mut *guard;
+        let mut pages = 0;
+        for part in parts {
+            let mut written = Vec::new();
+            let found = |range, _| push_joined(&mut written, range);
+            self.pagemap
+                .scan(Query::WRITTEN, part.range, &mut scratch.buffer, found)
+                .map_err(|source| self.range_error("count written pages", part.range, source))?;
+            pages += ranges::pages(&union(&[&written, &clip(&scratch.unscanned, part.range)]));
+        }
+        Ok(pages)
+    }
+
+    /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
+    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<Segment>> {
+        let pid = self.process.pid();
+        let first = self.segments.partition_point(|s| s.range.end() <= range.start);
+        let mut at = range.start;
+        let mut parts = Vec::new();
+        for segment in self.segments.get(first..).unwrap_or_default() {
+            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else { break };
+            if part.start.0 % segment.page_bytes != 0 || part.end().0 % segment.page_bytes != 0 {
+                return Err(Error::Unaligned { pid, operation, range, page_bytes: segment.page_bytes });
+            }
+            parts.push(Segment { range: part, ..*segment });
+            at = part.end();
+        }
+        if at < range.end() {
+            return Err(Error::NotRegistered { pid, operation, range, hole: at });
+        }
+        Ok(parts)
+    }
+
+    fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {
+        if !self.process.is_alive() {
+            return Error::Gone { pid: self.process.pid(), operation };
+        }
+        Error::TrackRange { pid: self.process.pid(), operation, range, source }
+    }
+}
+
+impl Drop for WriteTracker {
+    fn drop(&mut self) {
+        for segment in &self.segments {
+            // The mapping, or the whole process, may be gone: then there is nothing left to end. Closing the
+            // descriptor, which follows, would end all tracking too, but not at once where a copy of it is open.
+            let _ = abi::uffd_unregister(self.uffd.as_fd(), segment.range.start.0, segment.range.len_bytes);
+        }
+    }
+}

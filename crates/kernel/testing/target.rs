@@ -1,0 +1,256 @@
+//! The process that this crate's tests attach to: it does what its standard input says, one command a line, in its
+//! main thread, and answers each by a line. The first line is `@ready`.
+//!
+//! ```text
+//!   map KIND BYTES          @ADDRESS      KIND: see `map`
+//!   unmap ADDRESS BYTES     @ok
+//!   remap ADDRESS BYTES     @ok           private anonymous memory there
+//!   advise ADDRESS BYTES    @ok           makes a mapping of its own of it (MADV_DONTFORK)
+//!   write ADDRESS BYTES N   @ok           every byte becomes N
+//!   zap ADDRESS BYTES       @ok           MADV_DONTNEED
+//!   punch ADDRESS BYTES     @ok           FALLOC_FL_PUNCH_HOLE in the file behind the mapping
+//!   pageout ADDRESS BYTES   @ok           MADV_PAGEOUT
+//!   receive ADDRESS BYTES N @ok           read(2) from a pipe into the memory
+//!   direct ADDRESS BYTES N  @ok           read(2) with O_DIRECT from a file
+//!   demote                  @ok           become an ordinary user
+//!   count                   @ok           count SIGRTMIN from now on
+//!   counted                 @N
+//!   sleep MS | ppoll MS | futex MS        @RESULT ERRNO of that one system call
+//!   spin N                  @CHECKSUM     arithmetic in integer and vector registers
+//!   stopped                 @PID          stop the whole process (SIGSTOP); answers when continued
+//!   exit                                  exits, without an answer
+//! ```
+
+use std::io::{BufRead, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Files behind mappings: address, length, descriptor.
+type Files = Vec<(usize, usize, OwnedFd)>;
+
+const HUGE: usize = 2 << 20;
+static SIGNALS: AtomicU64 = AtomicU64::new(0);
+
+fn main() {
+    let mut files = Files::new();
+    let mut line = String::new();
+    let stdin = std::io::stdin();
+    println!("@ready");
+    while { line.clear(); stdin.lock().read_line(&mut line).is_ok_and(|n| n > 0) } {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let answer = run(&words, &mut files).unwrap_or_else(|error| format!("error {error}"));
+        println!("@{answer}");
+        std::io::stdout().flush().expect("write the answer");
+    }
+}
+
+fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
+    let number = |index: usize| words[index].parse::<usize>().expect("a number");
+    let ok = |()| "ok".to_owned();
+    match words[0] {
+        "map" => map(words[1], number(2), files).map(|address| address.to_string()),
+        "unmap" => unmap(number(1), number(2)).map(ok),
+        "write" => {
+            // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
+            unsafe { std::ptr::write_bytes(number(1) as *mut u8, number(3) as u8, number(2)) };
+            Ok("ok".into())
+        }
+        "remap" => remap(number(1), number(2)).map(ok),
+        "advise" => advise(number(1), number(2), libc::MADV_DONTFORK).map(ok),
+        "zap" => advise(number(1), number(2), libc::MADV_DONTNEED).map(ok),
+        "pageout" => advise(number(1), number(2), libc::MADV_PAGEOUT).map(ok),
+        "punch" => punch(number(1), number(2), files).map(ok),
+        "receive" => receive(number(1), number(2), number(3) as u8).map(ok),
+        "direct" => direct(number(1), number(2), number(3) as u8).map(ok),
+        "demote" => demote().map(ok),
+        "count" => count().map(ok),
+        "counted" => Ok(SIGNALS.load(Ordering::SeqCst).to_string()),
+        "sleep" | "ppoll" | "futex" => Ok(wait(words[0], number(1))),
+        "spin" => Ok(spin(number(1)).to_string()),
+        "stopped" => {
+            // SAFETY: raise takes any signal number.
+            unsafe { libc::raise(libc::SIGSTOP) };
+            Ok(std::process::id().to_string())
+        }
+        "exit" => std::process::exit(7),
+        other => panic!("no command {other}"),
+    }
+}
+
+fn check(code: i64) -> std::io::Result<i64> {
+    if code < 0 { Err(std::io::Error::last_os_error()) } else { Ok(code) }
+}
+
+/// Maps memory: `anon` (private anonymous), `thp` (the same with huge pages, aligned), `memfd` and `sealed` (shared,
+/// the second sealed against shrinking), `file` (a file, shared), `copy` (a file of 0x11 bytes, private), `hugetlb` and
+/// `hugeanon` (2 MiB pages, shared memfd and private anonymous).
+fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
+    let flags = match kind {
+        "anon" | "thp" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        "hugeanon" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
+        "copy" => libc::MAP_PRIVATE,
+        _ => libc::MAP_SHARED,
+    };
+    let file = match kind {
+        "memfd" => Some(memory_file(len, libc::MFD_CLOEXEC)?),
+        "sealed" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)?),
+        "hugetlb" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?),
+        "file" | "copy" => {
+            let mut file = unnamed_file()?;
+            file.set_len(len as u64)?;
+            if kind == "copy" {
+                file.write_all(&vec![0x11; len])?;
+            }
+            Some(file.into())
+        }
+        _ => None,
+    };
+    let fd = file.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+    let ask = if kind == "thp" { len + HUGE } else { len };
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: no address is given, so that nothing mapped is replaced; the descriptor, where there is one, is open.
+    let address = unsafe { libc::mmap(null_mut(), ask, access, flags, fd, 0) };
+    if address == libc::MAP_FAILED {
+        return Err(std::io::Error::last_os_error());
+    }
+    let mut address = address as usize;
+    if kind == "thp" {
+        address = address.next_multiple_of(HUGE);
+        advise(address, len, libc::MADV_HUGEPAGE)?;
+    } else if kind == "anon" {
+        advise(address, len, libc::MADV_NOHUGEPAGE)?;
+    }
+    files.extend(file.map(|file| (address, len, file)));
+    Ok(address)
+}
+
+fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {
+    // SAFETY: the name is a C string; the answer is checked.
+    let fd = check(unsafe { libc::memfd_create(c"guest-ram".as_ptr(), flags) }.into())?;
+    // SAFETY: a new descriptor that nobody else owns.
+    let file = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+    let file = std::fs::File::from(file);
+    file.set_len(len as u64)?;
+    if flags & libc::MFD_ALLOW_SEALING != 0 {
+        // SAFETY: an open descriptor; this command takes a number.
+        check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }.into())?;
+    }
+    Ok(file.into())
+}
+
+/// A file without a name in the current directory, which must be on a disk for O_DIRECT.
+fn unnamed_file() -> std::io::Result<std::fs::File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    std::fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_TMPFILE).open(".")
+}
+
+fn unmap(address: usize, len: usize) -> std::io::Result<()> {
+    // SAFETY: the test names memory that it had mapped here; nothing refers to it.
+    check(unsafe { libc::munmap(address as *mut _, len) }.into()).map(drop)
+}
+
+fn remap(address: usize, len: usize) -> std::io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: the test names memory that it had mapped here; nothing refers to it.
+    let found = unsafe { libc::mmap(address as *mut _, len, access, flags, -1, 0) };
+    if found == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn advise(address: usize, len: usize, advice: i32) -> std::io::Result<()> {
+    // SAFETY: the test names memory that it had mapped here; nothing refers to its content.
+    check(unsafe { libc::madvise(address as *mut _, len, advice) }.into()).map(drop)
+}
+
+fn punch(address: usize, len: usize, files: &Files) -> std::io::Result<()> {
+    let (start, _, file) =
+        files.iter().find(|(start, len, _)| (*start..start + len).contains(&address)).expect("a mapped file");
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: an open descriptor; the rest are numbers.
+    check(unsafe { libc::fallocate(file.as_raw_fd(), mode, (address - start) as i64, len as i64) }.into())
+        .map(drop)
+}
+
+/// The kernel writes the memory: read(2), which copies.
+fn receive(address: usize, len: usize, byte: u8) -> std::io::Result<()> {
+    let (mut from, mut to) = std::io::pipe()?;
+    let sender = std::thread::spawn(move || to.write_all(&vec![byte; len]));
+    // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing else refers to it.
+    let memory = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };
+    from.read_exact(memory)?;
+    sender.join().expect("the sender")
+}
+
+/// The kernel writes the memory: O_DIRECT, which pins the pages and has the disk fill them.
+fn direct(address: usize, len: usize, byte: u8) -> std::io::Result<()> {
+    let mut file = unnamed_file()?;
+    file.write_all(&vec![byte; len])?;
+    file.sync_all()?;
+    let fd = file.into_raw_fd();
+    // SAFETY: an open descriptor; this command takes a number.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_DIRECT) }.into())?;
+    // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
+    let got = check(unsafe { libc::pread(fd, address as *mut _, len, 0) } as i64)?;
+    // SAFETY: the descriptor is ours and not used again.
+    check(unsafe { libc::close(fd) }.into())?;
+    if got as usize == len { Ok(()) } else { Err(std::io::Error::other("short read")) }
+}
+
+fn demote() -> std::io::Result<()> {
+    const NOBODY: libc::uid_t = 65534;
+    // SAFETY: takes numbers.
+    check(unsafe { libc::setgroups(0, std::ptr::null()) }.into())?;
+    // SAFETY: takes numbers.
+    check(unsafe { libc::setresgid(NOBODY, NOBODY, NOBODY) }.into())?;
+    // SAFETY: takes numbers.
+    check(unsafe { libc::setresuid(NOBODY, NOBODY, NOBODY) }.into()).map(drop)
+}
+
+extern "C" fn on_signal(_: i32) {
+    SIGNALS.fetch_add(1, Ordering::SeqCst);
+}
+
+fn count() -> std::io::Result<()> {
+    // SAFETY: all zeros is a value of this C structure.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = on_signal as extern "C" fn(i32) as usize;
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: the structure is initialised; the handler is safe in a signal, as it does one atomic addition.
+    check(unsafe { libc::sigaction(libc::SIGRTMIN(), &raw const action, null_mut()) }.into()).map(drop)
+}
+
+/// One system call that waits for a time, and what it answered.
+fn wait(kind: &str, ms: usize) -> String {
+    let time = libc::timespec { tv_sec: ms as i64 / 1000, tv_nsec: ms as i64 % 1000 * 1_000_000 };
+    println!("@waiting");
+    let word = 0_u32;
+    let code = match kind {
+        // SAFETY: reads one timespec; a null remainder is allowed.
+        "sleep" => unsafe { libc::syscall(libc::SYS_nanosleep, &raw const time, 0) },
+        // SAFETY: no descriptors; reads and writes one timespec, here a copy of its own; no mask.
+        "ppoll" => unsafe { libc::syscall(libc::SYS_ppoll, 0, 0, &raw const time, 0, 8) },
+        // SAFETY: waits on a live word that nobody changes, for one timespec.
+        _ => unsafe {
+            let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+            libc::syscall(libc::SYS_futex, &raw const word, operation, 0, &raw const time)
+        },
+    };
+    let errno = if code < 0 { std::io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 };
+    format!("{code} {errno}")
+}
+
+/// A value that comes out wrong if any register was disturbed on the way.
+fn spin(rounds: usize) -> u64 {
+    println!("@waiting");
+    let (mut a, mut b, mut x) = (1_u64, 0x9e37_79b9_7f4a_7c15_u64, 1.0_f64);
+    for round in 0..rounds as u64 {
+        a = a.rotate_left(7).wrapping_mul(b) ^ round;
+        b = b.wrapping_add(a | 1).rotate_right(11);
+        x = x * 1.000_000_1 + (a & 0xff) as f64 * 1e-9;
+        if x > 2.0 {
+            x -= 1.0;
+        }
+    }
+    a ^ b ^ x.to_bits()
+}

@@ -1,0 +1,10 @@
+//! This crate against real processes: attach, track, read.
+//!
+//! Each test starts a process of its own (`testing/target.rs`) and tells it what to do with its memory. Tests need the
+//! right to trace it and Linux 6.7; what a host lacks besides (huge pages, swap) is printed as skipped.
+
+mod attach;
+mod oracle;
+mod reading;
+mod target;
+mod tracking;

@@ -1,0 +1,184 @@
+//! Drives `testing/target.rs`.
+
+use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::memory::GuestReader;
+use keyframe_kernel::track::{WriteTracker, Written};
+use keyframe_kernel::{Process, Result};
+use keyframe_units::{HostRange, HostVirt};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+pub const PAGE: u64 = 4096;
+pub const HUGE: u64 = 2 << 20;
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// A process that does as told; ended on drop.
+pub struct Target {
+    child: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+    pub process: Process,
+}
+
+impl Target {
+    pub fn start() -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_keyframe-kernel-target"))
+            .current_dir(env!("CARGO_TARGET_TMPDIR"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (send, answers) = channel();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(std::result::Result::ok) {
+                if send.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let process = Process::open(child.id()).unwrap();
+        let mut target = Self { stdin: child.stdin.take().unwrap(), child, answers, process };
+        assert_eq!(target.answer(), "ready");
+        target
+    }
+
+    /// Sends a command without waiting for its answer.
+    pub fn tell(&mut self, command: &str) {
+        writeln!(self.stdin, "{command}").unwrap();
+    }
+
+    /// The next answer, without its mark.
+    pub fn answer(&mut self) -> String {
+        let line = self.answers.recv_timeout(ANSWER_MAX).expect("the target answers");
+        line.strip_prefix('@').expect("an answer").to_owned()
+    }
+
+    pub fn ask(&mut self, command: &str) -> String {
+        self.tell(command);
+        self.answer()
+    }
+
+    pub fn ok(&mut self, command: &str) {
+        assert_eq!(self.ask(command), "ok", "{command}");
+    }
+
+    pub fn map(&mut self, kind: &str, len_bytes: u64) -> HostRange {
+        let answer = self.ask(&format!("map {kind} {len_bytes}"));
+        let start = answer.parse().unwrap_or_else(|_| panic!("map {kind}: {answer}"));
+        HostRange { start: HostVirt(start), len_bytes }
+    }
+
+    /// `command` on pages `first..first + pages` of `range`.
+    pub fn on(&mut self, command: &str, range: HostRange, first: u64, pages: u64, rest: &str) {
+        self.ok(&format!("{command} {} {} {rest}", range.start.0 + first * PAGE, pages * PAGE));
+    }
+
+    pub fn write(&mut self, range: HostRange, first: u64, pages: u64, byte: u8) {
+        self.on("write", range, first, pages, &byte.to_string());
+    }
+
+    /// A tracker of `range`.
+    pub fn track(&self, range: HostRange) -> WriteTracker {
+        let mut tracker = self.tracker();
+        tracker.register(range).unwrap();
+        tracker
+    }
+
+    pub fn tracker(&self) -> WriteTracker {
+        let attached = inject_userfaultfd(&self.process).unwrap();
+        WriteTracker::new(&self.process, attached.uffd).unwrap()
+    }
+
+    /// All of `range`.
+    pub fn content(&self, range: HostRange) -> Vec<u8> {
+        let reader = GuestReader::new(&self.process, &[range]).unwrap();
+        let mut bytes = vec![0xa5; range.len_bytes as usize];
+        reader.read(&[range], &mut bytes).unwrap();
+        bytes
+    }
+
+    pub fn signal(&mut self, signal: &str) {
+        let status =
+            Command::new("kill").args([format!("-{signal}"), self.child.id().to_string()]).status().unwrap();
+        assert!(status.success());
+    }
+
+    /// The status that it exits with by itself.
+    pub fn exit_code(&mut self) -> Option<i32> {
+        self.child.wait().unwrap().code()
+    }
+
+    /// Ends it and waits until it is gone.
+    pub fn end(&mut self) {
+        let _ = self.child.kill();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a scan reports, as pages of `range`: `(page, present)`.
+pub fn scan(tracker: &WriteTracker, range: HostRange) -> Vec<(u64, bool)> {
+    try_scan(tracker, range).unwrap()
+}
+
+pub fn try_scan(tracker: &WriteTracker, range: HostRange) -> Result<Vec<(u64, bool)>> {
+    let mut out = Vec::new();
+    let stats = tracker.scan_and_protect(range, &mut out)?;
+    let pages = pages(range, &out);
+    assert_eq!(stats.written_pages, pages.len() as u64);
+    assert_eq!(stats.absent_pages, pages.iter().filter(|(_, present)| !present).count() as u64);
+    assert_eq!(stats.runs, out.len() as u64);
+    Ok(pages)
+}
+
+fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
+    assert!(written.windows(2).all(|w| w[0].range.end() <= w[1].range.start), "rising: {written:?}");
+    assert!(written.iter().all(|w| range.contains(w.range)), "inside {range:?}: {written:?}");
+    let page = |address: u64| (address - range.start.0) / PAGE;
+    written
+        .iter()
+        .flat_map(|w| (page(w.range.start.0)..page(w.range.end().0)).map(move |p| (p, w.present)))
+        .collect()
+}
+
+/// Reserves huge pages for one test, and gives them back.
+pub struct HugePages {
+    before: String,
+    _one_at_a_time: MutexGuard<'static, ()>,
+}
+
+const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+static POOL_USER: Mutex<()> = Mutex::new(());
+
+impl HugePages {
+    /// `None`, and a line that says so, where there are none to be had.
+    pub fn reserve(count: u64, test: &str) -> Option<Self> {
+        let one_at_a_time = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::fs::read_to_string(POOL).ok()?;
+        let pool = Self { before, _one_at_a_time: one_at_a_time };
+        let wanted = pool.before.trim().parse::<u64>().ok()? + count;
+        let raised = std::fs::write(POOL, wanted.to_string()).is_ok();
+        let now = std::fs::read_to_string(POOL).ok()?.trim().parse::<u64>().ok()?;
+        if !raised || now < wanted {
+            println!("skipped: {test}: no huge pages can be reserved");
+            return None;
+        }
+        Some(pool)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = std::fs::write(POOL, self.before.trim());
+    }
+}

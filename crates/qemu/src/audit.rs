@@ -1,0 +1,199 @@
+//! Looks at a machine before its first instruction: what of it could not be checkpointed exactly.
+//!
+//! | what | why |
+//! |---|---|
+//! | a disk that the guest can write to | a checkpoint without the disk's contents at that instant is torn |
+//! | direct disk I/O | the kernel writes into pinned guest pages and no write protection sees it |
+//! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
+//! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
+//!
+//! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry: `-only-migratable`
+//! makes QEMU refuse them.
+
+use crate::{Qmp, Result};
+use serde_json::{Value, json};
+
+/// How serious a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Severity {
+    /// The VM cannot be checkpointed exactly and must not start.
+    Refused,
+    /// It can, as far as is known.
+    Warning,
+}
+
+/// Something about a machine that stands in the way of exact checkpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The device, drive or option.
+    pub what: String,
+    /// Why it is a problem.
+    pub reason: String,
+    /// What to do about it.
+    pub fix: String,
+    /// How serious it is.
+    pub severity: Severity,
+}
+
+/// Types of devices whose RAM accesses, or part of them, come from outside QEMU.
+const FOREIGN: &[(&str, &str)] = &[
+    ("vhost-user-", "the device runs in another process, which writes into guest RAM unseen"),
+    ("vhost-vdpa-", "the device is hardware, which writes into guest RAM unseen"),
+    ("vhost-scsi", "the device runs in the kernel and writes into pinned guest pages unseen"),
+    ("vfio-", "the device is hardware, which writes into guest RAM unseen"),
+    ("ivshmem-", "other processes share this memory and write into it unseen"),
+    ("x-pci-proxy-dev", "the device runs in another process, which writes into guest RAM unseen"),
+    ("xen-pci-passthrough", "the device is hardware, which writes into guest RAM unseen"),
+];
+
+/// Types of devices that discard guest RAM.
+const DISCARDING: &[&str] = &["virtio-balloon", "virtio-mem"];
+
+/// All findings about the machine behind `qmp`, whose type is `machine_type`; `snapshot`: its line has `-snapshot`.
+pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, snapshot: bool) -> Result<Vec<Refusal>> {
+    let mut found = Vec::new();
+    machine(machine_type, &mut found);
+    let blocks = qmp.execute("query-block", None)?;
+    match blocks.as_array() {
+        Some(blocks) => blocks.iter().for_each(|block| drive(block, snapshot, &mut found)),
+        None => return Err(qmp.unexpected("query-block", &blocks)),
+    }
+    let memdevs = qmp.execute("query-memdev", None)?;
+    let shared = memdevs.as_array().is_some_and(|all| all.iter().any(|m| m.get("share") == Some(&json!(true))));
+    for path in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
+        let answer = qmp.execute("qom-list", Some(json!({ "path": path })))?;
+        let Some(children) = answer.as_array() else { return Err(qmp.unexpected("qom-list", &answer)) };
+        children.iter().for_each(|child| device(child, shared, &mut found));
+    }
+    network(&qmp.hmp("info network")?, &mut found);
+    Ok(found)
+}
+
+fn refused(what: impl Into<String>, reason: impl Into<String>, fix: impl Into<String>) -> Refusal {
+    Refusal { what: what.into(), reason: reason.into(), fix: fix.into(), severity: Severity::Refused }
+}
+
+fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
+    let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p)) || machine_type == "microvm";
+    if !known {
+        found.push(Refusal {
+            severity: Severity::Warning,
+            ..refused(
+                format!("machine type {machine_type}"),
+                "Keyframe is tested with pc, q35 and microvm only",
+                "choose one of those with -machine",
+            )
+        });
+    }
+}
+
+fn drive(block: &Value, snapshot: bool, found: &mut Vec<Refusal>) {
+    let Some(inserted) = block.get("inserted") else { return };
+    let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+    let mut name = text(block, "device");
+    if name.is_empty() {
+        name = text(inserted, "node-name");
+    }
+    if name.is_empty() {
+        name = text(block, "qdev");
+    }
+    let what = format!("drive {name} ({})", text(inserted, "file"));
+    // What is not said to be read-only is not.
+    if inserted.get("ro").and_then(Value::as_bool) != Some(true) {
+        let fix = "add readonly=on to the drive (-drive ...,readonly=on; -blockdev ...,read-only=on)";
+        let reason = if snapshot {
+            "disks that the guest can write to are not supported yet; with -snapshot the writes go to a \
+             temporary file, which is no less part of the VM's state"
+        } else {
+            "disks that the guest can write to are not supported yet"
+        };
+        found.push(refused(&what, reason, fix));
+    }
+    if inserted.get("cache").and_then(|c| c.get("direct")).and_then(Value::as_bool) == Some(true) {
+        found.push(refused(
+            what,
+            "with direct I/O the kernel writes into pinned guest pages, which write protection does not see",
+            "use the page cache: cache=writeback, or cache.direct=off",
+        ));
+    }
+}
+
+fn device(child: &Value, shared: bool, found: &mut Vec<Refusal>) {
+    let text = |key: &str| child.get(key).and_then(Value::as_str).unwrap_or_default();
+    let Some(kind) = text("type").strip_prefix("child<").and_then(|t| t.strip_suffix('>')) else { return };
+    let what = format!("device {} ({kind})", text("name"));
+    if let Some((_, reason)) = FOREIGN.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
+        found.push(refused(&what, *reason, "use a device that QEMU emulates itself (virtio-blk, virtio-net, ...)"));
+    }
+    if shared && DISCARDING.iter().any(|prefix| kind.starts_with(prefix)) {
+        found.push(refused(
+            what,
+            "it discards pages of guest RAM, and where RAM is shared memory the kernel does not report that",
+            "leave the device out, or give the guest private RAM (no share=on, no memfd backend)",
+        ));
+    }
+}
+
+fn network(text: &str, found: &mut Vec<Refusal>) {
+    for line in text.lines() {
+        for kind in ["vhost-user", "vhost-vdpa"] {
+            if line.contains(&format!("type={kind}")) {
+                let name = line.split(':').next().unwrap_or_default().trim().trim_start_matches("\\ ");
+                found.push(refused(
+                    format!("network backend {name} ({kind})"),
+                    "another process or a device writes the packets into guest RAM unseen",
+                    "use -netdev user, tap, stream or socket",
+                ));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(run: impl FnOnce(&mut Vec<Refusal>)) -> Vec<Refusal> {
+        let mut found = Vec::new();
+        run(&mut found);
+        found
+    }
+
+    #[test]
+    fn each_reason_is_told_of_the_same_drive() {
+        let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img", "cache": {"direct": true}}});
+        let found = of(|f| drive(&block, false, f));
+        assert_eq!(found.len(), 2);
+        assert!(found.iter().all(|r| r.what.contains("ide0-hd0") && r.what.contains("a.img") && !r.fix.is_empty()));
+        let found = of(|f| drive(&block, true, f));
+        assert!(found[0].reason.contains("-snapshot"));
+        let fine = json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
+        assert_eq!(of(|f| drive(&fine, false, f)), []);
+        assert_eq!(of(|f| drive(&json!({"device": "floppy0"}), false, f)), [], "an empty drive");
+    }
+
+    #[test]
+    fn foreign_devices_are_refused_and_discarding_ones_over_shared_memory() {
+        let child = |kind: &str| json!({"name": "d0", "type": format!("child<{kind}>")});
+        for kind in ["vhost-user-fs-pci", "vfio-pci", "ivshmem-plain", "vhost-vdpa-device-pci"] {
+            assert_eq!(of(|f| device(&child(kind), false, f)).len(), 1, "{kind}");
+        }
+        assert_eq!(of(|f| device(&child("virtio-balloon-pci"), false, f)), []);
+        assert_eq!(of(|f| device(&child("virtio-balloon-pci"), true, f)).len(), 1);
+        assert_eq!(of(|f| device(&child("virtio-net-pci"), true, f)), []);
+        assert_eq!(of(|f| device(&json!({"name": "type", "type": "string"}), true, f)), []);
+    }
+
+    #[test]
+    fn a_foreign_network_backend_is_refused() {
+        let text = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci\r\n \\ n0: index=0,type=vhost-user,vhost-user\r\n";
+        assert!(of(|f| network(text, f))[0].what.contains("n0"));
+        assert_eq!(of(|f| network("n0: index=0,type=user,net=10.0.2.0", f)), []);
+    }
+
+    #[test]
+    fn an_unknown_machine_is_a_warning() {
+        assert_eq!(of(|f| machine("pc-q35-7.2", f)), []);
+        assert_eq!(of(|f| machine("isapc", f))[0].severity, Severity::Warning);
+    }
+}

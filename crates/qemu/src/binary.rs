@@ -1,0 +1,117 @@
+//! The QEMU binary: where it is, which version it is, and its hash.
+
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long `--version` may take.
+const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most that `--version` may say.
+const VERSION_BYTES_MAX: usize = 64 << 10;
+const SAYS: &str = "QEMU emulator version ";
+
+/// Which QEMU it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QemuIdentity {
+    /// The binary, with links followed.
+    pub path: PathBuf,
+    /// The version with the distributor's part: `7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)`.
+    pub version: String,
+    /// BLAKE3 of the binary, hexadecimal.
+    pub blake3: String,
+}
+
+impl QemuIdentity {
+    /// Asks the binary at `path`.
+    pub fn of(path: &Path) -> Result<Self> {
+        let version = version(path)?;
+        let real = std::fs::canonicalize(path)
+            .map_err(Error::io(format!("resolve the path {}", path.display())))?;
+        let mut hasher = blake3::Hasher::new();
+        std::fs::File::open(&real)
+            .and_then(|file| hasher.update_reader(file).map(drop))
+            .map_err(Error::io(format!("read the QEMU binary {}", real.display())))?;
+        Ok(Self { path: real, version, blake3: hasher.finalize().to_hex().to_string() })
+    }
+}
+
+/// Finds `name` as a shell would: itself where it has a slash, else in `PATH`.
+pub(crate) fn find(name: &str) -> Result<PathBuf> {
+    let missing = |reason: &str| Error::Binary {
+        path: name.into(),
+        reason: reason.into(),
+        fix: "install QEMU (Debian: qemu-system-x86), or name the binary by its path".into(),
+    };
+    if name.is_empty() {
+        return Err(missing("the command line is empty"));
+    }
+    if name.contains('/') {
+        let path = PathBuf::from(name);
+        return if is_executable(&path) { Ok(path) } else { Err(missing("there is no such program")) };
+    }
+    let places = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&places)
+        .map(|dir| dir.join(name))
+        .find(|path| is_executable(path))
+        .ok_or_else(|| missing("there is no such program in PATH"))
+}
+
+fn is_executable(path: &Path) -> bool {
+    path.is_file() && rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
+}
+
+/// What `path --version` says behind "QEMU emulator version".
+pub(crate) fn version(path: &Path) -> Result<String> {
+    let text = ask_version(path)?;
+    let line = text.lines().find_map(|line| line.strip_prefix(SAYS));
+    line.map(|l| l.trim().to_owned()).filter(|v| v.starts_with(|c: char| c.is_ascii_digit())).ok_or_else(|| {
+        Error::Binary {
+            path: path.into(),
+            reason: "it does not answer --version as QEMU's system emulator does".into(),
+            fix: "begin the line with qemu-system-x86_64 (7.2 or later)".into(),
+        }
+    })
+}
+
+fn ask_version(path: &Path) -> Result<String> {
+    let operation = || format!("run {} --version", path.display());
+    let mut child = Command::new(path)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(Error::io(operation()))?;
+    let read = match child.stdout.take() {
+        Some(mut out) => read_until(&mut out, Instant::now() + VERSION_TIMEOUT).map_err(Error::io(operation())),
+        None => Ok(Vec::new()),
+    };
+    // Whatever it is, it is not to linger; killing one that has ended does nothing.
+    let _ = child.kill();
+    child.wait().map_err(Error::io(operation()))?;
+    Ok(String::from_utf8_lossy(&read?).into_owned())
+}
+
+/// Reads to the end, the deadline, or the cap.
+fn read_until(out: &mut std::process::ChildStdout, deadline: Instant) -> std::io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    let mut chunk = [0u8; 4096];
+    while text.len() < VERSION_BYTES_MAX {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(out, PollFlags::IN)], Some(&limit)) {
+            Ok(0) => return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, "it gave no answer in time")),
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => return Err(e.into()),
+        }
+        match out.read(&mut chunk)? {
+            0 => break,
+            len => text.extend_from_slice(chunk.get(..len).unwrap_or_default()),
+        }
+    }
+    Ok(text)
+}

@@ -1,0 +1,174 @@
+//! What can go wrong between us and QEMU.
+
+use std::path::PathBuf;
+use std::process::ExitStatus;
+
+/// What this crate's functions return.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error: it names the object and the operation. What to do about it is [`Error::fix`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A system call failed.
+    #[error("{operation}")]
+    Io {
+        /// What was done to what.
+        operation: String,
+        /// Why it failed.
+        source: std::io::Error,
+    },
+    /// The monitor's connection ended: QEMU has exited, or it closes.
+    #[error("QEMU closed its monitor {monitor} ({operation}): the VM has ended")]
+    Gone {
+        /// The monitor's socket.
+        monitor: String,
+        /// What was asked of it.
+        operation: String,
+    },
+    /// QEMU did not answer in time.
+    #[error("QEMU's monitor {monitor} did not answer within {waited_ms} ms ({operation})")]
+    Timeout {
+        /// The monitor's socket.
+        monitor: String,
+        /// What was asked of it.
+        operation: String,
+        /// How long we waited.
+        waited_ms: u64,
+    },
+    /// What QEMU answered cannot be understood.
+    #[error("QEMU's monitor {monitor} ({operation}): {problem}")]
+    Protocol {
+        /// The monitor's socket.
+        monitor: String,
+        /// What was asked of it.
+        operation: String,
+        /// What is wrong with the answer.
+        problem: String,
+    },
+    /// QEMU refused a command.
+    #[error("QEMU refused {operation}: {reason}")]
+    Refused {
+        /// The command.
+        operation: String,
+        /// QEMU's own words.
+        reason: String,
+    },
+    /// The command line cannot be used.
+    #[error("{argument}: {reason}")]
+    CommandLine {
+        /// The argument at fault.
+        argument: String,
+        /// Why.
+        reason: String,
+        /// What to do.
+        fix: String,
+    },
+    /// The QEMU binary is missing, or is none.
+    #[error("{}: {reason}", path.display())]
+    Binary {
+        /// The binary.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+        /// What to do.
+        fix: String,
+    },
+    /// The QEMU binary is of another version than the checkpoint's.
+    #[error("{} is QEMU {found}, the checkpoint was taken of QEMU {expected}", path.display())]
+    DifferentVersion {
+        /// The binary.
+        path: PathBuf,
+        /// The checkpoint's version.
+        expected: String,
+        /// The binary's version.
+        found: String,
+    },
+    /// QEMU ended although it should not have.
+    #[error("QEMU ended with {status} {when}; what it says about it stands above")]
+    Exited {
+        /// How it ended.
+        status: ExitStatus,
+        /// During what.
+        when: &'static str,
+    },
+    /// QEMU's list of RAM blocks makes no sense.
+    #[error("QEMU's list of RAM blocks: {problem}")]
+    RamBlocks {
+        /// What is wrong.
+        problem: String,
+    },
+    /// A RAM block could not be found in QEMU's memory.
+    #[error("find RAM block {block} in the memory of QEMU (pid {pid}): {problem}")]
+    RamAddress {
+        /// The block.
+        block: String,
+        /// QEMU's pid.
+        pid: u32,
+        /// Why not.
+        problem: String,
+    },
+    /// A device stream is not what it should be.
+    #[error("device state, byte {offset}: {problem}")]
+    DeviceStream {
+        /// Where.
+        offset: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The restored machine would not be the one that the checkpoint was taken of.
+    #[error("the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}")]
+    DifferentMachine {
+        /// What differs.
+        what: String,
+        /// In the checkpoint.
+        expected: String,
+        /// In the VM just started.
+        found: String,
+    },
+    /// The checkpoint's own description cannot be restored.
+    #[error("the checkpoint's {what}: {problem}")]
+    Source {
+        /// Which part of it.
+        what: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The watchdog process has ended or does not answer.
+    #[error("the watchdog: {problem}")]
+    Watchdog {
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+impl Error {
+    /// What a person can do about it, where we know.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::CommandLine { fix, .. } | Self::Binary { fix, .. } => Some(fix.clone()),
+            Self::DifferentVersion { expected, .. } => {
+                Some(format!("name a binary of version {expected} with --qemu PATH"))
+            }
+            Self::Exited { when, .. } if *when == AT_START => Some(
+                "try the same line without keyframe; a device that QEMU calls non-migratable cannot be \
+                 checkpointed (keyframe adds -only-migratable so that QEMU itself refuses it)"
+                    .into(),
+            ),
+            Self::DifferentMachine { .. } => Some(
+                "restore with the binary, the firmware files and the arguments that the checkpoint was taken with"
+                    .into(),
+            ),
+            _ => None,
+        }
+    }
+
+    /// For `map_err`: an I/O error of `operation`.
+    pub(crate) fn io<E: Into<std::io::Error>>(operation: impl Into<String>) -> impl FnOnce(E) -> Self {
+        let operation = operation.into();
+        move |source| Self::Io { operation, source: source.into() }
+    }
+}
+
+/// [`Error::Exited`]'s word for an end before the monitor answered.
+pub(crate) const AT_START: &str = "before its monitor answered";

@@ -1,0 +1,315 @@
+//! QEMU's monitor: the commands that Keyframe needs, with bounded answers, and the events in between.
+//!
+//! ```text
+//!   connect ─▶ greeting ─▶ qmp_capabilities ─▶ idle ──command──▶ waits for the answer with its id ─▶ idle
+//!                                               │                   (events met on the way are kept)
+//!                                               └─begin_save_devices─▶ saving ─finish_save_devices─▶ idle
+//! ```
+//!
+//! Invariants:
+//! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU has ended.
+//! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken for another's.
+//! 3. Whether anybody else let the VM run between our `stop` and our `cont` is known: each RESUME event met before our
+//!    `cont` was sent, or stamped before it, is somebody else's. One that comes later does no harm, for what was to be
+//!    captured in the pause has been captured when `cont` is sent.
+//!
+//! The messages are read as plain JSON and not with a library's generated types: those are made from one QEMU's schema,
+//! while 7.2 lacks fields that 10.0 requires, and the library's synchronous client neither bounds a wait nor splits a
+//! command from its answer.
+//!
+//! Left out: out-of-band commands, commands that pass descriptors.
+
+mod event;
+mod transport;
+
+pub use event::{Event, RunStatus};
+
+use crate::{Error, Result};
+use serde_json::{Value, json};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use transport::Transport;
+
+/// How long an answer may take, unless [`Qmp::set_timeout`] says otherwise.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// How many events are kept when nobody fetches them; a guest can cause some kinds at will.
+const EVENTS_MAX: usize = 4096;
+/// Device state of a VM whose vGPU or many disks fill it is written in this time at worst.
+const SAVE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What our `stop` found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stopped {
+    /// It was our `stop` that stopped the VM; else somebody else had paused it, and must be the one to resume it.
+    pub was_running: bool,
+}
+
+/// Our `stop` and what followed.
+#[derive(Default)]
+struct Pause {
+    /// RESUME events since our `stop`, met before our `cont`.
+    resumed: bool,
+    /// When our `cont` was sent.
+    cont_us: Option<u64>,
+}
+
+/// A connection to a monitor.
+pub struct Qmp {
+    transport: Transport,
+    timeout: Duration,
+    last_id: u64,
+    events: VecDeque<Event>,
+    /// Events in all, for finding out whether one came.
+    stops: u64,
+    pause: Option<Pause>,
+    saving: Option<u64>,
+}
+
+impl Qmp {
+    /// Connects to the monitor at `path` and greets it. The socket may be about to appear: at most `wait` for it.
+    pub fn connect(path: &Path, wait: Duration) -> Result<Self> {
+        Self::connect_while(path, wait, &mut || Ok(()))
+    }
+
+    /// Like [`Qmp::connect`], for as long as `alive` gives no error.
+    pub(crate) fn connect_while(
+        path: &Path,
+        wait: Duration,
+        alive: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let started = Instant::now();
+        let transport = Transport::connect(path, wait, alive)?;
+        Self::greet(transport, wait.saturating_sub(started.elapsed()).max(Duration::from_secs(1)), alive)
+    }
+
+    /// Over a socket that is connected to a monitor already. It must not block.
+    pub(crate) fn over(
+        socket: OwnedFd,
+        name: &str,
+        wait: Duration,
+        alive: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        Self::greet(Transport::over(socket, name.into()), wait, alive)
+    }
+
+    fn greet(transport: Transport, wait: Duration, alive: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+        let mut qmp = Self {
+            transport,
+            timeout: TIMEOUT,
+            last_id: 0,
+            events: VecDeque::new(),
+            stops: 0,
+            pause: None,
+            saving: None,
+        };
+        let started = Instant::now();
+        let greeting = loop {
+            // In slices, so that a QEMU that died is seen.
+            match qmp.transport.receive("greeting", Duration::from_millis(50)) {
+                Err(Error::Timeout { .. }) if started.elapsed() < wait => alive()?,
+                Err(Error::Gone { .. }) => {
+                    alive()?;
+                    return Err(Error::Gone { monitor: qmp.transport.name().into(), operation: "greeting".into() });
+                }
+                other => break other?,
+            }
+        };
+        if greeting.get("QMP").is_none() {
+            let start: String = greeting.to_string().chars().take(80).collect();
+            return Err(qmp.transport.protocol("greeting", format!("this is no QMP monitor: it says {start}")));
+        }
+        qmp.execute("qmp_capabilities", None)?;
+        Ok(qmp)
+    }
+
+    /// Bounds each answer by `timeout` from now on.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Any command: its `return` value.
+    pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value> {
+        let id = self.send(command, arguments)?;
+        self.answer(id, command, self.timeout)
+    }
+
+    /// Pauses the VM.
+    pub fn stop(&mut self) -> Result<Stopped> {
+        self.drain("stop")?;
+        let stops = self.stops;
+        self.pause = Some(Pause::default());
+        self.execute("stop", None)?;
+        // QEMU sends the event before the answer.
+        Ok(Stopped { was_running: self.stops > stops })
+    }
+
+    /// Lets the VM run.
+    pub fn cont(&mut self) -> Result<()> {
+        self.drain("cont")?;
+        if let Some(pause) = &mut self.pause {
+            pause.cont_us.get_or_insert_with(now_us);
+        }
+        self.execute("cont", None).map(drop)
+    }
+
+    /// Lets the VM run after our [`Qmp::stop`]. True where somebody else had let it run in between: what was captured
+    /// in the pause is torn.
+    pub fn cont_after_stop(&mut self) -> Result<bool> {
+        self.cont()?;
+        self.resumed_by_other()
+    }
+
+    /// Whether somebody else (a user's monitor, the watchdog) let the VM run after our last [`Qmp::stop`] and before our
+    /// `cont`, or, where there was none yet, before now.
+    pub fn resumed_by_other(&mut self) -> Result<bool> {
+        self.drain("look for events")?;
+        Ok(self.pause.as_ref().is_some_and(|p| p.resumed))
+    }
+
+    /// The same, for a VM that was paused already and that we do not resume.
+    pub fn resumed_since_stop(&mut self) -> Result<bool> {
+        self.resumed_by_other()
+    }
+
+    /// Asks for the state of all devices to be written to `target` (a path or `/dev/fdset/N`), without waiting.
+    pub fn begin_save_devices(&mut self, target: &str) -> Result<()> {
+        let arguments = json!({ "filename": target, "live": true });
+        self.saving = Some(self.send("xen-save-devices-state", Some(arguments))?);
+        Ok(())
+    }
+
+    /// Waits until the state that [`Qmp::begin_save_devices`] asked for is written.
+    pub fn finish_save_devices(&mut self) -> Result<()> {
+        let operation = "xen-save-devices-state";
+        match self.saving.take() {
+            Some(id) => self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop),
+            None => Err(self.transport.protocol(operation, "it was not begun".into())),
+        }
+    }
+
+    /// What the VM is doing.
+    pub fn status(&mut self) -> Result<RunStatus> {
+        let answer = self.execute("query-status", None)?;
+        match answer.get("status").and_then(Value::as_str) {
+            Some(word) => Ok(RunStatus::parse(word)),
+            None => Err(self.unexpected("query-status", &answer)),
+        }
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn drain_events(&mut self) -> Result<Vec<Event>> {
+        let drained = self.drain("look for events");
+        // Events that came before QEMU ended tell why it did.
+        if self.events.is_empty() {
+            drained?;
+        }
+        Ok(self.events.drain(..).collect())
+    }
+
+    /// A line for the human monitor: what it prints.
+    pub fn hmp(&mut self, line: &str) -> Result<String> {
+        let answer = self.execute("human-monitor-command", Some(json!({ "command-line": line })))?;
+        match answer {
+            Value::String(text) => Ok(text),
+            other => Err(self.unexpected(line, &other)),
+        }
+    }
+
+    /// Ends QEMU.
+    pub fn quit(&mut self) -> Result<()> {
+        match self.execute("quit", None) {
+            // It may be gone before its answer is.
+            Ok(_) | Err(Error::Gone { .. }) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// An error about an answer of an unexpected form.
+    pub(crate) fn unexpected(&self, operation: &str, answer: &Value) -> Error {
+        let start: String = answer.to_string().chars().take(200).collect();
+        self.transport.protocol(operation, format!("an answer of an unexpected form: {start}"))
+    }
+
+    fn send(&mut self, command: &str, arguments: Option<Value>) -> Result<u64> {
+        self.last_id += 1;
+        let mut message = json!({ "execute": command, "id": self.last_id });
+        if let (Some(arguments), Some(object)) = (arguments, message.as_object_mut()) {
+            object.insert("arguments".into(), arguments);
+        }
+        self.transport.send(&message, command, self.timeout)?;
+        Ok(self.last_id)
+    }
+
+    fn answer(&mut self, id: u64, operation: &str, timeout: Duration) -> Result<Value> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let message = self.transport.receive(operation, left).map_err(|e| match e {
+                Error::Timeout { monitor, operation, .. } => {
+                    Error::Timeout { monitor, operation, waited_ms: timeout.as_millis() as u64 }
+                }
+                other => other,
+            })?;
+            if self.keep_event(&message) {
+                continue;
+            }
+            let ours = message.get("id").and_then(Value::as_u64) == Some(id);
+            match (message.get("return"), message.get("error")) {
+                (Some(value), None) if ours => return Ok(value.clone()),
+                // An error without an id is about a line that QEMU could not read: ours, as only one is under way.
+                (None, Some(error)) if ours || message.get("id").is_none() => {
+                    let reason = error.get("desc").and_then(Value::as_str).unwrap_or("for no reason given");
+                    return Err(Error::Refused { operation: operation.into(), reason: reason.into() });
+                }
+                (None, None) | (Some(_), Some(_)) => return Err(self.unexpected(operation, &message)),
+                // The late answer of a command that was given up.
+                _ => {}
+            }
+        }
+    }
+
+    /// Takes in what has arrived.
+    fn drain(&mut self, operation: &str) -> Result<()> {
+        while let Some(message) = self.transport.receive_now(operation)? {
+            self.keep_event(&message);
+        }
+        Ok(())
+    }
+
+    fn keep_event(&mut self, message: &Value) -> bool {
+        let Some(event) = Event::parse(message) else { return false };
+        match (&event, &mut self.pause) {
+            (Event::Stop, _) => self.stops += 1,
+            (Event::Resume, Some(pause)) => {
+                let before_ours = match (pause.cont_us, event::timestamp_us(message)) {
+                    (None, _) => true,
+                    (Some(cont_us), Some(us)) => us < cont_us,
+                    (Some(_), None) => false,
+                };
+                pause.resumed |= before_ours;
+            }
+            _ => {}
+        }
+        if self.events.len() >= EVENTS_MAX {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+        true
+    }
+}
+
+impl AsFd for Qmp {
+    /// Readable when events have arrived.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.transport.as_fd()
+    }
+}
+
+fn now_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| u64::try_from(d.as_micros()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests;

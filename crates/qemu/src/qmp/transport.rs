@@ -1,0 +1,155 @@
+//! Lines of JSON over a unix socket: written and read with a deadline, without blocking calls.
+//!
+//! A pause lasts a few milliseconds and asks four things of QEMU, so a reader that sleeps pays for four wake-ups. This
+//! one spins for the first millisecond and only then sleeps in `poll`.
+
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use serde_json::Value;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// The longest line taken. QEMU's own are a few KiB; `query-qmp-schema` is 200 KiB.
+const LINE_BYTES_MAX: usize = 16 << 20;
+/// How long a reader spins before it sleeps.
+const SPIN: Duration = Duration::from_millis(1);
+/// How long to wait between two attempts to connect.
+const RETRY_EVERY: Duration = Duration::from_millis(2);
+
+/// A connected monitor.
+pub struct Transport {
+    socket: OwnedFd,
+    name: String,
+    /// What was received; `..scanned` holds no newline.
+    buffer: Vec<u8>,
+    scanned: usize,
+}
+
+impl Transport {
+    /// Connects to the socket at `path`, which may not exist yet, trying for at most `wait`. `alive` is asked between
+    /// attempts and ends them with its error.
+    pub fn connect(path: &Path, wait: Duration, alive: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+        let operation = || format!("connect to QEMU's monitor {}", path.display());
+        let address = SocketAddrUnix::new(path).map_err(Error::io(operation()))?;
+        let deadline = Instant::now() + wait;
+        loop {
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+                .map_err(Error::io(operation()))?;
+            match rustix::net::connect(&socket, &address) {
+                Ok(()) => return Ok(Self::over(socket, path.display().to_string())),
+                // Not there yet; there, but nobody listens yet; its queue is full (EAGAIN).
+                Err(Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) if Instant::now() < deadline => {}
+                Err(e) => return Err(Error::io(operation())(e)),
+            }
+            alive()?;
+            std::thread::sleep(RETRY_EVERY);
+        }
+    }
+
+    /// Over a connected, non-blocking socket; `name` is what errors call it.
+    pub fn over(socket: OwnedFd, name: String) -> Self {
+        Self { socket, name, buffer: Vec::new(), scanned: 0 }
+    }
+
+    /// What errors call it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Sends one line.
+    pub fn send(&mut self, message: &Value, operation: &str, timeout: Duration) -> Result<()> {
+        let mut line = message.to_string().into_bytes();
+        line.push(b'\n');
+        let started = Instant::now();
+        let mut left = line.as_slice();
+        while !left.is_empty() {
+            match rustix::net::send(&self.socket, left, SendFlags::NOSIGNAL) {
+                Ok(sent) => left = left.get(sent..).unwrap_or_default(),
+                Err(Errno::AGAIN) => self.sleep(PollFlags::OUT, started, timeout, operation)?,
+                Err(Errno::INTR) => {}
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.gone(operation)),
+                Err(e) => return Err(Error::io(format!("write to QEMU's monitor {} ({operation})", self.name))(e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The next line, waiting for at most `timeout`.
+    pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
+        let started = Instant::now();
+        loop {
+            if let Some(message) = self.receive_now(operation)? {
+                return Ok(message);
+            }
+            if started.elapsed() < SPIN.min(timeout) {
+                std::hint::spin_loop();
+            } else {
+                self.sleep(PollFlags::IN, started, timeout, operation)?;
+            }
+        }
+    }
+
+    /// The next line, if it is there already.
+    pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
+        loop {
+            let fresh = self.buffer.get(self.scanned..).unwrap_or_default();
+            if let Some(at) = fresh.iter().position(|b| *b == b'\n') {
+                let end = self.scanned + at;
+                let line: Vec<u8> = self.buffer.drain(..=end).collect();
+                self.scanned = 0;
+                return self.parse(&line, operation).map(Some);
+            }
+            self.scanned = self.buffer.len();
+            if self.buffer.len() > LINE_BYTES_MAX {
+                return Err(self.protocol(operation, format!("a line of more than {LINE_BYTES_MAX} bytes")));
+            }
+            let mut chunk = [0u8; 16 << 10];
+            match rustix::net::recv(&self.socket, &mut chunk[..], RecvFlags::empty()) {
+                Ok((0, _)) | Err(Errno::CONNRESET) => return Err(self.gone(operation)),
+                Ok((len, _)) => self.buffer.extend_from_slice(chunk.get(..len).unwrap_or_default()),
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(Error::io(format!("read from QEMU's monitor {} ({operation})", self.name))(e)),
+            }
+        }
+    }
+
+    /// An answer that cannot be understood.
+    pub fn protocol(&self, operation: &str, problem: String) -> Error {
+        Error::Protocol { monitor: self.name.clone(), operation: operation.into(), problem }
+    }
+
+    fn parse(&self, line: &[u8], operation: &str) -> Result<Value> {
+        serde_json::from_slice(line).map_err(|e| {
+            let start: String = String::from_utf8_lossy(line).chars().take(80).collect();
+            self.protocol(operation, format!("a line that is no JSON ({e}): {start:?}"))
+        })
+    }
+
+    fn gone(&self, operation: &str) -> Error {
+        Error::Gone { monitor: self.name.clone(), operation: operation.into() }
+    }
+
+    fn sleep(&self, flags: PollFlags, started: Instant, timeout: Duration, operation: &str) -> Result<()> {
+        let left = timeout.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            let waited_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+            return Err(Error::Timeout { monitor: self.name.clone(), operation: operation.into(), waited_ms });
+        }
+        let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&self.socket, flags)], Some(&limit)) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(e) => Err(Error::io(format!("wait for QEMU's monitor {}", self.name))(e)),
+        }
+    }
+}
+
+impl AsFd for Transport {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

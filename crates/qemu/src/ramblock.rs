@@ -1,0 +1,232 @@
+//! QEMU's RAM blocks: their list as the monitor prints it, and where each lies in QEMU's memory.
+//!
+//! ```text
+//!               Block Name    PSize              Offset               Used              Total                HVA  RO
+//!                   pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fa80fe00000  rw
+//! ```
+//!
+//! The last two columns came after 7.2; without them the address is found in QEMU's heap (see the `heap` module).
+
+use crate::process::QemuProcess;
+use crate::{Error, Qmp, Result, heap};
+use keyframe_units::{BlockKind, HostRange, HostVirt, RamBlock, RamLayout};
+use serde_json::Value;
+
+/// More blocks than any machine has.
+const BLOCKS_MAX: usize = 4096;
+
+/// A RAM block and where it lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostBlock {
+    /// The block.
+    pub block: RamBlock,
+    /// Its first byte in QEMU's address space; all `total_bytes` of it are mapped from there on.
+    pub host: HostVirt,
+}
+
+/// A row of QEMU's list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Row {
+    pub name: String,
+    /// Its offset in QEMU's space of all RAM.
+    pub offset: u64,
+    pub used_bytes: u64,
+    pub total_bytes: u64,
+    /// Where QEMU tells it.
+    pub host: Option<HostVirt>,
+}
+
+/// Finds the RAM blocks of the QEMU `pid` behind `qmp` and their addresses: those behind memory backends first, then
+/// the others, each in QEMU's own order. Errors: [`Error::RamBlocks`], [`Error::RamAddress`], and those of the monitor.
+pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
+    let backends = backend_ids(qmp)?;
+    let rows = sorted(list(qmp)?, &backends);
+    let process = QemuProcess::new(pid);
+    let maps = process.maps()?;
+    let unknown: Vec<&Row> = rows.iter().filter(|r| r.host.is_none()).collect();
+    let mut found = if unknown.is_empty() { Vec::new() } else { heap::find(&process, &maps, &unknown)? }.into_iter();
+    let mut blocks = Vec::new();
+    for row in &rows {
+        let fail = |problem: String| Error::RamAddress { block: row.name.clone(), pid, problem };
+        let host = match row.host {
+            Some(host) => host,
+            None => found.next().ok_or_else(|| fail("it was not looked for".into()))?,
+        };
+        let range = HostRange { start: host, len_bytes: row.total_bytes };
+        if !maps.covers(range) {
+            return Err(fail(format!("{host} is not the start of {} mapped bytes", row.total_bytes)));
+        }
+        blocks.push(HostBlock { block: row.block(&backends), host });
+    }
+    check_guest_address_zero(qmp, pid, &blocks)?;
+    Ok(blocks)
+}
+
+/// The RAM blocks as QEMU lists them now, in the order of [`find_ram_blocks`], without their addresses.
+pub(crate) fn layout(qmp: &mut Qmp, backends: &[String]) -> Result<RamLayout> {
+    let rows = sorted(list(qmp)?, backends);
+    RamLayout::new(rows.iter().map(|r| r.block(backends)).collect())
+        .map_err(|e| Error::RamBlocks { problem: e.to_string() })
+}
+
+/// The ids of the memory backends.
+pub(crate) fn backend_ids(qmp: &mut Qmp) -> Result<Vec<String>> {
+    let answer = qmp.execute("query-memdev", None)?;
+    let Some(all) = answer.as_array() else { return Err(qmp.unexpected("query-memdev", &answer)) };
+    Ok(all.iter().filter_map(|m| m.get("id").and_then(Value::as_str).map(str::to_owned)).collect())
+}
+
+/// The id of the memory backend that block `name` belongs to: QEMU names such a block after it, or by its path.
+pub(crate) fn backend_of<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
+    let id = name.strip_prefix("/objects/").unwrap_or(name);
+    backends.iter().any(|b| b == id).then_some(id)
+}
+
+impl Row {
+    fn block(&self, backends: &[String]) -> RamBlock {
+        let kind = match backend_of(&self.name, backends) {
+            Some(_) => BlockKind::Backend,
+            None => BlockKind::Stream,
+        };
+        RamBlock { name: self.name.clone(), kind, used_bytes: self.used_bytes, total_bytes: self.total_bytes }
+    }
+}
+
+fn sorted(mut rows: Vec<Row>, backends: &[String]) -> Vec<Row> {
+    rows.sort_by_key(|r| backend_of(&r.name, backends).is_none());
+    rows
+}
+
+fn list(qmp: &mut Qmp) -> Result<Vec<Row>> {
+    let answer = qmp.execute("x-query-ramblock", None)?;
+    match answer.get("human-readable-text").and_then(Value::as_str) {
+        Some(text) => parse(text),
+        None => Err(qmp.unexpected("x-query-ramblock", &answer)),
+    }
+}
+
+/// Reads QEMU's table. Names may hold spaces, so rows are read from the right.
+pub(crate) fn parse(text: &str) -> Result<Vec<Row>> {
+    let problem = |problem: String| Error::RamBlocks { problem };
+    let mut lines = text.lines().filter(|l| !l.trim().is_empty());
+    let header = lines.next().unwrap_or_default();
+    let columns: Vec<&str> = header.split_whitespace().collect();
+    let has = |name: &str| columns.contains(&name);
+    if !(has("Offset") && has("Used") && has("Total")) {
+        return Err(problem(format!("the header is {header:?}")));
+    }
+    let mut rows = Vec::new();
+    for line in lines {
+        let row = parse_row(line, has("HVA"), has("RO"));
+        rows.push(row.ok_or_else(|| problem(format!("the row {line:?} cannot be read")))?);
+        if rows.len() > BLOCKS_MAX {
+            return Err(problem(format!("it has more than {BLOCKS_MAX} rows")));
+        }
+    }
+    if rows.is_empty() {
+        return Err(problem("it is empty".into()));
+    }
+    Ok(rows)
+}
+
+fn parse_row(line: &str, has_host: bool, has_ro: bool) -> Option<Row> {
+    let mut rest = line.trim();
+    let mut last = || {
+        let (left, word) = rest.rsplit_once(char::is_whitespace)?;
+        rest = left.trim_end();
+        Some(word)
+    };
+    let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
+    if has_ro {
+        last()?;
+    }
+    let host = if has_host { Some(HostVirt(hex(last()?)?)) } else { None };
+    let (total_bytes, used_bytes, offset) = (hex(last()?)?, hex(last()?)?, hex(last()?)?);
+    let (_unit, _page) = (last()?, last()?);
+    Some(Row { name: rest.to_owned(), offset, used_bytes, total_bytes, host })
+}
+
+/// Guest address 0 is main RAM on every machine supported; QEMU tells where it lies on every version.
+fn check_guest_address_zero(qmp: &mut Qmp, pid: u32, blocks: &[HostBlock]) -> Result<()> {
+    let answer = qmp.hmp("gpa2hva 0")?;
+    // "Host virtual address for 0x0 (pc.ram) is 0x7fd6fbe00000"
+    let Some((name, host)) = parse_gpa2hva(&answer) else { return Ok(()) };
+    match blocks.iter().find(|b| b.block.name == name) {
+        Some(block) if block.host != host => Err(Error::RamAddress {
+            block: block.block.name.clone(),
+            pid,
+            problem: format!("found at {}, but QEMU says {host}", block.host),
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn parse_gpa2hva(answer: &str) -> Option<(&str, HostVirt)> {
+    let (_, rest) = answer.trim().split_once(" (")?;
+    let (name, host) = rest.rsplit_once(") is 0x")?;
+    Some((name, HostVirt(u64::from_str_radix(host, 16).ok()?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const OLD: &str = "
+              Block Name    PSize              Offset               Used              Total
+                  pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000
+    /rom@etc/acpi/tables    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000
+";
+    const NEW: &str = "
+              Block Name    PSize              Offset               Used              Total                HVA  RO
+ /objects/my ram    2 MiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fa80fe00000  rw
+";
+
+    #[test]
+    fn both_tables_are_read() {
+        let old = parse(OLD).unwrap();
+        assert_eq!(old.len(), 2);
+        assert_eq!(old[1].name, "/rom@etc/acpi/tables");
+        assert_eq!((old[1].offset, old[1].used_bytes, old[1].total_bytes), (0x408_0000, 0x2_0000, 0x20_0000));
+        assert_eq!(old[1].host, None);
+        let new = parse(NEW).unwrap();
+        assert_eq!(new[0].name, "/objects/my ram");
+        assert_eq!(new[0].host, Some(HostVirt(0x7fa8_0fe0_0000)));
+    }
+
+    #[test]
+    fn what_is_no_table_is_refused() {
+        for text in ["", "x", &OLD.replace("0x0000000004080000", "oops"), &OLD.replace("Offset", "?")] {
+            assert!(matches!(parse(text), Err(Error::RamBlocks { .. })), "{text}");
+        }
+    }
+
+    #[test]
+    fn backends_come_first_and_are_known_by_either_name() {
+        let backends = vec!["my ram".to_owned(), "pc.ram".to_owned()];
+        assert_eq!(backend_of("/objects/my ram", &backends), Some("my ram"));
+        assert_eq!(backend_of("pc.ram", &backends), Some("pc.ram"));
+        assert_eq!(backend_of("pc.rom", &backends), None);
+        let mut rows = parse(OLD).unwrap();
+        rows.reverse();
+        let rows = sorted(rows, &backends);
+        assert_eq!(rows[0].block(&backends).kind, BlockKind::Backend);
+        assert_eq!(rows[1].block(&backends).kind, BlockKind::Stream);
+    }
+
+    #[test]
+    fn the_address_of_guest_address_zero_is_read() {
+        let answer = "Host virtual address for 0x0 (pc.ram) is 0x7fd6fbe00000\r\n";
+        assert_eq!(parse_gpa2hva(answer), Some(("pc.ram", HostVirt(0x7fd6_fbe0_0000))));
+        assert_eq!(parse_gpa2hva("No memory is mapped at address 0x0"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "[ x0-9a-f\nOffsetUsdTlHVAR]{0,200}", tail in ".{0,80}") {
+            let _ = parse(&text);
+            let _ = parse(&format!("{OLD}{tail}"));
+            let _ = parse_gpa2hva(&tail);
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Fills the memory of a VM that is not running yet from a checkpoint.
+//!
+//! A fresh memfd reads as zeros, so only pages that are not zero are written. Threads take pieces of [`PIECE_PAGES`]
+//! pages in turn; runs of neighbouring pages go out in one write.
+
+use super::RamSource;
+use crate::{Error, Result};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
+use rustix::fs::MemfdFlags;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Pages that a thread takes at once: 16 MiB.
+const PIECE_PAGES: u64 = 4096;
+/// The longest write.
+const WRITE_BYTES_MAX: usize = 256 << 10;
+/// Threads that fill.
+const THREADS: usize = 2;
+
+/// A block's memory, to be filled and given to QEMU.
+pub struct Memory {
+    /// The file in memory, as long as the block.
+    pub file: File,
+    /// The block's pages in the layout.
+    pub pages: PageRange,
+    /// The block's name.
+    pub name: String,
+}
+
+impl Memory {
+    /// All zeros.
+    pub fn new(block: &RamBlock, pages: PageRange) -> Result<Self> {
+        let operation = format!("make {} bytes of memory for RAM block {}", block.total_bytes, block.name);
+        let fd: OwnedFd = rustix::fs::memfd_create("keyframe-ram", MemfdFlags::CLOEXEC)
+            .map_err(Error::io(operation.clone()))?;
+        rustix::fs::ftruncate(&fd, block.total_bytes).map_err(Error::io(operation))?;
+        Ok(Self { file: fd.into(), pages, name: block.name.clone() })
+    }
+}
+
+/// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`.
+pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {
+    let pieces: Vec<(&Memory, PageRange)> = memories.iter().flat_map(|m| pieces(m.pages).map(move |p| (m, p))).collect();
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<()> {
+        while let Some((memory, piece)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let filled = fill_piece(memory, *piece, source, cancelled);
+            if let Err(e) = filled {
+                cancelled.store(true, Ordering::Relaxed);
+                return Err(Error::io(format!("restore RAM block {}", memory.name))(e));
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let helpers: Vec<_> = (1..THREADS).map(|_| scope.spawn(work)).collect();
+        let mut result = work();
+        for helper in helpers {
+            let other = helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            // The first to fail cancels the others; its error is the one to tell.
+            if result.is_ok() || is_cancellation(&result) {
+                result = if other.is_err() { other } else { result };
+            }
+        }
+        result
+    })
+}
+
+fn is_cancellation(result: &Result<()>) -> bool {
+    matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
+}
+
+fn pieces(pages: PageRange) -> impl Iterator<Item = PageRange> {
+    (0..pages.len_pages.div_ceil(PIECE_PAGES)).map(move |k| {
+        let skipped = k * PIECE_PAGES;
+        PageRange::new(PageIndex(pages.first.0 + skipped), PIECE_PAGES.min(pages.len_pages - skipped))
+    })
+}
+
+fn fill_piece(memory: &Memory, piece: PageRange, source: &dyn RamSource, cancelled: &AtomicBool) -> io::Result<()> {
+    let mut run = Run { file: &memory.file, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) };
+    source.read(piece, &mut |page, content| {
+        if cancelled.load(Ordering::Relaxed) {
+            return Err(io::Error::new(io::ErrorKind::Interrupted, "the restore was given up"));
+        }
+        check_within(page, piece)?;
+        run.put((page.0 - memory.pages.first.0) * PAGE_BYTES as u64, content)
+    })?;
+    run.flush()
+}
+
+/// A source that answers with a page that was not asked for must not write elsewhere.
+pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
+    if range.first <= page && page < range.end() {
+        return Ok(());
+    }
+    let text = format!("page {} was not among those asked for, {range:?}", page.0);
+    Err(io::Error::new(io::ErrorKind::InvalidData, text))
+}
+
+/// Neighbouring pages on their way out.
+struct Run<'a> {
+    file: &'a File,
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Run<'_> {
+    fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
+        if self.start + self.bytes.len() as u64 != offset || self.bytes.len() >= WRITE_BYTES_MAX {
+            self.flush()?;
+            self.start = offset;
+        }
+        self.bytes.extend_from_slice(page);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.write_all_at(&self.bytes, self.start)?;
+        self.bytes.clear();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_units::BlockKind;
+    use proptest::prelude::*;
+
+    /// Pages by number, told in the order of the list.
+    struct Listed(Vec<(u64, u8)>);
+
+    impl RamSource for Listed {
+        fn read(
+            &self,
+            range: PageRange,
+            sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+        ) -> io::Result<()> {
+            let within = |page: u64| range.first.0 <= page && page < range.end().0;
+            self.0.iter().filter(|(p, _)| within(*p)).try_for_each(|(p, c)| sink(PageIndex(*p), &[*c; PAGE_BYTES]))
+        }
+    }
+
+    fn memory(first: u64, len_pages: u64) -> Memory {
+        let bytes = len_pages * PAGE_BYTES as u64;
+        let block = RamBlock { name: "b".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+        Memory::new(&block, PageRange::new(PageIndex(first), len_pages)).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        /// Against the naive oracle: pages written one by one into a plain vector.
+        #[test]
+        fn memory_holds_the_sources_pages(mut pages in prop::collection::btree_map(0u64..200, 1u8.., 0..120), keys in prop::collection::vec(any::<u32>(), 120)) {
+            let memories = [memory(0, 130), memory(130, 70)];
+            let mut oracle = vec![0u8; 200 * PAGE_BYTES];
+            for (page, content) in &pages {
+                oracle[*page as usize * PAGE_BYTES..][..PAGE_BYTES].fill(*content);
+            }
+            let mut order: Vec<_> = std::mem::take(&mut pages).into_iter().zip(keys).collect();
+            order.sort_by_key(|(_, key)| *key);
+            let source = Listed(order.into_iter().map(|(page, _)| page).collect());
+            fill(&memories, &source, &AtomicBool::new(false)).unwrap();
+            let mut image = vec![0u8; 200 * PAGE_BYTES];
+            let (a, b) = image.split_at_mut(130 * PAGE_BYTES);
+            memories[0].file.read_exact_at(a, 0).unwrap();
+            memories[1].file.read_exact_at(b, 0).unwrap();
+            prop_assert!(image == oracle);
+        }
+    }
+
+    #[test]
+    fn pieces_cover_every_page_once() {
+        for len in [0, 1, PIECE_PAGES, PIECE_PAGES + 1, 3 * PIECE_PAGES - 1] {
+            let all: Vec<PageRange> = pieces(PageRange::new(PageIndex(7), len)).collect();
+            assert_eq!(all.iter().map(|p| p.len_pages).sum::<u64>(), len);
+            assert!(all.windows(2).all(|w| w[0].end() == w[1].first) && all.first().is_none_or(|p| p.first.0 == 7));
+        }
+    }
+
+    #[test]
+    fn a_source_that_fails_or_answers_wrongly_fails_the_restore_by_name() {
+        struct Broken(bool);
+        impl RamSource for Broken {
+            fn read(
+                &self,
+                range: PageRange,
+                sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+            ) -> io::Result<()> {
+                if self.0 { sink(range.end(), &[1; PAGE_BYTES]) } else { Err(io::Error::other("the disk is broken")) }
+            }
+        }
+        for (source, word) in [(Broken(true), "not among"), (Broken(false), "broken")] {
+            let error = fill(&[memory(0, 9)], &source, &AtomicBool::new(false)).unwrap_err();
+            let Error::Io { operation, source } = error else { panic!("{error}") };
+            assert!(operation.contains("RAM block b") && source.to_string().contains(word), "{operation}: {source}");
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! Brings a checkpoint to life in a fresh QEMU.
+//!
+//! ```text
+//!   Plan ──▶ memfds ──▶ QEMU -S -incoming ──▶ same machine? same RAM blocks? ──▶ devices and small blocks ──▶ cont
+//!              ▲              (starts while the memfds are being filled)              through a socket
+//!              └─ pages from the store, two threads
+//! ```
+//!
+//! Invariants:
+//! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
+//! 2. A restore that fails leaves no process behind.
+//! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running.
+//!
+//! Left out: restoring on demand (pages fetched when the guest touches them), disks.
+
+mod fill;
+mod plan;
+
+pub use plan::Plan;
+
+use crate::ramblock;
+use crate::spawn;
+use crate::stream::{self, StreamBlock};
+use crate::vm::{StateFile, Vm, inherited_path, machine_type, memfd, monitor_config};
+use crate::{Error, Qmp, Result, RunStatus};
+use fill::Memory;
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
+use plan::Word;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::io::{self, BufWriter};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a fresh QEMU may take to answer.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long QEMU may take to read devices and small blocks.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long to look for the exit of a QEMU that closed its end.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Pages of a small block that are held in memory at once: 4 MiB.
+const STREAM_PAGES: u64 = 1024;
+const WHILE_STARTING: &str = "before the checkpoint was given to it";
+const WHILE_LOADING: &str = "while it read the checkpoint's devices";
+
+/// What a checkpoint knows of its machine.
+#[derive(Clone, Debug)]
+pub struct RestoreSource {
+    /// The line as the user gave it, the binary first.
+    pub user_command: Vec<String>,
+    /// The QEMU binary.
+    pub qemu_path: PathBuf,
+    /// Its version.
+    pub qemu_version: String,
+    /// Its BLAKE3, hexadecimal.
+    pub qemu_blake3: String,
+    /// The machine's type with aliases resolved.
+    pub machine_type: String,
+    /// Where the line's relative paths begin.
+    pub working_directory: PathBuf,
+    /// The RAM blocks.
+    pub ram: RamLayout,
+}
+
+/// How to restore.
+#[derive(Clone, Debug, Default)]
+pub struct RestoreOptions {
+    /// Another binary than the checkpoint's, of the same version.
+    pub qemu: Option<PathBuf>,
+    /// Leave the VM paused at the instant of the checkpoint.
+    pub paused: bool,
+}
+
+/// Where a checkpoint's pages come from.
+pub trait RamSource: Sync {
+    /// Gives `sink` each page of `range` that is not zero, once, in any order, and ends with the sink's error where it
+    /// gives one.
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()>;
+}
+
+/// A VM brought to life.
+pub struct Restored {
+    vm: Vm,
+    ready_ns: u64,
+}
+
+impl Restored {
+    /// From the beginning of [`start`] until the VM ran, or with `paused` until it could, in nanoseconds.
+    pub fn ready_ns(&self) -> u64 {
+        self.ready_ns
+    }
+
+    /// QEMU's pid.
+    pub fn pid(&self) -> u32 {
+        self.vm.pid()
+    }
+
+    /// How QEMU ended, if it has.
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
+        self.vm.try_wait()
+    }
+
+    /// Ends QEMU.
+    pub fn kill(&mut self) -> Result<()> {
+        self.vm.kill()
+    }
+
+    /// The VM, for all the rest.
+    pub fn vm(&mut self) -> &mut Vm {
+        &mut self.vm
+    }
+
+    /// The VM alone.
+    pub fn into_vm(self) -> Vm {
+        self.vm
+    }
+}
+
+/// Starts QEMU as planned, gives it RAM from `ram` and devices from `device_state`, and lets it run.
+///
+/// Errors: [`Error::Exited`] where QEMU ends on the way (it has said why on its standard error),
+/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`. No process is left then.
+pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
+    let started = Instant::now();
+    stream::check(device_state)?;
+    let mut starting = Starting::new(&plan)?;
+    let state = StateFile::new(&plan.arguments)?;
+    let (mut child, full_command) = starting.spawn(&plan, &state)?;
+    match starting.load(&plan, &mut child, ram, device_state) {
+        Ok(qmp) => {
+            let vm = Vm::from_parts(child, qmp, state, plan.source.user_command, full_command);
+            Ok(Restored { vm, ready_ns: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX) })
+        }
+        Err(error) => {
+            let _ = spawn::kill(&mut child);
+            Err(error)
+        }
+    }
+}
+
+/// A connected pair: ours, and the one that QEMU inherits.
+struct Pair {
+    ours: OwnedFd,
+    theirs: Option<OwnedFd>,
+}
+
+impl Pair {
+    fn new() -> Result<Self> {
+        let kind = (AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC);
+        let (ours, theirs) = rustix::net::socketpair(kind.0, kind.1, kind.2, None)
+            .map_err(Error::io("make a socket pair for QEMU"))?;
+        Ok(Self { ours, theirs: Some(theirs) })
+    }
+}
+
+/// What a restore holds until the VM runs.
+struct Starting {
+    memories: Vec<(usize, Memory)>,
+    monitor: Pair,
+    incoming: Pair,
+}
+
+impl Starting {
+    fn new(plan: &Plan) -> Result<Self> {
+        let layout = &plan.source.ram;
+        let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
+        let memories = of_backend
+            .map(|(number, block)| Ok((number, Memory::new(block, layout.pages_of(number))?)))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self { memories, monitor: Pair::new()?, incoming: Pair::new()? })
+    }
+
+    fn spawn(&mut self, plan: &Plan, state: &StateFile) -> Result<(Child, Vec<String>)> {
+        let monitor = self.monitor.theirs.take().ok_or_else(|| started_twice("monitor"))?;
+        let incoming = self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
+        let number = spawn::number(&monitor).to_string();
+        let config = memfd("monitors", &monitor_config("keyframe-qmp", &[("fd", &number)]))?;
+        let memories: Vec<(usize, OwnedFd)> = self
+            .memories
+            .iter()
+            .map(|(block, memory)| Ok((*block, OwnedFd::from(memory.file.try_clone()?))))
+            .collect::<io::Result<_>>()
+            .map_err(Error::io("duplicate a descriptor of the VM's memory"))?;
+
+        let mut words = vec![plan.binary.to_string_lossy().into_owned()];
+        for word in &plan.words {
+            match word {
+                Word::Plain(word) => words.push(word.clone()),
+                Word::Backend(number) => words.extend(backend_words(plan, *number, &memories)?),
+            }
+        }
+        words.extend(["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"].map(String::from));
+        words.extend(state.arguments());
+        words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
+        words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
+
+        let mut command = Command::new(&plan.binary);
+        command.args(words.iter().skip(1));
+        if let Some(directory) = &plan.working_directory {
+            command.current_dir(directory);
+        }
+        let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
+        descriptors.extend(memories.iter().map(|(_, fd)| fd));
+        Ok((spawn::start(&mut command, &descriptors)?, words))
+    }
+
+    /// All that follows the start, up to the VM running.
+    fn load(self, plan: &Plan, child: &mut Child, ram: &dyn RamSource, device_state: &[u8]) -> Result<Qmp> {
+        let Self { memories, monitor, incoming } = self;
+        let memories: Vec<Memory> = memories.into_iter().map(|(_, memory)| memory).collect();
+        let cancelled = AtomicBool::new(false);
+        let mut qmp = std::thread::scope(|scope| {
+            let filling = scope.spawn(|| fill::fill(&memories, ram, &cancelled));
+            let qmp = connect(monitor.ours, child).and_then(|mut qmp| {
+                check_machine(&mut qmp, plan)?;
+                Ok(qmp)
+            });
+            if qmp.is_err() {
+                cancelled.store(true, Ordering::Relaxed);
+            }
+            let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            qmp.and_then(|qmp| filled.map(|()| qmp))
+        })?;
+        send(UnixStream::from(incoming.ours), plan, ram, device_state).map_err(|e| ended_instead(e, child))?;
+        wait_until_loaded(&mut qmp, child)?;
+        if !plan.paused {
+            qmp.cont()?;
+        }
+        Ok(qmp)
+    }
+}
+
+fn started_twice(what: &str) -> Error {
+    Error::io(format!("give QEMU its {what}"))(io::Error::other("it was given away already"))
+}
+
+fn backend_words(plan: &Plan, number: usize, memories: &[(usize, OwnedFd)]) -> Result<[String; 2]> {
+    let block = plan.source.ram.blocks().get(number);
+    let memory = memories.iter().find(|(n, _)| *n == number);
+    match (block, memory) {
+        (Some(block), Some((_, fd))) => Ok(["-object".into(), plan::backend_object(block, &inherited_path(fd))]),
+        _ => Err(Error::Source { what: "RAM layout".into(), problem: format!("it has no backend block {number}") }),
+    }
+}
+
+fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
+    rustix::io::ioctl_fionbio(&ours, true).map_err(Error::io("make QEMU's monitor non-blocking"))?;
+    let name = format!("of pid {}", child.id());
+    Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
+        .map_err(|e| ended_instead_of(e, child, WHILE_STARTING))
+}
+
+/// Compares the fresh machine with the checkpoint's.
+fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
+    let source = &plan.source;
+    let found = machine_type(qmp)?;
+    if found != source.machine_type {
+        let what = "machine type".into();
+        return Err(Error::DifferentMachine { what, expected: source.machine_type.clone(), found });
+    }
+    let backends = ramblock::backend_ids(qmp)?;
+    let found = ramblock::layout(qmp, &backends)?;
+    same_blocks(&source.ram, &found)
+}
+
+/// Both have the same blocks of the same kinds and sizes, in any order.
+fn same_blocks(expected: &RamLayout, found: &RamLayout) -> Result<()> {
+    let find = |layout: &RamLayout, name: &str| layout.blocks().iter().find(|b| b.name == name).cloned();
+    let names = expected.blocks().iter().chain(found.blocks()).map(|b| b.name.as_str());
+    for name in names {
+        let (a, b) = (find(expected, name), find(found, name));
+        let key = |block: &RamBlock| (block.kind, block.total_bytes);
+        if a.as_ref().map(key) != b.as_ref().map(key) {
+            let text = |block: Option<RamBlock>| block.map_or("absent".into(), |b| format!("{} bytes", b.total_bytes));
+            let what = format!("RAM block {name}");
+            return Err(Error::DifferentMachine { what, expected: text(a), found: text(b) });
+        }
+    }
+    Ok(())
+}
+
+/// Sends devices and small blocks.
+fn send(socket: UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<()> {
+    let operation = "send the checkpoint's devices to QEMU";
+    socket.set_write_timeout(Some(LOAD_TIMEOUT)).map_err(Error::io(operation))?;
+    let layout = &plan.source.ram;
+    let of_stream = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Stream);
+    let mut readers: Vec<_> = of_stream
+        .map(|(number, block)| {
+            let range = PageRange::new(layout.pages_of(number).first, block.used_bytes / PAGE_BYTES as u64);
+            let reader = move |sink: &mut dyn FnMut(u64, &Page) -> io::Result<()>| rising(ram, range, sink);
+            (block, reader)
+        })
+        .collect();
+    let mut blocks: Vec<StreamBlock<'_>> = readers
+        .iter_mut()
+        .map(|(block, reader)| StreamBlock { name: &block.name, used_bytes: block.used_bytes, pages: reader })
+        .collect();
+    let mut out = BufWriter::with_capacity(256 << 10, &socket);
+    stream::splice_ram(device_state, &mut blocks, &mut out)?;
+    out.into_inner().map_err(|e| Error::io(operation)(e.into_error()))?;
+    socket.shutdown(Shutdown::Write).map_err(Error::io(operation))
+}
+
+/// Gives the pages of `range` that are not zero in rising order, as offsets from its first page.
+fn rising(
+    ram: &dyn RamSource,
+    range: PageRange,
+    sink: &mut dyn FnMut(u64, &Page) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < range.len_pages {
+        let first = PageIndex(range.first.0 + done);
+        let part = PageRange::new(first, STREAM_PAGES.min(range.len_pages - done));
+        let mut pages = vec![ZERO_PAGE; usize::try_from(part.len_pages).unwrap_or(0)];
+        ram.read(part, &mut |page, content| {
+            fill::check_within(page, part)?;
+            if let Some(place) = pages.get_mut((page.0 - first.0) as usize) {
+                *place = *content;
+            }
+            Ok(())
+        })?;
+        for (index, page) in pages.iter().enumerate().filter(|(_, page)| **page != ZERO_PAGE) {
+            sink((done + index as u64) * PAGE_BYTES as u64, page)?;
+        }
+        done += part.len_pages;
+    }
+    Ok(())
+}
+
+fn wait_until_loaded(qmp: &mut Qmp, child: &mut Child) -> Result<()> {
+    let deadline = Instant::now() + LOAD_TIMEOUT;
+    loop {
+        match qmp.status() {
+            Ok(RunStatus::InMigrate) => {}
+            Ok(_) => return Ok(()),
+            Err(e) => return Err(ended_instead(e, child)),
+        }
+        spawn::alive(child, WHILE_LOADING)?;
+        if Instant::now() >= deadline {
+            return Err(Error::Timeout {
+                monitor: format!("of pid {}", child.id()),
+                operation: "load the checkpoint's devices".into(),
+                waited_ms: LOAD_TIMEOUT.as_millis() as u64,
+            });
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn ended_instead(error: Error, child: &mut Child) -> Error {
+    ended_instead_of(error, child, WHILE_LOADING)
+}
+
+/// Where a connection to QEMU broke because it ended, that is what to tell.
+fn ended_instead_of(error: Error, child: &mut Child, when: &'static str) -> Error {
+    let broken = match &error {
+        Error::Gone { .. } => true,
+        Error::Io { source, .. } => {
+            matches!(source.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+        }
+        _ => false,
+    };
+    match spawn::wait(child, if broken { EXIT_TIMEOUT } else { Duration::ZERO }) {
+        Ok(Some(status)) if broken => Error::Exited { status, when },
+        _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(blocks: &[(&str, BlockKind, u64)]) -> RamLayout {
+        let block = |(name, kind, pages): &(&str, BlockKind, u64)| RamBlock {
+            name: (*name).into(),
+            kind: *kind,
+            used_bytes: 4096,
+            total_bytes: pages * 4096,
+        };
+        RamLayout::new(blocks.iter().map(block).collect()).unwrap()
+    }
+
+    #[test]
+    fn a_machine_with_other_blocks_is_a_different_machine() {
+        use BlockKind::{Backend, Stream};
+        let ours = layout(&[("pc.ram", Backend, 8), ("pc.bios", Stream, 2)]);
+        same_blocks(&ours, &layout(&[("pc.bios", Stream, 2), ("pc.ram", Backend, 8)])).unwrap();
+        for other in [
+            layout(&[("pc.ram", Backend, 8)]),
+            layout(&[("pc.ram", Backend, 8), ("pc.bios", Stream, 1)]),
+            layout(&[("pc.ram", Backend, 8), ("pc.bios", Backend, 2)]),
+            layout(&[("pc.ram", Backend, 8), ("pc.bios", Stream, 2), ("vga.vram", Stream, 1)]),
+        ] {
+            assert!(matches!(same_blocks(&ours, &other), Err(Error::DifferentMachine { .. })));
+        }
+    }
+
+    #[test]
+    fn pages_are_given_rising_whatever_the_sources_order() {
+        struct Falling;
+        impl RamSource for Falling {
+            fn read(
+                &self,
+                range: PageRange,
+                sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+            ) -> io::Result<()> {
+                let mut pages: Vec<_> = range.iter().filter(|p| p.0 % 3 == 0).collect();
+                pages.reverse();
+                pages.into_iter().try_for_each(|p| sink(p, &[p.0 as u8 | 1; PAGE_BYTES]))
+            }
+        }
+        let mut seen = Vec::new();
+        let range = PageRange::new(PageIndex(100), 2 * STREAM_PAGES + 5);
+        rising(&Falling, range, &mut |offset, page| {
+            assert_eq!(page[0], (offset / 4096 + 100) as u8 | 1);
+            seen.push(offset / 4096 + 100);
+            Ok(())
+        })
+        .unwrap();
+        let expected: Vec<u64> = range.iter().map(|p| p.0).filter(|p| p % 3 == 0).collect();
+        assert_eq!(seen, expected);
+    }
+}

@@ -1,0 +1,124 @@
+//! Starts QEMU: which descriptors it inherits, which signals it does not see, and how its end is noticed.
+//!
+//! QEMU stays in our process group, because `-serial stdio` needs the terminal, which belongs to the group. The
+//! terminal's Ctrl-C would thus reach QEMU too and end the guest before we can bring the run to an orderly end, so
+//! QEMU starts with SIGINT blocked: a child inherits the mask of the thread that starts it, and QEMU's own handler is
+//! then never run.
+//!
+//! Descriptors are made with close-on-exec. Those meant for QEMU lose it for the moment of the start, under a lock, so
+//! that no other QEMU started by us inherits them.
+
+use crate::{Error, Result};
+use nix::sys::signal::{SigSet, Signal};
+use rustix::io::FdFlags;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+static STARTING: Mutex<()> = Mutex::new(());
+
+/// How long a killed process may take to be gone.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The signals that a terminal sends to a whole process group at a key press.
+const TERMINAL_KEYS: [Signal; 1] = [Signal::SIGINT];
+
+/// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C blocked.
+pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
+    let operation = || format!("start {}", command.get_program().to_string_lossy());
+    let failed = operation();
+    let _alone = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut blocked = SigSet::empty();
+    blocked.extend(TERMINAL_KEYS);
+    let before = blocked
+        .thread_swap_mask(nix::sys::signal::SigmaskHow::SIG_BLOCK)
+        .map_err(|e| Error::io(format!("block SIGINT to {failed}"))(std::io::Error::from(e)))?;
+    let child = inheriting(descriptors, || command.spawn());
+    // Our own Ctrl-C must work again whatever happened.
+    let restored = before.thread_set_mask();
+    let mut child = child.map_err(Error::io(failed))?;
+    if let Err(e) = restored {
+        kill(&mut child)?;
+        return Err(Error::io("unblock SIGINT")(std::io::Error::from(e)));
+    }
+    Ok(child)
+}
+
+fn inheriting(descriptors: &[&OwnedFd], spawn: impl FnOnce() -> std::io::Result<Child>) -> std::io::Result<Child> {
+    let set = |flags: FdFlags| {
+        descriptors.iter().try_for_each(|fd| rustix::io::fcntl_setfd(fd.as_fd(), flags).map_err(Into::into))
+    };
+    let child = set(FdFlags::empty()).and_then(|()| spawn());
+    set(FdFlags::CLOEXEC).and(child)
+}
+
+/// The number under which a child that inherits `fd` finds it.
+pub fn number(fd: &OwnedFd) -> i32 {
+    fd.as_fd().as_raw_fd()
+}
+
+/// [`Error::Exited`] where `child` has ended.
+pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
+    match exit_status(child)? {
+        Some(status) => Err(Error::Exited { status, when }),
+        None => Ok(()),
+    }
+}
+
+/// How `child` ended, if it has.
+pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
+    child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
+}
+
+/// Waits for the end of `child` for at most `timeout`.
+pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        if let Some(status) = exit_status(child)? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= deadline {
+            return Ok(None);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Ends `child` at once and waits until it is gone.
+pub fn kill(child: &mut Child) -> Result<ExitStatus> {
+    let operation = format!("kill QEMU (pid {})", child.id());
+    child.kill().map_err(Error::io(operation.clone()))?;
+    wait(child, KILL_TIMEOUT)?.ok_or_else(|| {
+        Error::io(operation)(std::io::Error::new(std::io::ErrorKind::TimedOut, "it is still there after 10 s"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Stdio;
+
+    #[test]
+    fn a_child_has_sigint_blocked_and_sees_the_given_descriptors_alone() {
+        let given = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let kept = std::fs::File::open("/dev/null").unwrap();
+        // No shell: some reset the mask for their own children.
+        let output = |program: &str, argument: &str, descriptors: &[&OwnedFd]| {
+            let mut command = Command::new(program);
+            command.arg(argument).stdin(Stdio::null()).stdout(Stdio::piped());
+            let child = start(&mut command, descriptors).unwrap();
+            String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap()
+        };
+        let text = output("cat", "/proc/self/status", &[]);
+        let mask = text.lines().find_map(|l| l.strip_prefix("SigBlk:")).unwrap().trim();
+        assert_eq!(u64::from_str_radix(mask, 16).unwrap() & 0b10, 0b10, "{mask}");
+        let text = output("ls", "/proc/self/fd", &[&given]);
+        let fds: Vec<&str> = text.split_whitespace().collect();
+        assert!(fds.contains(&number(&given).to_string().as_str()), "{text}");
+        assert!(!fds.contains(&kept.as_raw_fd().to_string().as_str()), "{text}");
+        assert!(rustix::io::fcntl_getfd(&given).unwrap().contains(FdFlags::CLOEXEC));
+        let ours = SigSet::thread_get_mask().unwrap();
+        assert!(!ours.contains(Signal::SIGINT));
+    }
+}

@@ -1,0 +1,334 @@
+//! Keeps a VM from staying paused when the engine that paused it dies or stalls.
+//!
+//! The watchdog is a process of its own with its own monitor. The engine talks to it through its standard streams, in
+//! lines:
+//!
+//! ```text
+//!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
+//!   engine ──▶ D       disarmed: the pause has ended
+//!   engine ◀── F       fired: the pause was ended from here; what was captured in it is torn
+//!   engine ◀── K       the answer to each D, behind any F
+//!
+//!            ┌──────────── D ─────────────┐
+//!            ▼                            │
+//!        disarmed ──A<ms>──▶ armed ──▶ overdue ⟲ fires where the VM is paused, and looks again
+//!            │                 │          │
+//!            └── end of input ─┼──────────┘
+//!                 ▼            ▼ fires for a while
+//!               exit ◀─────────┘
+//! ```
+//!
+//! Firing is `cont` where the VM is paused. The `stop` of an engine that stalls or died may still be on its way to QEMU
+//! when the deadline passes, so the watchdog keeps looking. The engine arms only to pause a VM that runs: a VM that a
+//! user paused is not ours to resume.
+//!
+//! Invariants:
+//! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
+//! 2. An engine whose pause was ended by the watchdog learns it when it disarms.
+//!
+//! Left out: restarting the engine; pauses that anybody else makes.
+
+use crate::{Error, Qmp, Result, RunStatus};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout};
+use std::time::{Duration, Instant};
+
+/// How long QEMU's monitor may take to answer the watchdog.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the `stop` of an engine that died may be on its way.
+const LAST_STOP: Duration = Duration::from_secs(3);
+/// How often the state is looked at meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long the watchdog may take to answer the engine.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// The longest line; a deadline has at most 20 digits.
+const LINE_BYTES_MAX: usize = 64;
+
+/// What an engine's line says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    Arm(Duration),
+    Disarm,
+}
+
+/// Reads lines out of whatever pieces the pipe gives.
+#[derive(Default)]
+struct Lines(Vec<u8>);
+
+impl Lines {
+    /// Adds `bytes`; the lines complete now. Of a line too long to be one, the beginning.
+    fn push(&mut self, bytes: &[u8]) -> Vec<String> {
+        let mut lines = Vec::new();
+        for byte in bytes {
+            if *byte == b'\n' {
+                lines.push(String::from_utf8_lossy(&self.0).into_owned());
+                self.0.clear();
+            } else if self.0.len() < LINE_BYTES_MAX {
+                self.0.push(*byte);
+            }
+        }
+        lines
+    }
+}
+
+fn parse(line: &str) -> Result<Order> {
+    let bad = || Error::Watchdog { problem: format!("{line:?} was sent, which is no order") };
+    match line.split_at_checked(1) {
+        Some(("D", "")) => Ok(Order::Disarm),
+        Some(("A", ms)) => ms.parse().map(|ms| Order::Arm(Duration::from_millis(ms))).map_err(|_| bad()),
+        _ => Err(bad()),
+    }
+}
+
+/// The watchdog's state: pure, with time given.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Dog {
+    deadline: Option<Instant>,
+}
+
+impl Dog {
+    /// Takes an order; true where it asks for an answer.
+    fn obey(&mut self, order: Order, now: Instant) -> bool {
+        match order {
+            // A deadline beyond the clock's end never comes.
+            Order::Arm(limit) => self.deadline = now.checked_add(limit),
+            Order::Disarm => self.deadline = None,
+        }
+        order == Order::Disarm
+    }
+
+    /// How long nothing needs to be done; `None` for as long as no order comes.
+    fn patience(&self, now: Instant) -> Option<Duration> {
+        self.deadline.map(|deadline| deadline.saturating_duration_since(now))
+    }
+
+    /// True where the deadline has passed; the next one is then a look away, until disarmed.
+    fn is_due(&mut self, now: Instant) -> bool {
+        let due = self.deadline.is_some_and(|deadline| now >= deadline);
+        if due {
+            self.deadline = now.checked_add(LOOK_EVERY);
+        }
+        due
+    }
+}
+
+/// The watchdog process: watches over the VM behind the monitor `socket` until `commands` end or QEMU does.
+///
+/// Errors: the monitor cannot be reached, or an order that is none; an armed watchdog fires before it gives up.
+pub fn run(socket: &Path, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
+    let qmp = Qmp::connect(socket, CONNECT_TIMEOUT)?;
+    let mut runner = Runner { qmp, commands, reports, dog: Dog::default(), lines: Lines::default() };
+    match runner.watch() {
+        Err(Error::Gone { .. }) => Ok(()),
+        Err(error) => {
+            if runner.dog.deadline.is_some() {
+                runner.rescue()?;
+            }
+            Err(error)
+        }
+        done => done,
+    }
+}
+
+struct Runner<R, W> {
+    qmp: Qmp,
+    commands: R,
+    reports: W,
+    dog: Dog,
+    lines: Lines,
+}
+
+impl<R: Read + AsFd, W: Write> Runner<R, W> {
+    fn watch(&mut self) -> Result<()> {
+        loop {
+            let (commands, events) = self.wait()?;
+            if self.dog.is_due(Instant::now()) && self.resume()? {
+                self.report("F\n")?;
+            }
+            if events {
+                // Read away, or QEMU would keep them for us without end.
+                self.qmp.drain_events()?;
+            }
+            if commands && !self.take_orders()? {
+                return if self.dog.deadline.is_some() { self.rescue() } else { Ok(()) };
+            }
+        }
+    }
+
+    /// Waits for orders, for QEMU, or for the deadline. What there is: orders, events.
+    fn wait(&self) -> Result<(bool, bool)> {
+        let limit = self.dog.patience(Instant::now());
+        let limit = limit.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
+        let mut fds =
+            [PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.qmp, PollFlags::IN)];
+        match poll(&mut fds, limit.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(Error::io("wait for the engine")(e)),
+        }
+        let [commands, qmp] = fds.map(|fd| !fd.revents().is_empty());
+        Ok((commands, qmp))
+    }
+
+    /// False at the end of input.
+    fn take_orders(&mut self) -> Result<bool> {
+        // At least as large as the buffer of a standard input, which thus never holds lines that `poll` cannot see.
+        let mut chunk = [0u8; 16 << 10];
+        let len = match self.commands.read(&mut chunk) {
+            Ok(len) => len,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => return Ok(true),
+            Err(e) => return Err(Error::io("read the engine's orders")(e)),
+        };
+        for line in self.lines.push(chunk.get(..len).unwrap_or_default()) {
+            if self.dog.obey(parse(&line)?, Instant::now()) {
+                self.report("K\n")?;
+            }
+        }
+        Ok(len > 0)
+    }
+
+    /// Lets the VM run where it is paused; true where it did.
+    fn resume(&mut self) -> Result<bool> {
+        let mut attempt = || {
+            let paused = self.qmp.status()? == RunStatus::Paused;
+            if paused {
+                self.qmp.cont()?;
+            }
+            Ok(paused)
+        };
+        match attempt() {
+            // QEMU is busy, perhaps with the very `stop` (it flushes disks): look again.
+            Err(Error::Timeout { .. }) => Ok(false),
+            other => other,
+        }
+    }
+
+    /// The engine is gone: its pause ends, also one that it has only asked for.
+    fn rescue(&mut self) -> Result<()> {
+        let until = Instant::now() + LAST_STOP;
+        while Instant::now() < until {
+            match self.resume() {
+                Err(Error::Gone { .. }) => return Ok(()),
+                resumed => resumed?,
+            };
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, text: &str) -> Result<()> {
+        let written = self.reports.write_all(text.as_bytes()).and_then(|()| self.reports.flush());
+        match written {
+            // An engine that cannot be told is gone; the end of its orders says so too.
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+            other => other.map_err(Error::io("report to the engine")),
+        }
+    }
+}
+
+/// Whether the watchdog ended the pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Fired(pub bool);
+
+/// The engine's hold of its watchdog.
+pub struct Watchdog {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stdout: ChildStdout,
+    lines: Lines,
+}
+
+impl Watchdog {
+    /// Takes hold of a watchdog process by its pipes, and waits until it is ready: until it has its monitor.
+    ///
+    /// Start it in a process group of its own, lest Ctrl-C end it together with the engine. Error: [`Error::Watchdog`]
+    /// where it ends or does not answer.
+    pub fn new(child: Child, stdin: ChildStdin, stdout: ChildStdout) -> Result<Self> {
+        let mut watchdog = Self { child, stdin: Some(stdin), stdout, lines: Lines::default() };
+        match watchdog.disarm_within(CONNECT_TIMEOUT + ANSWER_TIMEOUT) {
+            Ok(_) => Ok(watchdog),
+            Err(e) => {
+                watchdog.finish();
+                Err(e)
+            }
+        }
+    }
+
+    /// Begins to watch: unless it is disarmed within `limit`, the VM is resumed. To be called before `stop`.
+    pub fn arm(&mut self, limit: Duration) -> Result<()> {
+        self.order(&format!("A{}\n", limit.as_millis()))
+    }
+
+    /// Stops watching, after `cont`. [`Fired`] tells whether the VM was resumed from there since it was armed.
+    pub fn disarm(&mut self) -> Result<Fired> {
+        self.disarm_within(ANSWER_TIMEOUT)
+    }
+
+    /// Ends the watchdog, disarmed.
+    pub fn end(mut self) {
+        // Where it does not answer, the end of its input still disarms it after its own look at the VM.
+        let _ = self.disarm();
+        self.finish();
+    }
+
+    fn finish(&mut self) {
+        self.stdin = None;
+        let deadline = Instant::now() + LAST_STOP + ANSWER_TIMEOUT;
+        while Instant::now() < deadline {
+            if !matches!(self.child.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    fn disarm_within(&mut self, timeout: Duration) -> Result<Fired> {
+        self.order("D\n")?;
+        let deadline = Instant::now() + timeout;
+        let mut fired = false;
+        loop {
+            for line in self.receive(deadline)? {
+                match line.as_str() {
+                    "F" => fired = true,
+                    "K" => return Ok(Fired(fired)),
+                    other => return Err(Error::Watchdog { problem: format!("it said {other:?}") }),
+                }
+            }
+        }
+    }
+
+    fn order(&mut self, line: &str) -> Result<()> {
+        let ended = || Error::Watchdog { problem: "it has ended; pauses are no longer watched".into() };
+        let stdin = self.stdin.as_mut().ok_or_else(ended)?;
+        stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush()).map_err(|e| match e.kind() {
+            std::io::ErrorKind::BrokenPipe => ended(),
+            _ => Error::io("write to the watchdog")(e),
+        })
+    }
+
+    fn receive(&mut self, deadline: Instant) -> Result<Vec<String>> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&self.stdout, PollFlags::IN)], Some(&limit)) {
+            Ok(0) => return Err(Error::Watchdog { problem: "it does not answer".into() }),
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => return Ok(Vec::new()),
+            Err(e) => return Err(Error::io("wait for the watchdog")(e)),
+        }
+        let mut chunk = [0u8; 256];
+        match self.stdout.read(&mut chunk) {
+            Ok(0) => Err(Error::Watchdog { problem: "it has ended".into() }),
+            Ok(len) => Ok(self.lines.push(chunk.get(..len).unwrap_or_default())),
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => Ok(Vec::new()),
+            Err(e) => Err(Error::io("read from the watchdog")(e)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

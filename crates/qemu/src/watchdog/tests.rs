@@ -1,0 +1,194 @@
+//! Against a monitor made here that knows `stop`, `cont` and `query-status`, and against pipes in place of an engine.
+
+use super::*;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+/// A machine: whether it runs, and how often it was continued.
+#[derive(Default)]
+struct Machine {
+    running: bool,
+    conts: u32,
+}
+
+type Shared = Arc<Mutex<Machine>>;
+
+fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("watchdog.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let machine = Shared::default();
+    let shared = Arc::clone(&machine);
+    std::thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        let mut out = stream.try_clone().unwrap();
+        writeln!(out, r#"{{"QMP": {{}}}}"#).unwrap();
+        for line in BufReader::new(stream).lines() {
+            let Ok(line) = line else { return };
+            let message: Value = serde_json::from_str(&line).unwrap();
+            let mut machine = shared.lock().unwrap();
+            let answer = match message["execute"].as_str().unwrap() {
+                "query-status" => json!({ "status": if machine.running { "running" } else { "paused" } }),
+                "cont" => {
+                    machine.running = true;
+                    machine.conts += 1;
+                    json!({})
+                }
+                _ => json!({}),
+            };
+            writeln!(out, "{}", json!({ "return": answer, "id": message["id"] })).unwrap();
+        }
+    });
+    (dir, path, machine)
+}
+
+/// The runner in a thread, with the engine's ends of its pipes.
+fn runner(path: &Path) -> (std::fs::File, BufReader<std::fs::File>, JoinHandle<Result<()>>) {
+    let pipe = || {
+        let (r, w) = std::io::pipe().unwrap();
+        (std::fs::File::from(OwnedFd::from(r)), std::fs::File::from(OwnedFd::from(w)))
+    };
+    let ((commands, orders), (answers, reports)) = (pipe(), pipe());
+    let path = path.to_owned();
+    let thread = std::thread::spawn(move || run(&path, commands, reports));
+    (orders, BufReader::new(answers), thread)
+}
+
+fn wait_for(machine: &Shared, what: impl Fn(&Machine) -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < deadline {
+        if what(&machine.lock().unwrap()) {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    false
+}
+
+#[test]
+fn an_engine_that_dies_in_a_pause_leaves_no_vm_paused() {
+    let (_dir, path, machine) = monitor();
+    let (mut orders, _answers, thread) = runner(&path);
+    orders.write_all(b"A600000\n").unwrap();
+    drop(orders);
+    assert!(wait_for(&machine, |m| m.conts == 1), "the VM stays paused");
+    thread.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_stop_that_arrives_after_the_engines_death_is_undone_too() {
+    let (_dir, path, machine) = monitor();
+    machine.lock().unwrap().running = true;
+    let (mut orders, answers, thread) = runner(&path);
+    orders.write_all(b"D\nA600000\n").unwrap();
+    let mut line = String::new();
+    let mut answers = answers;
+    answers.read_line(&mut line).unwrap();
+    drop(orders);
+    std::thread::sleep(LOOK_EVERY * 3);
+    assert_eq!(machine.lock().unwrap().conts, 0, "a running VM is left alone");
+    machine.lock().unwrap().running = false;
+    assert!(wait_for(&machine, |m| m.conts == 1), "the VM stays paused");
+    thread.join().unwrap().unwrap();
+}
+
+#[test]
+fn an_engine_that_ends_disarmed_leaves_a_paused_vm_paused() {
+    let (_dir, path, machine) = monitor();
+    let (mut orders, _answers, thread) = runner(&path);
+    orders.write_all(b"A600000\nD\n").unwrap();
+    drop(orders);
+    thread.join().unwrap().unwrap();
+    assert_eq!(machine.lock().unwrap().conts, 0);
+}
+
+#[test]
+fn a_pause_beyond_its_limit_is_ended_and_the_engine_learns_it() {
+    let (_dir, path, machine) = monitor();
+    let (mut orders, mut answers, thread) = runner(&path);
+    orders.write_all(b"A1\n").unwrap();
+    assert!(wait_for(&machine, |m| m.conts == 1), "the VM stays paused");
+    // An engine that stalls before its stop reaches QEMU is no better.
+    machine.lock().unwrap().running = false;
+    assert!(wait_for(&machine, |m| m.conts == 2), "the second pause stays");
+    orders.write_all(b"D\n").unwrap();
+    let mut told = Vec::new();
+    while told.last().is_none_or(|last: &String| last != "K\n") {
+        let mut line = String::new();
+        assert!(answers.read_line(&mut line).unwrap() > 0, "no answer after {told:?}");
+        told.push(line);
+    }
+    assert!(told.contains(&"F\n".to_owned()), "{told:?}");
+    // Disarmed: what happens now is nobody's pause.
+    machine.lock().unwrap().running = false;
+    drop(orders);
+    thread.join().unwrap().unwrap();
+    assert_eq!(machine.lock().unwrap().conts, 2);
+}
+
+#[test]
+fn an_order_that_is_none_ends_the_watch_after_the_pause_is_ended() {
+    let long = "A".repeat(100);
+    for bad in ["X", "A", "A-1", "Dx", "", "\u{e9}", &long, "A99999999999999999999999"] {
+        let lines = Lines::default().push(format!("{bad}\n").as_bytes());
+        assert!(lines.iter().any(|line| parse(line).is_err()), "{bad:?}");
+    }
+    let (_dir, path, machine) = monitor();
+    let (mut orders, _answers, thread) = runner(&path);
+    orders.write_all(format!("A600000\n{long}\n").as_bytes()).unwrap();
+    assert!(wait_for(&machine, |m| m.conts > 0), "the VM stays paused");
+    assert!(matches!(thread.join().unwrap(), Err(Error::Watchdog { .. })));
+}
+
+#[test]
+fn the_end_of_qemu_ends_the_watchdog() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("watchdog.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"{\"QMP\": {}}\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream.try_clone().unwrap()).read_line(&mut line).unwrap();
+        stream.write_all(b"{\"return\": {}, \"id\": 1}\n").unwrap();
+    });
+    let (orders, _answers, thread) = runner(&path);
+    server.join().unwrap();
+    thread.join().unwrap().unwrap();
+    drop(orders);
+}
+
+/// The engine's side, over a shell script in the watchdog's place.
+fn engine(script: &str) -> Result<Watchdog> {
+    let mut command = Command::new("sh");
+    command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let (stdin, stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    Watchdog::new(child, stdin, stdout)
+}
+
+#[test]
+fn the_engine_is_told_whether_the_watchdog_fired_since_it_armed() {
+    let mut watchdog =
+        engine("read x; echo K; read a; read d; printf 'F\\nF\\nK\\n'; read a; read d; echo K; read d; echo K").unwrap();
+    watchdog.arm(Duration::from_millis(50)).unwrap();
+    assert_eq!(watchdog.disarm().unwrap(), Fired(true));
+    watchdog.arm(Duration::from_millis(50)).unwrap();
+    assert_eq!(watchdog.disarm().unwrap(), Fired(false));
+    watchdog.end();
+}
+
+#[test]
+fn a_watchdog_that_has_died_is_noticed_before_the_vm_is_paused() {
+    let mut watchdog = engine("read x; echo K").unwrap();
+    assert!(!matches!(watchdog.child.wait(), Err(_)));
+    assert!(matches!(watchdog.arm(Duration::from_secs(1)), Err(Error::Watchdog { .. })));
+    assert!(engine("exit 0").is_err(), "one that never was ready");
+    assert!(engine("read x; echo what; read y").is_err(), "one that talks nonsense");
+}
