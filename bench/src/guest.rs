@@ -16,7 +16,7 @@ impl Guest {
             Some(dir) => dir.clone(),
             None => build()?,
         };
-        for file in ["vmlinuz", "initramfs.cpio.gz"] {
+        for file in ["vmlinux", "initramfs.cpio.gz"] {
             if !dir.join(file).is_file() {
                 return Err(Error::NoGuest { problem: format!("no {}", dir.join(file).display()) });
             }
@@ -40,11 +40,11 @@ impl Guest {
             "-serial",
             "stdio",
             "-kernel",
-            &file("vmlinuz"),
+            &file("vmlinux"),
             "-initrd",
             &file("initramfs.cpio.gz"),
             "-append",
-            &format!("console=ttyS0 quiet panic=-1 {append}"),
+            &format!("console=ttyS0 quiet panic=-1 tsc=unstable {append}"),
         ]
         .map(str::to_owned)
         .to_vec()

@@ -28,7 +28,6 @@ apt-config dump | grep -E '^Acquire::(http|https|ftp|Retries|Check-|ForceIPv)' >
 echo 'Acquire::http::Pipeline-Depth "5";' >> "$tmp/apt.conf"
 
 say "real: packages (a minute or two)"
-# Its path is that of a directory only root can enter otherwise; apt in it runs as another user.
 mkdir "$tmp/rootfs"
 mmdebstrap --quiet --mode=root --variant=minbase --components=main --aptopt="$tmp/apt.conf" \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \

@@ -112,8 +112,10 @@ impl Boot {
         line.extend(
             ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"].map(str::to_owned),
         );
-        line.extend(["-kernel".into(), file("vmlinuz"), "-initrd".into(), file("initramfs.cpio.gz")]);
-        line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {}", self.append)]);
+        line.extend(["-kernel".into(), file("vmlinux"), "-initrd".into(), file("initramfs.cpio.gz")]);
+        // As guests/small/run.sh has them, with the reasons.
+        let machine = if self.machine.starts_with("microvm") { "reboot=t pci=off" } else { "tsc=unstable" };
+        line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {machine} {}", self.append)]);
         line.extend(self.extra.iter().cloned());
         line
     }

@@ -348,8 +348,11 @@ impl<T: Tracker> Cycle<T> {
         attempt.timeline.resume_ns = ns(resume.elapsed());
         attempt.timeline.pause_ns = ns(start.elapsed());
         observer.reached(Phase::Resumed);
+        // Both, whatever came before: the watchdog must be disarmed even where the checkpoint is lost already.
+        let by = machine.resumed(stopped);
         let device_state = inside?;
-        if resumed.map_err(machine_error("resume the VM"))? == Resumed::ByOther {
+        resumed.map_err(machine_error("resume the VM"))?;
+        if by.map_err(machine_error("find out who resumed the VM"))? == Resumed::ByOther {
             return Err(CycleError::Torn);
         }
         if let Some(before) = self.paused_at {

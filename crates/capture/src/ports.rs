@@ -54,7 +54,10 @@ pub trait Machine: Send {
     fn finish_save(&mut self) -> Result<Vec<u8>, BoxError>;
 
     /// Ends the pause. `stopped` is what [`Machine::stop`] answered: a VM that was paused already is left so.
-    fn resume(&mut self, stopped: Stopped) -> Result<Resumed, BoxError>;
+    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError>;
+
+    /// After the pause: disarms the watchdog, and tells who resumed the VM.
+    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError>;
 }
 
 /// Takes the pages of checkpoints in and seals them.

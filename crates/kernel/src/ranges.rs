@@ -88,6 +88,17 @@ pub(crate) fn split(list: &[HostRange], by: &[HostRange], mut each: impl FnMut(H
     }
 }
 
+/// What of `list` lies in `by` (`inside`) or does not.
+pub(crate) fn select(list: &[HostRange], by: &[HostRange], inside: bool) -> Vec<HostRange> {
+    let mut out = Vec::new();
+    split(list, by, |range, is_inside| {
+        if is_inside == inside {
+            push_joined(&mut out, range);
+        }
+    });
+    out
+}
+
 /// Few windows that hold every range of `list`: neighbours less than `gap_bytes` apart share one.
 pub(crate) fn windows(list: &[HostRange], gap_bytes: u64) -> Vec<HostRange> {
     let mut out: Vec<HostRange> = Vec::new();
@@ -146,6 +157,8 @@ mod tests {
                 if in_b { shared.push(piece) }
             });
             prop_assert_eq!(bytes(&whole), a.iter().copied().collect::<Vec<_>>());
+            prop_assert_eq!(bytes(&select(&left, &right, true)), bytes(&shared));
+            prop_assert_eq!(bytes(&select(&left, &right, false)), a.difference(&b).copied().collect::<Vec<_>>());
             prop_assert_eq!(bytes(&shared), a.intersection(&b).copied().collect::<Vec<_>>());
         }
 

@@ -132,10 +132,9 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Of `list`, pages for which the page tables hold something other than a bare marker of protection: those on swap or
-    /// in migration. Without the right to see swap entries (`CAP_SYS_ADMIN`) that is all of `list`.
-    pub fn without_markers(&self, list: &[HostRange]) -> io::Result<Vec<HostRange>> {
-        let mut out = Vec::new();
+    /// What the entries of the pages of `list` hold.
+    pub fn entries(&self, list: &[HostRange]) -> io::Result<Entries> {
+        let mut out = Entries::default();
         let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];
         for range in list {
             let (mut page, end) = (range.start.0 / PAGE_BYTES as u64, range.end().0 / PAGE_BYTES as u64);
@@ -148,9 +147,12 @@ impl Pagemap {
                 }
                 let (entries, _) = part.get(..got).unwrap_or_default().as_chunks::<ENTRY_BYTES>();
                 for entry in entries {
-                    if !is_bare(u64::from_ne_bytes(*entry)) {
-                        push_joined(&mut out, between(page * PAGE_BYTES as u64, (page + 1) * PAGE_BYTES as u64));
-                    }
+                    let list = match holds(u64::from_ne_bytes(*entry)) {
+                        Holds::Nothing => &mut out.bare,
+                        Holds::Hidden => &mut out.hidden,
+                        Holds::Page => &mut out.held,
+                    };
+                    push_joined(list, between(page * PAGE_BYTES as u64, (page + 1) * PAGE_BYTES as u64));
                     page += 1;
                 }
             }
@@ -159,12 +161,34 @@ impl Pagemap {
     }
 }
 
-/// True for an entry without a page, in memory or on swap: none, or a marker of write protection. (Of hugetlbfs
-/// pages the kernel shows a marker as none.)
-fn is_bare(entry: u64) -> bool {
+/// Pages by what their entries hold.
+#[derive(Debug, Default)]
+pub(crate) struct Entries {
+    /// Nothing: no entry, or a marker of write protection.
+    pub bare: Vec<HostRange>,
+    /// What we may not see (it takes `CAP_SYS_ADMIN`): a page on swap or in migration, or a marker.
+    pub hidden: Vec<HostRange>,
+    /// A page, in memory, on swap or in migration.
+    pub held: Vec<HostRange>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holds {
+    Nothing,
+    Hidden,
+    Page,
+}
+
+/// What a pagemap entry holds. (Of hugetlbfs pages the kernel shows a marker as none.)
+fn holds(entry: u64) -> Holds {
     let (kind, offset) = (entry & 0x1f, (entry >> 5) & ((1 << 50) - 1));
-    let is_marker = entry & ENTRY_SWAP != 0 && kind == MARKER_TYPE && offset == MARKER_UFFD_WP;
-    is_marker || entry & (ENTRY_SWAP | ENTRY_PRESENT) == 0
+    match entry & (ENTRY_PRESENT | ENTRY_SWAP) {
+        0 => Holds::Nothing,
+        ENTRY_SWAP if kind == MARKER_TYPE && offset == MARKER_UFFD_WP => Holds::Nothing,
+        // Offset 0 of a swap device is its header, never a page: the kernel shows zeros instead of what is there.
+        ENTRY_SWAP if kind == 0 && offset == 0 => Holds::Hidden,
+        _ => Holds::Page,
+    }
 }
 
 #[cfg(test)]
@@ -172,21 +196,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_entry_that_holds_no_page_is_bare() {
+    fn only_an_entry_without_a_page_holds_nothing() {
         let marker = ENTRY_SWAP | 1 << 57 | MARKER_TYPE | MARKER_UFFD_WP << 5;
         let (guard, poisoned) = (ENTRY_SWAP | MARKER_TYPE | 4 << 5, ENTRY_SWAP | MARKER_TYPE | 2 << 5);
-        for (entry, bare) in [
-            (0, true),
-            (1 << 57, true),
-            (marker, true),
-            (ENTRY_PRESENT | 1 << 57 | 0x1234, false),
-            (ENTRY_SWAP | 0x20, false),
-            (ENTRY_SWAP | 30 | 1 << 5, false),
-            (ENTRY_SWAP, false),
-            (guard, false),
-            (poisoned, false),
+        for (entry, expected) in [
+            (0, Holds::Nothing),
+            (1 << 57, Holds::Nothing),
+            (marker, Holds::Nothing),
+            (ENTRY_PRESENT | 1 << 57 | 0x1234, Holds::Page),
+            (ENTRY_PRESENT, Holds::Page),
+            (ENTRY_SWAP | 0x20, Holds::Page),
+            (ENTRY_SWAP | 30 | 1 << 5, Holds::Page),
+            (ENTRY_SWAP | 1 << 57, Holds::Hidden),
+            (guard, Holds::Page),
+            (poisoned, Holds::Page),
         ] {
-            assert_eq!(is_bare(entry), bare, "{entry:#x}");
+            assert_eq!(holds(entry), expected, "{entry:#x}");
         }
     }
 }

@@ -17,10 +17,16 @@
 //!   C  holes        protected (markers), then looked at again; private memory only
 //! ```
 //!
-//! C is there because discarding private memory (`MADV_DONTNEED`: balloon, free page reporting) frees page tables,
-//! transparent and hugetlbfs pages, and with them their protection; A passes over such holes on most kernels. A hole
-//! is reported and given markers, so that it is reported once. In shared memory a hole says nothing: its content
-//! lives in the file.
+//! B and C are there because discarding private memory (`MADV_DONTNEED`: balloon, free page reporting) changes it, and
+//! A does not always see that:
+//!
+//! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
+//!   over the hole that is left A passes on most kernels. C reports it, and puts markers there, so that it is
+//!   reported once.
+//! - Private memory of a file, and hugetlbfs: a protected page leaves a marker, as if it had never been there. So
+//!   the pages with nothing but a marker are remembered; one that joins them was discarded.
+//!
+//! In shared memory neither says anything: its content lives in the file.
 //!
 //! Invariants: a page is protected only in a scan that reports it, and whether it is there is looked up after that;
 //! where a call fails half-way, the error is [`Error::ScanBroken`] and every page of that scan counts as written.
@@ -31,7 +37,7 @@
 
 use crate::abi::{self, PageRegion};
 use crate::maps::covering;
-use crate::ranges::{self, clip, intersection, push_joined, split, union, windows, without};
+use crate::ranges::{self, clip, intersection, push_joined, select, split, union, windows, without};
 use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, PAGE_BYTES};
@@ -74,6 +80,8 @@ struct Segment {
     range: HostRange,
     page_bytes: u64,
     shared: bool,
+    /// Discarding a protected page leaves a marker: private, and not what the kernel calls anonymous.
+    leaves_markers: bool,
 }
 
 /// Pages that are not in memory.
@@ -91,6 +99,8 @@ struct Scratch {
     buffer: Vec<PageRegion>,
     /// Registered, never scanned.
     unscanned: Vec<HostRange>,
+    /// In memory where a discard leaves a marker: pages that held nothing else at the last scan.
+    bare: Vec<HostRange>,
 }
 
 /// Tracks writes to registered ranges of one process. Dropping it ends the tracking; the memory is as it was.
@@ -118,7 +128,7 @@ impl WriteTracker {
             return Err(missing
                 .map_or(failed(source), |(_, feature, since)| Error::MissingFeature { feature, since }));
         }
-        let scratch = Scratch { buffer: Pagemap::buffer(), unscanned: Vec::new() };
+        let scratch = Scratch { buffer: Pagemap::buffer(), unscanned: Vec::new(), bare: Vec::new() };
         Ok(Self {
             process: process.try_clone()?,
             uffd,
@@ -131,7 +141,7 @@ impl WriteTracker {
 
     /// Whether private memory can be discarded while it is tracked (default: it can). A VM without balloon, free page
     /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for holes, about half
-    /// of their time. Told so wrongly, discarded huge pages are missed.
+    /// of their time. Told so wrongly, discarded pages are missed. To be set before the first scan.
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
     }
@@ -172,7 +182,9 @@ impl WriteTracker {
             if part.start.0 % mapping.page_bytes != 0 || part.end().0 % mapping.page_bytes != 0 {
                 return Err(unaligned(mapping.page_bytes));
             }
-            segments.push(Segment { range: part, page_bytes: mapping.page_bytes, shared: mapping.shared });
+            let leaves_markers = !mapping.shared && mapping.inode != 0;
+            let page_bytes = mapping.page_bytes;
+            segments.push(Segment { range: part, page_bytes, shared: mapping.shared, leaves_markers });
         }
         Ok(segments)
     }
@@ -190,6 +202,7 @@ impl WriteTracker {
             .collect();
         let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
         scratch.unscanned = without(&scratch.unscanned, range);
+        scratch.bare = without(&scratch.bare, range);
         Ok(())
     }
 
@@ -206,9 +219,10 @@ impl WriteTracker {
         let before = out.len();
         let mut stats = ScanStats::default();
         for part in &parts {
-            let fresh = clip(&scratch.unscanned, part.range);
-            if let Err(source) = self.scan_part(*part, &fresh, &mut scratch.buffer, out, &mut stats) {
+            if let Err(source) = self.scan_part(*part, scratch, out, &mut stats) {
                 out.truncate(before);
+                // What was discarded from here on must not pass for never touched.
+                scratch.bare = without(&scratch.bare, range);
                 return Err(Error::ScanBroken { pid: self.process.pid(), range, source });
             }
         }
@@ -221,36 +235,37 @@ impl WriteTracker {
         Ok(stats)
     }
 
-    /// One scan of a stretch of one mapping, of which `fresh` was never scanned.
+    /// One scan of a stretch of one mapping.
     fn scan_part(
         &self,
         part: Segment,
-        fresh: &[HostRange],
-        buffer: &mut [PageRegion],
+        scratch: &mut Scratch,
         out: &mut Vec<Written>,
         stats: &mut ScanStats,
     ) -> io::Result<()> {
+        let fresh = clip(&scratch.unscanned, part.range);
         let mut written = Vec::new();
         let found = |range, _| push_joined(&mut written, range);
-        stats.calls += self.pagemap.scan(Query::WRITTEN.protecting(), part.range, buffer, found)?;
-        let mut written = union(&[&written, fresh]);
+        stats.calls += self.pagemap.scan(Query::WRITTEN.protecting(), part.range, &mut scratch.buffer, found)?;
+        let mut written = union(&[&written, &fresh]);
 
-        let look_for_holes = !part.shared && (self.watch_discards || !fresh.is_empty());
-        let windows =
-            if look_for_holes { vec![part.range] } else { windows(&written, WINDOW_GAP_BYTES) };
-        let mut missing = self.missing(&windows, buffer, stats)?;
-        if look_for_holes && !missing.holes.is_empty() {
-            let holes = std::mem::take(&mut missing.holes);
-            for hole in &holes {
-                abi::uffd_write_protect(self.uffd.as_fd(), hole.start.0, hole.len_bytes)?;
-            }
-            // What was touched before it was protected is there now, and reported as such.
-            let now = self.missing(&holes, buffer, stats)?;
-            missing.holes = now.holes;
-            missing.entries = union(&[&missing.entries, &now.entries]);
-            written = union(&[&written, &holes]);
+        let look_at_all = !part.shared && (self.watch_discards || !fresh.is_empty());
+        let windows = if look_at_all { vec![part.range] } else { windows(&written, WINDOW_GAP_BYTES) };
+        let mut missing = self.missing(&windows, &mut scratch.buffer, stats)?;
+        if look_at_all && !missing.holes.is_empty() {
+            written = union(&[&written, &missing.holes]);
+            self.protect_holes(&mut missing, &mut scratch.buffer, stats)?;
         }
-        let absent = union(&[&missing.holes, &self.bare_markers(&written, &missing.entries)?]);
+        let absent = if part.leaves_markers && look_at_all {
+            let known = clip(&scratch.bare, part.range);
+            let (discarded, bare) = self.discarded(&known, &written, &missing)?;
+            written = union(&[&written, &discarded]);
+            scratch.bare = union(&[&without(&scratch.bare, part.range), &bare]);
+            bare
+        } else {
+            let entries = self.pagemap.entries(&select(&missing.entries, &written, true))?;
+            union(&[&missing.holes, &entries.bare])
+        };
         split(&written, &absent, |range, is_absent| {
             let pages = range.len_bytes / PAGE_BYTES as u64;
             stats.written_pages += pages;
@@ -279,22 +294,38 @@ impl WriteTracker {
         Ok(missing)
     }
 
-    /// Of `written`, the pages for which `entries` holds a marker of protection and nothing else.
-    fn bare_markers(&self, written: &[HostRange], entries: &[HostRange]) -> io::Result<Vec<HostRange>> {
-        let mut candidates = Vec::new();
-        split(entries, written, |range, is_written| {
-            if is_written {
-                push_joined(&mut candidates, range);
-            }
-        });
-        let swapped = self.pagemap.without_markers(&candidates)?;
-        let mut markers = Vec::new();
-        split(&candidates, &swapped, |range, is_swapped| {
-            if !is_swapped {
-                push_joined(&mut markers, range);
-            }
-        });
-        Ok(markers)
+    /// Protects the holes of `missing`, all of which the caller reports, and looks at them again: what was touched
+    /// before it was protected is there now.
+    fn protect_holes(
+        &self,
+        missing: &mut Missing,
+        buffer: &mut [PageRegion],
+        stats: &mut ScanStats,
+    ) -> io::Result<()> {
+        let holes = std::mem::take(&mut missing.holes);
+        for hole in &holes {
+            abi::uffd_write_protect(self.uffd.as_fd(), hole.start.0, hole.len_bytes)?;
+        }
+        let now = self.missing(&holes, buffer, stats)?;
+        missing.holes = now.holes;
+        missing.entries = union(&[&missing.entries, &now.entries]);
+        Ok(())
+    }
+
+    /// In memory where a discard leaves a marker: the pages discarded since `known` was what held nothing else, and all
+    /// that hold nothing else now. A page of `known` that is not in `written` was not touched, so needs no look.
+    fn discarded(
+        &self,
+        known: &[HostRange],
+        written: &[HostRange],
+        missing: &Missing,
+    ) -> io::Result<(Vec<HostRange>, Vec<HostRange>)> {
+        let untouched = select(&select(&missing.entries, known, true), written, false);
+        let entries = self.pagemap.entries(&select(&missing.entries, &untouched, false))?;
+        let bare = union(&[&missing.holes, &untouched, &entries.bare]);
+        // What we may not see counts as discarded each time: never as known.
+        let discarded = union(&[&entries.hidden, &select(&bare, known, false)]);
+        Ok((discarded, bare))
     }
 
     /// How many pages (of 4 KiB) of `range` the next scan would find written, about: without protecting them, and

@@ -83,17 +83,18 @@ fn check(code: i64) -> std::io::Result<i64> {
 }
 
 /// Maps memory: `anon` (private anonymous), `thp` (the same with huge pages, aligned), `memfd` and `sealed` (shared,
-/// the second sealed against shrinking), `file` (a file, shared), `copy` (a file of 0x11 bytes, private), `hugetlb` and
+/// the second sealed against shrinking), `file` (a file, shared), `copy` and `memcopy` (private, of a file of
+/// 0x11 bytes and of a memfd), `hugetlb` and
 /// `hugeanon` (2 MiB pages, shared memfd and private anonymous).
 fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
     let flags = match kind {
         "anon" | "thp" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
         "hugeanon" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
-        "copy" => libc::MAP_PRIVATE,
+        "copy" | "memcopy" => libc::MAP_PRIVATE,
         _ => libc::MAP_SHARED,
     };
     let file = match kind {
-        "memfd" => Some(memory_file(len, libc::MFD_CLOEXEC)?),
+        "memfd" | "memcopy" => Some(memory_file(len, libc::MFD_CLOEXEC)?),
         "sealed" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)?),
         "hugetlb" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?),
         "file" | "copy" => {

@@ -21,6 +21,9 @@ static STARTING: Mutex<()> = Mutex::new(());
 /// How long a killed process may take to be gone.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long to look for the exit of a QEMU that closed a connection.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The signals that a terminal sends to a whole process group at a key press.
 const TERMINAL_KEYS: [Signal; 1] = [Signal::SIGINT];
 
@@ -71,6 +74,23 @@ pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
 }
 
+/// Where `error` says that a connection to QEMU broke, and `child` has ended, [`Error::Exited`]; else `error`.
+pub fn exited_instead(error: Error, child: &mut Child, when: &'static str) -> Error {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    let broken = match &error {
+        Error::Gone { .. } => true,
+        Error::Io { source, .. } => matches!(source.kind(), BrokenPipe | ConnectionReset),
+        _ => false,
+    };
+    if !broken {
+        return error;
+    }
+    match wait(child, EXIT_TIMEOUT) {
+        Ok(Some(status)) => Error::Exited { status, when },
+        _ => error,
+    }
+}
+
 /// Waits for the end of `child` for at most `timeout`.
 pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> {
     let deadline = Instant::now() + timeout;
@@ -102,7 +122,8 @@ mod tests {
     #[test]
     fn a_child_has_sigint_blocked_and_sees_the_given_descriptors_alone() {
         let given = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
-        let kept = std::fs::File::open("/dev/null").unwrap();
+        // A number that `ls` does not use itself.
+        let kept = rustix::io::fcntl_dupfd_cloexec(&given, 500).unwrap();
         // No shell: some reset the mask for their own children.
         let output = |program: &str, argument: &str, descriptors: &[&OwnedFd]| {
             let mut command = Command::new(program);
@@ -116,7 +137,7 @@ mod tests {
         let text = output("ls", "/proc/self/fd", &[&given]);
         let fds: Vec<&str> = text.split_whitespace().collect();
         assert!(fds.contains(&number(&given).to_string().as_str()), "{text}");
-        assert!(!fds.contains(&kept.as_raw_fd().to_string().as_str()), "{text}");
+        assert!(!fds.contains(&number(&kept).to_string().as_str()), "{text}");
         assert!(rustix::io::fcntl_getfd(&given).unwrap().contains(FdFlags::CLOEXEC));
         let ours = SigSet::thread_get_mask().unwrap();
         assert!(!ours.contains(Signal::SIGINT));

@@ -84,9 +84,13 @@ impl Vm {
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let path = monitors.first().map(|(_, path)| path.as_path()).unwrap_or(Path::new(""));
         let connected = connect(&mut child, path).and_then(|mut qmp| {
-            check_is_child(&qmp, &child, invocation.binary())?;
-            check_target(&mut qmp, invocation.binary())?;
-            Ok(qmp)
+            let checked = check_is_child(&qmp, &child, invocation.binary())
+                .and_then(|()| check_target(&mut qmp, invocation.binary()));
+            if checked.is_err() {
+                // It need not be the child that is killed below.
+                let _ = qmp.quit();
+            }
+            checked.map(|()| qmp)
         });
         match connected {
             Ok(qmp) => Ok(Self { child, qmp, state, user_command, full_command, snapshot, backends: None }),
@@ -333,6 +337,7 @@ fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
 
 fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {
     Qmp::connect_while(path, START_TIMEOUT, &mut || spawn::alive(child, error::AT_START))
+        .map_err(|e| spawn::exited_instead(e, child, error::AT_START))
 }
 
 /// All that follows acts on the child's pid, so the monitor must be that process's and not that of a child of its own.

@@ -32,14 +32,14 @@ impl Machine for QemuMachine {
             Ok(stopped) if stopped.was_running => Ok(Stopped::ByUs),
             Ok(_) => {
                 // Paused by somebody else, who will resume it: the watchdog must not.
-                self.watchdog.disarm()?;
+                let _ = self.watchdog.disarm()?;
                 Ok(Stopped::Already)
             }
             Err(e) => {
                 // The request may have arrived although its answer did not: let the VM run, whichever it is.
                 let resumed = self.vm.qmp().cont();
                 if resumed.is_ok() {
-                    self.watchdog.disarm()?;
+                    let _ = self.watchdog.disarm()?;
                 }
                 Err(e.into())
             }
@@ -54,13 +54,21 @@ impl Machine for QemuMachine {
         Ok(self.vm.finish_save_devices()?)
     }
 
-    fn resume(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
-        let resumed = match stopped {
-            Stopped::ByUs => self.vm.qmp().cont_after_stop()?,
-            Stopped::Already => self.vm.qmp().resumed_since_stop()?,
+    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
+        match stopped {
+            Stopped::ByUs => Ok(self.vm.qmp().cont()?),
+            Stopped::Already => Ok(()),
+        }
+    }
+
+    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
+        // The watchdog is disarmed whatever the monitor says.
+        let fired = match stopped {
+            Stopped::ByUs => self.watchdog.disarm()?.0,
+            Stopped::Already => false,
         };
-        let fired = stopped == Stopped::ByUs && self.watchdog.disarm()?.0;
-        Ok(if resumed || fired { Resumed::ByOther } else { Resumed::ByUs })
+        let other = self.vm.qmp().resumed_by_other()?;
+        Ok(if other || fired { Resumed::ByOther } else { Resumed::ByUs })
     }
 }
 

@@ -126,11 +126,15 @@ impl Machine for Vm {
         self.world().write();
         Ok(b"devices".to_vec())
     }
-    fn resume(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
+    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
         assert_eq!(stopped, Stopped::ByUs);
         let mut world = self.world();
         world.running = true;
-        world.call("resume")?;
+        world.call("resume")
+    }
+    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+        let mut world = self.world();
+        world.call("resumed")?;
         Ok(if std::mem::take(&mut world.resumed_by_other) { Resumed::ByOther } else { Resumed::ByUs })
     }
 }

@@ -141,5 +141,6 @@ fn entries(
     pagemap.scan(Query::ENTRY, piece, buffer, |range, categories| {
         push_joined(if categories & abi::PAGE_PRESENT == 0 { &mut swapped } else { &mut present }, range);
     })?;
-    Ok(union(&[&present, &pagemap.without_markers(&swapped)?]))
+    let swapped = pagemap.entries(&swapped)?;
+    Ok(union(&[&present, &swapped.held, &swapped.hidden]))
 }

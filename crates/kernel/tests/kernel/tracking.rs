@@ -80,7 +80,7 @@ fn a_page_that_is_only_read_is_not_reported() {
 #[test]
 fn discarded_private_pages_are_reported_each_time() {
     const PAGES: u64 = 4 * 512;
-    for kind in ["anon", "thp"] {
+    for kind in ["anon", "thp", "copy", "memcopy"] {
         let mut target = Target::start();
         let ram = target.map(kind, PAGES * PAGE);
         target.write(ram, 0, PAGES, 7);

@@ -24,6 +24,8 @@ const THREADS: usize = 2;
 pub struct Memory {
     /// The file in memory, as long as the block.
     pub file: File,
+    /// The block's number in the layout.
+    pub block: usize,
     /// The block's pages in the layout.
     pub pages: PageRange,
     /// The block's name.
@@ -32,12 +34,12 @@ pub struct Memory {
 
 impl Memory {
     /// All zeros.
-    pub fn new(block: &RamBlock, pages: PageRange) -> Result<Self> {
+    pub fn new(block: &RamBlock, number: usize, pages: PageRange) -> Result<Self> {
         let operation = format!("make {} bytes of memory for RAM block {}", block.total_bytes, block.name);
         let fd: OwnedFd = rustix::fs::memfd_create("keyframe-ram", MemfdFlags::CLOEXEC)
             .map_err(Error::io(operation.clone()))?;
         rustix::fs::ftruncate(&fd, block.total_bytes).map_err(Error::io(operation))?;
-        Ok(Self { file: fd.into(), pages, name: block.name.clone() })
+        Ok(Self { file: fd.into(), block: number, pages, name: block.name.clone() })
     }
 }
 
@@ -148,7 +150,7 @@ mod tests {
     fn memory(first: u64, len_pages: u64) -> Memory {
         let bytes = len_pages * PAGE_BYTES as u64;
         let block = RamBlock { name: "b".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
-        Memory::new(&block, PageRange::new(PageIndex(first), len_pages)).unwrap()
+        Memory::new(&block, 0, PageRange::new(PageIndex(first), len_pages)).unwrap()
     }
 
     proptest! {

@@ -40,8 +40,6 @@ use std::time::{Duration, Instant};
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to read devices and small blocks.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long to look for the exit of a QEMU that closed its end.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pages of a small block that are held in memory at once: 4 MiB.
 const STREAM_PAGES: u64 = 1024;
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
@@ -163,7 +161,7 @@ impl Pair {
 
 /// What a restore holds until the VM runs.
 struct Starting {
-    memories: Vec<(usize, Memory)>,
+    memories: Vec<Memory>,
     monitor: Pair,
     incoming: Pair,
 }
@@ -173,7 +171,7 @@ impl Starting {
         let layout = &plan.source.ram;
         let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = of_backend
-            .map(|(number, block)| Ok((number, Memory::new(block, layout.pages_of(number))?)))
+            .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
             .collect::<Result<Vec<_>>>()?;
         Ok(Self { memories, monitor: Pair::new()?, incoming: Pair::new()? })
     }
@@ -186,7 +184,7 @@ impl Starting {
         let memories: Vec<(usize, OwnedFd)> = self
             .memories
             .iter()
-            .map(|(block, memory)| Ok((*block, OwnedFd::from(memory.file.try_clone()?))))
+            .map(|memory| Ok((memory.block, OwnedFd::from(memory.file.try_clone()?))))
             .collect::<io::Result<_>>()
             .map_err(Error::io("duplicate a descriptor of the VM's memory"))?;
 
@@ -213,13 +211,16 @@ impl Starting {
     }
 
     /// All that follows the start, up to the VM running.
-    fn load(self, plan: &Plan, child: &mut Child, ram: &dyn RamSource, device_state: &[u8]) -> Result<Qmp> {
-        let Self { memories, monitor, incoming } = self;
-        let memories: Vec<Memory> = memories.into_iter().map(|(_, memory)| memory).collect();
+    ///
+    /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say first that its stream
+    /// broke off.
+    fn load(&self, plan: &Plan, child: &mut Child, ram: &dyn RamSource, device_state: &[u8]) -> Result<Qmp> {
+        let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(Error::io("duplicate a socket to QEMU"));
+        let (monitor, incoming) = (duplicate(&self.monitor.ours)?, duplicate(&self.incoming.ours)?);
         let cancelled = AtomicBool::new(false);
         let mut qmp = std::thread::scope(|scope| {
-            let filling = scope.spawn(|| fill::fill(&memories, ram, &cancelled));
-            let qmp = connect(monitor.ours, child).and_then(|mut qmp| {
+            let filling = scope.spawn(|| fill::fill(&self.memories, ram, &cancelled));
+            let qmp = connect(monitor, child).and_then(|mut qmp| {
                 check_machine(&mut qmp, plan)?;
                 Ok(qmp)
             });
@@ -229,7 +230,7 @@ impl Starting {
             let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             qmp.and_then(|qmp| filled.map(|()| qmp))
         })?;
-        send(UnixStream::from(incoming.ours), plan, ram, device_state).map_err(|e| ended_instead(e, child))?;
+        send(UnixStream::from(incoming), plan, ram, device_state).map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
         wait_until_loaded(&mut qmp, child)?;
         if !plan.paused {
             qmp.cont()?;
@@ -255,7 +256,7 @@ fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
     rustix::io::ioctl_fionbio(&ours, true).map_err(Error::io("make QEMU's monitor non-blocking"))?;
     let name = format!("of pid {}", child.id());
     Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
-        .map_err(|e| ended_instead_of(e, child, WHILE_STARTING))
+        .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
 }
 
 /// Compares the fresh machine with the checkpoint's.
@@ -342,7 +343,7 @@ fn wait_until_loaded(qmp: &mut Qmp, child: &mut Child) -> Result<()> {
         match qmp.status() {
             Ok(RunStatus::InMigrate) => {}
             Ok(_) => return Ok(()),
-            Err(e) => return Err(ended_instead(e, child)),
+            Err(e) => return Err(spawn::exited_instead(e, child, WHILE_LOADING)),
         }
         spawn::alive(child, WHILE_LOADING)?;
         if Instant::now() >= deadline {
@@ -353,25 +354,6 @@ fn wait_until_loaded(qmp: &mut Qmp, child: &mut Child) -> Result<()> {
             });
         }
         std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn ended_instead(error: Error, child: &mut Child) -> Error {
-    ended_instead_of(error, child, WHILE_LOADING)
-}
-
-/// Where a connection to QEMU broke because it ended, that is what to tell.
-fn ended_instead_of(error: Error, child: &mut Child, when: &'static str) -> Error {
-    let broken = match &error {
-        Error::Gone { .. } => true,
-        Error::Io { source, .. } => {
-            matches!(source.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
-        }
-        _ => false,
-    };
-    match spawn::wait(child, if broken { EXIT_TIMEOUT } else { Duration::ZERO }) {
-        Ok(Some(status)) if broken => Error::Exited { status, when },
-        _ => error,
     }
 }
 

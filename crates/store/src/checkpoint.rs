@@ -1,0 +1,101 @@
+//! The checkpoint file: there under its final name, it seals a checkpoint.
+//!
+//! ```text
+//!   magic "KFCKPT\r\n", version, then (see the envelope)
+//!    12  4 flags: 1 = device state is LZ4    16  8 id                 24 16 store id
+//!    40  8 meta length                       48  8 device state length as stored
+//!    56  8 device state length               64 .. meta (JSON), device state       end-32 32 BLAKE3
+//! ```
+
+use crate::bytes::{Cursor, Problem};
+use crate::codec::{compress_section, decompress_section};
+use crate::config::StoreId;
+use crate::meta::Meta;
+use crate::{Error, Result, envelope};
+
+const MAGIC: &[u8; 8] = b"KFCKPT\r\n";
+const FLAG_LZ4: u32 = 1;
+/// Device state with every ROM in it stays far below.
+pub const CHECKPOINT_BYTES_MAX: u64 = 4 << 30;
+
+/// A checkpoint file, parsed.
+#[derive(Debug)]
+pub struct CheckpointFile {
+    pub meta: Meta,
+    pub device_state: Vec<u8>,
+    /// The length of the device state as stored.
+    pub device_stored_bytes: u64,
+}
+
+/// Device state as it will be stored, made before the meta so that the meta can tell its size.
+pub struct DeviceSection<'a> {
+    raw: &'a [u8],
+    coded: Option<Vec<u8>>,
+}
+
+impl<'a> DeviceSection<'a> {
+    pub fn new(raw: &'a [u8]) -> Self {
+        Self { raw, coded: compress_section(raw) }
+    }
+
+    fn stored(&self) -> &[u8] {
+        self.coded.as_deref().unwrap_or(self.raw)
+    }
+
+    /// The length as stored.
+    pub fn stored_bytes(&self) -> u64 {
+        self.stored().len() as u64
+    }
+}
+
+/// The bytes of the file of checkpoint `id`.
+pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
+    let meta = serde_json::to_vec(meta)
+        .map_err(|e| Error::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}")))?;
+    let mut out = envelope::begin(MAGIC);
+    out.extend_from_slice(&(if device.coded.is_some() { FLAG_LZ4 } else { 0 }).to_le_bytes());
+    out.extend_from_slice(&id.to_le_bytes());
+    out.extend_from_slice(&store.0);
+    for len in [meta.len(), device.stored().len(), device.raw.len()] {
+        out.extend_from_slice(&(len as u64).to_le_bytes());
+    }
+    out.extend_from_slice(&meta);
+    out.extend_from_slice(device.stored());
+    Ok(envelope::finish(out))
+}
+
+/// Parses the file of checkpoint `id`; `object` is how errors call it.
+pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<CheckpointFile> {
+    let content = envelope::open(bytes, MAGIC, object)?;
+    decode_content(content, id, store).map_err(|problem| Error::damaged(object, problem))
+}
+
+fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointFile, Problem> {
+    let mut cursor = Cursor::new(content);
+    let flags = cursor.u32()?;
+    let found = cursor.u64()?;
+    if found != id {
+        return Err(format!("holds checkpoint {found} instead"));
+    }
+    if cursor.array()? != store.0 {
+        return Err("belongs to another store".into());
+    }
+    let (meta_len, stored_len, device_len) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
+    let meta = cursor.take(usize::try_from(meta_len).map_err(|e| e.to_string())?)?;
+    let stored = cursor.take(usize::try_from(stored_len).map_err(|e| e.to_string())?)?;
+    let device_state = match flags {
+        0 if device_len == stored_len => stored.to_vec(),
+        FLAG_LZ4 if device_len <= CHECKPOINT_BYTES_MAX => decompress_section(stored, device_len)?,
+        _ => return Err("flags or lengths contradict each other".into()),
+    };
+    if !cursor.is_empty() {
+        return Err("has bytes behind its last section".into());
+    }
+    let meta: Meta = serde_json::from_slice(meta).map_err(|e| format!("its description: {e}"))?;
+    // A map never comes twice and every map is older than the one before it, so that a chain cannot go round.
+    let falls = meta.map_chain.windows(2).all(|pair| matches!(pair, [newer, older] if newer > older));
+    if meta.map_chain.first() != Some(&id) || meta.map_chain.last() == Some(&0) || !falls {
+        return Err("its list of maps is impossible".into());
+    }
+    Ok(CheckpointFile { meta, device_state, device_stored_bytes: stored_len })
+}

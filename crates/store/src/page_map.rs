@@ -1,0 +1,120 @@
+//! Which record holds each page of a VM: a sparse array.
+//!
+//! Leaves of 128 pages exist only where a page is not zero, so that memory follows the pages in use, not the size of
+//! the page space (which may come from a damaged file).
+
+use crate::identity::PageRef;
+use keyframe_units::{PageIndex, PageRange};
+use std::collections::BTreeMap;
+
+const LEAF_PAGES: u64 = 128;
+
+type Leaf = Box<[PageRef; LEAF_PAGES as usize]>;
+
+/// Page to record; every page not mentioned is zero.
+#[derive(Clone, Debug, Default)]
+pub struct PageMap {
+    leaves: BTreeMap<u64, Leaf>,
+    nonzero_pages: u64,
+}
+
+impl PageMap {
+    /// Pages that are not zero.
+    pub fn nonzero_pages(&self) -> u64 {
+        self.nonzero_pages
+    }
+
+    /// Where the content of a page is.
+    pub fn get(&self, page: PageIndex) -> PageRef {
+        let leaf = self.leaves.get(&(page.0 / LEAF_PAGES));
+        leaf.map_or(PageRef::ZERO, |leaf| leaf[(page.0 % LEAF_PAGES) as usize])
+    }
+
+    /// Sets where the content of a page is and returns where it was.
+    pub fn set(&mut self, page: PageIndex, to: PageRef) -> PageRef {
+        let number = page.0 / LEAF_PAGES;
+        if to == PageRef::ZERO && !self.leaves.contains_key(&number) {
+            return PageRef::ZERO;
+        }
+        let leaf =
+            self.leaves.entry(number).or_insert_with(|| Box::new([PageRef::ZERO; LEAF_PAGES as usize]));
+        let was = std::mem::replace(&mut leaf[(page.0 % LEAF_PAGES) as usize], to);
+        self.nonzero_pages += u64::from(to != PageRef::ZERO);
+        self.nonzero_pages -= u64::from(was != PageRef::ZERO);
+        was
+    }
+
+    /// Sets all pages of a range to zero, at the cost of the leaves there are.
+    pub fn clear_range(&mut self, range: PageRange) {
+        let (first, end) = (range.first.0, range.end().0);
+        if first >= end {
+            return;
+        }
+        for (number, leaf) in self.leaves.range_mut(first / LEAF_PAGES..=(end - 1) / LEAF_PAGES) {
+            let leaf_first = number * LEAF_PAGES;
+            let from = first.saturating_sub(leaf_first).min(LEAF_PAGES) as usize;
+            let to = end.saturating_sub(leaf_first).min(LEAF_PAGES) as usize;
+            for entry in &mut leaf[from..to] {
+                self.nonzero_pages -= u64::from(*entry != PageRef::ZERO);
+                *entry = PageRef::ZERO;
+            }
+        }
+    }
+
+    /// The pages of a range that are not zero, rising.
+    pub fn range(&self, range: PageRange) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
+        let (first, end) = (range.first.0, range.end().0);
+        self.leaves.range(first / LEAF_PAGES..end.div_ceil(LEAF_PAGES).max(first / LEAF_PAGES)).flat_map(
+            move |(number, leaf)| {
+                (number * LEAF_PAGES..)
+                    .zip(leaf.iter())
+                    .filter(move |(page, to)| **to != PageRef::ZERO && (first..end).contains(page))
+                    .map(|(page, to)| (PageIndex(page), *to))
+            },
+        )
+    }
+
+    /// All pages that are not zero, rising.
+    pub fn iter(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
+        self.range(PageRange::new(PageIndex(0), u64::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Against the naive oracle: one entry a page.
+        #[test]
+        fn a_page_map_is_an_array(ops in prop::collection::vec((0u8..3, 0u64..600, 0u64..300), 0..60), from in 0u64..700, len in 0u64..700) {
+            let (mut map, mut oracle) = (PageMap::default(), vec![0u64; 1000]);
+            for (op, page, value) in ops {
+                if op == 0 {
+                    map.clear_range(PageRange::new(PageIndex(page), value));
+                    oracle[page as usize..(page + value) as usize].fill(0);
+                } else {
+                    // Values repeat zero often enough to clear pages one by one too.
+                    let value = value % 50;
+                    let was = map.set(PageIndex(page), PageRef(value));
+                    prop_assert_eq!(was.0, std::mem::replace(&mut oracle[page as usize], value));
+                }
+                prop_assert_eq!(map.nonzero_pages(), oracle.iter().filter(|r| **r != 0).count() as u64);
+            }
+            let all: Vec<u64> = (0..1000).map(|p| map.get(PageIndex(p)).0).collect();
+            prop_assert_eq!(&all, &oracle);
+            let part: Vec<_> = map.range(PageRange::new(PageIndex(from), len)).map(|(p, r)| (p.0, r.0)).collect();
+            let expected: Vec<_> = (0u64..).zip(oracle).filter(|(p, r)| *r != 0 && (from..from + len).contains(p)).collect();
+            prop_assert_eq!(part, expected);
+        }
+    }
+
+    #[test]
+    fn clearing_an_enormous_range_costs_nothing() {
+        let mut map = PageMap::default();
+        map.set(PageIndex(77), PageRef(5));
+        map.clear_range(PageRange::new(PageIndex(0), 1 << 40));
+        assert_eq!((map.nonzero_pages(), map.iter().count()), (0, 0));
+    }
+}
