@@ -52,4 +52,4 @@ pack_initramfs "$root" "$out/initramfs.cpio.gz"
 
 say "real: root file system"
 rm -rf "$tmp"/rootfs/var/cache/apt/archives/*.deb "$tmp"/rootfs/var/lib/apt/lists/*
-mkfs.ext4 -q -F -L kfroot -m 0 -d "$tmp/rootfs" "$out/root.raw" "$size"
+mkfs.ext4 -q -F -L kfroot -m 0 -d "$tmp/rootfs" "$out/root.raw" "$size" > "$tmp/mkfs.log"

@@ -1,4 +1,4 @@
-//! The kernel's own structures and numbers that neither `libc` nor `rustix` declares: userfaultfd, PAGEMAP_SCAN.
+//! The kernel's own structures and numbers that neither `libc` nor `rustix` declares: userfaultfd, `PAGEMAP_SCAN`.
 //!
 //! Invariant: every structure has the size that the kernel's header gives it (asserted at compile time), because
 //! the size is part of the ioctl number.
@@ -30,6 +30,11 @@ pub const FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
     (FEATURE_WP_ASYNC, "WP_ASYNC", "6.7"),
 ];
+
+/// All bits of [`FEATURES_NEEDED`].
+pub fn features_needed() -> u64 {
+    FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
+}
 
 pub const REGISTER_MODE_WP: u64 = 1 << 1;
 
@@ -78,7 +83,7 @@ pub const PAGE_PRESENT: u64 = 1 << 3;
 pub const PAGE_SWAPPED: u64 = 1 << 4;
 pub const PAGE_PFNZERO: u64 = 1 << 5;
 
-/// The argument of PAGEMAP_SCAN.
+/// The argument of `PAGEMAP_SCAN`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ScanArg {
@@ -96,7 +101,7 @@ pub struct ScanArg {
     pub return_mask: u64,
 }
 
-/// One answer of PAGEMAP_SCAN: addresses `start..end` are of the categories asked for.
+/// One answer of `PAGEMAP_SCAN`: addresses `start..end` are of the categories asked for.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageRegion {
@@ -105,7 +110,7 @@ pub struct PageRegion {
     pub categories: u64,
 }
 
-/// The argument of PROCMAP_QUERY.
+/// The argument of `PROCMAP_QUERY`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct MapQuery {
@@ -139,7 +144,7 @@ const _: () = assert!(UFFDIO_API == 0xC018_AA3F && UFFDIO_REGISTER == 0xC020_AA0
 const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06);
 const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01 && PAGEMAP_SCAN == 0xC060_6610);
 
-/// UFFDIO_API: asks for `features`; gives back the features that the kernel has.
+/// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
 pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut api = UffdApi { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`, which `api` is,
@@ -148,7 +153,7 @@ pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
 }
 
-/// UFFDIO_REGISTER for write protection.
+/// `UFFDIO_REGISTER` for write protection.
 pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let range = UffdRange { start, len_bytes };
     let mut register = UffdRegister { range, mode: REGISTER_MODE_WP, ioctls: 0 };
@@ -159,7 +164,7 @@ pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Re
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// UFFDIO_UNREGISTER: protection ends, content stays.
+/// `UFFDIO_UNREGISTER`: protection ends, content stays.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`, which `range` is,
@@ -168,7 +173,7 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// UFFDIO_WRITEPROTECT: protects every page of the range, with a marker where there is none.
+/// `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker where there is none.
 pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let range = UffdRange { start, len_bytes };
     let mut protect = UffdWriteProtect { range, mode: WRITEPROTECT_MODE_WP };
@@ -181,7 +186,8 @@ pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> i
 /// The end of the mapping that holds `address`; `None` where none does. `maps` is an open `/proc/PID/maps`. The call
 /// came with Linux 6.11: `Unsupported` before.
 pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>> {
-    let mut query = MapQuery { size: size_of::<MapQuery>() as u64, query_addr: address, ..MapQuery::default() };
+    let mut query =
+        MapQuery { size: size_of::<MapQuery>() as u64, query_addr: address, ..MapQuery::default() };
     // SAFETY: the descriptor is open while borrowed; PROCMAP_QUERY reads and writes one `procmap_query` of the `size` it
     // holds, which `query` is, and which lives over the call; name and build id are not asked for (sizes of zero).
     let code = unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY, &raw mut query) };
@@ -196,9 +202,13 @@ pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>
     }
 }
 
-/// PAGEMAP_SCAN: fills `out` from its start; gives back how many answers, and where the walk ended.
+/// `PAGEMAP_SCAN`: fills `out` from its start; gives back how many answers, and where the walk ended.
 /// `arg.size`, `arg.vec` and `arg.vec_len` are set here.
-pub fn pagemap_scan(pagemap: BorrowedFd<'_>, arg: ScanArg, out: &mut [PageRegion]) -> io::Result<(usize, u64)> {
+pub fn pagemap_scan(
+    pagemap: BorrowedFd<'_>,
+    arg: ScanArg,
+    out: &mut [PageRegion],
+) -> io::Result<(usize, u64)> {
     let mut arg = ScanArg {
         size: size_of::<ScanArg>() as u64,
         vec: out.as_mut_ptr() as u64,

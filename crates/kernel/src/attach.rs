@@ -16,7 +16,7 @@
 //!
 //! Invariants:
 //! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP is sent again.
-//! 2. Whatever fails, registers and mask are restored and the process runs on ([`Hijack`]'s `Drop`); every wait is bounded.
+//! 2. Whatever fails, registers and mask are restored and the process runs on (`Hijack`'s `Drop`); every wait is bounded.
 //! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end makes the kernel detach.
 //!
 //! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq) at the moment of
@@ -33,8 +33,9 @@ use std::time::{Duration, Instant};
 const SESSION_MAX: Duration = Duration::from_secs(2);
 /// A vdso is two to four pages.
 const VDSO_BYTES_MAX: u64 = 64 << 10;
-/// A process without mappings is dead within this, or never had any.
-const EXIT_MS: u32 = 200;
+/// How often, and how long apart, the vdso is looked for.
+const LOOKS_MAX: u32 = 40;
+const LOOK_MS: u32 = 5;
 const SYSCALL_INSTRUCTION: [u8; 2] = [0x0f, 0x05];
 
 /// A userfaultfd over the memory of another process.
@@ -88,7 +89,8 @@ fn open_userfaultfd(hijack: &mut Hijack<'_>) -> Result<(OwnedFd, bool)> {
         }
         other => (other?, false),
     };
-    let failed = |source: io::Error| Error::Attach { pid: hijack.process.pid(), operation: "pidfd_getfd", source };
+    let failed =
+        |source: io::Error| Error::Attach { pid: hijack.process.pid(), operation: "pidfd_getfd", source };
     let ours = i32::try_from(theirs)
         .map_err(io::Error::other)
         .and_then(|fd| Ok(pidfd_getfd(hijack.process.pidfd(), fd, PidfdGetfdFlags::empty())?))
@@ -99,17 +101,25 @@ fn open_userfaultfd(hijack: &mut Hijack<'_>) -> Result<(OwnedFd, bool)> {
 
 /// The address of a `syscall` instruction in the target's vdso.
 fn find_syscall_instruction(process: &Process) -> Result<u64> {
-    let none = Error::NoSyscallInstruction { pid: process.pid() };
-    let maps = maps::read_without_page_sizes(process)?;
-    let Some(vdso) = maps.iter().find(|m| m.path == "[vdso]" && m.range.len_bytes <= VDSO_BYTES_MAX) else {
-        // A process on its way out loses its mappings some time before it is dead.
-        let exits = process.exits_within(EXIT_MS);
-        return Err(if exits { Error::Gone { pid: process.pid(), operation: "attach" } } else { none });
+    let mut looks = 0;
+    let vdso = loop {
+        let maps = maps::read_without_page_sizes(process)?;
+        let vdso = maps.iter().find(|m| m.path == "[vdso]" && m.range.len_bytes <= VDSO_BYTES_MAX);
+        if let Some(vdso) = vdso {
+            break vdso.range;
+        }
+        // Neither a process in the middle of exec has one, nor one on its way out, some time before it is dead.
+        looks += 1;
+        if process.exits_within(LOOK_MS) {
+            return Err(Error::Gone { pid: process.pid(), operation: "attach" });
+        } else if looks == LOOKS_MAX {
+            return Err(Error::NoSyscallInstruction { pid: process.pid() });
+        }
     };
-    let mut code = vec![0; vdso.range.len_bytes as usize];
-    read_memory(process, vdso.range.start, &mut code)?;
-    let at = code.windows(2).position(|pair| pair == SYSCALL_INSTRUCTION).ok_or(none)?;
-    Ok(vdso.range.start.0 + at as u64)
+    let mut code = vec![0; vdso.len_bytes as usize];
+    read_memory(process, vdso.start, &mut code)?;
+    let at = code.windows(2).position(|pair| pair == SYSCALL_INSTRUCTION);
+    at.map(|at| vdso.start.0 + at as u64).ok_or(Error::NoSyscallInstruction { pid: process.pid() })
 }
 
 /// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else on drop.

@@ -144,7 +144,7 @@ pub enum Error {
     /// The kernel lacks a feature of userfaultfd that tracking needs.
     #[error("userfaultfd: the kernel lacks {feature}, which came with Linux {since}")]
     MissingFeature {
-        /// Its name, without the UFFD_FEATURE_ prefix.
+        /// Its name, without the `UFFD_FEATURE`_ prefix.
         feature: &'static str,
         /// The version that brought it.
         since: &'static str,

@@ -29,6 +29,7 @@ pub mod memory;
 pub mod priority;
 mod process;
 mod ptrace;
+mod quirks;
 mod ranges;
 mod scan;
 pub mod track;

@@ -201,8 +201,14 @@ mod tests {
 
     #[test]
     fn what_is_not_a_mapping_is_refused() {
-        for line in ["", "1000-2000", "2000-1000 rw-p 0 0:0 0", "1000-1000 rw-p 0 0:0 0", "x-2 rw-p 0 0:0 0", "1-2 rw 0 0:0 0"]
-        {
+        for line in [
+            "",
+            "1000-2000",
+            "2000-1000 rw-p 0 0:0 0",
+            "1000-1000 rw-p 0 0:0 0",
+            "x-2 rw-p 0 0:0 0",
+            "1-2 rw 0 0:0 0",
+        ] {
             assert_eq!(parse_line(line), None, "{line:?}");
         }
     }

@@ -12,7 +12,8 @@ const LOWERED_NICE: i32 = 5;
 
 /// Raises this thread over the guest's; false where nothing of it is permitted.
 pub fn raise() -> bool {
-    set_policy(libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1) || setpriority_process(None, RAISED_NICE).is_ok()
+    set_policy(libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1)
+        || setpriority_process(None, RAISED_NICE).is_ok()
 }
 
 /// Lowers this thread under the guest's. Never an error: what cannot be lowered stays as it is.

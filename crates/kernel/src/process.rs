@@ -32,7 +32,8 @@ impl Process {
         let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(failed(rustix::io::Errno::SRCH))?;
         let pidfd = pidfd_open(raw, PidfdFlags::empty()).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = openat(rustix::fs::CWD, format!("/proc/{pid}"), flags, Mode::empty()).map_err(failed)?;
+        let directory =
+            openat(rustix::fs::CWD, format!("/proc/{pid}"), flags, Mode::empty()).map_err(failed)?;
         let process = Self { pid, pidfd, directory };
         process.ensure_alive("open")?;
         Ok(process)
@@ -63,7 +64,8 @@ impl Process {
     /// Waits up to `wait_ms` for it to exit; true where it has.
     pub(crate) fn exits_within(&self, wait_ms: u32) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        let wait = Timespec { tv_sec: i64::from(wait_ms / 1000), tv_nsec: i64::from(wait_ms % 1000) * 1_000_000 };
+        let wait =
+            Timespec { tv_sec: i64::from(wait_ms / 1000), tv_nsec: i64::from(wait_ms % 1000) * 1_000_000 };
         // An interrupted poll knows nothing; ask again. Any other failure cannot be told from death, so say dead: what
         // follows then fails with a clear error instead of trusting a pid.
         loop {

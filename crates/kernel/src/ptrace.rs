@@ -24,7 +24,7 @@ const OPTION_SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
 /// Siginfo code of a system call stop (with TRACESYSGOOD), and of an event stop above a signal number.
 const CODE_SYSCALL: i32 = libc::SIGTRAP | 0x80;
 const EVENT_STOP: i32 = libc::PTRACE_EVENT_STOP;
-/// What PTRACE_GETEVENTMSG says at the entry of a system call.
+/// What `PTRACE_GETEVENTMSG` says at the entry of a system call.
 const MESSAGE_ENTRY: u64 = 1;
 /// The code segment of 64-bit user code.
 const CS_USER_64: u64 = 0x33;
@@ -78,9 +78,9 @@ impl<'p> Tracee<'p> {
             .or_else(|_| tracee.seize_with(OPTION_SYSCALL_GOOD));
         let Err(source) = seized else { return Ok(tracee) };
         process.ensure_alive("attach")?;
-        let tracer = process.status_field("TracerPid")?.and_then(|pid| pid.parse().ok()).unwrap_or(0);
-        if tracer != 0 {
-            return Err(Error::Traced { pid: process.pid(), tracer });
+        let other = process.status_field("TracerPid")?.and_then(|pid| pid.parse().ok()).unwrap_or(0);
+        if other != 0 {
+            return Err(Error::Traced { pid: process.pid(), tracer: other });
         }
         Err(tracee.error("trace it (ptrace)", source))
     }

@@ -17,10 +17,14 @@ pub(crate) fn intersection(a: HostRange, b: HostRange) -> Option<HostRange> {
 
 /// Adds a range to the end of a list, joined to the last one where they touch or overlap.
 pub(crate) fn push_joined(list: &mut Vec<HostRange>, range: HostRange) {
+    assert!(
+        list.last().is_none_or(|tail| tail.start <= range.start),
+        "a list of ranges must rise: a range would be lost"
+    );
     match list.last_mut() {
-        Some(last) if last.end() >= range.start => {
-            let end = last.end().0.max(range.end().0);
-            *last = between(last.start.0, end);
+        Some(tail) if tail.end() >= range.start => {
+            let end = tail.end().0.max(range.end().0);
+            *tail = between(tail.start.0, end);
         }
         _ => list.push(range),
     }
@@ -104,8 +108,8 @@ pub(crate) fn windows(list: &[HostRange], gap_bytes: u64) -> Vec<HostRange> {
     let mut out: Vec<HostRange> = Vec::new();
     for range in list {
         match out.last_mut() {
-            Some(last) if range.start.0.saturating_sub(last.end().0) < gap_bytes => {
-                *last = between(last.start.0, range.end().0);
+            Some(tail) if range.start.0.saturating_sub(tail.end().0) < gap_bytes => {
+                *tail = between(tail.start.0, range.end().0);
             }
             _ => out.push(*range),
         }
@@ -132,7 +136,9 @@ mod tests {
 
     fn ranges(set: &BTreeSet<u64>) -> Vec<HostRange> {
         let mut out = Vec::new();
-        set.iter().for_each(|at| push_joined(&mut out, between(*at, at + 1)));
+        for at in set {
+            push_joined(&mut out, between(*at, at + 1));
+        }
         out
     }
 

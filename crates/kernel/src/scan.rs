@@ -46,9 +46,17 @@ impl Query {
     /// Written pages, none-entries included.
     pub const WRITTEN: Self =
         Self { flags: 0, inverted: 0, mask: abi::PAGE_WRITTEN, any_of: 0, give: abi::PAGE_WRITTEN };
+    /// The same, and what is there instead. Not every kernel reports all none-entries so.
+    pub const WRITTEN_AND_KIND: Self =
+        Self { give: abi::PAGE_WRITTEN | abi::PAGE_PRESENT | abi::PAGE_SWAPPED, ..Self::WRITTEN };
     /// Pages that are not in memory, and whether an entry is there for them.
-    pub const NOT_PRESENT: Self =
-        Self { flags: 0, inverted: abi::PAGE_PRESENT, mask: abi::PAGE_PRESENT, any_of: 0, give: abi::PAGE_SWAPPED };
+    pub const NOT_PRESENT: Self = Self {
+        flags: 0,
+        inverted: abi::PAGE_PRESENT,
+        mask: abi::PAGE_PRESENT,
+        any_of: 0,
+        give: abi::PAGE_SWAPPED,
+    };
     /// Pages with an entry, markers among them, without the shared page of zeros.
     pub const ENTRY: Self = Self {
         flags: 0,
@@ -105,13 +113,27 @@ impl Pagemap {
                 ..ScanArg::default()
             };
             let (count, walk_end) = abi::pagemap_scan(self.file.as_fd(), arg, buffer)?;
+            // The walk end that comes back can be a stale one: the place where the kernel's own small buffer was last
+            // full, although the walk went on to the end and reported what it found (and protected) behind it. Going
+            // back there would report addresses that do not rise; going on behind the last answer misses nothing.
+            let mut walk_end = walk_end;
             for region in buffer.iter().take(count) {
+                if region.start < start || region.end > end || region.end <= region.start {
+                    return Err(io::Error::other(format!(
+                        "the kernel's answer {:#x}-{:#x} is not in order within {start:#x}-{end:#x}",
+                        region.start, region.end
+                    )));
+                }
                 each(between(region.start, region.end), region.categories);
+                start = region.end;
+                walk_end = walk_end.max(region.end);
             }
             calls += 1;
             // The kernel gives up without an error on pages of a size that it cannot protect.
-            if walk_end <= start || walk_end > end {
-                return Err(io::Error::other(format!("the kernel's walk ended at {walk_end:#x}, begun at {start:#x}")));
+            if walk_end < start || (count == 0 && walk_end == start) || walk_end > end {
+                return Err(io::Error::other(format!(
+                    "the kernel's walk ended at {walk_end:#x}, begun at {start:#x}"
+                )));
             }
             start = walk_end;
         }
@@ -124,7 +146,9 @@ impl Pagemap {
         while at < range.end().0 {
             match abi::mapping_end(self.maps.as_fd(), at) {
                 Ok(Some(end)) if end > at => at = end,
-                Ok(_) => return Err(io::Error::new(io::ErrorKind::NotFound, format!("not mapped at {at:#x}"))),
+                Ok(_) => {
+                    return Err(io::Error::new(io::ErrorKind::NotFound, format!("not mapped at {at:#x}")));
+                }
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -206,7 +230,7 @@ mod tests {
             (ENTRY_PRESENT | 1 << 57 | 0x1234, Holds::Page),
             (ENTRY_PRESENT, Holds::Page),
             (ENTRY_SWAP | 0x20, Holds::Page),
-            (ENTRY_SWAP | 30 | 1 << 5, Holds::Page),
+            (ENTRY_SWAP | 0x1e | 1 << 5, Holds::Page),
             (ENTRY_SWAP | 1 << 57, Holds::Hidden),
             (guard, Holds::Page),
             (poisoned, Holds::Page),

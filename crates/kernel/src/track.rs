@@ -13,7 +13,8 @@
 //!
 //! ```text
 //!   A  WRITTEN      found and protected in one step
-//!   B  not PRESENT  what of it is not in memory; and holes: no page table, no entry, no protection
+//!   B  not PRESENT  what is not in memory: of what A found, where the kernel did not say; and holes, that is
+//!                   no page table, no entry, no protection
 //!   C  holes        protected (markers), then looked at again; private memory only
 //! ```
 //!
@@ -21,8 +22,8 @@
 //! A does not always see that:
 //!
 //! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
-//!   over the hole that is left A passes on most kernels. C reports it, and puts markers there, so that it is
-//!   reported once.
+//!   over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need no B. C
+//!   reports it, and puts markers there, so that it is reported once.
 //! - Private memory of a file, and hugetlbfs: a protected page leaves a marker, as if it had never been there. So
 //!   the pages with nothing but a marker are remembered; one that joins them was discarded.
 //!
@@ -32,11 +33,12 @@
 //! where a call fails half-way, the error is [`Error::ScanBroken`] and every page of that scan counts as written.
 //!
 //! Not seen: `fallocate(PUNCH_HOLE)` on the file of shared memory; writes through another mapping of the same file
-//! (vhost-user); DMA into pages that were pinned before the scan and filled after it (O_DIRECT reads in flight, VFIO).
+//! (vhost-user); DMA into pages that were pinned before the scan and filled after it (`O_DIRECT` reads in flight, VFIO).
 //! 1 GiB pages cannot be protected by the kernel's scan and are refused.
 
 use crate::abi::{self, PageRegion};
 use crate::maps::covering;
+use crate::quirks::Quirks;
 use crate::ranges::{self, clip, intersection, push_joined, select, split, union, windows, without};
 use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result};
@@ -45,7 +47,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-/// The largest page that PAGEMAP_SCAN protects.
+/// The largest page that `PAGEMAP_SCAN` protects.
 const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
 /// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page table do.
 const WINDOW_GAP_BYTES: u64 = 2 << 20;
@@ -70,7 +72,7 @@ pub struct ScanStats {
     pub absent_pages: u64,
     /// Runs added to the output.
     pub runs: u64,
-    /// Calls of PAGEMAP_SCAN.
+    /// Calls of `PAGEMAP_SCAN`.
     pub calls: u64,
 }
 
@@ -82,6 +84,14 @@ struct Segment {
     shared: bool,
     /// Discarding a protected page leaves a marker: private, and not what the kernel calls anonymous.
     leaves_markers: bool,
+}
+
+/// Pages that the kernel found written, and has protected.
+#[derive(Debug, Default)]
+struct Drained {
+    all: Vec<HostRange>,
+    /// Those known to have had nothing there when they were protected.
+    absent: Vec<HostRange>,
 }
 
 /// Pages that are not in memory.
@@ -111,6 +121,7 @@ pub struct WriteTracker {
     pagemap: Pagemap,
     segments: Vec<Segment>,
     watch_discards: bool,
+    quirks: Quirks,
     scratch: Mutex<Scratch>,
 }
 
@@ -118,10 +129,12 @@ impl WriteTracker {
     /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which nothing was asked yet.
     /// Errors: the kernel lacks a feature ([`Error::MissingFeature`]); pagemap may not be read.
     pub fn new(process: &Process, uffd: OwnedFd) -> Result<Self> {
-        let failed =
-            |source| Error::Tracker { pid: process.pid(), operation: "ask userfaultfd for its features", source };
-        let wanted = abi::FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit);
-        if let Err(source) = abi::uffd_api(uffd.as_fd(), wanted) {
+        let failed = |source| Error::Tracker {
+            pid: process.pid(),
+            operation: "ask userfaultfd for its features",
+            source,
+        };
+        if let Err(source) = abi::uffd_api(uffd.as_fd(), abi::features_needed()) {
             // A refusal leaves the descriptor as new; asked for nothing, it tells what there is.
             let has = abi::uffd_api(uffd.as_fd(), 0).map_err(failed)?;
             let missing = abi::FEATURES_NEEDED.iter().rev().find(|(bit, ..)| has & bit == 0);
@@ -135,15 +148,24 @@ impl WriteTracker {
             pagemap: Pagemap::open(process)?,
             segments: Vec::new(),
             watch_discards: true,
+            quirks: Quirks::of_this_kernel(),
             scratch: Mutex::new(scratch),
         })
     }
 
     /// Whether private memory can be discarded while it is tracked (default: it can). A VM without balloon, free page
-    /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for holes, about half
-    /// of their time. Told so wrongly, discarded pages are missed. To be set before the first scan.
+    /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for it where they need
+    /// one, about half of their time. Told so wrongly, discarded pages are missed.
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
+        // What was not kept up to date is not to be relied on; without it a scan reports too much.
+        self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).bare.clear();
+    }
+
+    /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did, whatever was found of this
+    /// one: so that tests see both ways on one kernel.
+    pub fn trust_no_kernel(&mut self) {
+        self.quirks = Quirks::default();
     }
 
     /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
@@ -171,8 +193,12 @@ impl WriteTracker {
             return Err(unaligned(PAGE_BYTES as u64));
         }
         let maps = self.process.maps()?;
-        let found = covering(&maps, range)
-            .map_err(|hole| Error::Unmapped { pid, operation: "register", range, hole })?;
+        let found = covering(&maps, range).map_err(|hole| Error::Unmapped {
+            pid,
+            operation: "register",
+            range,
+            hole,
+        })?;
         let mut segments = Vec::with_capacity(found.len());
         for mapping in found {
             let Some(part) = intersection(mapping.range, range) else { continue };
@@ -244,19 +270,24 @@ impl WriteTracker {
         stats: &mut ScanStats,
     ) -> io::Result<()> {
         let fresh = clip(&scratch.unscanned, part.range);
-        let mut written = Vec::new();
-        let found = |range, _| push_joined(&mut written, range);
-        stats.calls += self.pagemap.scan(Query::WRITTEN.protecting(), part.range, &mut scratch.buffer, found)?;
-        let mut written = union(&[&written, &fresh]);
+        let drained = self.drain(part.range, &mut scratch.buffer, stats)?;
+        let mut written = union(&[&drained.all, &fresh]);
 
-        let look_at_all = !part.shared && (self.watch_discards || !fresh.is_empty());
-        let windows = if look_at_all { vec![part.range] } else { windows(&written, WINDOW_GAP_BYTES) };
+        let holes_hide = part.leaves_markers || !self.quirks.hole_is_written;
+        let look_at_all = !part.shared && self.watch_discards && holes_hide;
+        let windows = if look_at_all {
+            vec![part.range]
+        } else if self.quirks.none_is_written {
+            select(&fresh, &drained.all, false)
+        } else {
+            windows(&written, WINDOW_GAP_BYTES)
+        };
         let mut missing = self.missing(&windows, &mut scratch.buffer, stats)?;
         if look_at_all && !missing.holes.is_empty() {
             written = union(&[&written, &missing.holes]);
             self.protect_holes(&mut missing, &mut scratch.buffer, stats)?;
         }
-        let absent = if part.leaves_markers && look_at_all {
+        let bare = if part.leaves_markers && look_at_all {
             let known = clip(&scratch.bare, part.range);
             let (discarded, bare) = self.discarded(&known, &written, &missing)?;
             written = union(&[&written, &discarded]);
@@ -266,7 +297,7 @@ impl WriteTracker {
             let entries = self.pagemap.entries(&select(&missing.entries, &written, true))?;
             union(&[&missing.holes, &entries.bare])
         };
-        split(&written, &absent, |range, is_absent| {
+        split(&written, &union(&[&drained.absent, &bare]), |range, is_absent| {
             let pages = range.len_bytes / PAGE_BYTES as u64;
             stats.written_pages += pages;
             stats.absent_pages += if is_absent { pages } else { 0 };
@@ -274,6 +305,25 @@ impl WriteTracker {
         });
         // Memory that is not mapped any more has nothing written; that is no answer.
         self.pagemap.ensure_mapped(part.range)
+    }
+
+    /// A: finds written pages and protects them.
+    fn drain(
+        &self,
+        range: HostRange,
+        buffer: &mut [PageRegion],
+        stats: &mut ScanStats,
+    ) -> io::Result<Drained> {
+        let mut drained = Drained::default();
+        let query = if self.quirks.none_is_written { Query::WRITTEN_AND_KIND } else { Query::WRITTEN };
+        let found = |range, categories| {
+            push_joined(&mut drained.all, range);
+            if self.quirks.none_is_written && categories & (abi::PAGE_PRESENT | abi::PAGE_SWAPPED) == 0 {
+                push_joined(&mut drained.absent, range);
+            }
+        };
+        stats.calls += self.pagemap.scan(query.protecting(), range, buffer, found)?;
+        Ok(drained)
     }
 
     /// What of `windows` is not in memory.
@@ -353,7 +403,9 @@ impl WriteTracker {
         let mut at = range.start;
         let mut parts = Vec::new();
         for segment in self.segments.get(first..).unwrap_or_default() {
-            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else { break };
+            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else {
+                break;
+            };
             if part.start.0 % segment.page_bytes != 0 || part.end().0 % segment.page_bytes != 0 {
                 return Err(Error::Unaligned { pid, operation, range, page_bytes: segment.page_bytes });
             }

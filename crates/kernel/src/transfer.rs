@@ -25,7 +25,9 @@ pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
         let remote = libc::iovec { iov_base: to as *mut c_void, iov_len: left.len() };
         // SAFETY: `local` describes `left`, which is borrowed over the call and only read; `remote` is an address of the
         // other process, which the kernel checks; both counts are the one element that each pointer points to.
-        let code = unsafe { libc::process_vm_writev(process.raw_pid(), &raw const local, 1, &raw const remote, 1, 0) };
+        let code = unsafe {
+            libc::process_vm_writev(process.raw_pid(), &raw const local, 1, &raw const remote, 1, 0)
+        };
         done += moved(process, code, "write", HostVirt(to), left.len() as u64)?;
     }
     process.ensure_alive("write memory")
@@ -40,11 +42,16 @@ pub(crate) fn gather(process: &Process, ranges: &[HostRange], dst: &mut [u8]) ->
         remote.clear();
         let mut want = 0;
         while let Some(range) = left.next_if(|_| remote.len() < RANGES_MAX) {
-            remote.push(libc::iovec { iov_base: range.start.0 as *mut c_void, iov_len: range.len_bytes as usize });
+            remote.push(libc::iovec {
+                iov_base: range.start.0 as *mut c_void,
+                iov_len: range.len_bytes as usize,
+            });
             want += range.len_bytes as usize;
         }
         let end = done + want;
-        let part = dst.get_mut(done..end).ok_or(Error::Length { ranges_bytes: end as u64, dst_bytes: done as u64 })?;
+        let part = dst
+            .get_mut(done..end)
+            .ok_or(Error::Length { ranges_bytes: end as u64, dst_bytes: done as u64 })?;
         gather_batch(process, &mut remote, part)?;
         done = end;
     }
@@ -88,7 +95,13 @@ fn gather_batch(process: &Process, remote: &mut [libc::iovec], mut dst: &mut [u8
 }
 
 /// The bytes a call moved; nothing moved is an error, so that every loop ends.
-fn moved(process: &Process, code: isize, operation: &'static str, at: HostVirt, len_bytes: u64) -> Result<usize> {
+fn moved(
+    process: &Process,
+    code: isize,
+    operation: &'static str,
+    at: HostVirt,
+    len_bytes: u64,
+) -> Result<usize> {
     let source = match usize::try_from(code) {
         Ok(0) => io::Error::from_raw_os_error(libc::EFAULT),
         Ok(n) => return Ok(n),

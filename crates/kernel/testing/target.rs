@@ -37,7 +37,10 @@ fn main() {
     let mut line = String::new();
     let stdin = std::io::stdin();
     println!("@ready");
-    while { line.clear(); stdin.lock().read_line(&mut line).is_ok_and(|n| n > 0) } {
+    while {
+        line.clear();
+        stdin.lock().read_line(&mut line).is_ok_and(|n| n > 0)
+    } {
         let words: Vec<&str> = line.split_whitespace().collect();
         let answer = run(&words, &mut files).unwrap_or_else(|error| format!("error {error}"));
         println!("@{answer}");
@@ -140,7 +143,7 @@ fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// A file without a name in the current directory, which must be on a disk for O_DIRECT.
+/// A file without a name in the current directory, which must be on a disk for `O_DIRECT`.
 fn unnamed_file() -> std::io::Result<std::fs::File> {
     use std::os::unix::fs::OpenOptionsExt;
     std::fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_TMPFILE).open(".")
@@ -168,9 +171,9 @@ fn punch(address: usize, len: usize, files: &Files) -> std::io::Result<()> {
     let (start, _, file) =
         files.iter().find(|(start, len, _)| (*start..start + len).contains(&address)).expect("a mapped file");
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    let (offset, len) = ((address - start).cast_signed() as i64, len.cast_signed() as i64);
     // SAFETY: an open descriptor; the rest are numbers.
-    check(unsafe { libc::fallocate(file.as_raw_fd(), mode, (address - start) as i64, len as i64) }.into())
-        .map(drop)
+    check(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) }.into()).map(drop)
 }
 
 /// The kernel writes the memory: read(2), which copies.
@@ -183,7 +186,7 @@ fn receive(address: usize, len: usize, byte: u8) -> std::io::Result<()> {
     sender.join().expect("the sender")
 }
 
-/// The kernel writes the memory: O_DIRECT, which pins the pages and has the disk fill them.
+/// The kernel writes the memory: `O_DIRECT`, which pins the pages and has the disk fill them.
 fn direct(address: usize, len: usize, byte: u8) -> std::io::Result<()> {
     let mut file = unnamed_file()?;
     file.write_all(&vec![byte; len])?;
@@ -223,7 +226,8 @@ fn count() -> std::io::Result<()> {
 
 /// One system call that waits for a time, and what it answered.
 fn wait(kind: &str, ms: usize) -> String {
-    let time = libc::timespec { tv_sec: ms as i64 / 1000, tv_nsec: ms as i64 % 1000 * 1_000_000 };
+    let ms = ms.cast_signed() as i64;
+    let time = libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 };
     println!("@waiting");
     let word = 0_u32;
     let code = match kind {

@@ -59,11 +59,14 @@ pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, snapshot: bool) -> Result
         None => return Err(qmp.unexpected("query-block", &blocks)),
     }
     let memdevs = qmp.execute("query-memdev", None)?;
-    let shared = memdevs.as_array().is_some_and(|all| all.iter().any(|m| m.get("share") == Some(&json!(true))));
+    let shared =
+        memdevs.as_array().is_some_and(|all| all.iter().any(|m| m.get("share") == Some(&json!(true))));
     for path in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
         let answer = qmp.execute("qom-list", Some(json!({ "path": path })))?;
         let Some(children) = answer.as_array() else { return Err(qmp.unexpected("qom-list", &answer)) };
-        children.iter().for_each(|child| device(child, shared, &mut found));
+        for child in children {
+            device(child, shared, &mut found);
+        }
     }
     network(&qmp.hmp("info network")?, &mut found);
     Ok(found)
@@ -74,7 +77,8 @@ fn refused(what: impl Into<String>, reason: impl Into<String>, fix: impl Into<St
 }
 
 fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
-    let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p)) || machine_type == "microvm";
+    let known =
+        ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p)) || machine_type == "microvm";
     if !known {
         found.push(Refusal {
             severity: Severity::Warning,
@@ -89,7 +93,8 @@ fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
 
 fn drive(block: &Value, snapshot: bool, found: &mut Vec<Refusal>) {
     let Some(inserted) = block.get("inserted") else { return };
-    let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+    let text =
+        |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     let mut name = text(block, "device");
     if name.is_empty() {
         name = text(inserted, "node-name");
@@ -123,7 +128,11 @@ fn device(child: &Value, shared: bool, found: &mut Vec<Refusal>) {
     let Some(kind) = text("type").strip_prefix("child<").and_then(|t| t.strip_suffix('>')) else { return };
     let what = format!("device {} ({kind})", text("name"));
     if let Some((_, reason)) = FOREIGN.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
-        found.push(refused(&what, *reason, "use a device that QEMU emulates itself (virtio-blk, virtio-net, ...)"));
+        found.push(refused(
+            &what,
+            *reason,
+            "use a device that QEMU emulates itself (virtio-blk, virtio-net, ...)",
+        ));
     }
     if shared && DISCARDING.iter().any(|prefix| kind.starts_with(prefix)) {
         found.push(refused(
@@ -164,10 +173,15 @@ mod tests {
         let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img", "cache": {"direct": true}}});
         let found = of(|f| drive(&block, false, f));
         assert_eq!(found.len(), 2);
-        assert!(found.iter().all(|r| r.what.contains("ide0-hd0") && r.what.contains("a.img") && !r.fix.is_empty()));
+        assert!(
+            found
+                .iter()
+                .all(|r| r.what.contains("ide0-hd0") && r.what.contains("a.img") && !r.fix.is_empty())
+        );
         let found = of(|f| drive(&block, true, f));
         assert!(found[0].reason.contains("-snapshot"));
-        let fine = json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
+        let fine =
+            json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
         assert_eq!(of(|f| drive(&fine, false, f)), []);
         assert_eq!(of(|f| drive(&json!({"device": "floppy0"}), false, f)), [], "an empty drive");
     }

@@ -28,8 +28,8 @@ impl QemuIdentity {
     /// Asks the binary at `path`.
     pub fn of(path: &Path) -> Result<Self> {
         let version = version(path)?;
-        let real = std::fs::canonicalize(path)
-            .map_err(Error::io(format!("resolve the path {}", path.display())))?;
+        let real =
+            std::fs::canonicalize(path).map_err(Error::io(format!("resolve the path {}", path.display())))?;
         let mut hasher = blake3::Hasher::new();
         std::fs::File::open(&real)
             .and_then(|file| hasher.update_reader(file).map(drop))
@@ -67,13 +67,13 @@ fn is_executable(path: &Path) -> bool {
 pub(crate) fn version(path: &Path) -> Result<String> {
     let text = ask_version(path)?;
     let line = text.lines().find_map(|line| line.strip_prefix(SAYS));
-    line.map(|l| l.trim().to_owned()).filter(|v| v.starts_with(|c: char| c.is_ascii_digit())).ok_or_else(|| {
-        Error::Binary {
+    line.map(|l| l.trim().to_owned()).filter(|v| v.starts_with(|c: char| c.is_ascii_digit())).ok_or_else(
+        || Error::Binary {
             path: path.into(),
             reason: "it does not answer --version as QEMU's system emulator does".into(),
             fix: "begin the line with qemu-system-x86_64 (7.2 or later)".into(),
-        }
-    })
+        },
+    )
 }
 
 fn ask_version(path: &Path) -> Result<String> {
@@ -86,7 +86,9 @@ fn ask_version(path: &Path) -> Result<String> {
         .spawn()
         .map_err(Error::io(operation()))?;
     let read = match child.stdout.take() {
-        Some(mut out) => read_until(&mut out, Instant::now() + VERSION_TIMEOUT).map_err(Error::io(operation())),
+        Some(mut out) => {
+            read_until(&mut out, Instant::now() + VERSION_TIMEOUT).map_err(Error::io(operation()))
+        }
         None => Ok(Vec::new()),
     };
     // Whatever it is, it is not to linger; killing one that has ended does nothing.
@@ -103,7 +105,9 @@ fn read_until(out: &mut std::process::ChildStdout, deadline: Instant) -> std::io
         let left = deadline.saturating_duration_since(Instant::now());
         let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(out, PollFlags::IN)], Some(&limit)) {
-            Ok(0) => return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, "it gave no answer in time")),
+            Ok(0) => {
+                return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, "it gave no answer in time"));
+            }
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(e) => return Err(e.into()),

@@ -33,7 +33,7 @@ const HOST_BEFORE: usize = 16;
 pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<Vec<HostVirt>> {
     let mut found: Vec<Vec<HostVirt>> = vec![Vec::new(); rows.len()];
     let is_main_heap = |m: &&Mapping| m.path == "[heap]";
-    let (heap, others): (Vec<_>, Vec<_>) = maps.iter().filter(is_searched).partition(is_main_heap);
+    let (heap, others): (Vec<_>, Vec<_>) = maps.iter().filter(|m| is_searched(m)).partition(is_main_heap);
     for places in [heap, others] {
         for mapping in places {
             // One that cannot be read has gone since; the block is then found elsewhere or reported missing.
@@ -47,7 +47,8 @@ pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<
     }
     let mut hosts = Vec::with_capacity(rows.len());
     for (row, candidates) in rows.iter().zip(&found) {
-        let fail = |problem: String| Error::RamAddress { block: row.name.clone(), pid: process.pid(), problem };
+        let fail =
+            |problem: String| Error::RamAddress { block: row.name.clone(), pid: process.pid(), problem };
         match candidates.as_slice() {
             [host] => hosts.push(*host),
             [] => return Err(fail("this QEMU keeps no record of it in the form of 7.2 or 10.0".into())),
@@ -58,7 +59,7 @@ pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<
 }
 
 /// Private anonymous memory of a heap's size.
-fn is_searched(mapping: &&Mapping) -> bool {
+fn is_searched(mapping: &Mapping) -> bool {
     mapping.private_data
         && (mapping.path.is_empty() || mapping.path.starts_with('[') || mapping.path.starts_with("//anon"))
         && mapping.range.len_bytes < HEAP_BYTES_MAX
@@ -69,7 +70,8 @@ fn search(bytes: &[u8], rows: &[&Row], maps: &Maps, found: &mut [Vec<HostVirt>])
     for at in (HOST_BEFORE..bytes.len()).step_by(8) {
         let Some(max_length) = word(bytes, at + 16) else { return };
         // Most of the heap is ruled out by this one comparison.
-        for (row, hosts) in rows.iter().zip(found.iter_mut()).filter(|(row, _)| row.total_bytes == max_length) {
+        for (row, hosts) in rows.iter().zip(found.iter_mut()).filter(|(row, _)| row.total_bytes == max_length)
+        {
             let Some(host) = record(bytes, at, row) else { continue };
             let range = HostRange { start: host, len_bytes: row.total_bytes };
             if maps.covers(range) && !hosts.contains(&host) {

@@ -8,9 +8,21 @@ use std::path::{Path, PathBuf};
 
 /// Options that leave Keyframe no VM to protect, with why and what to do instead.
 const REFUSED: &[(&str, &str, &str)] = &[
-    ("incoming", "the VM's first state would come from elsewhere", "leave it out; `keyframe restore` starts a VM from a checkpoint"),
-    ("daemonize", "QEMU would leave the process that Keyframe started and watches", "leave it out, and put `keyframe run` itself into the background"),
-    ("loadvm", "the VM's state would be replaced after Keyframe has looked at it", "leave it out; `keyframe restore` starts a VM from a checkpoint"),
+    (
+        "incoming",
+        "the VM's first state would come from elsewhere",
+        "leave it out; `keyframe restore` starts a VM from a checkpoint",
+    ),
+    (
+        "daemonize",
+        "QEMU would leave the process that Keyframe started and watches",
+        "leave it out, and put `keyframe run` itself into the background",
+    ),
+    (
+        "loadvm",
+        "the VM's state would be replaced after Keyframe has looked at it",
+        "leave it out; `keyframe restore` starts a VM from a checkpoint",
+    ),
     ("preconfig", "the machine would not exist yet when Keyframe looks at it", "leave it out"),
     ("h", "this prints help and starts no VM", "run it without keyframe"),
     ("help", "this prints help and starts no VM", "run it without keyframe"),
@@ -69,6 +81,11 @@ impl Invocation {
         &self.words
     }
 
+    /// The binary and the words.
+    pub(crate) fn into_parts(self) -> (PathBuf, Vec<String>) {
+        (self.binary, self.words)
+    }
+
     pub(crate) fn arguments(&self) -> &[Argument] {
         &self.arguments
     }
@@ -125,14 +142,18 @@ mod tests {
     fn a_binary_that_is_missing_or_no_qemu_is_named() {
         for name in ["no-such-qemu-7", "/bin/true", "/no/such/qemu", "/etc", ""] {
             let error = parse(name).unwrap_err();
-            assert!(matches!(&error, Error::Binary { path, .. } if path.as_os_str().is_empty() == name.is_empty()), "{error}");
+            assert!(
+                matches!(&error, Error::Binary { path, .. } if path.as_os_str().is_empty() == name.is_empty()),
+                "{error}"
+            );
             assert!(error.to_string().contains(name) && error.fix().is_some(), "{error}");
         }
     }
 
     #[test]
     fn the_name_is_the_guests() {
-        let name = |line: &str| parse(&format!("qemu-system-x86_64 {line}")).unwrap().vm_name().map(str::to_owned);
+        let name =
+            |line: &str| parse(&format!("qemu-system-x86_64 {line}")).unwrap().vm_name().map(str::to_owned);
         assert_eq!(name("-name web1").as_deref(), Some("web1"));
         assert_eq!(name("-name guest=db,,2,debug-threads=on").as_deref(), Some("db,2"));
         assert_eq!(name("-name a -name process=x").as_deref(), Some("a"));

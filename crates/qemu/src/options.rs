@@ -12,12 +12,52 @@ use crate::{Error, Result};
 
 /// Options without a value.
 const FLAGS: &[&str] = &[
-    "S", "alt-grab", "audio-help", "ctrl-grab", "curses", "daemonize", "enable-kvm", "enable-sync-profile",
-    "full-screen", "h", "help", "jitdump", "localtime", "mem-prealloc", "no-acpi", "no-fd-bootchk", "no-hpet",
-    "no-kvm", "no-kvm-irqchip", "no-kvm-pit", "no-kvm-pit-reinjection", "no-quit", "no-reboot", "no-shutdown",
-    "no-user-config", "nodefaults", "nodefconfig", "nographic", "nouserconfig", "old-param",
-    "one-insn-per-tb", "only-migratable", "perfmap", "portrait", "preconfig", "rtc-td-hack", "s", "sdl",
-    "semihosting", "show-cursor", "singlestep", "snapshot", "usb", "version", "win2k-hack", "xen-attach",
+    "S",
+    "alt-grab",
+    "audio-help",
+    "ctrl-grab",
+    "curses",
+    "daemonize",
+    "enable-kvm",
+    "enable-sync-profile",
+    "full-screen",
+    "h",
+    "help",
+    "jitdump",
+    "localtime",
+    "mem-prealloc",
+    "no-acpi",
+    "no-fd-bootchk",
+    "no-hpet",
+    "no-kvm",
+    "no-kvm-irqchip",
+    "no-kvm-pit",
+    "no-kvm-pit-reinjection",
+    "no-quit",
+    "no-reboot",
+    "no-shutdown",
+    "no-user-config",
+    "nodefaults",
+    "nodefconfig",
+    "nographic",
+    "nouserconfig",
+    "old-param",
+    "one-insn-per-tb",
+    "only-migratable",
+    "perfmap",
+    "portrait",
+    "preconfig",
+    "rtc-td-hack",
+    "s",
+    "sdl",
+    "semihosting",
+    "show-cursor",
+    "singlestep",
+    "snapshot",
+    "usb",
+    "version",
+    "win2k-hack",
+    "xen-attach",
     "xen-domid-restrict",
 ];
 
@@ -191,7 +231,9 @@ mod tests {
                 Argument::Image("-".into())
             ]
         );
-        assert!(matches!(parse(&words("-S -m")), Err(Error::CommandLine { argument, .. }) if argument == "-m"));
+        assert!(
+            matches!(parse(&words("-S -m")), Err(Error::CommandLine { argument, .. }) if argument == "-m")
+        );
     }
 
     #[test]
@@ -206,7 +248,8 @@ mod tests {
     #[test]
     fn objects_are_read_in_both_forms() {
         let plain = Object::parse("memory-backend-ram,id=m0,size=64M,prealloc=on").unwrap();
-        let json = Object::parse(r#"{"qom-type":"memory-backend-ram","id":"m0","size":67108864,"prealloc":true}"#);
+        let json =
+            Object::parse(r#"{"qom-type":"memory-backend-ram","id":"m0","size":67108864,"prealloc":true}"#);
         let json = json.unwrap();
         assert_eq!((&plain.qom_type, &plain.id), (&json.qom_type, &json.id));
         assert_eq!(value_of(&plain.properties, "prealloc"), value_of(&json.properties, "prealloc"));

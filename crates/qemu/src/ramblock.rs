@@ -44,7 +44,8 @@ pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     let process = QemuProcess::new(pid);
     let maps = process.maps()?;
     let unknown: Vec<&Row> = rows.iter().filter(|r| r.host.is_none()).collect();
-    let mut found = if unknown.is_empty() { Vec::new() } else { heap::find(&process, &maps, &unknown)? }.into_iter();
+    let mut found =
+        if unknown.is_empty() { Vec::new() } else { heap::find(&process, &maps, &unknown)? }.into_iter();
     let mut blocks = Vec::new();
     for row in &rows {
         let fail = |problem: String| Error::RamAddress { block: row.name.clone(), pid, problem };

@@ -48,7 +48,10 @@ pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     Ok(child)
 }
 
-fn inheriting(descriptors: &[&OwnedFd], spawn: impl FnOnce() -> std::io::Result<Child>) -> std::io::Result<Child> {
+fn inheriting(
+    descriptors: &[&OwnedFd],
+    spawn: impl FnOnce() -> std::io::Result<Child>,
+) -> std::io::Result<Child> {
     let set = |flags: FdFlags| {
         descriptors.iter().try_for_each(|fd| rustix::io::fcntl_setfd(fd.as_fd(), flags).map_err(Into::into))
     };
@@ -110,7 +113,10 @@ pub fn kill(child: &mut Child) -> Result<ExitStatus> {
     let operation = format!("kill QEMU (pid {})", child.id());
     child.kill().map_err(Error::io(operation.clone()))?;
     wait(child, KILL_TIMEOUT)?.ok_or_else(|| {
-        Error::io(operation)(std::io::Error::new(std::io::ErrorKind::TimedOut, "it is still there after 10 s"))
+        Error::io(operation)(std::io::Error::new(
+            std::io::ErrorKind::TimedOut,
+            "it is still there after 10 s",
+        ))
     })
 }
 

@@ -41,6 +41,9 @@ const FLAG_PAGE: u64 = 0x08;
 const FLAG_EOS: u64 = 0x10;
 const FLAG_CONTINUE: u64 = 0x20;
 
+/// Takes a page and its offset in its block, in bytes.
+pub type PageSink<'a> = &'a mut dyn FnMut(u64, &Page) -> io::Result<()>;
+
 /// A RAM block for the stream.
 pub struct StreamBlock<'a> {
     /// QEMU's name of it, at most 255 bytes.
@@ -48,7 +51,7 @@ pub struct StreamBlock<'a> {
     /// Bytes in use: a multiple of the page size.
     pub used_bytes: u64,
     /// Gives `(offset in bytes, page)` of the pages that are not zero, rising. Pages that are left out are zero.
-    pub pages: &'a mut dyn FnMut(&mut dyn FnMut(u64, &Page) -> io::Result<()>) -> io::Result<()>,
+    pub pages: &'a mut dyn FnMut(PageSink<'_>) -> io::Result<()>,
 }
 
 /// Checks that `state` is what `xen-save-devices-state` writes, as far as can be told from outside: header, a first
@@ -162,9 +165,13 @@ struct Pages<'a> {
 
 impl Pages<'_> {
     fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
-        let bad = offset < self.next || !offset.is_multiple_of(PAGE_BYTES as u64) || offset >= self.used_bytes;
+        let bad =
+            offset < self.next || !offset.is_multiple_of(PAGE_BYTES as u64) || offset >= self.used_bytes;
         if bad {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("a page at {offset:#x} out of place")));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("a page at {offset:#x} out of place"),
+            ));
         }
         self.zeros_up_to(offset)?;
         if *page == ZERO_PAGE {

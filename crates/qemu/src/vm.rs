@@ -74,18 +74,18 @@ impl Vm {
         }
         added.extend(state.arguments());
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
-        let user_command = invocation.words().to_vec();
+        let snapshot = invocation.arguments().iter().any(|a| a.name() == "snapshot");
+        let (binary, user_command) = invocation.into_parts();
         let mut full_command = user_command.clone();
         full_command.extend(added);
-        let snapshot = invocation.arguments().iter().any(|a| a.name() == "snapshot");
 
-        let mut command = Command::new(invocation.binary());
+        let mut command = Command::new(&binary);
         command.args(full_command.iter().skip(1));
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
-        let path = monitors.first().map(|(_, path)| path.as_path()).unwrap_or(Path::new(""));
-        let connected = connect(&mut child, path).and_then(|mut qmp| {
-            let checked = check_is_child(&qmp, &child, invocation.binary())
-                .and_then(|()| check_target(&mut qmp, invocation.binary()));
+        let [(_, ours), _] = &monitors;
+        let connected = connect(&mut child, ours).and_then(|mut qmp| {
+            let checked =
+                check_is_child(&qmp, &child, &binary).and_then(|()| check_target(&mut qmp, &binary));
             if checked.is_err() {
                 // It need not be the child that is killed below.
                 let _ = qmp.quit();
@@ -109,7 +109,8 @@ impl Vm {
         user_command: Vec<String>,
         full_command: Vec<String>,
     ) -> Self {
-        Self { child, qmp, state, user_command, full_command, snapshot: false, backends: None }
+        let snapshot = full_command.iter().any(|w| w == "-snapshot" || w == "--snapshot");
+        Self { child, qmp, state, user_command, full_command, snapshot, backends: None }
     }
 
     /// QEMU's pid.
@@ -226,7 +227,8 @@ impl StateFile {
     /// A fresh one, in a set that `arguments` do not use.
     pub(crate) fn new(arguments: &[Argument]) -> Result<Self> {
         let operation = "make a file in memory for device state";
-        let fd = rustix::fs::memfd_create("keyframe-devices", MemfdFlags::CLOEXEC).map_err(Error::io(operation))?;
+        let fd = rustix::fs::memfd_create("keyframe-devices", MemfdFlags::CLOEXEC)
+            .map_err(Error::io(operation))?;
         let path = format!("/proc/self/fd/{}", spawn::number(&fd));
         let write_end = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
             .map_err(Error::io(operation))?;
@@ -235,7 +237,7 @@ impl StateFile {
             .filter(|a| a.name() == "add-fd")
             .filter_map(|a| value_of(&keys(a.value(), ""), "set")?.parse().ok())
             .collect();
-        let set = (FDSET..).find(|set| !taken.contains(set)).unwrap_or(FDSET);
+        let set = (FDSET..=u32::MAX).find(|set| !taken.contains(set)).unwrap_or(FDSET);
         Ok(Self { write_end, read_end: File::from(fd), set })
     }
 
@@ -251,7 +253,8 @@ impl StateFile {
 
     fn rewind(&self) -> Result<()> {
         rustix::fs::ftruncate(&self.write_end, 0).map_err(Error::io("empty the device state file"))?;
-        rustix::fs::seek(&self.write_end, SeekFrom::Start(0)).map_err(Error::io("rewind the device state file"))?;
+        rustix::fs::seek(&self.write_end, SeekFrom::Start(0))
+            .map_err(Error::io("rewind the device state file"))?;
         Ok(())
     }
 
@@ -295,19 +298,27 @@ pub(crate) fn inherited_path(fd: &OwnedFd) -> String {
 
 /// A monitor of machines' kind, over the chardev with `properties`, in the form that `-readconfig` reads.
 pub(crate) fn monitor_config(id: &str, properties: &[(&str, &str)]) -> String {
-    let lines: String = properties.iter().map(|(key, value)| format!("  {key} = \"{value}\"\n")).collect();
-    format!("[chardev \"{id}\"]\n  backend = \"socket\"\n{lines}[mon \"{id}\"]\n  mode = \"control\"\n  chardev = \"{id}\"\n")
+    let mut lines = vec![format!("[chardev \"{id}\"]"), "  backend = \"socket\"".into()];
+    lines.extend(properties.iter().map(|(key, value)| format!("  {key} = \"{value}\"")));
+    lines.extend([
+        format!("[mon \"{id}\"]"),
+        "  mode = \"control\"".into(),
+        format!("  chardev = \"{id}\"\n"),
+    ]);
+    lines.join("\n")
 }
 
 /// Ids and sockets of the two monitors, in a directory for us alone, where nothing stands in their way.
 fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf); 2]> {
-    let run_dir = std::path::absolute(run_dir).map_err(Error::io(format!("resolve {}", run_dir.display())))?;
+    let run_dir =
+        std::path::absolute(run_dir).map_err(Error::io(format!("resolve {}", run_dir.display())))?;
     std::fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(&run_dir)
         .map_err(Error::io(format!("make the run directory {}", run_dir.display())))?;
-    let monitors = [("keyframe-qmp", run_dir.join("qmp.sock")), ("keyframe-watchdog", run_dir.join("watchdog.sock"))];
+    let monitors =
+        [("keyframe-qmp", run_dir.join("qmp.sock")), ("keyframe-watchdog", run_dir.join("watchdog.sock"))];
     for (_, path) in &monitors {
         match std::fs::remove_file(path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
@@ -326,7 +337,9 @@ fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
         let Some(text) = text else {
             return Err(Error::CommandLine {
                 argument: path.display().to_string(),
-                reason: format!("no socket can be made there: paths of sockets are UTF-8, at most {SOCKET_PATH_BYTES_MAX} bytes long, and have no quotation mark"),
+                reason: format!(
+                    "no socket can be made there: paths of sockets are UTF-8, at most {SOCKET_PATH_BYTES_MAX} bytes long, and have no quotation mark"
+                ),
                 fix: "choose another run directory".into(),
             });
         };
@@ -342,7 +355,8 @@ fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {
 
 /// All that follows acts on the child's pid, so the monitor must be that process's and not that of a child of its own.
 fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(qmp).map_err(Error::io("ask who answers QEMU's monitor"))?;
+    let peer =
+        rustix::net::sockopt::socket_peercred(qmp).map_err(Error::io("ask who answers QEMU's monitor"))?;
     if u32::try_from(peer.pid.as_raw_nonzero().get()).ok() == Some(child.id()) {
         return Ok(());
     }

@@ -161,9 +161,9 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     /// Waits for orders, for QEMU, or for the deadline. What there is: orders, events.
     fn wait(&self) -> Result<(bool, bool)> {
         let limit = self.dog.patience(Instant::now());
-        let limit = limit.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
-        let mut fds =
-            [PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.qmp, PollFlags::IN)];
+        let limit =
+            limit.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
+        let mut fds = [PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.qmp, PollFlags::IN)];
         match poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(Error::io("wait for the engine")(e)),

@@ -55,11 +55,19 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
     let mut other = fresh(taken);
     other.source.machine_type = "pc-i440fx-1.0".into();
     let error = try_restore(&other, &[]).unwrap_err();
-    assert!(matches!(&error, Error::DifferentMachine { expected, .. } if expected == "pc-i440fx-1.0"), "{error}");
+    assert!(
+        matches!(&error, Error::DifferentMachine { expected, .. } if expected == "pc-i440fx-1.0"),
+        "{error}"
+    );
 
     let mut other = fresh(taken);
     let mut blocks: Vec<RamBlock> = other.source.ram.clone().into();
-    blocks.push(RamBlock { name: "more".into(), kind: BlockKind::Stream, used_bytes: 4096, total_bytes: 4096 });
+    blocks.push(RamBlock {
+        name: "more".into(),
+        kind: BlockKind::Stream,
+        used_bytes: 4096,
+        total_bytes: 4096,
+    });
     other.source.ram = RamLayout::new(blocks).unwrap();
     other.ram.push(vec![0; 4096]);
     let error = try_restore(&other, &[]).unwrap_err();

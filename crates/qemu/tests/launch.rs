@@ -16,7 +16,11 @@ const BARE: &str = "-machine pc -m 32 -display none -nodefaults";
 fn refusals(line: &str, dir: &Path) -> Vec<String> {
     let found = launch("qemu-system-x86_64", &words(line), dir).unwrap().vm.audit().unwrap();
     assert!(found.iter().all(|r| !r.reason.is_empty() && !r.fix.is_empty()));
-    found.into_iter().filter(|r| r.severity == Severity::Refused).map(|r| format!("{}: {}", r.what, r.reason)).collect()
+    found
+        .into_iter()
+        .filter(|r| r.severity == Severity::Refused)
+        .map(|r| format!("{}: {}", r.what, r.reason))
+        .collect()
 }
 
 #[test]
@@ -80,7 +84,8 @@ fn a_wrapper_that_does_not_exec_is_refused_and_leaves_nothing() {
 fn what_is_added_leaves_the_users_own_monitor_alone() {
     for qemu in qemus() {
         let dir = tempfile::tempdir().unwrap();
-        let mut guest = launch(&qemu, &words("-machine pc -m 32 -display none -serial null"), dir.path()).unwrap();
+        let mut guest =
+            launch(&qemu, &words("-machine pc -m 32 -display none -serial null"), dir.path()).unwrap();
         let chardevs = guest.vm.qmp().execute("query-chardev", None).unwrap().to_string();
         assert!(chardevs.contains("compat_monitor0"), "{qemu}: {chardevs}");
         assert!(guest.vm.full_command().starts_with(guest.vm.user_command()));

@@ -6,7 +6,9 @@ use keyframe_qemu::RunStatus;
 use keyframe_qemu::restore::{self, Plan, RestoreOptions, Restored};
 use keyframe_units::BlockKind;
 use std::path::Path;
-use support::{Checkpoint, Guest, checkpoint, launch, passes, payload, qemus, read_blocks, said, wait_for, words};
+use support::{
+    Checkpoint, Guest, checkpoint, launch, passes, payload, qemus, read_blocks, said, wait_for, words,
+};
 
 /// A restored VM that is killed with its test.
 struct Alive(Restored);
@@ -104,9 +106,27 @@ fn video_memory_and_several_processors_come_back() {
 }
 
 #[test]
+fn a_read_only_disk_does_not_stand_in_the_way() {
+    for qemu in qemus() {
+        let disk = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/payload.S");
+        let drive = format!("-drive file={disk},format=raw,if=virtio,readonly=on");
+        round_trip(&qemu, &format!("-machine pc -m 32 {drive} -device virtio-net-pci"));
+        round_trip(
+            &qemu,
+            &format!(
+                "-machine microvm -m 32 -drive file={disk},format=raw,if=none,id=d,readonly=on -device virtio-blk-device,drive=d"
+            ),
+        );
+    }
+}
+
+#[test]
 fn the_users_own_backends_come_back() {
     for qemu in qemus() {
-        round_trip(&qemu, "-machine pc,memory-backend=ram -m 64 -object memory-backend-memfd,id=ram,size=64M,share=on");
+        round_trip(
+            &qemu,
+            "-machine pc,memory-backend=ram -m 64 -object memory-backend-memfd,id=ram,size=64M,share=on",
+        );
         round_trip(
             &qemu,
             "-machine q35 -m 64 -smp 2 -object memory-backend-ram,id=a,size=32M \

@@ -23,8 +23,6 @@ pub const CHECKPOINT_BYTES_MAX: u64 = 4 << 30;
 pub struct CheckpointFile {
     pub meta: Meta,
     pub device_state: Vec<u8>,
-    /// The length of the device state as stored.
-    pub device_stored_bytes: u64,
 }
 
 /// Device state as it will be stored, made before the meta so that the meta can tell its size.
@@ -97,5 +95,5 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointF
     if meta.map_chain.first() != Some(&id) || meta.map_chain.last() == Some(&0) || !falls {
         return Err("its list of maps is impossible".into());
     }
-    Ok(CheckpointFile { meta, device_state, device_stored_bytes: stored_len })
+    Ok(CheckpointFile { meta, device_state })
 }

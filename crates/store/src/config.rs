@@ -116,9 +116,11 @@ impl Config {
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     const SOURCE: &str = "/dev/urandom";
     let mut bytes = [0; N];
-    std::fs::File::open(SOURCE)
-        .and_then(|mut f| f.read_exact(&mut bytes))
-        .map_err(|source| Error::Io { object: SOURCE.into(), operation: "read", source })?;
+    std::fs::File::open(SOURCE).and_then(|mut f| f.read_exact(&mut bytes)).map_err(|source| Error::Io {
+        object: SOURCE.into(),
+        operation: "read",
+        source,
+    })?;
     Ok(bytes)
 }
 
@@ -139,7 +141,8 @@ mod tests {
         let later = text.replace("\"version\": 1", "\"version\": 7,\n  \"novelty\": true");
         assert!(matches!(Config::decode(later.as_bytes(), "x"), Err(Error::Damaged { .. })));
         let covered = &later[..later.rfind(CHECKSUM_FIELD).unwrap()];
-        let sealed = format!("{covered}{CHECKSUM_FIELD}{}{CLOSING}", blake3::hash(covered.as_bytes()).to_hex());
+        let sealed =
+            format!("{covered}{CHECKSUM_FIELD}{}{CLOSING}", blake3::hash(covered.as_bytes()).to_hex());
         let error = Config::decode(sealed.as_bytes(), "x").unwrap_err();
         assert!(matches!(error, Error::LaterVersion { found: 7, known: FORMAT_VERSION, .. }), "{error}");
     }

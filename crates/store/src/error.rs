@@ -93,6 +93,12 @@ pub enum Error {
         /// The epoch that was to be sealed.
         epoch: u64,
     },
+    /// Every number that a pack can have has been used.
+    #[error("{object}: all pack numbers are used up")]
+    PacksExhausted {
+        /// The folder of the packs.
+        object: String,
+    },
     /// A run is still open on this writer.
     #[error("a run is already open on this writer; finish it first")]
     RunOpen,

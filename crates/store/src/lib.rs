@@ -1,1 +1,61 @@
-//! (being built)
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format version 1.
+//!
+//! ```text
+//!   STORE/
+//!     store.json                    identity, format version, the secret key of the page hashes
+//!     lock                          held by the one writer
+//!     packs/00000001.pack           page contents, each once, compressed; append only
+//!     maps/0000000012.map           which page is where: what changed since an older checkpoint of the run
+//!     checkpoints/0000000012.ckpt   meta and device state; there under this name, the checkpoint is sealed
+//!     tags/NAME                     names for checkpoints
+//!     tmp/                          files being written
+//!
+//!   Store ──lock_writer──▶ Writer ──begin_run──▶ Run ──put_page*, seal──▶ Sealed        (one writer)
+//!     └────load──────────▶ Loaded ──read_pages──▶ pages                                  (any number of readers)
+//! ```
+//!
+//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is invisible; a crash at any
+//! instant loses at most the checkpoint in progress. Every byte on disk is covered by a checksum. A guest cannot construct
+//! two pages that the store takes for one.
+//!
+//! The bytes are described in `docs/formats/store.md`. Not here: when to take a checkpoint, what a page's number means
+//! (see `keyframe-units`), and forgetting checkpoints.
+
+pub mod backend;
+mod bytes;
+mod chain;
+mod check;
+mod checkpoint;
+mod codec;
+mod config;
+mod envelope;
+mod error;
+mod identity;
+mod loaded;
+mod map_run;
+mod meta;
+mod names;
+mod pack_file;
+mod pack_writer;
+mod page_map;
+mod record;
+mod run;
+mod stats;
+mod store;
+mod tags;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
+pub use error::{Error, Result};
+pub use keyframe_units::CheckpointId;
+pub use loaded::Loaded;
+pub use meta::{Counts, MachineMeta, Meta, PausePhases, Sealed, Timing};
+pub use run::{Put, Run, SealRequest};
+pub use stats::Stats;
+pub use store::Store;
+pub use writer::{Tuning, Writer};
+
+/// The version of the store format that this program writes, and the highest that it reads.
+pub const FORMAT_VERSION: u32 = config::FORMAT_VERSION;

@@ -188,8 +188,7 @@ pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Proble
         .and_then(|len| len.checked_add(records_end))
         .and_then(|end| end.checked_next_multiple_of(FOOTER_BYTES as u64))
         .is_some_and(|end| {
-            end.checked_add(FOOTER_BYTES as u64) == Some(pack_len)
-                && records_end >= PACK_HEADER_BYTES as u64
+            end.checked_add(FOOTER_BYTES as u64) == Some(pack_len) && records_end >= PACK_HEADER_BYTES as u64
         });
     Some(if plausible {
         Ok(Footer { entries, records_end })
@@ -276,7 +275,10 @@ mod tests {
         for bit in 0..header.len() * 8 {
             let mut flipped = header;
             flipped[bit / 8] ^= 1 << (bit % 8);
-            assert!(matches!(check_pack_header(&flipped, id, 7, "p"), Err(Error::Damaged { .. })), "bit {bit}");
+            assert!(
+                matches!(check_pack_header(&flipped, id, 7, "p"), Err(Error::Damaged { .. })),
+                "bit {bit}"
+            );
         }
         let entries = vec![(PageHash([1, 2]), 64), (PageHash([3, 4]), 100), (PageHash([5, 6]), 900)];
         let Trailer { index, footer } = encode_trailer(&header, &entries, 1000);

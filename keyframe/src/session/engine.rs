@@ -113,7 +113,8 @@ impl<'a> Engine<'a> {
             }
             self.look();
             if self.is_due() {
-                self.checkpoint("interval", None, None);
+                // What went wrong has been said.
+                let _ = self.checkpoint("interval", None, None);
                 continue;
             }
             match self.requests.recv_timeout(self.patience()) {

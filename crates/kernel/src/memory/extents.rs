@@ -37,7 +37,8 @@ impl File {
         }
         // Only a regular file can be opened without a side effect, and tells of its holes. The device is no test where
         // the name is the mapping's own: some filesystems show another one in maps than in stat.
-        let is_it = |stat: &Stat| stat.st_ino == mapping.inode && FileType::from_raw_mode(stat.st_mode).is_file();
+        let is_it =
+            |stat: &Stat| stat.st_ino == mapping.inode && FileType::from_raw_mode(stat.st_mode).is_file();
         let opened = |fd: OwnedFd| {
             fstat(&fd).is_ok_and(|stat| is_it(&stat)).then(|| Self { fd, seeking: Mutex::new(()) })
         };
@@ -102,9 +103,8 @@ impl GuestReader {
         for (part, piece) in self.pieces(range)? {
             let failed = |source| Error::Extents { pid: self.process.pid(), range: piece, source };
             let in_file = match &part.file {
-                None if part.mapping.is_private_anonymous() => Vec::new(),
+                _ if part.mapping.is_private_anonymous() => Vec::new(),
                 None => vec![piece],
-                Some(_) if part.mapping.is_private_anonymous() => Vec::new(),
                 Some(file) => file_extents(file, part, piece).map_err(|source| failed(source.into()))?,
             };
             let own = if part.mapping.shared {
@@ -112,7 +112,9 @@ impl GuestReader {
             } else {
                 entries(&self.pagemap, piece, &mut buffer).map_err(failed)?
             };
-            union(&[&in_file, &own]).into_iter().for_each(|extent| push_joined(&mut out, extent));
+            for extent in union(&[&in_file, &own]) {
+                push_joined(&mut out, extent);
+            }
         }
         Ok(out)
     }

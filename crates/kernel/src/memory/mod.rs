@@ -61,7 +61,8 @@ impl GuestReader {
     pub fn new(process: &Process, regions: &[HostRange]) -> Result<Self> {
         let mut sorted = regions.to_vec();
         sorted.sort_unstable_by_key(|range| range.start);
-        let bad = |range: HostRange| range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none();
+        let bad =
+            |range: HostRange| range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none();
         if let Some(range) = sorted.iter().find(|range| bad(**range)) {
             return Err(Error::BadRegion { range: *range });
         }

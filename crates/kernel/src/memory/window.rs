@@ -52,7 +52,11 @@ impl Window {
 
     /// Copies `piece`, a part of this window's range, to `dst`, which is as long.
     pub fn copy(&self, piece: HostRange, dst: &mut [u8]) {
-        assert!(self.range.contains(piece) && piece.len_bytes == dst.len() as u64, "{piece:?} of {:?}", self.range);
+        assert!(
+            self.range.contains(piece) && piece.len_bytes == dst.len() as u64,
+            "{piece:?} of {:?}",
+            self.range
+        );
         // SAFETY: `piece` begins in the mapping (just asserted), so the result is in bounds of the same mapping.
         let from = unsafe { self.start.as_ptr().add((piece.start.0 - self.range.start.0) as usize) };
         // SAFETY: `from` is readable for `dst.len()` bytes (just asserted; the file cannot shrink), `dst` is writable

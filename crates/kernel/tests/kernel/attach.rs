@@ -116,6 +116,32 @@ fn stops_and_continues_meanwhile_do_no_harm() {
     target.ok("count");
 }
 
+/// A stop that falls into the attachment takes place after it.
+#[test]
+fn no_stop_is_lost() {
+    let mut target = Target::start();
+    let stopped = |target: &Target| status(target, "State").contains("T (stopped)");
+    for round in 0..150 {
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        let pid = rustix::process::Pid::from_raw(target.process.pid().cast_signed()).unwrap();
+        let attaching = std::thread::scope(|scope| {
+            let attaching =
+                scope.spawn(|| (0..4).try_for_each(|_| inject_userfaultfd(&target.process).map(drop)));
+            // Somewhere in these four.
+            std::thread::sleep(std::time::Duration::from_micros(round % 50 * 20));
+            rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+            attaching.join().unwrap()
+        });
+        attaching.unwrap();
+        while !stopped(&target) {
+            assert!(std::time::Instant::now() < deadline, "round {round}: the stop was lost");
+            std::thread::yield_now();
+        }
+        target.signal("CONT");
+    }
+    target.ok("count");
+}
+
 #[test]
 fn a_process_that_exits_meanwhile_gives_an_error_and_keeps_its_status() {
     for _ in 0..10 {
@@ -137,7 +163,8 @@ fn a_process_that_exits_meanwhile_gives_an_error_and_keeps_its_status() {
 fn another_tracer_is_named() {
     let target = Target::start();
     let attach = format!("exec 2>/dev/null; exec strace -qq -o /dev/null -p {}", target.process.pid());
-    let Ok(true) = Command::new("sh").args(["-c", "command -v strace >/dev/null"]).status().map(|s| s.success())
+    let Ok(true) =
+        Command::new("sh").args(["-c", "command -v strace >/dev/null"]).status().map(|s| s.success())
     else {
         println!("skipped: another_tracer_is_named: no strace");
         return;

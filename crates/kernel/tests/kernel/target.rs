@@ -151,6 +151,18 @@ fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
         .collect()
 }
 
+/// True where we may see swap entries, so can tell a marker from a page on swap; otherwise a line that says so.
+pub fn sees_markers(test: &str) -> bool {
+    const CAP_SYS_ADMIN: u64 = 1 << 21;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let bits = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
+    let sees = u64::from_str_radix(bits, 16).unwrap() & CAP_SYS_ADMIN != 0;
+    if !sees {
+        println!("skipped: {test}: without CAP_SYS_ADMIN more is reported than was written");
+    }
+    sees
+}
+
 /// Reserves huge pages for one test, and gives them back.
 pub struct HugePages {
     before: String,

@@ -111,14 +111,19 @@ impl Qmp {
                 Err(Error::Timeout { .. }) if started.elapsed() < wait => alive()?,
                 Err(Error::Gone { .. }) => {
                     alive()?;
-                    return Err(Error::Gone { monitor: qmp.transport.name().into(), operation: "greeting".into() });
+                    return Err(Error::Gone {
+                        monitor: qmp.transport.name().into(),
+                        operation: "greeting".into(),
+                    });
                 }
                 other => break other?,
             }
         };
         if greeting.get("QMP").is_none() {
             let start: String = greeting.to_string().chars().take(80).collect();
-            return Err(qmp.transport.protocol("greeting", format!("this is no QMP monitor: it says {start}")));
+            return Err(qmp
+                .transport
+                .protocol("greeting", format!("this is no QMP monitor: it says {start}")));
         }
         qmp.execute("qmp_capabilities", None)?;
         Ok(qmp)
@@ -308,7 +313,9 @@ impl AsFd for Qmp {
 }
 
 fn now_us() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| u64::try_from(d.as_micros()).unwrap_or(u64::MAX))
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| u64::try_from(d.as_micros()).unwrap_or(u64::MAX))
 }
 
 #[cfg(test)]

@@ -78,7 +78,9 @@ fn a_resume_by_somebody_else_is_seen_wherever_its_event_comes() {
         let (_dir, path, _) = monitor(move |name, id| {
             let early = event("RESUME", now_us() - 1_000_000);
             Some(match (name, other) {
-                ("stop", Some("before cont")) => vec![event("STOP", now_us()), ok(id), event("RESUME", now_us())],
+                ("stop", Some("before cont")) => {
+                    vec![event("STOP", now_us()), ok(id), event("RESUME", now_us())]
+                }
                 ("stop", _) => vec![event("STOP", now_us()), ok(id)],
                 ("cont", Some("with cont")) => vec![early, ok(id)],
                 ("cont", None) => vec![event("RESUME", now_us() + 1), ok(id)],
@@ -111,12 +113,18 @@ fn no_answer_is_a_timeout_and_the_late_one_is_not_taken_for_another() {
     let (_dir, path, _) = monitor(|name, id| match name {
         "query-lost" => Some(vec![]),
         // Both answers at once, the late one first.
-        _ => Some(vec![json!({ "return": "late", "id": id - 1 }).to_string(), json!({ "return": "mine", "id": id }).to_string()]),
+        _ => Some(vec![
+            json!({ "return": "late", "id": id - 1 }).to_string(),
+            json!({ "return": "mine", "id": id }).to_string(),
+        ]),
     });
     let mut qmp = connect(&path);
     qmp.set_timeout(Duration::from_millis(30));
     let error = qmp.execute("query-lost", None).unwrap_err();
-    assert!(matches!(&error, Error::Timeout { operation, waited_ms: 30, .. } if operation == "query-lost"), "{error}");
+    assert!(
+        matches!(&error, Error::Timeout { operation, waited_ms: 30, .. } if operation == "query-lost"),
+        "{error}"
+    );
     qmp.set_timeout(Duration::from_secs(5));
     assert_eq!(qmp.execute("query-found", None).unwrap(), json!("mine"));
 }
@@ -124,7 +132,9 @@ fn no_answer_is_a_timeout_and_the_late_one_is_not_taken_for_another() {
 #[test]
 fn a_refusal_carries_qemus_words() {
     let (_dir, path, _) = monitor(|_, id| {
-        Some(vec![json!({ "error": { "class": "GenericError", "desc": "no such thing" }, "id": id }).to_string()])
+        Some(vec![
+            json!({ "error": { "class": "GenericError", "desc": "no such thing" }, "id": id }).to_string(),
+        ])
     });
     let error = connect(&path).execute("query-x", None).unwrap_err();
     assert_eq!(error.to_string(), "QEMU refused query-x: no such thing");
@@ -132,9 +142,8 @@ fn a_refusal_carries_qemus_words() {
 
 #[test]
 fn the_end_of_qemu_is_told_and_the_events_before_it_are_kept() {
-    let (_dir, path, thread) = monitor(|name, id| {
-        (name != "query-last").then(|| vec![ok(id), event("SHUTDOWN", 1)])
-    });
+    let (_dir, path, thread) =
+        monitor(|name, id| (name != "query-last").then(|| vec![ok(id), event("SHUTDOWN", 1)]));
     let mut qmp = connect(&path);
     qmp.execute("query-x", None).unwrap();
     assert!(matches!(qmp.execute("query-last", None), Err(Error::Gone { .. })));
@@ -148,7 +157,10 @@ fn answers_that_are_none_are_errors() {
     for answer in ["no json", "{}", "[]", r#"{"id": 2}"#, r#"{"return": 1, "error": {}, "id": 2}"#, "\u{0}"] {
         let (_dir, path, _) = monitor(move |_, _| Some(vec![answer.into()]));
         let error = connect(&path).execute("query-x", None).unwrap_err();
-        assert!(matches!(&error, Error::Protocol { operation, .. } if operation == "query-x"), "{answer}: {error}");
+        assert!(
+            matches!(&error, Error::Protocol { operation, .. } if operation == "query-x"),
+            "{answer}: {error}"
+        );
     }
 }
 
@@ -164,7 +176,8 @@ fn what_greets_otherwise_is_no_monitor() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
-    let thread = std::thread::spawn(move || listener.accept().unwrap().0.write_all(b"{\"hello\": 1}\n").unwrap());
+    let thread =
+        std::thread::spawn(move || listener.accept().unwrap().0.write_all(b"{\"hello\": 1}\n").unwrap());
     let error = Qmp::connect(&path, Duration::from_secs(5)).err().unwrap();
     assert!(error.to_string().contains("no QMP monitor"), "{error}");
     thread.join().unwrap();

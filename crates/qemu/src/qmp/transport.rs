@@ -42,7 +42,8 @@ impl Transport {
             match rustix::net::connect(&socket, &address) {
                 Ok(()) => return Ok(Self::over(socket, path.display().to_string())),
                 // Not there yet; there, but nobody listens yet; its queue is full (EAGAIN).
-                Err(Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) if Instant::now() < deadline => {}
+                Err(Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR)
+                    if Instant::now() < deadline => {}
                 Err(e) => return Err(Error::io(operation())(e)),
             }
             alive()?;
@@ -72,7 +73,9 @@ impl Transport {
                 Err(Errno::AGAIN) => self.sleep(PollFlags::OUT, started, timeout, operation)?,
                 Err(Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.gone(operation)),
-                Err(e) => return Err(Error::io(format!("write to QEMU's monitor {} ({operation})", self.name))(e)),
+                Err(e) => {
+                    return Err(Error::io(format!("write to QEMU's monitor {} ({operation})", self.name))(e));
+                }
             }
         }
         Ok(())
@@ -113,7 +116,11 @@ impl Transport {
                 Ok((len, _)) => self.buffer.extend_from_slice(chunk.get(..len).unwrap_or_default()),
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
-                Err(e) => return Err(Error::io(format!("read from QEMU's monitor {} ({operation})", self.name))(e)),
+                Err(e) => {
+                    return Err(Error::io(format!("read from QEMU's monitor {} ({operation})", self.name))(
+                        e,
+                    ));
+                }
             }
         }
     }
@@ -138,7 +145,11 @@ impl Transport {
         let left = timeout.saturating_sub(started.elapsed());
         if left.is_zero() {
             let waited_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-            return Err(Error::Timeout { monitor: self.name.clone(), operation: operation.into(), waited_ms });
+            return Err(Error::Timeout {
+                monitor: self.name.clone(),
+                operation: operation.into(),
+                waited_ms,
+            });
         }
         let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(&self.socket, flags)], Some(&limit)) {

@@ -45,7 +45,8 @@ impl Memory {
 
 /// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {
-    let pieces: Vec<(&Memory, PageRange)> = memories.iter().flat_map(|m| pieces(m.pages).map(move |p| (m, p))).collect();
+    let pieces: Vec<(&Memory, PageRange)> =
+        memories.iter().flat_map(|m| pieces(m.pages).map(move |p| (m, p))).collect();
     let next = AtomicUsize::new(0);
     let work = || -> Result<()> {
         while let Some((memory, piece)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -82,7 +83,12 @@ fn pieces(pages: PageRange) -> impl Iterator<Item = PageRange> {
     })
 }
 
-fn fill_piece(memory: &Memory, piece: PageRange, source: &dyn RamSource, cancelled: &AtomicBool) -> io::Result<()> {
+fn fill_piece(
+    memory: &Memory,
+    piece: PageRange,
+    source: &dyn RamSource,
+    cancelled: &AtomicBool,
+) -> io::Result<()> {
     let mut run = Run { file: &memory.file, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) };
     source.read(piece, &mut |page, content| {
         if cancelled.load(Ordering::Relaxed) {
@@ -143,13 +149,17 @@ mod tests {
             sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
         ) -> io::Result<()> {
             let within = |page: u64| range.first.0 <= page && page < range.end().0;
-            self.0.iter().filter(|(p, _)| within(*p)).try_for_each(|(p, c)| sink(PageIndex(*p), &[*c; PAGE_BYTES]))
+            self.0
+                .iter()
+                .filter(|(p, _)| within(*p))
+                .try_for_each(|(p, c)| sink(PageIndex(*p), &[*c; PAGE_BYTES]))
         }
     }
 
     fn memory(first: u64, len_pages: u64) -> Memory {
         let bytes = len_pages * PAGE_BYTES as u64;
-        let block = RamBlock { name: "b".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+        let block =
+            RamBlock { name: "b".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
         Memory::new(&block, 0, PageRange::new(PageIndex(first), len_pages)).unwrap()
     }
 
@@ -180,7 +190,10 @@ mod tests {
         for len in [0, 1, PIECE_PAGES, PIECE_PAGES + 1, 3 * PIECE_PAGES - 1] {
             let all: Vec<PageRange> = pieces(PageRange::new(PageIndex(7), len)).collect();
             assert_eq!(all.iter().map(|p| p.len_pages).sum::<u64>(), len);
-            assert!(all.windows(2).all(|w| w[0].end() == w[1].first) && all.first().is_none_or(|p| p.first.0 == 7));
+            assert!(
+                all.windows(2).all(|w| w[0].end() == w[1].first)
+                    && all.first().is_none_or(|p| p.first.0 == 7)
+            );
         }
     }
 
@@ -193,13 +206,20 @@ mod tests {
                 range: PageRange,
                 sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
             ) -> io::Result<()> {
-                if self.0 { sink(range.end(), &[1; PAGE_BYTES]) } else { Err(io::Error::other("the disk is broken")) }
+                if self.0 {
+                    sink(range.end(), &[1; PAGE_BYTES])
+                } else {
+                    Err(io::Error::other("the disk is broken"))
+                }
             }
         }
         for (source, word) in [(Broken(true), "not among"), (Broken(false), "broken")] {
             let error = fill(&[memory(0, 9)], &source, &AtomicBool::new(false)).unwrap_err();
             let Error::Io { operation, source } = error else { panic!("{error}") };
-            assert!(operation.contains("RAM block b") && source.to_string().contains(word), "{operation}: {source}");
+            assert!(
+                operation.contains("RAM block b") && source.to_string().contains(word),
+                "{operation}: {source}"
+            );
         }
     }
 }

@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 /// How long a fresh QEMU may take to answer.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to read devices and small blocks.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
+const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 /// Pages of a small block that are held in memory at once: 4 MiB.
 const STREAM_PAGES: u64 = 1024;
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
@@ -195,7 +195,10 @@ impl Starting {
                 Word::Backend(number) => words.extend(backend_words(plan, *number, &memories)?),
             }
         }
-        words.extend(["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"].map(String::from));
+        words.extend(
+            ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
+                .map(String::from),
+        );
         words.extend(state.arguments());
         words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
@@ -230,7 +233,8 @@ impl Starting {
             let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             qmp.and_then(|qmp| filled.map(|()| qmp))
         })?;
-        send(UnixStream::from(incoming), plan, ram, device_state).map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
+        send(&UnixStream::from(incoming), plan, ram, device_state)
+            .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
         wait_until_loaded(&mut qmp, child)?;
         if !plan.paused {
             qmp.cont()?;
@@ -247,8 +251,13 @@ fn backend_words(plan: &Plan, number: usize, memories: &[(usize, OwnedFd)]) -> R
     let block = plan.source.ram.blocks().get(number);
     let memory = memories.iter().find(|(n, _)| *n == number);
     match (block, memory) {
-        (Some(block), Some((_, fd))) => Ok(["-object".into(), plan::backend_object(block, &inherited_path(fd))]),
-        _ => Err(Error::Source { what: "RAM layout".into(), problem: format!("it has no backend block {number}") }),
+        (Some(block), Some((_, fd))) => {
+            Ok(["-object".into(), plan::backend_object(block, &inherited_path(fd))])
+        }
+        _ => Err(Error::Source {
+            what: "RAM layout".into(),
+            problem: format!("it has no backend block {number}"),
+        }),
     }
 }
 
@@ -280,7 +289,9 @@ fn same_blocks(expected: &RamLayout, found: &RamLayout) -> Result<()> {
         let (a, b) = (find(expected, name), find(found, name));
         let key = |block: &RamBlock| (block.kind, block.total_bytes);
         if a.as_ref().map(key) != b.as_ref().map(key) {
-            let text = |block: Option<RamBlock>| block.map_or("absent".into(), |b| format!("{} bytes", b.total_bytes));
+            let text = |block: Option<RamBlock>| {
+                block.map_or("absent".into(), |b| format!("{} bytes", b.total_bytes))
+            };
             let what = format!("RAM block {name}");
             return Err(Error::DifferentMachine { what, expected: text(a), found: text(b) });
         }
@@ -289,7 +300,7 @@ fn same_blocks(expected: &RamLayout, found: &RamLayout) -> Result<()> {
 }
 
 /// Sends devices and small blocks.
-fn send(socket: UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<()> {
+fn send(socket: &UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<()> {
     let operation = "send the checkpoint's devices to QEMU";
     socket.set_write_timeout(Some(LOAD_TIMEOUT)).map_err(Error::io(operation))?;
     let layout = &plan.source.ram;
@@ -305,7 +316,7 @@ fn send(socket: UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8
         .iter_mut()
         .map(|(block, reader)| StreamBlock { name: &block.name, used_bytes: block.used_bytes, pages: reader })
         .collect();
-    let mut out = BufWriter::with_capacity(256 << 10, &socket);
+    let mut out = BufWriter::with_capacity(256 << 10, socket);
     stream::splice_ram(device_state, &mut blocks, &mut out)?;
     out.into_inner().map_err(|e| Error::io(operation)(e.into_error()))?;
     socket.shutdown(Shutdown::Write).map_err(Error::io(operation))

@@ -20,11 +20,62 @@ use std::path::{Path, PathBuf};
 
 /// Options that would make another machine than the checkpoint's.
 const MACHINE_OPTIONS: &[&str] = &[
-    "M", "machine", "m", "smp", "cpu", "accel", "enable-kvm", "device", "object", "numa", "global", "bios", "pflash",
-    "kernel", "initrd", "append", "dtb", "fw_cfg", "smbios", "acpitable", "drive", "blockdev", "hda", "hdb", "hdc",
-    "hdd", "cdrom", "fda", "fdb", "mtdblock", "sd", "snapshot", "vga", "usb", "usbdevice", "soundhw", "audio",
-    "nic", "net", "no-acpi", "no-hpet", "nodefaults", "mem-path", "mem-prealloc", "icount", "rtc", "readconfig",
-    "incoming", "S", "daemonize", "loadvm", "preconfig", "watchdog", "tpmdev", "fsdev", "virtfs",
+    "M",
+    "machine",
+    "m",
+    "smp",
+    "cpu",
+    "accel",
+    "enable-kvm",
+    "device",
+    "object",
+    "numa",
+    "global",
+    "bios",
+    "pflash",
+    "kernel",
+    "initrd",
+    "append",
+    "dtb",
+    "fw_cfg",
+    "smbios",
+    "acpitable",
+    "drive",
+    "blockdev",
+    "hda",
+    "hdb",
+    "hdc",
+    "hdd",
+    "cdrom",
+    "fda",
+    "fdb",
+    "mtdblock",
+    "sd",
+    "snapshot",
+    "vga",
+    "usb",
+    "usbdevice",
+    "soundhw",
+    "audio",
+    "nic",
+    "net",
+    "no-acpi",
+    "no-hpet",
+    "nodefaults",
+    "mem-path",
+    "mem-prealloc",
+    "icount",
+    "rtc",
+    "readconfig",
+    "incoming",
+    "S",
+    "daemonize",
+    "loadvm",
+    "preconfig",
+    "watchdog",
+    "tpmdev",
+    "fsdev",
+    "virtfs",
 ];
 
 /// Options of the kept line that a restore leaves out, with what a person is told.
@@ -64,8 +115,9 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
+        let RestoreOptions { qemu, paused } = options;
         let mut notes = Vec::new();
-        let binary = find_binary(&source, options.qemu.as_deref(), &mut notes)?;
+        let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
         let kept = options::parse(source.user_command.get(1..).unwrap_or_default())?;
         let mut words = rewrite(&kept, &source.ram, &mut notes)?;
@@ -78,7 +130,7 @@ impl Plan {
             ));
         }
         let arguments = kept.into_iter().chain(extra).collect();
-        Ok(Self { binary, working_directory, words, arguments, source, paused: options.paused, notes })
+        Ok(Self { binary, working_directory, words, arguments, source, paused, notes })
     }
 
     /// What a person should know of how the restored VM differs from the checkpoint's.
@@ -200,7 +252,8 @@ fn backend(argument: &Argument, ram: &RamLayout) -> Result<Option<(usize, Object
         return Ok(None);
     }
     let ids = [object.id.clone()];
-    let is_its = |block: &RamBlock| block.kind == BlockKind::Backend && backend_of(&block.name, &ids).is_some();
+    let is_its =
+        |block: &RamBlock| block.kind == BlockKind::Backend && backend_of(&block.name, &ids).is_some();
     match ram.blocks().iter().position(is_its) {
         Some(number) => Ok(Some((number, object))),
         None => Err(Error::Source {
@@ -214,7 +267,11 @@ fn note_dropped(object: &Object, notes: &mut Vec<String>) {
     let dropped: Vec<&str> =
         object.properties.iter().map(|(k, _)| k.as_str()).filter(|k| !REPLACED.contains(k)).collect();
     if !dropped.is_empty() {
-        notes.push(format!("memory backend {}: {} not applied to the restored RAM", object.id, dropped.join(", ")));
+        notes.push(format!(
+            "memory backend {}: {} not applied to the restored RAM",
+            object.id,
+            dropped.join(", ")
+        ));
     }
 }
 
@@ -297,7 +354,16 @@ mod tests {
     #[test]
     fn extra_words_may_not_change_the_machine() {
         let extra = |line: &str| check_extra(line.split(' ').map(OsString::from).collect());
-        for line in ["-m 2G", "--machine q35", "-device e1000", "disk.img", "-S", "-incoming x", "-object x,id=y", "-accel kvm"] {
+        for line in [
+            "-m 2G",
+            "--machine q35",
+            "-device e1000",
+            "disk.img",
+            "-S",
+            "-incoming x",
+            "-object x,id=y",
+            "-accel kvm",
+        ] {
             let error = extra(line).unwrap_err();
             assert!(error.fix().is_some(), "{error}");
         }

@@ -126,7 +126,14 @@ fn damage_is_told_with_its_place() {
     for cut in 0..good.len() {
         assert!(check(&good[..cut]).is_err(), "cut at {cut}");
     }
-    for (at, value, word) in [(0, b'X', "QEVM"), (7, 2, "version"), (8, 9, "unknown type"), (8, 7, "configuration"), (8, 0, "no device"), (14, b'\n', "named")] {
+    for (at, value, word) in [
+        (0, b'X', "QEVM"),
+        (7, 2, "version"),
+        (8, 9, "unknown type"),
+        (8, 7, "configuration"),
+        (8, 0, "no device"),
+        (14, b'\n', "named"),
+    ] {
         let mut bad = good.clone();
         bad[at] = value;
         let error = check(&bad).unwrap_err().to_string();
@@ -138,7 +145,9 @@ fn damage_is_told_with_its_place() {
 #[test]
 fn blocks_that_the_format_cannot_hold_are_refused() {
     let long = "x".repeat(256);
-    for (name, used_bytes) in [("", 4096), (long.as_str(), 4096), ("a", 0), ("a", 100), ("a", u64::MAX - 4095)] {
+    for (name, used_bytes) in
+        [("", 4096), (long.as_str(), 4096), ("a", 0), ("a", 100), ("a", u64::MAX - 4095)]
+    {
         let mut block = [StreamBlock { name, used_bytes, pages: &mut |_| Ok(()) }];
         assert!(splice_ram(&state(), &mut block, &mut Vec::new()).is_err(), "{name} {used_bytes}");
     }

@@ -175,8 +175,10 @@ fn engine(script: &str) -> Result<Watchdog> {
 
 #[test]
 fn the_engine_is_told_whether_the_watchdog_fired_since_it_armed() {
-    let mut watchdog =
-        engine("read x; echo K; read a; read d; printf 'F\\nF\\nK\\n'; read a; read d; echo K; read d; echo K").unwrap();
+    let mut watchdog = engine(
+        "read x; echo K; read a; read d; printf 'F\\nF\\nK\\n'; read a; read d; echo K; read d; echo K",
+    )
+    .unwrap();
     watchdog.arm(Duration::from_millis(50)).unwrap();
     assert_eq!(watchdog.disarm().unwrap(), Fired(true));
     watchdog.arm(Duration::from_millis(50)).unwrap();
@@ -187,7 +189,7 @@ fn the_engine_is_told_whether_the_watchdog_fired_since_it_armed() {
 #[test]
 fn a_watchdog_that_has_died_is_noticed_before_the_vm_is_paused() {
     let mut watchdog = engine("read x; echo K").unwrap();
-    assert!(!matches!(watchdog.child.wait(), Err(_)));
+    watchdog.child.wait().unwrap();
     assert!(matches!(watchdog.arm(Duration::from_secs(1)), Err(Error::Watchdog { .. })));
     assert!(engine("exit 0").is_err(), "one that never was ready");
     assert!(engine("read x; echo what; read y").is_err(), "one that talks nonsense");

@@ -15,7 +15,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// How long a guest may take for anything; far more than it needs on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// The QEMUs at hand: the one in PATH, and the one that `KEYFRAME_QEMU10` names.
 pub fn qemus() -> Vec<String> {
@@ -32,7 +32,8 @@ pub fn payload(dir: &Path, pages: u32) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/payload.S");
     let (object, firmware) = (dir.join("payload.o"), dir.join("payload.bin"));
     let run = |program: &str, arguments: &[&str]| {
-        let output = Command::new(program).args(arguments).output().unwrap_or_else(|e| panic!("run {program}: {e}"));
+        let output =
+            Command::new(program).args(arguments).output().unwrap_or_else(|e| panic!("run {program}: {e}"));
         assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
     };
     let text = |path: &Path| path.to_str().unwrap().to_owned();

@@ -127,7 +127,8 @@ impl Backend for Local {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let path = self.root.join(name);
         let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
-        let temporary = self.root.join(format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()));
+        let temporary =
+            self.root.join(format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()));
         let written = self.write_temporary(&temporary, bytes).and_then(|()| {
             std::fs::rename(&temporary, &path).map_err(|e| io_error(&path, "rename into place", e))
         });
@@ -247,7 +248,8 @@ fn io_error(path: &Path, operation: &'static str, source: io::Error) -> Error {
 
 /// An existing directory may become a store if it is empty but for the empty folders of an interrupted attempt.
 fn refuse_foreign_content(root: &Path) -> Result<()> {
-    let exists = |problem: &str| Err(Error::Exists { object: root.display().to_string(), problem: problem.into() });
+    let exists =
+        |problem: &str| Err(Error::Exists { object: root.display().to_string(), problem: problem.into() });
     if !root.is_dir() {
         return exists("is there already and is no directory");
     }

@@ -1,0 +1,415 @@
+//! A store in memory, on a medium that misbehaves: crashes, torn writes, a full disk, failing syncs. For tests.
+//!
+//! ```text
+//!   append ──▶ live bytes ──sync──▶ durable bytes            create, rename ──▶ live names ──folder sync──▶ durable names
+//!                  └───────crash: any mix of sectors─────┐                        └───────crash: any of them───┐
+//!                                                        ▼                                                     ▼
+//!                                              what the next process finds
+//! ```
+//!
+//! Every step that could be the last counts as one operation: its volatile effect happens, then the crash, then its
+//! durable effect. A failed sync loses what it should have written for good, even if a later sync succeeds, as Linux does.
+
+use super::{Backend, Growing, LockGuard, Readable};
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+const SECTOR_BYTES: usize = 512;
+
+#[derive(Clone, Debug, Default)]
+struct Inode {
+    live: Vec<u8>,
+    durable: Vec<u8>,
+    /// Bytes before this that are not durable never will be: a sync of them failed.
+    lost: usize,
+}
+
+#[derive(Clone, Debug)]
+enum NameChange {
+    Link(String, usize),
+    Unlink(String),
+}
+
+impl NameChange {
+    fn name(&self) -> &str {
+        match self {
+            Self::Link(name, _) | Self::Unlink(name) => name,
+        }
+    }
+
+    fn apply(&self, names: &mut BTreeMap<String, usize>) {
+        match self {
+            Self::Link(name, inode) => names.insert(name.clone(), *inode),
+            Self::Unlink(name) => names.remove(name),
+        };
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    inodes: Vec<Inode>,
+    live: BTreeMap<String, usize>,
+    durable: BTreeMap<String, usize>,
+    pending: Vec<NameChange>,
+    operations: u64,
+    crash_at: Option<u64>,
+    syncs: u64,
+    fail_sync_at: Option<u64>,
+    capacity_bytes: Option<usize>,
+    locked: bool,
+}
+
+/// The medium. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Faulty {
+    state: Arc<Mutex<State>>,
+}
+
+impl Faulty {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Syncs of file contents so far.
+    pub fn syncs(&self) -> u64 {
+        self.state().syncs
+    }
+
+    /// The operation of that number, and every one after it, fails.
+    pub fn crash_at(&self, operation: u64) {
+        self.state().crash_at = Some(operation);
+    }
+
+    pub fn has_crashed(&self) -> bool {
+        let state = self.state();
+        state.crash_at.is_some_and(|at| state.operations >= at)
+    }
+
+    /// The content sync of that number fails.
+    pub fn fail_sync_at(&self, sync: u64) {
+        self.state().fail_sync_at = Some(sync);
+    }
+
+    /// The medium holds so many bytes and not one more.
+    pub fn limit(&self, capacity_bytes: Option<usize>) {
+        self.state().capacity_bytes = capacity_bytes;
+    }
+
+    pub fn used_bytes(&self) -> usize {
+        self.state().used_bytes()
+    }
+
+    /// What a machine finds that comes up after the power failed now. `seed` decides what of the rest survived.
+    pub fn after_power_loss(&self, seed: u64) -> Self {
+        let state = self.state();
+        let mut chance = Chance(seed);
+        let mut names = state.durable.clone();
+        for change in &state.pending {
+            if chance.next() % 2 == 0 {
+                change.apply(&mut names);
+            }
+        }
+        let inodes = state.inodes.iter().map(|inode| inode.after_power_loss(&mut chance)).collect();
+        let fresh = State { inodes, live: names.clone(), durable: names, ..State::default() };
+        Self { state: Arc::new(Mutex::new(fresh)) }
+    }
+
+    /// A copy of what can be read now, as if all were durable.
+    pub fn copy(&self) -> Self {
+        let mut fresh = State::default();
+        for (name, bytes) in self.files() {
+            fresh.live.insert(name, fresh.inodes.len());
+            fresh.inodes.push(Inode { durable: bytes.clone(), live: bytes, lost: 0 });
+        }
+        fresh.durable = fresh.live.clone();
+        Self { state: Arc::new(Mutex::new(fresh)) }
+    }
+
+    /// The same medium in the eyes of the next process after this one died: what can be read is as before, what is
+    /// durable too.
+    pub fn copy_with_same_durability(&self) -> Self {
+        let state = self.state();
+        let fresh = State {
+            inodes: state.inodes.clone(),
+            live: state.live.clone(),
+            durable: state.durable.clone(),
+            pending: state.pending.clone(),
+            ..State::default()
+        };
+        Self { state: Arc::new(Mutex::new(fresh)) }
+    }
+
+    /// Every file with its bytes.
+    pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
+        let state = self.state();
+        state.live.iter().map(|(name, inode)| (name.clone(), state.inodes[*inode].live.clone())).collect()
+    }
+
+    /// Changes a file behind everybody's back.
+    pub fn overwrite(&self, name: &str, bytes: Option<Vec<u8>>) {
+        let mut state = self.state();
+        match bytes {
+            None => {
+                state.live.remove(name);
+            }
+            Some(live) => {
+                let inode = state.inodes.len();
+                state.inodes.push(Inode { live, ..Inode::default() });
+                state.live.insert(name.into(), inode);
+            }
+        }
+    }
+}
+
+/// A stream of numbers from a seed.
+pub struct Chance(pub u64);
+
+impl Chance {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+impl Inode {
+    /// The bytes that a sync makes durable.
+    fn synced(&self) -> Vec<u8> {
+        let mut bytes = self.live.clone();
+        for (at, byte) in bytes.iter_mut().enumerate().take(self.lost) {
+            *byte = self.durable.get(at).copied().unwrap_or(0);
+        }
+        bytes
+    }
+
+    fn after_power_loss(&self, chance: &mut Chance) -> Self {
+        let target = self.synced();
+        let (low, high) = (self.durable.len().min(target.len()), self.durable.len().max(target.len()));
+        let len = match chance.next() % 3 {
+            0 => self.durable.len(),
+            1 => target.len(),
+            _ => low + chance.next() as usize % (high - low + 1),
+        };
+        let mut bytes = vec![0; len];
+        for (at, sector) in bytes.chunks_mut(SECTOR_BYTES).enumerate() {
+            let source = if chance.next() % 2 == 0 { &self.durable } else { &target };
+            let from = at * SECTOR_BYTES;
+            let have = source.get(from..).unwrap_or_default();
+            let have = &have[..have.len().min(sector.len())];
+            sector[..have.len()].copy_from_slice(have);
+        }
+        Self { durable: bytes.clone(), live: bytes, lost: 0 }
+    }
+}
+
+impl State {
+    fn used_bytes(&self) -> usize {
+        self.live.values().map(|inode| self.inodes[*inode].live.len()).sum()
+    }
+
+    /// After the crash nothing has any effect.
+    fn alive(&self, name: &str) -> Result<()> {
+        if self.crash_at.is_some_and(|at| self.operations >= at) {
+            return Err(failure(name, "do anything with", io::Error::other("the power failed before")));
+        }
+        Ok(())
+    }
+
+    /// One operation passes, unless it is the one that crashes.
+    fn step(&mut self, name: &str, operation: &'static str) -> Result<()> {
+        self.operations += 1;
+        if self.crash_at.is_some_and(|at| self.operations >= at) {
+            return Err(failure(name, operation, io::Error::other("the power failed")));
+        }
+        Ok(())
+    }
+
+    fn change_name(&mut self, change: NameChange) {
+        change.apply(&mut self.live);
+        self.pending.push(change);
+    }
+
+    fn sync_folder(&mut self, name: &str) -> Result<()> {
+        self.step(name, "sync directory")?;
+        let folder = |name: &str| name.split_once('/').map_or(String::new(), |(folder, _)| folder.into());
+        let (now, later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.pending).into_iter().partition(|c| folder(c.name()) == folder(name));
+        self.pending = later;
+        now.iter().for_each(|change| change.apply(&mut self.durable));
+        Ok(())
+    }
+
+    fn sync_inode(&mut self, name: &str, inode: usize) -> Result<()> {
+        self.step(name, "sync")?;
+        self.syncs += 1;
+        let fails = self.fail_sync_at == Some(self.syncs);
+        let inode = &mut self.inodes[inode];
+        if fails {
+            inode.lost = inode.live.len();
+            return Err(failure(name, "sync", io::Error::from_raw_os_error(5)));
+        }
+        inode.durable = inode.synced();
+        Ok(())
+    }
+
+    fn write(&mut self, name: &str, inode: usize, bytes: &[u8]) -> Result<()> {
+        self.alive(name)?;
+        let room = self.capacity_bytes.map_or(usize::MAX, |max| max.saturating_sub(self.used_bytes()));
+        let fits = bytes.len().min(room);
+        self.inodes[inode].live.extend_from_slice(&bytes[..fits]);
+        self.step(name, "append")?;
+        if fits < bytes.len() {
+            return Err(failure(name, "append", io::Error::from(io::ErrorKind::StorageFull)));
+        }
+        Ok(())
+    }
+
+    fn create(&mut self, name: &str) -> Result<usize> {
+        self.alive(name)?;
+        if self.live.contains_key(name) {
+            return Err(failure(name, "create", io::Error::from(io::ErrorKind::AlreadyExists)));
+        }
+        let inode = self.inodes.len();
+        self.inodes.push(Inode::default());
+        self.change_name(NameChange::Link(name.into(), inode));
+        self.step(name, "create")?;
+        Ok(inode)
+    }
+
+    fn put(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.alive(name)?;
+        let temporary = format!("tmp/{}", name.replace('/', "-"));
+        self.live.remove(&temporary);
+        let inode = self.create(&temporary)?;
+        let written = self.write(&temporary, inode, bytes).and_then(|()| self.sync_inode(&temporary, inode));
+        if let Err(error) = written {
+            self.alive(name)?;
+            self.change_name(NameChange::Unlink(temporary));
+            return Err(error);
+        }
+        self.change_name(NameChange::Link(name.into(), inode));
+        self.change_name(NameChange::Unlink(temporary));
+        self.step(name, "rename into place")?;
+        self.sync_folder(name)
+    }
+}
+
+impl Backend for Faulty {
+    fn describe(&self, name: &str) -> String {
+        name.into()
+    }
+
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        let mut state = self.state();
+        if std::mem::replace(&mut state.locked, true) {
+            return Err(Error::Locked { holder: holder.into() });
+        }
+        let guard = Box::new(Guard { state: self.state.clone() });
+        let leftovers: Vec<_> = state.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
+        for name in leftovers {
+            state.change_name(NameChange::Unlink(name));
+        }
+        drop(state);
+        Ok(guard)
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
+        let mut state = self.state();
+        let inode = state.create(name)?;
+        state.sync_folder(name)?;
+        Ok(Box::new(File { medium: self.clone(), name: name.into(), inode }))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.state().put(name, bytes)
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn Readable>> {
+        let inode = self.state().live.get(name).copied();
+        let inode = inode.ok_or_else(|| failure(name, "open", io::Error::from(io::ErrorKind::NotFound)))?;
+        Ok(Arc::new(File { medium: self.clone(), name: name.into(), inode }))
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<String>> {
+        let state = self.state();
+        let inside = state.live.keys().filter_map(|name| name.strip_prefix(folder)?.strip_prefix('/'));
+        Ok(inside.map(String::from).collect())
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let mut state = self.state();
+        state.alive(name)?;
+        state.change_name(NameChange::Unlink(name.into()));
+        state.step(name, "remove")?;
+        state.sync_folder(name)
+    }
+
+    fn sync(&self, name: &str) -> Result<()> {
+        let mut state = self.state();
+        if let Some(inode) = state.live.get(name).copied() {
+            state.sync_inode(name, inode)?;
+        }
+        state.sync_folder(name)
+    }
+}
+
+fn failure(name: &str, operation: &'static str, source: io::Error) -> Error {
+    Error::Io { object: name.into(), operation, source }
+}
+
+#[derive(Debug)]
+struct Guard {
+    state: Arc<Mutex<State>>,
+}
+
+impl LockGuard for Guard {}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).locked = false;
+    }
+}
+
+#[derive(Debug)]
+struct File {
+    medium: Faulty,
+    name: String,
+    inode: usize,
+}
+
+impl Growing for File {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.medium.state().write(&self.name, self.inode, bytes)
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        self.medium.state().sync_inode(&self.name, self.inode)
+    }
+
+    fn truncate(&mut self, len_bytes: u64) -> Result<()> {
+        let mut state = self.medium.state();
+        state.step(&self.name, "truncate")?;
+        let inode = &mut state.inodes[self.inode];
+        inode.live.truncate(len_bytes as usize);
+        inode.lost = inode.lost.min(inode.live.len());
+        Ok(())
+    }
+}
+
+impl Readable for File {
+    fn len_bytes(&self) -> Result<u64> {
+        Ok(self.medium.state().inodes[self.inode].live.len() as u64)
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let state = self.medium.state();
+        let from = state.inodes[self.inode].live.get(offset as usize..).and_then(|b| b.get(..buffer.len()));
+        let from =
+            from.ok_or_else(|| failure(&self.name, "read", io::Error::from(io::ErrorKind::UnexpectedEof)))?;
+        buffer.copy_from_slice(from);
+        Ok(())
+    }
+}

@@ -1,0 +1,165 @@
+//! Checks one pack against what maps want of it.
+
+use crate::identity::PageRef;
+use crate::names;
+use crate::pack_file::{Ending, PackFile};
+use crate::record::{Entry, PACK_HEADER_BYTES};
+use crate::store::Inner;
+use std::collections::BTreeMap;
+
+/// Bad records next to each other, with one problem.
+#[derive(Debug)]
+pub struct PackBounds {
+    pub object: String,
+    pub problem: String,
+    /// The records, rising.
+    pub refs: Vec<PageRef>,
+}
+
+/// What a pack's check found.
+#[derive(Debug, Default)]
+pub struct Findings {
+    /// Records that hold.
+    pub records: u64,
+    /// Records that do not, whether or not anything needs them.
+    pub bad: Vec<PackBounds>,
+    /// Damage that hurts no record: object and problem.
+    pub harmless: Vec<(String, String)>,
+    pub notes: Vec<String>,
+}
+
+/// Tell the caller about every this many bytes.
+const TELL_BYTES: u64 = 16 << 20;
+
+/// Checks pack `number`; `wanted` are the offsets that maps refer to, rising. `tell` hears how far it is.
+pub fn check_pack(
+    inner: &Inner,
+    number: u32,
+    wanted: &[u64],
+    read_data: bool,
+    tell: &mut dyn FnMut(u64),
+) -> Findings {
+    let mut findings = Findings::default();
+    let name = names::pack(number);
+    let looked = PackFile::open(inner, number).and_then(|pack| {
+        let len_bytes = pack.file.len_bytes()?;
+        let ending = pack.ending(len_bytes);
+        Ok((pack, len_bytes, ending))
+    });
+    let (pack, len_bytes, ending) = match looked {
+        Ok(found) => found,
+        Err(error) => {
+            let (object, problem) = super::explain(inner, &name, error);
+            if wanted.is_empty() {
+                findings.notes.push(format!("{name}: unfinished ({problem}); nothing refers to it"));
+            } else {
+                let refs = wanted.iter().map(|at| PageRef(u64::from(number) << 40 | at)).collect();
+                findings.bad.push(PackBounds { object, problem, refs });
+            }
+            return findings;
+        }
+    };
+    let mut walk = Walk { inner, pack: &pack, good: Vec::new(), problems: BTreeMap::new(), told: 0, tell };
+    let start = PACK_HEADER_BYTES as u64;
+    let mut expected: Vec<u64> = wanted.to_vec();
+    match ending {
+        Ending::Closed { entries, records_end } => {
+            if read_data {
+                let resume: Vec<u64> = entries.iter().map(|(_, at)| *at).collect();
+                walk.run(start, records_end, &resume);
+                if walk.problems.is_empty() && walk.good != entries {
+                    let problem = "its index does not list the records that it holds".into();
+                    findings.harmless.push((pack.object.clone(), problem));
+                }
+                expected.extend(resume);
+                expected.sort_unstable();
+                expected.dedup();
+            } else {
+                walk.good = entries;
+            }
+        }
+        Ending::Unfinished => {
+            let skipped = walk.run(start, len_bytes, wanted);
+            let why = if skipped > 0 {
+                format!("; {skipped} bytes hold no readable record and nothing refers to them")
+            } else {
+                String::new()
+            };
+            findings
+                .notes
+                .push(format!("{name}: unfinished, its writer was stopped or is still at work{why}"));
+        }
+        Ending::Damaged(problem) => {
+            walk.run(start, len_bytes, wanted);
+            let problem = format!("{problem}; the pages before it were read one by one instead");
+            findings.harmless.push((pack.object.clone(), problem));
+        }
+    }
+    findings.records = walk.good.len() as u64;
+    let (good, problems) = (walk.good, walk.problems);
+    expected.retain(|at| good.binary_search_by_key(at, |(_, g)| *g).is_err());
+    findings.bad = group(&pack, &expected, &problems);
+    findings
+}
+
+/// Reads a pack record by record, going on at the next known place behind a bad one.
+struct Walk<'a> {
+    inner: &'a Inner,
+    pack: &'a PackFile,
+    good: Vec<Entry>,
+    problems: BTreeMap<u64, String>,
+    told: u64,
+    tell: &'a mut dyn FnMut(u64),
+}
+
+impl Walk<'_> {
+    /// Walks `start..end`; `resume` are offsets (rising) where records are known or wanted to begin. Returns how many
+    /// bytes were skipped that nothing in `resume` points at.
+    fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
+        let (mut at, mut skipped) = (start, 0);
+        loop {
+            let (good, told, tell) = (&mut self.good, &mut self.told, &mut *self.tell);
+            let mut visit = |entry: Entry| {
+                good.push(entry);
+                if entry.1 - *told > TELL_BYTES {
+                    *told = entry.1;
+                    tell(entry.1);
+                }
+            };
+            let (stop, problem) = self.pack.walk(&self.inner.config.key, at, end, &mut visit);
+            let Some(problem) = problem else { return skipped };
+            let is_known = resume.binary_search(&stop).is_ok();
+            self.problems.insert(stop, problem);
+            let next = resume.get(resume.partition_point(|known| *known <= stop)).copied();
+            let next = next.filter(|next| *next < end);
+            if !is_known {
+                skipped += next.unwrap_or(end) - stop;
+            }
+            match next {
+                Some(next) => at = next,
+                None => return skipped,
+            }
+        }
+    }
+}
+
+/// Bad offsets that follow each other with the same problem become one.
+fn group(pack: &PackFile, bad: &[u64], problems: &BTreeMap<u64, String>) -> Vec<PackBounds> {
+    let problem_at =
+        |at: &u64| problems.get(at).map_or("a map refers to it, but no record begins there", String::as_str);
+    let groups = bad.chunk_by(|a, b| problem_at(a) == problem_at(b));
+    let describe = |group: &[u64]| {
+        let [first, .., last] = group else {
+            let at = group.first().copied().unwrap_or_default();
+            return format!("{} at offset {at}", pack.object);
+        };
+        format!("{}: {} records at offsets {first} to {last}", pack.object, group.len())
+    };
+    groups
+        .map(|group| PackBounds {
+            object: describe(group),
+            problem: group.first().map(problem_at).unwrap_or_default().into(),
+            refs: group.iter().map(|at| PageRef::new(pack.number, *at)).collect(),
+        })
+        .collect()
+}

@@ -1,0 +1,69 @@
+//! A checkpoint, loaded: reading its pages.
+
+use crate::checkpoint::CheckpointFile;
+use crate::identity::PageRef;
+use crate::meta::Meta;
+use crate::page_map::PageMap;
+use crate::store::Inner;
+use crate::{Error, Result};
+use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, ZERO_PAGE};
+use std::sync::Arc;
+
+/// A sealed checkpoint with its page map in memory. Pages are read from the store as they are asked for; several threads
+/// may do so at once.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Its number.
+    pub id: CheckpointId,
+    /// What it tells about itself.
+    pub meta: Meta,
+    /// The device state as QEMU gave it.
+    pub device_state: Vec<u8>,
+    inner: Arc<Inner>,
+    map: PageMap,
+}
+
+impl Loaded {
+    pub(crate) fn new(inner: Arc<Inner>, id: CheckpointId, file: CheckpointFile, map: PageMap) -> Self {
+        Self { id, meta: file.meta, device_state: file.device_state, inner, map }
+    }
+
+    /// Pages that are not zero.
+    pub fn nonzero_pages(&self) -> u64 {
+        self.map.nonzero_pages()
+    }
+
+    /// True where the page is zero and needs no reading.
+    pub fn is_zero(&self, page: PageIndex) -> bool {
+        self.map.get(page) == PageRef::ZERO
+    }
+
+    /// What stands for the content of a page: two pages of this store with the same token hold the same bytes, and 0
+    /// stands for zeros. (Different tokens may still hold the same bytes, where a store was damaged once.)
+    pub fn page_ref(&self, page: PageIndex) -> u64 {
+        self.map.get(page).0
+    }
+
+    /// Gives every page of `range` that is not zero to `sink`, each verified against its hash, in the order in which
+    /// they lie in the store. Ends with the first error, the sink's own included.
+    pub fn read_pages<E: From<Error>>(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut wanted: Vec<(PageRef, PageIndex)> =
+            self.map.range(range).map(|(page, to)| (to, page)).collect();
+        wanted.sort_unstable();
+        self.inner.read_pages(&wanted, &mut |page, content| sink(page, content))
+    }
+
+    /// Reads one page; zeros also for a page outside the RAM layout.
+    pub fn read_page(&self, page: PageIndex) -> Result<Page> {
+        let mut out = ZERO_PAGE;
+        self.read_pages(PageRange::new(page, 1), &mut |_, content| {
+            out = *content;
+            Ok::<_, Error>(())
+        })?;
+        Ok(out)
+    }
+}

@@ -1,0 +1,103 @@
+//! The names of the files of a store, and the numbers in them.
+
+use crate::{Error, Result};
+use keyframe_units::CheckpointId;
+
+pub const PACKS: &str = "packs";
+pub const MAPS: &str = "maps";
+pub const CHECKPOINTS: &str = "checkpoints";
+pub const TAGS: &str = "tags";
+pub const TMP: &str = "tmp";
+
+const TAG_CHARS_MAX: usize = 64;
+/// The word that always names the newest checkpoint.
+pub const LATEST: &str = "latest";
+
+pub fn pack(number: u32) -> String {
+    format!("{PACKS}/{}", pack_file(number))
+}
+
+pub fn map(id: u64) -> String {
+    format!("{MAPS}/{}", map_file(id))
+}
+
+pub fn checkpoint(id: CheckpointId) -> String {
+    format!("{CHECKPOINTS}/{}", checkpoint_file(id.0))
+}
+
+pub fn tag(tag: &str) -> String {
+    format!("{TAGS}/{tag}")
+}
+
+fn pack_file(number: u32) -> String {
+    format!("{number:08}.pack")
+}
+
+fn map_file(id: u64) -> String {
+    format!("{id:010}.map")
+}
+
+fn checkpoint_file(id: u64) -> String {
+    format!("{id:010}.ckpt")
+}
+
+/// The number in a pack's file name; `None` for any name that is not exactly one.
+pub fn parse_pack(file: &str) -> Option<u32> {
+    let number = file.strip_suffix(".pack")?.parse().ok()?;
+    (number > 0 && pack_file(number) == file).then_some(number)
+}
+
+/// The number in a map's file name.
+pub fn parse_map(file: &str) -> Option<u64> {
+    let id = file.strip_suffix(".map")?.parse().ok()?;
+    (id > 0 && map_file(id) == file).then_some(id)
+}
+
+/// The number in a checkpoint's file name.
+pub fn parse_checkpoint(file: &str) -> Option<CheckpointId> {
+    let id = file.strip_suffix(".ckpt")?.parse().ok()?;
+    (id > 0 && checkpoint_file(id) == file).then_some(CheckpointId(id))
+}
+
+/// True where the text can be a tag: it is never mistaken for a number, for `latest`, or for another file.
+pub fn is_tag(text: &str) -> bool {
+    let chars_fit = text.bytes().all(|c| c.is_ascii_alphanumeric() || b"._-".contains(&c));
+    let dots = text.bytes().all(|c| c == b'.');
+    let digits = text.bytes().all(|c| c.is_ascii_digit());
+    (1..=TAG_CHARS_MAX).contains(&text.len()) && chars_fit && !dots && !digits && text != LATEST
+}
+
+/// Refuses what cannot be a tag.
+pub fn check_tag(text: &str) -> Result<()> {
+    if is_tag(text) { Ok(()) } else { Err(Error::InvalidTag { tag: text.into() }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn tags_are_told_from_numbers_paths_and_words() {
+        for good in ["a", "before-upgrade", "v1.2_3", "0x10", "Latest", &"x".repeat(64)] {
+            assert!(is_tag(good), "{good}");
+        }
+        for bad in ["", "12", "latest", ".", "..", "a/b", "ä", "a b", "a\n", &"x".repeat(65)] {
+            assert!(!is_tag(bad), "{bad:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn numbers_come_back_and_nothing_else_is_one(id in 1u64.., file in "[+0-9a-z.]{0,16}", pack_number in 1u32..) {
+            prop_assert_eq!(parse_checkpoint(&checkpoint_file(id)), Some(CheckpointId(id)));
+            prop_assert_eq!(parse_map(&map_file(id)), Some(id));
+            prop_assert_eq!(parse_pack(&pack_file(pack_number)), Some(pack_number));
+            for name in [format!("{file}.ckpt"), file] {
+                if let Some(id) = parse_checkpoint(&name) {
+                    prop_assert_eq!(checkpoint_file(id.0), name);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Reading packs: what state a pack is in, its records in bulk and one after the other.
+//!
+//! ```text
+//!   closed       header, records, trailer                       its index is trusted for deduplication
+//!   unfinished   header, records, perhaps a torn tail            its writer died, or is still at it: read record by record
+//!   unreadable   the header is not right                         nothing of it is used
+//! ```
+
+use crate::identity::{HashKey, PageRef};
+use crate::record::{
+    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header, decode_trailer,
+    parse_footer,
+};
+use crate::store::Inner;
+use crate::{Error, Result, backend::Readable, names};
+use keyframe_units::{Page, ZERO_PAGE};
+use std::sync::Arc;
+
+/// One read covers at most this much.
+const READ_BYTES_MAX: u64 = 1 << 20;
+/// Unwanted bytes between two records that are cheaper to read than to skip.
+const GAP_BYTES_MAX: u64 = 32 << 10;
+
+/// A pack whose header is right.
+#[derive(Debug)]
+pub struct PackFile {
+    pub number: u32,
+    pub object: String,
+    pub file: Arc<dyn Readable>,
+    pub header: [u8; PACK_HEADER_BYTES],
+}
+
+/// What the end of a pack says.
+#[derive(Debug)]
+pub enum Ending {
+    /// A trailer that holds: the index, and where the records end.
+    Closed { entries: Vec<Entry>, records_end: u64 },
+    /// No trailer.
+    Unfinished,
+    /// Something that was a trailer.
+    Damaged(String),
+}
+
+impl PackFile {
+    /// Opens pack `number` and checks its header.
+    pub fn open(inner: &Inner, number: u32) -> Result<Self> {
+        let name = names::pack(number);
+        let object = inner.backend.describe(&name);
+        let file = inner
+            .backend
+            .open(&name)
+            .map_err(|e| if e.is_not_found() { Error::damaged(&object, "the pack is missing") } else { e })?;
+        let mut header = [0; PACK_HEADER_BYTES];
+        let len = file.len_bytes()?;
+        if len < PACK_HEADER_BYTES as u64 {
+            return Err(Error::damaged(object, "shorter than a pack's header"));
+        }
+        file.read_at(0, &mut header)?;
+        check_pack_header(&header, inner.config.id, number, &object)?;
+        Ok(Self { number, object, file, header })
+    }
+
+    /// Reads the trailer of a pack of `len_bytes`.
+    pub fn ending(&self, len_bytes: u64) -> Ending {
+        self.trailer(len_bytes).unwrap_or_else(Ending::Damaged)
+    }
+
+    fn trailer(&self, len_bytes: u64) -> Result<Ending, String> {
+        let Some(footer_at) =
+            len_bytes.checked_sub(FOOTER_BYTES as u64).filter(|at| *at >= PACK_HEADER_BYTES as u64)
+        else {
+            return Ok(Ending::Unfinished);
+        };
+        let mut footer = [0; FOOTER_BYTES];
+        self.file.read_at(footer_at, &mut footer).map_err(|e| e.to_string())?;
+        let Some(footer) = parse_footer(&footer, len_bytes) else { return Ok(Ending::Unfinished) };
+        let footer = footer?;
+        let mut tail = vec![0; (len_bytes - footer.records_end) as usize];
+        self.file.read_at(footer.records_end, &mut tail).map_err(|e| e.to_string())?;
+        let entries = decode_trailer(&self.header, &tail, &footer)?;
+        Ok(Ending::Closed { entries, records_end: footer.records_end })
+    }
+
+    /// Walks whole, verified records from `from` on, up to `end` or the first that does not hold. Returns where it
+    /// stopped and, short of `end`, why. Bytes that the medium does not give are as bad as wrong ones.
+    pub fn walk(
+        &self,
+        key: &HashKey,
+        from: u64,
+        end: u64,
+        visit: &mut dyn FnMut(Entry),
+    ) -> (u64, Option<String>) {
+        let mut page = ZERO_PAGE;
+        let mut buffer = Vec::new();
+        let (mut at, mut buffer_at) = (from, from);
+        while at < end {
+            let have = (buffer_at + buffer.len() as u64).saturating_sub(at);
+            let want = (end - at).min(RECORD_BYTES_MAX as u64);
+            if have < want {
+                buffer_at = at;
+                buffer.resize((end - at).min(READ_BYTES_MAX) as usize, 0);
+                if self.file.read_at(at, &mut buffer).is_err() {
+                    // The bad place may lie further on: ask for no more than this record can take.
+                    buffer.resize(want as usize, 0);
+                    if let Err(error) = self.file.read_at(at, &mut buffer) {
+                        return (at, Some(error.to_string()));
+                    }
+                }
+            }
+            let bytes = buffer.get((at - buffer_at) as usize..).unwrap_or_default();
+            let held = Record::parse(bytes, PageRef::new(self.number, at))
+                .and_then(|record| record.decode(key, &mut page).map(|()| record));
+            match held {
+                Ok(record) => {
+                    visit((record.hash, at));
+                    at += record.len_bytes() as u64;
+                }
+                Err(problem) => return (at, Some(problem)),
+            }
+        }
+        (at, None)
+    }
+
+    /// Reads the records that `wanted` lists (rising references, all of this pack, each with something of the
+    /// caller's), in few large reads, and gives each page to `sink`.
+    fn read_records<T: Copy, E: From<Error>>(
+        &self,
+        key: &HashKey,
+        wanted: &[(PageRef, T)],
+        buffer: &mut Vec<u8>,
+        sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let len_bytes = self.file.len_bytes()?;
+        let mut page = ZERO_PAGE;
+        let mut decoded = PageRef::ZERO;
+        let mut rest = wanted;
+        while let Some((start, _)) = rest.first() {
+            let mut count = group_len(rest);
+            let last = rest.get(count - 1).map_or(*start, |(to, _)| *to);
+            match self.read_span(*start, last, len_bytes, buffer) {
+                // What the medium does not give may lie between the records wanted.
+                Err(_) if count > 1 => {
+                    count = 1;
+                    self.read_span(*start, *start, len_bytes, buffer)?;
+                }
+                other => other?,
+            }
+            let (group, behind) = rest.split_at(count);
+            rest = behind;
+            for (to, what) in group {
+                if decoded != *to {
+                    let bytes = buffer.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
+                    Record::parse(bytes, *to).and_then(|record| record.decode(key, &mut page)).map_err(
+                        |problem| {
+                            Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
+                        },
+                    )?;
+                    decoded = *to;
+                }
+                sink(*what, &page)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `buffer` with everything from the record at `first` to the end of the one at `last`.
+    fn read_span(&self, first: PageRef, last: PageRef, len_bytes: u64, buffer: &mut Vec<u8>) -> Result<()> {
+        let end = (last.offset() + RECORD_BYTES_MAX as u64).min(len_bytes);
+        buffer.resize(end.saturating_sub(first.offset()) as usize, 0);
+        self.file.read_at(first.offset(), buffer)
+    }
+}
+
+/// How many of the first records one read should fetch; at least one.
+fn group_len<T>(wanted: &[(PageRef, T)]) -> usize {
+    let Some((first, _)) = wanted.first() else { return 1 };
+    let far = wanted.windows(2).position(|pair| match pair {
+        [(a, _), (b, _)] => {
+            b.offset() - a.offset() > GAP_BYTES_MAX || b.offset() - first.offset() >= READ_BYTES_MAX
+        }
+        _ => true,
+    });
+    far.map_or(wanted.len(), |at| at + 1)
+}
+
+impl Inner {
+    /// A pack, opened once and kept.
+    pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
+        let mut packs = self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(pack) = packs.get(&number) {
+            return Ok(pack.clone());
+        }
+        let pack = Arc::new(PackFile::open(self, number)?);
+        packs.insert(number, pack.clone());
+        Ok(pack)
+    }
+
+    /// Reads the pages at `wanted` (rising references, none of them zero) and gives each to `sink` with what the caller
+    /// attached to it.
+    pub fn read_pages<T: Copy, E: From<Error>>(
+        &self,
+        wanted: &[(PageRef, T)],
+        sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut buffer = Vec::new();
+        for group in wanted.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
+            let number = group.first().map_or(0, |(to, _)| to.pack());
+            let pack = self.pack(number)?;
+            pack.read_records(&self.config.key, group, &mut buffer, sink)?;
+        }
+        Ok(())
+    }
+}

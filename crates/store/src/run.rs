@@ -1,0 +1,348 @@
+//! One run of a VM being written: pages in, checkpoints out.
+//!
+//! ```text
+//!   put* ──▶ seal ──▶ put* ──▶ seal ...           a put or seal that fails makes the run broken:
+//!     │                 │                          only `abandon` (or `finish`) goes on from there
+//!     └──── abandon ◀───┘  back to the last sealed checkpoint; the caller puts those pages again
+//!
+//!   seal:  packs synced ─▶ map file durable ─▶ checkpoint file durable ─▶ in-memory state moves on ─▶ tag
+//! ```
+//!
+//! Invariants: the page map in memory is the last sealed one plus the puts since; `undo` leads back. A checkpoint file is
+//! written only after everything that it needs is durable. Epochs of a run count its sealed checkpoints.
+
+use crate::backend::LockGuard;
+use crate::bytes::to_hex;
+use crate::chain::Chain;
+use crate::checkpoint::{self, DeviceSection};
+use crate::identity::PageRef;
+use crate::map_run::{MapHeader, MapRun};
+use crate::meta::{Counts, MachineMeta, Meta, Sealed, Timing};
+use crate::pack_writer::Placed;
+use crate::page_map::PageMap;
+use crate::store::Inner;
+use crate::writer::{Session, Slot};
+use crate::{Error, Result, names};
+use jiff::Timestamp;
+use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageSet, RamLayout, ZERO_PAGE};
+use std::sync::{Arc, PoisonError};
+
+/// What became of a page that was put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// All zeros: nothing is stored.
+    Zero,
+    /// The page held this content already.
+    Unchanged,
+    /// The store held this content already.
+    Dedup,
+    /// A new record was appended.
+    Stored {
+        /// Its length with header, as compressed.
+        bytes: u64,
+    },
+}
+
+/// What a seal needs besides the pages.
+#[derive(Clone, Debug)]
+pub struct SealRequest<'a> {
+    /// When the pause began.
+    pub taken_at: Timestamp,
+    /// Why the checkpoint was taken.
+    pub reason: String,
+    /// The RAM blocks as they are now: the same page space as at [`crate::Writer::begin_run`]; bytes in use may differ.
+    pub ram: RamLayout,
+    /// The machine.
+    pub machine: MachineMeta,
+    /// How long things took.
+    pub timing: Timing,
+    /// The device state as QEMU gave it.
+    pub device_state: &'a [u8],
+    /// A tag to point to the new checkpoint.
+    pub tag: Option<&'a str>,
+}
+
+/// One run of a VM, being written. Dropping it without [`Run::finish`] loses nothing sealed.
+#[derive(Debug)]
+pub struct Run {
+    inner: Arc<Inner>,
+    /// `None` only while the run is being dropped.
+    session: Option<Box<Session>>,
+    /// Where the session goes back to, and the lock that must outlive the run.
+    home: (Slot, Arc<dyn LockGuard>),
+    vm: String,
+    id: [u8; 16],
+    ram: RamLayout,
+    epoch: Epoch,
+    map: PageMap,
+    chain: Chain,
+    puts: Puts,
+    /// Pages whose place changed since the last seal.
+    changed: PageSet,
+    /// For each page of `changed`: where it was at the last seal. Not kept before the first seal, where all was zero.
+    undo: Vec<(PageIndex, PageRef)>,
+    broken: bool,
+}
+
+/// The pages put since the last seal, by what became of the last put of each.
+#[derive(Debug)]
+struct Puts {
+    all: PageSet,
+    zero: PageSet,
+    unchanged: PageSet,
+    dedup: PageSet,
+    stored_bytes: u64,
+}
+
+impl Puts {
+    fn new(space_pages: u64) -> Self {
+        let set = || PageSet::new(space_pages);
+        Self { all: set(), zero: set(), unchanged: set(), dedup: set(), stored_bytes: 0 }
+    }
+
+    fn clear(&mut self) {
+        for set in [&mut self.all, &mut self.zero, &mut self.unchanged, &mut self.dedup] {
+            set.clear();
+        }
+        self.stored_bytes = 0;
+    }
+
+    fn note(&mut self, page: PageIndex, put: Put) {
+        self.all.insert(page);
+        for (set, kind) in [
+            (&mut self.zero, Put::Zero),
+            (&mut self.unchanged, Put::Unchanged),
+            (&mut self.dedup, Put::Dedup),
+        ] {
+            if put == kind {
+                set.insert(page);
+            } else {
+                set.remove(page);
+            }
+        }
+    }
+
+    fn counts(&self) -> Counts {
+        let (dirty_pages, zero_pages) = (self.all.len(), self.zero.len());
+        let (dedup_pages, unchanged_pages) = (self.dedup.len(), self.unchanged.len());
+        Counts {
+            dirty_pages,
+            zero_pages,
+            dedup_pages,
+            unchanged_pages,
+            stored_pages: dirty_pages - zero_pages - dedup_pages - unchanged_pages,
+            stored_bytes: self.stored_bytes,
+            map_bytes: 0,
+            device_bytes: 0,
+        }
+    }
+}
+
+impl Run {
+    pub(crate) fn new(
+        inner: Arc<Inner>,
+        session: Box<Session>,
+        home: (Slot, Arc<dyn LockGuard>),
+        chain_base: u64,
+        vm: &str,
+        id: [u8; 16],
+        ram: &RamLayout,
+    ) -> Self {
+        let space_pages = ram.len_pages();
+        Self {
+            inner,
+            session: Some(session),
+            home,
+            vm: vm.into(),
+            id,
+            ram: ram.clone(),
+            epoch: Epoch(0),
+            map: PageMap::default(),
+            chain: Chain::new(chain_base, space_pages),
+            puts: Puts::new(space_pages),
+            changed: PageSet::new(space_pages),
+            undo: Vec::new(),
+            broken: false,
+        }
+    }
+
+    /// The id of the run: 32 hexadecimal digits.
+    pub fn id(&self) -> String {
+        to_hex(&self.id)
+    }
+
+    /// The epoch that the next seal will have.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Puts the content of a page into the checkpoint in progress; the last put of a page wins. Pages never put in a run
+    /// are zero. After an error, [`Run::abandon`].
+    pub fn put_page(&mut self, page: PageIndex, content: &Page) -> Result<Put> {
+        self.admit(page)?;
+        if *content == ZERO_PAGE {
+            return self.put_zero(page);
+        }
+        let placed = self.session()?.packs.put(content).inspect_err(|_| self.broken = true)?;
+        let (to, put) = match placed {
+            Placed::New(to, bytes) => (to, Put::Stored { bytes }),
+            Placed::Known(to) if to == self.map.get(page) => (to, Put::Unchanged),
+            Placed::Known(to) => (to, Put::Dedup),
+        };
+        self.place(page, to, put);
+        Ok(put)
+    }
+
+    /// Puts a page of zeros.
+    pub fn put_zero(&mut self, page: PageIndex) -> Result<Put> {
+        self.admit(page)?;
+        self.place(page, PageRef::ZERO, Put::Zero);
+        Ok(Put::Zero)
+    }
+
+    /// Seals the checkpoint in progress: once this returns, it survives power loss. After an error it does not exist (or,
+    /// for [`Error::TagNotSet`], exists without its tag), all earlier ones are unharmed, and [`Run::abandon`] goes on.
+    pub fn seal(&mut self, request: SealRequest<'_>) -> Result<Sealed> {
+        if self.broken {
+            return Err(Error::Broken { run: self.id() });
+        }
+        if let Some(tag) = request.tag {
+            names::check_tag(tag)?;
+        }
+        if !request.ram.same_space(&self.ram) {
+            return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
+        }
+        let tag = request.tag.map(String::from);
+        let (id, meta) = self.write_checkpoint(request).inspect_err(|_| self.broken = true)?;
+        self.chain.commit(&meta.map_chain, &self.changed);
+        self.epoch = self.epoch.next();
+        self.settle();
+        if let Some(tag) = &tag {
+            self.inner.write_tag(tag, id).map_err(|source| Error::TagNotSet {
+                id,
+                tag: tag.clone(),
+                source: Box::new(source),
+            })?;
+        }
+        Ok(Sealed { id, meta, tags: tag.into_iter().collect() })
+    }
+
+    /// Forgets the puts since the last seal: the page map is again that of the last sealed checkpoint. The caller puts
+    /// those pages again next time. What was appended stays in the packs and will be found again if it is needed.
+    pub fn abandon(&mut self) {
+        if self.epoch == Epoch(0) {
+            self.map = PageMap::default();
+        }
+        for (page, was) in std::mem::take(&mut self.undo) {
+            self.map.set(page, was);
+        }
+        self.settle();
+    }
+
+    /// Ends the run: closes the pack with its trailer and gives the session back to the writer. Puts since the last seal
+    /// are forgotten. After an error everything sealed is unharmed all the same.
+    pub fn finish(mut self) -> Result<()> {
+        self.session()?.packs.close()
+        // Dropping gives the session back.
+    }
+
+    fn settle(&mut self) {
+        self.puts.clear();
+        self.changed.clear();
+        self.undo.clear();
+        self.broken = false;
+    }
+
+    fn session(&mut self) -> Result<&mut Session> {
+        // Absent only inside `drop`, after which nobody can call.
+        self.session.as_deref_mut().ok_or(Error::RunOpen)
+    }
+
+    fn admit(&self, page: PageIndex) -> Result<()> {
+        if self.broken {
+            return Err(Error::Broken { run: self.id() });
+        }
+        let space_pages = self.ram.len_pages();
+        if page.0 >= space_pages {
+            return Err(Error::PageOutside { page, space_pages });
+        }
+        Ok(())
+    }
+
+    fn place(&mut self, page: PageIndex, to: PageRef, put: Put) {
+        if let Put::Stored { bytes } = put {
+            self.puts.stored_bytes += bytes;
+        }
+        let was = self.map.get(page);
+        // The same content put twice into one checkpoint keeps what became of it the first time.
+        if was != to || !self.puts.all.contains(page) {
+            self.puts.note(page, put);
+        }
+        if was != to {
+            self.map.set(page, to);
+            if self.changed.insert(page) && self.epoch > Epoch(0) {
+                self.undo.push((page, was));
+            }
+        }
+    }
+
+    /// Everything of a seal that goes to disk, in the order that keeps a crash harmless.
+    fn write_checkpoint(&mut self, request: SealRequest<'_>) -> Result<(CheckpointId, Meta)> {
+        let session = self.session()?;
+        session.packs.sync()?;
+        let id = session.next_checkpoint;
+        // A failed seal may leave a file, so that its number is not tried again.
+        session.next_checkpoint += 1;
+
+        let (map_file, map_chain) = self.encode_map(id);
+        let device = DeviceSection::new(request.device_state);
+        let counts = Counts {
+            map_bytes: map_file.len() as u64,
+            device_bytes: device.stored_bytes(),
+            ..self.puts.counts()
+        };
+        let meta = Meta {
+            vm: self.vm.clone(),
+            run: self.id(),
+            epoch: self.epoch,
+            taken_at: request.taken_at,
+            reason: request.reason,
+            ram: request.ram,
+            machine: request.machine,
+            timing: request.timing,
+            counts,
+            map_chain,
+        };
+        let file = checkpoint::encode(id, self.inner.config.id, &meta, &device)?;
+        let (map_name, name) = (names::map(id), names::checkpoint(CheckpointId(id)));
+        let written =
+            self.inner.backend.put(&map_name, &map_file).and_then(|()| self.inner.backend.put(&name, &file));
+        if written.is_err() {
+            // The checkpoint first: were it to survive without its map, it would be damaged.
+            let removed = self.inner.backend.remove(&name);
+            if removed.is_ok() {
+                let _ = self.inner.backend.remove(&map_name);
+            }
+        }
+        written.map(|()| (CheckpointId(id), meta))
+    }
+
+    fn encode_map(&self, id: u64) -> (Vec<u8>, Vec<u64>) {
+        let plan = self.chain.plan(&self.changed, self.map.nonzero_pages());
+        let space_pages = self.ram.len_pages();
+        let header = MapHeader { id, parent: plan.below.first().copied(), run: self.id, space_pages };
+        let run = match &plan.changed {
+            None => MapRun::new(header, self.map.iter()),
+            Some(pages) => MapRun::new(header, pages.iter().map(|page| (page, self.map.get(page)))),
+        };
+        let mut map_chain = vec![id];
+        map_chain.extend(plan.below);
+        (run.encode(self.inner.config.id), map_chain)
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        *self.home.0.lock().unwrap_or_else(PoisonError::into_inner) = self.session.take();
+    }
+}

@@ -1,0 +1,95 @@
+//! What a store holds, in numbers.
+
+use crate::{Result, Store, names};
+use keyframe_units::PAGE_BYTES;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+/// What a store holds. Page and byte counts of checkpoints are sums of their [`crate::Counts`], measured when each was
+/// taken; file sizes are those on disk now.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Stats {
+    /// Sealed checkpoints.
+    pub checkpoints: u64,
+    /// Distinct runs that they belong to.
+    pub runs: u64,
+    /// The RAM sizes of all checkpoints, summed: what full copies would take.
+    pub raw_bytes: u64,
+    /// Pages put into checkpoints, in bytes: what copies of only the changes would take.
+    pub dirty_bytes: u64,
+    /// Of the pages put: all zeros.
+    pub zero_pages: u64,
+    /// Of the pages put: content that the store already held.
+    pub dedup_pages: u64,
+    /// Of the pages put: content that the page held already.
+    pub unchanged_pages: u64,
+    /// Of the pages put: content new to the store.
+    pub stored_pages: u64,
+    /// Bytes appended to packs for the checkpoints.
+    pub stored_bytes: u64,
+    /// Size of all packs, indexes and unreferenced records included.
+    pub pack_bytes: u64,
+    /// Size of all map files.
+    pub map_bytes: u64,
+    /// Device states as stored (within the checkpoint files).
+    pub device_bytes: u64,
+    /// Size of all checkpoint files.
+    pub checkpoint_file_bytes: u64,
+    /// Size of packs, maps, checkpoints and tags together.
+    pub total_bytes: u64,
+    /// Pages put that are not zero, per page stored; absent where none was stored.
+    pub dedup_ratio: Option<f64>,
+    /// Bytes of the pages stored, uncompressed, per byte appended to packs; absent where none was stored.
+    pub compression_ratio: Option<f64>,
+    /// `raw_bytes` per byte of `total_bytes`: how many times smaller than full copies the store is; absent where it is
+    /// empty.
+    pub reduction_ratio: Option<f64>,
+}
+
+impl Store {
+    /// Counts what the store holds.
+    pub fn stats(&self) -> Result<Stats> {
+        let mut stats = Stats::default();
+        let mut runs = BTreeSet::new();
+        for sealed in self.checkpoints()? {
+            let (meta, counts) = (&sealed.meta, &sealed.meta.counts);
+            stats.checkpoints += 1;
+            stats.raw_bytes += meta.ram.len_bytes();
+            stats.dirty_bytes += counts.dirty_pages * PAGE_BYTES as u64;
+            stats.zero_pages += counts.zero_pages;
+            stats.dedup_pages += counts.dedup_pages;
+            stats.unchanged_pages += counts.unchanged_pages;
+            stats.stored_pages += counts.stored_pages;
+            stats.stored_bytes += counts.stored_bytes;
+            stats.device_bytes += counts.device_bytes;
+            runs.insert(sealed.meta.run);
+        }
+        stats.runs = runs.len() as u64;
+        stats.pack_bytes = self.folder_bytes(names::PACKS)?;
+        stats.map_bytes = self.folder_bytes(names::MAPS)?;
+        stats.checkpoint_file_bytes = self.folder_bytes(names::CHECKPOINTS)?;
+        stats.total_bytes = stats.pack_bytes
+            + stats.map_bytes
+            + stats.checkpoint_file_bytes
+            + self.folder_bytes(names::TAGS)?;
+        let ratio = |part: u64, whole: u64| (whole > 0).then(|| part as f64 / whole as f64);
+        let nonzero_pages = stats.dirty_bytes / PAGE_BYTES as u64 - stats.zero_pages;
+        stats.dedup_ratio = ratio(nonzero_pages, stats.stored_pages);
+        stats.compression_ratio = ratio(stats.stored_pages * PAGE_BYTES as u64, stats.stored_bytes);
+        stats.reduction_ratio = ratio(stats.raw_bytes, stats.total_bytes);
+        Ok(stats)
+    }
+
+    fn folder_bytes(&self, folder: &str) -> Result<u64> {
+        let backend = &self.inner().backend;
+        let mut sum = 0;
+        for file in backend.list(folder)? {
+            match backend.open(&format!("{folder}/{file}")) {
+                // Gone since it was listed: a writer at work.
+                Err(e) if e.is_not_found() => {}
+                other => sum += other?.len_bytes()?,
+            }
+        }
+        Ok(sum)
+    }
+}

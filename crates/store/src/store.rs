@@ -1,0 +1,208 @@
+//! An open store: names, lists and loads checkpoints. Readers need no lock.
+
+use crate::backend::{Backend, Local};
+use crate::bytes::to_hex;
+use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
+use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
+use crate::map_run::{MAP_BYTES_MAX, MapRun};
+use crate::meta::{Meta, Sealed};
+use crate::pack_file::PackFile;
+use crate::page_map::PageMap;
+use crate::writer::{Tuning, Writer};
+use crate::{Error, Loaded, Result, names};
+use keyframe_units::CheckpointId;
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+/// A store of checkpoints. Cloning it is cheap and shares open files.
+#[derive(Clone, Debug)]
+pub struct Store {
+    inner: Arc<Inner>,
+    id: Arc<str>,
+}
+
+/// What everything that belongs to one open store shares.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub backend: Arc<dyn Backend>,
+    pub path: PathBuf,
+    pub config: Config,
+    pub packs: Mutex<FxHashMap<u32, Arc<PackFile>>>,
+}
+
+impl Store {
+    /// Makes an empty store. Refuses a place that holds anything ([`Error::Exists`]); the directory is made readable by
+    /// its owner alone, for it will hold the memory of guests.
+    pub fn init(path: &Path) -> Result<Self> {
+        Self::init_on(Arc::new(Local::create(path)?), path)
+    }
+
+    /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`], [`Error::LaterVersion`].
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::open_on(Arc::new(Local::open(path)), path)
+    }
+
+    /// Makes an empty store on any backend, which must be empty; `path` is what [`Store::path`] says.
+    pub fn init_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
+        let config = Config::fresh()?;
+        backend.put(STORE_JSON, &config.encode()?)?;
+        Ok(Self::new(backend, path, config))
+    }
+
+    /// Opens a store on any backend.
+    pub fn open_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
+        let bytes = backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error {
+            Error::Io { ref source, .. }
+                if matches!(
+                    source.kind(),
+                    std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
+                ) =>
+            {
+                Error::NoStore { object: path.display().to_string() }
+            }
+            other => other,
+        })?;
+        let config = Config::decode(&bytes, &backend.describe(STORE_JSON))?;
+        Ok(Self::new(backend, path, config))
+    }
+
+    fn new(backend: Arc<dyn Backend>, path: &Path, config: Config) -> Self {
+        let id = to_hex(&config.id.0).into();
+        let inner = Inner { backend, path: path.to_path_buf(), config, packs: Mutex::default() };
+        Self { inner: Arc::new(inner), id }
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.inner
+    }
+
+    /// Where the store is, as it was opened.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// The store's id: 32 hexadecimal digits.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// When the store was made.
+    pub fn created(&self) -> jiff::Timestamp {
+        self.inner.config.created
+    }
+
+    /// Becomes the one writer; `owner` is what others are told meanwhile ([`Error::Locked`]). Reads the indexes of all
+    /// packs, and whole packs that an earlier writer did not finish.
+    pub fn lock_writer(&self, owner: &str) -> Result<Writer> {
+        self.lock_writer_tuned(owner, Tuning::default())
+    }
+
+    /// As [`Store::lock_writer`], with limits of the caller's choice.
+    pub fn lock_writer_tuned(&self, owner: &str, tuning: Tuning) -> Result<Writer> {
+        Writer::lock(self.inner.clone(), owner, tuning)
+    }
+
+    /// The sealed checkpoints, in rising order, as the store is at this moment.
+    pub fn checkpoints(&self) -> Result<Vec<Sealed>> {
+        let mut tags = BTreeMap::<CheckpointId, Vec<String>>::new();
+        for (tag, id) in self.tags()? {
+            tags.entry(id).or_default().push(tag);
+        }
+        let read = |id| {
+            let meta = self.inner.read_checkpoint(id)?.meta;
+            Ok(Sealed { id, meta, tags: tags.get(&id).cloned().unwrap_or_default() })
+        };
+        self.inner.checkpoint_ids()?.into_iter().map(read).collect()
+    }
+
+    /// The checkpoint that a number, a tag or `latest` names.
+    pub fn resolve(&self, name: &str) -> Result<CheckpointId> {
+        let ids = self.inner.checkpoint_ids()?;
+        let newest = ids.last().copied();
+        let unknown = || Error::UnknownCheckpoint { name: name.into(), newest };
+        if name == names::LATEST {
+            return newest.ok_or_else(unknown);
+        }
+        let is_number = !name.is_empty() && name.bytes().all(|c| c.is_ascii_digit());
+        let id = if is_number {
+            name.parse().ok().map(CheckpointId)
+        } else if names::is_tag(name) {
+            self.inner.read_tag(name)?
+        } else {
+            None
+        };
+        let id = id.ok_or_else(unknown)?;
+        match ids.binary_search(&id) {
+            Ok(_) => Ok(id),
+            Err(_) if is_number => Err(unknown()),
+            Err(_) => Err(Error::damaged(
+                self.inner.backend.describe(&names::tag(name)),
+                format!("it points to checkpoint {id}, which is not in the store"),
+            )),
+        }
+    }
+
+    /// Reads a checkpoint: what it tells about itself, its device state and the map of its pages (not the pages).
+    pub fn load(&self, id: CheckpointId) -> Result<Loaded> {
+        let file = self.inner.read_checkpoint(id)?;
+        let map = self.inner.read_page_map(&file.meta)?;
+        Ok(Loaded::new(self.inner.clone(), id, file, map))
+    }
+
+    /// All tags and where they point.
+    pub fn tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
+        self.inner.read_tags()
+    }
+}
+
+impl Inner {
+    /// The numbers of the sealed checkpoints, rising.
+    pub fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
+        let files = self.backend.list(names::CHECKPOINTS)?;
+        let mut ids: Vec<CheckpointId> = files.iter().filter_map(|f| names::parse_checkpoint(f)).collect();
+        ids.sort_unstable();
+        Ok(ids)
+    }
+
+    pub fn read_checkpoint(&self, id: CheckpointId) -> Result<CheckpointFile> {
+        let name = names::checkpoint(id);
+        let bytes = match self.backend.read(&name, CHECKPOINT_BYTES_MAX) {
+            Err(e) if e.is_not_found() => {
+                let newest = self.checkpoint_ids()?.last().copied();
+                return Err(Error::UnknownCheckpoint { name: id.to_string(), newest });
+            }
+            other => other?,
+        };
+        checkpoint::decode(&bytes, id.0, self.config.id, &self.backend.describe(&name))
+    }
+
+    pub fn read_map(&self, id: u64) -> Result<MapRun> {
+        let name = names::map(id);
+        let object = self.backend.describe(&name);
+        let bytes = self
+            .backend
+            .read(&name, MAP_BYTES_MAX)
+            .map_err(|e| if e.is_not_found() { Error::damaged(&object, "the map is missing") } else { e })?;
+        MapRun::decode(&bytes, self.config.id, id, &object)
+    }
+
+    /// Reads the maps of a checkpoint, oldest first, and lays each over the ones before.
+    pub fn read_page_map(&self, meta: &Meta) -> Result<PageMap> {
+        let mut map = PageMap::default();
+        for (at, id) in meta.map_chain.iter().enumerate().rev() {
+            let run = self.read_map(*id)?;
+            let below = meta.map_chain.get(at + 1).copied();
+            let fits = run.header.parent == below
+                && to_hex(&run.header.run) == meta.run
+                && run.header.space_pages == meta.ram.len_pages();
+            if !fits {
+                let object = self.backend.describe(&names::map(*id));
+                return Err(Error::damaged(object, "it does not belong where a checkpoint's chain has it"));
+            }
+            run.apply(&mut map);
+        }
+        Ok(map)
+    }
+}

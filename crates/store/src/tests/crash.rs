@@ -1,0 +1,211 @@
+//! Power loss and process death at every operation, and failing syncs.
+
+use super::*;
+use crate::backend::faulty::Chance;
+
+const PAGES: u64 = 14;
+
+/// What a test knows of a store: the checkpoints whose seal returned, and the image that a seal was at work on.
+#[derive(Default)]
+pub struct Known {
+    pub sealed: BTreeMap<CheckpointId, Image>,
+    pub in_progress: Option<Image>,
+}
+
+/// Sessions of images to seal one after the other, from a seed: some pages change, some repeat, some become zero.
+pub fn script(seed: u64) -> Vec<Vec<Image>> {
+    let mut chance = Chance(seed);
+    let mut image = vec![0; PAGES as usize];
+    let mut epoch = |_| {
+        for page in &mut image {
+            if chance.next() % 2 == 0 {
+                *page = chance.next() % 30;
+            }
+        }
+        image.clone()
+    };
+    (0..2).map(|_| (0..5).map(&mut epoch).collect()).collect()
+}
+
+/// Opens the store and plays sessions. `mend` hears each error of a put or seal and says whether to abandon and try
+/// again; an error at the end of a session is its to judge too.
+pub fn play(
+    medium: &Faulty,
+    sessions: &[Vec<Image>],
+    known: &mut Known,
+    mend: &mut dyn FnMut(&Error, &Known) -> bool,
+) -> Result<()> {
+    let store = on(medium)?;
+    for session in sessions {
+        let mut writer = store.lock_writer_tuned("test", TINY)?;
+        let mut run = writer.begin_run("vm", &layout(PAGES))?;
+        let mut old = vec![0; PAGES as usize];
+        for image in session {
+            known.in_progress = Some(image.clone());
+            loop {
+                let sealed = put_changes(&mut run, &old, image).and_then(|()| seal(&mut run, PAGES));
+                match sealed {
+                    Ok(sealed) => {
+                        known.sealed.insert(sealed.id, image.clone());
+                        break;
+                    }
+                    Err(error) if mend(&error, known) => {
+                        assert!(matches!(seal(&mut run, PAGES), Err(Error::Broken { .. })));
+                        assert!(matches!(run.put_zero(PageIndex(0)), Err(Error::Broken { .. })));
+                        run.abandon();
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            known.in_progress = None;
+            old.clone_from(image);
+        }
+        if let Err(error) = run.finish()
+            && !mend(&error, known)
+        {
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// What was sealed is there and right; what else is there is the one in progress, and as right; nothing is damaged.
+pub fn assert_known(medium: &Faulty, known: &Known, context: &str) {
+    let store = on(medium).unwrap();
+    let mut strangers = 0;
+    for sealed in store.checkpoints().unwrap() {
+        let image = known.sealed.get(&sealed.id).unwrap_or_else(|| {
+            strangers += 1;
+            known
+                .in_progress
+                .as_ref()
+                .unwrap_or_else(|| panic!("{context}: unknown checkpoint {}", sealed.id))
+        });
+        assert_image(&store, sealed.id, image);
+    }
+    assert!(strangers <= 1, "{context}: {strangers} checkpoints that nobody sealed");
+    for id in known.sealed.keys() {
+        assert!(store.load(*id).is_ok(), "{context}: checkpoint {id} is gone");
+    }
+    let report = check(&store);
+    assert!(report.is_clean(), "{context}: {report:#?}");
+}
+
+fn crashed_at(operation: u64, sessions: &[Vec<Image>]) -> (Faulty, Known) {
+    let medium = Faulty::default();
+    init_on(&medium).unwrap();
+    medium.crash_at(operation);
+    let mut known = Known::default();
+    let result = play(&medium, sessions, &mut known, &mut |_, _| false);
+    assert_eq!(result.is_err(), medium.has_crashed());
+    (medium, known)
+}
+
+/// A new writer on what a crash left: everything known stays, new checkpoints come on top. Everything is put anew, so
+/// that a record wrongly believed to be there is found out.
+fn go_on(medium: &Faulty, mut known: Known, sessions: &[Vec<Image>], context: &str) {
+    assert_known(medium, &known, context);
+    let ids = on(medium).unwrap().inner().checkpoint_ids().unwrap();
+    if let (Some(image), Some(id)) = (known.in_progress.take(), ids.last()) {
+        known.sealed.entry(*id).or_insert(image);
+    }
+    let before = known.sealed.len();
+    play(medium, sessions, &mut known, &mut |_, _| false).unwrap();
+    assert_eq!(known.sealed.len(), before + sessions.iter().map(Vec::len).sum::<usize>());
+    assert_known(medium, &known, context);
+    // Whatever was sealed on top must not lean on what was never durable.
+    assert_known(&medium.after_power_loss(1), &known, &format!("{context}, then power loss"));
+}
+
+#[test]
+fn a_crash_at_any_operation_loses_at_most_the_checkpoint_in_progress() {
+    let sessions = script(7);
+    let mut operation = 1;
+    loop {
+        let (medium, known) = crashed_at(operation, &sessions);
+        if !medium.has_crashed() {
+            assert!(operation > 150, "only {operation} operations: the script exercises little");
+            assert_eq!(known.sealed.len(), 10);
+            break;
+        }
+        let context = format!("process death at operation {operation}");
+        go_on(
+            &medium.copy(),
+            Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() },
+            &sessions[..1],
+            &context,
+        );
+        for seed in 0..3 {
+            let context = format!("power loss at operation {operation}, seed {seed}");
+            let known = Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
+            go_on(&medium.after_power_loss(seed * 1000 + operation), known, &sessions[..1], &context);
+        }
+        operation += 1;
+    }
+}
+
+#[test]
+fn a_second_crash_during_recovery_is_no_worse() {
+    let sessions = script(8);
+    for first in (5..180).step_by(13) {
+        let (medium, known) = crashed_at(first, &sessions);
+        for second in 1..30 {
+            // The process dies, its successor loses power: what it read from memory may never have reached the medium.
+            let again = medium.copy_with_same_durability();
+            again.crash_at(second);
+            let mut known = Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
+            let ids = on(&again).unwrap().inner().checkpoint_ids().unwrap();
+            if let (Some(image), Some(id)) = (known.in_progress.take(), ids.last()) {
+                known.sealed.entry(*id).or_insert(image);
+            }
+            let _ = play(&again, &sessions[1..], &mut known, &mut |_, _| false);
+            let context = format!("death at operation {first}, then power loss at {second}");
+            let lost = again.after_power_loss(first * 100 + second);
+            // A checkpoint that the first writer did not get to acknowledge may go again with the power.
+            let there = on(&lost).unwrap().inner().checkpoint_ids().unwrap();
+            let acknowledged = crashed_at(first, &sessions).1.sealed;
+            let may_go = |id: &CheckpointId| !acknowledged.contains_key(id) && Some(id) == ids.last();
+            known.sealed.retain(|id, _| there.contains(id) || !may_go(id));
+            assert_known(&lost, &known, &context);
+        }
+    }
+}
+
+#[test]
+fn a_crash_while_a_store_is_made_leaves_none_or_a_whole_one() {
+    for operation in 1..8 {
+        for seed in 0..8 {
+            let medium = Faulty::default();
+            medium.crash_at(operation);
+            let made = init_on(&medium).is_ok();
+            match on(&medium.after_power_loss(seed)) {
+                Ok(store) => assert_clean(&store),
+                Err(error) => assert!(!made && matches!(error, Error::NoStore { .. }), "{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failed_sync_costs_a_retry_and_nothing_else() {
+    let sessions = script(9);
+    for sync in 1.. {
+        let medium = Faulty::default();
+        init_on(&medium).unwrap();
+        medium.fail_sync_at(sync);
+        let (mut known, mut failures) = (Known::default(), 0);
+        let result = play(&medium, &sessions, &mut known, &mut |_, _| {
+            failures += 1;
+            failures == 1
+        });
+        result.unwrap_or_else(|e| panic!("sync {sync}: {e}"));
+        assert_eq!(known.sealed.len(), 10, "sync {sync}");
+        for seed in 0..4 {
+            assert_known(&medium.after_power_loss(seed), &known, &format!("sync {sync} failed, seed {seed}"));
+        }
+        if medium.syncs() < sync {
+            assert!(sync > 30, "only {sync} syncs");
+            break;
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Stores of every format version ever written must still load. The files are under `tests/golden`; the one of the
+//! present version was made by `make_golden`, which is run by hand when the format changes.
+
+use super::*;
+
+const EPOCHS: u64 = 20;
+const PAGES: u64 = 24;
+
+fn golden(version: u32) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/v{version}"))
+}
+
+fn image(epoch: u64) -> Image {
+    (0..PAGES)
+        .map(|page| if (page + epoch) % 6 == 0 { 0 } else { 2 + 2 * (page % 4) + (epoch / (page + 1)) % 3 })
+        .collect()
+}
+
+#[test]
+fn a_store_of_version_1_still_loads() {
+    let store = Store::open(&golden(1)).unwrap();
+    let sealed = store.checkpoints().unwrap();
+    assert_eq!(sealed.len() as u64, EPOCHS + 1);
+    for epoch in 0..EPOCHS {
+        assert_image(&store, sealed[epoch as usize].id, &image(epoch));
+        assert_eq!(sealed[epoch as usize].meta.epoch.0, epoch);
+    }
+    assert_image(&store, CheckpointId(EPOCHS + 1), &image(3));
+    assert_eq!(
+        (sealed[3].tags.join(","), store.resolve("golden").unwrap()),
+        ("golden".into(), CheckpointId(4))
+    );
+    let meta = &sealed[4].meta;
+    assert_eq!((meta.vm.as_str(), meta.reason.as_str()), ("golden", "interval"));
+    assert_eq!((meta.timing.pause.device_state, meta.machine.user_command.len()), (4, 2));
+    let report = check(&store);
+    assert!(report.is_clean() && report.notes.len() == 1, "{report:#?}");
+}
+
+/// Makes the golden store of the present version: `cargo test -p keyframe-store make_golden -- --ignored`, after
+/// removing the old one.
+#[test]
+#[ignore = "writes into the source tree"]
+fn make_golden() {
+    let store = Store::init(&golden(crate::FORMAT_VERSION)).unwrap();
+    let mut old = vec![0; PAGES as usize];
+    let machine = MachineMeta {
+        qemu_path: "/usr/bin/qemu-system-x86_64".into(),
+        qemu_version: "7.2.22".into(),
+        qemu_blake3: "00".repeat(32),
+        machine_type: "pc-i440fx-7.2".into(),
+        cpus: 2,
+        working_directory: "/".into(),
+        user_command: vec!["qemu-system-x86_64".into(), "-nodefaults".into()],
+        full_command: vec!["qemu-system-x86_64".into(), "-nodefaults".into(), "-S".into()],
+    };
+    let mut timing =
+        Timing { interval_ns: 1_000_000_000, pause_ns: 15, strategy: "precopy".into(), ..Timing::default() };
+    timing.pause = crate::PausePhases { stop: 1, scan: 2, copy: 3, device_state: 4, resume: 5 };
+    let whole = SealRequest { machine, timing, reason: "interval".into(), ..request(&layout(PAGES)) };
+    let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 900, ..TINY }).unwrap();
+    let mut run = writer.begin_run("golden", &layout(PAGES)).unwrap();
+    for epoch in 0..EPOCHS {
+        put_changes(&mut run, &old, &image(epoch)).unwrap();
+        run.seal(SealRequest { tag: (epoch == 3).then_some("golden"), ..whole.clone() }).unwrap();
+        old = image(epoch);
+    }
+    run.finish().unwrap();
+    // A second run, whose pack stays unfinished.
+    let mut run = writer.begin_run("golden", &layout(PAGES)).unwrap();
+    run.put_page(PageIndex(0), &content(77)).unwrap();
+    put_changes(&mut run, &[0; PAGES as usize], &image(3)).unwrap();
+    run.seal(whole).unwrap();
+    drop((run, writer));
+    std::fs::remove_file(store.path().join("lock")).unwrap();
+    let _ = std::fs::remove_dir(store.path().join("tmp"));
+}

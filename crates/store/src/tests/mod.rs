@@ -1,0 +1,120 @@
+//! The store as a whole, against a naive model and on a medium that misbehaves.
+//!
+//! The model of a run is one content number per page; [`content`] makes the page of a number. Every test ends in
+//! [`assert_image`]: what the store gives back is what was put.
+
+mod crash;
+mod damage;
+mod full_disk;
+mod golden;
+mod lock;
+mod oracle;
+
+use crate::backend::faulty::Faulty;
+use crate::codec::tests::noise;
+use crate::{
+    CheckOptions, CheckReport, Error, Loaded, MachineMeta, Result, Run, SealRequest, Sealed, Store, Timing,
+    Tuning,
+};
+use jiff::Timestamp;
+use keyframe_units::{
+    BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE,
+};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// One content number per page; 0 is a page of zeros.
+type Image = Vec<u64>;
+
+/// Small limits, so that small tests cross them: packs of a few records, three chain levels in a few epochs.
+const TINY: Tuning = Tuning { pack_bytes_max: 20_000, buffer_bytes: 6_000, chain_base: 3 };
+
+/// The page of a content number: odd ones are noise, even ones compress.
+fn content(number: u64) -> Page {
+    match number {
+        0 => ZERO_PAGE,
+        odd if odd % 2 == 1 => noise(odd),
+        even => {
+            let mut page = [even as u8; PAGE_BYTES];
+            page[..40].copy_from_slice(&noise(even)[..40]);
+            page
+        }
+    }
+}
+
+fn layout(pages: u64) -> RamLayout {
+    let bytes = pages * PAGE_BYTES as u64;
+    let block =
+        RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    RamLayout::new(vec![block]).unwrap()
+}
+
+fn request(ram: &RamLayout) -> SealRequest<'static> {
+    SealRequest {
+        taken_at: Timestamp::from_second(1_700_000_000).unwrap(),
+        reason: "test".into(),
+        ram: ram.clone(),
+        machine: MachineMeta::default(),
+        timing: Timing::default(),
+        device_state: b"the devices, the devices, the devices, the devices",
+        tag: None,
+    }
+}
+
+fn seal(run: &mut Run, pages: u64) -> Result<Sealed> {
+    run.seal(request(&layout(pages)))
+}
+
+/// Puts the pages where `new` differs from `old`.
+fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()> {
+    for (page, (old, new)) in (0..).zip(old.iter().zip(new)) {
+        if old != new {
+            run.put_page(PageIndex(page), &content(*new))?;
+        }
+    }
+    Ok(())
+}
+
+fn on(medium: &Faulty) -> Result<Store> {
+    Store::open_on(Arc::new(medium.clone()), Path::new("memory"))
+}
+
+fn init_on(medium: &Faulty) -> Result<Store> {
+    Store::init_on(Arc::new(medium.clone()), Path::new("memory"))
+}
+
+/// What the store gives back for a checkpoint: the content of each page that is not zero.
+fn read_image(loaded: &Loaded) -> Result<BTreeMap<u64, Page>> {
+    let mut pages = BTreeMap::new();
+    let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
+    loaded.read_pages(all, &mut |page, content| {
+        assert_ne!(*content, ZERO_PAGE, "a page of zeros was stored");
+        assert!(pages.insert(page.0, *content).is_none(), "page {} came twice", page.0);
+        Ok::<_, Error>(())
+    })?;
+    Ok(pages)
+}
+
+fn image_is(store: &Store, id: CheckpointId, image: &[u64]) -> Result<bool> {
+    let loaded = store.load(id)?;
+    let expected = (0u64..).zip(image).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
+    Ok(read_image(&loaded)? == expected.collect() && loaded.device_state == request(&layout(1)).device_state)
+}
+
+fn assert_image(store: &Store, id: CheckpointId, image: &[u64]) {
+    match image_is(store, id, image) {
+        Ok(same) => assert!(same, "checkpoint {id} is not what was put"),
+        Err(error) => panic!("checkpoint {id}: {error}"),
+    }
+}
+
+fn check(store: &Store) -> CheckReport {
+    store.check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap()
+}
+
+fn assert_clean(store: &Store) {
+    let report = check(store);
+    assert!(report.is_clean(), "{report:#?}");
+    assert!(store.check(&CheckOptions::default(), &mut |_| {}).unwrap().is_clean());
+}

@@ -1,0 +1,122 @@
+//! The one writer of a store: holds the lock, begins runs, sets tags.
+//!
+//! ```text
+//!              lock_writer            begin_run              finish, or drop
+//!   unlocked ─────────────▶ Writer ──────────────▶ Run open ─────────────────▶ Writer ──drop both──▶ unlocked
+//! ```
+//!
+//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A run owns what it needs
+//! and may move to another thread; tags can be set meanwhile.
+
+use crate::backend::LockGuard;
+use crate::config::{now, random};
+use crate::pack_writer::PackWriter;
+use crate::run::Run;
+use crate::store::Inner;
+use crate::{Error, Result, names};
+use keyframe_units::{CheckpointId, RamLayout};
+use serde::{Deserialize, Serialize};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The most pages that a run can have: 16 TiB of RAM.
+const SPACE_PAGES_MAX: u64 = 1 << 32;
+
+/// Limits of a writer. None of them is part of the format: any store is read with any limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// A pack that has reached this size is closed and followed by another. At most 2^39.
+    pub pack_bytes_max: u64,
+    /// Records gather in memory until they reach this size.
+    pub buffer_bytes: usize,
+    /// The base of the map chain rule, at least 2: a restore reads at most this many maps per digit of the epoch.
+    pub chain_base: u64,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self { pack_bytes_max: 256 << 20, buffer_bytes: 1 << 20, chain_base: 16 }
+    }
+}
+
+/// The one writer of a store, until it and its runs are dropped.
+#[derive(Debug)]
+pub struct Writer {
+    inner: Arc<Inner>,
+    lock: Arc<dyn LockGuard>,
+    slot: Slot,
+    tuning: Tuning,
+}
+
+/// Where the session rests while no run is open.
+pub(crate) type Slot = Arc<Mutex<Option<Box<Session>>>>;
+
+/// What the runs of a writer have in common.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub packs: PackWriter,
+    /// The number that the next seal tries.
+    pub next_checkpoint: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Holder {
+    pid: u32,
+    host: String,
+    since: jiff::Timestamp,
+    owner: String,
+}
+
+impl Writer {
+    pub(crate) fn lock(inner: Arc<Inner>, owner: &str, tuning: Tuning) -> Result<Self> {
+        let tuning = Tuning { pack_bytes_max: tuning.pack_bytes_max.min(1 << 39), ..tuning };
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let holder = Holder { pid: std::process::id(), host, since: now(), owner: owner.into() };
+        let holder = serde_json::to_string(&holder).unwrap_or_default();
+        let lock = inner.backend.lock(&holder).map_err(|error| match error {
+            Error::Locked { holder } => Error::Locked { holder: describe_holder(&holder) },
+            other => other,
+        })?;
+        let packs = PackWriter::new(inner.clone(), tuning)?;
+        // A map without a checkpoint may be left by a crash; its number is not used again either.
+        let maps = inner.backend.list(names::MAPS)?;
+        let newest_map = maps.iter().filter_map(|file| names::parse_map(file)).max();
+        let newest = inner.checkpoint_ids()?.last().copied();
+        if let Some(newest) = newest {
+            // Its writer may have died between the rename and the sync of the directory: what is seen as sealed stays.
+            inner.backend.sync(&names::checkpoint(newest))?;
+        }
+        let next_checkpoint = newest_map.max(newest.map(|id| id.0)).unwrap_or(0) + 1;
+        let session = Box::new(Session { packs, next_checkpoint });
+        Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning })
+    }
+
+    /// Begins a run with a fresh id: its first checkpoint will be complete. One run can be open at a time.
+    pub fn begin_run(&mut self, vm: &str, ram: &RamLayout) -> Result<Run> {
+        let space_pages = ram.len_pages();
+        if space_pages > SPACE_PAGES_MAX {
+            return Err(Error::TooLarge { space_pages });
+        }
+        let id = random()?;
+        let session = self.slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let session = session.ok_or(Error::RunOpen)?;
+        let home = (self.slot.clone(), self.lock.clone());
+        Ok(Run::new(self.inner.clone(), session, home, self.tuning.chain_base, vm, id, ram))
+    }
+
+    /// Points a tag, new or old, to a checkpoint. Also while a run is open.
+    pub fn set_tag(&mut self, tag: &str, id: CheckpointId) -> Result<()> {
+        names::check_tag(tag)?;
+        let ids = self.inner.checkpoint_ids()?;
+        if ids.binary_search(&id).is_err() {
+            return Err(Error::UnknownCheckpoint { name: id.to_string(), newest: ids.last().copied() });
+        }
+        self.inner.write_tag(tag, id)
+    }
+}
+
+fn describe_holder(text: &str) -> String {
+    match serde_json::from_str::<Holder>(text) {
+        Ok(Holder { pid, host, since, owner }) => format!("{owner} (process {pid} on {host}, since {since})"),
+        Err(_) => "another process".into(),
+    }
+}
