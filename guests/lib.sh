@@ -18,12 +18,14 @@ need_file() {
 # debian_mirror: the URI of the Debian archive in this machine's own apt configuration.
 debian_mirror() {
     need apt-get apt
-    # Origin and label are known once the lists were fetched; before that the usual shape of the URI has to do.
-    apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(ORIGIN) $(LABEL)' 'Created-By: Packages' | awk '
-        $2 ~ /-/ { next }
-        $3 == "Debian" && $4 == "Debian" { print $1; found = 1; exit }
-        $1 ~ /\/debian\/?$/ && !guess { guess = $1 }
-        END { if (!found && guess) print guess }' | sed 's,/*$,,'
+    local mirror
+    mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(ORIGIN) $(LABEL)' 'Created-By: Packages' |
+        awk '$2 !~ /-/ && $3 == "Debian" && $4 == "Debian" && !uri { uri = $1 } END { print uri }')
+    # Before the first `apt-get update` apt knows no origins; then the usual shape of the URI has to do:
+    # 'URI/debian/dists/SUITE/InRelease' FILE ...
+    [ -n "$mirror" ] || mirror=$(apt-get update --print-uris 2>/dev/null | tr -d "'" |
+        awk '$1 ~ /\/debian\/dists\/[a-z]+\/InRelease$/ && !uri { uri = $1 } END { sub("/dists/.*", "", uri); print uri }')
+    echo "${mirror%/}"
 }
 
 # private_apt DIR SUITE...: makes DIR/apt.conf, an apt of our own with only the Debian archive's SUITEs as sources. It

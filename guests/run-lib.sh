@@ -8,10 +8,8 @@ qemu=${KEYFRAME_QEMU:-qemu-system-x86_64}
 extra=()
 
 # The comment at the head of the run.sh is its help.
-usage() {
-    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
-    exit 2
-}
+help() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; }
+usage() { help >&2; exit 2; }
 
 # own_option OPTION VALUE, defined by a run.sh with options of its own, sets took to the words it used, 0 when none.
 own_option() { took=0; }
@@ -28,6 +26,7 @@ run_options() {
         case $1 in
             --print) mode=print; shift; continue ;;
             --show) mode=show; shift; continue ;;
+            -h | --help) help; exit 0 ;;
             --) shift; extra=("$@"); return ;;
         esac
         [ $# -ge 2 ] || usage

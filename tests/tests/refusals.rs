@@ -150,7 +150,7 @@ fn a_damaged_store_names_what_is_hurt_and_still_gives_the_rest() {
     let output = bench.run(&["check", "--read-data", "--json", "--quiet", "--store", &store]);
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stdout));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    let damage = report["damage"].as_array().unwrap();
+    let damage = report["damages"].as_array().unwrap();
     assert!(!damage.is_empty(), "{report}");
     assert!(damage.iter().any(|d| !d["checkpoints"].as_array().unwrap().is_empty()), "{report}");
     bench.refused(&["restore", "--store", &store, "latest", "--paused"], 1, &["check --read-data"]);

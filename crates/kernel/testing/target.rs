@@ -7,6 +7,7 @@
 //!   remap ADDRESS BYTES     @ok           private anonymous memory there
 //!   advise ADDRESS BYTES    @ok           makes a mapping of its own of it (MADV_DONTFORK)
 //!   write ADDRESS BYTES N   @ok           every byte becomes N
+//!   churn ADDRESS BYTES N   @waiting @ok  N into each page once, all over the place; a power of two of pages
 //!   zap ADDRESS BYTES       @ok           MADV_DONTNEED
 //!   punch ADDRESS BYTES     @ok           FALLOC_FL_PUNCH_HOLE in the file behind the mapping
 //!   pageout ADDRESS BYTES   @ok           MADV_PAGEOUT
@@ -61,6 +62,10 @@ fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
         }
         "remap" => remap(number(1), number(2)).map(ok),
         "advise" => advise(number(1), number(2), libc::MADV_DONTFORK).map(ok),
+        "churn" => {
+            churn(number(1), number(2), number(3));
+            Ok("ok".into())
+        }
         "zap" => advise(number(1), number(2), libc::MADV_DONTNEED).map(ok),
         "pageout" => advise(number(1), number(2), libc::MADV_PAGEOUT).map(ok),
         "punch" => punch(number(1), number(2), files).map(ok),
@@ -127,6 +132,19 @@ fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
     }
     files.extend(file.map(|file| (address, len, file)));
     Ok(address)
+}
+
+fn churn(address: usize, len: usize, value: usize) {
+    println!("@waiting");
+    let pages = len / 4096;
+    assert!(pages.is_power_of_two());
+    for write in 0..pages {
+        // An odd factor makes a permutation of it.
+        let page = write.wrapping_mul(0x9e37_79b9) % pages;
+        let at = (address + page * 4096) as *mut u64;
+        // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
+        unsafe { at.write_volatile(value as u64) };
+    }
 }
 
 fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {

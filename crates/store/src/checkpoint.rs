@@ -13,7 +13,7 @@ use crate::config::StoreId;
 use crate::meta::Meta;
 use crate::{Error, Result, envelope};
 
-const MAGIC: &[u8; 8] = b"KFCKPT\r\n";
+const MAGIC: envelope::Magic = *b"KFCKPT\r\n";
 const FLAG_LZ4: u32 = 1;
 /// Device state with every ROM in it stays far below.
 pub const CHECKPOINT_BYTES_MAX: u64 = 4 << 30;
@@ -96,4 +96,79 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointF
         return Err("its list of maps is impossible".into());
     }
     Ok(CheckpointFile { meta, device_state })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::{Counts, MachineMeta, Timing};
+    use keyframe_units::{Epoch, RamLayout};
+    use proptest::prelude::*;
+
+    const STORE: StoreId = StoreId([4; 16]);
+
+    fn meta(map_chain: Vec<u64>) -> Meta {
+        Meta {
+            vm: "vm".into(),
+            run: "00".repeat(16),
+            epoch: Epoch(3),
+            taken_at: jiff::Timestamp::UNIX_EPOCH,
+            reason: "interval".into(),
+            ram: RamLayout::new(Vec::new()).unwrap(),
+            machine: MachineMeta::default(),
+            timing: Timing::default(),
+            counts: Counts::default(),
+            map_chain,
+        }
+    }
+
+    fn file(chain: &[u64], device: &[u8]) -> Vec<u8> {
+        encode(9, STORE, &meta(chain.to_vec()), &DeviceSection::new(device)).unwrap()
+    }
+
+    #[test]
+    fn an_impossible_chain_is_refused() {
+        assert!(decode(&file(&[9, 8, 1], b""), 9, STORE, "c").is_ok());
+        for chain in [&[][..], &[8], &[9, 9], &[9, 1, 8], &[9, 0]] {
+            assert!(decode(&file(chain, b""), 9, STORE, "c").is_err(), "{chain:?}");
+        }
+        assert!(decode(&file(&[9], b""), 8, STORE, "c").is_err(), "another number");
+        assert!(decode(&file(&[9], b""), 9, StoreId([5; 16]), "c").is_err(), "another store");
+    }
+
+    #[test]
+    fn the_names_in_the_description_are_those_documented() {
+        let text = serde_json::to_value(meta(vec![9])).unwrap();
+        let pause = text["timing"]["pause"].as_object().unwrap();
+        let mut names: Vec<_> = pause.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["copy", "device_state", "resume", "scan", "stop"]);
+    }
+
+    proptest! {
+        #[test]
+        fn device_states_come_back(noise in prop::collection::vec(any::<u8>(), 0..200), zeros in 0usize..5000) {
+            let mut device = noise;
+            device.resize(device.len() + zeros, 0);
+            let back = decode(&file(&[9], &device), 9, STORE, "c").unwrap();
+            prop_assert_eq!(back.device_state, device);
+            prop_assert_eq!(back.meta, meta(vec![9]));
+        }
+
+        /// The content parser, behind a checksum that holds.
+        #[test]
+        fn arbitrary_content_never_panics(
+            tail in prop::collection::vec(any::<u8>(), 0..300), flags in 0u32..3,
+            lens in prop::array::uniform3(prop_oneof![any::<u64>(), 0u64..300]),
+        ) {
+            let mut content = flags.to_le_bytes().to_vec();
+            content.extend_from_slice(&9u64.to_le_bytes());
+            content.extend_from_slice(&STORE.0);
+            lens.iter().for_each(|len| content.extend_from_slice(&len.to_le_bytes()));
+            content.extend_from_slice(&tail);
+            prop_assert!(decode_content(&content, 9, STORE).is_err());
+            let _ = decode_content(&tail, 9, STORE);
+            let _ = decode(&tail, 9, STORE, "c");
+        }
+    }
 }

@@ -9,11 +9,13 @@
 use crate::config::FORMAT_VERSION;
 use crate::{Error, Result};
 
-const MAGIC_BYTES: usize = 8;
+/// The first bytes of a kind of file.
+pub type Magic = [u8; 8];
+
 const CHECK_BYTES: usize = 32;
 
 /// The beginning of a file; the content is appended to it.
-pub fn begin(magic: &[u8; MAGIC_BYTES]) -> Vec<u8> {
+pub fn begin(magic: Magic) -> Vec<u8> {
     let mut bytes = magic.to_vec();
     bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
     bytes
@@ -27,18 +29,18 @@ pub fn finish(mut bytes: Vec<u8>) -> Vec<u8> {
 }
 
 /// Checks the frame and returns the content; `object` is how errors call the file.
-pub fn open<'a>(bytes: &'a [u8], magic: &[u8; MAGIC_BYTES], object: &str) -> Result<&'a [u8]> {
+pub fn open<'a>(bytes: &'a [u8], magic: Magic, object: &str) -> Result<&'a [u8]> {
     let damaged = |problem: &str| Error::damaged(object, problem);
     let split = bytes.len().checked_sub(CHECK_BYTES).ok_or_else(|| damaged("too short"))?;
     let (covered, hash) = bytes.split_at(split);
-    if !covered.starts_with(magic) {
+    if !covered.starts_with(&magic) {
         return Err(damaged("does not begin as such a file does"));
     }
     if blake3::hash(covered).as_bytes() != hash {
         return Err(damaged("its checksum does not match"));
     }
     let (version, content) = covered
-        .get(MAGIC_BYTES..)
+        .get(magic.len()..)
         .and_then(|rest| rest.split_first_chunk::<4>())
         .ok_or_else(|| damaged("too short"))?;
     match u32::from_le_bytes(*version) {
@@ -56,14 +58,14 @@ mod tests {
 
     #[test]
     fn a_later_version_is_told_from_a_damaged_file() {
-        let mut bytes = begin(b"KFTEST\r\n");
+        let mut bytes = begin(*b"KFTEST\r\n");
         bytes.extend_from_slice(b"content");
-        assert_eq!(open(&finish(bytes.clone()), b"KFTEST\r\n", "x").unwrap(), b"content");
+        assert_eq!(open(&finish(bytes.clone()), *b"KFTEST\r\n", "x").unwrap(), b"content");
         bytes[8] = 2;
-        let error = open(&finish(bytes.clone()), b"KFTEST\r\n", "x").unwrap_err();
+        let error = open(&finish(bytes.clone()), *b"KFTEST\r\n", "x").unwrap_err();
         assert!(matches!(error, Error::LaterVersion { found: 2, known: FORMAT_VERSION, .. }));
         let mut flipped = finish(bytes);
         flipped[8] = 1;
-        assert!(matches!(open(&flipped, b"KFTEST\r\n", "x"), Err(Error::Damaged { .. })));
+        assert!(matches!(open(&flipped, *b"KFTEST\r\n", "x"), Err(Error::Damaged { .. })));
     }
 }

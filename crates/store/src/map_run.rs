@@ -23,7 +23,7 @@ use crate::page_map::PageMap;
 use crate::{Error, Result, envelope};
 use keyframe_units::{PageIndex, PageRange};
 
-const MAGIC: &[u8; 8] = b"KFMAP\r\n\x1a";
+const MAGIC: envelope::Magic = *b"KFMAP\r\n\x1a";
 const FLAG_LZ4: u32 = 1;
 /// No page number reaches this: the page space of a layout ends before.
 const SPACE_PAGES_MAX: u64 = 1 << 40;

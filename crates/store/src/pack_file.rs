@@ -165,8 +165,12 @@ impl PackFile {
 
     /// Fills `buffer` with everything from the record at `first` to the end of the one at `last`.
     fn read_span(&self, first: PageRef, last: PageRef, len_bytes: u64, buffer: &mut Vec<u8>) -> Result<()> {
+        if first.offset() >= len_bytes {
+            let object = format!("{} at offset {}", self.object, first.offset());
+            return Err(Error::damaged(object, format!("the pack ends at {len_bytes} bytes")));
+        }
         let end = (last.offset() + RECORD_BYTES_MAX as u64).min(len_bytes);
-        buffer.resize(end.saturating_sub(first.offset()) as usize, 0);
+        buffer.resize((end - first.offset()) as usize, 0);
         self.file.read_at(first.offset(), buffer)
     }
 }

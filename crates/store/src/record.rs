@@ -84,7 +84,7 @@ pub fn append_record(out: &mut Vec<u8>, place: PageRef, hash: PageHash, codec: C
     debug_assert!((1..=PAGE_BYTES).contains(&payload.len()));
     let start = out.len();
     out.extend_from_slice(&[0; CHECK_BYTES]);
-    out.extend_from_slice(&[KIND_PAGE, if codec == Codec::Lz4 { 1 } else { 0 }]);
+    out.extend_from_slice(&[KIND_PAGE, u8::from(codec == Codec::Lz4)]);
     out.extend_from_slice(&(payload.len() as u16).to_le_bytes());
     out.extend_from_slice(&hash.to_bytes());
     out.extend_from_slice(payload);

@@ -117,6 +117,13 @@ impl Store {
         self.inner.checkpoint_ids()?.into_iter().map(read).collect()
     }
 
+    /// What one sealed checkpoint tells about itself.
+    pub fn sealed(&self, id: CheckpointId) -> Result<Sealed> {
+        let meta = self.inner.read_checkpoint(id)?.meta;
+        let tags = self.tags()?.into_iter().filter(|(_, to)| *to == id).map(|(tag, _)| tag).collect();
+        Ok(Sealed { id, meta, tags })
+    }
+
     /// The checkpoint that a number, a tag or `latest` names.
     pub fn resolve(&self, name: &str) -> Result<CheckpointId> {
         let ids = self.inner.checkpoint_ids()?;

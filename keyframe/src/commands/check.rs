@@ -53,7 +53,7 @@ impl Check {
         } else {
             print(&report, self.read_data)?;
         }
-        Ok(if report.damage.is_empty() { DONE } else { FAILED })
+        Ok(if report.is_clean() { DONE } else { FAILED })
     }
 }
 
@@ -61,7 +61,7 @@ fn print(report: &CheckReport, read_data: bool) -> Result<(), crate::failure::Fa
     for note in &report.notes {
         output::print_line(&format!("note: {note}"))?;
     }
-    for damage in &report.damage {
+    for damage in &report.damages {
         let hurt = match damage.checkpoints.as_slice() {
             [] => "no checkpoint needs it".to_owned(),
             ids => format!(
@@ -72,9 +72,9 @@ fn print(report: &CheckReport, read_data: bool) -> Result<(), crate::failure::Fa
         output::print_line(&format!("DAMAGED {}: {}; {hurt}", damage.object, damage.problem))?;
     }
     let depth = if read_data { "every page read" } else { "structure only; --read-data reads every page" };
-    let verdict = if report.damage.is_empty() { "whole" } else { "damaged" };
+    let verdict = if report.is_clean() { "whole" } else { "damaged" };
     output::print_line(&format!(
         "{} checkpoints, {} pages in {} packs: {verdict} ({depth})",
-        report.checkpoints, report.pages, report.packs
+        report.checkpoints, report.records, report.packs
     ))
 }

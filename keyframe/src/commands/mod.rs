@@ -27,11 +27,6 @@ pub struct StoreArg {
 }
 
 impl StoreArg {
-    /// The directory.
-    pub fn path(&self) -> &PathBuf {
-        &self.store
-    }
-
     /// Opens the store.
     pub fn open(&self) -> Result<Store, Failure> {
         Store::open(&self.store).map_err(|e| Failure::store(&e, &self.store))

@@ -51,8 +51,10 @@ impl Stats {
             format!("device state etc. {}", b(s.checkpoint_file_bytes)),
             format!("on disk           {}", b(s.total_bytes)),
             format!(
-                "saved             {:.1}x by deduplication, {:.1}x by compression",
-                s.dedup_ratio, s.compression_ratio
+                "saved             {} by deduplication, {} by compression, {} against full images",
+                times(s.dedup_ratio),
+                times(s.compression_ratio),
+                times(s.reduction_ratio)
             ),
         ];
         output::print_line(&lines.join("\n"))?;
@@ -61,4 +63,8 @@ impl Stats {
         }
         Ok(DONE)
     }
+}
+
+fn times(ratio: Option<f64>) -> String {
+    ratio.map_or_else(|| "-".into(), |r| format!("{r:.1}x"))
 }

@@ -63,7 +63,7 @@ impl Audit {
             loaded.read_pages(range, &mut |page: PageIndex, content: &Page| {
                 let at = (page.0 - next) as usize * PAGE_BYTES;
                 image[at..at + PAGE_BYTES].copy_from_slice(content);
-                Ok(())
+                Ok::<_, keyframe_store::Error>(())
             })?;
             let copy = &mut copy[..range.len_bytes() as usize];
             file.read_exact(copy)?;

@@ -45,7 +45,7 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     let name =
         options.name.clone().unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
     let run_dir = RunDir::claim(&name)?;
-    let writer = store
+    let mut writer = store
         .lock_writer(&format!("keyframe run, VM {name}"))
         .map_err(|e| Failure::store(&e, store.path()))?;
     let starts_paused = invocation.starts_paused();
@@ -60,7 +60,7 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
             return Err(failure);
         }
     };
-    let finish = |vm: &mut Vm| -> Result<(StoreSink, Watchdog), Failure> {
+    let mut finish = |vm: &mut Vm| -> Result<(StoreSink, Watchdog), Failure> {
         let machine = machine_meta(vm, &identity)?;
         let run = writer.begin_run(&name, &layout).map_err(|e| Failure::store(&e, store.path()))?;
         Ok((StoreSink::new(run, machine), spawn_watchdog(run_dir.path())?))

@@ -69,7 +69,6 @@ impl Sink for StoreSink {
             ram: captured.ram.clone(),
             machine: self.machine.clone(),
             timing,
-            dirty_pages: captured.dirty_pages,
             device_state: &captured.device_state,
             tag: self.label.tag.as_deref(),
         })?)

@@ -57,6 +57,11 @@ impl Target {
         line.strip_prefix('@').expect("an answer").to_owned()
     }
 
+    /// The next answer, where it has come.
+    pub fn try_answer(&mut self) -> Option<String> {
+        self.answers.try_recv().ok()
+    }
+
     pub fn ask(&mut self, command: &str) -> String {
         self.tell(command);
         self.answer()

@@ -107,7 +107,7 @@ impl Faulty {
         let mut chance = Chance(seed);
         let mut names = state.durable.clone();
         for change in &state.pending {
-            if chance.next() % 2 == 0 {
+            if chance.next().is_multiple_of(2) {
                 change.apply(&mut names);
             }
         }
@@ -195,7 +195,7 @@ impl Inode {
         };
         let mut bytes = vec![0; len];
         for (at, sector) in bytes.chunks_mut(SECTOR_BYTES).enumerate() {
-            let source = if chance.next() % 2 == 0 { &self.durable } else { &target };
+            let source = if chance.next().is_multiple_of(2) { &self.durable } else { &target };
             let from = at * SECTOR_BYTES;
             let have = source.get(from..).unwrap_or_default();
             let have = &have[..have.len().min(sector.len())];
@@ -238,7 +238,9 @@ impl State {
         let (now, later): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.pending).into_iter().partition(|c| folder(c.name()) == folder(name));
         self.pending = later;
-        now.iter().for_each(|change| change.apply(&mut self.durable));
+        for change in now {
+            change.apply(&mut self.durable);
+        }
         Ok(())
     }
 

@@ -40,10 +40,10 @@ impl Local {
         for folder in FOLDERS {
             this.make_folder(&root.join(folder))?;
         }
-        this.sync_folder(root)?;
+        sync_folder(root)?;
         // The entry of the root itself: its parent is the working directory where the path names none.
         let parent = root.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        this.sync_folder(parent)?;
+        sync_folder(parent)?;
         Ok(this)
     }
 
@@ -54,23 +54,8 @@ impl Local {
         }
     }
 
-    fn sync_folder(&self, path: &Path) -> Result<()> {
-        File::open(path).and_then(|f| f.sync_all()).map_err(|e| io_error(path, "sync directory", e))
-    }
-
     fn sync_parent(&self, path: &Path) -> Result<()> {
-        self.sync_folder(path.parent().unwrap_or(&self.root))
-    }
-
-    fn write_temporary(&self, path: &Path, bytes: &[u8]) -> Result<()> {
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(path)
-            .map_err(|e| io_error(path, "create", e))?;
-        file.write_all(bytes).map_err(|e| io_error(path, "write", e))?;
-        file.sync_all().map_err(|e| io_error(path, "sync", e))
+        sync_folder(path.parent().unwrap_or(&self.root))
     }
 }
 
@@ -129,7 +114,7 @@ impl Backend for Local {
         let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
         let temporary =
             self.root.join(format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()));
-        let written = self.write_temporary(&temporary, bytes).and_then(|()| {
+        let written = write_temporary(&temporary, bytes).and_then(|()| {
             std::fs::rename(&temporary, &path).map_err(|e| io_error(&path, "rename into place", e))
         });
         if let Err(error) = written {
@@ -240,6 +225,21 @@ impl Readable for LocalReadable {
             source,
         })
     }
+}
+
+fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path).and_then(|f| f.sync_all()).map_err(|e| io_error(path, "sync directory", e))
+}
+
+fn write_temporary(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(|e| io_error(path, "create", e))?;
+    file.write_all(bytes).map_err(|e| io_error(path, "write", e))?;
+    file.sync_all().map_err(|e| io_error(path, "sync", e))
 }
 
 fn io_error(path: &Path, operation: &'static str, source: io::Error) -> Error {

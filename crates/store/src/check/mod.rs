@@ -349,20 +349,18 @@ impl Check<'_> {
     }
 
     fn leftovers(&mut self) -> Result<()> {
-        let backend = &self.inner.backend;
-        type Parse = fn(&str) -> bool;
-        let folders: [(&str, Parse); 3] = [
-            (names::PACKS, |f| names::parse_pack(f).is_some()),
-            (names::MAPS, |f| names::parse_map(f).is_some()),
-            (names::CHECKPOINTS, |f| names::parse_checkpoint(f).is_some()),
-        ];
-        for (folder, is_known) in folders {
-            let unknown = backend.list(folder)?.into_iter().filter(|file| !is_known(file));
-            self.report.notes.extend(unknown.map(|file| format!("{folder}/{file}: not a file of the store")));
-        }
-        for file in backend.list(names::TMP)? {
+        self.strangers(names::PACKS, |file| names::parse_pack(file).is_some())?;
+        self.strangers(names::MAPS, |file| names::parse_map(file).is_some())?;
+        self.strangers(names::CHECKPOINTS, |file| names::parse_checkpoint(file).is_some())?;
+        for file in self.inner.backend.list(names::TMP)? {
             self.report.notes.push(format!("tmp/{file}: unfinished, removed by the next writer"));
         }
+        Ok(())
+    }
+
+    fn strangers(&mut self, folder: &str, is_known: impl Fn(&str) -> bool) -> Result<()> {
+        let unknown = self.inner.backend.list(folder)?.into_iter().filter(|file| !is_known(file));
+        self.report.notes.extend(unknown.map(|file| format!("{folder}/{file}: not a file of the store")));
         Ok(())
     }
 }

@@ -168,7 +168,7 @@ fn progress_rises_to_the_whole() {
 fn a_damaged_pack_is_not_deduplicated_against() {
     let (medium, _) = subject();
     // A bad record in the unfinished pack, and a pack whose header is bad.
-    let unfinished = medium.files().keys().filter(|n| n.starts_with("packs/")).next_back().unwrap().clone();
+    let unfinished = medium.files().keys().rfind(|n| n.starts_with("packs/")).unwrap().clone();
     for name in [unfinished, "packs/00000001.pack".into()] {
         let mut bytes = medium.files()[&name].clone();
         let at = if name.ends_with("1.pack") { 20 } else { 70 };

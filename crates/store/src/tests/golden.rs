@@ -12,7 +12,15 @@ fn golden(version: u32) -> std::path::PathBuf {
 
 fn image(epoch: u64) -> Image {
     (0..PAGES)
-        .map(|page| if (page + epoch) % 6 == 0 { 0 } else { 2 + 2 * (page % 4) + (epoch / (page + 1)) % 3 })
+        .map(
+            |page| {
+                if (page + epoch).is_multiple_of(6) {
+                    0
+                } else {
+                    2 + 2 * (page % 4) + (epoch / (page + 1)) % 3
+                }
+            },
+        )
         .collect()
 }
 
@@ -42,6 +50,7 @@ fn a_store_of_version_1_still_loads() {
 #[test]
 #[ignore = "writes into the source tree"]
 fn make_golden() {
+    std::fs::create_dir_all(golden(0).parent().unwrap()).unwrap();
     let store = Store::init(&golden(crate::FORMAT_VERSION)).unwrap();
     let mut old = vec![0; PAGES as usize];
     let machine = MachineMeta {
