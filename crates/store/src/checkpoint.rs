@@ -164,7 +164,9 @@ mod tests {
             let mut content = flags.to_le_bytes().to_vec();
             content.extend_from_slice(&9u64.to_le_bytes());
             content.extend_from_slice(&STORE.0);
-            lens.iter().for_each(|len| content.extend_from_slice(&len.to_le_bytes()));
+            for len in lens {
+                content.extend_from_slice(&len.to_le_bytes());
+            }
             content.extend_from_slice(&tail);
             prop_assert!(decode_content(&content, 9, STORE).is_err());
             let _ = decode_content(&tail, 9, STORE);

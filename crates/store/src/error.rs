@@ -55,7 +55,7 @@ pub enum Error {
     },
     /// Not usable as a tag.
     #[error(
-        "\"{tag}\" cannot be a tag: 1 to 64 letters, digits, dots, dashes or underscores, not digits alone, not \"latest\""
+        "\"{tag}\" cannot be a tag: 1 to 64 letters, digits, dots, dashes or underscores, not digits or dots alone, not \"latest\""
     )]
     InvalidTag {
         /// The name refused.

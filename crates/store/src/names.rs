@@ -67,7 +67,8 @@ pub fn is_tag(text: &str) -> bool {
     (1..=TAG_CHARS_MAX).contains(&text.len()) && chars_fit && !dots && !digits && text != LATEST
 }
 
-/// Refuses what cannot be a tag.
+/// Refuses what cannot be a tag ([`Error::InvalidTag`]): 1 to 64 letters, digits, dots, dashes or underscores, not digits or
+/// dots alone, not `latest`.
 pub fn check_tag(text: &str) -> Result<()> {
     if is_tag(text) { Ok(()) } else { Err(Error::InvalidTag { tag: text.into() }) }
 }

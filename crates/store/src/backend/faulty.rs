@@ -72,7 +72,7 @@ impl Faulty {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Syncs of file contents so far.
+    /// Syncs so far, of files and of directories.
     pub fn syncs(&self) -> u64 {
         self.state().syncs
     }
@@ -87,7 +87,7 @@ impl Faulty {
         state.crash_at.is_some_and(|at| state.operations >= at)
     }
 
-    /// The content sync of that number fails.
+    /// The sync of that number fails.
     pub fn fail_sync_at(&self, sync: u64) {
         self.state().fail_sync_at = Some(sync);
     }
@@ -234,6 +234,7 @@ impl State {
 
     fn sync_folder(&mut self, name: &str) -> Result<()> {
         self.step(name, "sync directory")?;
+        self.count_sync(name)?;
         let folder = |name: &str| name.split_once('/').map_or(String::new(), |(folder, _)| folder.into());
         let (now, later): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.pending).into_iter().partition(|c| folder(c.name()) == folder(name));
@@ -244,14 +245,22 @@ impl State {
         Ok(())
     }
 
+    /// A sync passes, unless it is the one that fails.
+    fn count_sync(&mut self, name: &str) -> Result<()> {
+        self.syncs += 1;
+        if self.fail_sync_at == Some(self.syncs) {
+            return Err(failure(name, "sync", io::Error::from_raw_os_error(5)));
+        }
+        Ok(())
+    }
+
     fn sync_inode(&mut self, name: &str, inode: usize) -> Result<()> {
         self.step(name, "sync")?;
-        self.syncs += 1;
-        let fails = self.fail_sync_at == Some(self.syncs);
+        let counted = self.count_sync(name);
         let inode = &mut self.inodes[inode];
-        if fails {
+        if counted.is_err() {
             inode.lost = inode.live.len();
-            return Err(failure(name, "sync", io::Error::from_raw_os_error(5)));
+            return counted;
         }
         inode.durable = inode.synced();
         Ok(())

@@ -32,6 +32,8 @@ fn a_disk_full_at_any_byte_harms_nothing_and_the_run_goes_on_with_space() {
         })
         .unwrap_or_else(|e| panic!("{capacity} bytes: {e}"));
         assert_eq!(known.sealed.len(), 10);
+        let report = check(&on(&medium).unwrap());
+        assert!(!report.notes.iter().any(|n| n.contains("uses this map")), "{capacity} bytes: {report:#?}");
         never_full += usize::from(times == 0);
         assert_known(&medium, &known, &format!("was full at {capacity} bytes"));
         assert_known(
