@@ -146,6 +146,12 @@ unpack_vmlinux() {
     [ "$(stat -c %s "$out")" = "$(u32_at "$image" $((start + length)))" ] || fail "$image: the payload unpacked short"
 }
 
+# add_tsc_khz OUT: OUT/tsc-khz, which run.sh asks for the frequency of the host's counter.
+add_tsc_khz() {
+    need gcc gcc
+    gcc -std=gnu11 -O2 -Wall -Wextra -Werror -o "$1/tsc-khz" "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/tsckhz.c"
+}
+
 # pack_initramfs TREE OUT: a reproducible archive of TREE.
 pack_initramfs() {
     need cpio cpio

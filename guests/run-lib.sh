@@ -51,12 +51,14 @@ run_options() {
 #   tsc=unstable      (pc, q35) under TCG the counter is the host's; the machine's own timer (HPET) is in a checkpoint
 #   reboot=t          (microvm) the kernel's own choice does not reset this machine, a triple fault does
 #   pci=off           (microvm) there is none; saves an error line at boot
+#   tsc_early_khz, lpj (microvm) on a busy host the kernel fails to measure its clocks against the PIT and then hangs in
+#                     boot, with QEMU 7.2 and without any checkpoint; told these, it does not measure
 machine_parameters() {
     parameters="console=ttyS0 quiet panic=-1"
     case $machine in
         pc* | q35*) parameters="$parameters tsc=unstable"; suffix=pci ;;
         microvm*)
-            parameters="$parameters reboot=t"; suffix=device
+            parameters="$parameters reboot=t tsc_early_khz=2000000 lpj=4000000"; suffix=device
             case $machine in *pcie=on*) ;; *) parameters="$parameters pci=off" ;; esac ;;
         *) echo "run.sh: --machine $machine: wanted pc, q35 or microvm, with options if need be" >&2; exit 2 ;;
     esac

@@ -4,6 +4,7 @@
 #   OUT/root.raw             ext4, the root file system (packages.txt), to be attached read-only
 #   OUT/vmlinuz, vmlinux     its kernel, packed and not
 #   OUT/initramfs.cpio.gz    busybox, modules, init, run-job
+#   OUT/tsc-khz              prints the frequency of the host's time-stamp counter, for microvm
 #   OUT/recipe.txt           the packages in it, with versions
 #
 # Needs root, for the owners and device nodes in the file system; it mounts nothing.
@@ -20,6 +21,7 @@ need mkfs.ext4 e2fsprogs
 need cpio cpio
 need modprobe kmod
 need lz4 lz4
+add_tsc_khz "$out"
 mirror=$(debian_mirror)
 [ -n "$mirror" ] || { say "no Debian archive among this machine's apt sources"; exit 3; }
 

@@ -5,6 +5,7 @@
 #   OUT/vmlinux              the same uncompressed: boots through PVH, a little sooner under TCG
 #   OUT/initramfs.cpio.gz    busybox, virtio modules, init, kfguest
 #   OUT/disk.raw             the test disk of the disk workload
+#   OUT/tsc-khz              prints the frequency of the host's time-stamp counter, for microvm
 #   OUT/recipe.txt           what it was made from
 set -euo pipefail
 here=$(dirname -- "$(readlink -f -- "$0")")
@@ -28,6 +29,7 @@ compile=(gcc -std=gnu11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror)
 "${compile[@]}" -static -s -o "$tmp/kfguest" "$here"/{kfguest,console,params,memory}.c "$here"/work_*.c
 "${compile[@]}" -o "$tmp/mkdisk" "$here/mkdisk.c"
 "$tmp/mkdisk" > "$out/disk.raw"
+add_tsc_khz "$out"
 
 say "small: initramfs"
 root=$tmp/root

@@ -59,6 +59,9 @@ pub fn qemus() -> Vec<Qemu> {
     all
 }
 
+/// As guests/run-lib.sh has them, with the reasons.
+const MICROVM_PARAMETERS: &str = "reboot=t pci=off tsc_early_khz=2000000 lpj=4000000";
+
 /// How a guest is booted.
 #[derive(Clone, Debug)]
 pub struct Boot {
@@ -114,7 +117,7 @@ impl Boot {
         );
         line.extend(["-kernel".into(), file("vmlinux"), "-initrd".into(), file("initramfs.cpio.gz")]);
         // As guests/small/run.sh has them, with the reasons.
-        let machine = if self.machine.starts_with("microvm") { "reboot=t pci=off" } else { "tsc=unstable" };
+        let machine = if self.machine.starts_with("microvm") { MICROVM_PARAMETERS } else { "tsc=unstable" };
         line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {machine} {}", self.append)]);
         line.extend(self.extra.iter().cloned());
         line

@@ -61,15 +61,32 @@ pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, snapshot: bool) -> Result
     let memdevs = qmp.execute("query-memdev", None)?;
     let shared =
         memdevs.as_array().is_some_and(|all| all.iter().any(|m| m.get("share") == Some(&json!(true))));
-    for path in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
-        let answer = qmp.execute("qom-list", Some(json!({ "path": path })))?;
-        let Some(children) = answer.as_array() else { return Err(qmp.unexpected("qom-list", &answer)) };
-        for child in children {
-            device(child, shared, &mut found);
-        }
+    for child in devices(qmp)? {
+        device(&child, shared, &mut found);
     }
     network(&qmp.hmp("info network")?, &mut found);
     Ok(found)
+}
+
+/// Whether the machine has a device that discards guest RAM. One can still be plugged in later.
+pub(crate) fn discards(qmp: &mut Qmp) -> Result<bool> {
+    let is = |child: &Value| {
+        let kind = child.get("type").and_then(Value::as_str).and_then(|t| t.strip_prefix("child<"));
+        kind.is_some_and(|kind| DISCARDING.iter().any(|prefix| kind.starts_with(prefix)))
+    };
+    Ok(devices(qmp)?.iter().any(is))
+}
+
+/// The machine's devices, as `qom-list` lists them.
+fn devices(qmp: &mut Qmp) -> Result<Vec<Value>> {
+    let mut all = Vec::new();
+    for path in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
+        match qmp.execute("qom-list", Some(json!({ "path": path })))? {
+            Value::Array(children) => all.extend(children),
+            other => return Err(qmp.unexpected("qom-list", &other)),
+        }
+    }
+    Ok(all)
 }
 
 fn refused(what: impl Into<String>, reason: impl Into<String>, fix: impl Into<String>) -> Refusal {

@@ -139,6 +139,11 @@ impl Vm {
         audit::audit(&mut self.qmp, &machine_type, self.snapshot)
     }
 
+    /// Whether the machine has a device that discards guest RAM (balloon, virtio-mem).
+    pub fn discards_ram(&mut self) -> Result<bool> {
+        audit::discards(&mut self.qmp)
+    }
+
     /// The machine's type with aliases resolved (`pc-i440fx-7.2`).
     pub fn machine_type(&mut self) -> Result<String> {
         machine_type(&mut self.qmp)

@@ -23,6 +23,9 @@ use std::time::{Duration, Instant};
 /// How often a VM's own doings (it exits, it is paused) are looked at, when nothing else wakes the engine.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+/// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the same.
+const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
+
 /// How a run ended.
 enum End {
     /// The VM ended by itself.
@@ -50,6 +53,7 @@ pub struct Engine<'a> {
     /// Why checkpoints are no longer taken, where they are not.
     given_up: bool,
     sealed_at: Option<Instant>,
+    said_late: Option<Instant>,
 }
 
 impl<'a> Engine<'a> {
@@ -86,6 +90,7 @@ impl<'a> Engine<'a> {
             audited_wrong: 0,
             given_up: false,
             sealed_at: None,
+            said_late: None,
             parts,
             options,
         })
@@ -225,7 +230,8 @@ impl<'a> Engine<'a> {
         self.sealed += 1;
         self.sealed_at = Some(Instant::now());
         let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
-        if behind {
+        if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
+            self.said_late = Some(Instant::now());
             self.say(&format!(
                 "checkpoint {} began {} late: the one before was still being encoded",
                 entry.id,

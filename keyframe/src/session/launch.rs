@@ -52,7 +52,7 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     let mut vm = Vm::launch(invocation, &LaunchOptions { run_dir: run_dir.path().into() })
         .map_err(|e| Failure::qemu(&e))?;
     let prepared = prepare(&mut vm, options);
-    let (cycle, layout) = match prepared {
+    let Prepared { cycle, layout, watches_discards } = match prepared {
         Ok(prepared) => prepared,
         Err(failure) => {
             // The guest has not run: nothing is lost by ending it.
@@ -68,7 +68,7 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     match finish(&mut vm) {
         Ok((sink, watchdog)) => Ok(Parts {
             name,
-            machine: QemuMachine::new(vm, watchdog, options.pause_limit),
+            machine: QemuMachine::new(vm, watchdog, options.pause_limit, watches_discards),
             cycle,
             sink,
             starts_paused,
@@ -91,8 +91,16 @@ fn require_kernel() -> Result<(), Failure> {
     Err(Failure::new(format!("this machine lacks what Keyframe needs: {}", names.join("; "))).fix(fix))
 }
 
-fn prepare(vm: &mut Vm, options: &Options) -> Result<(Cycle<WriteProtectTracker>, RamLayout), Failure> {
+/// A VM that is tracked.
+struct Prepared {
+    cycle: Cycle<WriteProtectTracker>,
+    layout: RamLayout,
+    watches_discards: bool,
+}
+
+fn prepare(vm: &mut Vm, options: &Options) -> Result<Prepared, Failure> {
     refuse(vm)?;
+    let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
     let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
     let hosts = blocks.iter().map(|b| b.host).collect();
     let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())
@@ -101,13 +109,14 @@ fn prepare(vm: &mut Vm, options: &Options) -> Result<(Cycle<WriteProtectTracker>
     let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
     let reader = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
     let attached = inject_userfaultfd(&process).map_err(|e| Failure::kernel(&e))?;
-    let tracker = WriteTracker::new(&process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
+    let mut tracker = WriteTracker::new(&process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
+    tracker.set_watch_discards(watches_discards);
     let tracker = WriteProtectTracker::new(Arc::clone(&ram), Arc::clone(&reader), tracker)
         .map_err(|e| Failure::kernel(&e))?;
     let pages = Arc::new(ProcessPages::new(ram, reader));
     let limits = Limits { staging_pages: staging_pages(options, &layout) };
     let cycle = Cycle::new(layout.clone(), tracker, pages, limits).map_err(|e| Failure::new(chain(&e)))?;
-    Ok((cycle, layout))
+    Ok(Prepared { cycle, layout, watches_discards })
 }
 
 /// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.

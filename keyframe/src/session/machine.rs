@@ -12,17 +12,25 @@ pub struct QemuMachine {
     pub vm: Vm,
     watchdog: Watchdog,
     pause_limit: Duration,
+    watches_discards: bool,
 }
 
 impl QemuMachine {
-    /// A VM whose pauses `watchdog` ends after `pause_limit`.
-    pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration) -> Self {
-        Self { vm, watchdog, pause_limit }
+    /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees discarded RAM.
+    pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration, watches_discards: bool) -> Self {
+        Self { vm, watchdog, pause_limit, watches_discards }
     }
 }
 
 impl Machine for QemuMachine {
     fn ram(&mut self) -> Result<RamLayout, BoxError> {
+        // Looking for discarded pages is half of a scan's time, so it is done only for machines that can discard. The
+        // cycle asks before and after each pause, so a device plugged in meanwhile cannot slip through.
+        if !self.watches_discards && self.vm.discards_ram()? {
+            return Err("a balloon or virtio-mem device was plugged in, which discards RAM unseen by this run; unplug it, \
+                        or start the VM with it"
+                .into());
+        }
         Ok(self.vm.ram_layout()?)
     }
 

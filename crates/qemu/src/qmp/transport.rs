@@ -1,7 +1,7 @@
 //! Lines of JSON over a unix socket: written and read with a deadline, without blocking calls.
 //!
-//! A pause lasts a few milliseconds and asks four things of QEMU, so a reader that sleeps pays for four wake-ups. This
-//! one spins for the first millisecond and only then sleeps in `poll`.
+//! A reader sleeps in `poll` and never spins: on a host with few cores a spinning reader of raised priority takes the
+//! core that QEMU's main loop needs to answer, and made each answer of a pause a millisecond or two later.
 
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -14,8 +14,6 @@ use std::time::{Duration, Instant};
 
 /// The longest line taken. QEMU's own are a few KiB; `query-qmp-schema` is 200 KiB.
 const LINE_BYTES_MAX: usize = 16 << 20;
-/// How long a reader spins before it sleeps.
-const SPIN: Duration = Duration::from_millis(1);
 /// How long to wait between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(2);
 
@@ -88,11 +86,7 @@ impl Transport {
             if let Some(message) = self.receive_now(operation)? {
                 return Ok(message);
             }
-            if started.elapsed() < SPIN.min(timeout) {
-                std::hint::spin_loop();
-            } else {
-                self.sleep(PollFlags::IN, started, timeout, operation)?;
-            }
+            self.sleep(PollFlags::IN, started, timeout, operation)?;
         }
     }
 
