@@ -67,7 +67,7 @@ pub struct Pause {
     pub scan: u64,
     /// Copying them.
     pub copy: u64,
-    /// Waiting for the device state, beyond what scanning and copying hid.
+    /// Saving the device state.
     pub device_state: u64,
     /// Until QEMU confirmed that the VM runs.
     pub resume: u64,

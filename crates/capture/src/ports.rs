@@ -47,11 +47,8 @@ pub trait Machine: Send {
     /// Pauses the VM, with a watchdog armed that resumes it should we die or take too long.
     fn stop(&mut self) -> Result<Stopped, BoxError>;
 
-    /// Asks for the device state; returns without waiting for it.
-    fn begin_save(&mut self) -> Result<(), BoxError>;
-
-    /// Waits for the device state and returns it.
-    fn finish_save(&mut self) -> Result<Vec<u8>, BoxError>;
+    /// The state of all devices. May write guest memory on the way.
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError>;
 
     /// Ends the pause. `stopped` is what [`Machine::stop`] answered: a VM that was paused already is left so.
     fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError>;

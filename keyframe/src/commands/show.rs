@@ -16,9 +16,9 @@ use serde::Serialize;
 
 The pause runs from before QEMU is asked to stop until it has confirmed that the VM runs. Its phases:
   stop          until QEMU confirmed the stop
+  device_state  saving the state of all devices
   scan          looking for the last dirty pages
   copy          copying them
-  device_state  waiting for the device state, beyond what scan and copy hid
   resume        until QEMU confirmed that the VM runs")]
 pub struct Show {
     #[command(flatten)]

@@ -54,11 +54,8 @@ impl Machine for QemuMachine {
         }
     }
 
-    fn begin_save(&mut self) -> Result<(), BoxError> {
-        Ok(self.vm.begin_save_devices()?)
-    }
-
-    fn finish_save(&mut self) -> Result<Vec<u8>, BoxError> {
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        self.vm.begin_save_devices()?;
         Ok(self.vm.finish_save_devices()?)
     }
 

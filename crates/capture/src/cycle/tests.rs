@@ -115,14 +115,9 @@ impl Machine for Vm {
         self.world().running = false;
         Ok(Stopped::ByUs)
     }
-    fn begin_save(&mut self) -> Result<(), BoxError> {
-        self.world().call("begin save")?;
-        self.world().write();
-        Ok(())
-    }
-    fn finish_save(&mut self) -> Result<Vec<u8>, BoxError> {
-        self.world().call("finish save")?;
-        // Saving a device may write guest memory, as late as this.
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        self.world().call("save devices")?;
+        // Saving a device may write guest memory.
         self.world().write();
         Ok(b"devices".to_vec())
     }
