@@ -1,7 +1,7 @@
 # What the run.sh of every guest shares: options, kernel parameters of each machine, printing. Sourced.
 #
 #   a run.sh sets mem, smp, ... and defines own_option, then:
-#   run_options "$@"  ->  machine_parameters  ->  command=(...)  ->  run_command
+#   run_options "$@"  ->  machine_parameters DIR  ->  command=(...)  ->  run_command
 
 machine=pc mem=256M smp=1 accel=tcg append='' serial=stdio kernel=vmlinux mode=run
 qemu=${KEYFRAME_QEMU:-qemu-system-x86_64}
@@ -50,16 +50,22 @@ run_options() {
 #   panic=-1          a guest that panics reboots at once, so that with -no-reboot QEMU ends
 #   tsc=unstable      (pc, q35) under TCG the counter is the host's; the machine's own timer (HPET) is in a checkpoint
 #   reboot=t          (microvm) the kernel's own choice does not reset this machine, a triple fault does
-#   pci=off           (microvm) there is none; saves an error line at boot
-#   tsc_early_khz, lpj (microvm) on a busy host the kernel fails to measure its clocks against the PIT and then hangs in
-#                     boot, with QEMU 7.2 and without any checkpoint; told these, it does not measure
+#   tsc_early_khz, lpj (microvm under TCG) on a busy host the kernel fails to measure its clocks against the PIT and then
+#                     hangs in boot, with QEMU 7.2 and without any checkpoint; told these, it does not measure. Under TCG
+#                     the guest's counter runs as the host's, under -icount at 1 GHz. HZ is 250 in Debian's kernels
+# $1 is the directory of the built guest.
 machine_parameters() {
+    local khz
     parameters="console=ttyS0 quiet panic=-1"
     case $machine in
         pc* | q35*) parameters="$parameters tsc=unstable"; suffix=pci ;;
         microvm*)
-            parameters="$parameters reboot=t tsc_early_khz=2000000 lpj=4000000"; suffix=device
-            case $machine in *pcie=on*) ;; *) parameters="$parameters pci=off" ;; esac ;;
+            parameters="$parameters reboot=t"; suffix=device
+            if [[ $accel == tcg* ]]; then
+                khz=1000000
+                [[ " ${extra[*]} " == *" -icount "* ]] || khz=$("$1/tsc-khz")
+                parameters="$parameters tsc_early_khz=$khz lpj=$((khz * 4))"
+            fi ;;
         *) echo "run.sh: --machine $machine: wanted pc, q35 or microvm, with options if need be" >&2; exit 2 ;;
     esac
 }

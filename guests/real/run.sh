@@ -38,7 +38,7 @@ done
 [ -z "$job" ] || [ "$(head -c 2 -- "$job" | tr -d '\0')" = '#!' ] || { echo "run.sh: $job: a job begins with #!" >&2; exit 2; }
 
 dir=$("$here/../build" real)
-machine_parameters
+machine_parameters "$dir"
 parameters="$parameters kf.ro=1${append:+ $append}"
 base_command "$dir"
 add_disk kfroot "$dir/root.raw"

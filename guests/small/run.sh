@@ -28,7 +28,7 @@ own_option() {
 }
 run_options "$@"
 dir=$("$here/../build" small)
-machine_parameters
+machine_parameters "$dir"
 parameters=$parameters${append:+ $append}
 base_command "$dir"
 if [ "$disk" = yes ] || has_work disk; then add_disk kfdisk "$dir/disk.raw"; fi

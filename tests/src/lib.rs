@@ -13,7 +13,8 @@ pub use ram::{differing_pages, live_ram};
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 /// The binary under test: `KEYFRAME_BIN`, or the one built beside the tests.
 pub fn keyframe() -> PathBuf {
@@ -169,7 +170,22 @@ impl Bench {
     /// Runs `keyframe ARGS` to its end.
     pub fn run(&self, args: &[&str]) -> Output {
         println!("$ XDG_RUNTIME_DIR={} keyframe {}", self.path.display(), args.join(" "));
-        self.command(args).output().expect("run keyframe")
+        let mut command = self.command(args);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = command.spawn().expect("run keyframe");
+        // A command that should have ended is ended, and its test fails by its exit code.
+        let pid = rustix::process::Pid::from_raw(child.id() as i32).expect("a pid");
+        let (done, waiting) = std::sync::mpsc::channel::<()>();
+        let guard = std::thread::spawn(move || {
+            if waiting.recv_timeout(Duration::from_secs(90)).is_err() {
+                println!("still running after 90 s: ended");
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+            }
+        });
+        let output = child.wait_with_output().expect("wait for keyframe");
+        let _ = done.send(());
+        let _ = guard.join();
+        output
     }
 
     /// Runs `keyframe ARGS`, which must succeed; returns its standard output.
