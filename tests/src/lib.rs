@@ -61,7 +61,11 @@ pub fn qemus() -> Vec<Qemu> {
 }
 
 /// As guests/run-lib.sh has them, with the reasons.
-const MICROVM_PARAMETERS: &str = "reboot=t pci=off tsc_early_khz=2000000 lpj=4000000";
+fn microvm_parameters() -> String {
+    let measured = Command::new(guest_dir().join("tsc-khz")).output().expect("run the guest's tsc-khz");
+    let khz: u64 = String::from_utf8_lossy(&measured.stdout).trim().parse().expect("a number of kHz");
+    format!("reboot=t tsc_early_khz={khz} lpj={}", khz * 4)
+}
 
 /// How a guest is booted.
 #[derive(Clone, Debug)]
@@ -118,7 +122,8 @@ impl Boot {
         );
         line.extend(["-kernel".into(), file("vmlinux"), "-initrd".into(), file("initramfs.cpio.gz")]);
         // As guests/small/run.sh has them, with the reasons.
-        let machine = if self.machine.starts_with("microvm") { MICROVM_PARAMETERS } else { "tsc=unstable" };
+        let machine =
+            if self.machine.starts_with("microvm") { microvm_parameters() } else { "tsc=unstable".into() };
         line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {machine} {}", self.append)]);
         line.extend(self.extra.iter().cloned());
         line

@@ -40,7 +40,7 @@ pub enum Error {
         known: u32,
     },
     /// Another writer holds the store.
-    #[error("the store is being written by {holder}")]
+    #[error("the store is locked: {holder} writes to it")]
     Locked {
         /// Who holds it, as far as the lock file tells.
         holder: String,

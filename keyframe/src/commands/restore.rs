@@ -9,8 +9,8 @@ use keyframe_store::Loaded;
 use keyframe_units::{Page, PageIndex, PageRange};
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Bring a checkpoint to life in a fresh QEMU, in the foreground
@@ -48,6 +48,20 @@ pub struct Restore {
 struct StoredRam<'a> {
     loaded: &'a Loaded,
     bar: ProgressBar,
+    /// Why the store could not be read, where it was that.
+    failed: Mutex<Option<keyframe_store::Error>>,
+}
+
+/// What ends the reading of pages: the store, or whoever takes them.
+enum Stop {
+    Store(keyframe_store::Error),
+    Taker(std::io::Error),
+}
+
+impl From<keyframe_store::Error> for Stop {
+    fn from(error: keyframe_store::Error) -> Self {
+        Self::Store(error)
+    }
 }
 
 impl RamSource for StoredRam<'_> {
@@ -56,14 +70,19 @@ impl RamSource for StoredRam<'_> {
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
     ) -> std::io::Result<()> {
-        let mut refused = None;
-        let read = self.loaded.read_pages(range, &mut |page, content| {
-            sink(page, content).inspect_err(|e| refused = Some((e.kind(), e.to_string())))
-        });
+        let read =
+            self.loaded.read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker));
         self.bar.inc(range.len_bytes());
-        match (refused, read) {
-            (Some((kind, text)), _) => Err(std::io::Error::new(kind, text)),
-            (None, result) => result.map_err(std::io::Error::other),
+        match read {
+            Ok(()) => Ok(()),
+            Err(Stop::Taker(error)) => Err(error),
+            Err(Stop::Store(error)) => {
+                let text = crate::failure::chain(&error);
+                if let Ok(mut failed) = self.failed.lock() {
+                    *failed = Some(error);
+                }
+                Err(std::io::Error::other(text))
+            }
         }
     }
 }
@@ -88,8 +107,11 @@ impl Restore {
         if let Ok(style) = ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}") {
             bar.set_style(style);
         }
-        let ram = StoredRam { loaded: &loaded, bar };
-        let mut restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
+        let ram = StoredRam { loaded: &loaded, bar, failed: Mutex::default() };
+        let mut restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| {
+            let failed = ram.failed.lock().ok().and_then(|mut failed| failed.take());
+            failed.map_or_else(|| Failure::qemu(&e), |e| self.store.failure(&e))
+        })?;
         ram.bar.finish_and_clear();
         if !self.quiet {
             let state = if self.paused { "paused" } else { "running" };
