@@ -192,8 +192,8 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     let store = small.join("store").display().to_string();
     let line = boot().command().iter().map(|a| format!("'{a}'")).collect::<Vec<_>>().join(" ");
     let script = format!(
-        "mount -t tmpfs -o size=24m none {small} && {keyframe} init {store} && \
-         fallocate -l 4M {small}/ballast && \
+        "mount -t tmpfs -o size=160m none {small} && {keyframe} init {store} && \
+         fallocate -l 130M {small}/ballast && \
          {{ (while [ ! -e {bench}/free ]; do sleep 0.1; done; rm {small}/ballast) & }} && \
          exec {keyframe} run --store {store} --interval 200ms --name guest --audit {bench}/audit -- {line}",
         small = small.display(),

@@ -4,26 +4,33 @@
 //!   DIR/pause.ram    the copy of the pause in progress
 //!   DIR/12.ram       the copy that checkpoint 12 must equal: all RAM blocks end to end, in page order
 //! ```
+//!
+//! The newest copies are kept, and every one that a checkpoint differed from; the others are removed, because each is as
+//! large as RAM.
 
 use keyframe_capture::{BoxError, PageReader};
 use keyframe_store::Store;
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::PathBuf;
 
 const BATCH_PAGES: u64 = 4096;
+/// Copies that are kept although their checkpoints equalled them.
+const KEPT: usize = 8;
 
 /// Copies and compares.
 pub struct Audit {
     dir: PathBuf,
+    equal: VecDeque<PathBuf>,
 }
 
 impl Audit {
     /// Copies go to `dir`, which is made.
     pub fn new(dir: PathBuf) -> std::io::Result<Self> {
         std::fs::create_dir_all(&dir)?;
-        Ok(Self { dir })
+        Ok(Self { dir, equal: VecDeque::new() })
     }
 
     fn pause_file(&self) -> PathBuf {
@@ -47,7 +54,7 @@ impl Audit {
 
     /// After the seal: reads the checkpoint back from the store and compares it with the copy, page by page. Returns the
     /// pages that differ.
-    pub fn compare(&self, store: &Store, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
+    pub fn compare(&mut self, store: &Store, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
         let kept = self.dir.join(format!("{id}.ram"));
         std::fs::rename(self.pause_file(), &kept)?;
         let mut file = File::open(&kept)?;
@@ -70,6 +77,14 @@ impl Audit {
             let pairs = image.chunks_exact(PAGE_BYTES).zip(copy.chunks_exact(PAGE_BYTES));
             differing.extend((next..).zip(pairs).filter(|(_, (a, b))| a != b).map(|(p, _)| PageIndex(p)));
             next += range.len_pages;
+        }
+        if differing.is_empty() {
+            self.equal.push_back(kept);
+        }
+        while self.equal.len() > KEPT {
+            if let Some(old) = self.equal.pop_front() {
+                std::fs::remove_file(old)?;
+            }
         }
         Ok(differing)
     }

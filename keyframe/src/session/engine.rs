@@ -247,7 +247,7 @@ impl<'a> Engine<'a> {
                 output::bytes(entry.stored_bytes)
             ));
         }
-        if let Some(audit) = &self.watch.audit {
+        if let Some(audit) = &mut self.watch.audit {
             match audit.compare(self.store, sealed.id) {
                 Ok(differing) if differing.is_empty() => {}
                 Ok(differing) => {
