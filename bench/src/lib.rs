@@ -106,7 +106,7 @@ impl Error {
         }
     }
 
-    fn failed(operation: impl Into<String>, problem: impl ToString) -> Self {
+    fn failed(operation: impl Into<String>, problem: impl std::fmt::Display) -> Self {
         Self::Failed { operation: operation.into(), problem: problem.to_string() }
     }
 

@@ -83,13 +83,13 @@ impl Failure {
 
     /// An error of the kernel interfaces.
     pub fn kernel(error: &keyframe_kernel::Error) -> Self {
-        let fix = error.fix().map(|f| f.to_string());
+        let fix = error.fix();
         Self { fix, ..Self::new(chain(error)) }
     }
 
     /// An error of QEMU or of the command line meant for it.
     pub fn qemu(error: &keyframe_qemu::Error) -> Self {
-        let fix = error.fix().map(|f| f.to_string());
+        let fix = error.fix();
         Self { fix, ..Self::new(chain(error)) }
     }
 }

@@ -56,8 +56,8 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
         for (i, (cell, width)) in cells.zip(&widths).enumerate() {
             let pad = " ".repeat(width.saturating_sub(cell.chars().count()));
             match i {
-                0 => text.push_str(&format!("{cell}{pad}")),
-                _ => text.push_str(&format!("  {pad}{cell}")),
+                0 => text.extend([cell, &pad]),
+                _ => text.extend(["  ", &pad, cell]),
             }
         }
         text.trim_end().to_owned()

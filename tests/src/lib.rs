@@ -54,7 +54,7 @@ pub fn qemus() -> Vec<Qemu> {
     match std::env::var("KEYFRAME_QEMU10") {
         Ok(path) => all.push(Qemu { label: "10.0", path }),
         Err(_) => {
-            println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)")
+            println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)");
         }
     }
     all

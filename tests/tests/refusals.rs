@@ -150,8 +150,11 @@ fn a_damaged_store_names_what_is_hurt_and_still_gives_the_rest() {
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let damage = report["damages"].as_array().unwrap();
     assert!(!damage.is_empty(), "{report}");
-    let hurt: Vec<u64> =
-        damage.iter().flat_map(|d| d["checkpoints"].as_array().unwrap()).filter_map(|c| c.as_u64()).collect();
+    let hurt: Vec<u64> = damage
+        .iter()
+        .flat_map(|d| d["checkpoints"].as_array().unwrap())
+        .filter_map(serde_json::Value::as_u64)
+        .collect();
     assert!(!hurt.is_empty(), "{report}");
     for id in [1, 2u64].map(|id| id.to_string()) {
         if hurt.contains(&id.parse().unwrap()) {

@@ -74,7 +74,7 @@ pub enum Response {
     /// To `Stop`: it is ending.
     Stopping,
     /// To `Take`: sealed.
-    Taken(crate::report::Entry),
+    Taken(Box<crate::report::Entry>),
     /// It could not be done.
     Failed(String),
 }

@@ -186,7 +186,7 @@ impl<'a> Engine<'a> {
             return Response::Failed("no more checkpoints are taken: see keyframe status".into());
         }
         match self.checkpoint("take", tag, strategy) {
-            Ok(entry) => Response::Taken(entry),
+            Ok(entry) => Response::Taken(Box::new(entry)),
             Err(message) => Response::Failed(message),
         }
     }

@@ -33,7 +33,7 @@ impl StoreSink {
 
     /// Closes the run's pack.
     pub fn finish(self) -> Result<(), keyframe_store::Error> {
-        self.run.finish().map(|_| ())
+        self.run.finish()
     }
 }
 

@@ -80,9 +80,9 @@ impl Tracker for Vm {
         if failed.is_err() {
             // Half of the bits are gone and reported to nobody.
             let half: Vec<_> = world.written.iter().filter(|p| p.0 % 2 == 0).collect();
-            half.into_iter().for_each(|p| {
-                world.written.remove(p);
-            });
+            for page in half {
+                world.written.remove(page);
+            }
             return failed;
         }
         written.union_with(&world.written);
