@@ -10,7 +10,7 @@ use std::net::TcpListener;
 /// and compares their live RAM with the copy.
 fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
     let bench = Bench::new();
-    let mut run = bench.start(&["--interval", "300ms", "--name", "guest", "--audit", "audit"], boot);
+    let mut run = bench.start(&["--interval", "600ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for(ready);
     let mark = bench.list().len();
     let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 6).then_some(()));
@@ -220,7 +220,7 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
 fn stop_and_copy_is_exact_too() {
     let bench = Bench::new();
     let boot = Boot::new("scribble kf.mib=32");
-    let options = ["--interval", "300ms", "--strategy", "stop-copy", "--name", "guest", "--audit", "audit"];
+    let options = ["--interval", "600ms", "--strategy", "stop-copy", "--name", "guest", "--audit", "audit"];
     let mut run = bench.start(&options, &boot);
     run.wait_for("KF READY");
     let mark = bench.list().len();

@@ -52,7 +52,7 @@ pub struct Run {
     /// Say nothing but errors
     #[arg(long, short, conflicts_with = "verbose")]
     quiet: bool,
-    /// Prove exactness: copy all RAM to DIR in each pause (which grows by that), and compare the sealed checkpoint with it; the newest 8 copies are kept
+    /// Prove exactness: copy all RAM in each pause (which grows by that), write it to DIR, and compare the sealed checkpoint with it; the newest 8 copies are kept
     #[arg(long, value_name = "DIR")]
     audit: Option<PathBuf>,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time

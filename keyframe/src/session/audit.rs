@@ -1,7 +1,6 @@
 //! `run --audit`: a full copy of RAM taken in the same pause, and the comparison with what was sealed.
 //!
 //! ```text
-//!   DIR/pause.ram    the copy of the pause in progress
 //!   DIR/12.ram       the copy that checkpoint 12 must equal: all RAM blocks end to end, in page order
 //! ```
 //!
@@ -12,8 +11,6 @@ use keyframe_capture::{BoxError, PageReader};
 use keyframe_store::Store;
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{Read, Write};
 use std::path::PathBuf;
 
 const BATCH_PAGES: u64 = 4096;
@@ -24,44 +21,31 @@ const KEPT: usize = 8;
 pub struct Audit {
     dir: PathBuf,
     equal: VecDeque<PathBuf>,
+    copy: Vec<u8>,
 }
 
 impl Audit {
     /// Copies go to `dir`, which is made.
     pub fn new(dir: PathBuf) -> std::io::Result<Self> {
         std::fs::create_dir_all(&dir)?;
-        Ok(Self { dir, equal: VecDeque::new() })
+        Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new() })
     }
 
-    fn pause_file(&self) -> PathBuf {
-        self.dir.join("pause.ram")
-    }
-
-    /// In the pause: copies all of RAM.
-    pub fn copy(&self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
-        let mut file = File::create(self.pause_file())?;
-        let mut buffer = vec![0; BATCH_PAGES as usize * PAGE_BYTES];
-        let mut next = 0;
-        while next < ram.len_pages() {
-            let range = PageRange::new(PageIndex(next), BATCH_PAGES.min(ram.len_pages() - next));
-            let bytes = &mut buffer[..range.len_bytes() as usize];
-            reader.read(&[range], bytes)?;
-            file.write_all(bytes)?;
-            next += range.len_pages;
-        }
-        Ok(())
+    /// In the pause: copies all of RAM, to memory: a disk may take seconds.
+    pub fn copy(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
+        self.copy.resize(usize::try_from(ram.len_bytes())?, 0);
+        reader.read(&[PageRange::new(PageIndex(0), ram.len_pages())], &mut self.copy)
     }
 
     /// After the seal: reads the checkpoint back from the store and compares it with the copy, page by page. Returns the
     /// pages that differ.
     pub fn compare(&mut self, store: &Store, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
         let kept = self.dir.join(format!("{id}.ram"));
-        std::fs::rename(self.pause_file(), &kept)?;
-        let mut file = File::open(&kept)?;
+        std::fs::write(&kept, &self.copy)?;
         let loaded = store.load(id)?;
         let pages = loaded.meta.ram.len_pages();
         let mut differing = Vec::new();
-        let (mut image, mut copy) = (Vec::new(), vec![0; BATCH_PAGES as usize * PAGE_BYTES]);
+        let mut image = Vec::new();
         let mut next = 0;
         while next < pages {
             let range = PageRange::new(PageIndex(next), BATCH_PAGES.min(pages - next));
@@ -72,8 +56,9 @@ impl Audit {
                 image[at..at + PAGE_BYTES].copy_from_slice(content);
                 Ok::<_, keyframe_store::Error>(())
             })?;
-            let copy = &mut copy[..range.len_bytes() as usize];
-            file.read_exact(copy)?;
+            let start = next as usize * PAGE_BYTES;
+            let copy =
+                self.copy.get(start..start + image.len()).ok_or("the copy is shorter than the checkpoint")?;
             let pairs = image.chunks_exact(PAGE_BYTES).zip(copy.chunks_exact(PAGE_BYTES));
             differing.extend((next..).zip(pairs).filter(|(_, (a, b))| a != b).map(|(p, _)| PageIndex(p)));
             next += range.len_pages;

@@ -42,7 +42,7 @@ impl Observer for Watch {
     }
 
     fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
-        match &self.audit {
+        match &mut self.audit {
             Some(audit) => audit.copy(reader, ram),
             None => Ok(()),
         }
