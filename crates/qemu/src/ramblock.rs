@@ -7,7 +7,7 @@
 //!
 //! The last two columns came after 7.2; without them the address is found in QEMU's heap (see the `heap` module).
 
-use crate::process::QemuProcess;
+use crate::process::{Maps, QemuProcess};
 use crate::{Error, Qmp, Result, heap};
 use keyframe_units::{BlockKind, HostRange, HostVirt, RamBlock, RamLayout};
 use serde_json::Value;
@@ -42,10 +42,9 @@ pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     let backends = backend_ids(qmp)?;
     let rows = sorted(list(qmp)?, &backends);
     let process = QemuProcess::new(pid);
-    let maps = process.maps()?;
     let unknown: Vec<&Row> = rows.iter().filter(|r| r.host.is_none()).collect();
-    let mut found =
-        if unknown.is_empty() { Vec::new() } else { heap::find(&process, &maps, &unknown)? }.into_iter();
+    let (maps, found) = search(&process, &unknown)?;
+    let mut found = found.into_iter();
     let mut blocks = Vec::new();
     for row in &rows {
         let fail = |problem: String| Error::RamAddress { block: row.name.clone(), pid, problem };
@@ -61,6 +60,25 @@ pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     }
     check_guest_address_zero(qmp, pid, &blocks)?;
     Ok(blocks)
+}
+
+/// The mappings, and the addresses of `unknown`. QEMU gives freed heap back (`malloc_trim` in its RCU thread), so a heap can
+/// shrink between the look at the mappings and the read, which then fails: look again.
+fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt>)> {
+    const TRIES: u32 = 20;
+    for _ in 1..TRIES {
+        let maps = process.maps()?;
+        if unknown.is_empty() {
+            return Ok((maps, Vec::new()));
+        }
+        match heap::find(process, &maps, unknown) {
+            Err(Error::RamAddress { .. }) => std::thread::sleep(std::time::Duration::from_millis(25)),
+            found => return Ok((maps, found?)),
+        }
+    }
+    let maps = process.maps()?;
+    let found = heap::find(process, &maps, unknown)?;
+    Ok((maps, found))
 }
 
 /// The RAM blocks as QEMU lists them now, in the order of [`find_ram_blocks`], without their addresses.
