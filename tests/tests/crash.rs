@@ -184,7 +184,6 @@ fn a_vm_that_ends_in_a_checkpoint_ends_the_run_cleanly() {
 }
 
 #[test]
-#[ignore = "not seen to pass yet: run it with --ignored"]
 fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     let bench = Bench::without_store();
     let small = bench.path().join("small");

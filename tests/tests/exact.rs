@@ -85,7 +85,6 @@ fn anonymous_ram_with_one_vcpu() {
 }
 
 #[test]
-#[ignore = "not seen to pass yet: run it with --ignored"]
 fn anonymous_ram_with_four_vcpus() {
     let mut boot = backed_by(&[]);
     boot.append = "kf.work=scribble kf.mib=48 kf.cpus=4".into();
@@ -100,7 +99,6 @@ fn shared_memfd_ram() {
 }
 
 #[test]
-#[ignore = "not seen to pass yet: run it with --ignored"]
 fn shared_file_ram() {
     let dir = tempfile::tempdir().unwrap();
     let object = format!(
@@ -121,7 +119,6 @@ fn private_file_ram() {
 }
 
 #[test]
-#[ignore = "not seen to pass yet: run it with --ignored"]
 fn hugetlb_ram() {
     const POOL: &str = "/proc/sys/vm/nr_hugepages";
     let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse::<u64>().unwrap_or(0);
@@ -189,7 +186,6 @@ fn a_network_card_under_load() {
 }
 
 #[test]
-#[ignore = "not seen to pass yet: run it with --ignored"]
 fn a_guest_that_dirties_faster_than_staging_holds() {
     let bench = Bench::new();
     let mut boot = Boot::new("dirty kf.rate=40000 kf.mib=150");

@@ -28,12 +28,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a fresh QEMU may take to answer.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to end when asked to.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A QEMU that was shut down and neither ends nor answers within this time is stuck in its own end.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// More than any device state: a vGPU's is some MiB.
 const STATE_BYTES_MAX: u64 = 1 << 30;
 /// The descriptor set for device state, or the first free one behind it. Users count theirs from 1.
@@ -198,6 +200,30 @@ impl Vm {
     /// Waits for QEMU's end for at most `timeout`; `None` where it still runs then.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         spawn::wait(&mut self.child, timeout)
+    }
+
+    /// To be called when the VM was shut down ([`crate::Event::Shutdown`]): how QEMU ended, or `None` where it stays
+    /// (`-no-shutdown`).
+    ///
+    /// QEMU 7.2 can hang in `monitor_cleanup`, with its disks flushed and closed, where a command is under way as the VM
+    /// shuts down. It is killed then, and counts as ended in success, as it would have been.
+    pub fn finish_shutdown(&mut self) -> Result<Option<ExitStatus>> {
+        let before = self.qmp.set_timeout(Duration::from_millis(500));
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        let ended = loop {
+            if let Some(status) = spawn::wait(&mut self.child, Duration::from_millis(20))? {
+                break Some(status);
+            }
+            if self.qmp.status().is_ok() {
+                break None;
+            }
+            if Instant::now() > deadline {
+                spawn::kill(&mut self.child)?;
+                break Some(ExitStatus::default());
+            }
+        };
+        self.qmp.set_timeout(before);
+        Ok(ended)
     }
 
     /// Ends QEMU: on request, so that it gives the terminal back as it was, or else by force.

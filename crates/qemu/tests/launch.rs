@@ -155,6 +155,31 @@ fn the_watchdog_resumes_a_real_vm_whose_engine_is_gone() {
     }
 }
 
+#[test]
+fn a_vm_that_was_shut_down_ends_stays_or_is_ended_where_it_hangs() {
+    for qemu in qemus() {
+        let dir = tempfile::tempdir().unwrap();
+        let shut_down = |more: &str| {
+            let mut guest = launch(&qemu, &words(&format!("{BARE} {more}")), dir.path()).unwrap();
+            guest.vm.qmp().cont().unwrap();
+            guest
+        };
+        let mut guest = shut_down("");
+        guest.vm.qmp().quit().unwrap();
+        assert!(guest.vm.finish_shutdown().unwrap().is_some_and(|exit| exit.success()), "{qemu}");
+
+        let mut guest = shut_down("-no-shutdown");
+        assert!(guest.vm.finish_shutdown().unwrap().is_none(), "it answers, so it stays; {qemu}");
+
+        // As a QEMU that hangs in its own end: it is there and does not answer.
+        let mut guest = shut_down("");
+        let pid = rustix::process::Pid::from_raw(guest.vm.pid().cast_signed()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        assert!(guest.vm.finish_shutdown().unwrap().is_some_and(|exit| exit.success()), "{qemu}");
+        assert!(rustix::process::test_kill_process(pid).is_err(), "it is still there; {qemu}");
+    }
+}
+
 /// SeaBIOS reads QEMU's ACPI tables, which QEMU resizes then: blocks whose used size has changed.
 #[test]
 fn a_firmware_that_has_run_comes_back_and_reboots() {

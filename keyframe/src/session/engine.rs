@@ -47,6 +47,8 @@ pub struct Engine<'a> {
     born: Instant,
     cadence: Option<Cadence>,
     vm_runs: bool,
+    /// The VM was shut down, and QEMU's end has not been looked for yet.
+    shut_down: bool,
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
@@ -85,6 +87,7 @@ impl<'a> Engine<'a> {
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
             vm_runs: !parts.starts_paused,
+            shut_down: false,
             sealed: 0,
             failed: 0,
             audited_wrong: 0,
@@ -117,16 +120,21 @@ impl<'a> Engine<'a> {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
-            if self.is_due() {
-                // What went wrong has been said.
-                let _ = self.checkpoint("interval", None, None);
-                continue;
+            if std::mem::take(&mut self.shut_down)
+                && let Some(exit) = self.parts.machine.vm.finish_shutdown().map_err(|e| Failure::qemu(&e))?
+            {
+                return Ok(End::Vm(exit));
             }
+            // Requests first: where checkpoints take longer than the interval, one is always due.
             match self.requests.recv_timeout(self.patience()) {
                 Ok(pending) => {
                     if let Some(end) = self.answer(pending) {
                         return Ok(end);
                     }
+                }
+                Err(RecvTimeoutError::Timeout) if self.is_due() => {
+                    // What went wrong has been said.
+                    let _ = self.checkpoint("interval", None, None);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_EVERY),
@@ -154,7 +162,8 @@ impl<'a> Engine<'a> {
         let Ok(events) = self.parts.machine.vm.qmp().drain_events() else { return };
         for event in events {
             match event {
-                Event::Stop | Event::Shutdown { .. } => self.vm_runs = false,
+                Event::Stop => self.vm_runs = false,
+                Event::Shutdown { .. } => (self.vm_runs, self.shut_down) = (false, true),
                 Event::Resume => self.vm_runs = true,
                 _ => {}
             }
@@ -306,6 +315,10 @@ impl<'a> Engine<'a> {
 
     /// Gives QEMU a moment to be seen as ended.
     fn vm_has_ended(&mut self) -> bool {
+        self.look();
+        if self.shut_down {
+            return true;
+        }
         let vm = &mut self.parts.machine.vm;
         if vm.qmp().status().is_ok() {
             return false;

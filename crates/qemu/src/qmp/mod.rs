@@ -38,6 +38,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const EVENTS_MAX: usize = 4096;
 /// Device state of a VM whose vGPU or many disks fill it is written in this time at worst.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long an answer is waited for once the VM has been shut down.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What our `stop` found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,9 +131,9 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Bounds each answer by `timeout` from now on.
-    pub fn set_timeout(&mut self, timeout: Duration) {
-        self.timeout = timeout;
+    /// How long an answer is waited for from here on; gives back what it was.
+    pub fn set_timeout(&mut self, timeout: Duration) -> Duration {
+        std::mem::replace(&mut self.timeout, timeout)
     }
 
     /// Any command: its `return` value.
@@ -248,7 +250,7 @@ impl Qmp {
     }
 
     fn answer(&mut self, id: u64, operation: &str, timeout: Duration) -> Result<Value> {
-        let deadline = Instant::now() + timeout;
+        let mut deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let message = self.transport.receive(operation, left).map_err(|e| match e {
@@ -258,6 +260,10 @@ impl Qmp {
                 other => other,
             })?;
             if self.keep_event(&message) {
+                if matches!(self.events.back(), Some(Event::Shutdown { .. })) {
+                    // A QEMU on its way out may never answer, and not end for that: see `Vm::finish_shutdown`.
+                    deadline = deadline.min(Instant::now() + SHUTDOWN_TIMEOUT);
+                }
                 continue;
             }
             let ours = message.get("id").and_then(Value::as_u64) == Some(id);
