@@ -1,7 +1,7 @@
 //! A checkpoint as `list --json` prints it, and tables over many.
 
 use crate::output;
-use keyframe_store::Sealed;
+use keyframe_store::{PausePhases, Sealed};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub struct Entry {
     /// From before the request to stop until QEMU confirmed that the VM runs.
     pub pause_ns: u64,
     /// The pause by phase.
-    pub pause: Pause,
+    pub pause: PausePhases,
     /// Copy rounds before the pause.
     pub precopy_rounds: u32,
     /// Pages that each round found.
@@ -58,21 +58,6 @@ pub struct Entry {
     pub ram_bytes: u64,
 }
 
-/// A pause by phase, in nanoseconds; see `keyframe help show`.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Pause {
-    /// Until QEMU confirmed the stop.
-    pub stop: u64,
-    /// Scanning for the last dirty pages.
-    pub scan: u64,
-    /// Copying them.
-    pub copy: u64,
-    /// Saving the device state.
-    pub device_state: u64,
-    /// Until QEMU confirmed that the VM runs.
-    pub resume: u64,
-}
-
 impl Entry {
     /// The entry of a sealed checkpoint.
     pub fn of(sealed: &Sealed) -> Self {
@@ -87,13 +72,7 @@ impl Entry {
             tags: sealed.tags.clone(),
             strategy: timing.strategy.clone(),
             pause_ns: timing.pause_ns,
-            pause: Pause {
-                stop: timing.pause.stop,
-                scan: timing.pause.scan,
-                copy: timing.pause.copy,
-                device_state: timing.pause.device_state,
-                resume: timing.pause.resume,
-            },
+            pause: timing.pause,
             precopy_rounds: timing.precopy_rounds,
             round_pages: timing.round_pages.clone(),
             dirty_pages: counts.dirty_pages,

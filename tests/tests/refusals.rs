@@ -168,6 +168,20 @@ fn a_damaged_store_names_what_is_hurt_and_still_gives_the_rest() {
     bytes[middle] ^= 4;
     std::fs::write(&pack, &bytes).unwrap();
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
+
+    // One checkpoint's own file: the others are still listed.
+    let mut files: Vec<_> =
+        std::fs::read_dir(format!("{store}/checkpoints")).unwrap().map(|f| f.unwrap().path()).collect();
+    files.sort();
+    let all = bench.list().len();
+    std::fs::write(&files[0], b"KEYFRAME no more").unwrap();
+    for command in ["list", "stats"] {
+        bench.refused(&[command, "--store", &store], 3, &["checkpoint 1 is left out", "keyframe check"]);
+    }
+    let output = bench.run(&["list", "--json", "--store", &store]);
+    let listed: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((output.status.code(), listed.as_array().unwrap().len()), (Some(3), all - 1));
+    bench.refused(&["restore", "--store", &store, "1", "--paused"], 1, &["damaged"]);
 }
 
 #[test]

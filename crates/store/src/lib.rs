@@ -55,7 +55,7 @@ pub use meta::{Counts, MachineMeta, Meta, PausePhases, Sealed, Timing};
 pub use names::check_tag;
 pub use run::{Put, Run, SealRequest};
 pub use stats::Stats;
-pub use store::Store;
+pub use store::{Listing, Store};
 pub use writer::{Tuning, Writer};
 
 /// The version of the store format that this program writes, and the highest that it reads.

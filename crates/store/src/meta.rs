@@ -68,7 +68,7 @@ pub struct Timing {
     pub interval_ns: u64,
     /// How much later than planned the checkpoint began because the encoder was behind.
     pub backlog_ns: u64,
-    /// The whole pause, from before `stop` until after `cont`.
+    /// The whole pause, from before QEMU is asked to stop until it has confirmed that the VM runs.
     pub pause_ns: u64,
     /// The parts of the pause.
     pub pause: PausePhases,
@@ -82,10 +82,10 @@ pub struct Timing {
     pub encode_ns: u64,
 }
 
-/// The parts of a pause, in nanoseconds.
+/// The parts of a pause, in nanoseconds, consecutive but for the order: the device state comes before the scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PausePhases {
-    /// QMP `stop`.
+    /// Until QEMU confirmed the stop.
     pub stop: u64,
     /// The last scan for dirty pages.
     pub scan: u64,
@@ -93,7 +93,7 @@ pub struct PausePhases {
     pub copy: u64,
     /// Saving the device state.
     pub device_state: u64,
-    /// QMP `cont`.
+    /// Until QEMU confirmed that the VM runs.
     pub resume: u64,
 }
 

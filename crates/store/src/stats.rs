@@ -9,8 +9,10 @@ use std::collections::BTreeSet;
 /// taken; file sizes are those on disk now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Sealed checkpoints.
+    /// Sealed checkpoints that can be read; the sums are over these.
     pub checkpoints: u64,
+    /// Checkpoints whose file cannot be read.
+    pub unreadable: u64,
     /// Distinct runs that they belong to.
     pub runs: u64,
     /// The RAM sizes of all checkpoints, summed: what full copies would take.
@@ -49,9 +51,10 @@ pub struct Stats {
 impl Store {
     /// Counts what the store holds.
     pub fn stats(&self) -> Result<Stats> {
-        let mut stats = Stats::default();
+        let listing = self.checkpoints()?;
+        let mut stats = Stats { unreadable: listing.unreadable.len() as u64, ..Stats::default() };
         let mut runs = BTreeSet::new();
-        for sealed in self.checkpoints()? {
+        for sealed in &listing.sealed {
             let (meta, counts) = (&sealed.meta, &sealed.meta.counts);
             stats.checkpoints += 1;
             stats.raw_bytes += meta.ram.len_bytes();
@@ -62,7 +65,7 @@ impl Store {
             stats.stored_pages += counts.stored_pages;
             stats.stored_bytes += counts.stored_bytes;
             stats.device_bytes += counts.device_bytes;
-            runs.insert(sealed.meta.run);
+            runs.insert(&sealed.meta.run);
         }
         stats.runs = runs.len() as u64;
         stats.pack_bytes = self.folder_bytes(names::PACKS)?;

@@ -104,17 +104,26 @@ impl Store {
         Writer::lock(self.inner.clone(), owner, tuning)
     }
 
-    /// The sealed checkpoints, in rising order, as the store is at this moment.
-    pub fn checkpoints(&self) -> Result<Vec<Sealed>> {
+    /// The sealed checkpoints, in rising order, as the store is at this moment. A damaged one hides no other.
+    pub fn checkpoints(&self) -> Result<Listing> {
         let mut tags = BTreeMap::<CheckpointId, Vec<String>>::new();
         for (tag, id) in self.tags()? {
             tags.entry(id).or_default().push(tag);
         }
-        let read = |id| {
-            let meta = self.inner.read_checkpoint(id)?.meta;
-            Ok(Sealed { id, meta, tags: tags.get(&id).cloned().unwrap_or_default() })
-        };
-        self.inner.checkpoint_ids()?.into_iter().map(read).collect()
+        let mut listing = Listing::default();
+        for id in self.inner.checkpoint_ids()? {
+            match self.inner.read_checkpoint(id) {
+                Ok(file) => listing.sealed.push(Sealed {
+                    id,
+                    meta: file.meta,
+                    tags: tags.get(&id).cloned().unwrap_or_default(),
+                }),
+                // Gone since it was listed.
+                Err(Error::UnknownCheckpoint { .. }) => {}
+                Err(error) => listing.unreadable.push((id, error)),
+            }
+        }
+        Ok(listing)
     }
 
     /// What one sealed checkpoint tells about itself.
@@ -162,6 +171,15 @@ impl Store {
     pub fn tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         self.inner.read_tags()
     }
+}
+
+/// The checkpoints of a store.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// Those that can be read, in rising order.
+    pub sealed: Vec<Sealed>,
+    /// Those whose file cannot be read, and why.
+    pub unreadable: Vec<(CheckpointId, Error)>,
 }
 
 impl Inner {

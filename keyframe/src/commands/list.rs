@@ -1,7 +1,7 @@
 //! `keyframe list`: the checkpoints of a store.
 
-use super::StoreArg;
-use crate::failure::{DONE, Outcome};
+use super::{StoreArg, warn_of_unreadable};
+use crate::failure::Outcome;
 use crate::output;
 use crate::report::{self, Entry};
 
@@ -29,8 +29,9 @@ impl List {
     /// Prints the list.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
-        let sealed = store.checkpoints().map_err(|e| self.store.failure(&e))?;
-        let mut entries: Vec<Entry> = sealed
+        let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
+        let mut entries: Vec<Entry> = listing
+            .sealed
             .iter()
             .filter(|s| self.vm.as_ref().is_none_or(|vm| *vm == s.meta.vm))
             .map(Entry::of)
@@ -40,13 +41,13 @@ impl List {
         }
         if self.json {
             output::json(&entries)?;
-        } else if entries.is_empty() {
+        } else if entries.is_empty() && listing.unreadable.is_empty() {
             output::print_line(
                 "no checkpoints; take some with: keyframe run --store STORE -- qemu-system-x86_64 ...",
             )?;
         } else {
             output::print_line(&report::table(&entries))?;
         }
-        Ok(DONE)
+        Ok(warn_of_unreadable(&listing))
     }
 }

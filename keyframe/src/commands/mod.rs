@@ -14,8 +14,8 @@ pub mod stop;
 pub mod take;
 pub mod watchdog;
 
-use crate::failure::Failure;
-use keyframe_store::Store;
+use crate::failure::{DONE, Failure, WARNED, chain};
+use keyframe_store::{Listing, Store};
 use std::path::PathBuf;
 
 /// Which store: on the command line, or in `KEYFRAME_STORE`.
@@ -36,4 +36,15 @@ impl StoreArg {
     pub fn failure(&self, error: &keyframe_store::Error) -> Failure {
         Failure::store(error, &self.store)
     }
+}
+
+/// Names the checkpoints that a listing had to leave out, and says so in the exit code.
+fn warn_of_unreadable(listing: &Listing) -> u8 {
+    for (id, error) in &listing.unreadable {
+        eprintln!(
+            "keyframe: checkpoint {id} is left out: {}; see what else is hurt: keyframe check",
+            chain(error)
+        );
+    }
+    if listing.unreadable.is_empty() { DONE } else { WARNED }
 }

@@ -1,7 +1,7 @@
 //! `keyframe stats`: what a store holds and what deduplication saved.
 
-use super::StoreArg;
-use crate::failure::{DONE, Outcome};
+use super::{StoreArg, warn_of_unreadable};
+use crate::failure::Outcome;
 use crate::output;
 use crate::report::{self, Entry, PauseQuantiles};
 use serde::Serialize;
@@ -32,11 +32,11 @@ impl Stats {
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let s = store.stats().map_err(|e| self.store.failure(&e))?;
-        let sealed = store.checkpoints().map_err(|e| self.store.failure(&e))?;
-        let entries: Vec<Entry> = sealed.iter().map(Entry::of).collect();
+        let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
+        let entries: Vec<Entry> = listing.sealed.iter().map(Entry::of).collect();
         if self.json {
             output::json(&Shown { store: s, pause: PauseQuantiles::of(&entries) })?;
-            return Ok(DONE);
+            return Ok(warn_of_unreadable(&listing));
         }
         let b = output::bytes;
         let lines = [
@@ -61,7 +61,7 @@ impl Stats {
         if !entries.is_empty() {
             output::print_line(&format!("\n{}", report::pause_table(&entries)))?;
         }
-        Ok(DONE)
+        Ok(warn_of_unreadable(&listing))
     }
 }
 

@@ -76,7 +76,7 @@ pub fn play(
 pub fn assert_known(medium: &Faulty, known: &Known, context: &str) {
     let store = on(medium).unwrap();
     let mut strangers = 0;
-    for sealed in store.checkpoints().unwrap() {
+    for sealed in store.checkpoints().unwrap().sealed {
         let image = known.sealed.get(&sealed.id).unwrap_or_else(|| {
             strangers += 1;
             known

@@ -101,7 +101,7 @@ impl Subject {
 
     fn verify(&self) {
         let store = on(&self.medium).unwrap();
-        let found: Vec<_> = store.checkpoints().unwrap().iter().map(|s| s.id).collect();
+        let found: Vec<_> = store.checkpoints().unwrap().sealed.iter().map(|s| s.id).collect();
         assert_eq!(found, self.truth.keys().copied().collect::<Vec<_>>());
         for (id, image) in &self.truth {
             assert_image(&store, *id, image);
@@ -132,8 +132,14 @@ fn a_long_run_crosses_the_levels_of_the_default_chain() {
         subject.apply(&Op::Seal);
     }
     subject.verify();
-    let chains: Vec<_> =
-        on(&subject.medium).unwrap().checkpoints().unwrap().iter().map(|s| s.meta.map_chain.len()).collect();
+    let chains: Vec<_> = on(&subject.medium)
+        .unwrap()
+        .checkpoints()
+        .unwrap()
+        .sealed
+        .iter()
+        .map(|s| s.meta.map_chain.len())
+        .collect();
     // 255 = 15 * 16 + 15: the longest there is below 256; at 256 a third level begins.
     assert_eq!((chains[15], chains[16], chains[255], chains[256]), (16, 2, 31, 2));
 }
@@ -213,7 +219,7 @@ fn a_run_is_alone_and_moves_to_another_thread_while_tags_are_set() {
     assert_eq!((store.resolve("early").unwrap(), store.resolve("late").unwrap()), (first, tagged.id));
     assert_eq!((store.resolve("latest").unwrap(), store.resolve("0001").unwrap()), (tagged.id, first));
     writer.set_tag("early", tagged.id).unwrap();
-    let listed = store.checkpoints().unwrap();
+    let listed = store.checkpoints().unwrap().sealed;
     assert_eq!(listed.iter().map(|s| s.tags.len()).collect::<Vec<_>>(), [0, 2]);
     for name in ["3", "nobody", "", "a/../b", "99999999999999999999999"] {
         let error = store.resolve(name).unwrap_err();
