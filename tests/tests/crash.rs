@@ -4,18 +4,8 @@ use keyframe_tests::{Bench, Boot, Process, Sequence, hash_lines, number};
 use rustix::process::Signal;
 use std::time::Duration;
 
-const PHASES: [&str; 10] = [
-    "precopy",
-    "stopping",
-    "paused",
-    "scanned",
-    "copied",
-    "device-state",
-    "resumed",
-    "encoding",
-    "sealing",
-    "sealed",
-];
+const PHASES: [&str; 9] =
+    ["precopy", "stopping", "paused", "copied", "device-state", "resumed", "encoding", "sealing", "sealed"];
 
 /// The pid of the QEMU that `status` names.
 fn qemu_pid(bench: &Bench) -> i32 {

@@ -1,32 +1,37 @@
-//! One checkpoint, from the first scan to the seal.
+//! One checkpoint, from the first scan until it is handed to the encoder; and what is known of those under way.
 //!
 //! ```text
-//!            ┌─────────┐ few pages left, or no
-//!   Idle ──▶ │ Precopy │ fewer by another round    ┌─────────────── VM paused ────────────────┐
-//!    ▲       │ scan,   │ ─────────────▶ Stopping ─▶│ Paused ─▶ DeviceState ─▶ Scanned ─▶ Copied│─▶ Resumed
-//!    │       │ copy    │◀┐                         └──────────────────────────────────────────┘      │
-//!    │       └─────────┘─┘ another round                                                             ▼
-//!    │                                                                              Encoding ─▶ Sealing ─▶ Sealed
-//!    │        any failure: the VM runs again, the sink abandons, the pages stay owed                     │
-//!    └───────────────────────────────────────────────────────────────────────────────────────────────────┘
+//!            ┌─────────┐                          ┌─────────────── VM paused ────────────────────┐
+//!   Idle ──▶ │ Precopy │ ────────▶ Stopping ─────▶│ Paused ─▶ DeviceState ─▶ Copied               │─▶ Resumed
+//!    ▲       └─────────┘                          └──────────────────────────────────────────────┘      │ collect
+//!    │ any failure: the VM runs again,                                                                  ▼
+//!    ├────── the pages stay owed ──────────────────────────────────────────────────────────────────  captured
+//!    │                                                       encoder: Encoding ─▶ Sealing ─▶ Sealed     │
+//!    └── a failure there: the pages of all captured checkpoints are owed again ◀────────────────────────┘
 //! ```
 //!
-//! The device state comes before the last scan, because saving a device may write guest memory. (Scanning meanwhile and
-//! once more behind it was measured and was slower: a clean scan costs as much as what it hides, and slows QEMU down.)
+//! How pages are copied before, in and after the pause is the [`Strategy`]'s. The device state comes before the last scan,
+//! because saving a device may write guest memory. (Scanning meanwhile and once more behind it was measured and was
+//! slower: a clean scan costs as much as what it hides, and slows QEMU down.)
 //!
 //! Invariants: the VM leaves every cycle as it was found, running or paused; a page is struck out of the
-//! [`DirtyLog`] only when the seal has returned; between Stopping and Resumed nothing touches the sink.
+//! [`DirtyLog`] only when the seal of a checkpoint that holds it is reported; between Stopping and Resumed nothing is
+//! handed over.
 //!
-//! Left out on purpose: when to take a checkpoint (the caller's), and more than one checkpoint in flight: the next
-//! cycle starts when this one has been sealed, so staging memory is that of one checkpoint.
+//! Left out on purpose: when to take a checkpoint (the caller's), and threads: the caller runs the encoder where it likes
+//! and brings its reports back by [`Cycle::settle`].
 
 use crate::dirty::DirtyLog;
-use crate::ports::{BoxError, Machine, Observer, PageReader, Resumed, Sink, Stopped, Tracker};
-use crate::staging::{Staging, StagingError};
-use keyframe_scheduling::{Decision, PrecopyPolicy, Round};
+use crate::encoder::{EncodeError, Message, Outlet, Report};
+use crate::parcel::{Parcel, StagingError};
+use crate::pool::Pool;
+use crate::ports::{BoxError, Machine, Observer, PageReader, Resumed, Stopped, Tracker};
+use crate::strategy::{Hands, Precopy, Strategy, ns};
+use keyframe_scheduling::Round;
 use keyframe_units::{PageSet, RamLayout};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 /// Where a cycle is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,9 +44,7 @@ pub enum Phase {
     Paused,
     /// The device state is here.
     DeviceState,
-    /// The last dirty pages are known.
-    Scanned,
-    /// The last dirty pages are copied.
+    /// The last dirty pages are known, and copied or frozen.
     Copied,
     /// The VM runs again.
     Resumed,
@@ -55,12 +58,11 @@ pub enum Phase {
 
 impl Phase {
     /// All phases, in order.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 9] = [
         Self::Precopy,
         Self::Stopping,
         Self::Paused,
         Self::DeviceState,
-        Self::Scanned,
         Self::Copied,
         Self::Resumed,
         Self::Encoding,
@@ -74,7 +76,6 @@ impl Phase {
             Self::Precopy => "precopy",
             Self::Stopping => "stopping",
             Self::Paused => "paused",
-            Self::Scanned => "scanned",
             Self::Copied => "copied",
             Self::DeviceState => "device-state",
             Self::Resumed => "resumed",
@@ -83,13 +84,6 @@ impl Phase {
             Self::Sealed => "sealed",
         }
     }
-}
-
-/// What a cycle may use.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Staging memory, in pages.
-    pub staging_pages: u64,
 }
 
 /// Where the time of a checkpoint went. The five phases of the pause are consecutive parts of it and add up to
@@ -111,15 +105,19 @@ pub struct Timeline {
     pub device_state_ns: u64,
     /// Until QEMU confirmed that the VM runs.
     pub resume_ns: u64,
-    /// From the end of the pause until the last page was handed to the sink.
+    /// Handing the pages to the sink.
     pub encode_ns: u64,
     /// Pages copied in the pause.
     pub pause_pages: u64,
+    /// Copying what the pause only froze, while the guest ran again.
+    pub collect_ns: u64,
+    /// The strategy that copied the pages.
+    pub strategy: &'static str,
     /// Since the pause of the checkpoint before; 0 for the first.
     pub interval_ns: u64,
 }
 
-/// A checkpoint that is in memory and in the sink, not sealed yet.
+/// A checkpoint that is in memory, or partly in the sink, and not sealed yet.
 #[derive(Clone, Debug)]
 pub struct Captured {
     /// The RAM blocks at the instant of the pause.
@@ -176,251 +174,249 @@ pub enum CycleError {
 }
 
 /// Takes checkpoints of one VM, one after the other.
-pub struct Cycle<T> {
-    log: DirtyLog<T>,
-    staging: Staging,
+pub struct Cycle {
+    log: DirtyLog,
+    pool: Pool,
     reader: Arc<dyn PageReader>,
     space: RamLayout,
-    paused_at: Option<Instant>,
-    complete: bool,
+    first: Precopy,
+    generation: u64,
+    next_seq: u64,
+    /// When the newest sealed checkpoint's pause began, and those of the checkpoints in flight.
+    sealed_at: Option<Instant>,
+    in_flight: VecDeque<(u64, Instant)>,
 }
 
-/// What one attempt has gathered.
-struct Attempt {
-    held: PageSet,
-    timeline: Timeline,
+/// What a report came to.
+#[derive(Debug)]
+pub enum Settled<T> {
+    /// The checkpoint is sealed.
+    Sealed {
+        /// The number of its capture.
+        seq: u64,
+        /// What the sink told.
+        sealed: T,
+    },
+    /// It failed, and with it all that were captured behind it; their pages are owed again.
+    Failed {
+        /// The numbers of the captures that are lost; none where it failed while it was being captured.
+        lost: Vec<u64>,
+        /// Why.
+        error: EncodeError,
+    },
+    /// Known already.
+    Stale,
 }
 
-impl<T: Tracker> Cycle<T> {
+impl Cycle {
     /// A cycle over the VM whose RAM is `space`. `tracker` must not have been drained before.
-    pub fn new(
-        space: RamLayout,
-        tracker: T,
-        reader: Arc<dyn PageReader>,
-        limits: Limits,
-    ) -> Result<Self, CycleError> {
-        let pages = space.len_pages();
-        let staging = Staging::new(pages, limits.staging_pages)?;
-        Ok(Self {
-            log: DirtyLog::new(tracker, pages),
-            staging,
+    pub fn new(space: RamLayout, tracker: Box<dyn Tracker>, reader: Arc<dyn PageReader>, pool: Pool) -> Self {
+        Self {
+            log: DirtyLog::new(tracker, space.len_pages()),
+            pool,
             reader,
             space,
-            paused_at: None,
-            complete: false,
-        })
+            first: Precopy::default(),
+            generation: 0,
+            next_seq: 0,
+            sealed_at: None,
+            in_flight: VecDeque::new(),
+        }
     }
 
-    /// Pages that were drained and are in no sealed checkpoint.
+    /// Pages that were drained and are neither in a sealed checkpoint nor in one under way.
     pub fn owed_pages(&self) -> u64 {
         self.log.owed_pages()
     }
 
-    /// Takes one checkpoint. On an error the VM goes on as it was and the pages are owed to the next checkpoint.
-    pub fn take<M: Machine, S: Sink, O: Observer>(
-        &mut self,
-        machine: &mut M,
-        sink: &mut S,
-        observer: &mut O,
-        policy: &PrecopyPolicy,
-    ) -> Result<(Captured, S::Sealed), CycleError> {
-        // Without a sealed checkpoint all of RAM is dirty: no policy may copy that in the pause.
-        let first = PrecopyPolicy::default();
-        let policy = if self.complete { policy } else { &first };
-        let result = self.attempt(machine, sink, observer, policy);
-        self.staging.clear();
-        match &result {
-            Ok((captured, _)) => {
-                self.log.settle();
-                self.paused_at = Some(captured.paused_at);
-                self.complete = true;
-                observer.reached(Phase::Sealed);
-            }
-            Err(_) => sink.abandon(),
-        }
-        result
+    /// Checkpoints captured that are not sealed yet.
+    pub fn in_flight(&self) -> u64 {
+        self.log.in_flight()
     }
 
-    fn attempt<M: Machine, S: Sink, O: Observer>(
+    /// Ends the tracking, for good: nothing more can be captured.
+    pub fn untrack(&mut self) {
+        self.log.untrack();
+    }
+
+    /// Memory for copied pages.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Captures one checkpoint and hands it to the encoder; its number is in the report that follows. On an error the VM
+    /// goes on as it was and the pages are owed to the next checkpoint.
+    pub fn capture<M: Machine, O: Observer, L>(
         &mut self,
         machine: &mut M,
-        sink: &mut S,
         observer: &mut O,
-        policy: &PrecopyPolicy,
-    ) -> Result<(Captured, S::Sealed), CycleError> {
+        strategy: &mut dyn Strategy,
+        outlet: &mut dyn Outlet<L>,
+        label: L,
+    ) -> Result<u64, CycleError> {
+        // Without a checkpoint before it all of RAM is dirty: no strategy may copy that in the pause.
+        let complete = self.sealed_at.is_none() && self.in_flight.is_empty();
+        let mut first = std::mem::take(&mut self.first);
+        let strategy = if complete { &mut first } else { strategy };
+        let mut handed_over = false;
+        let generation = self.generation;
+        let result = self.attempt(machine, observer, strategy, complete, &mut |parcel| {
+            handed_over = true;
+            outlet.send(Message::Pages { generation, parcel })
+        });
+        strategy.release();
+        let (captured, parcel) = match result {
+            Ok(captured) => captured,
+            Err(error) => {
+                if handed_over {
+                    // Where nobody takes it any more, nothing is put either.
+                    let _ = outlet.send(Message::Abandon { generation });
+                }
+                return Err(error);
+            }
+        };
+        let seq = self.next_seq;
+        let paused_at = captured.paused_at;
+        let sent = match parcel {
+            Some(parcel) => outlet.send(Message::Pages { generation, parcel }),
+            None => Ok(()),
+        };
+        sent.and_then(|()| {
+            outlet.send(Message::Seal { generation, seq, captured: Box::new(captured), label })
+        })
+        .map_err(|source| CycleError::Sink { operation: "hand the checkpoint over", source })?;
+        self.next_seq += 1;
+        self.log.captured();
+        self.in_flight.push_back((seq, paused_at));
+        Ok(seq)
+    }
+
+    /// Takes in what the encoder reports.
+    pub fn settle<T>(&mut self, report: Report<T>) -> Settled<T> {
+        if report.generation < self.generation {
+            return Settled::Stale;
+        }
+        match (report.outcome, report.seq) {
+            (Ok(sealed), Some(seq)) => {
+                self.log.sealed();
+                if let Some((_, paused_at)) = self.in_flight.pop_front() {
+                    self.sealed_at = Some(paused_at);
+                }
+                Settled::Sealed { seq, sealed }
+            }
+            (Ok(_), None) => Settled::Stale,
+            (Err(error), _) => {
+                self.log.give_back();
+                self.generation += 1;
+                Settled::Failed { lost: self.in_flight.drain(..).map(|(seq, _)| seq).collect(), error }
+            }
+        }
+    }
+
+    fn attempt<M: Machine, O: Observer>(
+        &mut self,
+        machine: &mut M,
+        observer: &mut O,
+        strategy: &mut dyn Strategy,
+        complete: bool,
+        outlet: &mut dyn FnMut(Parcel) -> Result<(), BoxError>,
+    ) -> Result<(Captured, Option<Parcel>), CycleError> {
         observer.reached(Phase::Precopy);
         let ram = machine.ram().map_err(machine_error("list RAM blocks"))?;
         if !ram.same_space(&self.space) {
             return Err(CycleError::OtherRam);
         }
-        let mut attempt =
-            Attempt { held: PageSet::new(self.space.len_pages()), timeline: Timeline::default() };
-        self.precopy(&mut attempt, sink, policy)?;
-        let mut captured = self.pause(attempt, machine, observer, &ram)?;
+        let mut hands = Hands {
+            log: &mut self.log,
+            reader: &self.reader,
+            pool: &self.pool,
+            parcel: Parcel::new(&self.pool),
+            held: PageSet::new(self.space.len_pages()),
+            timeline: Timeline::default(),
+            complete,
+            outlet,
+        };
+        strategy.before(&mut hands)?;
+        let before = self.in_flight.back().map(|(_, at)| *at).or(self.sealed_at);
+        let mut captured = pause(&mut hands, machine, observer, strategy, &ram, before)?;
+        let collect = Instant::now();
+        strategy.collect(&mut hands)?;
+        hands.timeline.collect_ns = ns(collect.elapsed());
         if machine.ram().map_err(machine_error("list RAM blocks"))? != ram {
             return Err(CycleError::Resized);
         }
-        observer.reached(Phase::Encoding);
-        let started = Instant::now();
-        self.spill(sink)?;
-        captured.timeline.encode_ns = ns(started.elapsed());
-        observer.reached(Phase::Sealing);
-        let sealed = sink.seal(&captured).map_err(sink_error("seal the checkpoint"))?;
-        Ok((captured, sealed))
-    }
-
-    /// Rounds while the guest runs. The first one takes what earlier checkpoints left owing.
-    fn precopy<S: Sink>(
-        &mut self,
-        attempt: &mut Attempt,
-        sink: &mut S,
-        policy: &PrecopyPolicy,
-    ) -> Result<(), CycleError> {
-        while policy.decide(&attempt.timeline.rounds) == Decision::Again {
-            let started = Instant::now();
-            let first = attempt.timeline.rounds.is_empty();
-            let set =
-                if first { self.log.drain_owed() } else { self.log.drain() }.map_err(CycleError::Scan)?;
-            // The complete first checkpoint goes to the sink as it is copied: staging it would take memory of the size of RAM.
-            self.stage_or_spill(&set, sink, first && !self.complete)?;
-            attempt.held.union_with(&set);
-            attempt.timeline.rounds.push(Round { pages: set.len(), duration_ns: ns(started.elapsed()) });
-        }
-        let expected = match attempt.timeline.rounds.last() {
-            Some(last) => last.pages.saturating_mul(2).saturating_add(4096),
-            None => self.staging.capacity_pages(),
-        };
-        if self.staging.free_pages() < expected {
-            self.spill(sink)?;
-        }
-        Ok(self.staging.reserve(expected)?)
-    }
-
-    /// Stages a round, through the sink where it is `eager` or does not fit.
-    fn stage_or_spill<S: Sink>(
-        &mut self,
-        set: &PageSet,
-        sink: &mut S,
-        eager: bool,
-    ) -> Result<(), CycleError> {
-        if !eager && set.len() <= self.staging.free_pages() {
-            return Ok(self.staging.stage(set, &*self.reader)?);
-        }
-        self.spill(sink)?;
-        let portion_pages = if eager { 4096 } else { self.staging.capacity_pages() };
-        let mut portion = PageSet::new(set.space_pages());
-        for page in set.iter() {
-            portion.insert(page);
-            if portion.len() >= portion_pages {
-                self.staging.stage(&portion, &*self.reader)?;
-                self.spill(sink)?;
-                portion.clear();
-            }
-        }
-        Ok(self.staging.stage(&portion, &*self.reader)?)
-    }
-
-    /// Hands what is staged to the sink.
-    fn spill<S: Sink>(&mut self, sink: &mut S) -> Result<(), CycleError> {
-        for (page, content) in self.staging.pages() {
-            sink.put(page, content).map_err(sink_error("store a page"))?;
-        }
-        self.staging.clear();
-        Ok(())
-    }
-
-    fn pause<M: Machine, O: Observer>(
-        &mut self,
-        mut attempt: Attempt,
-        machine: &mut M,
-        observer: &mut O,
-        ram: &RamLayout,
-    ) -> Result<Captured, CycleError> {
-        observer.reached(Phase::Stopping);
-        let (taken_at, start) = (SystemTime::now(), Instant::now());
-        // Without a pre-copy, the pause has to take what aborted checkpoints left owing too.
-        let owed = attempt.timeline.rounds.is_empty();
-        let stopped = machine.stop().map_err(machine_error("pause the VM"))?;
-        attempt.timeline.stop_ns = ns(start.elapsed());
-        let inside = self.inside_pause(&mut attempt, machine, observer, ram, owed);
-        let resume = Instant::now();
-        let resumed = machine.resume(stopped);
-        attempt.timeline.resume_ns = ns(resume.elapsed());
-        attempt.timeline.pause_ns = ns(start.elapsed());
-        observer.reached(Phase::Resumed);
-        // Both, whatever came before: the watchdog must be disarmed even where the checkpoint is lost already.
-        let by = machine.resumed(stopped);
-        let device_state = inside?;
-        resumed.map_err(machine_error("resume the VM"))?;
-        if by.map_err(machine_error("find out who resumed the VM"))? == Resumed::ByOther {
-            return Err(CycleError::Torn);
-        }
-        if let Some(before) = self.paused_at {
-            attempt.timeline.interval_ns = ns(start.duration_since(before));
-        }
-        if stopped == Stopped::Already {
-            // Nobody waited for us: the time that it took was no pause of the guest's.
-            attempt.timeline.pause_ns = 0;
-        }
-        Ok(Captured {
-            ram: ram.clone(),
-            device_state,
-            taken_at,
-            paused_at: start,
-            dirty_pages: attempt.held.len(),
-            timeline: attempt.timeline,
-        })
-    }
-
-    /// Everything between the stop and the resume.
-    fn inside_pause<M: Machine, O: Observer>(
-        &mut self,
-        attempt: &mut Attempt,
-        machine: &mut M,
-        observer: &mut O,
-        ram: &RamLayout,
-        owed: bool,
-    ) -> Result<Vec<u8>, CycleError> {
-        observer.reached(Phase::Paused);
-        let saving = Instant::now();
-        let device_state = machine.save_devices().map_err(machine_error("save the device state"))?;
-        attempt.timeline.device_state_ns = ns(saving.elapsed());
-        observer.reached(Phase::DeviceState);
-        self.last_pages(attempt, observer, owed)?;
-        observer.reached(Phase::Copied);
-        observer.paused(&*self.reader, ram).map_err(CycleError::Audit)?;
-        Ok(device_state)
-    }
-
-    fn last_pages<O: Observer>(
-        &mut self,
-        attempt: &mut Attempt,
-        observer: &mut O,
-        owed: bool,
-    ) -> Result<(), CycleError> {
-        let scan = Instant::now();
-        let set = if owed { self.log.drain_owed() } else { self.log.drain() }.map_err(CycleError::Scan)?;
-        attempt.timeline.scan_ns = ns(scan.elapsed());
-        observer.reached(Phase::Scanned);
-        let copy = Instant::now();
-        self.staging.stage(&set, &*self.reader)?;
-        attempt.held.union_with(&set);
-        attempt.timeline.pause_pages = set.len();
-        attempt.timeline.copy_ns = ns(copy.elapsed());
-        Ok(())
+        captured.dirty_pages = hands.held.len();
+        captured.timeline = hands.timeline;
+        captured.timeline.strategy = strategy.name();
+        strategy.learn(&captured.timeline, captured.dirty_pages);
+        let parcel = (!hands.parcel.is_empty()).then_some(hands.parcel);
+        Ok((captured, parcel))
     }
 }
 
-fn ns(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+fn pause<M: Machine, O: Observer>(
+    hands: &mut Hands<'_>,
+    machine: &mut M,
+    observer: &mut O,
+    strategy: &mut dyn Strategy,
+    ram: &RamLayout,
+    before: Option<Instant>,
+) -> Result<Captured, CycleError> {
+    observer.reached(Phase::Stopping);
+    let (taken_at, start) = (SystemTime::now(), Instant::now());
+    let stopped = machine.stop().map_err(machine_error("pause the VM"))?;
+    hands.timeline.stop_ns = ns(start.elapsed());
+    let inside = inside_pause(hands, machine, observer, strategy, ram);
+    let resume = Instant::now();
+    let resumed = machine.resume(stopped);
+    hands.timeline.resume_ns = ns(resume.elapsed());
+    hands.timeline.pause_ns = ns(start.elapsed());
+    observer.reached(Phase::Resumed);
+    // Both, whatever came before: the watchdog must be disarmed even where the checkpoint is lost already.
+    let by = machine.resumed(stopped);
+    let device_state = inside?;
+    resumed.map_err(machine_error("resume the VM"))?;
+    if by.map_err(machine_error("find out who resumed the VM"))? == Resumed::ByOther {
+        return Err(CycleError::Torn);
+    }
+    if let Some(before) = before {
+        hands.timeline.interval_ns = ns(start.duration_since(before));
+    }
+    if stopped == Stopped::Already {
+        // Nobody waited for us: the time that it took was no pause of the guest's.
+        hands.timeline.pause_ns = 0;
+    }
+    Ok(Captured {
+        ram: ram.clone(),
+        device_state,
+        taken_at,
+        paused_at: start,
+        dirty_pages: 0,
+        timeline: Timeline::default(),
+    })
+}
+
+/// Everything between the stop and the resume.
+fn inside_pause<M: Machine, O: Observer>(
+    hands: &mut Hands<'_>,
+    machine: &mut M,
+    observer: &mut O,
+    strategy: &mut dyn Strategy,
+    ram: &RamLayout,
+) -> Result<Vec<u8>, CycleError> {
+    observer.reached(Phase::Paused);
+    let saving = Instant::now();
+    let device_state = machine.save_devices().map_err(machine_error("save the device state"))?;
+    hands.timeline.device_state_ns = ns(saving.elapsed());
+    observer.reached(Phase::DeviceState);
+    strategy.freeze(hands)?;
+    observer.reached(Phase::Copied);
+    observer.paused(&**hands.reader, ram).map_err(CycleError::Audit)?;
+    Ok(device_state)
 }
 
 fn machine_error(operation: &'static str) -> impl Fn(BoxError) -> CycleError {
     move |source| CycleError::Machine { operation, source }
-}
-
-fn sink_error(operation: &'static str) -> impl Fn(BoxError) -> CycleError {
-    move |source| CycleError::Sink { operation, source }
 }
 
 #[cfg(test)]

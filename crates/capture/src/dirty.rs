@@ -5,24 +5,26 @@
 //! went wrong, its pages are still owed and the next checkpoint copies them again.
 //!
 //! ```text
-//!   tracker ──drain──▶ owed ──(copied, encoded, sealed)──▶ settle: owed = {}
-//!                       ▲                     │
-//!                       └────── aborted ──────┘  nothing to do
+//!   tracker ──drain──▶ owed ──captured──▶ in flight (one set for each checkpoint) ──sealed──▶ struck out
+//!                       ▲                     │ any of them fails: all that are in flight
+//!                       └─────────────────────┘ (a later one is a difference to an earlier one)
 //! ```
 
 use crate::ports::{BoxError, Tracker};
-use keyframe_units::{PageRange, PageSet};
+use keyframe_units::{PageIndex, PageRange, PageSet};
+use std::collections::VecDeque;
 
 /// A tracker and the pages it reported that no sealed checkpoint holds.
-pub struct DirtyLog<T> {
-    tracker: T,
+pub struct DirtyLog {
+    tracker: Box<dyn Tracker>,
     owed: PageSet,
+    in_flight: VecDeque<PageSet>,
 }
 
-impl<T: Tracker> DirtyLog<T> {
+impl DirtyLog {
     /// Nothing is owed yet: the tracker's first report is complete.
-    pub fn new(tracker: T, space_pages: u64) -> Self {
-        Self { tracker, owed: PageSet::new(space_pages) }
+    pub fn new(tracker: Box<dyn Tracker>, space_pages: u64) -> Self {
+        Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new() }
     }
 
     /// Drains the tracker. Returns the pages written since the last drain. If that fails, every page is owed.
@@ -46,26 +48,63 @@ impl<T: Tracker> DirtyLog<T> {
         Ok(self.owed.clone())
     }
 
-    /// A checkpoint that holds every owed page is sealed.
-    pub fn settle(&mut self) {
-        self.owed.clear();
+    /// About how many pages the next [`Self::drain_owed`] would find; none where that cannot be told cheaply.
+    pub fn estimate_pages(&mut self) -> Option<u64> {
+        Some(self.tracker.count()?.saturating_add(self.owed.len()))
     }
 
-    /// Pages drained that no sealed checkpoint holds.
+    /// A checkpoint that holds every owed page is captured.
+    pub fn captured(&mut self) {
+        let empty = PageSet::new(self.owed.space_pages());
+        self.in_flight.push_back(std::mem::replace(&mut self.owed, empty));
+    }
+
+    /// The oldest checkpoint in flight is sealed.
+    pub fn sealed(&mut self) {
+        self.in_flight.pop_front();
+    }
+
+    /// A checkpoint in flight failed: the pages of all of them are owed again. Returns how many checkpoints that were.
+    pub fn give_back(&mut self) -> u64 {
+        let lost = self.in_flight.len() as u64;
+        for set in self.in_flight.drain(..) {
+            self.owed.union_with(&set);
+        }
+        lost
+    }
+
+    /// Drops the tracker. Every drain fails from here on.
+    pub fn untrack(&mut self) {
+        self.tracker = Box::new(Untracked);
+    }
+
+    /// Captured checkpoints that are not sealed yet.
+    pub fn in_flight(&self) -> u64 {
+        self.in_flight.len() as u64
+    }
+
+    /// Pages drained that neither a sealed checkpoint nor one in flight holds.
     pub fn owed_pages(&self) -> u64 {
         self.owed.len()
     }
 
     fn owe_everything(&mut self) {
-        let all = PageRange::new(keyframe_units::PageIndex(0), self.owed.space_pages());
-        self.owed.insert_range(all);
+        self.owed.insert_range(PageRange::new(PageIndex(0), self.owed.space_pages()));
+    }
+}
+
+/// What is left when tracking has ended.
+struct Untracked;
+
+impl Tracker for Untracked {
+    fn drain(&mut self, _: &mut PageSet) -> Result<(), BoxError> {
+        Err("this VM is not tracked any more".into())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::PageIndex;
 
     /// Reports what it is told to, once.
     struct Script(Vec<Result<Vec<u64>, &'static str>>);
@@ -81,26 +120,42 @@ mod tests {
         }
     }
 
+    fn log(script: Vec<Result<Vec<u64>, &'static str>>) -> DirtyLog {
+        DirtyLog::new(Box::new(Script(script)), 8)
+    }
+
     fn pages(set: &PageSet) -> Vec<u64> {
         set.iter().map(|p| p.0).collect()
     }
 
     #[test]
     fn pages_of_an_aborted_checkpoint_are_owed_by_the_next() {
-        let script = Script(vec![Ok(vec![1, 2]), Ok(vec![3]), Ok(vec![4]), Ok(vec![5])]);
-        let mut log = DirtyLog::new(script, 8);
+        let mut log = log(vec![Ok(vec![1, 2]), Ok(vec![3]), Ok(vec![4]), Ok(vec![5])]);
         assert_eq!(pages(&log.drain_owed().unwrap()), [1, 2]);
         assert_eq!(pages(&log.drain().unwrap()), [3]);
-        // Aborted here: never settled.
+        // Aborted here: never captured.
         assert_eq!(pages(&log.drain_owed().unwrap()), [1, 2, 3, 4]);
-        log.settle();
+        log.captured();
         assert_eq!(pages(&log.drain_owed().unwrap()), [5]);
     }
 
     #[test]
+    fn one_that_fails_takes_all_behind_it_along() {
+        let mut log = log(vec![Ok(vec![1]), Ok(vec![2]), Ok(vec![3]), Ok(vec![4]), Ok(vec![])]);
+        for _ in 0..3 {
+            log.drain_owed().unwrap();
+            log.captured();
+        }
+        log.sealed();
+        log.drain_owed().unwrap();
+        assert_eq!((log.give_back(), log.in_flight()), (2, 0));
+        assert_eq!(pages(&log.drain_owed().unwrap()), [2, 3, 4]);
+    }
+
+    #[test]
     fn after_a_broken_scan_every_page_is_owed() {
-        let mut log = DirtyLog::new(Script(vec![Err("EFAULT"), Ok(vec![])]), 5);
+        let mut log = log(vec![Err("EFAULT"), Ok(vec![])]);
         assert!(log.drain_owed().is_err());
-        assert_eq!(pages(&log.drain_owed().unwrap()), [0, 1, 2, 3, 4]);
+        assert_eq!(log.drain_owed().unwrap().len(), 8);
     }
 }

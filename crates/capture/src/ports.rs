@@ -2,6 +2,7 @@
 
 use crate::cycle::Phase;
 use keyframe_units::{Page, PageIndex, PageRange, PageSet, RamLayout};
+use std::sync::Arc;
 
 /// Any error of an implementation, carried through with its own text and sources.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -13,6 +14,26 @@ pub trait Tracker: Send {
     ///
     /// On an error some pages may have been protected and not reported: the caller must take all pages as written.
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError>;
+
+    /// About how many pages the next [`Tracker::drain`] would find, where that can be told without draining and cheaply.
+    fn count(&mut self) -> Option<u64> {
+        None
+    }
+}
+
+/// Called with pages that the VM is about to write for the first time since they were protected.
+pub type FirstWriteHook = Arc<dyn Fn(PageRange) + Send + Sync>;
+
+/// Holds up the first write to a protected page: the ground of copy-on-write.
+pub trait FirstWrites: Send + Sync {
+    /// From here on calls `hook` before each such write; the writer waits meanwhile.
+    fn set_hook(&self, hook: Option<FirstWriteHook>);
+}
+
+/// Freezes all of the VM's RAM at once, in the pause.
+pub trait Freezer: Send {
+    /// RAM as it is now, readable until dropped, while the VM goes on writing.
+    fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError>;
 }
 
 /// Copies pages of the VM's RAM.
@@ -59,6 +80,8 @@ pub trait Machine: Send {
 
 /// Takes the pages of checkpoints in and seals them.
 pub trait Sink: Send {
+    /// What the caller says of a checkpoint when it is captured.
+    type Label: Send;
     /// What sealing tells.
     type Sealed;
 
@@ -66,7 +89,7 @@ pub trait Sink: Send {
     fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
 
     /// Makes the checkpoint durable and visible.
-    fn seal(&mut self, captured: &Captured) -> Result<Self::Sealed, BoxError>;
+    fn seal(&mut self, captured: &Captured, label: Self::Label) -> Result<Self::Sealed, BoxError>;
 
     /// Forgets everything put since the last seal.
     fn abandon(&mut self);

@@ -134,6 +134,11 @@ impl Tracker for WriteProtectTracker {
         self.drained = true;
         Ok(())
     }
+
+    fn count(&mut self) -> Option<u64> {
+        let blocks = 0..self.ram.layout.blocks().len();
+        blocks.map(|block| self.tracker.count_written(self.ram.block_range(block)).ok()).sum()
+    }
 }
 
 #[cfg(test)]

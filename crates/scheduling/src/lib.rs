@@ -1,10 +1,13 @@
 //! Pure policy: observations in, decision out. No clock, no I/O, so that every rule is tested by a table.
 //!
+//! - [`auto`]: whether pre-copy pays at all.
 //! - [`cadence`]: when the next checkpoint is due, and how far behind it is.
 //! - [`precopy`]: whether another round of copying pays before the VM is paused.
 
+pub mod auto;
 pub mod cadence;
 pub mod precopy;
 
+pub use auto::{AutoPolicy, Choice, Observed};
 pub use cadence::Cadence;
 pub use precopy::{Decision, PrecopyPolicy, Round};

@@ -1,7 +1,7 @@
 //! `keyframe run`: a VM under continuous checkpoints.
 
 use super::StoreArg;
-use crate::control::{OnExit, Strategy};
+use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::Outcome;
 use crate::session::{self, Options};
 use std::ffi::OsString;
@@ -40,6 +40,12 @@ pub struct Run {
     /// How dirty pages are copied
     #[arg(long, value_enum, default_value = "precopy")]
     strategy: Strategy,
+    /// How dirty pages are found
+    #[arg(long, value_enum, default_value = "auto")]
+    tracker: TrackerKind,
+    /// Threads that copy pages; more than one pays for large dirty sets on a host with cores to spare
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u64).range(1..=64))]
+    copy_threads: u64,
     /// Memory for pages between the copy and the store, in MiB [default: the RAM's size, at most a quarter of the free memory]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
     staging: Option<u64>,
@@ -97,6 +103,8 @@ impl Run {
                 name: self.name,
                 on_exit: self.on_exit,
                 strategy: self.strategy,
+                tracker: self.tracker,
+                copy_threads: self.copy_threads as usize,
                 staging_mib: self.staging,
                 pause_limit: self.pause_limit,
                 verbose: self.verbose,

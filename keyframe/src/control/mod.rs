@@ -29,20 +29,30 @@ pub enum OnExit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
+    /// Chosen for each checkpoint by what the ones before it measured: pre-copy, or stop-and-copy where little is dirty.
+    Auto,
     /// Most pages are copied while the guest runs, the rest in the pause.
     Precopy,
     /// All dirty pages are copied in the pause.
     StopCopy,
+    /// Dirty pages are protected in the pause and copied behind it, each before the guest's first write (needs --tracker sync).
+    Cow,
+    /// QEMU is forked in the pause and dirty pages are copied from the child (private RAM, no `-sandbox spawn=deny`).
+    Fork,
 }
 
-impl Strategy {
-    /// The name, as on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Precopy => "precopy",
-            Self::StopCopy => "stop-copy",
-        }
-    }
+/// How dirty pages are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum TrackerKind {
+    /// What fits the strategy: sync for cow, write-protect for all others.
+    Auto,
+    /// Asynchronous write protection: the kernel notes first writes, PAGEMAP_SCAN asks for them.
+    WriteProtect,
+    /// Synchronous userfaultfd: each first write waits until this process has answered it.
+    Sync,
+    /// Every page is read and hashed: needs no kernel feature, and takes as long as reading all of RAM, in the pause too.
+    Compare,
 }
 
 /// What may be asked.
@@ -102,8 +112,12 @@ pub struct Status {
     pub last_error: Option<String>,
     /// How late the newest checkpoint began, because the one before was still being encoded.
     pub backlog_ns: u64,
-    /// Where the checkpoint in progress is; `idle` between two.
+    /// Where the capture in progress is; `idle` between two.
     pub phase: String,
+    /// Where the encoder is; `sealed` between two.
+    pub encoder: String,
+    /// Checkpoints captured that are not sealed yet.
+    pub queued: u64,
     /// The newest sealed checkpoint.
     pub last: Option<crate::report::Entry>,
     /// Its age.

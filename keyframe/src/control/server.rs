@@ -4,7 +4,7 @@ use super::{LINE_BYTES_MAX, Request, Response, Status};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -22,11 +22,14 @@ pub struct Pending {
 /// The status that clients are shown; the engine keeps it up to date.
 pub type SharedStatus = Arc<Mutex<Status>>;
 
-/// Listens until the process ends. Requests that change something arrive at the returned receiver.
-pub fn listen(run_dir: &Path, status: &SharedStatus) -> io::Result<(Receiver<Pending>, Socket)> {
+/// Hands a request to the engine; false where there is none any more.
+pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
+impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
+
+/// Listens until the process ends. Requests that change something go through `deliver`.
+pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
     let path = run_dir.join("control.sock");
     let listener = UnixListener::bind(&path)?;
-    let (sender, receiver) = channel();
     let status = Arc::clone(status);
     let clients = Arc::new(());
     std::thread::Builder::new().name("control".into()).spawn(move || {
@@ -35,16 +38,16 @@ pub fn listen(run_dir: &Path, status: &SharedStatus) -> io::Result<(Receiver<Pen
             if Arc::strong_count(&clients) > CLIENTS_MAX {
                 continue;
             }
-            let (sender, status, client) = (sender.clone(), Arc::clone(&status), Arc::clone(&clients));
+            let (deliver, status, client) = (deliver.clone(), Arc::clone(&status), Arc::clone(&clients));
             let served = std::thread::Builder::new().name("control-client".into()).spawn(move || {
                 // A client that went away is its own affair.
-                let _ = serve(&stream, &sender, &status);
+                let _ = serve(&stream, &deliver, &status);
                 drop(client);
             });
             drop(served);
         }
     })?;
-    Ok((receiver, Socket(path)))
+    Ok(Socket(path))
 }
 
 /// Removes the socket when the engine ends.
@@ -56,7 +59,7 @@ impl Drop for Socket {
     }
 }
 
-fn serve(stream: &UnixStream, engine: &Sender<Pending>, status: &SharedStatus) -> io::Result<()> {
+fn serve(stream: &UnixStream, deliver: &impl Deliver, status: &SharedStatus) -> io::Result<()> {
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     stream.set_write_timeout(Some(Duration::from_secs(5)))?;
     let mut line = String::new();
@@ -68,9 +71,10 @@ fn serve(stream: &UnixStream, engine: &Sender<Pending>, status: &SharedStatus) -
         },
         Ok(request) => {
             let (answer, answered) = channel();
-            match engine.send(Pending { request, answer }) {
-                Ok(()) => answered.recv().unwrap_or(Response::Failed("the engine has ended".into())),
-                Err(_) => Response::Failed("the engine is ending".into()),
+            if deliver(Pending { request, answer }) {
+                answered.recv().unwrap_or(Response::Failed("the engine has ended".into()))
+            } else {
+                Response::Failed("the engine is ending".into())
             }
         }
         Err(e) => Response::Failed(format!("not a request: {e}")),

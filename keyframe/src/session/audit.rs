@@ -22,24 +22,35 @@ pub struct Audit {
     dir: PathBuf,
     equal: VecDeque<PathBuf>,
     copy: Vec<u8>,
+    /// Which capture the copy belongs to.
+    seq: Option<u64>,
 }
 
 impl Audit {
     /// Copies go to `dir`, which is made.
     pub fn new(dir: PathBuf) -> std::io::Result<Self> {
         std::fs::create_dir_all(&dir)?;
-        Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new() })
+        Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new(), seq: None })
     }
 
     /// In the pause: copies all of RAM, to memory: a disk may take seconds.
     pub fn copy(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
+        self.seq = None;
         self.copy.resize(usize::try_from(ram.len_bytes())?, 0);
         reader.read(&[PageRange::new(PageIndex(0), ram.len_pages())], &mut self.copy)
     }
 
+    /// The copy is that of capture `seq`.
+    pub fn captured(&mut self, seq: u64) {
+        self.seq = Some(seq);
+    }
+
     /// After the seal: reads the checkpoint back from the store and compares it with the copy, page by page. Returns the
     /// pages that differ.
-    pub fn compare(&mut self, store: &Store, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
+    pub fn compare(&mut self, store: &Store, seq: u64, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
+        if self.seq != Some(seq) {
+            return Err("the copy is that of another checkpoint".into());
+        }
         let kept = self.dir.join(format!("{id}.ram"));
         std::fs::write(&kept, &self.copy)?;
         let loaded = store.load(id)?;

@@ -1,22 +1,30 @@
-//! The loop: checkpoints when due, requests when they come, and an orderly end.
+//! The loop: checkpoints when due, requests and the encoder's reports when they come, and an orderly end.
+//!
+//! A due checkpoint is captured even where earlier ones are still being encoded, as long as there is memory for its pages:
+//! so intervals stay uniform. Where memory is short it waits, and is late.
 
 use super::Options;
 use super::audit::Audit;
+use super::copying::Copying;
+use super::encoding::Encoding;
 use super::launch::Parts;
-use super::sink::Label;
+use super::machine::QemuMachine;
+use super::sink::{Label, StoreSink};
 use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{OnExit, Request, Response, Status, Strategy};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use crate::output;
 use crate::report::Entry;
-use keyframe_capture::CycleError;
+use crate::rundir::RunDir;
+use keyframe_capture::{CycleError, Report, Settled};
 use keyframe_qemu::Event;
-use keyframe_scheduling::{Cadence, PrecopyPolicy};
-use keyframe_store::{Sealed, Store};
+use keyframe_scheduling::Cadence;
+use keyframe_store::{MachineMeta, Sealed, Store, Writer};
+use std::collections::BTreeMap;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -25,6 +33,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the same.
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
+
+/// What wakes the engine.
+pub enum Inbox {
+    /// A client of the control socket.
+    Request(Pending),
+    /// The encoder.
+    Report(Report<Sealed>),
+}
 
 /// How a run ended.
 enum End {
@@ -37,11 +53,23 @@ enum End {
 /// A running engine.
 pub struct Engine<'a> {
     store: &'a Store,
-    parts: Parts,
+    name: String,
+    run_dir: RunDir,
+    machine: QemuMachine,
+    copying: Copying,
+    /// `None` only at the end, and between two runs.
+    encoding: Option<Encoding>,
+    writer: Writer,
+    meta: MachineMeta,
     options: Options,
     watch: Watch,
     status: SharedStatus,
-    requests: Receiver<Pending>,
+    inbox: Receiver<Inbox>,
+    inbox_sender: Sender<Inbox>,
+    /// Who waits for which capture to be sealed.
+    takers: BTreeMap<u64, Sender<Response>>,
+    /// Pages of the newest checkpoint.
+    last_pages: u64,
     interrupted: Arc<AtomicBool>,
     _socket: server::Socket,
     born: Instant,
@@ -62,7 +90,10 @@ impl<'a> Engine<'a> {
     /// An engine over a VM that is ready to run.
     pub fn new(store: &'a Store, parts: Parts, options: Options) -> Result<Self, Failure> {
         let status = Arc::new(Mutex::new(first_status(store, &parts, &options)));
-        let (requests, socket) = server::listen(parts.run_dir.path(), &status)
+        let (inbox_sender, inbox) = channel();
+        let requests = inbox_sender.clone();
+        let deliver = move |pending| requests.send(Inbox::Request(pending)).is_ok();
+        let socket = server::listen(parts.run_dir.path(), &status, deliver)
             .map_err(|e| Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display())))?;
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
@@ -76,12 +107,29 @@ impl<'a> Engine<'a> {
             ),
             None => None,
         };
-        let watch = Watch::new(Arc::clone(&status), options.fault, audit);
+        let space_pages = parts.copying.layout.len_pages();
+        let encoding = Encoding::start(
+            parts.sink,
+            space_pages,
+            inbox_sender.clone(),
+            Arc::clone(&status),
+            options.fault.clone(),
+        )?;
         Ok(Self {
             store,
-            watch,
+            name: parts.name,
+            run_dir: parts.run_dir,
+            machine: parts.machine,
+            copying: parts.copying,
+            encoding: Some(encoding),
+            writer: parts.writer,
+            meta: parts.meta,
+            watch: Watch::new(Arc::clone(&status), options.fault.clone(), audit),
             status,
-            requests,
+            inbox,
+            inbox_sender,
+            takers: BTreeMap::new(),
+            last_pages: 0,
             interrupted,
             _socket: socket,
             born: Instant::now(),
@@ -94,7 +142,6 @@ impl<'a> Engine<'a> {
             given_up: false,
             sealed_at: None,
             said_late: None,
-            parts,
             options,
         })
     }
@@ -103,7 +150,7 @@ impl<'a> Engine<'a> {
     pub fn run(mut self) -> Outcome {
         self.say(&self.greeting());
         if self.vm_runs {
-            self.parts.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
+            self.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
         }
         let end = self.until_end();
         self.finish(end)
@@ -111,7 +158,7 @@ impl<'a> Engine<'a> {
 
     fn until_end(&mut self) -> Result<End, Failure> {
         loop {
-            if let Some(exit) = self.parts.machine.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
+            if let Some(exit) = self.machine.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
                 return Ok(End::Vm(exit));
             }
             if self.options.count.is_some_and(|count| self.sealed >= count)
@@ -121,20 +168,21 @@ impl<'a> Engine<'a> {
             }
             self.look();
             if std::mem::take(&mut self.shut_down)
-                && let Some(exit) = self.parts.machine.vm.finish_shutdown().map_err(|e| Failure::qemu(&e))?
+                && let Some(exit) = self.machine.vm.finish_shutdown().map_err(|e| Failure::qemu(&e))?
             {
                 return Ok(End::Vm(exit));
             }
-            // Requests first: where checkpoints take longer than the interval, one is always due.
-            match self.requests.recv_timeout(self.patience()) {
-                Ok(pending) => {
+            // Requests and reports first: where checkpoints take longer than the interval, one is always due.
+            match self.inbox.recv_timeout(self.patience()) {
+                Ok(Inbox::Request(pending)) => {
                     if let Some(end) = self.answer(pending) {
                         return Ok(end);
                     }
                 }
-                Err(RecvTimeoutError::Timeout) if self.is_due() => {
+                Ok(Inbox::Report(report)) => self.settle(report),
+                Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
                     // What went wrong has been said.
-                    let _ = self.checkpoint("interval", None, None);
+                    let _ = self.capture("interval", None, None);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_EVERY),
@@ -148,10 +196,25 @@ impl<'a> Engine<'a> {
         due && self.vm_runs && !self.given_up
     }
 
+    /// Whether one may begin although others are still being encoded.
+    fn may_capture(&self) -> bool {
+        let in_flight = self.copying.cycle.in_flight();
+        if in_flight == 0 {
+            return true;
+        }
+        // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is exact.
+        let enough = self.options.count.is_some_and(|count| self.sealed + in_flight >= count);
+        let pool = self.copying.cycle.pool();
+        let wanted = (self.last_pages + self.last_pages / 2 + 8192).min(pool.capacity_pages() / 2);
+        self.watch.audit.is_none() && !enough && pool.free_pages() >= wanted
+    }
+
     fn patience(&self) -> Duration {
         match &self.cadence {
             Some(cadence) if self.vm_runs && !self.given_up => {
-                Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed()))).min(LOOK_EVERY)
+                let due = Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed())));
+                // A due checkpoint that may not begin waits for a report.
+                if due.is_zero() && !self.may_capture() { LOOK_EVERY } else { due.min(LOOK_EVERY) }
             }
             _ => LOOK_EVERY,
         }
@@ -159,7 +222,7 @@ impl<'a> Engine<'a> {
 
     /// What the VM has been up to.
     fn look(&mut self) {
-        let Ok(events) = self.parts.machine.vm.qmp().drain_events() else { return };
+        let Ok(events) = self.machine.vm.qmp().drain_events() else { return };
         for event in events {
             match event {
                 Event::Stop => self.vm_runs = false,
@@ -174,7 +237,13 @@ impl<'a> Engine<'a> {
 
     fn answer(&mut self, pending: Pending) -> Option<End> {
         let (response, end) = match pending.request {
-            Request::Take { tag, strategy } => (self.take(tag, strategy), None),
+            Request::Take { tag, strategy } => match self.take(tag, strategy) {
+                Ok(seq) => {
+                    self.takers.insert(seq, pending.answer);
+                    return None;
+                }
+                Err(message) => (Response::Failed(message), None),
+            },
             Request::Stop { on_exit } => {
                 (Response::Stopping, Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))))
             }
@@ -185,28 +254,23 @@ impl<'a> Engine<'a> {
         end
     }
 
-    fn take(&mut self, tag: Option<String>, strategy: Option<Strategy>) -> Response {
-        if let Some(tag) = &tag
-            && let Err(e) = keyframe_store::check_tag(tag)
-        {
-            return Response::Failed(chain(&e));
+    fn take(&mut self, tag: Option<String>, strategy: Option<Strategy>) -> Result<u64, String> {
+        if let Some(tag) = &tag {
+            keyframe_store::check_tag(tag).map_err(|e| chain(&e))?;
         }
         if self.given_up {
-            return Response::Failed("no more checkpoints are taken: see keyframe status".into());
+            return Err("no more checkpoints are taken: see keyframe status".into());
         }
-        match self.checkpoint("take", tag, strategy) {
-            Ok(entry) => Response::Taken(Box::new(entry)),
-            Err(message) => Response::Failed(message),
-        }
+        self.capture("take", tag, strategy)
     }
 
-    /// One checkpoint, its bookkeeping and its messages.
-    fn checkpoint(
+    /// Captures one checkpoint; its seal is reported later.
+    fn capture(
         &mut self,
         reason: &'static str,
         tag: Option<String>,
         strategy: Option<Strategy>,
-    ) -> Result<Entry, String> {
+    ) -> Result<u64, String> {
         let now_ns = ns(self.born.elapsed());
         let backlog_ns = match (&mut self.cadence, reason) {
             (Some(cadence), "interval") => cadence.start(now_ns),
@@ -216,26 +280,56 @@ impl<'a> Engine<'a> {
             }
             (None, _) => 0,
         };
-        let strategy = strategy.unwrap_or(self.options.strategy);
-        let policy = match strategy {
-            Strategy::Precopy => PrecopyPolicy::default(),
-            Strategy::StopCopy => PrecopyPolicy::stop_copy(),
-        };
-        self.parts.sink.label = Label { reason, strategy: strategy.name(), backlog_ns, tag };
-        let parts = &mut self.parts;
-        let result = parts.cycle.take(&mut parts.machine, &mut parts.sink, &mut self.watch, &policy);
+        let copying = &mut self.copying;
+        let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
+        let strategy = strategy.map_err(|failure| failure.to_string())?;
+        let label = Label { reason, backlog_ns, tag };
+        let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
+        let result =
+            copying.cycle.capture(&mut self.machine, &mut self.watch, strategy, encoding.queue(), label);
+        keyframe_kernel::priority::lower();
+        let queued = self.copying.cycle.in_flight();
         self.update(|status| {
             status.phase = "idle".into();
             status.backlog_ns = backlog_ns;
+            status.queued = queued;
         });
         match result {
-            Ok((_, sealed)) => Ok(self.succeeded(&sealed, backlog_ns)),
+            Ok(seq) => {
+                if let Some(audit) = &mut self.watch.audit {
+                    audit.captured(seq);
+                }
+                Ok(seq)
+            }
             Err(error) => Err(self.stumbled(&error)),
         }
     }
 
-    fn succeeded(&mut self, sealed: &Sealed, backlog_ns: u64) -> Entry {
+    /// Takes in what the encoder reports.
+    fn settle(&mut self, report: Report<Sealed>) {
+        match self.copying.cycle.settle(report) {
+            Settled::Sealed { seq, sealed } => {
+                let entry = self.succeeded(seq, &sealed);
+                if let Some(taker) = self.takers.remove(&seq) {
+                    let _ = taker.send(Response::Taken(Box::new(entry)));
+                }
+            }
+            Settled::Failed { lost, error } => {
+                let text = self.failed(&chain(&error), lost.len().max(1) as u64, false);
+                for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
+                    let _ = taker.send(Response::Failed(text.clone()));
+                }
+            }
+            Settled::Stale => {}
+        }
+        let queued = self.copying.cycle.in_flight();
+        self.update(|status| status.queued = queued);
+    }
+
+    fn succeeded(&mut self, seq: u64, sealed: &Sealed) -> Entry {
         let entry = Entry::of(sealed);
+        let backlog_ns = entry.backlog_ns;
+        self.last_pages = entry.dirty_pages;
         self.sealed += 1;
         self.sealed_at = Some(Instant::now());
         let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
@@ -257,7 +351,7 @@ impl<'a> Engine<'a> {
             ));
         }
         if let Some(audit) = &mut self.watch.audit {
-            match audit.compare(self.store, sealed.id) {
+            match audit.compare(self.store, seq, sealed.id) {
                 Ok(differing) if differing.is_empty() => {}
                 Ok(differing) => {
                     self.audited_wrong += 1;
@@ -291,21 +385,56 @@ impl<'a> Engine<'a> {
             message = format!("the VM ended before the checkpoint was complete ({message})");
             return message;
         }
-        self.failed += 1;
-        let hopeless = matches!(error, CycleError::OtherRam);
-        self.given_up |= hopeless;
+        if matches!(error, CycleError::OtherRam) {
+            return match self.begin_anew() {
+                Ok(()) => format!("{message}; the next checkpoint is complete"),
+                Err(failure) => {
+                    self.given_up = true;
+                    self.failed(&format!("{message}: {failure}"), 1, true)
+                }
+            };
+        }
+        self.failed(&message, 1, false)
+    }
+
+    /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete checkpoint.
+    fn begin_anew(&mut self) -> Result<(), Failure> {
+        let sink = self.end_encoding()?;
+        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
+        self.copying.cycle.untrack();
+        let vm = &mut self.machine.vm;
+        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
+        self.copying = Copying::start(vm, &self.options, watches_discards)?;
+        self.machine.set_watches_discards(watches_discards);
+        let run = self
+            .writer
+            .begin_run(&self.name, &self.copying.layout)
+            .map_err(|e| Failure::store(&e, self.store.path()))?;
+        let fault = self.options.fault.clone();
+        let sink = StoreSink::new(run, self.meta.clone(), fault.clone());
+        let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
+        let space_pages = self.copying.layout.len_pages();
+        self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);
+        self.say("RAM was plugged or unplugged: a new run begins with a complete checkpoint");
+        Ok(())
+    }
+
+    /// Says why `lost` checkpoints failed, once for a row of the same.
+    fn failed(&mut self, message: &str, lost: u64, hopeless: bool) -> String {
+        self.failed += lost;
         let consequence = if hopeless {
             "no more checkpoints are taken; the VM runs on"
         } else {
             "nothing is lost: its pages go into the next one"
         };
-        let text = format!("checkpoint failed: {message}; {consequence}");
-        let (failed, owed) = (self.failed, self.parts.cycle.owed_pages());
+        let behind = if lost > 1 { format!(" (and {} behind it)", lost - 1) } else { String::new() };
+        let text = format!("checkpoint failed{behind}: {message}; {consequence}");
+        let (failed, owed) = (self.failed, self.copying.cycle.owed_pages());
         let mut repeated = false;
         self.update(|status| {
-            repeated = status.last_error.as_ref() == Some(&message);
+            repeated = status.last_error.as_deref() == Some(message);
             status.failed = failed;
-            status.last_error = Some(message.clone());
+            status.last_error = Some(message.to_owned());
         });
         if !repeated {
             eprintln!("keyframe: {text} ({owed} pages)");
@@ -319,7 +448,7 @@ impl<'a> Engine<'a> {
         if self.shut_down {
             return true;
         }
-        let vm = &mut self.parts.machine.vm;
+        let vm = &mut self.machine.vm;
         if vm.qmp().status().is_ok() {
             return false;
         }
@@ -333,14 +462,34 @@ impl<'a> Engine<'a> {
         false
     }
 
+    /// What was captured is sealed before the run ends.
+    fn seal_the_rest(&mut self) -> Result<(), Failure> {
+        let sink = self.end_encoding()?;
+        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))
+    }
+
+    /// Ends the encoder and takes in its last reports.
+    fn end_encoding(&mut self) -> Result<StoreSink, Failure> {
+        let encoding = self.encoding.take().ok_or_else(|| Failure::new("the encoder has ended"))?;
+        let sink = encoding.finish()?;
+        while let Ok(message) = self.inbox.try_recv() {
+            match message {
+                Inbox::Report(report) => self.settle(report),
+                Inbox::Request(pending) => {
+                    let _ = pending.answer.send(Response::Failed("the run is ending".into()));
+                }
+            }
+        }
+        Ok(sink)
+    }
+
     fn finish(mut self, end: Result<End, Failure>) -> Outcome {
         keyframe_kernel::priority::lower();
-        let parts = self.parts;
-        let finished = parts.sink.finish();
-        let mut run_dir = parts.run_dir;
+        let finished = self.seal_the_rest();
+        let mut run_dir = self.run_dir;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
-        drop(parts.cycle);
-        let mut vm = parts.machine.into_vm();
+        drop(self.copying);
+        let mut vm = self.machine.into_vm();
         let code = match end? {
             End::Vm(exit) => {
                 if exit.success() {
@@ -360,14 +509,14 @@ impl<'a> Engine<'a> {
                 if !self.options.quiet {
                     eprintln!(
                         "keyframe: VM {} runs on without checkpoints: QEMU {pid}, monitor {}",
-                        parts.name,
+                        self.name,
                         run_dir.path().join("qmp.sock").display()
                     );
                 }
                 DONE
             }
         };
-        finished.map_err(|e| Failure::store(&e, self.store.path()))?;
+        finished?;
         self.options.quiet |= code == FAILED;
         if !self.options.quiet {
             eprintln!("keyframe: {} checkpoints sealed, {} failed", self.sealed, self.failed);
@@ -386,9 +535,9 @@ impl<'a> Engine<'a> {
         };
         format!(
             "VM {}: {every} into {} (QEMU {})",
-            self.parts.name,
+            self.name,
             self.store.path().display(),
-            self.parts.machine.vm.pid()
+            self.machine.vm.pid()
         )
     }
 
@@ -422,6 +571,8 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         last_error: None,
         backlog_ns: 0,
         phase: "idle".into(),
+        encoder: "sealed".into(),
+        queued: 0,
         last: None,
         last_age_ns: None,
         qmp: parts.run_dir.path().join("qmp.sock").display().to_string(),

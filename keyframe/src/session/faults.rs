@@ -1,7 +1,20 @@
-//! Faults on purpose: what the engine can be told to suffer, so that tests prove that nothing is lost.
+//! Faults on purpose: what a run can be told to suffer, so that tests prove that nothing is lost.
+//!
+//! One enum of all of them ([`Kind`]); each has an end-to-end test of the same name in `tests/tests/faults.rs` or
+//! `crash.rs`. Those with a phase strike where the checkpoint reaches it for the Nth time, the others at the Nth call.
+//!
+//! ```text
+//!   kill|stall|pause|qmp-lost|qemu-killed : PHASE [:N]
+//!   disk-full|scan-error|short-read|slow-encoder [:N]
+//! ```
 
-use keyframe_capture::Phase;
+use keyframe_capture::{BoxError, PageReader, Phase, Tracker};
+use keyframe_units::{PageRange, PageSet};
+use rustix::process::{Pid, Signal, getpid, kill_process};
+use std::os::fd::OwnedFd;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// What happens.
@@ -13,15 +26,46 @@ pub enum Kind {
     Stall,
     /// The engine is late by a second, once, and goes on as if nothing had been.
     Pause,
+    /// The monitor's socket breaks.
+    QmpLost,
+    /// QEMU is killed.
+    QemuKilled,
+    /// The store has no room, once.
+    DiskFull,
+    /// A scan for dirty pages fails after it has protected some, once.
+    ScanError,
+    /// Guest RAM cannot be read, once.
+    ShortRead,
+    /// Each parcel of pages takes the encoder half a second more.
+    SlowEncoder,
 }
 
-/// A fault and where it strikes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+impl Kind {
+    const ALL: [(Self, &str); 9] = [
+        (Self::Kill, "kill"),
+        (Self::Stall, "stall"),
+        (Self::Pause, "pause"),
+        (Self::QmpLost, "qmp-lost"),
+        (Self::QemuKilled, "qemu-killed"),
+        (Self::DiskFull, "disk-full"),
+        (Self::ScanError, "scan-error"),
+        (Self::ShortRead, "short-read"),
+        (Self::SlowEncoder, "slow-encoder"),
+    ];
+
+    fn has_phase(self) -> bool {
+        matches!(self, Self::Kill | Self::Stall | Self::Pause | Self::QmpLost | Self::QemuKilled)
+    }
+}
+
+/// A fault and where it strikes. Clones are the same fault: it strikes once.
+#[derive(Clone, Debug)]
 pub struct Fault {
     kind: Kind,
-    phase: Phase,
-    /// How many times the phase is reached before it strikes.
-    left: u32,
+    phase: Option<Phase>,
+    /// How many times its place is passed before it strikes.
+    left: Arc<AtomicU32>,
+    victim: Arc<OnceLock<(u32, OwnedFd)>>,
 }
 
 impl FromStr for Fault {
@@ -29,47 +73,106 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(':');
-        let kind = match parts.next() {
-            Some("kill") => Kind::Kill,
-            Some("stall") => Kind::Stall,
-            Some("pause") => Kind::Pause,
-            _ => return Err("write kill:PHASE[:N], stall:PHASE[:N] or pause:PHASE[:N]".into()),
-        };
         let name = parts.next().unwrap_or_default();
-        let phase = Phase::ALL
-            .into_iter()
-            .find(|p| p.name() == name)
-            .ok_or_else(|| format!("phases: {}", Phase::ALL.map(Phase::name).join(", ")))?;
+        let kind = Kind::ALL.into_iter().find(|(_, known)| *known == name).map(|(kind, _)| kind);
+        let kind = kind.ok_or_else(|| format!("faults: {}", Kind::ALL.map(|(_, known)| known).join(", ")))?;
+        let phase = if kind.has_phase() {
+            let name = parts.next().unwrap_or_default();
+            let phase = Phase::ALL.into_iter().find(|p| p.name() == name);
+            Some(phase.ok_or_else(|| format!("phases: {}", Phase::ALL.map(Phase::name).join(", ")))?)
+        } else {
+            None
+        };
         let nth: u32 = match parts.next() {
             Some(n) => n.parse().ok().filter(|n| *n > 0).ok_or("N counts from 1")?,
             None => 1,
         };
-        Ok(Self { kind, phase, left: nth - 1 })
+        let left = Arc::new(AtomicU32::new(nth));
+        Ok(Self { kind, phase, left, victim: Arc::default() })
     }
 }
 
 impl Fault {
-    /// Strikes where it is due.
-    pub fn reached(&mut self, phase: Phase) {
-        if phase != self.phase {
-            return;
+    /// Which VM suffers: its QEMU, and a descriptor of the monitor's socket.
+    pub fn bind(&self, qemu_pid: u32, monitor: OwnedFd) {
+        let _ = self.victim.set((qemu_pid, monitor));
+    }
+
+    /// Strikes where `phase` is its own and it is due.
+    pub fn reached(&self, phase: Phase) {
+        if self.kind == Kind::SlowEncoder && phase == Phase::Encoding {
+            std::thread::sleep(Duration::from_millis(500));
         }
-        if self.left > 0 {
-            self.left -= 1;
+        if self.phase != Some(phase) || !self.is_due() {
             return;
         }
         match self.kind {
             Kind::Kill => {
-                let _ =
-                    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+                let _ = kill_process(getpid(), Signal::KILL);
                 // SIGKILL takes effect before this thread runs on; the sleep is for the compiler's peace.
                 std::thread::sleep(Duration::from_secs(60));
             }
-            Kind::Stall | Kind::Pause => {
-                self.left = u32::MAX;
-                let seconds = if self.kind == Kind::Stall { 60 } else { 1 };
-                std::thread::sleep(Duration::from_secs(seconds));
+            Kind::Stall => std::thread::sleep(Duration::from_secs(60)),
+            Kind::Pause => std::thread::sleep(Duration::from_secs(1)),
+            Kind::QmpLost => {
+                if let Some((_, monitor)) = self.victim.get() {
+                    let _ = rustix::net::shutdown(monitor, rustix::net::Shutdown::Both);
+                }
             }
+            Kind::QemuKilled => {
+                let pid = self.victim.get().and_then(|(pid, _)| Pid::from_raw(pid.cast_signed()));
+                if let Some(pid) = pid {
+                    let _ = kill_process(pid, Signal::KILL);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The error of a call that fails, where this is the fault's kind and it is due.
+    pub fn strike(&self, kind: Kind) -> Option<BoxError> {
+        if self.kind != kind || !self.is_due() {
+            return None;
+        }
+        let error = match kind {
+            Kind::DiskFull => std::io::Error::from(std::io::ErrorKind::StorageFull),
+            Kind::ShortRead => std::io::Error::from(std::io::ErrorKind::UnexpectedEof),
+            _ => std::io::Error::other("injected"),
+        };
+        Some(error.into())
+    }
+
+    fn is_due(&self) -> bool {
+        let count = |left: u32| left.checked_sub(1);
+        self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(1)
+    }
+}
+
+/// A tracker whose scans fail on purpose: what it found is lost, as where the kernel fails half way.
+pub struct FaultyTracker(pub Box<dyn Tracker>, pub Fault);
+
+impl Tracker for FaultyTracker {
+    fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        if let Some(error) = self.1.strike(Kind::ScanError) {
+            self.0.drain(&mut PageSet::new(written.space_pages()))?;
+            return Err(error);
+        }
+        self.0.drain(written)
+    }
+
+    fn count(&mut self) -> Option<u64> {
+        self.0.count()
+    }
+}
+
+/// A reader that fails on purpose.
+pub struct FaultyReader(pub Arc<dyn PageReader>, pub Fault);
+
+impl PageReader for FaultyReader {
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+        match self.1.strike(Kind::ShortRead) {
+            Some(error) => Err(error),
+            None => self.0.read(ranges, dst),
         }
     }
 }
@@ -81,9 +184,17 @@ mod tests {
     #[test]
     fn faults_are_read_and_refused() {
         let fault: Fault = "kill:device-state:3".parse().unwrap();
-        assert_eq!(fault, Fault { kind: Kind::Kill, phase: Phase::DeviceState, left: 2 });
+        assert_eq!((fault.kind, fault.phase), (Kind::Kill, Some(Phase::DeviceState)));
         assert!("kill:nowhere".parse::<Fault>().unwrap_err().contains("precopy"));
-        assert!("hug".parse::<Fault>().is_err());
+        assert!("hug".parse::<Fault>().unwrap_err().contains("scan-error"));
         assert!("kill:paused:0".parse::<Fault>().is_err());
+    }
+
+    #[test]
+    fn a_fault_strikes_once_at_its_turn() {
+        let fault: Fault = "disk-full:3".parse().unwrap();
+        let struck: Vec<bool> = (0..6).map(|_| fault.clone().strike(Kind::DiskFull).is_some()).collect();
+        assert_eq!(struck, [false, false, true, false, false, false]);
+        assert!(fault.strike(Kind::ShortRead).is_none());
     }
 }

@@ -78,6 +78,11 @@ impl Machine for QemuMachine {
 }
 
 impl QemuMachine {
+    /// The VM's tracker sees discarded RAM from here on, or does not.
+    pub fn set_watches_discards(&mut self, watches_discards: bool) {
+        self.watches_discards = watches_discards;
+    }
+
     /// Ends the watchdog and returns the VM.
     pub fn into_vm(self) -> Vm {
         self.watchdog.end();

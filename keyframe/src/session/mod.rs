@@ -5,10 +5,12 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! One thread does all of it, at a raised priority while it captures and at a lowered one while it encodes; the control
+//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. The control
 //! socket's threads only hand requests over. Whatever the engine suffers, the VM outlives it.
 
 mod audit;
+mod copying;
+mod encoding;
 mod engine;
 mod faults;
 mod launch;
@@ -18,8 +20,8 @@ mod watch;
 
 pub use faults::Fault;
 
-use crate::control::{OnExit, Strategy};
-use crate::failure::Outcome;
+use crate::control::{OnExit, Strategy, TrackerKind};
+use crate::failure::{Failure, Outcome};
 use keyframe_store::Store;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -37,6 +39,10 @@ pub struct Options {
     pub on_exit: OnExit,
     /// How pages are copied.
     pub strategy: Strategy,
+    /// How dirty pages are found.
+    pub tracker: TrackerKind,
+    /// Threads that copy.
+    pub copy_threads: usize,
     /// Staging memory.
     pub staging_mib: Option<u64>,
     /// The watchdog's patience.
@@ -49,6 +55,21 @@ pub struct Options {
     pub audit: Option<PathBuf>,
     /// A fault to suffer.
     pub fault: Option<Fault>,
+}
+
+impl Options {
+    /// The tracker that the strategy needs, or an objection.
+    pub fn tracker_kind(&self) -> Result<TrackerKind, Failure> {
+        match (self.tracker, self.strategy) {
+            (TrackerKind::Auto, Strategy::Cow) => Ok(TrackerKind::Sync),
+            (TrackerKind::Auto, _) => Ok(TrackerKind::WriteProtect),
+            (TrackerKind::WriteProtect | TrackerKind::Compare, Strategy::Cow) => {
+                Err(Failure::new("copy-on-write has to answer the guest's first writes itself")
+                    .fix("use --tracker sync, or leave --tracker out"))
+            }
+            (other, _) => Ok(other),
+        }
+    }
 }
 
 /// Runs the VM of `command` under checkpoints into `store`, to its end.

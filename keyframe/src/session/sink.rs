@@ -1,16 +1,15 @@
 //! The store as the checkpoint cycle's sink.
 
+use super::faults::{Fault, Kind};
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_store::{MachineMeta, PausePhases, Run, SealRequest, Sealed, Timing};
 use keyframe_units::{Page, PageIndex};
 
-/// What the session knows of the next checkpoint beyond what the cycle captured.
+/// What the session knows of a checkpoint beyond what the cycle captured.
 #[derive(Clone, Debug, Default)]
 pub struct Label {
     /// Why it is taken.
     pub reason: &'static str,
-    /// The strategy's name.
-    pub strategy: &'static str,
     /// How late it began.
     pub backlog_ns: u64,
     /// A name for it.
@@ -21,14 +20,13 @@ pub struct Label {
 pub struct StoreSink {
     run: Run,
     machine: MachineMeta,
-    /// Set before each cycle.
-    pub label: Label,
+    fault: Option<Fault>,
 }
 
 impl StoreSink {
     /// A sink into `run`.
-    pub fn new(run: Run, machine: MachineMeta) -> Self {
-        Self { run, machine, label: Label::default() }
+    pub fn new(run: Run, machine: MachineMeta, fault: Option<Fault>) -> Self {
+        Self { run, machine, fault }
     }
 
     /// Closes the run's pack.
@@ -38,18 +36,22 @@ impl StoreSink {
 }
 
 impl Sink for StoreSink {
+    type Label = Label;
     type Sealed = Sealed;
 
     fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
+        if let Some(error) = self.fault.as_ref().and_then(|fault| fault.strike(Kind::DiskFull)) {
+            return Err(error);
+        }
         self.run.put_page(page, content)?;
         Ok(())
     }
 
-    fn seal(&mut self, captured: &Captured) -> Result<Sealed, BoxError> {
+    fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
         let t = &captured.timeline;
         let timing = Timing {
             interval_ns: t.interval_ns,
-            backlog_ns: self.label.backlog_ns,
+            backlog_ns: label.backlog_ns,
             pause_ns: t.pause_ns,
             pause: PausePhases {
                 stop: t.stop_ns,
@@ -59,18 +61,18 @@ impl Sink for StoreSink {
                 resume: t.resume_ns,
             },
             precopy_rounds: t.rounds.len() as u32,
-            strategy: self.label.strategy.into(),
+            strategy: t.strategy.into(),
             round_pages: t.rounds.iter().map(|r| r.pages).chain([t.pause_pages]).collect(),
             encode_ns: t.encode_ns,
         };
         Ok(self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,
-            reason: self.label.reason.into(),
+            reason: label.reason.into(),
             ram: captured.ram.clone(),
             machine: self.machine.clone(),
             timing,
             device_state: &captured.device_state,
-            tag: self.label.tag.as_deref(),
+            tag: label.tag.as_deref(),
         })?)
     }
 

@@ -23,20 +23,16 @@ impl Watch {
 
 impl Observer for Watch {
     fn reached(&mut self, phase: Phase) {
-        match phase {
-            Phase::Precopy => {
-                keyframe_kernel::priority::raise();
-            }
-            Phase::Encoding => keyframe_kernel::priority::lower(),
-            _ => {}
+        if phase == Phase::Precopy {
+            keyframe_kernel::priority::raise();
         }
         // Between Stopping and Resumed the guest waits: no lock that a client of the control socket may hold.
-        if matches!(phase, Phase::Precopy | Phase::Encoding | Phase::Sealed)
+        if phase == Phase::Precopy
             && let Ok(mut status) = self.status.lock()
         {
             phase.name().clone_into(&mut status.phase);
         }
-        if let Some(fault) = &mut self.fault {
+        if let Some(fault) = &self.fault {
             fault.reached(phase);
         }
     }

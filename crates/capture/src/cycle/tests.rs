@@ -2,7 +2,10 @@
 //! must equal the RAM at its pause, and the VM must run after every cycle.
 
 use super::*;
-use crate::ports::Observer;
+use crate::encoder::Encoder;
+use crate::ports::{FirstWriteHook, FirstWrites, Freezer, Observer, Sink};
+use crate::strategy::{Auto, CopyOnWrite, Fork, StopCopy, Strategy};
+use keyframe_scheduling::PrecopyPolicy;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -20,6 +23,9 @@ struct World {
     seed: u64,
     calls_until_failure: Option<u32>,
     at_pause: Option<Vec<u64>>,
+    /// Copy-on-write: whom to tell of writes, and those that wait until it was told.
+    hook: Option<FirstWriteHook>,
+    faulting: Vec<(u64, u64)>,
 }
 
 impl World {
@@ -32,8 +38,18 @@ impl World {
 
     fn write(&mut self) {
         let (page, value) = (self.random() % PAGES, self.random() % 5);
-        self.ram[page as usize] = value;
-        self.written.insert(PageIndex(page));
+        self.faulting.push((page, value));
+        if self.hook.is_none() {
+            self.land();
+        }
+    }
+
+    /// The writes that waited for the hook happen.
+    fn land(&mut self) {
+        for (page, value) in self.faulting.drain(..) {
+            self.ram[page as usize] = value;
+            self.written.insert(PageIndex(page));
+        }
     }
 
     /// Lets the guest run a little; an error where this call is the one to fail.
@@ -61,6 +77,18 @@ impl World {
 struct Vm(Arc<Mutex<World>>);
 
 impl Vm {
+    /// Tells the hook of the writes that wait, without the world's lock, as a fault handler would.
+    fn serve_faults(&self) {
+        let (hook, faulting) = {
+            let world = self.world();
+            (world.hook.clone(), world.faulting.clone())
+        };
+        if let Some(hook) = hook {
+            faulting.iter().for_each(|(page, _)| hook(PageRange::new(PageIndex(*page), 1)));
+        }
+        self.world().land();
+    }
+
     fn world(&self) -> MutexGuard<'_, World> {
         self.0.lock().unwrap()
     }
@@ -147,6 +175,34 @@ impl Observer for Vm {
     }
 }
 
+/// Tells first writes while a hook is set.
+impl FirstWrites for Vm {
+    fn set_hook(&self, hook: Option<FirstWriteHook>) {
+        self.serve_faults();
+        self.world().hook = hook;
+    }
+}
+
+/// A copy of all RAM stands for the frozen child.
+struct Child(Vm, Vec<u64>);
+impl Freezer for Vm {
+    fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
+        self.world().call("fork")?;
+        let ram = self.world().ram.clone();
+        Ok(Box::new(Child(self.clone(), ram)))
+    }
+}
+impl PageReader for Child {
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+        self.0.world().call("read the child")?;
+        for (page, cell) in ranges.iter().flat_map(|r| r.iter()).zip(dst.chunks_exact_mut(PAGE_BYTES)) {
+            cell.fill(0);
+            cell[..8].copy_from_slice(&self.1[page.0 as usize].to_le_bytes());
+        }
+        Ok(())
+    }
+}
+
 /// A store of one image.
 struct Image {
     vm: Vm,
@@ -155,6 +211,7 @@ struct Image {
 }
 
 impl Sink for Image {
+    type Label = Vec<u64>;
     type Sealed = ();
     fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
         assert!(self.vm.world().running, "the sink was used while the VM was paused");
@@ -162,7 +219,7 @@ impl Sink for Image {
         self.put.insert(page.0, u64::from_le_bytes(content[..8].try_into().unwrap()));
         Ok(())
     }
-    fn seal(&mut self, captured: &Captured) -> Result<(), BoxError> {
+    fn seal(&mut self, captured: &Captured, _: Vec<u64>) -> Result<(), BoxError> {
         self.vm.world().call("seal")?;
         assert_eq!(captured.dirty_pages, self.put.len() as u64);
         self.sealed.append(&mut self.put);
@@ -173,76 +230,146 @@ impl Sink for Image {
     }
 }
 
-fn world(seed: u64, writes_per_call: u64) -> Vm {
-    let mut written = PageSet::new(PAGES);
-    written.insert_range(PageRange::new(PageIndex(0), PAGES));
-    Vm(Arc::new(Mutex::new(World {
-        ram: (0..PAGES).map(|p| p % 3).collect(),
-        written,
-        running: true,
-        resumed_by_other: false,
-        writes_per_call,
-        seed: seed | 1,
-        calls_until_failure: None,
-        at_pause: None,
-    })))
+/// A queue before the encoder, which works when it is told to.
+#[derive(Default)]
+struct Queue(VecDeque<Message<Vec<u64>>>);
+impl Outlet<Vec<u64>> for Queue {
+    fn send(&mut self, message: Message<Vec<u64>>) -> Result<(), BoxError> {
+        self.0.push_back(message);
+        Ok(())
+    }
 }
 
-fn policy(rounds_max: u32) -> PrecopyPolicy {
-    PrecopyPolicy { target_pages: 2, rounds_max, converging_percent: 90 }
+struct Bench {
+    vm: Vm,
+    cycle: Cycle,
+    queue: Queue,
+    encoder: Encoder<Image>,
+    /// RAM at the pause of each capture in flight.
+    expected: BTreeMap<u64, Vec<u64>>,
+}
+
+impl Bench {
+    fn new(seed: u64, writes_per_call: u64) -> Self {
+        let mut written = PageSet::new(PAGES);
+        written.insert_range(PageRange::new(PageIndex(0), PAGES));
+        let vm = Vm(Arc::new(Mutex::new(World {
+            ram: (0..PAGES).map(|p| p % 3).collect(),
+            written,
+            running: true,
+            resumed_by_other: false,
+            writes_per_call,
+            seed: seed | 1,
+            calls_until_failure: None,
+            at_pause: None,
+            hook: None,
+            faulting: Vec::new(),
+        })));
+        let pool = Pool::new(1);
+        let cycle = Cycle::new(Vm::layout(), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
+        let image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new() };
+        let encoder = Encoder::new(image, PAGES, Box::new(|_| {}));
+        Self { vm, cycle, queue: Queue::default(), encoder, expected: BTreeMap::new() }
+    }
+
+    fn capture(&mut self, strategy: &mut dyn Strategy) -> Result<u64, CycleError> {
+        self.vm.world().at_pause = None;
+        let (mut machine, mut observer) = (self.vm.clone(), self.vm.clone());
+        let captured = self.cycle.capture(&mut machine, &mut observer, strategy, &mut self.queue, Vec::new());
+        self.vm.serve_faults();
+        assert!(self.vm.world().hook.is_none(), "the guest's writes are still held up");
+        if let Ok(seq) = captured {
+            self.expected.insert(seq, self.vm.world().at_pause.take().unwrap());
+        }
+        captured
+    }
+
+    /// Lets the encoder work off `messages` of its queue; how many checkpoints were sealed and lost.
+    fn encode(&mut self, messages: usize) -> (usize, usize) {
+        let mut counts = (0, 0);
+        for _ in 0..messages {
+            let Some(message) = self.queue.0.pop_front() else { break };
+            let Some(report) = self.encoder.handle(message) else { continue };
+            match self.cycle.settle(report) {
+                Settled::Sealed { seq, .. } => {
+                    let expected = self.expected.remove(&seq).unwrap();
+                    let image: Vec<u64> = (0..PAGES).map(|p| self.encoder.image().sealed[&p]).collect();
+                    assert_eq!(image, expected, "checkpoint {seq}");
+                    counts.0 += 1;
+                }
+                Settled::Failed { lost, .. } => {
+                    for seq in &lost {
+                        self.expected.remove(seq).unwrap();
+                    }
+                    counts.1 += lost.len().max(1);
+                }
+                Settled::Stale => {}
+            }
+        }
+        counts
+    }
+}
+
+fn strategies(vm: &Vm, rounds_max: u32) -> [Box<dyn Strategy>; 5] {
+    let policy = PrecopyPolicy { target_pages: 2, rounds_max, converging_percent: 90 };
+    [
+        Box::new(Precopy { policy }),
+        Box::new(StopCopy),
+        Box::new(CopyOnWrite::new(Arc::new(vm.clone()))),
+        Box::new(Fork::new(Box::new(vm.clone()))),
+        Box::new(Auto::default()),
+    ]
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
+    /// Captures, failures of any call, and an encoder that lags behind by any number of messages.
     #[test]
     fn every_sealed_checkpoint_is_the_ram_at_its_pause(
         seed in any::<u64>(),
         writes in 0u64..4,
-        cycles in prop::collection::vec((prop::option::of(0u32..160), 0u32..5, prop::bool::weighted(0.1)), 1..12),
+        steps in prop::collection::vec(
+            (prop::option::of(0u32..160), 0u32..5, 0usize..5, 0usize..6, prop::bool::weighted(0.1)), 1..14),
     ) {
-        let vm = world(seed, writes);
-        let limits = Limits { staging_pages: 16 };
-        let mut cycle = Cycle::new(Vm::layout(), vm.clone(), Arc::new(vm.clone()), limits).unwrap();
-        let mut image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new() };
-        for (failure, rounds, other) in cycles {
-            vm.world().calls_until_failure = failure;
-            vm.world().resumed_by_other = other;
-            let result = cycle.take(&mut vm.clone(), &mut image, &mut vm.clone(), &policy(rounds));
-            vm.world().calls_until_failure = None;
-            prop_assert!(vm.world().running, "the VM stands still after {:?}", result);
-            if result.is_ok() {
-                prop_assert!(!other, "a torn checkpoint was sealed");
-                let expected = vm.world().at_pause.take().unwrap();
-                let image: Vec<u64> = (0..PAGES).map(|p| image.sealed[&p]).collect();
-                prop_assert_eq!(image, expected);
-            }
-            vm.world().resumed_by_other = false;
+        let mut bench = Bench::new(seed, writes);
+        for (failure, rounds, which, encoded, other) in steps {
+            bench.vm.world().calls_until_failure = failure;
+            bench.vm.world().resumed_by_other = other;
+            let mut strategies = strategies(&bench.vm, rounds);
+            let captured = bench.capture(&mut *strategies[which]);
+            prop_assert!(bench.vm.world().running, "the VM stands still after {:?}", captured);
+            prop_assert!(!(other && captured.is_ok()), "a torn checkpoint was captured");
+            bench.encode(encoded);
+            bench.vm.world().calls_until_failure = None;
+            bench.vm.world().resumed_by_other = false;
         }
+        bench.encode(usize::MAX);
+        let free = bench.cycle.pool().free_pages();
+        prop_assert_eq!(free, bench.cycle.pool().capacity_pages(), "memory was lost");
+        bench.capture(&mut StopCopy).unwrap();
+        prop_assert_eq!(bench.encode(usize::MAX), (1, 0));
     }
 }
 
 #[test]
 fn a_failure_at_each_single_call_loses_nothing() {
     let mut failures = 0;
-    for call in 0..400 {
-        let vm = world(7, 1);
-        let limits = Limits { staging_pages: 16 };
-        let mut cycle = Cycle::new(Vm::layout(), vm.clone(), Arc::new(vm.clone()), limits).unwrap();
-        let mut image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new() };
-        vm.world().calls_until_failure = Some(call);
-        let failed = (0..3)
-            .filter(|_| cycle.take(&mut vm.clone(), &mut image, &mut vm.clone(), &policy(3)).is_err())
-            .count();
-        failures += failed;
-        assert!(vm.world().running);
-        vm.world().calls_until_failure = None;
-        cycle.take(&mut vm.clone(), &mut image, &mut vm.clone(), &policy(3)).unwrap();
-        let expected = vm.world().at_pause.take().unwrap();
-        assert_eq!(
-            (0..PAGES).map(|p| image.sealed[&p]).collect::<Vec<_>>(),
-            expected,
-            "after call {call} failed"
-        );
+    for (call, which) in (0..300).flat_map(|call| (0..5).map(move |which| (call, which))) {
+        let mut bench = Bench::new(7, 1);
+        let mut strategies = strategies(&bench.vm, 3);
+        bench.vm.world().calls_until_failure = Some(call);
+        for _ in 0..4 {
+            failures += usize::from(bench.capture(&mut *strategies[which]).is_err());
+            // The encoder is one checkpoint behind.
+            if bench.cycle.in_flight() > 1 {
+                failures += bench.encode(2).1;
+            }
+        }
+        failures += bench.encode(usize::MAX).1;
+        assert!(bench.vm.world().running);
+        bench.vm.world().calls_until_failure = None;
+        bench.capture(&mut *strategies[which]).unwrap();
+        assert_eq!(bench.encode(usize::MAX), (1, 0), "after call {call} failed, strategy {which}");
     }
-    assert!(failures > 300, "only {failures} of the injected failures were met");
+    assert!(failures > 1000, "only {failures} of the injected failures were met");
 }

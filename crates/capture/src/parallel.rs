@@ -1,0 +1,106 @@
+//! Copying with several threads (Schötterl-Glausch 2018, parallel copy): a reader over a reader.
+
+use crate::ports::{BoxError, PageReader};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// Fewer pages are copied by the caller alone: waking threads costs what copying these does.
+const PART_PAGES_MIN: u64 = 256;
+
+/// Splits what is to be read among threads of its own.
+pub struct ParallelReader {
+    inner: Arc<dyn PageReader>,
+    threads: rayon::ThreadPool,
+}
+
+impl ParallelReader {
+    /// Reads through `inner` with `threads` threads.
+    pub fn new(inner: Arc<dyn PageReader>, threads: usize) -> Result<Self, BoxError> {
+        let threads = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|n| format!("copy-{n}"))
+            .build()?;
+        Ok(Self { inner, threads })
+    }
+}
+
+impl PageReader for ParallelReader {
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+        let pages: u64 = ranges.iter().map(|r| r.len_pages).sum();
+        let threads = self.threads.current_num_threads() as u64;
+        let part_pages = pages.div_ceil(threads).max(PART_PAGES_MIN);
+        if part_pages >= pages || dst.len() as u64 != pages * PAGE_BYTES as u64 {
+            return self.inner.read(ranges, dst);
+        }
+        let parts = cut(ranges, part_pages);
+        let cells: Vec<&mut [u8]> = dst.chunks_mut(part_pages as usize * PAGE_BYTES).collect();
+        self.threads.install(|| {
+            parts.into_par_iter().zip(cells).try_for_each(|(part, cell)| self.inner.read(&part, cell))
+        })
+    }
+}
+
+/// Cuts `ranges` into parts of `part_pages` pages, the last one shorter.
+fn cut(ranges: &[PageRange], part_pages: u64) -> Vec<Vec<PageRange>> {
+    let mut parts = vec![Vec::new()];
+    let mut room = part_pages;
+    for range in ranges {
+        let mut left = *range;
+        while left.len_pages > 0 {
+            if room == 0 {
+                parts.push(Vec::new());
+                room = part_pages;
+            }
+            let taken = left.len_pages.min(room);
+            if let Some(part) = parts.last_mut() {
+                part.push(PageRange::new(left.first, taken));
+            }
+            room -= taken;
+            left = PageRange::new(PageIndex(left.first.0 + taken), left.len_pages - taken);
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    struct Numbered;
+    impl PageReader for Numbered {
+        fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+            let pages = ranges.iter().flat_map(|r| r.iter());
+            let mut cells = dst.chunks_exact_mut(PAGE_BYTES);
+            for page in pages {
+                if page.0 == 666 {
+                    return Err("page 666".into());
+                }
+                cells.next().ok_or("short")?[..8].copy_from_slice(&page.0.to_le_bytes());
+            }
+            if cells.next().is_some() { Err("long".into()) } else { Ok(()) }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn every_page_lands_in_its_place(ranges in prop::collection::vec((0u64..100_000, 0u64..900), 0..12), threads in 1usize..5) {
+            let ranges: Vec<_> = ranges.into_iter().map(|(at, len)| PageRange::new(PageIndex(1000 + at), len)).collect();
+            let pages: Vec<u64> = ranges.iter().flat_map(|r| r.iter()).map(|p| p.0).collect();
+            let mut dst = vec![0; pages.len() * PAGE_BYTES];
+            ParallelReader::new(Arc::new(Numbered), threads).unwrap().read(&ranges, &mut dst).unwrap();
+            for (page, cell) in pages.iter().zip(dst.chunks_exact(PAGE_BYTES)) {
+                prop_assert_eq!(cell[..8].to_vec(), page.to_le_bytes().to_vec());
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_of_one_thread_is_the_error() {
+        let reader = ParallelReader::new(Arc::new(Numbered), 3).unwrap();
+        let mut dst = vec![0; 3000 * PAGE_BYTES];
+        assert!(reader.read(&[PageRange::new(PageIndex(0), 3000)], &mut dst).is_err());
+    }
+}

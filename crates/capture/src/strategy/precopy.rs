@@ -1,0 +1,32 @@
+//! Pre-copy: rounds of scan and copy while the guest runs, until so few pages are left that the pause is cheap. When rounds
+//! end is `keyframe-scheduling`'s policy.
+
+use super::{Hands, Strategy};
+use crate::cycle::CycleError;
+use keyframe_scheduling::{Decision, PrecopyPolicy};
+
+/// Copies most pages before the pause.
+#[derive(Debug, Default)]
+pub struct Precopy {
+    /// When rounds end.
+    pub policy: PrecopyPolicy,
+}
+
+impl Strategy for Precopy {
+    fn name(&self) -> &'static str {
+        "precopy"
+    }
+
+    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
+        while self.policy.decide(&hands.timeline.rounds) == Decision::Again {
+            hands.round()?;
+        }
+        let last = hands.timeline.rounds.last().map_or(0, |round| round.pages);
+        hands.prepare_memory(last.saturating_mul(2).saturating_add(4096))
+    }
+
+    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
+        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
+        hands.stage_in_pause(&set)
+    }
+}

@@ -1,0 +1,126 @@
+//! The strategies and the tracker of a session: which there are on this VM, and why not the others.
+
+use super::Options;
+use super::faults::{Fault, FaultyReader, FaultyTracker};
+use crate::control::{Strategy as Name, TrackerKind};
+use crate::failure::{Failure, chain};
+use keyframe_capture::compare::CompareTracker;
+use keyframe_capture::parallel::ParallelReader;
+use keyframe_capture::ram::{GuestRam, ProcessPages, WriteProtectTracker};
+use keyframe_capture::strategy::{Auto, Precopy, StopCopy, Strategy};
+use keyframe_capture::{Cycle, PageReader, Pool, Tracker};
+use keyframe_kernel::Process;
+use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::memory::GuestReader;
+use keyframe_kernel::track::WriteTracker;
+use keyframe_qemu::Vm;
+use keyframe_units::{PAGE_BYTES, RamLayout};
+use std::sync::Arc;
+
+/// A VM that is tracked, and how its pages can be copied.
+pub struct Copying {
+    /// The capture.
+    pub cycle: Cycle,
+    /// The ways to copy.
+    pub strategies: Strategies,
+    /// The RAM blocks.
+    pub layout: RamLayout,
+    /// Whether discarded RAM is found.
+    pub watches_discards: bool,
+}
+
+impl Copying {
+    /// Finds the RAM of `vm` and begins to track it. `watches_discards`: it has devices that discard RAM.
+    pub fn start(vm: &mut Vm, options: &Options, watches_discards: bool) -> Result<Self, Failure> {
+        let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
+        let hosts = blocks.iter().map(|b| b.host).collect();
+        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())
+            .map_err(|e| Failure::new(format!("QEMU's list of RAM blocks: {e}")))?;
+        let ram = Arc::new(GuestRam::new(layout.clone(), hosts));
+        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
+        let memory = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
+        let plain: Arc<dyn PageReader> = Arc::new(ProcessPages::new(Arc::clone(&ram), Arc::clone(&memory)));
+        let parallel: Arc<dyn PageReader> = match options.copy_threads {
+            0 | 1 => plain,
+            threads => Arc::new(
+                ParallelReader::new(plain, threads)
+                    .map_err(|e| Failure::new(format!("start {threads} copying threads: {e}")))?,
+            ),
+        };
+        let reader = faulty(parallel, options.fault.as_ref());
+        let tracker: Box<dyn Tracker> = match options.tracker_kind()? {
+            TrackerKind::Compare => {
+                let key = random_key()?;
+                Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
+            }
+            TrackerKind::Sync => return Err(Failure::new("--tracker sync is not there yet")),
+            TrackerKind::WriteProtect | TrackerKind::Auto => {
+                let attached = inject_userfaultfd(&process).map_err(|e| Failure::kernel(&e))?;
+                let mut tracker =
+                    WriteTracker::new(&process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
+                tracker.set_watch_discards(watches_discards);
+                Box::new(WriteProtectTracker::new(ram, memory, tracker).map_err(|e| Failure::kernel(&e))?)
+            }
+        };
+        let tracker = match &options.fault {
+            Some(fault) => Box::new(FaultyTracker(tracker, fault.clone())),
+            None => tracker,
+        };
+        let pool = Pool::new(staging_pages(options, &layout));
+        let cycle = Cycle::new(layout.clone(), tracker, reader, pool);
+        let strategies =
+            Strategies { auto: Auto::default(), precopy: Precopy::default(), stop_copy: StopCopy };
+        Ok(Self { cycle, strategies, layout, watches_discards })
+    }
+}
+
+/// The ways to copy that this VM allows.
+pub struct Strategies {
+    auto: Auto,
+    precopy: Precopy,
+    stop_copy: StopCopy,
+}
+
+impl Strategies {
+    /// The one of that name, or why it cannot be.
+    pub fn get(&mut self, name: Name) -> Result<&mut dyn Strategy, Failure> {
+        Ok(match name {
+            Name::Auto => &mut self.auto,
+            Name::Precopy => &mut self.precopy,
+            Name::StopCopy => &mut self.stop_copy,
+            Name::Cow | Name::Fork => return Err(Failure::new("this strategy is not there yet")),
+        })
+    }
+}
+
+fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageReader> {
+    match fault {
+        Some(fault) => Arc::new(FaultyReader(reader, fault.clone())),
+        None => reader,
+    }
+}
+
+/// Memory for copied pages: as large as RAM where that is at most a quarter of what is free.
+fn staging_pages(options: &Options, layout: &RamLayout) -> u64 {
+    const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+    match options.staging_mib {
+        Some(mib) => mib.saturating_mul(MIB_PAGES),
+        None => layout.len_pages().min(available_memory_bytes() / 4 / PAGE_BYTES as u64).max(64 * MIB_PAGES),
+    }
+}
+
+fn available_memory_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    text.lines()
+        .find_map(|l| l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .map_or(1 << 30, |kib| kib.saturating_mul(1024))
+}
+
+fn random_key() -> Result<[u8; 32], Failure> {
+    use std::io::Read;
+    let mut key = [0; 32];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut key))
+        .map_err(|e| Failure::new(format!("read /dev/urandom: {}", chain(&e))))?;
+    Ok(key)
+}
