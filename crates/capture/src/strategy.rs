@@ -151,18 +151,13 @@ impl Hands<'_> {
         Ok(set)
     }
 
-    /// Makes memory ready for a pause that copies `pages` more; where it is short, waits for the encoder.
+    /// Makes memory ready for a pause that copies `pages` more; where it is short, waits for the encoder. Where that does not
+    /// come around the pause is tried all the same: it may need less than was expected.
     pub fn prepare_memory(&mut self, pages: u64) -> Result<(), CycleError> {
-        let pages = pages.min(self.pool.capacity_pages() / 2);
+        let pages = pages.min(self.pool.capacity_pages());
         if self.parcel.room_pages() < pages {
             self.hand_over()?;
-            if !self.pool.wait_free(pages, MEMORY_TIMEOUT) {
-                return Err(CycleError::Staging(StagingError::Full {
-                    needed_pages: pages,
-                    free_pages: self.pool.free_pages(),
-                    capacity_pages: self.pool.capacity_pages(),
-                }));
-            }
+            self.pool.wait_free(pages, MEMORY_TIMEOUT);
         }
         Ok(self.pool.reserve(pages).map_err(StagingError::Memory)?)
     }
