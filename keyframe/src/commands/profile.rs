@@ -33,18 +33,18 @@ pub struct ProfileCommand {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     samples: Option<u32>,
     /// Start the VM with each of these numbers of vCPUs in turn (-smp is replaced)
-    #[arg(long, value_name = "N,N", value_delimiter = ',', requires = "command",
+    #[arg(long, value_name = "N,N", value_delimiter = ',', conflicts_with = "pid",
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     vcpus: Vec<u32>,
     /// Measure this long after the VM's start, or after --when [default: 5s; with --when 0s]
-    #[arg(long, value_name = "TIME", requires = "command", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", conflicts_with = "pid", value_parser = humantime::parse_duration)]
     settle: Option<Duration>,
     /// Measure once the guest's console (on standard output) has shown TEXT
-    #[arg(long, value_name = "TEXT", requires = "command",
+    #[arg(long, value_name = "TEXT", conflicts_with = "pid",
           value_parser = clap::builder::NonEmptyStringValueParser::new())]
     when: Option<String>,
     /// QMP socket of the running QEMU
-    #[arg(long, value_name = "SOCKET", requires = "pid")]
+    #[arg(long, value_name = "SOCKET", conflicts_with = "command")]
     qmp: Option<PathBuf>,
     /// Write the figures as CSV
     #[arg(long, value_name = "FILE")]
