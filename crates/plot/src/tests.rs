@@ -2,7 +2,10 @@
 
 use super::*;
 
-fn figure(scale: Scale, series: &[(&str, &[(f64, f64, Option<f64>)])]) -> Figure {
+/// x, y, deviation.
+type Xyd = (f64, f64, Option<f64>);
+
+fn figure(scale: Scale, series: &[(&str, &[Xyd])]) -> Figure {
     let series = series
         .iter()
         .map(|(name, points)| Series {
@@ -22,9 +25,8 @@ fn figure(scale: Scale, series: &[(&str, &[(f64, f64, Option<f64>)])]) -> Figure
     Figure { title: "a figure".into(), charts: vec![chart.clone(), chart] }
 }
 
-const A: &[(f64, f64, Option<f64>)] =
-    &[(10.0, 200.0, Some(20.0)), (100.0, 1900.0, Some(90.0)), (1000.0, 2100.0, None)];
-const B: &[(f64, f64, Option<f64>)] = &[(10.0, 20.0, Some(200.0)), (1000.0, 40.0, Some(0.0))];
+const A: &[Xyd] = &[(10.0, 200.0, Some(20.0)), (100.0, 1900.0, Some(90.0)), (1000.0, 2100.0, None)];
+const B: &[Xyd] = &[(10.0, 20.0, Some(200.0)), (1000.0, 40.0, Some(0.0))];
 
 #[test]
 fn an_svg_names_all_series_and_escapes_text() {
@@ -52,7 +54,7 @@ fn a_png_can_be_decoded_and_is_not_empty() {
 
 #[test]
 fn values_that_cannot_be_drawn_are_left_out_without_harm() {
-    let odd: &[(f64, f64, Option<f64>)] = &[
+    let odd: &[Xyd] = &[
         (0.0, 1.0, None),
         (-1.0, 2.0, None),
         (10.0, f64::NAN, Some(f64::NAN)),

@@ -63,12 +63,11 @@ fn header(bytes: &[u8]) -> Result<Option<u64>, &'static str> {
 fn record(bytes: &[u8]) -> Result<Option<u64>, &'static str> {
     match word(bytes, 8) {
         Some(kept) if kept > PACKET_BYTES_MAX => Err("a record is longer than any packet"),
-        Some(0) => Ok(None),
+        Some(0) | None => Ok(None),
         Some(kept) => {
             let len = RECORD_BYTES + u64::from(kept);
             Ok((bytes.len() as u64 >= len).then_some(len))
         }
-        None => Ok(None),
     }
 }
 

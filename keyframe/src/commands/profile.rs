@@ -69,41 +69,16 @@ pub struct ProfileCommand {
 impl ProfileCommand {
     /// Measures, prints, writes.
     pub fn run(self) -> Outcome {
-        // Before a minute is spent on it.
-        if let Some(path) = &self.plot {
-            keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
-        }
-        for path in [&self.csv, &self.plot].into_iter().flatten() {
-            writable(path)?;
-        }
-        let (title, subject) = match self.pid {
-            Some(pid) => (format!("process {pid}"), Subject::Running { pid, qmp: self.qmp }),
-            None => {
-                let settle = if self.when.is_some() { Duration::ZERO } else { Duration::from_secs(5) };
-                let settle = self.settle.unwrap_or(settle);
-                let start = Start { when: self.when, settle, quiet_stdout: self.json };
-                let program = self.command.first().map(|w| w.to_string_lossy().into_owned());
-                let subject = Subject::Launched { command: self.command, vcpus: self.vcpus, start };
-                (program.unwrap_or_default(), subject)
-            }
-        };
+        self.check_files()?;
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
         if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent} % {eta}") {
             bar.set_style(style);
         }
-        let profile =
-            profile::measure(subject, &Options { ladder: self.epochs, samples: self.samples }, &bar);
+        let options = Options { ladder: self.epochs.clone(), samples: self.samples };
+        let measured = profile::measure(self.subject(), &options, &bar);
         bar.finish_and_clear();
-        let profile = profile?;
-        if let Some(path) = &self.csv {
-            std::fs::write(path, keyframe_profile::csv(&profile.curves))
-                .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))?;
-        }
-        if let Some(path) = &self.plot {
-            let figure =
-                keyframe_profile::figure(&format!("What {title} writes in an epoch"), &profile.curves);
-            figure.write(path).map_err(|e| Failure::new(chain(&e)))?;
-        }
+        let profile = measured?;
+        self.write_files(&profile)?;
         if self.json {
             output::json(&profile)?;
         } else {
@@ -114,6 +89,43 @@ impl ProfileCommand {
         }
         eprintln!("keyframe: the measuring ended early; these are the epochs that were over by then");
         Ok(WARNED)
+    }
+
+    /// Fails before a minute is spent on what could not be written then.
+    fn check_files(&self) -> Result<(), Failure> {
+        if let Some(path) = &self.plot {
+            keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
+        }
+        [&self.csv, &self.plot].into_iter().flatten().try_for_each(|path| writable(path))
+    }
+
+    fn subject(&self) -> Subject {
+        if let Some(pid) = self.pid {
+            return Subject::Running { pid, qmp: self.qmp.clone() };
+        }
+        let settle = if self.when.is_some() { Duration::ZERO } else { Duration::from_secs(5) };
+        let start =
+            Start { when: self.when.clone(), settle: self.settle.unwrap_or(settle), quiet_stdout: self.json };
+        Subject::Launched { command: self.command.clone(), vcpus: self.vcpus.clone(), start }
+    }
+
+    fn write_files(&self, profile: &Profile) -> Result<(), Failure> {
+        if let Some(path) = &self.csv {
+            std::fs::write(path, keyframe_profile::csv(&profile.curves))
+                .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))?;
+        }
+        if let Some(path) = &self.plot {
+            let who = match (self.pid, self.command.first()) {
+                (None, Some(program)) => {
+                    Path::new(program).file_name().unwrap_or(program).to_string_lossy().into()
+                }
+                (pid, _) => format!("process {}", pid.unwrap_or_default()),
+            };
+            let title = format!("What {who} writes, by the length of the epoch");
+            let figure = keyframe_profile::figure(&title, &profile.curves);
+            figure.write(path).map_err(|e| Failure::new(chain(&e)))?;
+        }
+        Ok(())
     }
 }
 
