@@ -65,6 +65,9 @@ pub struct DirtyPageSet {
     pub epoch_ns: u64,
     /// Pages written in it, on average.
     pub pages: f64,
+    /// False where the epochs of one length differ so much that the growth of their means says little: the standard
+    /// error of one of these means is more than the growth that counts as none. More samples help.
+    pub certain: bool,
 }
 
 /// What one VM writes.
@@ -121,8 +124,18 @@ fn growth_percent(before: &Row, after: &Row) -> Option<f64> {
 fn dirty_page_set(rows: &[Row]) -> Option<DirtyPageSet> {
     let flat = |row: &&Row| row.growth_percent.is_some_and(|g| g < PLATEAU_PERCENT);
     let flat_steps = rows.iter().rev().take_while(flat).count();
-    let first = rows.get(rows.len().checked_sub(flat_steps + 1)?)?;
-    (flat_steps > 0).then_some(DirtyPageSet { epoch_ns: first.epoch_ns, pages: first.pages.mean })
+    let plateau = rows.get(rows.len().checked_sub(flat_steps + 1)?..)?;
+    let first = plateau.first().filter(|_| flat_steps > 0)?;
+    let certain = plateau.iter().all(|r| standard_error_percent(r) <= PLATEAU_PERCENT);
+    Some(DirtyPageSet { epoch_ns: first.epoch_ns, pages: first.pages.mean, certain })
+}
+
+/// How far the mean of the pages may be off, in percent of it; of a single epoch nobody knows.
+fn standard_error_percent(row: &Row) -> f64 {
+    if row.samples < 2 || row.pages.mean <= 0.0 {
+        return f64::INFINITY;
+    }
+    row.pages.deviation / (row.samples as f64).sqrt() / row.pages.mean * 100.0
 }
 
 #[cfg(test)]
@@ -169,6 +182,14 @@ mod tests {
         assert_eq!(found(&[(10, 0), (20, 5), (50, 5)]), Some((20, 5.0)));
         assert_eq!(found(&[(10, 200)]), None);
         assert_eq!(found(&[]), None);
+    }
+
+    #[test]
+    fn a_plateau_in_the_noise_is_called_uncertain() {
+        let certain = |points: &[(u64, u64)]| curve(points).dirty_page_set.map(|s| s.certain);
+        assert_eq!(certain(&[(10, 100), (10, 102), (20, 101), (20, 102)]), Some(true));
+        assert_eq!(certain(&[(10, 20), (10, 255), (20, 103), (20, 160)]), Some(false));
+        assert_eq!(certain(&[(10, 100), (20, 100)]), Some(false), "single epochs");
     }
 
     #[test]

@@ -182,10 +182,11 @@ fn verdict(curve: &Curve) -> String {
     };
     match (curve.dirty_page_set, last.growth_percent) {
         (Some(set), _) => format!(
-            "dirty page set{who}: {} pages ({}), reached in epochs of {}; longer ones grow by less than {PLATEAU_PERCENT} % per doubling",
+            "dirty page set{who}: {} pages ({}), reached in epochs of {}; longer ones grow by less than {PLATEAU_PERCENT} % per doubling{}",
             round(set.pages),
             output::bytes((set.pages * 4096.0) as u64),
-            length(set.epoch_ns)
+            length(set.epoch_ns),
+            if set.certain { "" } else { " (uncertain: epochs differ much; take more --samples)" }
         ),
         (None, Some(growth)) => {
             format!(

@@ -137,17 +137,11 @@ impl Run<'_> {
         for number in &numbers {
             let line = number.map_or_else(|| command.to_vec(), |n| command_line::with_vcpus(command, n));
             let (mut target, console) = Target::launch(line, *number, start)?;
-            let measured = self.settle(&mut target, &console, start);
-            match measured {
-                Ok(true) => self.target(target, numbers.len() as u32)?,
-                Ok(false) => {
-                    target.end();
-                    self.profile.complete = false;
-                }
-                Err(failure) => {
-                    target.end();
-                    return Err(failure);
-                }
+            if self.settle(&mut target, &console, start)? {
+                self.target(target, numbers.len() as u32)?;
+            } else {
+                drop(target);
+                self.profile.complete = false;
             }
             console.finish();
             if self.interrupted.load(Ordering::Relaxed) {
@@ -210,7 +204,7 @@ impl Run<'_> {
         self.profile.notes.append(&mut target.notes);
         self.profile.ram_bytes = target.ram_bytes();
         let vcpus = target.vcpus;
-        target.end();
+        drop(target);
         let (epochs, complete) = measured?;
         self.profile.complete &= complete;
         self.profile.curves.push(Curve::new(vcpus, &epochs));

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 /// How long a monitor may take to greet.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A VM whose RAM is known.
+/// A VM whose RAM is known. Dropping it ends a VM that was launched, and leaves another one alone.
 pub struct Target {
     /// QEMU.
     pub process: Process,
@@ -38,8 +38,22 @@ enum Access {
     Outside,
     /// By a monitor of the user's.
     Monitor(Box<Qmp>),
-    /// It was launched here, with its sockets in a directory of its own.
-    Launched(Box<Vm>, #[allow(dead_code, reason = "removes the directory when dropped")] TempDir),
+    /// It was launched here.
+    Launched(Box<Launched>),
+}
+
+/// A VM that was launched here, with its sockets in a directory of its own. Dropping it ends it.
+struct Launched {
+    vm: Vm,
+    _dir: TempDir,
+}
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        if let Err(e) = self.vm.kill() {
+            eprintln!("keyframe: warning: {}", Failure::qemu(&e));
+        }
+    }
 }
 
 impl Target {
@@ -86,22 +100,15 @@ impl Target {
             .tempdir()
             .map_err(|e| Failure::new(format!("make a directory for QEMU's monitors: {e}")))?;
         let options = LaunchOptions { run_dir: dir.path().into() };
-        let (vm, console) = console::around(start.when.as_deref(), start.quiet_stdout, || {
-            Vm::launch(invocation, &options).map_err(|e| Failure::qemu(&e))
+        let (mut launched, console) = console::around(start.when.as_deref(), start.quiet_stdout, || {
+            let vm = Vm::launch(invocation, &options).map_err(|e| Failure::qemu(&e))?;
+            Ok(Box::new(Launched { vm, _dir: dir }))
         })?;
-        let mut vm = vm;
-        match Self::prepare(&mut vm, vcpus, starts_paused) {
-            Ok(Prepared { process, ranges, vcpus, watch_discards, notes }) => {
-                let access = Access::Launched(Box::new(vm), dir);
-                let target = Self { process, ranges, vcpus: Some(vcpus), watch_discards, notes, access };
-                Ok((target.noting_a_pause()?, console))
-            }
-            Err(failure) => {
-                // The guest has hardly run: nothing is lost by ending it.
-                let _ = vm.kill();
-                Err(failure)
-            }
-        }
+        let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;
+        let Prepared { process, ranges, vcpus, watch_discards, notes } = prepared;
+        let access = Access::Launched(launched);
+        let target = Self { process, ranges, vcpus: Some(vcpus), watch_discards, notes, access };
+        Ok((target.noting_a_pause()?, console))
     }
 
     fn prepare(vm: &mut Vm, asked: Option<u32>, starts_paused: bool) -> Result<Prepared, Failure> {
@@ -128,7 +135,7 @@ impl Target {
         match &mut self.access {
             Access::Outside => None,
             Access::Monitor(qmp) => Some(qmp),
-            Access::Launched(vm, _) => Some(vm.qmp()),
+            Access::Launched(launched) => Some(launched.vm.qmp()),
         }
     }
 
@@ -165,15 +172,6 @@ impl Target {
             std::thread::sleep(Duration::from_millis(5));
         }
         true
-    }
-
-    /// Ends a VM that was launched; leaves another one alone.
-    pub fn end(self) {
-        if let Access::Launched(mut vm, _dir) = self.access
-            && let Err(e) = vm.kill()
-        {
-            eprintln!("keyframe: warning: {}", Failure::qemu(&e));
-        }
     }
 
     fn noting_a_pause(mut self) -> Result<Self, Failure> {
