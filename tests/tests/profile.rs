@@ -162,6 +162,7 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         let args =
             ["profile", "--json", "--epochs", "10ms", "--samples", "100000", "--qmp", &socket_text, &pid];
         let mut run = Process::start(bench.command(&args));
+        // Its connection, and its dump.
         let begun = vm.wait_until(60, |v| (open_files(v) > descriptors + 1).then_some(()));
         assert!(begun.is_some(), "no packets are dumped; {}", run.report());
         std::thread::sleep(Duration::from_millis(500));
@@ -169,6 +170,16 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         assert_eq!(run.wait().code(), Some(3), "{}", run.report());
         let found: Value = serde_json::from_str(&run.lines().join("\n")).unwrap();
         assert!(found["complete"] == false && number(&found["curves"][0]["rows"][0], "samples") > 0);
+        check_untouched(&mut vm, &socket, descriptors);
+
+        // Killed, it cannot clean up: the kernel ends the tracking, the next measuring the dump.
+        let mut run = Process::start(bench.command(&args));
+        // Its connection, and its dump.
+        let begun = vm.wait_until(60, |v| (open_files(v) > descriptors + 1).then_some(()));
+        assert!(begun.is_some(), "no packets are dumped; {}", run.report());
+        run.signal(Signal::KILL);
+        assert!(!run.wait().success());
+        bench.ok(&["profile", "--epochs", "10ms", "--samples", "1", "--qmp", &socket_text, &pid]);
         check_untouched(&mut vm, &socket, descriptors);
     }
 }

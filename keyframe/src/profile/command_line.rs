@@ -114,7 +114,10 @@ fn size(text: &str, unit_bytes: u64) -> Option<u64> {
     let bytes = match (number.parse::<u64>(), number.strip_prefix("0x")) {
         (Ok(whole), _) => whole.checked_mul(unit_bytes)?,
         (_, Some(hex)) => u64::from_str_radix(hex, 16).ok()?.checked_mul(unit_bytes)?,
-        _ => (number.parse::<f64>().ok().filter(|n| n.is_finite() && *n >= 0.0)? * unit_bytes as f64) as u64,
+        _ => {
+            let fraction = number.parse::<f64>().ok().filter(|_| number.contains('.'))?;
+            (fraction * unit_bytes as f64) as u64
+        }
     };
     (bytes > 0).then_some(bytes)
 }

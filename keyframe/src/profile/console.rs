@@ -130,6 +130,7 @@ mod tests {
         assert!(!look.sees(b"in\n:"));
         assert!(!look.sees(b"\nthe log"));
         assert!(look.sees(b"in: "));
+        look.line.clear();
         assert!(!look.sees(&vec![b'x'; LINE_BYTES_MAX * 2]));
         assert!(look.line.len() <= LINE_BYTES_MAX);
     }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The dump goes into a file in memory that has no name and cannot grow: should we be killed, QEMU stops dumping when it
-//! is full, and the memory goes away with the filter. It is opened through `/proc/PID/fd` of this process.
+//! is full, and the next measurer takes the filter, and with it the memory, away. It is opened through `/proc/PID/fd` of this process.
 //!
 //! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest); QEMU refuses to dump them,
 //! and so they are not counted.
@@ -21,6 +21,8 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
+/// How our filters' names begin; our pid and a number follow.
+const FILTER: &str = "keyframe-profile-";
 /// Room for 15 million packets; only what is written takes memory.
 const DUMP_BYTES: u64 = 256 << 20;
 /// A dump with less room than this counts as full.
@@ -118,6 +120,7 @@ fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
 
 /// Dumps what goes to every network backend. Error: there is none, or one of them cannot be dumped; no dump is left.
 fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
+    remove_left_over(qmp);
     let backends = backends(&qmp.hmp("info network").map_err(|e| chain(&e))?);
     if backends.is_empty() {
         return Err("the VM has no network backends".into());
@@ -138,13 +141,26 @@ fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
     Ok(dumps)
 }
 
+/// Takes out the filters of measurers that were killed.
+fn remove_left_over(qmp: &mut Qmp) {
+    // Where this cannot be asked, there is only a filter too many.
+    let objects = qmp.execute("qom-list", Some(json!({ "path": "/objects" }))).unwrap_or_default();
+    let names = objects.as_array().into_iter().flatten().filter_map(|o| o.get("name")?.as_str());
+    for name in names {
+        let owner = name.strip_prefix(FILTER).and_then(|rest| rest.split_once('-')?.0.parse::<u32>().ok());
+        if owner.is_some_and(|pid| !std::path::Path::new(&format!("/proc/{pid}")).exists()) {
+            let _ = qmp.execute("object-del", Some(json!({ "id": name })));
+        }
+    }
+}
+
 impl Dump {
     fn begin(qmp: &mut Qmp, index: usize, backend: &str) -> Result<Self, String> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(
             rustix::fs::memfd_create("keyframe-packets", flags).map_err(|e| format!("make a file: {e}"))?,
         );
-        let filter = format!("keyframe-profile-{}-{index}", std::process::id());
+        let filter = format!("{FILTER}{}-{index}", std::process::id());
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         // To a filter, what a backend receives is what the guest sends. One byte of each packet is the least.
         let arguments = json!({
@@ -190,7 +206,7 @@ fn backends(text: &str) -> Vec<String> {
         let line = line.trim().trim_start_matches("\\ ").trim_start();
         let Some((name, rest)) = line.split_once(": index=") else { continue };
         let is = |kind: &str| rest.split(',').any(|part| part.trim() == format!("type={kind}"));
-        if !is("nic") && !is("hubport") && !found.iter().any(|f| f == name) {
+        if !name.is_empty() && !is("nic") && !is("hubport") && !found.iter().any(|f| f == name) {
             found.push(name.to_owned());
         }
     }
