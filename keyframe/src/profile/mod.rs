@@ -16,7 +16,10 @@
 //! Invariants:
 //! 1. The VM is never paused for a measurement. Attaching stops QEMU's main thread, not the vCPUs, for some 0.1 ms.
 //! 2. When it is over, tracking and packet counters are gone from the QEMU process, also where the measuring failed.
+//!    After SIGKILL the kernel ends the tracking, and the next measuring the packet counters.
 //! 3. What cannot be counted is absent, with a note that says why.
+//!
+//! Known weakness: SIGKILL within the 0.1 ms in which the main thread is stopped and holds our registers ends QEMU.
 //!
 //! Left out: stores, checkpoints, statistics (the profile crate).
 
