@@ -6,6 +6,7 @@ mod commands;
 mod control;
 mod failure;
 mod output;
+mod profile;
 mod report;
 mod rundir;
 mod session;
@@ -43,6 +44,7 @@ enum Command {
     Status(commands::status::Status),
     Stop(commands::stop::Stop),
     Take(commands::take::Take),
+    Profile(commands::profile::ProfileCommand),
     Bench(commands::bench::Bench),
     #[command(name = "__watchdog", hide = true)]
     Watchdog(commands::watchdog::Watchdog),
@@ -62,6 +64,7 @@ impl Command {
             Self::Status(c) => c.run(),
             Self::Stop(c) => c.run(),
             Self::Take(c) => c.run(),
+            Self::Profile(c) => c.run(),
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),
         }

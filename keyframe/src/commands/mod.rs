@@ -5,6 +5,7 @@ pub mod check;
 pub mod doctor;
 pub mod init;
 pub mod list;
+pub mod profile;
 pub mod restore;
 pub mod run;
 pub mod show;

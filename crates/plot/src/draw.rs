@@ -1,0 +1,105 @@
+//! Draws a figure on any of plotters' backends.
+
+use crate::axis::Ruler;
+use crate::{Chart, Figure, TITLE_HEIGHT_PX};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+/// Told apart by people who see colours differently (Okabe and Ito's set, without yellow, which is faint on white).
+const COLOURS: [RGBColor; 7] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(230, 159, 0),
+    RGBColor(60, 60, 60),
+];
+const GRID: RGBColor = RGBColor(225, 225, 225);
+const TEXT_PX: u32 = 16;
+const FONT: &str = "sans-serif";
+
+/// Draws all of `figure`; the error is in the backend's words.
+pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(), String> {
+    let root = backend.into_drawing_area();
+    let failed = |e: DrawingAreaErrorKind<B::ErrorType>| e.to_string();
+    root.fill(&WHITE).map_err(failed)?;
+    let (width_px, _) = root.dim_in_pixel();
+    let style = (FONT, TEXT_PX + 2).into_font().color(&BLACK).pos(Pos::new(HPos::Center, VPos::Top));
+    root.draw_text(&figure.title, &style, ((width_px / 2) as i32, 12)).map_err(failed)?;
+    let (_, below) = root.split_vertically(TITLE_HEIGHT_PX);
+    let areas = below.split_evenly((figure.charts.len(), 1));
+    for (chart, area) in figure.charts.iter().zip(&areas) {
+        draw_chart(chart, area).map_err(failed)?;
+    }
+    root.present().map_err(failed)
+}
+
+type Drawn<B> = Result<(), DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
+type Context<'a, B> = ChartContext<'a, B, Cartesian2d<Ruler, Ruler>>;
+
+fn draw_chart<B: DrawingBackend>(chart: &Chart, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+    let points = || {
+        let all = chart.series.iter().flat_map(|s| &s.points);
+        all.filter(|p| chart.x.shows(p.x) && chart.y.shows(p.y))
+    };
+    let x = Ruler::over(&chart.x, points().map(|p| p.x));
+    let y = Ruler::over(&chart.y, points().flat_map(|p| [p.y, p.y + p.deviation.unwrap_or(0.0)]));
+    let mut context = ChartBuilder::on(area)
+        .caption(&chart.title, (FONT, TEXT_PX))
+        .margin(12)
+        .margin_right(28)
+        .x_label_area_size(48)
+        .y_label_area_size(84)
+        .build_cartesian_2d(x, y.clone())?;
+    context
+        .configure_mesh()
+        .x_desc(&chart.x.label)
+        .y_desc(&chart.y.label)
+        .x_labels(10)
+        .y_labels(7)
+        .label_style((FONT, TEXT_PX - 2))
+        .axis_desc_style((FONT, TEXT_PX - 2))
+        .bold_line_style(GRID)
+        .light_line_style(WHITE)
+        .draw()?;
+    for (index, colour) in (0..chart.series.len()).zip(COLOURS.iter().cycle()) {
+        draw_series(&mut context, chart, index, *colour, &y)?;
+    }
+    if chart.series.len() > 1 {
+        context
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperLeft)
+            .label_font((FONT, TEXT_PX - 2))
+            .background_style(WHITE.mix(0.85))
+            .border_style(GRID)
+            .draw()?;
+    }
+    Ok(())
+}
+
+fn draw_series<B: DrawingBackend>(
+    context: &mut Context<'_, B>,
+    chart: &Chart,
+    index: usize,
+    colour: RGBColor,
+    y: &Ruler,
+) -> Drawn<B> {
+    let Some(series) = chart.series.get(index) else { return Ok(()) };
+    let points: Vec<_> =
+        series.points.iter().filter(|p| chart.x.shows(p.x) && chart.y.shows(p.y)).copied().collect();
+    let bars = points.iter().filter_map(|p| {
+        let deviation = p.deviation.filter(|d| d.is_finite() && *d > 0.0)?;
+        let (low, high) = (y.clamp(p.y - deviation), y.clamp(p.y + deviation));
+        Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.mix(0.6).filled(), 10))
+    });
+    context.draw_series(bars)?;
+    let dots = points.iter().map(|p| Circle::new((p.x, p.y), 3, colour.filled()));
+    context.draw_series(dots)?;
+    context
+        .draw_series(LineSeries::new(points.iter().map(|p| (p.x, p.y)), colour.stroke_width(2)))?
+        .label(&series.name)
+        .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(2)));
+    Ok(())
+}

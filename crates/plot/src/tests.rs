@@ -1,0 +1,86 @@
+//! What would hurt a reader of the pictures: broken files, lost series, values in the wrong place.
+
+use super::*;
+
+/// x, y, deviation.
+type Xyd = (f64, f64, Option<f64>);
+
+fn figure(scale: Scale, series: &[(&str, &[Xyd])]) -> Figure {
+    let series = series
+        .iter()
+        .map(|(name, points)| Series {
+            name: (*name).into(),
+            points: points
+                .iter()
+                .map(|(x, y, deviation)| Point { x: *x, y: *y, deviation: *deviation })
+                .collect(),
+        })
+        .collect();
+    let chart = Chart {
+        title: "pages < 5 & \"more\"".into(),
+        x: Axis::new("epoch", Scale::Log),
+        y: Axis::new("pages", scale),
+        series,
+    };
+    Figure { title: "a figure".into(), charts: vec![chart.clone(), chart] }
+}
+
+const A: &[Xyd] = &[(10.0, 200.0, Some(20.0)), (100.0, 1900.0, Some(90.0)), (1000.0, 2100.0, None)];
+const B: &[Xyd] = &[(10.0, 20.0, Some(200.0)), (1000.0, 40.0, Some(0.0))];
+
+#[test]
+fn an_svg_names_all_series_and_escapes_text() {
+    let svg = figure(Scale::Linear, &[("1 vCPU", A), ("2 <vCPUs>", B)]).svg().unwrap();
+    assert!(svg.trim_start().starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
+    for text in ["a figure", "pages &lt; 5 &amp; ", "1 vCPU", "2 &lt;vCPUs&gt;", "epoch", "2,000"] {
+        assert!(svg.contains(text), "no {text:?}");
+    }
+    assert!(!svg.contains("<vCPUs>"));
+    assert_eq!(svg, figure(Scale::Linear, &[("1 vCPU", A), ("2 <vCPUs>", B)]).svg().unwrap());
+}
+
+#[test]
+fn a_png_can_be_decoded_and_is_not_empty() {
+    for scale in [Scale::Linear, Scale::Log] {
+        let bytes = figure(scale, &[("a", A), ("b", B)]).png().unwrap();
+        let mut reader = png::Decoder::new(std::io::Cursor::new(bytes)).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        let info = reader.next_frame(&mut pixels).unwrap();
+        assert_eq!((info.width, info.height), (WIDTH_PX, TITLE_HEIGHT_PX + 2 * CHART_HEIGHT_PX));
+        let dark = pixels.chunks(3).filter(|p| p.iter().all(|c| *c < 100)).count();
+        assert!((1000..100_000).contains(&dark), "{dark} dark pixels: no text, or nothing else");
+    }
+}
+
+#[test]
+fn values_that_cannot_be_drawn_are_left_out_without_harm() {
+    let odd: &[Xyd] = &[
+        (0.0, 1.0, None),
+        (-1.0, 2.0, None),
+        (10.0, f64::NAN, Some(f64::NAN)),
+        (f64::INFINITY, 3.0, None),
+        (20.0, -4.0, Some(f64::INFINITY)),
+    ];
+    for scale in [Scale::Linear, Scale::Log] {
+        for series in [&[("odd", odd), ("a", A)][..], &[("odd", odd)], &[("none", &[])], &[]] {
+            let figure = figure(scale, series);
+            assert!(!figure.svg().unwrap().contains("NaN"));
+            figure.png().unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_a_figure_is_refused_with_its_name() {
+    let mut none = figure(Scale::Linear, &[]);
+    none.charts.clear();
+    assert!(none.svg().unwrap_err().to_string().contains("a figure"));
+    let many: Vec<(&str, &[_])> = vec![("a", A); SERIES_MAX + 1];
+    assert!(figure(Scale::Linear, &many).png().is_err());
+    for name in ["a.jpg", "svg", "", "a.svg.gz"] {
+        assert!(matches!(Format::of(Path::new(name)), Err(Error::Name { .. })), "{name}");
+    }
+    assert_eq!(Format::of(Path::new("a/b.PNG")).unwrap(), Format::Png);
+    let error = figure(Scale::Linear, &[]).write(Path::new("/nonexistent/a.svg")).unwrap_err();
+    assert!(error.to_string().contains("/nonexistent/a.svg"));
+}

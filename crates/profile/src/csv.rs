@@ -1,0 +1,72 @@
+//! The curves as CSV: one line per number of vCPUs and length of the epoch, the unit last in each column's name.
+
+use crate::{Curve, Statistic};
+
+const COUNTS: [&str; 4] = ["pages", "sectors", "disk_writes", "packets"];
+
+/// All of `curves`. A cell whose value was not measured is empty.
+pub fn csv(curves: &[Curve]) -> String {
+    let mut header: Vec<String> =
+        ["vcpus", "epoch_ms", "samples", "measured_mean_ms"].map(str::to_owned).to_vec();
+    for count in COUNTS {
+        header.extend(["mean", "deviation", "min", "max"].map(|part| format!("{count}_{part}")));
+    }
+    header.extend(["growth_percent_per_doubling".into(), "dirty_page_set".into()]);
+    let mut text = header.join(",") + "\n";
+    for curve in curves {
+        for row in &curve.rows {
+            let is_set = curve.dirty_page_set.is_some_and(|set| set.epoch_ns == row.epoch_ns);
+            let mut cells = vec![
+                curve.vcpus.map_or_else(String::new, |n| n.to_string()),
+                number(row.epoch_ns as f64 / 1e6),
+                row.samples.to_string(),
+                number(row.measured_ns.mean / 1e6),
+            ];
+            for count in [Some(row.pages), row.sectors, row.disk_writes, row.packets] {
+                cells.extend(statistic(count));
+            }
+            cells.push(row.growth_percent.map_or_else(String::new, number));
+            cells.push(u8::from(is_set).to_string());
+            text += &(cells.join(",") + "\n");
+        }
+    }
+    text
+}
+
+fn statistic(value: Option<Statistic>) -> [String; 4] {
+    value.map_or_else(Default::default, |s| {
+        [number(s.mean), number(s.deviation), s.min.to_string(), s.max.to_string()]
+    })
+}
+
+/// Three digits behind the point, and no more zeros than needed.
+fn number(value: f64) -> String {
+    let text = format!("{value:.3}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Epoch;
+    use std::time::Duration;
+
+    #[test]
+    fn each_row_is_a_line_and_what_is_not_known_an_empty_cell() {
+        let epoch = |ms: u64, pages| Epoch {
+            length: Duration::from_millis(ms),
+            measured_ns: ms * 1_000_000,
+            pages,
+            sectors: Some(0),
+            disk_writes: Some(1),
+            packets: None,
+        };
+        let curve = Curve::new(Some(2), &[epoch(10, 100), epoch(10, 103), epoch(20, 100)]);
+        let text = csv(&[curve.clone(), Curve { vcpus: None, ..curve }]);
+        let lines: Vec<_> = text.lines().map(|l| l.split(',').collect::<Vec<_>>()).collect();
+        assert_eq!(lines.len(), 5);
+        assert!(lines.iter().all(|l| l.len() == lines[0].len()), "{text}");
+        assert!(text.contains("\n2,10,2,10,101.5,2.121,100,103,0,0,0,0,1,0,1,1,,,,,,1\n"), "{text}");
+        assert_eq!((lines[3][0], lines[2][1]), ("", "20"));
+    }
+}
