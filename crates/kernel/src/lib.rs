@@ -23,6 +23,7 @@ compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 mod abi;
 pub mod attach;
 mod error;
+pub mod fork;
 pub mod features;
 mod maps;
 pub mod memory;
