@@ -365,7 +365,9 @@ fn reap(target: &Process, instruction: u64, born: Born) -> Result<()> {
         match answer {
             Ok(0) => std::thread::sleep(REAP_SLEEP),
             Ok(_) => return Ok(()),
-            Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::ECHILD) => return Ok(()),
+            Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::ECHILD) => {
+                return Ok(());
+            }
             Err(error) => return Err(error),
         }
     }
@@ -391,7 +393,8 @@ mod tests {
         let smaps = "7f00-8f00 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr mr mw me ac dc sd \n\
                      9000-a000 rw-s 0 00:01 5  /memfd:a-b (deleted)\nRss: 0 kB\nVmFlags: rd wr sh wf \n\
                      b000-c000 r--p 0 00:00 0 \nVmFlags: rd\n";
-        let flags = |start, end, hidden, special| MappingFlags { range: between(start, end), hidden, special };
+        let flags =
+            |start, end, hidden, special| MappingFlags { range: between(start, end), hidden, special };
         let expected = [
             flags(0x7f00, 0x8f00, true, false),
             flags(0x9000, 0xa000, false, true),

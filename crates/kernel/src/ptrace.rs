@@ -121,7 +121,11 @@ impl<'p> Tracee<'p> {
         // SAFETY: the status is not asked for (null is allowed); the process is traced by this thread, so nobody else
         // here waits for it.
         let code = unsafe {
-            libc::waitpid(self.process.raw_pid(), null_mut(), libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG)
+            libc::waitpid(
+                self.process.raw_pid(),
+                null_mut(),
+                libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG,
+            )
         };
         match code {
             0 => Err(io::ErrorKind::WouldBlock.into()),
