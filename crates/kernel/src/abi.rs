@@ -208,7 +208,7 @@ pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Re
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_UNREGISTER`: protection ends, content stays.
+/// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not woken.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`, which `range` is,

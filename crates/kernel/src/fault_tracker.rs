@@ -173,8 +173,7 @@ impl FaultTracker {
     pub fn unregister(&mut self, range: HostRange) -> Result<()> {
         let mut state = self.shared.lock();
         self.parts(&state, range, "unregister")?;
-        abi::uffd_unregister(self.shared.uffd.as_fd(), range.start.0, range.len_bytes)
-            .map_err(|source| self.range_error("unregister", range, source))?;
+        self.shared.end_tracking(range).map_err(|source| self.range_error("unregister", range, source))?;
         let cut = |segment: Segment| {
             without(&[segment.range], range)
                 .into_iter()
@@ -383,7 +382,7 @@ impl Drop for FaultTracker {
         for range in &self.registered {
             // The mapping, or the whole process, may be gone: then there is nothing left to end. This wakes who waits
             // to write; who waits to discard is woken when the descriptor closes, which follows.
-            let _ = abi::uffd_unregister(self.shared.uffd.as_fd(), range.start.0, range.len_bytes);
+            let _ = self.shared.end_tracking(*range);
         }
     }
 }

@@ -8,7 +8,9 @@
 //!   advise ADDRESS BYTES    @ok           makes a mapping of its own of it (MADV_DONTFORK)
 //!   write ADDRESS BYTES N   @ok           every byte becomes N
 //!   churn ADDRESS BYTES N   @waiting @ok  N into each page once, all over the place; a power of two of pages
-//!   scribble ADDRESS BYTES THREADS WRITES @waiting @ok   that many threads write all over the place, so often each
+//!   scribble ADDRESS BYTES THREADS WRITES DISCARDS  @waiting @ok
+//!                                         that many threads write all over the place, so often each; the main thread
+//!                                         discards meanwhile, so often (MADV_DONTNEED)
 //!   zap ADDRESS BYTES       @ok           MADV_DONTNEED
 //!   wipe ADDRESS BYTES      @ok           MADV_WIPEONFORK
 //!   remove ADDRESS BYTES    @ok           MADV_REMOVE
@@ -71,7 +73,7 @@ fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
             Ok("ok".into())
         }
         "scribble" => {
-            scribble(number(1), number(2), number(3), number(4));
+            scribble(number(1), number(2), number(3), number(4), number(5));
             Ok("ok".into())
         }
         "wipe" => advise(number(1), number(2), libc::MADV_WIPEONFORK).map(ok),
@@ -159,23 +161,32 @@ fn churn(address: usize, len: usize, value: usize) {
 }
 
 /// Threads that write each its own numbers, anywhere, a third of them over and over into a few pages.
-fn scribble(address: usize, len: usize, threads: usize, writes: usize) {
+fn scribble(address: usize, len: usize, threads: usize, writes: usize, discards: usize) {
     println!("@waiting");
+    let next = |random: &mut u64| {
+        *random ^= *random << 13;
+        *random ^= *random >> 7;
+        *random ^= *random << 17;
+        (*random >> 8) as usize
+    };
     std::thread::scope(|scope| {
         for thread in 0..threads {
             scope.spawn(move || {
                 let mut random = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(thread as u64 + 1);
                 for write in 0..writes {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
                     let reach = if write % 3 == 0 { len / 16 } else { len };
-                    let at = address + (random >> 8) as usize % (reach / 8) * 8;
+                    let at = address + next(&mut random) % (reach / 8) * 8;
                     // SAFETY: the test names memory that it had mapped here, writable, of that length; all threads write
                     // it by whole aligned words, and nothing refers to it.
                     unsafe { (*(at as *const AtomicU64)).store(random, Ordering::Relaxed) };
                 }
             });
+        }
+        let mut random = 0x1234_5678_9abc_def1;
+        for _ in 0..discards {
+            let first = next(&mut random) % (len / 4096);
+            let pages = (1 + next(&mut random) % 40).min(len / 4096 - first);
+            advise(address + first * 4096, pages * 4096, libc::MADV_DONTNEED).expect("discard");
         }
     });
 }

@@ -241,8 +241,16 @@ impl Shared {
         state.failure = Some((why.kind(), format!("the handler of first writes has failed: {why}")));
         state.hook = None;
         for segment in &state.segments {
-            let _ = abi::uffd_unregister(self.uffd.as_fd(), segment.range.start.0, segment.range.len_bytes);
+            // The mapping may be gone: then there is nothing to end.
+            let _ = self.end_tracking(segment.range);
         }
+    }
+
+    /// Ends the tracking of `range`, and wakes the threads that wait to write there, which then find nothing in their way.
+    pub fn end_tracking(&self, range: HostRange) -> io::Result<()> {
+        let ended = abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes);
+        let woken = abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes);
+        ended.and(woken)
     }
 }
 

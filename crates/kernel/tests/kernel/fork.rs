@@ -224,7 +224,7 @@ fn a_stopped_process_of_many_threads_is_frozen_whole() {
     let mut target = Target::start();
     let ram = target.map("anon", 4096 * PAGE);
     for _ in 0..4 {
-        target.tell(&format!("scribble {} {} 4 300000", ram.start.0, ram.len_bytes));
+        target.tell(&format!("scribble {} {} 4 300000 0", ram.start.0, ram.len_bytes));
         assert_eq!(target.answer(), "waiting");
         std::thread::sleep(Duration::from_millis(2));
         target.freeze();

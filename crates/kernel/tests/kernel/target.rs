@@ -1,6 +1,7 @@
 //! Drives `testing/target.rs`.
 
 use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::{WriteTracker, Written};
 use keyframe_kernel::{Process, Result};
@@ -96,6 +97,18 @@ impl Target {
     pub fn tracker(&self) -> WriteTracker {
         let attached = inject_userfaultfd(&self.process).unwrap();
         WriteTracker::new(&self.process, attached.uffd).unwrap()
+    }
+
+    /// A tracker of first writes to `range`.
+    pub fn watch(&self, range: HostRange) -> FaultTracker {
+        let mut tracker = self.watcher();
+        tracker.register(range).unwrap();
+        tracker
+    }
+
+    pub fn watcher(&self) -> FaultTracker {
+        let attached = inject_userfaultfd(&self.process).unwrap();
+        FaultTracker::new(&self.process, attached.uffd, attached.user_mode_only).unwrap()
     }
 
     /// All of `range`.
@@ -232,6 +245,21 @@ pub fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
         .iter()
         .flat_map(|w| (page(w.range.start.0)..page(w.range.end().0)).map(move |p| (p, w.present)))
         .collect()
+}
+
+/// What a drain reports, as pages of `range`: `(page, present)`.
+pub fn drain(tracker: &FaultTracker, range: HostRange) -> Vec<(u64, bool)> {
+    try_drain(tracker, range).unwrap()
+}
+
+pub fn try_drain(tracker: &FaultTracker, range: HostRange) -> Result<Vec<(u64, bool)>> {
+    let mut out = Vec::new();
+    let stats = tracker.drain(range, &mut out)?;
+    let pages = pages(range, &out);
+    assert_eq!(stats.written_pages, pages.len() as u64);
+    assert_eq!(stats.absent_pages, pages.iter().filter(|(_, present)| !present).count() as u64);
+    assert_eq!(stats.runs, out.len() as u64);
+    Ok(pages)
 }
 
 /// True where we may see swap entries, so can tell a marker from a page on swap; otherwise a line that says so.
