@@ -220,7 +220,7 @@ impl<'p> Hijack<'p> {
         self.call_as(name, registers)
     }
 
-    /// Makes the thread do the clone() of these arguments, and tells which process it made: its number for us, and for
+    /// Makes the thread do the `clone()` of these arguments, and tells which process it made: its number for us, and for
     /// the process that is its parent. In all its registers but the arguments' the child has zero, so that, should it
     /// ever run, it dies of its first access to memory.
     pub(crate) fn call_clone(&mut self, arguments: [u64; 5]) -> Result<(u32, u64)> {

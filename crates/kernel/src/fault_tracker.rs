@@ -58,7 +58,7 @@ use std::time::{Duration, Instant};
 /// The largest page that can be protected here.
 const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
 /// Pages to protect that are closer than this are protected by one call: it costs as much as walking so many entries.
-const PROTECT_GAP_BYTES: u64 = 128 << 10;
+const PROTECT_GAP_BYTES: u64 = 32 << 10;
 /// Pages to look up that are closer than this are looked up by one walk.
 const LOOK_GAP_BYTES: u64 = 2 << 20;
 /// How long a discard may hold up the protecting of pages.
@@ -197,11 +197,11 @@ impl FaultTracker {
     pub fn drain(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let pid = self.shared.process.pid();
         let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = self.shared.lock();
-        let parts = self.parts(&state, range, "drain")?;
+        let guard = self.shared.lock();
+        let parts = self.parts(&guard, range, "drain")?;
         let before = out.len();
         let mut stats = ScanStats::default();
-        let drained = self.drain_parts(state, &parts, &mut buffer, out, &mut stats);
+        let drained = self.drain_parts(guard, &parts, &mut buffer, out, &mut stats);
         let gone = !self.shared.process.is_alive();
         if gone || drained.is_err() {
             out.truncate(before);
@@ -218,17 +218,17 @@ impl FaultTracker {
 
     fn drain_parts<'s>(
         &'s self,
-        mut state: MutexGuard<'s, State>,
+        mut guard: MutexGuard<'s, State>,
         parts: &[Part],
         buffer: &mut [PageRegion],
         out: &mut Vec<Written>,
         stats: &mut ScanStats,
     ) -> io::Result<()> {
         for part in parts {
-            let fresh = clip(&state.unscanned, part.range);
-            let discarded = clip(&state.discarded, part.range);
+            let fresh = clip(&guard.unscanned, part.range);
+            let discarded = clip(&guard.discarded, part.range);
             let written = self.written(*part, &fresh, &discarded, buffer, stats)?;
-            state = self.protect(state, &written)?;
+            guard = self.protect(guard, &written)?;
             let absent =
                 self.absent(&select(&written, &union(&[&fresh, &discarded]), true), buffer, stats)?;
             split(&written, &absent, |range, is_absent| {
@@ -241,7 +241,7 @@ impl FaultTracker {
             self.pagemap.ensure_mapped(part.range)?;
         }
         for part in parts {
-            state.unscanned = without(&state.unscanned, part.range);
+            guard.unscanned = without(&guard.unscanned, part.range);
         }
         Ok(())
     }

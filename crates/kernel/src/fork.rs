@@ -79,10 +79,10 @@ impl Snapshot {
         let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
         let hidden = check(process, ranges)?;
         let target = process.try_clone()?;
-        let (hold, held) = channel();
+        let (hold, until_dropped) = channel();
         let (ready, answer) = sync_channel(1);
         let keeper = std::thread::Builder::new().name("snapshot".into());
-        let keeper = keeper.spawn(move || keep(&target, &hidden, &ready, &held)).map_err(spawn)?;
+        let keeper = keeper.spawn(move || keep(&target, &hidden, &ready, &until_dropped)).map_err(spawn)?;
         match answer.recv() {
             Ok(Ok((child, stopped_ns))) => {
                 Ok(Self { child, stopped_ns, hold: Some(hold), keeper: Some(keeper) })
@@ -211,7 +211,7 @@ fn keep(
     target: &Process,
     hidden: &[HostRange],
     ready: &SyncSender<Result<(Process, u64)>>,
-    held: &Receiver<()>,
+    until_dropped: &Receiver<()>,
 ) -> Result<()> {
     let made = find_syscall_instruction(target).and_then(|at| Ok((at, fork_off(target, at, hidden)?)));
     let (instruction, (born, stopped_ns)) = match made {
@@ -233,7 +233,7 @@ fn keep(
         Ok(handle) => {
             if ready.send(Ok((handle, stopped_ns))).is_ok() {
                 // Nothing is ever sent: this ends when the snapshot lets go of its side.
-                let _ = held.recv();
+                let _ = until_dropped.recv();
             }
         }
         Err(error) => drop(ready.send(Err(error))),
@@ -272,7 +272,7 @@ fn make_child(hijack: &mut Hijack<'_>, hidden: &[HostRange]) -> Result<Born> {
     let made = shown.and_then(|()| clone(hijack));
     // Whatever failed, all of them; the first failure is the one to tell.
     let again = hidden.iter().map(|range| advise(hijack, range, libc::MADV_DONTFORK));
-    let again = again.fold(Ok(()), |first, next| first.and(next));
+    let again = again.fold(Ok(()), Result::and);
     made.and_then(|born| again.map(|()| born))
 }
 

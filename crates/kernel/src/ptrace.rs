@@ -48,7 +48,7 @@ pub(crate) enum Stop {
     Entry,
     /// Back from a system call.
     Exit,
-    /// In a clone() that has made another process: this is its number, as we see it.
+    /// In a `clone()` that has made another process: this is its number, as we see it.
     Born(u32),
     /// About to take this signal.
     Signal(i32),

@@ -28,6 +28,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const MESSAGES_MAX: usize = 64;
+/// How long after a message the next one is waited for without sleeping: first writes come in swarms, and waking up
+/// takes longer than answering.
+const SPIN_MAX: Duration = Duration::from_micros(50);
 
 /// What the tracker and its handler share.
 pub(super) struct Shared {
@@ -126,7 +129,9 @@ impl State {
         let parts: Vec<HostRange> = parts.collect();
         self.discarded = union(&[&self.discarded, &parts]);
         if let Some(hook) = &self.hook {
-            parts.iter().for_each(|part| hook(Touch::Discard(*part)));
+            for part in parts {
+                hook(Touch::Discard(part));
+            }
         }
     }
 }
@@ -153,7 +158,9 @@ impl Shared {
             Err(error) => return Err(error.into()),
         };
         let (messages, _) = bytes.get(..got).unwrap_or_default().as_chunks::<MESSAGE_BYTES>();
-        messages.iter().for_each(|message| each(Message::parse(message)));
+        for message in messages {
+            each(Message::parse(message));
+        }
         Ok(messages.len())
     }
 
@@ -186,29 +193,35 @@ impl Shared {
         }
     }
 
-    /// Reads what there is, and answers it; true where faults are left for later in `faults`.
-    fn answer(&self, faults: &mut VecDeque<HostVirt>) -> io::Result<bool> {
+    /// Reads what there is, and answers it; gives back how many messages there were, and whether faults are left for
+    /// later in `faults`.
+    fn answer(&self, faults: &mut VecDeque<HostVirt>) -> io::Result<(usize, bool)> {
         let mut state = self.lock();
-        self.read(|message| match message {
+        let messages = self.read(|message| match message {
             Message::Fault { address } => faults.push_back(HostVirt(address)),
             Message::Remove { start, end } => state.note_discard(start, end),
             Message::Other(_) => {}
         })?;
         while let Some(address) = faults.front().copied() {
             if self.open(&mut state, address)? == Answer::Later {
-                return Ok(true);
+                return Ok((messages, true));
             }
             faults.pop_front();
         }
-        Ok(false)
+        Ok((messages, false))
     }
 
     /// Answers until told to end.
     fn serve(&self, stop: &OwnedFd) -> io::Result<()> {
         let mut faults = VecDeque::new();
         let mut busy_since: Option<Instant> = None;
-        while !self.wait(stop, faults.is_empty())? {
-            if !self.answer(&mut faults)? {
+        let mut last_fault = Instant::now();
+        while !self.wait(stop, faults.is_empty() && last_fault.elapsed() > SPIN_MAX)? {
+            let (answered, busy) = self.answer(&mut faults)?;
+            if answered > 0 {
+                last_fault = Instant::now();
+            }
+            if !busy {
                 busy_since = None;
                 continue;
             }
@@ -305,11 +318,11 @@ mod tests {
 
     #[test]
     fn what_was_opened_is_known_until_it_is_protected() {
-        let mut state = State::default();
-        state.segments = vec![
+        let segments = vec![
             Segment::new(between(0x10_0000, 0x18_0000), 0x1000, true),
             Segment::new(between(0x20_0000, 0x80_0000), 0x20_0000, false),
         ];
+        let mut state = State { segments, ..State::default() };
         for (address, page) in [(0x10_5123, 0x10_5000), (0x17_ffff, 0x17_f000), (0x3f_ffff, 0x20_0000)] {
             let segment = state.segment_at(address).unwrap();
             let (range, number) = segment.page(address);

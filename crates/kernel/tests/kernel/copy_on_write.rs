@@ -98,7 +98,9 @@ fn run(kind: &str, len_bytes: u64) {
 
 #[test]
 fn the_copy_is_the_memory_at_the_stop() {
-    ["anon", "thp", "memfd", "sealed", "memcopy"].iter().for_each(|kind| run(kind, 4096 * PAGE));
+    for kind in ["anon", "thp", "memfd", "sealed", "memcopy"] {
+        run(kind, 4096 * PAGE);
+    }
 }
 
 #[test]
@@ -106,5 +108,7 @@ fn the_copy_of_huge_pages_is_the_memory_at_the_stop() {
     let Some(_pool) = HugePages::reserve(24, "the_copy_of_huge_pages_is_the_memory_at_the_stop") else {
         return;
     };
-    ["hugetlb", "hugeanon"].iter().for_each(|kind| run(kind, 8 * HUGE));
+    for kind in ["hugetlb", "hugeanon"] {
+        run(kind, 8 * HUGE);
+    }
 }

@@ -135,12 +135,16 @@ fn nothing_is_lost_one_after_the_other() {
 
 #[test]
 fn nothing_is_lost_of_what_threads_write_meanwhile() {
-    ["anon", "thp", "memfd", "sealed", "memcopy"].iter().for_each(|kind| run_meanwhile(kind, 0));
+    for kind in ["anon", "thp", "memfd", "sealed", "memcopy"] {
+        run_meanwhile(kind, 0);
+    }
 }
 
 #[test]
 fn nothing_is_lost_of_what_is_discarded_meanwhile() {
-    ["anon", "thp", "memcopy"].iter().for_each(|kind| run_meanwhile(kind, 300));
+    for kind in ["anon", "thp", "memcopy"] {
+        run_meanwhile(kind, 300);
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// Kinds with pages of 4 KiB on which first writes can be watched.
 const KINDS: [&str; 4] = ["anon", "memfd", "sealed", "memcopy"];
 /// Longer than any answer of a target is waited for.
-const WAIT_MAX: Duration = Duration::from_secs(60);
+const WAIT_MAX: Duration = Duration::from_mins(1);
 
 fn numbers(pages: &[(u64, bool)]) -> Vec<u64> {
     pages.iter().map(|(page, _)| *page).collect()

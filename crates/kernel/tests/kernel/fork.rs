@@ -63,20 +63,9 @@ fn it_holds_the_memory_as_it_was_and_leaves_nothing() {
             assert_eq!(trace(&target), traces, "{kind}");
             target.write(ram, 0, PAGES, 0);
             target.on("zap", ram, 0, PAGES, "");
-            if ["anon", "thp"].contains(&kind) {
-                target.write(ram, 3, 700, 1);
-            } else {
-                target
-                    .content(ram)
-                    .iter()
-                    .zip(&before)
-                    .enumerate()
-                    .filter(|(_, (now, was))| now != was)
-                    .for_each(|(at, _)| {
-                        assert!((3 * PAGE as usize..703 * PAGE as usize).contains(&at), "{kind}: {at:#x}")
-                    });
-                target.write(ram, 3, 700, 1);
-            }
+            // Private memory of a file shows the file again, as it was before the first write.
+            target.write(ram, 3, 700, 1);
+            assert!(target.content(ram) == before, "{kind}");
         }
     }
 }
@@ -307,7 +296,7 @@ fn role_that_holds_a_snapshot() {
     let ram = HostRange { start: keyframe_units::HostVirt(number(1)), len_bytes: number(2) };
     let _snapshot = Snapshot::fork(&process, &[ram]).unwrap();
     println!("ready");
-    std::thread::sleep(Duration::from_secs(60));
+    std::thread::sleep(Duration::from_mins(1));
 }
 
 /// Where the keeper of a snapshot is killed, the copy dies; what is left is a zombie, until the next snapshot.
