@@ -239,6 +239,14 @@ pub enum Error {
         /// The range asked for.
         range: HostRange,
     },
+    /// The kernel merges like pages of this memory (KSM), which takes their protection away unseen.
+    #[error("process {pid}: register {start}+{len_bytes:#x}: the kernel merges its pages (KSM), so first writes go unseen", start = .range.start, len_bytes = .range.len_bytes)]
+    Merged {
+        /// Its process id.
+        pid: u32,
+        /// The part of the range that is so.
+        range: HostRange,
+    },
     /// A fork would not freeze this memory.
     #[error("process {pid}: fork {start}+{len_bytes:#x}: {why}", start = .range.start, len_bytes = .range.len_bytes)]
     NotForkable {
@@ -313,6 +321,9 @@ impl Error {
             }
             Self::NotWatchable { .. } => {
                 "give the VM's memory by memory-backend-ram or memory-backend-memfd, not by a file on disk".into()
+            }
+            Self::Merged { .. } => {
+                "start QEMU with -machine mem-merge=off, or end KSM on this host (echo 2 > /sys/kernel/mm/ksm/run)".into()
             }
             Self::NotForkable { .. } => {
                 "give the VM private memory of ordinary pages (memory-backend-ram, share=off, without hugetlb)".into()

@@ -32,8 +32,12 @@
 //! 3. No thread of the process waits for us longer than the hook takes. Where the handler fails, it ends the tracking,
 //!    which wakes all; dropping the tracker does the same, and the kernel where we die.
 //!
+//! Merging like pages (KSM) takes their protection away: refused where it is on when memory is registered, and found out by
+//! [`FaultTracker::unannounced`] later.
+//!
 //! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is told of first is as
-//! frozen. (The other way round, a fault from before the stop could lift a protection with nobody told.)
+//! frozen. (The other way round, a fault from before the stop could lift a protection with nobody told.) When the copy is
+//! made, ask for what went [`FaultTracker::unannounced`]: a copy of such a page is no copy of that instant.
 //!
 //! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another mapping of the same file;
 //! DMA into pages that were pinned before the drain. Refused: files on disk (the kernel waits only for writes to anonymous
@@ -43,6 +47,7 @@
 mod handler;
 
 use crate::abi::{self, PageRegion};
+use crate::fork::mapping_flags;
 use crate::maps::covering;
 use crate::ranges::{clip, intersection, push_joined, select, split, union, windows, without};
 use crate::scan::{Pagemap, Query};
@@ -64,6 +69,8 @@ const LOOK_GAP_BYTES: u64 = 2 << 20;
 /// How long a discard may hold up the protecting of pages.
 const BUSY_MAX: Duration = Duration::from_secs(2);
 const BUSY_SLEEP: Duration = Duration::from_micros(50);
+/// `1` where the kernel merges like pages of memory that permits it.
+const KSM_RUN: &str = "/sys/kernel/mm/ksm/run";
 
 /// What a hook is told of. Both are whole pages of the mapping (4 KiB, or 2 MiB of hugetlbfs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,6 +136,7 @@ impl FaultTracker {
             return Err(Error::Registered { pid, range });
         }
         let (segments, on_file) = self.segments_of(range)?;
+        self.ensure_not_merged(range)?;
         let mut state = self.shared.lock();
         abi::uffd_register(self.shared.uffd.as_fd(), range.start.0, range.len_bytes).map_err(|source| {
             match source.raw_os_error() {
@@ -166,6 +174,21 @@ impl FaultTracker {
             segments.push(Segment::new(part, page_bytes, !mapping.shared && mapping.inode == 0));
         }
         Ok((segments, on_file))
+    }
+
+    /// An error where the kernel merges pages of `range`: they lose their protection, and no hook is told.
+    fn ensure_not_merged(&self, range: HostRange) -> Result<()> {
+        // A kernel without KSM has no such file.
+        if !std::fs::read_to_string(KSM_RUN).is_ok_and(|text| text.trim() == "1") {
+            return Ok(());
+        }
+        let process = &self.shared.process;
+        let mergeable =
+            mapping_flags(&process.read_file("smaps")?).into_iter().filter(|flags| flags.mergeable);
+        match mergeable.find_map(|flags| intersection(flags.range, range)) {
+            Some(range) => Err(Error::Merged { pid: process.pid(), range }),
+            None => Ok(()),
+        }
     }
 
     /// Ends the tracking of `range`, which must be registered; threads that wait there go on. Errors: it is not, or the kernel
@@ -214,6 +237,30 @@ impl FaultTracker {
                 Ok(stats)
             }
         }
+    }
+
+    /// The pages of `range` that have lost their protection since their last drain with no hook told of a write: they were
+    /// discarded, or merged by the kernel (KSM, begun after they were registered). Of these a frozen copy holds what was
+    /// asked for only where it was made before. Only private anonymous memory loses it so. Pages never drained do not
+    /// count. Errors: not registered, not whole pages, the handler has failed, or the kernel refuses.
+    pub fn unannounced(&self, range: HostRange) -> Result<Vec<HostRange>> {
+        let operation = "look for lost protection";
+        let failed = |source| self.range_error(operation, range, source);
+        let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = self.shared.lock();
+        if let Some(source) = guard.broken() {
+            return Err(failed(source));
+        }
+        let mut lost = Vec::new();
+        for part in self.parts(&guard, range, operation)? {
+            let (fresh, discarded) = (clip(&guard.unscanned, part.range), clip(&guard.discarded, part.range));
+            let stats = &mut ScanStats::default();
+            let written = self.written(part, &[], &discarded, &mut buffer, stats).map_err(failed)?;
+            for run in select(&written, &fresh, false) {
+                guard.each_closed(run, |page| push_joined(&mut lost, page));
+            }
+        }
+        Ok(lost)
     }
 
     fn drain_parts<'s>(

@@ -173,15 +173,18 @@ fn check(process: &Process, ranges: &[HostRange]) -> Result<Vec<HostRange>> {
 
 /// What `smaps` says of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct MappingFlags {
-    range: HostRange,
+pub(crate) struct MappingFlags {
+    pub range: HostRange,
     /// `MADV_DONTFORK`.
     hidden: bool,
     /// `MADV_WIPEONFORK`, or not ordinary memory at all.
     special: bool,
+    /// `MADV_MERGEABLE`: the kernel may merge pages that are alike (KSM).
+    pub mergeable: bool,
 }
 
-fn mapping_flags(smaps: &[u8]) -> Vec<MappingFlags> {
+/// The flags of all mappings, from the text of `smaps`.
+pub(crate) fn mapping_flags(smaps: &[u8]) -> Vec<MappingFlags> {
     let address = |text: &str| u64::from_str_radix(text, 16).ok();
     let mut out = Vec::new();
     let mut current = None;
@@ -189,7 +192,8 @@ fn mapping_flags(smaps: &[u8]) -> Vec<MappingFlags> {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
             let special = has("wf") || has("io") || has("pf");
-            out.extend(current.take().map(|range| MappingFlags { range, hidden: has("dc"), special }));
+            let (hidden, mergeable) = (has("dc"), has("mg"));
+            out.extend(current.take().map(|range| MappingFlags { range, hidden, special, mergeable }));
         } else if let Some((start, end)) = line.split(' ').next().and_then(|word| word.split_once('-'))
             && let (Some(start), Some(end)) = (address(start), address(end))
         {
@@ -392,9 +396,11 @@ mod tests {
     fn flags_are_read_by_mapping() {
         let smaps = "7f00-8f00 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr mr mw me ac dc sd \n\
                      9000-a000 rw-s 0 00:01 5  /memfd:a-b (deleted)\nRss: 0 kB\nVmFlags: rd wr sh wf \n\
-                     b000-c000 r--p 0 00:00 0 \nVmFlags: rd\n";
-        let flags =
-            |start, end, hidden, special| MappingFlags { range: between(start, end), hidden, special };
+                     b000-c000 r--p 0 00:00 0 \nVmFlags: rd mg\n";
+        let flags = |start, end, hidden, special| {
+            let mergeable = start == 0xb000;
+            MappingFlags { range: between(start, end), hidden, special, mergeable }
+        };
         let expected = [
             flags(0x7f00, 0x8f00, true, false),
             flags(0x9000, 0xa000, false, true),

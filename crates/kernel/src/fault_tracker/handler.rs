@@ -28,9 +28,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const MESSAGES_MAX: usize = 64;
-/// How long after a message the next one is waited for without sleeping: first writes come in swarms, and waking up
-/// takes longer than answering.
-const SPIN_MAX: Duration = Duration::from_micros(50);
 
 /// What the tracker and its handler share.
 pub(super) struct Shared {
@@ -108,6 +105,19 @@ impl State {
                 let (_, first) = segment.page(part.start.0);
                 (first..first + part.len_bytes / segment.page_bytes)
                     .for_each(|page| segment.set_opened(page, false));
+            }
+        }
+    }
+
+    /// The pages of `range` whose protection the handler did not remove.
+    pub fn each_closed(&self, range: HostRange, mut each: impl FnMut(HostRange)) {
+        for segment in &self.segments {
+            let Some(part) = intersection(segment.range, range) else { continue };
+            let (_, first) = segment.page(part.start.0);
+            let (_, last) = segment.page(part.end().0 - 1);
+            for number in (first..=last).filter(|number| !segment.is_opened(*number)) {
+                let (page, _) = segment.page(segment.range.start.0 + number * segment.page_bytes);
+                each(page);
             }
         }
     }
@@ -193,35 +203,31 @@ impl Shared {
         }
     }
 
-    /// Reads what there is, and answers it; gives back how many messages there were, and whether faults are left for
-    /// later in `faults`.
-    fn answer(&self, faults: &mut VecDeque<HostVirt>) -> io::Result<(usize, bool)> {
+    /// Reads what there is, and answers it; true where faults are left for later in `faults`.
+    fn answer(&self, faults: &mut VecDeque<HostVirt>) -> io::Result<bool> {
         let mut state = self.lock();
-        let messages = self.read(|message| match message {
+        self.read(|message| match message {
             Message::Fault { address } => faults.push_back(HostVirt(address)),
             Message::Remove { start, end } => state.note_discard(start, end),
             Message::Other(_) => {}
         })?;
         while let Some(address) = faults.front().copied() {
             if self.open(&mut state, address)? == Answer::Later {
-                return Ok((messages, true));
+                return Ok(true);
             }
             faults.pop_front();
         }
-        Ok((messages, false))
+        Ok(false)
     }
 
     /// Answers until told to end.
     fn serve(&self, stop: &OwnedFd) -> io::Result<()> {
         let mut faults = VecDeque::new();
         let mut busy_since: Option<Instant> = None;
-        let mut last_fault = Instant::now();
-        while !self.wait(stop, faults.is_empty() && last_fault.elapsed() > SPIN_MAX)? {
-            let (answered, busy) = self.answer(&mut faults)?;
-            if answered > 0 {
-                last_fault = Instant::now();
-            }
-            if !busy {
+        // Looking for the next fault without sleeping in between was tried: it takes a CPU from the guest, which costs more
+        // than it saves.
+        while !self.wait(stop, faults.is_empty())? {
+            if !self.answer(&mut faults)? {
                 busy_since = None;
                 continue;
             }

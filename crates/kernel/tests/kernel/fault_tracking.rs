@@ -199,6 +199,32 @@ fn discarded_pages_are_reported_and_told() {
     }
 }
 
+/// What changes without a word to a hook beforehand can be found out: here, a discard.
+#[test]
+fn protection_lost_unseen_is_found() {
+    if !sees_markers("protection_lost_unseen_is_found") {
+        return;
+    }
+    let mut target = Target::start();
+    let ram = target.map("anon", 2000 * PAGE);
+    target.write(ram, 0, 1000, 1);
+    let tracker = target.watch(ram);
+    assert_eq!(tracker.unannounced(ram).unwrap(), [], "never drained");
+    drain(&tracker, ram);
+    recorder(&tracker);
+    target.write(ram, 5, 9, 2);
+    target.write(ram, 1500, 9, 2);
+    assert_eq!(tracker.unannounced(ram).unwrap(), []);
+    target.on("zap", ram, 10, 2, "");
+    target.on("zap", ram, 100, 900, "");
+    // Where it had been announced as written, it was lost before.
+    assert_eq!(tracker.unannounced(ram).unwrap(), [part(ram, 100, 900)]);
+    target.write(ram, 200, 1, 3);
+    assert_eq!(tracker.unannounced(ram).unwrap(), [part(ram, 100, 900)], "it is there again, as another");
+    assert_eq!(drain(&tracker, ram).len(), 9 + 900 + 9);
+    assert_eq!(tracker.unannounced(ram).unwrap(), []);
+}
+
 #[test]
 fn what_cannot_be_watched_is_refused_by_name() {
     let mut target = Target::start();
