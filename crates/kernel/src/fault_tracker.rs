@@ -183,7 +183,7 @@ impl FaultTracker {
             return Ok(());
         }
         let process = &self.shared.process;
-        let mergeable =
+        let mut mergeable =
             mapping_flags(&process.read_file("smaps")?).into_iter().filter(|flags| flags.mergeable);
         match mergeable.find_map(|flags| intersection(flags.range, range)) {
             Some(range) => Err(Error::Merged { pid: process.pid(), range }),
