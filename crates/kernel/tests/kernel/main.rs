@@ -9,6 +9,7 @@ mod fault_oracle;
 mod fault_tracking;
 mod fork;
 mod oracle;
+mod qemu;
 mod reading;
 mod target;
 mod tracking;
