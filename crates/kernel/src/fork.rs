@@ -66,26 +66,46 @@ pub struct Snapshot {
     keeper: Option<JoinHandle<Result<()>>>,
 }
 
-impl Snapshot {
-    /// Freezes a copy of `ranges` of the memory of `process` (and of what else a child inherits), which must be whole pages
-    /// of private memory. The caller sees to it that no thread of the process writes there meanwhile: else the copy
-    /// is no single instant. What holds for a process that is our own child holds here too:
-    /// see [`crate::attach::inject_userfaultfd`].
-    ///
-    /// Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under seccomp ([`Error::Seccomp`]); the
-    /// fork fails in the process ([`Error::Injected`], mostly for want of memory); all errors of attaching. The
-    /// process runs on as it was in every case.
-    pub fn fork(process: &Process, ranges: &[HostRange]) -> Result<Self> {
-        let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
+/// All that can be found out before a fork: made while the VM runs, used in its pauses.
+#[derive(Debug)]
+pub struct ForkPlan {
+    target: Process,
+    instruction: u64,
+    /// What is kept out of children.
+    hidden: Vec<HostRange>,
+}
+
+impl ForkPlan {
+    /// Looks whether a fork freezes `ranges` of the memory of `process`, which must be whole pages of private memory. It holds
+    /// until the process maps memory anew there. Takes milliseconds for a GiB. Errors: memory that a fork does not
+    /// freeze ([`Error::NotForkable`]); a process under seccomp ([`Error::Seccomp`]).
+    pub fn new(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         let hidden = check(process, ranges)?;
-        let target = process.try_clone()?;
+        Ok(Self { target: process.try_clone()?, instruction: find_syscall_instruction(process)?, hidden })
+    }
+
+    /// Freezes a copy of the ranges (and of what else a child inherits). The caller sees to it that no thread of the process
+    /// writes there meanwhile: else the copy is no single instant. What holds for a process that is our own child
+    /// holds here too: see [`crate::attach::inject_userfaultfd`].
+    ///
+    /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process ([`Error::Injected`], mostly
+    /// for want of memory); all errors of attaching. The process runs on as it was in every case.
+    pub fn fork(&self) -> Result<Snapshot> {
+        let pid = self.target.pid();
+        let spawn = |source| Error::Attach { pid, operation: "start a thread", source };
+        ensure_no_seccomp(&self.target)?;
+        let plan = Self {
+            target: self.target.try_clone()?,
+            instruction: self.instruction,
+            hidden: self.hidden.clone(),
+        };
         let (hold, until_dropped) = channel();
         let (ready, answer) = sync_channel(1);
         let keeper = std::thread::Builder::new().name("snapshot".into());
-        let keeper = keeper.spawn(move || keep(&target, &hidden, &ready, &until_dropped)).map_err(spawn)?;
+        let keeper = keeper.spawn(move || keep(&plan, &ready, &until_dropped)).map_err(spawn)?;
         match answer.recv() {
             Ok(Ok((child, stopped_ns))) => {
-                Ok(Self { child, stopped_ns, hold: Some(hold), keeper: Some(keeper) })
+                Ok(Snapshot { child, stopped_ns, hold: Some(hold), keeper: Some(keeper) })
             }
             Ok(Err(error)) => {
                 let _ = keeper.join();
@@ -94,6 +114,13 @@ impl Snapshot {
             // It ended without an answer: it panicked.
             Err(_) => Err(spawn(io::Error::other("it panicked"))),
         }
+    }
+}
+
+impl Snapshot {
+    /// A [`ForkPlan`], and its fork. Errors as with these.
+    pub fn fork(process: &Process, ranges: &[HostRange]) -> Result<Self> {
+        ForkPlan::new(process, ranges)?.fork()
     }
 
     /// The frozen process: for [`crate::read_memory`] and [`crate::memory::GuestReader`]. Should it be killed by somebody,
@@ -131,12 +158,17 @@ impl Drop for Snapshot {
     }
 }
 
+fn ensure_no_seccomp(process: &Process) -> Result<()> {
+    match process.status_field("Seccomp")?.as_deref() {
+        None | Some("0") => Ok(()),
+        Some(_) => Err(Error::Seccomp { pid: process.pid() }),
+    }
+}
+
 /// Whether a fork freezes `ranges`; gives back which parts are kept out of children now.
 fn check(process: &Process, ranges: &[HostRange]) -> Result<Vec<HostRange>> {
     let pid = process.pid();
-    if process.status_field("Seccomp")?.is_some_and(|mode| mode != "0") {
-        return Err(Error::Seccomp { pid });
-    }
+    ensure_no_seccomp(process)?;
     let maps = process.maps()?;
     let flags = mapping_flags(&process.read_file("smaps")?);
     let mut hidden = Vec::new();
@@ -212,13 +244,12 @@ struct Born {
 
 /// The life of a snapshot, on a thread of its own: what is traced belongs to the thread that traces it.
 fn keep(
-    target: &Process,
-    hidden: &[HostRange],
+    plan: &ForkPlan,
     ready: &SyncSender<Result<(Process, u64)>>,
     until_dropped: &Receiver<()>,
 ) -> Result<()> {
-    let made = find_syscall_instruction(target).and_then(|at| Ok((at, fork_off(target, at, hidden)?)));
-    let (instruction, (born, stopped_ns)) = match made {
+    let (target, instruction) = (&plan.target, plan.instruction);
+    let (born, stopped_ns) = match fork_off(target, instruction, &plan.hidden) {
         Ok(made) => made,
         Err(error) => {
             let _ = ready.send(Err(error));

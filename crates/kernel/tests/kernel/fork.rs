@@ -2,7 +2,7 @@
 
 use crate::oracle::Random;
 use crate::target::{HUGE, HugePages, PAGE, Target, part, role_arguments, start_role};
-use keyframe_kernel::fork::Snapshot;
+use keyframe_kernel::fork::{ForkPlan, Snapshot};
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::Written;
 use keyframe_kernel::{Error, Process};
@@ -102,6 +102,8 @@ fn the_copy_stands_still_and_holds_no_file() {
 fn each_of_several_holds_its_own_time() {
     let mut target = Target::start();
     let ram = target.map("anon", PAGES * PAGE);
+    target.on("advise", ram, 100, 900, "");
+    let plan = ForkPlan::new(&target.process, &[ram]).unwrap();
     let mut random = Random(7);
     let mut held = Vec::new();
     for round in 0..12_u8 {
@@ -109,7 +111,7 @@ fn each_of_several_holds_its_own_time() {
             let first = random.below(PAGES);
             target.write(ram, first, (1 + random.below(90)).min(PAGES - first), round + 1);
         }
-        held.push((target.content(ram), Snapshot::fork(&target.process, &[ram]).unwrap()));
+        held.push((target.content(ram), plan.fork().unwrap()));
         if held.len() > 4 {
             drop(held.remove(random.below(4) as usize));
         }
@@ -255,7 +257,9 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
         let huge = target.map("hugeanon", 2 * HUGE);
         assert!(matches!(refused(&target, huge), Error::NotForkable { range, .. } if range == huge));
     }
+    let plan = ForkPlan::new(&target.process, &[ram]).unwrap();
     target.ok("filter");
+    assert!(matches!(plan.fork(), Err(Error::Seccomp { .. })));
     let error = refused(&target, ram);
     assert!(matches!(error, Error::Seccomp { .. }), "{error:?}");
     assert!(error.fix().unwrap().contains("-sandbox"));
