@@ -19,6 +19,7 @@ pub const UFFD_API: u64 = 0xAA;
 pub const UFFD_USER_MODE_ONLY: u64 = 1;
 
 pub const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1;
+pub const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
 pub const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
@@ -34,6 +35,19 @@ pub const FEATURES_NEEDED: [(u64, &str, &str); 4] = [
 /// All bits of [`FEATURES_NEEDED`].
 pub fn features_needed() -> u64 {
     FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
+}
+
+/// What watching first writes needs of userfaultfd, in the same form.
+pub const FAULT_FEATURES_NEEDED: [(u64, &str, &str); 4] = [
+    (FEATURE_EVENT_REMOVE, "EVENT_REMOVE", "4.11"),
+    (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
+    (FEATURE_WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM", "5.19"),
+    (FEATURE_WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
+];
+
+/// All bits of [`FAULT_FEATURES_NEEDED`].
+pub fn fault_features_needed() -> u64 {
+    FAULT_FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
 pub const REGISTER_MODE_WP: u64 = 1 << 1;
@@ -70,9 +84,39 @@ struct UffdWriteProtect {
 
 const WRITEPROTECT_MODE_WP: u64 = 1;
 
+/// Bytes in a message of userfaultfd.
+pub const MESSAGE_BYTES: usize = 32;
+const EVENT_PAGEFAULT: u8 = 0x12;
+const EVENT_REMOVE: u8 = 0x15;
+
+/// What userfaultfd has to tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// A thread waits, or waited, to write at this address.
+    Fault { address: u64 },
+    /// A thread is about to discard this range, as soon as the message is read.
+    Remove { start: u64, end: u64 },
+    /// Not asked for.
+    Other(u8),
+}
+
+impl Message {
+    /// Reads a `uffd_msg`: the event in its first byte, two words behind the first.
+    pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Self {
+        let (words, _) = bytes.as_chunks::<8>();
+        let word = |index: usize| words.get(index).map_or(0, |word| u64::from_ne_bytes(*word));
+        match bytes[0] {
+            EVENT_PAGEFAULT => Self::Fault { address: word(2) },
+            EVENT_REMOVE => Self::Remove { start: word(1), end: word(2) },
+            other => Self::Other(other),
+        }
+    }
+}
+
 const UFFDIO_API: u64 = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
 const UFFDIO_REGISTER: u64 = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
 const UFFDIO_WRITEPROTECT: u64 = ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
+const UFFDIO_WAKE: u64 = ioc(READ, 0xAA, 0x02, size_of::<UffdRange>());
 const UFFDIO_UNREGISTER: u64 = ioc(READ, 0xAA, 0x01, size_of::<UffdRange>());
 
 pub const SCAN_WP_MATCHING: u64 = 1;
@@ -141,7 +185,7 @@ const _: () = assert!(size_of::<ScanArg>() == 96);
 const _: () = assert!(size_of::<PageRegion>() == 24);
 const _: () = assert!(size_of::<MapQuery>() == 104 && PROCMAP_QUERY == 0xC068_6611);
 const _: () = assert!(UFFDIO_API == 0xC018_AA3F && UFFDIO_REGISTER == 0xC020_AA00);
-const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06);
+const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06 && UFFDIO_WAKE == 0x8010_AA02);
 const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01 && PAGEMAP_SCAN == 0xC060_6610);
 
 /// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
@@ -164,7 +208,7 @@ pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Re
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_UNREGISTER`: protection ends, content stays.
+/// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not woken.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`, which `range` is,
@@ -175,11 +219,28 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
 
 /// `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker where there is none.
 pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
-    let range = UffdRange { start, len_bytes };
-    let mut protect = UffdWriteProtect { range, mode: WRITEPROTECT_MODE_WP };
+    uffd_set_protection(uffd, start, len_bytes, WRITEPROTECT_MODE_WP)
+}
+
+/// The opposite, which wakes the threads that wait to write there.
+pub fn uffd_remove_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    uffd_set_protection(uffd, start, len_bytes, 0)
+}
+
+fn uffd_set_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64) -> io::Result<()> {
+    let mut protect = UffdWriteProtect { range: UffdRange { start, len_bytes }, mode };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_WRITEPROTECT reads one `uffdio_writeprotect`, which
     // `protect` is, and which lives over the call. No content changes.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// `UFFDIO_WAKE`: has the threads that wait in the range look again.
+pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    let mut range = UffdRange { start, len_bytes };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which `range` is, and which
+    // lives over the call.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut range) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
@@ -223,4 +284,24 @@ pub fn pagemap_scan(
         return Err(io::Error::last_os_error());
     }
     Ok((usize::try_from(code).unwrap_or(0).min(out.len()), arg.walk_end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_read_as_the_kernel_lays_them_out() {
+        let message = |event: u8, words: [u64; 3]| {
+            let mut bytes = [0; MESSAGE_BYTES];
+            bytes[0] = event;
+            for (index, word) in words.iter().enumerate() {
+                bytes[8 * (index + 1)..8 * (index + 2)].copy_from_slice(&word.to_ne_bytes());
+            }
+            Message::parse(&bytes)
+        };
+        assert_eq!(message(0x12, [3, 0x7000, 0]), Message::Fault { address: 0x7000 });
+        assert_eq!(message(0x15, [0x1000, 0x3000, 0]), Message::Remove { start: 0x1000, end: 0x3000 });
+        assert_eq!(message(0x16, [1, 2, 3]), Message::Other(0x16));
+    }
 }

@@ -30,7 +30,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 /// The longest that a session may take, and the longest that undoing it may take.
-const SESSION_MAX: Duration = Duration::from_secs(2);
+pub(crate) const SESSION_MAX: Duration = Duration::from_secs(2);
 /// A vdso is two to four pages.
 const VDSO_BYTES_MAX: u64 = 64 << 10;
 /// How often, and how long apart, the vdso is looked for.
@@ -100,7 +100,7 @@ fn open_userfaultfd(hijack: &mut Hijack<'_>) -> Result<(OwnedFd, bool)> {
 }
 
 /// The address of a `syscall` instruction in the target's vdso.
-fn find_syscall_instruction(process: &Process) -> Result<u64> {
+pub(crate) fn find_syscall_instruction(process: &Process) -> Result<u64> {
     let mut looks = 0;
     let vdso = loop {
         let maps = maps::read_without_page_sizes(process)?;
@@ -122,8 +122,49 @@ fn find_syscall_instruction(process: &Process) -> Result<u64> {
     at.map(|at| vdso.start.0 + at as u64).ok_or(Error::NoSyscallInstruction { pid: process.pid() })
 }
 
+/// `base`, about to do a system call through the `syscall` instruction at `instruction`.
+pub(crate) fn call_registers(
+    base: libc::user_regs_struct,
+    instruction: u64,
+    number: i64,
+    [rdi, rsi, rdx, r10, r8]: [u64; 5],
+) -> libc::user_regs_struct {
+    libc::user_regs_struct {
+        rip: instruction,
+        rax: number.cast_unsigned(),
+        // Not in a system call: the kernel must not restart one on these registers.
+        orig_rax: u64::MAX,
+        rdi,
+        rsi,
+        rdx,
+        r10,
+        r8,
+        ..base
+    }
+}
+
+/// Registers of user code, as in `like`, that point to nothing: no stack, no thread, no data.
+fn blank_registers(like: &libc::user_regs_struct) -> libc::user_regs_struct {
+    // The flags without those that a debugger or the code may have set (trap, direction).
+    let eflags = 0x202;
+    libc::user_regs_struct {
+        rsp: 0,
+        rbp: 0,
+        rbx: 0,
+        rcx: 0,
+        r9: 0,
+        r11: 0,
+        r12: 0,
+        r13: 0,
+        r14: 0,
+        r15: 0,
+        eflags,
+        ..*like
+    }
+}
+
 /// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else on drop.
-struct Hijack<'p> {
+pub(crate) struct Hijack<'p> {
     process: &'p Process,
     tracee: Tracee<'p>,
     instruction: u64,
@@ -132,12 +173,19 @@ struct Hijack<'p> {
     mask: SignalMask,
     /// SIGSTOP cannot be blocked: one that came meanwhile is sent again.
     stop_came: bool,
+    /// The process that our system call made, where we asked to be told.
+    born: Option<u32>,
     restored: bool,
 }
 
 impl<'p> Hijack<'p> {
     /// Stops the thread and saves what is going to be changed.
-    fn stop(process: &'p Process, tracee: Tracee<'p>, instruction: u64, deadline: Instant) -> Result<Self> {
+    pub(crate) fn stop(
+        process: &'p Process,
+        tracee: Tracee<'p>,
+        instruction: u64,
+        deadline: Instant,
+    ) -> Result<Self> {
         tracee.interrupt()?;
         // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
         while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
@@ -146,29 +194,64 @@ impl<'p> Hijack<'p> {
         // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
         let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
         let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
-        let hijack =
-            Self { process, tracee, instruction, deadline, saved, mask, stop_came: false, restored: false };
+        let hijack = Self {
+            process,
+            tracee,
+            instruction,
+            deadline,
+            saved,
+            mask,
+            stop_came: false,
+            born: None,
+            restored: false,
+        };
         hijack.tracee.set_signal_mask(SignalMask(u64::MAX))?;
         Ok(hijack)
     }
 
     /// Makes the thread do one system call with one argument.
     fn call(&mut self, name: &'static str, number: i64, argument: u64) -> Result<u64> {
-        let mut registers = self.saved;
-        registers.rip = self.instruction;
-        registers.rax = number.cast_unsigned();
-        registers.rdi = argument;
-        // Not in a system call: the kernel must not restart one on these registers.
-        registers.orig_rax = u64::MAX;
+        self.call_with(name, number, [argument, 0, 0, 0, 0])
+    }
+
+    /// Makes the thread do one system call.
+    pub(crate) fn call_with(&mut self, name: &'static str, number: i64, arguments: [u64; 5]) -> Result<u64> {
+        let registers = call_registers(self.saved, self.instruction, number, arguments);
+        self.call_as(name, registers)
+    }
+
+    /// Makes the thread do the `clone()` of these arguments, and tells which process it made: its number for us, and for
+    /// the process that is its parent. In all its registers but the arguments' the child has zero, so that, should it
+    /// ever run, it dies of its first access to memory.
+    pub(crate) fn call_clone(&mut self, arguments: [u64; 5]) -> Result<(u32, u64)> {
+        self.tracee.stop_at_births(true)?;
+        let blank = blank_registers(&self.saved);
+        let made = self.call_as("clone", call_registers(blank, self.instruction, libc::SYS_clone, arguments));
+        // Where this fails the thread cannot be given back either, which reports it; but no other child is made.
+        let undone = self.tracee.stop_at_births(false);
+        let theirs = made?;
+        undone?;
+        let source = || io::Error::other("the kernel did not say what it made");
+        let ours = self.born().ok_or_else(|| self.injected("clone", source()))?;
+        Ok((ours, theirs))
+    }
+
+    /// The process that [`Self::call_clone`] made, even where it failed.
+    pub(crate) fn born(&self) -> Option<u32> {
+        self.born.filter(|pid| *pid != 0)
+    }
+
+    fn injected(&self, call: &'static str, source: io::Error) -> Error {
+        Error::Injected { pid: self.process.pid(), call, source }
+    }
+
+    fn call_as(&mut self, name: &'static str, registers: libc::user_regs_struct) -> Result<u64> {
         self.tracee.set_registers(registers)?;
         self.run_to(Stop::Entry)?;
         self.run_to(Stop::Exit)?;
         let answer = self.tracee.registers()?.rax.cast_signed();
         match i32::try_from(answer) {
-            Ok(code) if code < 0 => {
-                let source = io::Error::from_raw_os_error(-code);
-                Err(Error::Injected { pid: self.process.pid(), call: name, source })
-            }
+            Ok(code) if code < 0 => Err(self.injected(name, io::Error::from_raw_os_error(-code))),
             _ => Ok(answer.cast_unsigned()),
         }
     }
@@ -181,15 +264,16 @@ impl<'p> Hijack<'p> {
                 stop if stop == wanted => return Ok(()),
                 // The process was stopped or continued as a whole: our call goes on.
                 Stop::Event => {}
+                Stop::Born(pid) => self.born = Some(pid),
                 Stop::Signal(libc::SIGSTOP) => self.stop_came = true,
                 // All others are blocked, so this one was forced by what we made the thread do.
                 Stop::Signal(signal) => {
                     let source = io::Error::other(format!("it caused signal {signal}"));
-                    return Err(Error::Injected { pid: self.process.pid(), call: "system call", source });
+                    return Err(self.injected("system call", source));
                 }
                 Stop::Entry | Stop::Exit => {
                     let source = io::Error::other("it stopped at another system call");
-                    return Err(Error::Injected { pid: self.process.pid(), call: "system call", source });
+                    return Err(self.injected("system call", source));
                 }
             }
         }
@@ -199,7 +283,7 @@ impl<'p> Hijack<'p> {
     ///
     /// Registers are restored in an event stop and nowhere else: only there the kernel, on its way out, still looks
     /// whether an interrupted system call is to be restarted.
-    fn restore(&mut self) -> Result<()> {
+    pub(crate) fn restore(&mut self) -> Result<()> {
         let deadline = Instant::now() + SESSION_MAX;
         self.tracee.interrupt()?;
         loop {
@@ -212,6 +296,7 @@ impl<'p> Hijack<'p> {
                     registers.orig_rax = u64::MAX;
                     self.tracee.set_registers(registers)?;
                 }
+                Stop::Born(pid) => self.born = Some(pid),
                 Stop::Exit | Stop::Signal(_) => {}
             }
             self.tracee.resume(0)?;

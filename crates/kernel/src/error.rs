@@ -224,6 +224,45 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
+    /// The process was permitted a userfaultfd for faults of user mode alone: a write by the kernel (a `read` into guest
+    /// RAM) would fail in it instead of waiting.
+    #[error("process {pid}: watch first writes: its userfaultfd is for user-mode faults only")]
+    UserModeOnly {
+        /// Its process id.
+        pid: u32,
+    },
+    /// First writes to this memory cannot be waited on.
+    #[error("process {pid}: register {start}+{len_bytes:#x}: first writes to memory of a file on disk cannot be watched", start = .range.start, len_bytes = .range.len_bytes)]
+    NotWatchable {
+        /// Its process id.
+        pid: u32,
+        /// The range asked for.
+        range: HostRange,
+    },
+    /// The kernel merges like pages of this memory (KSM), which takes their protection away unseen.
+    #[error("process {pid}: register {start}+{len_bytes:#x}: the kernel merges its pages (KSM), so first writes go unseen", start = .range.start, len_bytes = .range.len_bytes)]
+    Merged {
+        /// Its process id.
+        pid: u32,
+        /// The part of the range that is so.
+        range: HostRange,
+    },
+    /// A fork would not freeze this memory.
+    #[error("process {pid}: fork {start}+{len_bytes:#x}: {why}", start = .range.start, len_bytes = .range.len_bytes)]
+    NotForkable {
+        /// Its process id.
+        pid: u32,
+        /// The part of the range that is so.
+        range: HostRange,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// The process runs under seccomp: a filter that denies a new process kills the one that asks for it.
+    #[error("process {pid}: fork: it runs under a seccomp filter, which may kill it for that")]
+    Seccomp {
+        /// Its process id.
+        pid: u32,
+    },
     /// What of a range holds data could not be found out.
     #[error("process {pid}: find data in {start}+{len_bytes:#x}: {source}", start = .range.start, len_bytes = .range.len_bytes)]
     Extents {
@@ -270,6 +309,26 @@ impl Error {
                 Some(libc::EMFILE) => "raise the limit of open files of QEMU (ulimit -n)".into(),
                 _ => return None,
             },
+            Self::Injected { call: "clone", source, .. } => match source.raw_os_error() {
+                Some(libc::ENOMEM) => "free memory, or set vm.overcommit_memory=1 (sysctl): a fork counts the VM's memory twice"
+                    .into(),
+                Some(libc::EAGAIN) => "raise the limit of processes of QEMU's user or control group (ulimit -u, pids.max)"
+                    .into(),
+                _ => return None,
+            },
+            Self::UserModeOnly { .. } => {
+                "set vm.unprivileged_userfaultfd=1 (sysctl), or run QEMU with CAP_SYS_PTRACE".into()
+            }
+            Self::NotWatchable { .. } => {
+                "give the VM's memory by memory-backend-ram or memory-backend-memfd, not by a file on disk".into()
+            }
+            Self::Merged { .. } => {
+                "start QEMU with -machine mem-merge=off, or end KSM on this host (echo 2 > /sys/kernel/mm/ksm/run)".into()
+            }
+            Self::NotForkable { .. } => {
+                "give the VM private memory of ordinary pages (memory-backend-ram, share=off, without hugetlb)".into()
+            }
+            Self::Seccomp { .. } => "start QEMU without -sandbox on (whose spawn=deny kills a QEMU that forks)".into(),
             Self::AttachTimeout { .. } => {
                 "check that the process is not frozen (cgroup freezer) or stuck in the kernel (state D in ps)".into()
             }

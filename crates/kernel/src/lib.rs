@@ -9,13 +9,17 @@
 //!               (own mapping of a sealed memfd, or process_vm_readv)
 //! ```
 //!
+//! Two other ways to hold on to the memory of one instant: [`fault_tracker`] has each first write wait for a word from us (so
+//! that it can be copied before), and [`fork`] keeps a frozen child of the process.
+//!
 //! Invariants:
 //! 1. A [`Process`] never stands for another process that was given the same pid.
 //! 2. No page is protected without being reported; where that cannot be told any more, the error says so
 //!    ([`Error::ScanBroken`]).
 //! 3. Whatever this crate did to the process is undone on drop, and by the kernel where we die first.
 //!
-//! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy. x86-64 Linux only.
+//! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy (those of `fault_tracker` and `fork` are
+//! there because the kernel's interfaces need them). x86-64 Linux only.
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
@@ -23,7 +27,9 @@ compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 mod abi;
 pub mod attach;
 mod error;
+pub mod fault_tracker;
 pub mod features;
+pub mod fork;
 mod maps;
 pub mod memory;
 pub mod priority;

@@ -2,8 +2,12 @@
 //!
 //! ```text
 //!   seize ─▶ running ─ interrupt ─▶ Stop::Event ─ resume_to_syscall ─▶ Stop::Entry ─▶ Stop::Exit ─ ... ─ detach
-//!                                        └─ a signal may put a Stop::Signal before any of these
+//!                                        └─ a signal may put a Stop::Signal before any of these;
+//!                                           a clone() a Stop::Born between entry and exit, where asked for
 //! ```
+//!
+//! A child that is born to a traced thread which was asked to stop at births is traced from its first instant, and stands
+//! still before its first instruction.
 //!
 //! Stops are found by asking for their siginfo, not by `waitpid`: so the exit status of a target that is our own child
 //! stays for whoever waits for it, and a wait elsewhere in this process cannot take a stop away from us.
@@ -24,6 +28,8 @@ const OPTION_SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
 /// Siginfo code of a system call stop (with TRACESYSGOOD), and of an event stop above a signal number.
 const CODE_SYSCALL: i32 = libc::SIGTRAP | 0x80;
 const EVENT_STOP: i32 = libc::PTRACE_EVENT_STOP;
+/// Siginfo code of the stop of a thread that has made another process, not asking for SIGCHLD.
+const CODE_BORN: i32 = libc::SIGTRAP | libc::PTRACE_EVENT_CLONE << 8;
 /// What `PTRACE_GETEVENTMSG` says at the entry of a system call.
 const MESSAGE_ENTRY: u64 = 1;
 /// The code segment of 64-bit user code.
@@ -42,6 +48,8 @@ pub(crate) enum Stop {
     Entry,
     /// Back from a system call.
     Exit,
+    /// In a `clone()` that has made another process: this is its number, as we see it.
+    Born(u32),
     /// About to take this signal.
     Signal(i32),
 }
@@ -85,13 +93,54 @@ impl<'p> Tracee<'p> {
         Err(tracee.error("trace it (ptrace)", source))
     }
 
+    /// The first thread of `process`, which this thread traces from its birth.
+    pub fn born(process: &'p Process) -> Self {
+        Self { process, thread_bound: PhantomData }
+    }
+
+    /// From here on another process that the stopped thread makes is traced too, from its first instant; and not, when
+    /// false. The seccomp filter, where it was suspended, no longer is.
+    pub fn stop_at_births(&self, stop: bool) -> Result<()> {
+        let births = if stop { libc::PTRACE_O_TRACECLONE as usize } else { 0 };
+        self.set_options(OPTION_SYSCALL_GOOD | births)
+    }
+
+    /// From here on the stopped thread's process dies with the thread that traces it.
+    pub fn die_with_tracer(&self) -> Result<()> {
+        self.set_options(OPTION_SYSCALL_GOOD | libc::PTRACE_O_EXITKILL as usize)
+    }
+
+    fn set_options(&self, options: usize) -> Result<()> {
+        self.request(libc::PTRACE_SETOPTIONS, 0, options as *mut c_void)
+            .map(drop)
+            .map_err(|source| self.error("set options (ptrace)", source))
+    }
+
+    /// Takes note of the end of this process, which has ended: until then it stays a zombie for its parent too.
+    pub fn take_end(&self) -> io::Result<()> {
+        // SAFETY: the status is not asked for (null is allowed); the process is traced by this thread, so nobody else
+        // here waits for it.
+        let code = unsafe {
+            libc::waitpid(
+                self.process.raw_pid(),
+                null_mut(),
+                libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG,
+            )
+        };
+        match code {
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            code if code < 0 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
+    }
+
     fn seize_with(&self, options: usize) -> io::Result<()> {
         self.request(libc::PTRACE_SEIZE, 0, options as *mut c_void).map(drop)
     }
 
     /// A ptrace request whose `data` is a number, or null, or points to what that request reads or writes.
     fn request(&self, request: libc::c_uint, address: usize, data: *mut c_void) -> io::Result<i64> {
-        // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SYSCALL, CONT, DETACH), nothing
+        // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SETOPTIONS, SYSCALL, CONT, DETACH), nothing
         // (INTERRUPT), or a pointer to a live local of the size the request transfers (the rest). The kernel checks
         // that the thread is ours to trace; memory of ours is touched through `data` alone.
         let code = unsafe { libc::ptrace(request, self.process.raw_pid(), address as *mut c_void, data) };
@@ -137,6 +186,10 @@ impl<'p> Tracee<'p> {
             CODE_SYSCALL => {
                 let message: u64 = self.fetch(libc::PTRACE_GETEVENTMSG, 0).map_err(failed)?;
                 if message == MESSAGE_ENTRY { Stop::Entry } else { Stop::Exit }
+            }
+            CODE_BORN => {
+                let message: u64 = self.fetch(libc::PTRACE_GETEVENTMSG, 0).map_err(failed)?;
+                Stop::Born(u32::try_from(message).unwrap_or(0))
             }
             code if code >> 8 == EVENT_STOP => Stop::Event,
             _ => Stop::Signal(info.si_signo),

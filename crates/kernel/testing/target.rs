@@ -8,12 +8,18 @@
 //!   advise ADDRESS BYTES    @ok           makes a mapping of its own of it (MADV_DONTFORK)
 //!   write ADDRESS BYTES N   @ok           every byte becomes N
 //!   churn ADDRESS BYTES N   @waiting @ok  N into each page once, all over the place; a power of two of pages
+//!   scribble ADDRESS BYTES THREADS WRITES DISCARDS  @waiting @ok
+//!                                         that many threads write all over the place, so often each; the main thread
+//!                                         discards meanwhile, so often (MADV_DONTNEED)
 //!   zap ADDRESS BYTES       @ok           MADV_DONTNEED
+//!   wipe ADDRESS BYTES      @ok           MADV_WIPEONFORK
+//!   remove ADDRESS BYTES    @ok           MADV_REMOVE
 //!   punch ADDRESS BYTES     @ok           FALLOC_FL_PUNCH_HOLE in the file behind the mapping
 //!   pageout ADDRESS BYTES   @ok           MADV_PAGEOUT
 //!   receive ADDRESS BYTES N @ok           read(2) from a pipe into the memory
 //!   direct ADDRESS BYTES N  @ok           read(2) with O_DIRECT from a file
 //!   demote                  @ok           become an ordinary user
+//!   filter                  @ok           install a seccomp filter that allows all
 //!   count                   @ok           count SIGRTMIN from now on
 //!   counted                 @N
 //!   sleep MS | ppoll MS | futex MS        @RESULT ERRNO of that one system call
@@ -66,6 +72,13 @@ fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
             churn(number(1), number(2), number(3));
             Ok("ok".into())
         }
+        "scribble" => {
+            scribble(number(1), number(2), number(3), number(4), number(5));
+            Ok("ok".into())
+        }
+        "wipe" => advise(number(1), number(2), libc::MADV_WIPEONFORK).map(ok),
+        "remove" => advise(number(1), number(2), libc::MADV_REMOVE).map(ok),
+        "filter" => filter().map(ok),
         "zap" => advise(number(1), number(2), libc::MADV_DONTNEED).map(ok),
         "pageout" => advise(number(1), number(2), libc::MADV_PAGEOUT).map(ok),
         "punch" => punch(number(1), number(2), files).map(ok),
@@ -145,6 +158,48 @@ fn churn(address: usize, len: usize, value: usize) {
         // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
         unsafe { at.write_volatile(value as u64) };
     }
+}
+
+/// Threads that write each its own numbers, anywhere, a third of them over and over into a few pages.
+fn scribble(address: usize, len: usize, threads: usize, writes: usize, discards: usize) {
+    println!("@waiting");
+    let next = |random: &mut u64| {
+        *random ^= *random << 13;
+        *random ^= *random >> 7;
+        *random ^= *random << 17;
+        (*random >> 8) as usize
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            scope.spawn(move || {
+                let mut random = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(thread as u64 + 1);
+                for write in 0..writes {
+                    let reach = if write % 3 == 0 { len / 16 } else { len };
+                    let at = address + next(&mut random) % (reach / 8) * 8;
+                    // SAFETY: the test names memory that it had mapped here, writable, of that length; all threads write
+                    // it by whole aligned words, and nothing refers to it.
+                    unsafe { (*(at as *const AtomicU64)).store(random, Ordering::Relaxed) };
+                }
+            });
+        }
+        let mut random = 0x1234_5678_9abc_def1;
+        for _ in 0..discards {
+            let first = next(&mut random) % (len / 4096);
+            let pages = (1 + next(&mut random) % 40).min(len / 4096 - first);
+            advise(address + first * 4096, pages * 4096, libc::MADV_DONTNEED).expect("discard");
+        }
+    });
+}
+
+/// From here on under seccomp, by a filter of one instruction: allow.
+fn filter() -> std::io::Result<()> {
+    let mut allow = libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW };
+    let program = libc::sock_fprog { len: 1, filter: &raw mut allow };
+    // SAFETY: takes numbers.
+    check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into())?;
+    // SAFETY: reads one `sock_fprog`, which `program` is, and the one instruction that it points to; both live over the call.
+    check(unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) }.into())
+        .map(drop)
 }
 
 fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {

@@ -4,7 +4,12 @@
 //! right to trace it and Linux 6.7; what a host or user lacks besides (huge pages, swap, `CAP_SYS_ADMIN`) is printed as skipped.
 
 mod attach;
+mod copy_on_write;
+mod fault_oracle;
+mod fault_tracking;
+mod fork;
 mod oracle;
+mod qemu;
 mod reading;
 mod target;
 mod tracking;

@@ -13,11 +13,11 @@ const ROUNDS: u64 = 40;
 /// Three page tables, and parts of two more.
 const PAGES: u64 = 3 * 512 + 300;
 
-struct Random(u64);
+pub struct Random(pub u64);
 
 impl Random {
     /// The next number below `limit`.
-    fn below(&mut self, limit: u64) -> u64 {
+    pub fn below(&mut self, limit: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

@@ -1,6 +1,7 @@
 //! Drives `testing/target.rs`.
 
 use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::{WriteTracker, Written};
 use keyframe_kernel::{Process, Result};
@@ -9,7 +10,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub const PAGE: u64 = 4096;
 pub const HUGE: u64 = 2 << 20;
@@ -98,12 +99,50 @@ impl Target {
         WriteTracker::new(&self.process, attached.uffd).unwrap()
     }
 
+    /// A tracker of first writes to `range`.
+    pub fn watch(&self, range: HostRange) -> FaultTracker {
+        let mut tracker = self.watcher();
+        tracker.register(range).unwrap();
+        tracker
+    }
+
+    pub fn watcher(&self) -> FaultTracker {
+        let attached = inject_userfaultfd(&self.process).unwrap();
+        FaultTracker::new(&self.process, attached.uffd, attached.user_mode_only).unwrap()
+    }
+
     /// All of `range`.
     pub fn content(&self, range: HostRange) -> Vec<u8> {
         let reader = GuestReader::new(&self.process, &[range]).unwrap();
         let mut bytes = vec![0xa5; range.len_bytes as usize];
         reader.read(&[range], &mut bytes).unwrap();
         bytes
+    }
+
+    /// The value of `field` of its status.
+    pub fn status(&self, field: &str) -> String {
+        let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.pid())).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        line.unwrap_or_else(|| panic!("{field}")).trim().to_owned()
+    }
+
+    /// Stops all of its threads (SIGSTOP), and waits until they are.
+    pub fn freeze(&mut self) {
+        self.signal("STOP");
+        let threads = format!("/proc/{}/task", self.process.pid());
+        let deadline = Instant::now() + ANSWER_MAX;
+        let stopped = |entry: std::io::Result<std::fs::DirEntry>| {
+            let status = std::fs::read_to_string(entry.unwrap().path().join("status")).unwrap_or_default();
+            status.contains("State:\tT (stopped)")
+        };
+        while !std::fs::read_dir(&threads).unwrap().all(stopped) {
+            assert!(Instant::now() < deadline, "it stops");
+            std::thread::yield_now();
+        }
+    }
+
+    pub fn thaw(&mut self) {
+        self.signal("CONT");
     }
 
     pub fn signal(&mut self, signal: &str) {
@@ -124,11 +163,63 @@ impl Target {
     }
 }
 
+/// Starts this test program again as a process of its own that does only `role`, an ignored test, on `target`; gives it
+/// back when it has said `ready`. It is the caller's to end.
+pub fn start_role(role: &str, target: &Target, arguments: &str) -> Role {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args([role, "--exact", "--ignored", "--nocapture"])
+        .env(ROLE_VARIABLE, format!("{} {arguments}", target.process.pid()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (send, lines) = channel();
+    let stdout = BufReader::new(child.stdout.take().unwrap());
+    std::thread::spawn(move || {
+        stdout.lines().map_while(std::result::Result::ok).try_for_each(|line| send.send(line))
+    });
+    let role = Role { child };
+    while lines.recv_timeout(ANSWER_MAX).expect("the other process is ready") != "ready" {}
+    role
+}
+
+/// What a role was started for; `None` where it runs as an ordinary test, and has nothing to do.
+pub fn role_arguments() -> Option<Vec<String>> {
+    let text = std::env::var(ROLE_VARIABLE).ok()?;
+    Some(text.split_whitespace().map(str::to_owned).collect())
+}
+
+const ROLE_VARIABLE: &str = "KEYFRAME_KERNEL_TEST_ROLE";
+
+/// Another process of this test program; killed on drop.
+pub struct Role {
+    child: Child,
+}
+
+impl Role {
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 impl Drop for Target {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// `pages` pages of `range`, from `first` on.
+pub fn part(range: HostRange, first: u64, pages: u64) -> HostRange {
+    HostRange { start: HostVirt(range.start.0 + first * PAGE), len_bytes: pages * PAGE }
 }
 
 /// What a scan reports, as pages of `range`: `(page, present)`.
@@ -146,7 +237,7 @@ pub fn try_scan(tracker: &WriteTracker, range: HostRange) -> Result<Vec<(u64, bo
     Ok(pages)
 }
 
-fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
+pub fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
     assert!(written.windows(2).all(|w| w[0].range.end() <= w[1].range.start), "rising: {written:?}");
     assert!(written.iter().all(|w| range.contains(w.range)), "inside {range:?}: {written:?}");
     let page = |address: u64| (address - range.start.0) / PAGE;
@@ -154,6 +245,21 @@ fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
         .iter()
         .flat_map(|w| (page(w.range.start.0)..page(w.range.end().0)).map(move |p| (p, w.present)))
         .collect()
+}
+
+/// What a drain reports, as pages of `range`: `(page, present)`.
+pub fn drain(tracker: &FaultTracker, range: HostRange) -> Vec<(u64, bool)> {
+    try_drain(tracker, range).unwrap()
+}
+
+pub fn try_drain(tracker: &FaultTracker, range: HostRange) -> Result<Vec<(u64, bool)>> {
+    let mut out = Vec::new();
+    let stats = tracker.drain(range, &mut out)?;
+    let pages = pages(range, &out);
+    assert_eq!(stats.written_pages, pages.len() as u64);
+    assert_eq!(stats.absent_pages, pages.iter().filter(|(_, present)| !present).count() as u64);
+    assert_eq!(stats.runs, out.len() as u64);
+    Ok(pages)
 }
 
 /// True where we may see swap entries, so can tell a marker from a page on swap; otherwise a line that says so.

@@ -1,0 +1,435 @@
+//! Which pages of a process were written since the last look, with a word before each first write: synchronous write
+//! protection, the ground of copy-on-write.
+//!
+//! ```text
+//!              register                     drain
+//!   untracked ─────────▶ unscanned ─────────────────────────▶ protected ◀───────────────┐
+//!                        (counts as written)                  │                         │ drain
+//!                              the process writes: it waits,  │                         │ (reported)
+//!                              the hook is called, then       └────────▶ written ───────┘
+//! ```
+//!
+//! The first write to a protected page stops the writing thread; the kernel tells the handler (`handler.rs`, a thread of
+//! its own), which calls the hook, removes the protection, and so wakes the writer. There is no log beside the
+//! page tables: what is not protected counts as written. One drain is:
+//!
+//! ```text
+//!   A  written    not protected (PAGEMAP_SCAN), or never drained, or discarded
+//!   B  protect    all of A (markers where there is nothing)
+//!   C  absent     of A, what was never drained or discarded: looked up after it was protected
+//! ```
+//!
+//! Discarding memory (`MADV_DONTNEED`, `MADV_FREE`, `MADV_REMOVE`) is announced (`UFFD_FEATURE_EVENT_REMOVE`): the
+//! discarding thread waits until the handler has heard of it, and no longer. So the hook learns of it, but cannot
+//! copy first; and it takes place some time after. Private anonymous memory then loses its protection, which any later
+//! drain sees. All other memory keeps it: what was discarded once there is reported by every drain from then on.
+//!
+//! Invariants:
+//! 1. A page is protected only in a drain that reports it, or where it is protected already. The second (one call over
+//!    a stretch of pages) only while no page loses its protection unseen: under the lock that the handler needs for
+//!    removing one, and as long as nothing was ever discarded.
+//! 2. The hook sees a page before its first write since it was last drained. It is told of no page that was written already.
+//! 3. No thread of the process waits for us longer than the hook takes. Where the handler fails, it ends the tracking,
+//!    which wakes all; dropping the tracker does the same, and the kernel where we die.
+//!
+//! Merging like pages (KSM) takes their protection away: refused where it is on when memory is registered, and found out by
+//! [`FaultTracker::unannounced`] later.
+//!
+//! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is told of first is as
+//! frozen. (The other way round, a fault from before the stop could lift a protection with nobody told.) When the copy is
+//! made, ask for what went [`FaultTracker::unannounced`]: a copy of such a page is no copy of that instant.
+//!
+//! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another mapping of the same file;
+//! DMA into pages that were pinned before the drain. Refused: files on disk (the kernel waits only for writes to anonymous
+//! memory, memfd, tmpfs and hugetlbfs); 1 GiB pages; a userfaultfd for user-mode faults alone, with which a `read` of
+//! QEMU's into guest RAM would fail.
+
+mod handler;
+
+use crate::abi::{self, PageRegion};
+use crate::fork::mapping_flags;
+use crate::maps::covering;
+use crate::ranges::{clip, intersection, push_joined, select, split, union, windows, without};
+use crate::scan::{Pagemap, Query};
+use crate::track::{ScanStats, Written};
+use crate::{Error, Process, Result};
+use handler::{Handler, Segment, Shared, State};
+use keyframe_units::{HostRange, PAGE_BYTES};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The largest page that can be protected here.
+const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
+/// Pages to protect that are closer than this are protected by one call: it costs as much as walking so many entries.
+const PROTECT_GAP_BYTES: u64 = 32 << 10;
+/// Pages to look up that are closer than this are looked up by one walk.
+const LOOK_GAP_BYTES: u64 = 2 << 20;
+/// How long a discard may hold up the protecting of pages.
+const BUSY_MAX: Duration = Duration::from_secs(2);
+const BUSY_SLEEP: Duration = Duration::from_micros(50);
+/// `1` where the kernel merges like pages of memory that permits it.
+const KSM_RUN: &str = "/sys/kernel/mm/ksm/run";
+
+/// What a hook is told of. Both are whole pages of the mapping (4 KiB, or 2 MiB of hugetlbfs).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Touch {
+    /// This page is about to be written, for the first time since it was drained. Until the hook returns it is as it was.
+    Write(HostRange),
+    /// These pages are being discarded: what they held may be lost already.
+    Discard(HostRange),
+}
+
+/// Called by the handler's thread; the process waits until it returns. It may read the process's memory; calling the
+/// tracker would wait for itself. A page can come more than once, for as long as it is unchanged.
+pub type Hook = Arc<dyn Fn(Touch) + Send + Sync>;
+
+/// Tracks first writes to registered ranges of one process. Dropping it ends the tracking; the memory is as it was.
+pub struct FaultTracker {
+    shared: Arc<Shared>,
+    pagemap: Pagemap,
+    scratch: Mutex<Vec<PageRegion>>,
+    /// All that is registered, for [`Drop`], which must not wait for a hook before the process goes on.
+    registered: Vec<HostRange>,
+    /// Joined after `drop` has woken the process.
+    _handler: Handler,
+}
+
+impl FaultTracker {
+    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which nothing was asked yet, and
+    /// starts the handler. Errors: the descriptor is for user-mode faults only ([`Error::UserModeOnly`]); the kernel lacks
+    /// a feature ([`Error::MissingFeature`]); pagemap may not be read; no thread can be had.
+    pub fn new(process: &Process, uffd: OwnedFd, user_mode_only: bool) -> Result<Self> {
+        let pid = process.pid();
+        if user_mode_only {
+            return Err(Error::UserModeOnly { pid });
+        }
+        let failed = |operation| move |source| Error::Tracker { pid, operation, source };
+        let asked = failed("ask userfaultfd for its features");
+        if let Err(source) = abi::uffd_api(uffd.as_fd(), abi::fault_features_needed()) {
+            // A refusal leaves the descriptor as new; asked for nothing, it tells what there is.
+            let has = abi::uffd_api(uffd.as_fd(), 0).map_err(asked)?;
+            let missing = abi::FAULT_FEATURES_NEEDED.iter().rev().find(|(bit, ..)| has & bit == 0);
+            return Err(
+                missing.map_or(asked(source), |(_, feature, since)| Error::MissingFeature { feature, since })
+            );
+        }
+        let pagemap = Pagemap::open(process)?;
+        let shared = Arc::new(Shared { process: process.try_clone()?, uffd, state: Mutex::default() });
+        let handler = Handler::start(&shared).map_err(failed("start the handler of first writes"))?;
+        let scratch = Mutex::new(Pagemap::buffer());
+        Ok(Self { shared, pagemap, scratch, registered: Vec::new(), _handler: handler })
+    }
+
+    /// Sets what is called before each first write, or nothing. When this returns, the former one runs no more.
+    pub fn set_hook(&self, hook: Option<Hook>) {
+        self.shared.lock().hook = hook;
+    }
+
+    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
+    /// drain every page of it counts as written, and no write waits. Errors: not mapped, registered already, not whole
+    /// pages, 1 GiB pages, a file on disk ([`Error::NotWatchable`]), or the kernel refuses; nothing of it is tracked then.
+    pub fn register(&mut self, range: HostRange) -> Result<()> {
+        let pid = self.shared.process.pid();
+        if self.registered.iter().any(|other| intersection(*other, range).is_some()) {
+            return Err(Error::Registered { pid, range });
+        }
+        let (segments, on_file) = self.segments_of(range)?;
+        self.ensure_not_merged(range)?;
+        let mut state = self.shared.lock();
+        abi::uffd_register(self.shared.uffd.as_fd(), range.start.0, range.len_bytes).map_err(|source| {
+            match source.raw_os_error() {
+                Some(libc::EINVAL) if on_file => Error::NotWatchable { pid, range },
+                _ => self.range_error("register", range, source),
+            }
+        })?;
+        state.segments.extend(segments);
+        state.segments.sort_unstable_by_key(|segment| segment.range.start);
+        state.unscanned = union(&[&state.unscanned, &[range]]);
+        self.registered = union(&[&self.registered, &[range]]);
+        Ok(())
+    }
+
+    /// The mappings under `range`, checked for what can be tracked; and whether a file is behind one.
+    fn segments_of(&self, range: HostRange) -> Result<(Vec<Segment>, bool)> {
+        let pid = self.shared.process.pid();
+        let unaligned = |page_bytes| Error::Unaligned { pid, operation: "register", range, page_bytes };
+        if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
+            return Err(unaligned(PAGE_BYTES as u64));
+        }
+        let maps = self.shared.process.maps()?;
+        let unmapped = |hole| Error::Unmapped { pid, operation: "register", range, hole };
+        let (mut segments, mut on_file) = (Vec::new(), false);
+        for mapping in covering(&maps, range).map_err(unmapped)? {
+            let Some(part) = intersection(mapping.range, range) else { continue };
+            let page_bytes = mapping.page_bytes;
+            if page_bytes > TRACKED_PAGE_BYTES_MAX {
+                return Err(Error::PageSize { pid, range: part, page_bytes });
+            }
+            if part.start.0 % page_bytes != 0 || part.end().0 % page_bytes != 0 {
+                return Err(unaligned(page_bytes));
+            }
+            on_file |= mapping.inode != 0;
+            segments.push(Segment::new(part, page_bytes, !mapping.shared && mapping.inode == 0));
+        }
+        Ok((segments, on_file))
+    }
+
+    /// An error where the kernel merges pages of `range`: they lose their protection, and no hook is told.
+    fn ensure_not_merged(&self, range: HostRange) -> Result<()> {
+        // A kernel without KSM has no such file.
+        if !std::fs::read_to_string(KSM_RUN).is_ok_and(|text| text.trim() == "1") {
+            return Ok(());
+        }
+        let process = &self.shared.process;
+        let mut mergeable =
+            mapping_flags(&process.read_file("smaps")?).into_iter().filter(|flags| flags.mergeable);
+        match mergeable.find_map(|flags| intersection(flags.range, range)) {
+            Some(range) => Err(Error::Merged { pid: process.pid(), range }),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the tracking of `range`, which must be registered; threads that wait there go on. Errors: it is not, or the kernel
+    /// refuses.
+    pub fn unregister(&mut self, range: HostRange) -> Result<()> {
+        let mut state = self.shared.lock();
+        self.parts(&state, range, "unregister")?;
+        self.shared.end_tracking(range).map_err(|source| self.range_error("unregister", range, source))?;
+        let cut = |segment: Segment| {
+            without(&[segment.range], range)
+                .into_iter()
+                .map(move |left| segment.part(left))
+                .collect::<Vec<_>>()
+        };
+        state.segments = std::mem::take(&mut state.segments).into_iter().flat_map(cut).collect();
+        state.unscanned = without(&state.unscanned, range);
+        state.discarded = without(&state.discarded, range);
+        self.registered = without(&self.registered, range);
+        Ok(())
+    }
+
+    /// Finds the pages of `range` that were written, or discarded, since its last drain, protects them again, and adds
+    /// them to `out`, rising and without overlap. The first drain of a range reports all of it. `range` must be registered
+    /// and made of whole pages. Draining is destructive: what is added here is reported to nobody again. Read the pages
+    /// after: one that is written meanwhile is reported again.
+    ///
+    /// Errors: [`Error::ScanBroken`], also where the handler has failed: count all of `range` as written.
+    /// [`Error::Gone`]. Any other: nothing was done. `out` is unchanged in every case.
+    pub fn drain(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+        let pid = self.shared.process.pid();
+        let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = self.shared.lock();
+        let parts = self.parts(&guard, range, "drain")?;
+        let before = out.len();
+        let mut stats = ScanStats::default();
+        let drained = self.drain_parts(guard, &parts, &mut buffer, out, &mut stats);
+        let gone = !self.shared.process.is_alive();
+        if gone || drained.is_err() {
+            out.truncate(before);
+        }
+        match drained {
+            _ if gone => Err(Error::Gone { pid, operation: "drain" }),
+            Err(source) => Err(Error::ScanBroken { pid, range, source }),
+            Ok(()) => {
+                stats.runs = (out.len() - before) as u64;
+                Ok(stats)
+            }
+        }
+    }
+
+    /// The pages of `range` that have lost their protection since their last drain with no hook told of a write: they were
+    /// discarded, or merged by the kernel (KSM, begun after they were registered). Of these a frozen copy holds what was
+    /// asked for only where it was made before. Only private anonymous memory loses it so. Pages never drained do not
+    /// count. Errors: not registered, not whole pages, the handler has failed, or the kernel refuses.
+    pub fn unannounced(&self, range: HostRange) -> Result<Vec<HostRange>> {
+        let operation = "look for lost protection";
+        let failed = |source| self.range_error(operation, range, source);
+        let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = self.shared.lock();
+        if let Some(source) = guard.broken() {
+            return Err(failed(source));
+        }
+        let mut lost = Vec::new();
+        for part in self.parts(&guard, range, operation)? {
+            let (fresh, discarded) = (clip(&guard.unscanned, part.range), clip(&guard.discarded, part.range));
+            let stats = &mut ScanStats::default();
+            let written = self.written(part, &[], &discarded, &mut buffer, stats).map_err(failed)?;
+            for run in select(&written, &fresh, false) {
+                guard.each_closed(run, |page| push_joined(&mut lost, page));
+            }
+        }
+        Ok(lost)
+    }
+
+    fn drain_parts<'s>(
+        &'s self,
+        mut guard: MutexGuard<'s, State>,
+        parts: &[Part],
+        buffer: &mut [PageRegion],
+        out: &mut Vec<Written>,
+        stats: &mut ScanStats,
+    ) -> io::Result<()> {
+        for part in parts {
+            let fresh = clip(&guard.unscanned, part.range);
+            let discarded = clip(&guard.discarded, part.range);
+            let written = self.written(*part, &fresh, &discarded, buffer, stats)?;
+            guard = self.protect(guard, &written)?;
+            let absent =
+                self.absent(&select(&written, &union(&[&fresh, &discarded]), true), buffer, stats)?;
+            split(&written, &absent, |range, is_absent| {
+                let pages = range.len_bytes / PAGE_BYTES as u64;
+                stats.written_pages += pages;
+                stats.absent_pages += if is_absent { pages } else { 0 };
+                out.push(Written { range, present: !is_absent });
+            });
+            // Memory that is not mapped any more has nothing written; that is no answer.
+            self.pagemap.ensure_mapped(part.range)?;
+        }
+        for part in parts {
+            guard.unscanned = without(&guard.unscanned, part.range);
+        }
+        Ok(())
+    }
+
+    /// A: what of a stretch of one mapping counts as written.
+    fn written(
+        &self,
+        part: Part,
+        fresh: &[HostRange],
+        discarded: &[HostRange],
+        buffer: &mut [PageRegion],
+        stats: &mut ScanStats,
+    ) -> io::Result<Vec<HostRange>> {
+        if fresh == [part.range] {
+            return Ok(fresh.to_vec());
+        }
+        let mut found = Vec::new();
+        let note = |range, _| push_joined(&mut found, range);
+        stats.calls += self.pagemap.scan(Query::WRITTEN, part.range, buffer, note)?;
+        // Where whole page tables were freed there is nothing that the scan could find.
+        let mut holes = Vec::new();
+        for window in discarded.iter().filter(|_| part.is_anonymous) {
+            let note = |range, categories| {
+                if categories & abi::PAGE_SWAPPED == 0 {
+                    push_joined(&mut holes, range);
+                }
+            };
+            stats.calls += self.pagemap.scan(Query::NOT_PRESENT, *window, buffer, note)?;
+        }
+        let kept = if part.is_anonymous { &holes } else { discarded };
+        Ok(union(&[&found, fresh, kept]))
+    }
+
+    /// B: protects `runs`.
+    fn protect<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State>,
+        runs: &[HostRange],
+    ) -> io::Result<MutexGuard<'s, State>> {
+        let begun = Instant::now();
+        let mut left = if state.has_discarded { runs.to_vec() } else { windows(runs, PROTECT_GAP_BYTES) };
+        left.reverse();
+        loop {
+            // Whoever breaks the tracking ends it for every page: nothing that is found then means anything.
+            if let Some(source) = state.broken() {
+                return Err(source);
+            }
+            let Some(run) = left.last().copied() else { return Ok(state) };
+            match abi::uffd_write_protect(self.shared.uffd.as_fd(), run.start.0, run.len_bytes) {
+                Ok(()) => {
+                    state.note_protected(run);
+                    left.pop();
+                }
+                // A discard waits until the handler has heard of it, for which the handler needs the lock.
+                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) && begun.elapsed() < BUSY_MAX => {
+                    drop(state);
+                    std::thread::sleep(BUSY_SLEEP);
+                    state = self.shared.lock();
+                    // Meanwhile pages between the runs may have lost their protection.
+                    left = runs.iter().rev().copied().take_while(|r| r.end() > run.start).collect();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// C: the pages of `list`, which are protected, that hold nothing.
+    fn absent(
+        &self,
+        list: &[HostRange],
+        buffer: &mut [PageRegion],
+        stats: &mut ScanStats,
+    ) -> io::Result<Vec<HostRange>> {
+        let (mut holes, mut entries) = (Vec::new(), Vec::new());
+        for window in windows(list, LOOK_GAP_BYTES) {
+            let note = |range, categories| {
+                push_joined(
+                    if categories & abi::PAGE_SWAPPED == 0 { &mut holes } else { &mut entries },
+                    range,
+                );
+            };
+            stats.calls += self.pagemap.scan(Query::NOT_PRESENT, window, buffer, note)?;
+        }
+        let looked_at = self.pagemap.entries(&select(&entries, list, true))?;
+        Ok(union(&[&select(&holes, list, true), &looked_at.bare]))
+    }
+
+    /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
+    fn parts(&self, state: &State, range: HostRange, operation: &'static str) -> Result<Vec<Part>> {
+        let pid = self.shared.process.pid();
+        let first = state.segments.partition_point(|s| s.range.end() <= range.start);
+        let mut at = range.start;
+        let mut parts = Vec::new();
+        for segment in state.segments.get(first..).unwrap_or_default() {
+            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else {
+                break;
+            };
+            if part.start.0 % segment.page_bytes != 0 || part.end().0 % segment.page_bytes != 0 {
+                return Err(Error::Unaligned { pid, operation, range, page_bytes: segment.page_bytes });
+            }
+            parts.push(Part { range: part, is_anonymous: segment.is_anonymous });
+            at = part.end();
+        }
+        if at < range.end() {
+            return Err(Error::NotRegistered { pid, operation, range, hole: at });
+        }
+        Ok(parts)
+    }
+
+    fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {
+        let pid = self.shared.process.pid();
+        if !self.shared.process.is_alive() {
+            return Error::Gone { pid, operation };
+        }
+        Error::TrackRange { pid, operation, range, source }
+    }
+}
+
+/// A stretch of one mapping.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    range: HostRange,
+    is_anonymous: bool,
+}
+
+impl std::fmt::Debug for FaultTracker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let pid = self.shared.process.pid();
+        f.debug_struct("FaultTracker")
+            .field("pid", &pid)
+            .field("registered", &self.registered)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for FaultTracker {
+    fn drop(&mut self) {
+        for range in &self.registered {
+            // The mapping, or the whole process, may be gone: then there is nothing left to end. This wakes who waits
+            // to write; who waits to discard is woken when the descriptor closes, which follows.
+            let _ = self.shared.end_tracking(*range);
+        }
+    }
+}

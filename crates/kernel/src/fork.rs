@@ -1,0 +1,442 @@
+//! A copy of a process's private memory as it is at one instant: a child of the process that never runs.
+//!
+//! ```text
+//!   target     running ─ seize ─▶ stopped ─ madvise, clone, madvise ─▶ running ············ stopped ─▶ running
+//!                                             │                        (drop: seize, wait4(child)) ▲
+//!   child                                     └─▶ born stopped ─ close_range ─▶ frozen ─ killed ─▶ zombie ─▶ gone
+//!                                                                                 └─ read: the memory at the clone
+//! ```
+//!
+//! The kernel copies the page tables and shares the pages until one side writes; the child does not. QEMU keeps guest RAM
+//! out of its children (`MADV_DONTFORK`): for the length of the clone this is taken back, where it was so.
+//!
+//! Invariants:
+//! 1. The child executes nothing: it is traced from birth and stopped before its first instruction. All that it is
+//!    made to do is one system call through the vdso. Were it ever let go, it would die at once: it has no stack
+//!    (see `Hijack::call_clone`).
+//! 2. It holds nothing but memory: it shares the table of open files while it is born, and then leaves it
+//!    (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
+//! 3. It ends with the snapshot, and with the thread that keeps it, should that die (`PTRACE_O_EXITKILL`).
+//! 4. The target is told nothing: the child's end sends no signal, and it is none that `wait` shows. Dropped, the snapshot
+//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or the target's end.
+//!
+//! The copy is of one instant only where nothing in the target runs: threads other than the main one are not stopped here,
+//! so the caller pauses the VM first. What a snapshot costs later: each first write of the target copies a page.
+//!
+//! Refused: shared memory (both sides would see each other's writes), pages of hugetlbfs (when their pool is empty, the
+//! kernel takes them away from the child), memory that is wiped or not copied in a child, and seccomp (a filter that
+//! denies clone kills the process; the filter cannot be asked). Private memory of a file is frozen as far as the target has
+//! written it; the rest is read from the file.
+
+use crate::attach::{Hijack, SESSION_MAX, call_registers, find_syscall_instruction};
+use crate::maps::covering;
+use crate::ptrace::{Stop, Tracee};
+use crate::ranges::{between, intersection};
+use crate::{Error, Process, Result};
+use keyframe_units::{HostRange, PAGE_BYTES};
+use rustix::process::{Signal, pidfd_send_signal};
+use std::io;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The longest that the target's main thread is stopped for the fork: the page tables of some TiB.
+const FORK_MAX: Duration = Duration::from_secs(10);
+/// How long the child may take to die: it gives back what the target has written meanwhile.
+const END_MS_MAX: u32 = 10_000;
+/// How often a clone is tried that a stop of the whole process interrupts.
+const TRIES_MAX: u32 = 100;
+/// Zombies of snapshots whose keeper died, reaped at one go.
+const SWEPT_MAX: u32 = 16;
+/// How often, and how far apart, the target is asked to reap the child.
+const REAPS_MAX: u32 = 50;
+const REAP_SLEEP: Duration = Duration::from_millis(1);
+/// The kernel's answer to itself: make this call again.
+const ERESTARTNOINTR: i32 = 513;
+/// Shares the table of open files, which saves its copy; the low byte, the signal at the end, is none.
+const CLONE_FLAGS: u64 = libc::CLONE_FILES as u64;
+
+/// The memory of a process at one instant. Ended by [`Self::end`], or on drop.
+#[derive(Debug)]
+pub struct Snapshot {
+    child: Process,
+    stopped_ns: u64,
+    /// Dropped, it ends the keeper.
+    hold: Option<Sender<()>>,
+    keeper: Option<JoinHandle<Result<()>>>,
+}
+
+/// All that can be found out before a fork: made while the VM runs, used in its pauses.
+#[derive(Debug)]
+pub struct ForkPlan {
+    target: Process,
+    instruction: u64,
+    /// What is kept out of children.
+    hidden: Vec<HostRange>,
+}
+
+impl ForkPlan {
+    /// Looks whether a fork freezes `ranges` of the memory of `process`, which must be whole pages of private memory. It holds
+    /// until the process maps memory anew there. Takes milliseconds for a GiB. Errors: memory that a fork does not
+    /// freeze ([`Error::NotForkable`]); a process under seccomp ([`Error::Seccomp`]).
+    pub fn new(process: &Process, ranges: &[HostRange]) -> Result<Self> {
+        let hidden = check(process, ranges)?;
+        Ok(Self { target: process.try_clone()?, instruction: find_syscall_instruction(process)?, hidden })
+    }
+
+    /// Freezes a copy of the ranges (and of what else a child inherits). The caller sees to it that no thread of the process
+    /// writes there meanwhile: else the copy is no single instant. What holds for a process that is our own child
+    /// holds here too: see [`crate::attach::inject_userfaultfd`].
+    ///
+    /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process ([`Error::Injected`], mostly
+    /// for want of memory); all errors of attaching. The process runs on as it was in every case.
+    pub fn fork(&self) -> Result<Snapshot> {
+        let pid = self.target.pid();
+        let spawn = |source| Error::Attach { pid, operation: "start a thread", source };
+        ensure_no_seccomp(&self.target)?;
+        let plan = Self {
+            target: self.target.try_clone()?,
+            instruction: self.instruction,
+            hidden: self.hidden.clone(),
+        };
+        let (hold, until_dropped) = channel();
+        let (ready, answer) = sync_channel(1);
+        let keeper = std::thread::Builder::new().name("snapshot".into());
+        let keeper = keeper.spawn(move || keep(&plan, &ready, &until_dropped)).map_err(spawn)?;
+        match answer.recv() {
+            Ok(Ok((child, stopped_ns))) => {
+                Ok(Snapshot { child, stopped_ns, hold: Some(hold), keeper: Some(keeper) })
+            }
+            Ok(Err(error)) => {
+                let _ = keeper.join();
+                Err(error)
+            }
+            // It ended without an answer: it panicked.
+            Err(_) => Err(spawn(io::Error::other("it panicked"))),
+        }
+    }
+}
+
+impl Snapshot {
+    /// A [`ForkPlan`], and its fork. Errors as with these.
+    pub fn fork(process: &Process, ranges: &[HostRange]) -> Result<Self> {
+        ForkPlan::new(process, ranges)?.fork()
+    }
+
+    /// The frozen process: for [`crate::read_memory`] and [`crate::memory::GuestReader`]. Should it be killed by somebody,
+    /// reading it fails.
+    pub fn process(&self) -> &Process {
+        &self.child
+    }
+
+    /// How long the main thread of the process was stopped, in nanoseconds.
+    pub fn stopped_ns(&self) -> u64 {
+        self.stopped_ns
+    }
+
+    /// Gives the copy back. Stops the main thread of the process for a tenth of a millisecond. Errors: the process could not be
+    /// attached to, so that a zombie child of it is left.
+    pub fn end(mut self) -> Result<()> {
+        self.finish()
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        drop(self.hold.take());
+        let Some(keeper) = self.keeper.take() else { return Ok(()) };
+        let panicked = |_| {
+            let source = io::Error::other("it panicked");
+            Err(Error::Attach { pid: self.child.pid(), operation: "end the thread of a snapshot", source })
+        };
+        keeper.join().unwrap_or_else(panicked)
+    }
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        // Nobody is left to tell; what can be left is a zombie, which the next snapshot reaps.
+        let _ = self.finish();
+    }
+}
+
+fn ensure_no_seccomp(process: &Process) -> Result<()> {
+    match process.status_field("Seccomp")?.as_deref() {
+        None | Some("0") => Ok(()),
+        Some(_) => Err(Error::Seccomp { pid: process.pid() }),
+    }
+}
+
+/// Whether a fork freezes `ranges`; gives back which parts are kept out of children now.
+fn check(process: &Process, ranges: &[HostRange]) -> Result<Vec<HostRange>> {
+    let pid = process.pid();
+    ensure_no_seccomp(process)?;
+    let maps = process.maps()?;
+    let flags = mapping_flags(&process.read_file("smaps")?);
+    let mut hidden = Vec::new();
+    for &range in ranges {
+        let page_bytes = PAGE_BYTES as u64;
+        let whole = range.start.0.is_multiple_of(page_bytes) && range.len_bytes.is_multiple_of(page_bytes);
+        if !whole || range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
+            return Err(Error::Unaligned { pid, operation: "fork", range, page_bytes });
+        }
+        let unmapped = |hole| Error::Unmapped { pid, operation: "fork", range, hole };
+        for mapping in covering(&maps, range).map_err(unmapped)? {
+            let Some(range) = intersection(mapping.range, range) else { continue };
+            let refuse = |why| Err(Error::NotForkable { pid, range, why });
+            if mapping.shared {
+                return refuse("it is shared memory, which a fork does not freeze");
+            }
+            if mapping.page_bytes != page_bytes {
+                return refuse("it is made of huge pages of hugetlbfs, which a fork may lose");
+            }
+        }
+        for mapping in &flags {
+            let Some(part) = intersection(mapping.range, range) else { continue };
+            if mapping.special {
+                let why = "it is memory of a device, or wiped in a child";
+                return Err(Error::NotForkable { pid, range: part, why });
+            }
+            if mapping.hidden {
+                hidden.push(part);
+            }
+        }
+    }
+    Ok(hidden)
+}
+
+/// What `smaps` says of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MappingFlags {
+    pub range: HostRange,
+    /// `MADV_DONTFORK`.
+    hidden: bool,
+    /// `MADV_WIPEONFORK`, or not ordinary memory at all.
+    special: bool,
+    /// `MADV_MERGEABLE`: the kernel may merge pages that are alike (KSM).
+    pub mergeable: bool,
+}
+
+/// The flags of all mappings, from the text of `smaps`.
+pub(crate) fn mapping_flags(smaps: &[u8]) -> Vec<MappingFlags> {
+    let address = |text: &str| u64::from_str_radix(text, 16).ok();
+    let mut out = Vec::new();
+    let mut current = None;
+    for line in String::from_utf8_lossy(smaps).lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
+            let special = has("wf") || has("io") || has("pf");
+            let (hidden, mergeable) = (has("dc"), has("mg"));
+            out.extend(current.take().map(|range| MappingFlags { range, hidden, special, mergeable }));
+        } else if let Some((start, end)) = line.split(' ').next().and_then(|word| word.split_once('-'))
+            && let (Some(start), Some(end)) = (address(start), address(end))
+        {
+            current = Some(between(start, end));
+        }
+    }
+    out
+}
+
+/// The child as the two sides number it.
+#[derive(Clone, Copy, Debug)]
+struct Born {
+    ours: u32,
+    theirs: u64,
+}
+
+/// The life of a snapshot, on a thread of its own: what is traced belongs to the thread that traces it.
+fn keep(
+    plan: &ForkPlan,
+    ready: &SyncSender<Result<(Process, u64)>>,
+    until_dropped: &Receiver<()>,
+) -> Result<()> {
+    let (target, instruction) = (&plan.target, plan.instruction);
+    let (born, stopped_ns) = match fork_off(target, instruction, &plan.hidden) {
+        Ok(made) => made,
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return Ok(());
+        }
+    };
+    let child = match Process::open(born.ours) {
+        Ok(child) => child,
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return reap(target, instruction, born);
+        }
+    };
+    let tracee = Tracee::born(&child);
+    match settle(&child, &tracee, instruction).and_then(|()| child.try_clone()) {
+        Ok(handle) => {
+            if ready.send(Ok((handle, stopped_ns))).is_ok() {
+                // Nothing is ever sent: this ends when the snapshot lets go of its side.
+                let _ = until_dropped.recv();
+            }
+        }
+        Err(error) => drop(ready.send(Err(error))),
+    }
+    bury(&child, &tracee)?;
+    reap(target, instruction, born)
+}
+
+/// Has the target make the child; gives back how long it was stopped, in nanoseconds.
+fn fork_off(target: &Process, instruction: u64, hidden: &[HostRange]) -> Result<(Born, u64)> {
+    let tracee = Tracee::seize(target)?;
+    let begun = Instant::now();
+    let mut hijack = Hijack::stop(target, tracee, instruction, begun + FORK_MAX)?;
+    sweep(&mut hijack);
+    let made = make_child(&mut hijack, hidden);
+    let undone = hijack.restore();
+    let stopped_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    match made.and_then(|born| undone.map(|()| born)) {
+        Ok(born) => Ok((born, stopped_ns)),
+        Err(error) => {
+            if let Some(ours) = hijack.born() {
+                drop(hijack);
+                abandon(target, instruction, Born { ours, theirs: ours.into() });
+            }
+            Err(error)
+        }
+    }
+}
+
+fn make_child(hijack: &mut Hijack<'_>, hidden: &[HostRange]) -> Result<Born> {
+    let advise = |hijack: &mut Hijack<'_>, range: &HostRange, advice: i32| {
+        let arguments = [range.start.0, range.len_bytes, advice as u64, 0, 0];
+        hijack.call_with("madvise", libc::SYS_madvise, arguments).map(drop)
+    };
+    let shown = hidden.iter().try_for_each(|range| advise(hijack, range, libc::MADV_DOFORK));
+    let made = shown.and_then(|()| clone(hijack));
+    // Whatever failed, all of them; the first failure is the one to tell.
+    let again = hidden.iter().map(|range| advise(hijack, range, libc::MADV_DONTFORK));
+    let again = again.fold(Ok(()), Result::and);
+    made.and_then(|born| again.map(|()| born))
+}
+
+fn clone(hijack: &mut Hijack<'_>) -> Result<Born> {
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        match hijack.call_clone([CLONE_FLAGS, 0, 0, 0, 0]) {
+            Ok((ours, theirs)) => return Ok(Born { ours, theirs }),
+            Err(Error::Injected { source, .. })
+                if source.raw_os_error() == Some(ERESTARTNOINTR) && tries < TRIES_MAX => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Has the target reap what snapshots left to it whose keeper died. Only children without a signal at their end
+/// are asked for (`__WCLONE`), which QEMU has none of its own.
+fn sweep(hijack: &mut Hijack<'_>) {
+    let options = (libc::WNOHANG | libc::__WCLONE) as u64;
+    for _ in 0..SWEPT_MAX {
+        match hijack.call_with("wait4", libc::SYS_wait4, [u64::MAX, 0, options, 0, 0]) {
+            Ok(pid) if pid > 0 => {}
+            // None, or none that has ended. A failure of more than that shows in the next call.
+            _ => break,
+        }
+    }
+}
+
+/// Waits for the child's first stop, binds its life to ours and takes its files from it.
+fn settle(child: &Process, tracee: &Tracee<'_>, instruction: u64) -> Result<()> {
+    let deadline = Instant::now() + SESSION_MAX;
+    tracee.wait_for_stop("stop at birth", deadline)?;
+    tracee.die_with_tracer()?;
+    let arguments = [0, u64::from(u32::MAX), u64::from(libc::CLOSE_RANGE_UNSHARE), 0, 0];
+    let before = tracee.registers()?;
+    tracee.set_registers(call_registers(before, instruction, libc::SYS_close_range, arguments))?;
+    let mut entered = false;
+    loop {
+        tracee.resume_to_syscall()?;
+        match tracee.wait_for_stop("close the files of the copy", deadline)? {
+            Stop::Entry => entered = true,
+            Stop::Exit if entered => break,
+            // A stop of the whole process group, or a signal to it, which is not taken.
+            Stop::Event | Stop::Signal(libc::SIGSTOP) => {}
+            Stop::Exit | Stop::Born(_) | Stop::Signal(_) => {
+                let source = io::Error::other("the copy did not make the call");
+                return Err(Error::Injected { pid: child.pid(), call: "close_range", source });
+            }
+        }
+    }
+    match i32::try_from(tracee.registers()?.rax.cast_signed()) {
+        Ok(0) => Ok(()),
+        answer => {
+            let source = io::Error::from_raw_os_error(answer.map_or(0, i32::wrapping_neg));
+            Err(Error::Injected { pid: child.pid(), call: "close_range", source })
+        }
+    }
+}
+
+/// Kills the child and lets go of it; it is its parent's to reap then.
+fn bury(child: &Process, tracee: &Tracee<'_>) -> Result<()> {
+    // Killed already, by somebody else: as well.
+    let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
+    if !child.exits_within(END_MS_MAX) {
+        let waited_ms = END_MS_MAX.into();
+        return Err(Error::AttachTimeout { pid: child.pid(), operation: "end the copy", waited_ms });
+    }
+    for _ in 0..REAPS_MAX {
+        match tracee.take_end() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(REAP_SLEEP),
+            // Taken; or not ours to take (nothing is traced any more): the same to the parent.
+            _ => break,
+        }
+    }
+    Ok(())
+}
+
+/// Has the target reap the child.
+fn reap(target: &Process, instruction: u64, born: Born) -> Result<()> {
+    let options = (libc::WNOHANG | libc::__WALL) as u64;
+    for _ in 0..REAPS_MAX {
+        if !target.is_alive() {
+            return Ok(());
+        }
+        let tracee = Tracee::seize(target)?;
+        let mut hijack = Hijack::stop(target, tracee, instruction, Instant::now() + SESSION_MAX)?;
+        let answer = hijack.call_with("wait4", libc::SYS_wait4, [born.theirs, 0, options, 0, 0]);
+        hijack.restore()?;
+        match answer {
+            Ok(0) => std::thread::sleep(REAP_SLEEP),
+            Ok(_) => return Ok(()),
+            Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::ECHILD) => {
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    let source = io::Error::from(io::ErrorKind::TimedOut);
+    Err(Error::Injected { pid: target.pid(), call: "wait4", source })
+}
+
+/// Ends a child that is of no use. What fails here comes after the error that is reported, and the end of this thread
+/// ends the child in any case.
+fn abandon(target: &Process, instruction: u64, born: Born) {
+    if let Ok(child) = Process::open(born.ours) {
+        let _ = bury(&child, &Tracee::born(&child));
+    }
+    let _ = reap(target, instruction, born);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_read_by_mapping() {
+        let smaps = "7f00-8f00 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr mr mw me ac dc sd \n\
+                     9000-a000 rw-s 0 00:01 5  /memfd:a-b (deleted)\nRss: 0 kB\nVmFlags: rd wr sh wf \n\
+                     b000-c000 r--p 0 00:00 0 \nVmFlags: rd mg\n";
+        let flags = |start, end, hidden, special| {
+            let mergeable = start == 0xb000;
+            MappingFlags { range: between(start, end), hidden, special, mergeable }
+        };
+        let expected = [
+            flags(0x7f00, 0x8f00, true, false),
+            flags(0x9000, 0xa000, false, true),
+            flags(0xb000, 0xc000, false, false),
+        ];
+        assert_eq!(mapping_flags(smaps.as_bytes()), expected);
+    }
+}

@@ -1,0 +1,163 @@
+//! Forks and first writes on QEMU itself, where there is one. No guest runs: QEMU waits for its start, so that its memory
+//! stands still.
+
+use crate::target::PAGE;
+use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::fault_tracker::FaultTracker;
+use keyframe_kernel::fork::Snapshot;
+use keyframe_kernel::memory::GuestReader;
+use keyframe_kernel::{Error, Process, write_memory};
+use keyframe_units::{HostRange, HostVirt};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+const RAM_BYTES: u64 = 192 << 20;
+
+struct Qemu {
+    child: Child,
+    monitor: ChildStdin,
+    answers: BufReader<ChildStdout>,
+    process: Process,
+}
+
+impl Qemu {
+    /// `None`, and a line that says so, where that program is not there.
+    fn start(program: &str, options: &[&str], test: &str) -> Option<Self> {
+        let mut command = Command::new(program);
+        command.args(["-M", "pc", "-m", "192", "-S", "-nodefaults", "-display", "none", "-qmp", "stdio"]);
+        let child = command.args(options).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let Ok(mut child) = child else {
+            println!("skipped: {test}: no {program}");
+            return None;
+        };
+        let (monitor, stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let process = Process::open(child.id()).unwrap();
+        let mut qemu = Self { child, monitor, answers: BufReader::new(stdout), process };
+        qemu.line();
+        qemu.ask("qmp_capabilities");
+        Some(qemu)
+    }
+
+    /// The next answer. QEMU answers or ends: either ends the wait.
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        assert!((&mut self.answers).take(1 << 20).read_line(&mut line).unwrap() > 0, "QEMU has ended");
+        line
+    }
+
+    fn ask(&mut self, command: &str) {
+        writeln!(self.monitor, "{{\"execute\": \"{command}\"}}").unwrap();
+        loop {
+            let answer = self.line();
+            assert!(!answer.contains("\"error\""), "{command}: {answer}");
+            if answer.contains("\"return\"") {
+                return;
+            }
+        }
+    }
+
+    fn ram(&self) -> HostRange {
+        let maps = self.process.maps().unwrap();
+        maps.iter().find(|mapping| mapping.range.len_bytes == RAM_BYTES).unwrap().range
+    }
+
+    fn flags(&self) -> Vec<String> {
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.process.pid())).unwrap();
+        smaps.lines().filter(|line| line.starts_with("VmFlags")).map(str::to_owned).collect()
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The one in PATH, and the one that `KEYFRAME_QEMU10` names.
+fn programs() -> Vec<String> {
+    let named = std::env::var("KEYFRAME_QEMU10").ok().filter(|path| !path.is_empty());
+    std::iter::once("qemu-system-x86_64".to_owned()).chain(named).collect()
+}
+
+fn read(process: &Process, range: HostRange) -> Vec<u8> {
+    let mut bytes = vec![0; range.len_bytes as usize];
+    GuestReader::new(process, &[range]).unwrap().read(&[range], &mut bytes).unwrap();
+    bytes
+}
+
+fn page(ram: HostRange, number: u64) -> HostVirt {
+    HostVirt(ram.start.0 + number * PAGE)
+}
+
+/// Guest RAM is kept out of children by QEMU; it is in the frozen one, and out of others again.
+#[test]
+fn a_fork_of_qemu_freezes_its_ram() {
+    for program in programs() {
+        let Some(mut qemu) = Qemu::start(&program, &[], "a_fork_of_qemu_freezes_its_ram") else { continue };
+        let ram = qemu.ram();
+        for number in 0..500 {
+            write_memory(&qemu.process, page(ram, number * 97), &[(number % 255) as u8 + 1; 64]).unwrap();
+        }
+        let (before, flags) = (read(&qemu.process, ram), qemu.flags());
+        let snapshot = Snapshot::fork(&qemu.process, &[ram]).unwrap();
+        qemu.ask("query-status");
+        for number in 0..500 {
+            write_memory(&qemu.process, page(ram, number * 31), &[0xcc; 4096]).unwrap();
+        }
+        assert!(read(snapshot.process(), ram) == before, "{program}");
+        assert_eq!(std::fs::read_dir(format!("/proc/{}/fd", snapshot.process().pid())).unwrap().count(), 0);
+        println!("{program}: stopped for {} us", snapshot.stopped_ns() / 1000);
+        snapshot.end().unwrap();
+        assert_eq!(qemu.flags(), flags, "{program}");
+        qemu.ask("query-status");
+    }
+}
+
+/// A clone would kill this QEMU: it is refused before, and QEMU lives.
+#[test]
+fn a_qemu_under_seccomp_is_not_forked() {
+    for program in programs() {
+        let options = ["-sandbox", "on,spawn=deny"];
+        let Some(mut qemu) = Qemu::start(&program, &options, "a_qemu_under_seccomp_is_not_forked") else {
+            continue;
+        };
+        let error = Snapshot::fork(&qemu.process, &[qemu.ram()]).unwrap_err();
+        assert!(matches!(error, Error::Seccomp { .. }), "{program}: {error:?}");
+        qemu.ask("query-status");
+    }
+}
+
+/// Each kind of RAM that QEMU has, except files on disk, which are refused.
+#[test]
+fn first_writes_to_the_ram_of_qemu_are_watched() {
+    for program in programs() {
+        for backend in ["ram", "memfd", "memfd,share=off"] {
+            let backend = format!("memory-backend-{backend},id=m,size=192M");
+            let options = ["-object", backend.as_str(), "-machine", "memory-backend=m", "-sandbox", "on"];
+            let test = "first_writes_to_the_ram_of_qemu_are_watched";
+            let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
+            let ram = qemu.ram();
+            let attached = inject_userfaultfd(&qemu.process).unwrap();
+            let mut tracker =
+                FaultTracker::new(&qemu.process, attached.uffd, attached.user_mode_only).unwrap();
+            tracker.register(ram).unwrap();
+            let mut out = Vec::new();
+            assert_eq!(tracker.drain(ram, &mut out).unwrap().written_pages, RAM_BYTES / PAGE);
+            out.clear();
+            // QEMU loads its ROMs into guest RAM again.
+            qemu.ask("system_reset");
+            write_memory(&qemu.process, page(ram, 777), &[1; 64]).unwrap();
+            let found = tracker.drain(ram, &mut out).unwrap();
+            assert!((1..1000).contains(&found.written_pages), "{backend}: {found:?}");
+            assert!(
+                out.iter()
+                    .any(|written| written.range.start <= page(ram, 777)
+                        && written.range.end() > page(ram, 777))
+            );
+            assert_eq!(tracker.unannounced(ram).unwrap(), []);
+            drop(tracker);
+            qemu.ask("query-status");
+        }
+    }
+}
