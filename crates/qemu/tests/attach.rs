@@ -49,22 +49,36 @@ fn engine_process() {
     std::thread::sleep(Duration::from_mins(2));
 }
 
-/// `add-fd` through the monitor at `socket`, and leaves.
-fn add_fd(socket: &Path, arguments: &str, file: &File) {
-    let stream = UnixStream::connect(socket).unwrap();
-    let mut reader = BufReader::new(stream.try_clone().unwrap());
-    let mut line = String::new();
-    reader.read_line(&mut line).unwrap();
-    writeln!(&stream, r#"{{"execute": "qmp_capabilities"}}"#).unwrap();
-    let command = format!("{{\"execute\": \"add-fd\", \"arguments\": {arguments}}}\n");
-    let fds = [file.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
-    let text = [IoSlice::new(command.as_bytes())];
-    rustix::net::sendmsg(&stream, &text, &mut ancillary, SendFlags::empty()).unwrap();
-    while !line.contains("fdset-id") {
-        assert!(reader.read_line(&mut line).unwrap() > 0, "{line}");
+/// Another client of a VM, which passes descriptors.
+struct Other(BufReader<UnixStream>);
+
+impl Other {
+    fn connect(socket: &Path) -> Self {
+        let mut other = Self(BufReader::new(UnixStream::connect(socket).unwrap()));
+        other.until("QMP");
+        writeln!(other.0.get_ref(), r#"{{"execute": "qmp_capabilities"}}"#).unwrap();
+        other.until("return");
+        other
+    }
+
+    fn add_fd(&mut self, set: u32, mark: &str, file: &File) {
+        let arguments = serde_json::json!({ "fdset-id": set, "opaque": mark });
+        let command = serde_json::json!({ "execute": "add-fd", "arguments": arguments }).to_string();
+        let fds = [file.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+        let text = [IoSlice::new(command.as_bytes())];
+        rustix::net::sendmsg(self.0.get_ref(), &text, &mut ancillary, SendFlags::empty()).unwrap();
+        self.until("return");
+    }
+
+    fn until(&mut self, word: &str) {
+        let mut line = String::new();
+        while !line.contains(word) {
+            line.clear();
+            assert!(self.0.read_line(&mut line).unwrap() > 0, "no {word}");
+        }
     }
 }
 
@@ -243,20 +257,15 @@ fn what_an_engine_and_its_watchdog_left_behind_is_taken_back_by_the_next() {
     for qemu in qemus() {
         let dir = tempfile::tempdir().unwrap();
         let guest = Foreign::start(&qemu, &words(BARE), dir.path());
-        // Somebody's own set stays, and one of an engine that is gone goes.
+        // Somebody's own set stays, and one of an engine that is gone goes. While another client is connected, no QEMU
+        // drops a set by itself.
         let file = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
-        let add = |set: u32, mark: &str| {
-            let arguments = serde_json::json!({ "fdset-id": set, "opaque": mark });
-            add_fd(&guest.socket("b"), &arguments.to_string(), &file);
-        };
-        // While another client is connected, no QEMU drops a set by itself.
-        let vm = guest.attach().unwrap();
-        add(19300, "keyframe-engine:4194303:5:1");
-        add(7, "the user's own");
-        drop(vm);
-        drop(guest.attach().unwrap());
-        let sets = guest.traces();
-        assert!(sets.contains("the user's own") && !sets.contains("keyframe"), "{qemu}: {sets}");
+        let mut other = Other::connect(&guest.socket("b"));
+        other.add_fd(19300, "keyframe-engine:4194303:5:1", &file);
+        other.add_fd(7, "the user's own", &file);
+        let mut vm = guest.attach().unwrap();
+        let sets = vm.qmp().execute("query-fdsets", None).unwrap().to_string();
+        assert!(sets.contains("the user's own") && !sets.contains("4194303"), "{qemu}: {sets}");
     }
 }
 
