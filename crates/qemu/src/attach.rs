@@ -111,7 +111,7 @@ fn check_peer(qmp: &Qmp, pid: u32) -> Result<()> {
     let peer =
         rustix::net::sockopt::socket_peercred(qmp).map_err(Error::io("ask who answers QEMU's monitor"))?;
     let peer = peer.pid.as_raw_nonzero().get();
-    let is_qemu = u32::try_from(peer).is_ok_and(|peer| running::is_qemu(peer));
+    let is_qemu = u32::try_from(peer).is_ok_and(running::is_qemu);
     if peer.cast_unsigned() == pid || !is_qemu {
         return Ok(());
     }

@@ -24,6 +24,7 @@ mod audit;
 mod binary;
 mod error;
 mod heap;
+mod hotplug;
 mod invocation;
 mod lifetime;
 mod options;

@@ -22,7 +22,7 @@ use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::watchdog::Watched;
-use crate::{Error, Qmp, Refusal, Result, audit, error};
+use crate::{Error, Qmp, Refusal, Result, audit, error, hotplug};
 use keyframe_units::RamLayout;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
@@ -185,6 +185,7 @@ impl Vm {
         if self.is_attached() {
             // Started without -only-migratable.
             found.extend(audit::blockers(&mut self.qmp)?);
+            found.extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
         }
         Ok(found)
     }
@@ -208,8 +209,16 @@ impl Vm {
         }
     }
 
+    /// The words that a line lacks for the memory that was plugged in since: with them behind [`Vm::user_command`], a
+    /// restore makes this machine. None where nothing was plugged in.
+    pub fn plugged_memory(&mut self) -> Result<Vec<String>> {
+        hotplug::memory_words(&mut self.qmp, &hotplug::arguments(&self.user_command))
+    }
+
     /// The RAM blocks and where each lies in QEMU's memory: those behind memory backends first.
     pub fn ram_blocks(&mut self) -> Result<Vec<HostBlock>> {
+        // Memory may have been plugged in: the layout is from now on that of these blocks.
+        self.backends = None;
         let pid = self.pid();
         find_ram_blocks(&mut self.qmp, pid)
     }

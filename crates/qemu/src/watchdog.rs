@@ -267,7 +267,7 @@ impl Watchdog {
     /// Starts the watchdog as `command`, to which the words that [`Watched::parse`] reads are added, and waits until it
     /// is ready.
     pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Self> {
-        command.args(watched.words()?).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(watched.words()).stdin(Stdio::piped()).stdout(Stdio::piped());
         // Ctrl-C is not to end it together with the engine.
         command.process_group(0);
         let mut child = crate::spawn::start(command, &watched.inherited())?;

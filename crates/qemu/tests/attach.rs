@@ -6,13 +6,14 @@ use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::watchdog::{self, Fired, Watchdog, Watched};
 use keyframe_qemu::{AttachOptions, Error, Invocation, Monitor, RunStatus, Vm};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde_json::json;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, IoSlice, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 use support::foreign::{Foreign, given, out, part, until};
@@ -62,8 +63,8 @@ impl Other {
     }
 
     fn add_fd(&mut self, set: u32, mark: &str, file: &File) {
-        let arguments = serde_json::json!({ "fdset-id": set, "opaque": mark });
-        let command = serde_json::json!({ "execute": "add-fd", "arguments": arguments }).to_string();
+        let arguments = json!({ "fdset-id": set, "opaque": mark });
+        let command = json!({ "execute": "add-fd", "arguments": arguments }).to_string();
         let fds = [file.as_fd()];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -296,4 +297,81 @@ fn an_engine_that_stalls_finds_its_checkpoint_torn() {
         dog.end();
         assert_eq!(vm.qmp().status().unwrap(), RunStatus::Paused);
     }
+}
+
+/// The small guest's kernel and initramfs, where `KEYFRAME_GUEST` names their directory.
+fn small_guest(line: &str) -> Option<Vec<String>> {
+    let dir = PathBuf::from(std::env::var_os("KEYFRAME_GUEST")?);
+    let mut line = words(line);
+    for (option, file) in [("-kernel", "vmlinux"), ("-initrd", "initramfs.cpio.gz")] {
+        line.extend([option.to_owned(), dir.join(file).display().to_string()]);
+    }
+    let append = "console=ttyS0 quiet panic=-1 tsc=unstable kf.work=dirty kf.rate=2000 kf.mib=16";
+    line.extend(["-append".to_owned(), append.to_owned()]);
+    Some(line)
+}
+
+#[test]
+fn memory_that_was_plugged_in_comes_back() {
+    let Some(mut line) = small_guest("-machine pc -m 256M,slots=2,maxmem=1G -display none -nodefaults")
+    else {
+        eprintln!("skipped: KEYFRAME_GUEST does not name the small guest's directory");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let serial = dir.path().join("serial");
+    line.extend(["-serial".to_owned(), format!("file:{}", serial.display())]);
+    for qemu in qemus() {
+        let guest = Foreign::start(&qemu, &line, dir.path());
+        wait_for(&serial, "its workload", |text| text.contains("KF READY"));
+        let plug = |command: &str, arguments: serde_json::Value| {
+            guest.other().execute(command, Some(arguments)).unwrap();
+        };
+        plug("object-add", json!({ "qom-type": "memory-backend-ram", "id": "mem1", "size": 128 << 20 }));
+        plug("device_add", json!({ "driver": "pc-dimm", "id": "dimm1", "memdev": "mem1" }));
+        wait_for(&serial, "some work", |text| text.matches("dirty t=").count() >= 2);
+        let mut vm = guest.attach().unwrap();
+        assert_eq!(vm.audit().unwrap(), []);
+        let plugged = vm.plugged_memory().unwrap();
+        assert_eq!(plugged[..2], ["-object", "memory-backend-ram,id=mem1,size=134217728"]);
+        assert!(plugged.len() == 4 && plugged[3].contains("memdev=mem1") && plugged[3].contains("slot=0"));
+        assert!(vm.qmp().stop().unwrap().was_running);
+        let mut taken = checkpoint(&mut vm);
+        taken.source.user_command.extend(plugged);
+        drop(vm);
+        drop(guest);
+
+        let options = RestoreOptions { qemu: None, paused: true };
+        let plan = Plan::new(taken.source.clone(), Vec::new(), options).unwrap();
+        let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();
+        let vm = restored.vm();
+        let blocks = vm.ram_blocks().unwrap();
+        let ram = read_blocks(vm.pid(), &blocks);
+        let mut plugged_bytes = 0;
+        for (number, expected) in taken.source.ram.blocks().iter().enumerate() {
+            let index = blocks.iter().position(|b| b.block == *expected).unwrap();
+            assert!(ram[index] == taken.ram[number], "RAM block {} differs; {qemu}", expected.name);
+            if expected.name.contains("mem1") {
+                plugged_bytes = ram[index].iter().filter(|byte| **byte != 0).count();
+            }
+        }
+        println!("{qemu}: the guest has written {plugged_bytes} bytes of the plugged memory");
+        vm.qmp().cont().unwrap();
+        wait_for(&serial, "work after the restore", |text| text.matches("dirty t=").count() >= 2);
+        assert!(!said(&serial).contains("KF ERROR"));
+        restored.kill().unwrap();
+    }
+}
+
+#[test]
+fn other_devices_that_came_and_went_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = words(&format!("{BARE} -device virtio-rng-pci,id=rng0"));
+    let guest = Foreign::start("qemu-system-x86_64", &line, dir.path());
+    let mut vm = guest.attach().unwrap();
+    assert_eq!(vm.audit().unwrap(), []);
+    let plugged = json!({ "driver": "virtio-rng-pci", "id": "rng1" });
+    vm.qmp().execute("device_add", Some(plugged)).unwrap();
+    let found = vm.audit().unwrap();
+    assert!(found.len() == 1 && found[0].what.contains("rng1") && !found[0].fix.is_empty(), "{found:?}");
 }

@@ -13,6 +13,7 @@
 //!
 //! Left out: restoring on demand (pages fetched when the guest touches them), disks.
 
+mod carried;
 mod fill;
 mod plan;
 

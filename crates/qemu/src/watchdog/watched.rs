@@ -58,8 +58,8 @@ pub enum Watched {
 
 impl Watched {
     /// The words of a command line that [`Watched::parse`] reads in a child that has inherited [`Watched::inherited`].
-    pub(super) fn words(&self) -> Result<Vec<OsString>> {
-        Ok(match self {
+    pub(super) fn words(&self) -> Vec<OsString> {
+        match self {
             Self::Monitor(path) => vec!["monitor".into(), path.into()],
             Self::Shared { socket, set } => {
                 vec!["shared".into(), spawn::number(socket).to_string().into(), set.to_string().into()]
@@ -70,7 +70,7 @@ impl Watched {
                 words.extend(uri.as_ref().map(OsString::from));
                 words
             }
-        })
+        }
     }
 
     pub(super) fn inherited(&self) -> Vec<&OwnedFd> {
@@ -220,13 +220,12 @@ mod tests {
 
     #[test]
     fn what_to_watch_survives_the_command_line() {
-        let monitor = Watched::Monitor("/a b".into()).words().unwrap();
+        let monitor = Watched::Monitor("/a b".into()).words();
         assert!(
             matches!(Watched::parse(&monitor).unwrap(), Watched::Monitor(path) if path == PathBuf::from("/a b"))
         );
         for uri in [None, Some("qemu:///session".to_owned())] {
-            let words =
-                Watched::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }.words().unwrap();
+            let words = Watched::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }.words();
             let Watched::Libvirt { domain, uri: read, set } = Watched::parse(&words).unwrap() else {
                 panic!()
             };
@@ -235,7 +234,7 @@ mod tests {
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         let shared = Watched::Shared { socket: socket.into(), set: 9 };
         // The child finds it under the same number; so do we.
-        assert!(matches!(Watched::parse(&shared.words().unwrap()).unwrap(), Watched::Shared { set: 9, .. }));
+        assert!(matches!(Watched::parse(&shared.words()).unwrap(), Watched::Shared { set: 9, .. }));
         for bad in
             [&["monitor"][..], &["shared", "x", "1"], &["shared", "99999", "1"], &[], &["libvirt", "a"]]
         {
