@@ -205,8 +205,11 @@ impl Virsh {
     /// Waits until virsh is connected and about to ask for events.
     fn wait_for_events(&mut self) -> Result<()> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        while !self.events.out.bytes.contains(&b'\n') {
+        loop {
             self.events.out.fill(&self.name)?;
+            if self.events.out.bytes.contains(&b'\n') {
+                return Ok(());
+            }
             if self.events.out.ended || Instant::now() >= deadline {
                 let why = self.events.errors.text(&self.name);
                 return Err(refused(
@@ -217,7 +220,6 @@ impl Virsh {
             }
             wait_until(&[&self.events.out.fd], deadline, &self.name)?;
         }
-        Ok(())
     }
 
     fn broken(&self, problem: &str) -> Error {

@@ -221,7 +221,9 @@ mod tests {
     #[test]
     fn what_to_watch_survives_the_command_line() {
         let monitor = Watched::Monitor("/a b".into()).words();
-        assert!(matches!(Watched::parse(&monitor).unwrap(), Watched::Monitor(path) if path == "/a b"));
+        assert!(
+            matches!(Watched::parse(&monitor).unwrap(), Watched::Monitor(path) if path.as_os_str() == "/a b")
+        );
         for uri in [None, Some("qemu:///session".to_owned())] {
             let words = Watched::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }.words();
             let Watched::Libvirt { domain, uri: read, set } = Watched::parse(&words).unwrap() else {

@@ -4,6 +4,7 @@
 #![allow(dead_code)]
 
 pub mod foreign;
+pub mod libvirt;
 
 use keyframe_qemu::restore::{RamSource, RestoreSource};
 use keyframe_qemu::{HostBlock, Invocation, LaunchOptions, Vm};
