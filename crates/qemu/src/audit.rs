@@ -7,8 +7,8 @@
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
 //!
-//! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry: `-only-migratable`
-//! makes QEMU refuse them.
+//! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry: at launch
+//! `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what blocks a migration of it.
 
 use crate::{Qmp, Result};
 use serde_json::{Value, json};
@@ -66,6 +66,23 @@ pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, snapshot: bool) -> Result
     }
     network(&qmp.hmp("info network")?, &mut found);
     Ok(found)
+}
+
+/// What of a machine that runs already QEMU itself could not save.
+pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<Refusal>> {
+    let answer = qmp.execute("query-migrate", None)?;
+    let reasons = answer.get("blocked-reasons").and_then(Value::as_array);
+    Ok(reasons.into_iter().flatten().filter_map(Value::as_str).map(blocker).collect())
+}
+
+fn blocker(reason: &str) -> Refusal {
+    let what = reason.strip_prefix("non-migratable device: ");
+    let name = what.map_or("the machine".into(), |device| format!("device {}", device.trim_end_matches('.')));
+    let reason = match what {
+        Some(_) => "QEMU cannot save its state (it calls the device non-migratable)".into(),
+        None => format!("QEMU cannot save its state: {reason}"),
+    };
+    refused(name, reason, "unplug it, or start the VM without it")
 }
 
 /// Whether the machine has a device that discards guest RAM. One can still be plugged in later.
@@ -220,6 +237,13 @@ mod tests {
         let text = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci\r\n \\ n0: index=0,type=vhost-user,vhost-user\r\n";
         assert!(of(|f| network(text, f))[0].what.contains("n0"));
         assert_eq!(of(|f| network("n0: index=0,type=user,net=10.0.2.0", f)), []);
+    }
+
+    #[test]
+    fn what_blocks_a_migration_is_refused_in_qemus_words() {
+        let found = blocker("non-migratable device: 0000:00:02.0/nvme");
+        assert!(found.what.contains("0000:00:02.0/nvme") && found.severity == Severity::Refused);
+        assert!(blocker("State blocked by invtsc").reason.contains("invtsc"));
     }
 
     #[test]

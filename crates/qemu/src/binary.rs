@@ -30,11 +30,16 @@ impl QemuIdentity {
         let version = version(path)?;
         let real =
             std::fs::canonicalize(path).map_err(Error::io(format!("resolve the path {}", path.display())))?;
+        Self::hashed(&real.clone(), real, version)
+    }
+
+    /// The binary `path` of version `version`, whose contents can be read at `contents`.
+    pub(crate) fn hashed(contents: &Path, path: PathBuf, version: String) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
-        std::fs::File::open(&real)
+        std::fs::File::open(contents)
             .and_then(|file| hasher.update_reader(file).map(drop))
-            .map_err(Error::io(format!("read the QEMU binary {}", real.display())))?;
-        Ok(Self { path: real, version, blake3: hasher.finalize().to_hex().to_string() })
+            .map_err(Error::io(format!("read the QEMU binary {}", path.display())))?;
+        Ok(Self { path, version, blake3: hasher.finalize().to_hex().to_string() })
     }
 }
 

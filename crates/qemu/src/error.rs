@@ -134,6 +134,32 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// A monitor serves one client at a time, and has one.
+    #[error("QEMU's monitor {monitor} does not greet: another client holds it")]
+    MonitorBusy {
+        /// The monitor's socket.
+        monitor: String,
+    },
+    /// A running process cannot be attached to.
+    #[error("attach to process {pid}: {problem}")]
+    Attach {
+        /// The process.
+        pid: u32,
+        /// Why not.
+        problem: String,
+        /// What to do.
+        fix: String,
+    },
+    /// libvirt does not do what was asked of it.
+    #[error("libvirt's domain {domain}: {problem}")]
+    Libvirt {
+        /// The domain.
+        domain: String,
+        /// What is wrong.
+        problem: String,
+        /// What to do.
+        fix: String,
+    },
     /// The watchdog process has ended or does not answer.
     #[error("the watchdog: {problem}")]
     Watchdog {
@@ -146,7 +172,16 @@ impl Error {
     /// What a person can do about it, where we know.
     pub fn fix(&self) -> Option<String> {
         match self {
-            Self::CommandLine { fix, .. } | Self::Binary { fix, .. } => Some(fix.clone()),
+            Self::CommandLine { fix, .. }
+            | Self::Binary { fix, .. }
+            | Self::Attach { fix, .. }
+            | Self::Libvirt { fix, .. } => Some(fix.clone()),
+            Self::MonitorBusy { .. } => Some(
+                "end the other client (another keyframe, a management tool), or name another monitor: a QEMU that was \
+                 started with a second `-qmp unix:PATH,server=on,wait=off` has one. For a VM of libvirt's, which holds \
+                 the monitor, use --libvirt DOMAIN"
+                    .into(),
+            ),
             Self::DifferentVersion { expected, .. } => {
                 Some(format!("name a binary of version {expected} with --qemu PATH"))
             }

@@ -112,7 +112,7 @@ pub(crate) fn text(word: OsString) -> Result<String> {
 }
 
 /// The guest's name: the last one given.
-fn vm_name(arguments: &[Argument]) -> Option<String> {
+pub(crate) fn vm_name(arguments: &[Argument]) -> Option<String> {
     let names = arguments.iter().rev().filter(|a| a.name() == "name");
     names
         .filter_map(|a| options::value_of(&options::keys(a.value(), "guest"), "guest").map(str::to_owned))

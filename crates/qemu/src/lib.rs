@@ -19,25 +19,31 @@
 //! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is kept (store).
 //! QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
 
+mod attach;
 mod audit;
 mod binary;
 mod error;
 mod heap;
+mod hotplug;
 mod invocation;
+mod lifetime;
 mod options;
 mod process;
 pub mod qmp;
 mod ramblock;
 pub mod restore;
 mod spawn;
+mod statefile;
 pub mod stream;
 mod vm;
 pub mod watchdog;
 
+pub use attach::{AttachOptions, Monitor};
 pub use audit::{Refusal, Severity};
 pub use binary::QemuIdentity;
 pub use error::{Error, Result};
 pub use invocation::Invocation;
+pub use lifetime::Ended;
 pub use qmp::{Event, Qmp, RunStatus, Stopped};
 pub use ramblock::{HostBlock, find_ram_blocks};
 pub use vm::{LaunchOptions, Vm};

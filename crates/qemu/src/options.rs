@@ -149,6 +149,21 @@ pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
         .collect()
 }
 
+/// The keys of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`); nested JSON as its text.
+/// `None` where it looks like JSON and is none.
+pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
+    if !value.trim_start().starts_with('{') {
+        return Some(keys(value, implied));
+    }
+    let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(value).ok()?;
+    let text = |v: serde_json::Value| match v {
+        serde_json::Value::String(text) => text,
+        serde_json::Value::Bool(on) => if on { "on" } else { "off" }.into(),
+        other => other.to_string(),
+    };
+    Some(object.into_iter().map(|(k, v)| (k, text(v))).collect())
+}
+
 /// The value of the last `key` in [`keys`]' answer.
 pub fn value_of<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> {
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
@@ -187,17 +202,7 @@ pub struct Object {
 impl Object {
     /// Reads `type,id=X,...` or `{"qom-type": "type", "id": "X", ...}`; `None` where it is neither.
     pub fn parse(value: &str) -> Option<Self> {
-        let mut all = if value.trim_start().starts_with('{') {
-            let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(value).ok()?;
-            let text = |v: serde_json::Value| match v {
-                serde_json::Value::String(text) => text,
-                serde_json::Value::Bool(on) => if on { "on" } else { "off" }.into(),
-                other => other.to_string(),
-            };
-            object.into_iter().map(|(k, v)| (k, text(v))).collect()
-        } else {
-            keys(value, "qom-type")
-        };
+        let mut all = properties(value, "qom-type")?;
         let mut take = |key: &str| {
             let found = value_of(&all, key).map(str::to_owned);
             all.retain(|(k, _)| k != key);

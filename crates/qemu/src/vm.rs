@@ -1,4 +1,5 @@
-//! A running QEMU that Keyframe started: launch, what it is, the state of its devices, its end.
+//! A running QEMU: launch, what it is, the state of its devices, its end. How one that somebody else started is taken
+//! hold of is the `attach` module's.
 //!
 //! ```text
 //!   QEMU ... the user's own words ...
@@ -12,16 +13,18 @@
 //! away (with `-nographic`, the one behind Ctrl-A C).
 //!
 //! Invariants:
-//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it.
+//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. One that was attached to forgets us.
 //! 2. A launch that fails leaves no process behind.
 
 use crate::invocation::Invocation;
-use crate::options::{Argument, keys, value_of};
+use crate::lifetime::{Ended, Lifetime};
 use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
-use crate::{Error, Qmp, Refusal, Result, audit, error};
+use crate::statefile::StateFile;
+use crate::watchdog::Watched;
+use crate::{Error, Qmp, Refusal, Result, audit, error, hotplug};
 use keyframe_units::RamLayout;
-use rustix::fs::{MemfdFlags, OFlags, SeekFrom};
+use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -36,10 +39,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A QEMU that was shut down and neither ends nor answers within this time is stuck in its own end.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
-/// More than any device state: a vGPU's is some MiB.
-const STATE_BYTES_MAX: u64 = 1 << 30;
-/// The descriptor set for device state, or the first free one behind it. Users count theirs from 1.
-const FDSET: u32 = 19270;
+/// How long one that was attached to may take to forget us.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest path of a unix socket, without its terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -50,15 +51,35 @@ pub struct LaunchOptions {
     pub run_dir: PathBuf,
 }
 
-/// A QEMU that was started here.
+/// A QEMU, started here or attached to.
 pub struct Vm {
-    child: Child,
+    lifetime: Lifetime,
     qmp: Qmp,
     state: StateFile,
     user_command: Vec<String>,
     full_command: Vec<String>,
-    snapshot: bool,
+    origin: Origin,
     backends: Option<Vec<String>>,
+}
+
+/// Where a VM came from, as far as that is left to be known.
+pub(crate) enum Origin {
+    /// Launched, with a monitor for its watchdog.
+    Launched {
+        /// That monitor's socket.
+        watchdog: PathBuf,
+    },
+    /// Brought to life from a checkpoint.
+    Restored,
+    /// Started by somebody else; its monitor is a socket.
+    Attached,
+    /// Started by libvirt.
+    Libvirt {
+        /// The domain's name.
+        domain: String,
+        /// libvirt's URI, where it is not virsh's default.
+        uri: Option<String>,
+    },
 }
 
 impl Vm {
@@ -74,9 +95,8 @@ impl Vm {
         if !invocation.starts_paused() {
             added.push("-S".to_owned());
         }
-        added.extend(state.arguments());
+        added.extend(state.arguments(true));
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
-        let snapshot = invocation.arguments().iter().any(|a| a.name() == "snapshot");
         let (binary, user_command) = invocation.into_parts();
         let mut full_command = user_command.clone();
         full_command.extend(added);
@@ -84,7 +104,7 @@ impl Vm {
         let mut command = Command::new(&binary);
         command.args(full_command.iter().skip(1));
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
-        let [(_, ours), _] = &monitors;
+        let [(_, ours), (_, watchdog)] = &monitors;
         let connected = connect(&mut child, ours).and_then(|mut qmp| {
             let checked =
                 check_is_child(&qmp, &child, &binary).and_then(|()| check_target(&mut qmp, &binary));
@@ -95,7 +115,10 @@ impl Vm {
             checked.map(|()| qmp)
         });
         match connected {
-            Ok(qmp) => Ok(Self { child, qmp, state, user_command, full_command, snapshot, backends: None }),
+            Ok(qmp) => {
+                let origin = Origin::Launched { watchdog: watchdog.clone() };
+                Ok(Self::from_parts(Lifetime::Child(child), qmp, state, (user_command, full_command), origin))
+            }
             Err(error) => {
                 let _ = spawn::kill(&mut child);
                 Err(error)
@@ -103,21 +126,40 @@ impl Vm {
         }
     }
 
-    /// Over parts that a restore made.
+    /// Over parts that are there already; the lines are the user's and the one that was run.
     pub(crate) fn from_parts(
-        child: Child,
+        lifetime: Lifetime,
         qmp: Qmp,
         state: StateFile,
-        user_command: Vec<String>,
-        full_command: Vec<String>,
+        (user_command, full_command): (Vec<String>, Vec<String>),
+        origin: Origin,
     ) -> Self {
-        let snapshot = full_command.iter().any(|w| w == "-snapshot" || w == "--snapshot");
-        Self { child, qmp, state, user_command, full_command, snapshot, backends: None }
+        Self { lifetime, qmp, state, user_command, full_command, origin, backends: None }
     }
 
     /// QEMU's pid.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.lifetime.pid()
+    }
+
+    /// True where somebody else started it.
+    pub fn is_attached(&self) -> bool {
+        matches!(self.origin, Origin::Attached | Origin::Libvirt { .. })
+    }
+
+    /// What its watchdog is to watch: see [`crate::watchdog::Watchdog::spawn`].
+    pub fn watched(&self) -> Result<Watched> {
+        match &self.origin {
+            Origin::Launched { watchdog } => Ok(Watched::Monitor(watchdog.clone())),
+            Origin::Libvirt { domain, uri } => {
+                let set = Some(self.state.set());
+                Ok(Watched::Libvirt { domain: domain.clone(), uri: uri.clone(), set })
+            }
+            Origin::Restored | Origin::Attached => match self.qmp.duplicate()? {
+                Some(socket) => Ok(Watched::Shared { socket, set: self.state.set() }),
+                None => Err(Error::Watchdog { problem: "the VM's monitor is no socket".into() }),
+            },
+        }
     }
 
     /// Its monitor.
@@ -138,7 +180,14 @@ impl Vm {
     /// What stands in the way of exact checkpoints of this machine; all of it.
     pub fn audit(&mut self) -> Result<Vec<Refusal>> {
         let machine_type = self.machine_type()?;
-        audit::audit(&mut self.qmp, &machine_type, self.snapshot)
+        let snapshot = self.full_command.iter().any(|w| w == "-snapshot" || w == "--snapshot");
+        let mut found = audit::audit(&mut self.qmp, &machine_type, snapshot)?;
+        if self.is_attached() {
+            // Started without -only-migratable.
+            found.extend(audit::blockers(&mut self.qmp)?);
+            found.extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
+        }
+        Ok(found)
     }
 
     /// Whether the machine has a device that discards guest RAM (balloon, virtio-mem).
@@ -160,8 +209,16 @@ impl Vm {
         }
     }
 
+    /// The words that a line lacks for the memory that was plugged in since: with them behind [`Vm::user_command`], a
+    /// restore makes this machine. None where nothing was plugged in.
+    pub fn plugged_memory(&mut self) -> Result<Vec<String>> {
+        hotplug::memory_words(&mut self.qmp, &hotplug::arguments(&self.user_command))
+    }
+
     /// The RAM blocks and where each lies in QEMU's memory: those behind memory backends first.
     pub fn ram_blocks(&mut self) -> Result<Vec<HostBlock>> {
+        // Memory may have been plugged in: the layout is from now on that of these blocks.
+        self.backends = None;
         let pid = self.pid();
         find_ram_blocks(&mut self.qmp, pid)
     }
@@ -193,17 +250,23 @@ impl Vm {
     }
 
     /// How QEMU ended, if it has.
-    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
-        spawn::exit_status(&mut self.child)
+    pub fn ended(&mut self) -> Result<Option<Ended>> {
+        self.lifetime.ended()
     }
 
-    /// Waits for QEMU's end for at most `timeout`; `None` where it still runs then.
+    /// The same as a status: of a VM that was attached to, only its parent learns it, and success stands here.
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
+        Ok(self.ended()?.map(|ended| ended.status()))
+    }
+
+    /// Waits for QEMU's end for at most `timeout`; `None` where it still runs then. The status is that of
+    /// [`Vm::try_wait`].
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
-        spawn::wait(&mut self.child, timeout)
+        Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
     /// To be called when the VM was shut down ([`crate::Event::Shutdown`]): how QEMU ended, or `None` where it stays
-    /// (`-no-shutdown`).
+    /// (`-no-shutdown`). The status is that of [`Vm::try_wait`].
     ///
     /// QEMU 7.2 can hang in `monitor_cleanup`, with its disks flushed and closed, where a command is under way as the VM
     /// shuts down. It is killed then, and counts as ended in success, as it would have been.
@@ -211,14 +274,14 @@ impl Vm {
         let before = self.qmp.set_timeout(Duration::from_millis(500));
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         let ended = loop {
-            if let Some(status) = spawn::wait(&mut self.child, Duration::from_millis(20))? {
-                break Some(status);
+            if let Some(ended) = self.lifetime.wait(Duration::from_millis(20))? {
+                break Some(ended.status());
             }
             if self.qmp.status().is_ok() {
                 break None;
             }
             if Instant::now() > deadline {
-                spawn::kill(&mut self.child)?;
+                self.lifetime.kill()?;
                 break Some(ExitStatus::default());
             }
         };
@@ -226,80 +289,40 @@ impl Vm {
         Ok(ended)
     }
 
-    /// Ends QEMU: on request, so that it gives the terminal back as it was, or else by force.
+    /// Ends QEMU: on request, so that it gives the terminal back as it was, or else by force, where we started it.
     pub fn kill(&mut self) -> Result<()> {
-        if self.try_wait()?.is_some() {
+        if self.ended()?.is_some() {
             return Ok(());
         }
         self.qmp.set_timeout(QUIT_TIMEOUT);
-        if self.qmp.quit().is_ok() && spawn::wait(&mut self.child, QUIT_TIMEOUT)?.is_some() {
+        let asked = self.qmp.quit();
+        if asked.is_ok() && self.lifetime.wait(QUIT_TIMEOUT)?.is_some() {
             return Ok(());
         }
-        spawn::kill(&mut self.child).map(drop)
+        if self.is_attached() {
+            asked?;
+            return Err(Error::Timeout {
+                monitor: format!("of pid {}", self.pid()),
+                operation: "quit".into(),
+                waited_ms: u64::try_from(QUIT_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
+            });
+        }
+        self.lifetime.kill().map(drop)
     }
 
     /// Leaves the guest to itself, as it is. Returns QEMU's pid.
     pub fn keep(self) -> u32 {
-        self.child.id()
+        self.lifetime.pid()
     }
 }
 
-/// Where QEMU writes device state: a memfd that both have open.
-///
-/// QEMU takes a descriptor of a set only where its access mode is the very one asked for, write-only. Both ends of that
-/// descriptor share one position, which stands behind the previous state until it is set back.
-pub(crate) struct StateFile {
-    pub(crate) write_end: OwnedFd,
-    read_end: File,
-    set: u32,
-}
-
-impl StateFile {
-    /// A fresh one, in a set that `arguments` do not use.
-    pub(crate) fn new(arguments: &[Argument]) -> Result<Self> {
-        let operation = "make a file in memory for device state";
-        let fd = rustix::fs::memfd_create("keyframe-devices", MemfdFlags::CLOEXEC)
-            .map_err(Error::io(operation))?;
-        let path = format!("/proc/self/fd/{}", spawn::number(&fd));
-        let write_end = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
-            .map_err(Error::io(operation))?;
-        let taken: Vec<u32> = arguments
-            .iter()
-            .filter(|a| a.name() == "add-fd")
-            .filter_map(|a| value_of(&keys(a.value(), ""), "set")?.parse().ok())
-            .collect();
-        let set = (FDSET..=u32::MAX).find(|set| !taken.contains(set)).unwrap_or(FDSET);
-        Ok(Self { write_end, read_end: File::from(fd), set })
-    }
-
-    /// What gives it to QEMU.
-    pub(crate) fn arguments(&self) -> [String; 2] {
-        ["-add-fd".into(), format!("fd={},set={},opaque=keyframe", spawn::number(&self.write_end), self.set)]
-    }
-
-    /// QEMU's name for it.
-    fn target(&self) -> String {
-        format!("/dev/fdset/{}", self.set)
-    }
-
-    fn rewind(&self) -> Result<()> {
-        rustix::fs::ftruncate(&self.write_end, 0).map_err(Error::io("empty the device state file"))?;
-        rustix::fs::seek(&self.write_end, SeekFrom::Start(0))
-            .map_err(Error::io("rewind the device state file"))?;
-        Ok(())
-    }
-
-    fn read(&self) -> Result<Vec<u8>> {
-        let len_bytes = self.read_end.metadata().map_err(Error::io("look at the device state file"))?.len();
-        if len_bytes > STATE_BYTES_MAX {
-            let problem = format!("it has {len_bytes} bytes, more than {STATE_BYTES_MAX}");
-            return Err(Error::DeviceStream { offset: STATE_BYTES_MAX, problem });
+impl Drop for Vm {
+    /// One that was attached to is left as it was found.
+    fn drop(&mut self) {
+        if self.is_attached() && !matches!(self.ended(), Ok(Some(_))) {
+            self.qmp.set_timeout(DETACH_TIMEOUT);
+            self.state.take_back(&mut self.qmp);
         }
-        let mut state = vec![0; usize::try_from(len_bytes).unwrap_or(0)];
-        self.read_end
-            .read_exact_at(&mut state, 0)
-            .map_err(Error::io(format!("read {len_bytes} bytes of the device state file")))?;
-        Ok(state)
     }
 }
 
@@ -398,7 +421,8 @@ fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
     })
 }
 
-fn check_target(qmp: &mut Qmp, binary: &Path) -> Result<()> {
+/// Only this processor is known.
+pub(crate) fn check_target(qmp: &mut Qmp, binary: &Path) -> Result<()> {
     let answer = qmp.execute("query-target", None)?;
     match answer.get("arch").and_then(Value::as_str) {
         Some("x86_64") => Ok(()),
@@ -413,23 +437,6 @@ fn check_target(qmp: &mut Qmp, binary: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_descriptor_set_is_one_that_the_user_does_not_use() {
-        let add = |set: u32| Argument::Option("add-fd".into(), format!("fd=3,set={set}"));
-        assert_eq!(StateFile::new(&[add(1)]).unwrap().set, FDSET);
-        assert_eq!(StateFile::new(&[add(FDSET), add(FDSET + 1)]).unwrap().set, FDSET + 2);
-    }
-
-    #[test]
-    fn what_is_written_to_the_state_file_is_read_once() {
-        let state = StateFile::new(&[]).unwrap();
-        for text in ["a longer one", "short"] {
-            state.rewind().unwrap();
-            rustix::io::write(&state.write_end, text.as_bytes()).unwrap();
-            assert_eq!(state.read().unwrap(), text.as_bytes());
-        }
-    }
 
     #[test]
     fn a_path_that_no_socket_can_have_is_refused() {

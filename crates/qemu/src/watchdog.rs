@@ -1,11 +1,12 @@
 //! Keeps a VM from staying paused when the engine that paused it dies or stalls.
 //!
-//! The watchdog is a process of its own with its own monitor. The engine talks to it through its standard streams, in
-//! lines:
+//! The watchdog is a process of its own. It has its own monitor where the VM has one to spare, and else the engine's
+//! connection ([`Watched`]). The engine talks to it through its standard streams, in lines:
 //!
 //! ```text
 //!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
 //!   engine ──▶ D       disarmed: the pause has ended
+//!   engine ──▶ E       the engine ends in good order
 //!   engine ◀── F       fired: the pause was ended from here; what was captured in it is torn
 //!   engine ◀── K       the answer to each D, behind any F
 //!
@@ -15,7 +16,7 @@
 //!            │                 │          │
 //!            └── end of input ─┼──────────┘
 //!                 ▼            ▼ fires for a while
-//!               exit ◀─────────┘
+//!               exit ◀─────────┘ without E: what the engine left in QEMU is taken back
 //! ```
 //!
 //! Firing is `cont` where the VM is paused. The `stop` of an engine that stalls or died may still be on its way to QEMU
@@ -28,13 +29,18 @@
 //!
 //! Left out: restarting the engine; pauses that anybody else makes.
 
-use crate::{Error, Qmp, Result, RunStatus};
+mod watched;
+
+pub use watched::Watched;
+
+use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
-use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
+use watched::Reach;
 
 /// How long QEMU's monitor may take to answer the watchdog.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,6 +58,7 @@ const LINE_BYTES_MAX: usize = 64;
 enum Order {
     Arm(Duration),
     Disarm,
+    End,
 }
 
 /// Reads lines out of whatever pieces the pipe gives.
@@ -78,6 +85,7 @@ fn parse(line: &str) -> Result<Order> {
     let bad = || Error::Watchdog { problem: format!("{line:?} was sent, which is no order") };
     match line.split_at_checked(1) {
         Some(("D", "")) => Ok(Order::Disarm),
+        Some(("E", "")) => Ok(Order::End),
         Some(("A", ms)) => ms.parse().map(|ms| Order::Arm(Duration::from_millis(ms))).map_err(|_| bad()),
         _ => Err(bad()),
     }
@@ -96,6 +104,7 @@ impl Dog {
             // A deadline beyond the clock's end never comes.
             Order::Arm(limit) => self.deadline = now.checked_add(limit),
             Order::Disarm => self.deadline = None,
+            Order::End => {}
         }
         order == Order::Disarm
     }
@@ -115,12 +124,13 @@ impl Dog {
     }
 }
 
-/// The watchdog process: watches over the VM behind the monitor `socket` until `commands` end or QEMU does.
+/// The watchdog process: watches over the VM until `commands` end or QEMU does.
 ///
 /// Errors: the monitor cannot be reached, or an order that is none; an armed watchdog fires before it gives up.
-pub fn run(socket: &Path, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
-    let qmp = Qmp::connect(socket, CONNECT_TIMEOUT)?;
-    let mut runner = Runner { qmp, commands, reports, dog: Dog::default(), lines: Lines::default() };
+pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
+    let reach = Reach::to(watched)?;
+    let mut runner =
+        Runner { reach, commands, reports, dog: Dog::default(), lines: Lines::default(), left: false };
     match runner.watch() {
         Err(Error::Gone { .. }) => Ok(()),
         Err(error) => {
@@ -134,11 +144,13 @@ pub fn run(socket: &Path, commands: impl Read + AsFd, reports: impl Write) -> Re
 }
 
 struct Runner<R, W> {
-    qmp: Qmp,
+    reach: Reach,
     commands: R,
     reports: W,
     dog: Dog,
     lines: Lines,
+    /// The engine has said that it ends.
+    left: bool,
 }
 
 impl<R: Read + AsFd, W: Write> Runner<R, W> {
@@ -150,11 +162,23 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             }
             if events {
                 // Read away, or QEMU would keep them for us without end.
-                self.qmp.drain_events()?;
+                self.reach.drain()?;
             }
             if commands && !self.take_orders()? {
-                return if self.dog.deadline.is_some() { self.rescue() } else { Ok(()) };
+                return self.finish();
             }
+        }
+    }
+
+    /// At the end of input.
+    fn finish(&mut self) -> Result<()> {
+        if self.dog.deadline.is_some() {
+            self.rescue()
+        } else if self.left {
+            Ok(())
+        } else {
+            self.reach.take_over()?;
+            self.reach.forget_engine()
         }
     }
 
@@ -163,7 +187,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         let limit = self.dog.patience(Instant::now());
         let limit =
             limit.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
-        let mut fds = [PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.qmp, PollFlags::IN)];
+        let mut fds = [PollFd::new(&self.commands, PollFlags::IN), self.reach.poll_fd()];
         match poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(Error::io("wait for the engine")(e)),
@@ -182,7 +206,11 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             Err(e) => return Err(Error::io("read the engine's orders")(e)),
         };
         for line in self.lines.push(chunk.get(..len).unwrap_or_default()) {
-            if self.dog.obey(parse(&line)?, Instant::now()) {
+            let order = parse(&line)?;
+            self.left = order == Order::End;
+            // Each pause is one of its own.
+            self.reach.begin_anew();
+            if self.dog.obey(order, Instant::now()) {
                 self.report("K\n")?;
             }
         }
@@ -191,14 +219,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
 
     /// Lets the VM run where it is paused; true where it did.
     fn resume(&mut self) -> Result<bool> {
-        let mut attempt = || {
-            let paused = self.qmp.status()? == RunStatus::Paused;
-            if paused {
-                self.qmp.cont()?;
-            }
-            Ok(paused)
-        };
-        match attempt() {
+        match self.reach.resume(Instant::now()) {
             // QEMU is busy, perhaps with the very `stop` (it flushes disks): look again.
             Err(Error::Timeout { .. }) => Ok(false),
             other => other,
@@ -207,6 +228,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
 
     /// The engine is gone: its pause ends, also one that it has only asked for.
     fn rescue(&mut self) -> Result<()> {
+        self.reach.take_over()?;
         let until = Instant::now() + LAST_STOP;
         while Instant::now() < until {
             match self.resume() {
@@ -215,7 +237,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             };
             std::thread::sleep(LOOK_EVERY);
         }
-        Ok(())
+        self.reach.forget_engine()
     }
 
     fn report(&mut self, text: &str) -> Result<()> {
@@ -242,6 +264,19 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
+    /// Starts the watchdog as `command`, to which the words that [`Watched::parse`] reads are added, and waits until it
+    /// is ready.
+    pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Self> {
+        command.args(watched.words()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        // Ctrl-C is not to end it together with the engine.
+        command.process_group(0);
+        let mut child = crate::spawn::start(command, &watched.inherited())?;
+        match (child.stdin.take(), child.stdout.take()) {
+            (Some(stdin), Some(stdout)) => Self::new(child, stdin, stdout),
+            _ => Err(Error::Watchdog { problem: "it was started without pipes".into() }),
+        }
+    }
+
     /// Takes hold of a watchdog process by its pipes, and waits until it is ready: until it has its monitor.
     ///
     /// Start it in a process group of its own, lest Ctrl-C end it together with the engine. Error: [`Error::Watchdog`]
@@ -271,6 +306,7 @@ impl Watchdog {
     pub fn end(mut self) {
         // Where it does not answer, the end of its input still disarms it after its own look at the VM.
         let _ = self.disarm();
+        let _ = self.order("E\n");
         self.finish();
     }
 

@@ -3,7 +3,7 @@
 mod support;
 
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
-use keyframe_qemu::watchdog;
+use keyframe_qemu::watchdog::{self, Watched};
 use keyframe_qemu::{Error, Qmp, RunStatus, Severity};
 use std::io::Write;
 use std::path::Path;
@@ -141,7 +141,8 @@ fn the_watchdog_resumes_a_real_vm_whose_engine_is_gone() {
         guest.vm.qmp().cont().unwrap();
         let (commands, mut orders) = std::io::pipe().unwrap();
         let socket = dir.path().join("watchdog.sock");
-        let dog = std::thread::spawn(move || watchdog::run(&socket, commands, std::io::sink()));
+        let dog =
+            std::thread::spawn(move || watchdog::run(Watched::Monitor(socket), commands, std::io::sink()));
         orders.write_all(b"A600000\n").unwrap();
         assert!(guest.vm.qmp().stop().unwrap().was_running);
         drop(orders);

@@ -1,20 +1,25 @@
 //! `keyframe __watchdog`: the process that resumes a VM whose engine died or stalled in a pause. Not for people.
 
 use crate::failure::{DONE, Failure, Outcome};
-use std::path::PathBuf;
+use keyframe_qemu::watchdog::{self, Watched};
+use std::ffi::OsString;
 
-/// Resume the VM behind SOCKET if the engine that writes to standard input dies or stalls while it is paused
+/// Resume a VM if the engine that writes to standard input dies or stalls while it is paused
 #[derive(clap::Args, Debug)]
 pub struct Watchdog {
-    /// QEMU's monitor socket for the watchdog
-    socket: PathBuf,
+    /// What to watch, as the engine words it; a path alone is QEMU's monitor socket for the watchdog
+    #[arg(required = true, allow_hyphen_values = true)]
+    watched: Vec<OsString>,
 }
 
 impl Watchdog {
     /// Watches until the engine ends.
     pub fn run(&self) -> Outcome {
-        keyframe_qemu::watchdog::run(&self.socket, std::io::stdin(), std::io::stdout())
-            .map_err(|e| Failure::qemu(&e))?;
+        let watched = match self.watched.as_slice() {
+            [path] => Watched::Monitor(path.into()),
+            words => Watched::parse(words).map_err(|e| Failure::qemu(&e))?,
+        };
+        watchdog::run(watched, std::io::stdin(), std::io::stdout()).map_err(|e| Failure::qemu(&e))?;
         Ok(DONE)
     }
 }

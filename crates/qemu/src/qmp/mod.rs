@@ -17,20 +17,25 @@
 //! while 7.2 lacks fields that 10.0 requires, and the library's synchronous client neither bounds a wait nor splits a
 //! command from its answer.
 //!
-//! Left out: out-of-band commands, commands that pass descriptors.
+//! Left out: out-of-band commands.
 
+mod channel;
 mod event;
+mod lagging;
 mod transport;
+mod virsh;
 
 pub use event::{Event, RunStatus};
 
 use crate::{Error, Result};
+use channel::Channel;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use transport::Transport;
+use virsh::Virsh;
 
 /// How long an answer may take, unless [`Qmp::set_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -38,6 +43,10 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const EVENTS_MAX: usize = 4096;
 /// Device state of a VM whose vGPU or many disks fill it is written in this time at worst.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(30);
+/// What a monitor says first.
+const GREETING: &str = "greeting";
+/// Where the ids begin of one who takes a connection over.
+const TAKEN_OVER_ID: u64 = 1 << 40;
 /// How long an answer is waited for once the VM has been shut down.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -55,16 +64,36 @@ struct Pause {
     resumed: bool,
     /// When our `cont` was sent.
     cont_us: Option<u64>,
+    /// Where events lag: when our `stop` was sent. What happened before belongs to an earlier pause.
+    stop_us: Option<u64>,
+    /// Our own `cont` has shown its effect.
+    resumed_by_us: bool,
+}
+
+impl Pause {
+    /// A RESUME that happened at `at_us`.
+    fn note_resume(&mut self, at_us: Option<u64>) {
+        if at_us.is_some_and(|us| self.stop_us.is_some_and(|stop_us| us < stop_us)) {
+            return;
+        }
+        match (self.cont_us, at_us) {
+            (None, _) => self.resumed = true,
+            (Some(cont_us), Some(us)) if us < cont_us => self.resumed = true,
+            (Some(_), _) => self.resumed_by_us = true,
+        }
+    }
 }
 
 /// A connection to a monitor.
 pub struct Qmp {
-    transport: Transport,
+    channel: Channel,
     timeout: Duration,
     last_id: u64,
     events: VecDeque<Event>,
     /// Events in all, for finding out whether one came.
     stops: u64,
+    /// When the last of them happened.
+    stopped_us: Option<u64>,
     pause: Option<Pause>,
     saving: Option<u64>,
 }
@@ -86,6 +115,59 @@ impl Qmp {
         Self::greet(transport, wait.saturating_sub(started.elapsed()).max(Duration::from_secs(1)), alive)
     }
 
+    /// Connects to a monitor that is there already. Error: [`Error::MonitorBusy`] where it serves another client.
+    pub(crate) fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
+        let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
+        let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
+        // A server that is busy lets one more wait in its queue, and none behind that.
+        let transport = connected.map_err(|e| match e {
+            Error::Io { source, .. } if source.kind() == std::io::ErrorKind::WouldBlock => busy(),
+            other => other,
+        })?;
+        Self::greet(transport, wait, &mut || Ok(())).map_err(|e| match e {
+            Error::Timeout { operation, .. } if operation == GREETING => busy(),
+            other => other,
+        })
+    }
+
+    /// Connects to the monitor of `domain` through libvirt at `uri` or, without one, at virsh's default. `passed` are
+    /// the descriptors that commands may pass.
+    pub(crate) fn connect_libvirt(domain: &str, uri: Option<&str>, passed: &[&OwnedFd]) -> Result<Self> {
+        let mut qmp = Self::new(Channel::Libvirt(Box::new(Virsh::connect(domain, uri, passed)?)));
+        // The first answer tells whether libvirt lets us.
+        qmp.execute("query-version", None)?;
+        Ok(qmp)
+    }
+
+    /// Over the connection of an engine that is gone: it was greeted, and may hold half a line.
+    pub(crate) fn take_over(socket: OwnedFd, name: &str) -> Self {
+        let mut qmp = Self::new(Channel::Socket(Transport::taken_over(socket, name.into())));
+        // Not the ids of the engine, whose answers may still come.
+        qmp.last_id = TAKEN_OVER_ID;
+        qmp
+    }
+
+    /// The connection once more, for the watchdog's process; `None` where it goes through libvirt.
+    pub(crate) fn duplicate(&self) -> Result<Option<OwnedFd>> {
+        match &self.channel {
+            Channel::Socket(transport) => transport.duplicate().map(Some),
+            Channel::Libvirt(_) => Ok(None),
+        }
+    }
+
+    fn new(channel: Channel) -> Self {
+        Self {
+            channel,
+            timeout: TIMEOUT,
+            last_id: 0,
+            events: VecDeque::new(),
+            stops: 0,
+            stopped_us: None,
+            pause: None,
+            saving: None,
+        }
+    }
+
     /// Over a socket that is connected to a monitor already. It must not block.
     pub(crate) fn over(
         socket: OwnedFd,
@@ -97,25 +179,17 @@ impl Qmp {
     }
 
     fn greet(transport: Transport, wait: Duration, alive: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
-        let mut qmp = Self {
-            transport,
-            timeout: TIMEOUT,
-            last_id: 0,
-            events: VecDeque::new(),
-            stops: 0,
-            pause: None,
-            saving: None,
-        };
+        let mut qmp = Self::new(Channel::Socket(transport));
         let started = Instant::now();
         let greeting = loop {
             // In slices, so that a QEMU that died is seen.
-            match qmp.transport.receive("greeting", Duration::from_millis(50)) {
+            match qmp.channel.receive(GREETING, Duration::from_millis(50)) {
                 Err(Error::Timeout { .. }) if started.elapsed() < wait => alive()?,
                 Err(Error::Gone { .. }) => {
                     alive()?;
                     return Err(Error::Gone {
-                        monitor: qmp.transport.name().into(),
-                        operation: "greeting".into(),
+                        monitor: qmp.channel.name().into(),
+                        operation: GREETING.into(),
                     });
                 }
                 other => break other?,
@@ -123,9 +197,7 @@ impl Qmp {
         };
         if greeting.get("QMP").is_none() {
             let start: String = greeting.to_string().chars().take(80).collect();
-            return Err(qmp
-                .transport
-                .protocol("greeting", format!("this is no QMP monitor: it says {start}")));
+            return Err(qmp.channel.protocol(GREETING, format!("this is no QMP monitor: it says {start}")));
         }
         qmp.execute("qmp_capabilities", None)?;
         Ok(qmp)
@@ -138,12 +210,26 @@ impl Qmp {
 
     /// Any command: its `return` value.
     pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value> {
-        let id = self.send(command, arguments)?;
+        let id = self.send(command, arguments, None)?;
+        self.answer(id, command, self.timeout)
+    }
+
+    /// The same with a descriptor that goes to QEMU along with it.
+    pub(crate) fn execute_passing(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        passed: BorrowedFd<'_>,
+    ) -> Result<Value> {
+        let id = self.send(command, Some(arguments), Some(passed))?;
         self.answer(id, command, self.timeout)
     }
 
     /// Pauses the VM.
     pub fn stop(&mut self) -> Result<Stopped> {
+        if self.channel.events_lag() {
+            return self.stop_lagging();
+        }
         self.drain("stop")?;
         let stops = self.stops;
         self.pause = Some(Pause::default());
@@ -172,6 +258,9 @@ impl Qmp {
     /// `cont`, or, where there was none yet, before now.
     pub fn resumed_by_other(&mut self) -> Result<bool> {
         self.drain("look for events")?;
+        if self.channel.events_lag() {
+            self.await_resume()?;
+        }
         Ok(self.pause.as_ref().is_some_and(|p| p.resumed))
     }
 
@@ -183,7 +272,7 @@ impl Qmp {
     /// Asks for the state of all devices to be written to `target` (a path or `/dev/fdset/N`), without waiting.
     pub fn begin_save_devices(&mut self, target: &str) -> Result<()> {
         let arguments = json!({ "filename": target, "live": true });
-        self.saving = Some(self.send("xen-save-devices-state", Some(arguments))?);
+        self.saving = Some(self.send("xen-save-devices-state", Some(arguments), None)?);
         Ok(())
     }
 
@@ -192,7 +281,7 @@ impl Qmp {
         let operation = "xen-save-devices-state";
         match self.saving.take() {
             Some(id) => self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop),
-            None => Err(self.transport.protocol(operation, "it was not begun".into())),
+            None => Err(self.channel.protocol(operation, "it was not begun".into())),
         }
     }
 
@@ -236,16 +325,21 @@ impl Qmp {
     /// An error about an answer of an unexpected form.
     pub(crate) fn unexpected(&self, operation: &str, answer: &Value) -> Error {
         let start: String = answer.to_string().chars().take(200).collect();
-        self.transport.protocol(operation, format!("an answer of an unexpected form: {start}"))
+        self.channel.protocol(operation, format!("an answer of an unexpected form: {start}"))
     }
 
-    fn send(&mut self, command: &str, arguments: Option<Value>) -> Result<u64> {
+    fn send(
+        &mut self,
+        command: &str,
+        arguments: Option<Value>,
+        passed: Option<BorrowedFd<'_>>,
+    ) -> Result<u64> {
         self.last_id += 1;
         let mut message = json!({ "execute": command, "id": self.last_id });
         if let (Some(arguments), Some(object)) = (arguments, message.as_object_mut()) {
             object.insert("arguments".into(), arguments);
         }
-        self.transport.send(&message, command, self.timeout)?;
+        self.channel.send(&message, passed, command, self.timeout)?;
         Ok(self.last_id)
     }
 
@@ -253,7 +347,7 @@ impl Qmp {
         let mut deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let message = self.transport.receive(operation, left).map_err(|e| match e {
+            let message = self.channel.receive(operation, left).map_err(|e| match e {
                 Error::Timeout { monitor, operation, .. } => {
                     Error::Timeout { monitor, operation, waited_ms: timeout.as_millis() as u64 }
                 }
@@ -283,7 +377,7 @@ impl Qmp {
 
     /// Takes in what has arrived.
     fn drain(&mut self, operation: &str) -> Result<()> {
-        while let Some(message) = self.transport.receive_now(operation)? {
+        while let Some(message) = self.channel.receive_now(operation)? {
             self.keep_event(&message);
         }
         Ok(())
@@ -292,15 +386,11 @@ impl Qmp {
     fn keep_event(&mut self, message: &Value) -> bool {
         let Some(event) = Event::parse(message) else { return false };
         match (&event, &mut self.pause) {
-            (Event::Stop, _) => self.stops += 1,
-            (Event::Resume, Some(pause)) => {
-                let before_ours = match (pause.cont_us, event::timestamp_us(message)) {
-                    (None, _) => true,
-                    (Some(cont_us), Some(us)) => us < cont_us,
-                    (Some(_), None) => false,
-                };
-                pause.resumed |= before_ours;
+            (Event::Stop, _) => {
+                self.stops += 1;
+                self.stopped_us = event::timestamp_us(message);
             }
+            (Event::Resume, Some(pause)) => pause.note_resume(event::timestamp_us(message)),
             _ => {}
         }
         if self.events.len() >= EVENTS_MAX {
@@ -314,7 +404,7 @@ impl Qmp {
 impl AsFd for Qmp {
     /// Readable when events have arrived.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.transport.as_fd()
+        self.channel.as_fd()
     }
 }
 

@@ -6,8 +6,13 @@
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
 use serde_json::Value;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -24,6 +29,8 @@ pub struct Transport {
     /// What was received; `..scanned` holds no newline.
     buffer: Vec<u8>,
     scanned: usize,
+    /// The first line may lack its beginning.
+    mid_line: bool,
 }
 
 impl Transport {
@@ -51,7 +58,18 @@ impl Transport {
 
     /// Over a connected, non-blocking socket; `name` is what errors call it.
     pub fn over(socket: OwnedFd, name: String) -> Self {
-        Self { socket, name, buffer: Vec::new(), scanned: 0 }
+        Self { socket, name, buffer: Vec::new(), scanned: 0, mid_line: false }
+    }
+
+    /// Over the socket of somebody who is gone and may have read half a line.
+    pub fn taken_over(socket: OwnedFd, name: String) -> Self {
+        Self { mid_line: true, ..Self::over(socket, name) }
+    }
+
+    /// The socket once more, for another process.
+    pub fn duplicate(&self) -> Result<OwnedFd> {
+        rustix::io::fcntl_dupfd_cloexec(&self.socket, 3)
+            .map_err(Error::io(format!("duplicate the connection to QEMU's monitor {}", self.name)))
     }
 
     /// What errors call it.
@@ -59,15 +77,26 @@ impl Transport {
         &self.name
     }
 
-    /// Sends one line.
-    pub fn send(&mut self, message: &Value, operation: &str, timeout: Duration) -> Result<()> {
+    /// Sends one line, and `passed` along with it.
+    pub fn send(
+        &mut self,
+        message: &Value,
+        passed: Option<BorrowedFd<'_>>,
+        operation: &str,
+        timeout: Duration,
+    ) -> Result<()> {
+        let mut passed = passed;
         let mut line = message.to_string().into_bytes();
         line.push(b'\n');
         let started = Instant::now();
         let mut left = line.as_slice();
         while !left.is_empty() {
-            match rustix::net::send(&self.socket, left, SendFlags::NOSIGNAL) {
-                Ok(sent) => left = left.get(sent..).unwrap_or_default(),
+            match send_some(&self.socket, left, passed) {
+                Ok(sent) => {
+                    left = left.get(sent..).unwrap_or_default();
+                    // It went with the first byte.
+                    passed = None;
+                }
                 Err(Errno::AGAIN) => self.sleep(PollFlags::OUT, started, timeout, operation)?,
                 Err(Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.gone(operation)),
@@ -98,7 +127,11 @@ impl Transport {
                 let end = self.scanned + at;
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
                 self.scanned = 0;
-                return self.parse(&line, operation).map(Some);
+                let parsed = self.parse(&line, operation);
+                if std::mem::take(&mut self.mid_line) && parsed.is_err() {
+                    continue;
+                }
+                return parsed.map(Some);
             }
             self.scanned = self.buffer.len();
             if self.buffer.len() > LINE_BYTES_MAX {
@@ -151,6 +184,17 @@ impl Transport {
             Err(e) => Err(Error::io(format!("wait for QEMU's monitor {}", self.name))(e)),
         }
     }
+}
+
+/// Sends what the socket takes of `bytes`.
+fn send_some(socket: &OwnedFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> Result<usize, Errno> {
+    let Some(fd) = passed else { return rustix::net::send(socket, bytes, SendFlags::NOSIGNAL) };
+    let fds = [fd];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    // The space was made for it.
+    let _ = ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)
 }
 
 impl AsFd for Transport {

@@ -13,15 +13,18 @@
 //!
 //! Left out: restoring on demand (pages fetched when the guest touches them), disks.
 
+mod carried;
 mod fill;
 mod plan;
 
 pub use plan::Plan;
 
+use crate::lifetime::Lifetime;
 use crate::ramblock;
 use crate::spawn;
+use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
-use crate::vm::{StateFile, Vm, inherited_path, machine_type, memfd, monitor_config};
+use crate::vm::{Origin, Vm, inherited_path, machine_type, memfd, monitor_config};
 use crate::{Error, Qmp, Result, RunStatus};
 use fill::Memory;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
@@ -134,7 +137,8 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
     let (mut child, full_command) = starting.spawn(&plan, &state)?;
     match starting.load(&plan, &mut child, ram, device_state) {
         Ok(qmp) => {
-            let vm = Vm::from_parts(child, qmp, state, plan.source.user_command, full_command);
+            let lines = (plan.source.user_command, full_command);
+            let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
             Ok(Restored { vm, ready_ns: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX) })
         }
         Err(error) => {
@@ -199,7 +203,7 @@ impl Starting {
             ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
                 .map(String::from),
         );
-        words.extend(state.arguments());
+        words.extend(state.arguments(false));
         words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
 

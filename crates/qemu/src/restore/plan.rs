@@ -8,7 +8,7 @@
 //!
 //! Invariant: each block of the layout that lies behind a memory backend is given back by exactly one backend of ours.
 
-use super::{RestoreOptions, RestoreSource};
+use super::{RestoreOptions, RestoreSource, carried};
 use crate::binary::{self, QemuIdentity};
 use crate::invocation::text;
 use crate::options::{self, Argument, Object, escape};
@@ -78,13 +78,6 @@ const MACHINE_OPTIONS: &[&str] = &[
     "virtfs",
 ];
 
-/// Options of the kept line that a restore leaves out, with what a person is told.
-const DROPPED: &[(&str, Option<&str>)] = &[
-    ("S", None),
-    ("mem-path", Some("-mem-path is left out: the restored RAM lies in memory of its own")),
-    ("mem-prealloc", Some("-mem-prealloc is left out: the restored RAM holds what the checkpoint holds")),
-];
-
 /// Properties of a memory backend that need no word where they are replaced.
 const REPLACED: &[&str] = &["size", "share", "mem-path", "x-use-canonical-path-for-ramblock-id"];
 
@@ -120,6 +113,7 @@ impl Plan {
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
         let kept = options::parse(source.user_command.get(1..).unwrap_or_default())?;
+        let kept = carried::carry(&kept, &extra, &mut notes)?;
         let mut words = rewrite(&kept, &source.ram, &mut notes)?;
         words.extend(extra.iter().flat_map(Argument::words).map(Word::Plain));
         let working_directory = Some(source.working_directory.clone()).filter(|dir| dir.is_dir());
@@ -207,10 +201,6 @@ fn rewrite(kept: &[Argument], ram: &RamLayout, notes: &mut Vec<String>) -> Resul
     let mut words = Vec::new();
     let mut given = vec![false; ram.blocks().len()];
     for argument in kept {
-        if let Some((_, note)) = DROPPED.iter().find(|(name, _)| *name == argument.name()) {
-            notes.extend(note.map(str::to_owned));
-            continue;
-        }
         match backend(argument, ram)? {
             Some((number, object)) => {
                 if let Some(given) = given.get_mut(number) {
@@ -315,7 +305,8 @@ mod tests {
     fn ram_from_m_alone_becomes_a_backend_of_the_same_name() {
         let ram = ram(&[("pc.ram", BlockKind::Backend), ("pc.bios", BlockKind::Stream)]);
         let mut notes = Vec::new();
-        let words = rewrite(&kept("-m 64 -S -mem-path /dev/shm -smp 2"), &ram, &mut notes).unwrap();
+        let line = carried::carry(&kept("-m 64 -S -mem-path /dev/shm -smp 2"), &[], &mut notes).unwrap();
+        let words = rewrite(&line, &ram, &mut notes).unwrap();
         let mut expected = plain("-m 64 -smp 2");
         expected.push(Word::Backend(0));
         expected.extend(plain("-machine memory-backend=pc.ram"));
@@ -382,6 +373,7 @@ mod tests {
             let ram = ram(&[("/objects/a", BlockKind::Backend)]);
             if let Ok(arguments) = options::parse(&line) {
                 let _ = rewrite(&arguments, &ram, &mut Vec::new());
+                let _ = carried::carry(&arguments, &[], &mut Vec::new());
             }
         }
     }

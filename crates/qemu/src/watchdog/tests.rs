@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -56,7 +56,7 @@ fn runner(path: &Path) -> (std::fs::File, BufReader<std::fs::File>, JoinHandle<R
     };
     let ((commands, orders), (answers, reports)) = (pipe(), pipe());
     let path = path.to_owned();
-    let thread = std::thread::spawn(move || run(&path, commands, reports));
+    let thread = std::thread::spawn(move || run(Watched::Monitor(path), commands, reports));
     (orders, BufReader::new(answers), thread)
 }
 

@@ -3,6 +3,9 @@
 // Each test file uses its own part of this.
 #![allow(dead_code)]
 
+pub mod foreign;
+pub mod libvirt;
+
 use keyframe_qemu::restore::{RamSource, RestoreSource};
 use keyframe_qemu::{HostBlock, Invocation, LaunchOptions, Vm};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};

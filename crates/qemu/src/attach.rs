@@ -1,0 +1,146 @@
+//! Takes hold of a QEMU that somebody else started, by hand or with libvirt, without restarting it.
+//!
+//! ```text
+//!   pid ──▶ descriptor of the process ──▶ its own line (/proc) ──▶ monitor: a socket, or libvirt
+//!                                                                     │
+//!           Vm ◀── still the same process? ◀── device state file ◀────┤ greets? that process's? x86-64? not migrating?
+//!                                              (QEMU forgets it on detach)
+//! ```
+//!
+//! Invariants:
+//! 1. The monitor is that process's: the file passed through it is open there.
+//! 2. One engine at a time: the file's set of descriptors carries the engine's name.
+//! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it back for an engine
+//!    that died, and the next engine for both.
+//!
+//! Left out: tracking the VM's RAM (the kernel crate). The kernel refuses a second tracker of the same RAM, too.
+
+mod running;
+
+use crate::binary::QemuIdentity;
+use crate::lifetime::{Lifetime, Other};
+use crate::statefile::StateFile;
+use crate::vm::{Origin, Vm, check_target};
+use crate::{Error, Qmp, Result, RunStatus, options};
+use running::Running;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How long a monitor may take to greet. QEMU's main loop can stand still for a second or two when it flushes disks.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How to reach the VM's monitor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Monitor {
+    /// A QMP socket that QEMU listens at (`-qmp unix:PATH,server=on,wait=off`).
+    Socket(PathBuf),
+    /// Through libvirt, which started it.
+    Libvirt {
+        /// The domain's name.
+        domain: String,
+        /// libvirt's URI; virsh's default without one.
+        uri: Option<String>,
+    },
+}
+
+/// How to attach.
+#[derive(Clone, Debug)]
+pub struct AttachOptions {
+    /// The monitor.
+    pub monitor: Monitor,
+}
+
+impl Vm {
+    /// Takes hold of the QEMU with process id `pid`, which runs on.
+    ///
+    /// Errors: [`Error::Attach`] where `pid` is no QEMU, has another monitor, or has an engine already;
+    /// [`Error::MonitorBusy`]; [`Error::Libvirt`]; [`Error::Binary`] where it emulates another processor.
+    pub fn attach(pid: u32, options: &AttachOptions) -> Result<Self> {
+        let lifetime = Lifetime::Other(Other::open(pid)?);
+        let running = Running::read(pid)?;
+        let mut state = StateFile::new(&[])?;
+        let (mut qmp, origin) = connect(pid, &running, &options.monitor, &state)?;
+        check_emulator(&mut qmp, pid, &running)?;
+        check_status(&mut qmp, pid)?;
+        state.pass(&mut qmp, pid)?;
+        let lines = (running.words.clone(), running.words);
+        let mut vm = Self::from_parts(lifetime, qmp, state, lines, origin);
+        // What was looked at in /proc was this process, if it is there now.
+        if vm.ended()?.is_some() {
+            return Err(Error::Gone { monitor: format!("of pid {pid}"), operation: "attach".into() });
+        }
+        Ok(vm)
+    }
+
+    /// Which QEMU it is, as it runs: a file that was replaced since is not it.
+    pub fn identity(&mut self) -> Result<QemuIdentity> {
+        let pid = self.pid();
+        running::identity(self.qmp(), pid)
+    }
+
+    /// Where the relative paths of its line begin.
+    pub fn working_directory(&self) -> Result<PathBuf> {
+        running::directory(self.pid(), self.full_command())
+    }
+
+    /// The VM's name from `-name`.
+    pub fn vm_name(&self) -> Option<String> {
+        let arguments = options::parse(self.user_command().get(1..).unwrap_or_default()).ok()?;
+        crate::invocation::vm_name(&arguments)
+    }
+}
+
+fn connect(pid: u32, running: &Running, monitor: &Monitor, state: &StateFile) -> Result<(Qmp, Origin)> {
+    match monitor {
+        Monitor::Socket(path) => {
+            let qmp = Qmp::connect_running(path, GREETING_TIMEOUT)?;
+            check_peer(&qmp, pid)?;
+            Ok((qmp, Origin::Attached))
+        }
+        Monitor::Libvirt { domain, uri } => {
+            running.check_domain(pid, domain)?;
+            let qmp = Qmp::connect_libvirt(domain, uri.as_deref(), &[&state.write_end])?;
+            Ok((qmp, Origin::Libvirt { domain: domain.clone(), uri: uri.clone() }))
+        }
+    }
+}
+
+/// The socket is the one that `pid` made. A socket that somebody else made and QEMU inherited is another's by this
+/// measure; what is passed through it will tell.
+fn check_peer(qmp: &Qmp, pid: u32) -> Result<()> {
+    let peer =
+        rustix::net::sockopt::socket_peercred(qmp).map_err(Error::io("ask who answers QEMU's monitor"))?;
+    let peer = peer.pid.as_raw_nonzero().get();
+    let is_qemu = u32::try_from(peer).is_ok_and(running::is_qemu);
+    if peer.cast_unsigned() == pid || !is_qemu {
+        return Ok(());
+    }
+    Err(Error::Attach {
+        pid,
+        problem: format!("the monitor belongs to process {peer}"),
+        fix: format!("name the pid and the monitor of the same QEMU: pid {peer}, or another socket"),
+    })
+}
+
+fn check_emulator(qmp: &mut Qmp, pid: u32, running: &Running) -> Result<()> {
+    check_target(qmp, &running.binary).map_err(|e| match e {
+        Error::Refused { .. } => Error::Attach {
+            pid,
+            problem: "its monitor is not one of QEMU's system emulator".into(),
+            fix: crate::lifetime::FIND.into(),
+        },
+        other => other,
+    })
+}
+
+/// Its state is its own, and all here.
+fn check_status(qmp: &mut Qmp, pid: u32) -> Result<()> {
+    let status = qmp.status()?;
+    let problem = match &status {
+        RunStatus::InMigrate => "it is still reading its state (-incoming)",
+        RunStatus::Other(word) if word == "preconfig" => "its machine does not exist yet (--preconfig)",
+        RunStatus::Other(word) if word.contains("migrate") => "it migrates, or has migrated away",
+        _ => return Ok(()),
+    };
+    Err(Error::Attach { pid, problem: problem.into(), fix: "attach when that is over".into() })
+}

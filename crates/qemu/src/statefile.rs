@@ -1,0 +1,293 @@
+//! Where QEMU writes device state: a file in memory that both have open, in one of QEMU's descriptor sets.
+//!
+//! ```text
+//!   launched:  -add-fd fd=N,set=19270,opaque=keyframe-engine:PID:START       inherited
+//!   attached:  add-fd  {fdset-id, opaque}                                    passed along with the command
+//!                └▶ xen-save-devices-state /dev/fdset/19270 ──▶ read here
+//! ```
+//!
+//! The set's `opaque` word names the engine. A QEMU is thus seen to be taken, whichever monitor it is asked through, and
+//! what an engine that was killed left behind is known: QEMU 7.2 drops the set with the last connection to any of its
+//! monitors, if the VM runs then; 10.0 never drops it. What 7.2 is told to forget while the VM is paused it goes on to
+//! list, and forgets when a monitor is closed while the VM runs.
+
+use crate::options::{Argument, keys, value_of};
+use crate::{Error, Qmp, Result, spawn};
+use rustix::fs::{MemfdFlags, OFlags, SeekFrom};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// More than any device state: a vGPU's is some MiB.
+const STATE_BYTES_MAX: u64 = 1 << 30;
+/// The descriptor set for device state, or the first free one behind it. Users count theirs from 1, libvirt from 0.
+const FDSET: u32 = 19270;
+/// What begins the word by which a set is known as ours.
+const MARK: &str = "keyframe";
+/// What begins the word of a set that an engine uses: behind it come its process's pid and start, and its number there.
+const ENGINE_MARK: &str = "keyframe-engine:";
+
+/// The numbers of the files that this process uses.
+static IN_USE: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
+/// A file in memory that both have open.
+///
+/// QEMU takes a descriptor of a set only where its access mode is the very one asked for, write-only. Both ends of that
+/// descriptor share one position, which stands behind the previous state until it is set back.
+pub(crate) struct StateFile {
+    pub(crate) write_end: OwnedFd,
+    read_end: File,
+    set: u32,
+    number: u64,
+}
+
+impl Drop for StateFile {
+    fn drop(&mut self) {
+        IN_USE.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+    }
+}
+
+impl StateFile {
+    /// A fresh one, in a set that `arguments` do not use.
+    pub(crate) fn new(arguments: &[Argument]) -> Result<Self> {
+        let taken: Vec<u32> = arguments
+            .iter()
+            .filter(|a| a.name() == "add-fd")
+            .filter_map(|a| value_of(&keys(a.value(), ""), "set")?.parse().ok())
+            .collect();
+        Self::with_set(first_free(&taken))
+    }
+
+    fn with_set(set: u32) -> Result<Self> {
+        let operation = "make a file in memory for device state";
+        let fd = rustix::fs::memfd_create("keyframe-devices", MemfdFlags::CLOEXEC)
+            .map_err(Error::io(operation))?;
+        let path = format!("/proc/self/fd/{}", spawn::number(&fd));
+        let write_end = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
+            .map_err(Error::io(operation))?;
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        IN_USE.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
+        Ok(Self { write_end, read_end: File::from(fd), set, number })
+    }
+
+    /// What gives it to QEMU. `held`: this process is the VM's engine for as long as it lives.
+    pub(crate) fn arguments(&self, held: bool) -> [String; 2] {
+        let mark = if held { self.mark() } else { MARK.into() };
+        ["-add-fd".into(), format!("fd={},set={},opaque={mark}", spawn::number(&self.write_end), self.set)]
+    }
+
+    /// Gives it to the running QEMU `pid` behind `qmp`, which is thus ours, and makes sure that it is that process.
+    ///
+    /// Error: [`Error::Attach`] where another engine lives, or where the monitor is another process's.
+    pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<()> {
+        let taken = claims(qmp, pid)?;
+        self.set = first_free(&taken);
+        let arguments = json!({ "fdset-id": self.set, "opaque": self.mark() });
+        let answer = qmp.execute_passing("add-fd", arguments, self.write_end.as_fd())?;
+        let theirs = answer.get("fd").and_then(Value::as_u64).map(|fd| format!("/proc/{pid}/fd/{fd}"));
+        let checked = theirs
+            .ok_or_else(|| qmp.unexpected("add-fd", &answer))
+            .and_then(|path| self.check_is_at(&path, pid))
+            // Two that looked at the same time have both found nobody, and now find each other.
+            .and_then(|()| self.check_alone(qmp, pid));
+        if checked.is_err() {
+            self.take_back(qmp);
+        }
+        checked
+    }
+
+    /// QEMU forgets it. Where QEMU does not answer there is nobody to tell.
+    pub(crate) fn take_back(&self, qmp: &mut Qmp) {
+        let _ = qmp.execute("remove-fd", Some(json!({ "fdset-id": self.set })));
+    }
+
+    /// The word that names this engine: by its process's start too, for pids are used again.
+    fn mark(&self) -> String {
+        let pid = std::process::id();
+        format!("{ENGINE_MARK}{pid}:{}:{}", started_ticks(pid).unwrap_or(0), self.number)
+    }
+
+    /// An error where another engine has come meanwhile.
+    fn check_alone(&self, qmp: &mut Qmp, pid: u32) -> Result<()> {
+        let own = self.mark();
+        match sets(qmp)?.iter().filter(|(_, mark)| *mark != own).find_map(|(_, mark)| living(mark)) {
+            Some(engine) => Err(held(pid, engine)),
+            None => Ok(()),
+        }
+    }
+
+    /// What answers the monitor has our file open under `path`, of process `pid`.
+    fn check_is_at(&self, path: &str, pid: u32) -> Result<()> {
+        let ours = rustix::fs::fstat(&self.read_end).map_err(Error::io("look at the device state file"))?;
+        match rustix::fs::stat(path) {
+            Ok(theirs) if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino) => Ok(()),
+            Ok(_) | Err(rustix::io::Errno::NOENT) => Err(Error::Attach {
+                pid,
+                problem: "the monitor belongs to another process".into(),
+                fix: "name the pid and the monitor of the same QEMU".into(),
+            }),
+            Err(e) => Err(Error::io(format!("look at {path}"))(e)),
+        }
+    }
+
+    /// QEMU's name for it.
+    pub(crate) fn target(&self) -> String {
+        format!("/dev/fdset/{}", self.set)
+    }
+
+    /// The number of its set.
+    pub(crate) fn set(&self) -> u32 {
+        self.set
+    }
+
+    /// Empties it, for the next state.
+    pub(crate) fn rewind(&self) -> Result<()> {
+        rustix::fs::ftruncate(&self.write_end, 0).map_err(Error::io("empty the device state file"))?;
+        rustix::fs::seek(&self.write_end, SeekFrom::Start(0))
+            .map_err(Error::io("rewind the device state file"))?;
+        Ok(())
+    }
+
+    /// What QEMU has written.
+    pub(crate) fn read(&self) -> Result<Vec<u8>> {
+        let len_bytes = self.read_end.metadata().map_err(Error::io("look at the device state file"))?.len();
+        if len_bytes > STATE_BYTES_MAX {
+            let problem = format!("it has {len_bytes} bytes, more than {STATE_BYTES_MAX}");
+            return Err(Error::DeviceStream { offset: STATE_BYTES_MAX, problem });
+        }
+        let mut state = vec![0; usize::try_from(len_bytes).unwrap_or(0)];
+        self.read_end
+            .read_exact_at(&mut state, 0)
+            .map_err(Error::io(format!("read {len_bytes} bytes of the device state file")))?;
+        Ok(state)
+    }
+}
+
+/// Makes QEMU forget set `set` where it is one of ours: for a watchdog whose engine is gone.
+pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
+    let ours = |(number, mark): &(u32, String)| *number == set && mark.starts_with(MARK);
+    if sets(qmp)?.iter().any(ours) {
+        qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
+    }
+    Ok(())
+}
+
+/// Makes QEMU forget the sets of engines that are gone. The numbers of all; an error where an engine lives.
+fn claims(qmp: &mut Qmp, pid: u32) -> Result<Vec<u32>> {
+    let all = sets(qmp)?;
+    for (set, mark) in &all {
+        if let Some(engine) = living(mark) {
+            return Err(held(pid, engine));
+        }
+        if mark.starts_with(ENGINE_MARK) {
+            qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
+        }
+    }
+    // QEMU may still have those that it was told to forget.
+    Ok(all.into_iter().map(|(set, _)| set).collect())
+}
+
+fn held(pid: u32, engine: u32) -> Error {
+    Error::Attach {
+        pid,
+        problem: format!("another engine takes checkpoints of it already: process {engine}"),
+        fix: "end that one first (`keyframe stop`)".into(),
+    }
+}
+
+/// QEMU's descriptor sets: each descriptor's set and word.
+fn sets(qmp: &mut Qmp) -> Result<Vec<(u32, String)>> {
+    let answer = qmp.execute("query-fdsets", None)?;
+    let Some(all) = answer.as_array() else { return Err(qmp.unexpected("query-fdsets", &answer)) };
+    let mut found = Vec::new();
+    for set in all {
+        let Some(number) = set.get("fdset-id").and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok())
+        else {
+            continue;
+        };
+        let fds = set.get("fds").and_then(Value::as_array).into_iter().flatten();
+        let marks = fds.map(|fd| fd.get("opaque").and_then(Value::as_str).unwrap_or_default().to_owned());
+        found.extend(marks.map(|mark| (number, mark)));
+    }
+    Ok(found)
+}
+
+fn first_free(taken: &[u32]) -> u32 {
+    (FDSET..=u32::MAX).find(|set| !taken.contains(set)).unwrap_or(FDSET)
+}
+
+/// The pid of the engine that `mark` names, where it lives.
+fn living(mark: &str) -> Option<u32> {
+    let mut parts = mark.strip_prefix(ENGINE_MARK)?.split(':');
+    let (pid, start, number) =
+        (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    let in_use = || IN_USE.lock().unwrap_or_else(PoisonError::into_inner).contains(&number);
+    let lives = started_ticks(pid) == Some(start) && (pid != std::process::id() || in_use());
+    lives.then_some(pid)
+}
+
+/// When process `pid` started, in clock ticks since boot; `None` where there is none, or where it has ended and is
+/// only waited for.
+fn started_ticks(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    fields.nth(18)?.parse().ok().filter(|_| !matches!(state, "Z" | "X"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_descriptor_set_is_one_that_the_user_does_not_use() {
+        let add = |set: u32| Argument::Option("add-fd".into(), format!("fd=3,set={set}"));
+        assert_eq!(StateFile::new(&[add(1)]).unwrap().set, FDSET);
+        assert_eq!(StateFile::new(&[add(FDSET), add(FDSET + 1)]).unwrap().set, FDSET + 2);
+    }
+
+    #[test]
+    fn what_is_written_to_the_state_file_is_read_once() {
+        let state = StateFile::new(&[]).unwrap();
+        for text in ["a longer one", "short"] {
+            state.rewind().unwrap();
+            rustix::io::write(&state.write_end, text.as_bytes()).unwrap();
+            assert_eq!(state.read().unwrap(), text.as_bytes());
+        }
+    }
+
+    #[test]
+    fn an_engine_is_known_to_live_by_its_pid_and_its_start() {
+        let state = StateFile::new(&[]).unwrap();
+        let (mark, pid) = (state.mark(), std::process::id());
+        assert_eq!(living(&mark), Some(pid));
+        drop(state);
+        assert_eq!(living(&mark), None, "{mark} is used no more");
+        let start = started_ticks(pid).unwrap();
+        for gone in
+            [format!("{pid}:1:1"), format!("{pid}"), "4194304:1:1".into(), "x:y:z".into(), String::new()]
+        {
+            assert_eq!(living(&format!("{ENGINE_MARK}{gone}")), None, "{gone}");
+        }
+        assert_eq!(living(&format!("{pid}:{start}:1")), None, "somebody else's word");
+
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let mark = format!("{ENGINE_MARK}{}:{}:1", child.id(), started_ticks(child.id()).unwrap());
+        assert_eq!(living(&mark), Some(child.id()));
+        child.kill().unwrap();
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while living(&mark).is_some() {
+            assert!(
+                std::time::Instant::now() < deadline,
+                "one that has ended and was not waited for lives on"
+            );
+        }
+        child.wait().unwrap();
+    }
+}
