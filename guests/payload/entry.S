@@ -61,8 +61,8 @@ entry32:
     addl $8, %edi
     decl %ecx
     jnz 2b
-    # Physical address extension.
-    movl $0x20, %eax
+    # Physical address extension; vector registers.
+    movl $0x620, %eax
     movl %eax, %cr4
     movl $TABLES, %eax
     movl %eax, %cr3
@@ -71,8 +71,10 @@ entry32:
     orl $0x100, %eax
     wrmsr
     movl %cr0, %eax
-    orl $0x80000000, %eax
+    andl $~4, %eax
+    orl $0x80000022, %eax
     movl %eax, %cr0
+    fninit
     ljmpl $24, $entry64
 
     .code64

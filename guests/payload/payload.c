@@ -12,9 +12,10 @@
  *   | w0 ... | w1 ... | ... | w15 ... |
  *
  * README.md defines words and sums for readers of other languages. Between passes it waits for an interrupt of the
- * PIT and one of the local APIC's timer: a restore that loses either stands still.
+ * PIT and one of the local APIC's timer: a restore that loses either stands still. The registers that no compiled code uses
+ * (vector, x87, debug, model-specific) are checked and set in each pass too, and the time-stamp counter must not fall.
  *
- * Left out: more than one processor, anything that needs a vector register.
+ * Left out: more than one processor.
  */
 #include <stdint.h>
 
@@ -52,6 +53,18 @@ static inline uint8_t inb(uint16_t port)
 }
 
 static inline void apic(uint32_t reg, uint32_t value) { *(volatile uint32_t *)(APIC + reg) = value; }
+
+static uint64_t read_register(uint32_t number)
+{
+    uint32_t low, high;
+    __asm__ volatile("rdmsr" : "=a"(low), "=d"(high) : "c"(number));
+    return (uint64_t)high << 32 | low;
+}
+
+static void write_register(uint32_t number, uint64_t value)
+{
+    __asm__ volatile("wrmsr" : : "c"(number), "a"((uint32_t)value), "d"((uint32_t)(value >> 32)));
+}
 
 static uint64_t mix(uint64_t z)
 {
@@ -158,7 +171,7 @@ static uint32_t parameter_number(const char *name, uint32_t otherwise, uint32_t 
 }
 
 /* `opt/keyframe/msr`, as `4b564d01=8001`: a model-specific register that is set at boot, both in hexadecimal. */
-static void set_register(void)
+static void set_asked_register(void)
 {
     char text[40];
     uint64_t numbers[2] = { 0, 0 };
@@ -172,7 +185,7 @@ static void set_register(void)
         else
             numbers[which] = numbers[which] << 4 | (uint64_t)(*c <= '9' ? *c - '0' : (*c | 32) - 'a' + 10);
     }
-    __asm__ volatile("wrmsr" : : "c"((uint32_t)numbers[0]), "a"((uint32_t)numbers[1]), "d"((uint32_t)(numbers[1] >> 32)));
+    write_register((uint32_t)numbers[0], numbers[1]);
 }
 
 /* ---- interrupts ---- */
@@ -254,6 +267,96 @@ static void wait_for_ticks(void)
         __asm__ volatile("sti; hlt; cli" : : : "memory");
 }
 
+/* ---- registers ---- */
+
+/* Model-specific registers that hold addresses of code and data: any canonical value is legal, none is used. */
+static const uint32_t address_registers[] = {
+    0xc0000082, /* LSTAR */
+    0xc0000083, /* CSTAR */
+    0xc0000100, /* FS base */
+    0xc0000101, /* GS base */
+    0xc0000102, /* kernel GS base */
+    0x175,      /* SYSENTER ESP */
+    0x176,      /* SYSENTER EIP */
+};
+
+static uint64_t last_counter;
+
+__attribute__((noreturn)) static void wrong_register(const char *name, uint32_t number, uint64_t found, uint64_t expected)
+{
+    puts("KF ERROR payload: register ");
+    puts(name);
+    puts(" ");
+    put_hex(number);
+    puts(": ");
+    put_hex(found);
+    puts(" instead of ");
+    put_hex(expected);
+    puts("\n");
+    halt();
+}
+
+/* As fxsave writes it. */
+struct floating {
+    uint16_t control, status, tags, opcode;
+    uint64_t ip, dp;
+    uint32_t mxcsr, mxcsr_mask;
+    struct {
+        uint64_t mantissa, exponent;
+    } st[8];
+    uint64_t xmm[16][2], rest[12];
+} __attribute__((aligned(16)));
+
+static struct floating floating;
+
+/* Registers as pass `pass` left them. */
+static void check_registers(uint64_t pass)
+{
+    uint64_t value = mix(pass), found;
+    uint32_t low, high;
+    for (unsigned i = 0; i < sizeof address_registers / sizeof *address_registers; i++) {
+        uint64_t is = read_register(address_registers[i]), expected = (value + i) >> 20;
+        if (is != expected)
+            wrong_register("msr", address_registers[i], is, expected);
+    }
+    __asm__ volatile("fxsave %0" : "=m"(floating));
+    for (unsigned i = 0; i < 16; i++)
+        if (floating.xmm[i][0] != value + i || floating.xmm[i][1] != value - i)
+            wrong_register("xmm", i, floating.xmm[i][0], value + i);
+    for (unsigned i = 0; i < 8; i++)
+        if (floating.st[i].mantissa != ((value + i) | 1ull << 63))
+            wrong_register("st", i, floating.st[i].mantissa, (value + i) | 1ull << 63);
+    if (floating.control != 0x27f || floating.mxcsr != 0x1fa0)
+        wrong_register("fcw and mxcsr", 0, (uint64_t)floating.control << 32 | floating.mxcsr, 0x27f00001fa0);
+    __asm__ volatile("mov %%dr2, %0" : "=r"(found));
+    if (found != (value >> 20 & ~7ull))
+        wrong_register("dr", 2, found, value >> 20 & ~7ull);
+    __asm__ volatile("rdtsc" : "=a"(low), "=d"(high));
+    if (((uint64_t)high << 32 | low) < last_counter)
+        wrong_register("tsc", 0, (uint64_t)high << 32 | low, last_counter);
+    last_counter = (uint64_t)high << 32 | low;
+}
+
+/* Sets them for pass `pass`. */
+static void set_registers(uint64_t pass)
+{
+    uint64_t value = mix(pass);
+    for (unsigned i = 0; i < sizeof address_registers / sizeof *address_registers; i++)
+        write_register(address_registers[i], (value + i) >> 20);
+    /* All eight x87 registers in use (the short form of the tags), each a normal number. */
+    floating = (struct floating){ .control = 0x27f, .tags = 0xff, .mxcsr = 0x1fa0 };
+    for (unsigned i = 0; i < 16; i++) {
+        floating.xmm[i][0] = value + i;
+        floating.xmm[i][1] = value - i;
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        floating.st[i].mantissa = (value + i) | 1ull << 63;
+        floating.st[i].exponent = 0x3fff;
+    }
+    __asm__ volatile("fxrstor %0" : : "m"(floating));
+    __asm__ volatile("mov %0, %%dr2" : : "r"(value >> 20 & ~7ull));
+}
+
 /* ---- the passes ---- */
 
 /* What the first word of page `page` holds from its visit number `generation`; the k-th holds k * GOLDEN more. */
@@ -307,7 +410,7 @@ __attribute__((noreturn)) void payload(void)
     uint32_t dirty = parameter_number("opt/keyframe/dirty", pages, pages);
     uint32_t page = 0;
     uint64_t sum = START;
-    set_register();
+    set_asked_register();
     start_timers();
     for (uint32_t i = 0; i < pages; i++)
         for (int column = 0; column < COLUMNS; column++)
@@ -318,7 +421,10 @@ __attribute__((noreturn)) void payload(void)
     puts(" dirty=");
     put_number(dirty);
     puts("\n");
+    set_registers(0);
     for (uint64_t pass = 1;; pass++) {
+        check_registers(pass - 1);
+        set_registers(pass);
         for (uint32_t i = 0; i < dirty; i++) {
             sum = mix(sum + visit(pass, page));
             page = page + 1 == pages ? 0 : page + 1;
