@@ -119,3 +119,44 @@ fn a_killed_engine_leaves_the_guest_running() {
         goes_on(&bench, "latest", &[], &mut sequence);
     }
 }
+
+/// The processor that this machine's KVM and TCG both have whole. Some KVMs lack SSE3.
+const PROCESSOR: [&str; 2] = ["-cpu", "qemu64,-pni"];
+
+/// A checkpoint taken under `from` goes on under `to`; then one of the original again, to show that it is unharmed.
+fn crosses(from: &'static str, to: &str, machine: &str, cpus: u32, qemu: &str, sequence: &mut PassSequence) {
+    let bench = Bench::new();
+    let boot = Boot { machine: machine.into(), cpus, qemu: qemu.into(), ..Boot::payload(from, DIRTY) };
+    let boot = boot.with(&PROCESSOR);
+    let id = checkpoints(&bench, &boot, &[], sequence);
+    goes_on(&bench, &id, &["--accel", to], sequence);
+    goes_on(&bench, &id, &["--accel", from], sequence);
+}
+
+#[test]
+fn a_checkpoint_of_kvm_goes_on_under_tcg() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    for qemu in qemus() {
+        for (machine, cpus) in [("pc", 1), ("q35", 2), ("microvm", 1)] {
+            println!("-- {machine}, QEMU {}", qemu.label);
+            crosses("kvm", "tcg", machine, cpus, &qemu.path, &mut sequence);
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_tcg_goes_on_under_kvm() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    for qemu in qemus() {
+        for (machine, cpus) in [("pc", 1), ("q35", 2), ("microvm", 1)] {
+            println!("-- {machine}, QEMU {}", qemu.label);
+            crosses("tcg", "kvm", machine, cpus, &qemu.path, &mut sequence);
+        }
+    }
+}

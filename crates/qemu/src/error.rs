@@ -116,6 +116,14 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The checkpoint cannot go on under the other accelerator.
+    #[error("the checkpoint cannot change its accelerator: {reason}")]
+    Conversion {
+        /// Why not.
+        reason: String,
+        /// What to do.
+        fix: String,
+    },
     /// The restored machine would not be the one that the checkpoint was taken of.
     #[error("the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}")]
     DifferentMachine {
@@ -146,7 +154,9 @@ impl Error {
     /// What a person can do about it, where we know.
     pub fn fix(&self) -> Option<String> {
         match self {
-            Self::CommandLine { fix, .. } | Self::Binary { fix, .. } => Some(fix.clone()),
+            Self::CommandLine { fix, .. } | Self::Binary { fix, .. } | Self::Conversion { fix, .. } => {
+                Some(fix.clone())
+            }
             Self::DifferentVersion { expected, .. } => {
                 Some(format!("name a binary of version {expected} with --qemu PATH"))
             }
