@@ -1,7 +1,7 @@
 //! The bodies that a change of accelerator touches: where their fields lie, and which optional parts a processor has.
 //!
 //! ```text
-//!   cpu body:  1819 bytes of fields │ 05 len "cpu/tsc_khz" version, fields │ 05 ... │
+//!   cpu body:  1817 bytes of fields │ 05 len "cpu/tsc_khz" version, fields │ 05 ... │
 //! ```
 //!
 //! The layouts are those of QEMU 7.2 and 10.0 (docs/formats/device-stream.md). Another version of a format, another length
@@ -40,7 +40,7 @@ pub(super) const PIT: Layout = Layout { name: "i8254", version: 3, fields_bytes:
 pub(super) const CPU: Layout = Layout {
     name: "cpu",
     version: 12,
-    fields_bytes: 1819,
+    fields_bytes: 1817,
     optional: &[
         ("cpu/tsc_khz", 8),
         ("cpu/poll_control_msr", 8),
