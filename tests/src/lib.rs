@@ -4,10 +4,12 @@
 //! failing test prints the commands it ran and keeps the directory.
 
 mod hash;
+mod payload;
 mod process;
 mod ram;
 
 pub use hash::{HashLine, Sequence, hash_lines};
+pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;
 pub use ram::{differing_pages, live_ram};
 
@@ -30,12 +32,19 @@ pub fn keyframe() -> PathBuf {
 
 /// The small guest's directory: `KEYFRAME_GUEST`, or what `guests/build small` says.
 pub fn guest_dir() -> PathBuf {
-    if let Some(dir) = std::env::var_os("KEYFRAME_GUEST") {
-        return dir.into();
-    }
+    std::env::var_os("KEYFRAME_GUEST").map_or_else(|| built("small"), PathBuf::from)
+}
+
+/// The payload's image: in `KEYFRAME_PAYLOAD`, or where `guests/build payload` says.
+fn payload_image() -> PathBuf {
+    let dir = std::env::var_os("KEYFRAME_PAYLOAD").map_or_else(|| built("payload"), PathBuf::from);
+    dir.join("payload.bin")
+}
+
+fn built(guest: &str) -> PathBuf {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guests/build");
-    let output = Command::new(&script).arg("small").output().expect("run guests/build small");
-    assert!(output.status.success(), "guests/build small: {}", String::from_utf8_lossy(&output.stderr));
+    let output = Command::new(&script).arg(guest).output().expect("run guests/build");
+    assert!(output.status.success(), "guests/build {guest}: {}", String::from_utf8_lossy(&output.stderr));
     PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
 }
 
@@ -80,6 +89,8 @@ pub struct Boot {
     pub cpus: u32,
     /// Kernel parameters beyond the console.
     pub append: String,
+    /// The firmware payload instead of a kernel, under this accelerator.
+    pub payload_under: Option<&'static str>,
     /// Further QEMU arguments.
     pub extra: Vec<String>,
 }
@@ -93,8 +104,16 @@ impl Boot {
             mem_mib: 128,
             cpus: 1,
             append: format!("kf.work={work}"),
+            payload_under: None,
             extra: Vec::new(),
         }
+    }
+
+    /// A `pc` with 64 MiB and the firmware payload, which takes `dirty` of its 1024 pages in a pass, under `accelerator`.
+    pub fn payload(accelerator: &'static str, dirty: u64) -> Self {
+        let parameter = format!("name=opt/keyframe/dirty,string={dirty}");
+        let payload = Self { mem_mib: 64, payload_under: Some(accelerator), ..Self::new("") };
+        payload.with(&["-fw_cfg", &parameter])
     }
 
     /// Adds QEMU arguments.
@@ -106,8 +125,6 @@ impl Boot {
 
     /// QEMU's command line, console on standard streams.
     pub fn command(&self) -> Vec<String> {
-        let dir = guest_dir();
-        let file = |name: &str| dir.join(name).display().to_string();
         let mut line: Vec<String> = vec![
             self.qemu.clone(),
             "-machine".into(),
@@ -120,13 +137,26 @@ impl Boot {
         line.extend(
             ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"].map(str::to_owned),
         );
-        line.extend(["-kernel".into(), file("vmlinux"), "-initrd".into(), file("initramfs.cpio.gz")]);
+        match self.payload_under {
+            Some(accelerator) => {
+                let image = payload_image().display().to_string();
+                line.extend(["-accel".into(), accelerator.into(), "-bios".into(), image]);
+            }
+            None => line.extend(self.kernel()),
+        }
+        line.extend(self.extra.iter().cloned());
+        line
+    }
+
+    fn kernel(&self) -> Vec<String> {
+        let dir = guest_dir();
+        let file = |name: &str| dir.join(name).display().to_string();
         // As guests/small/run.sh has them, with the reasons.
         let machine =
             if self.machine.starts_with("microvm") { microvm_parameters() } else { "tsc=unstable".into() };
-        line.extend(["-append".into(), format!("console=ttyS0 quiet panic=-1 {machine} {}", self.append)]);
-        line.extend(self.extra.iter().cloned());
-        line
+        let parameters = format!("console=ttyS0 quiet panic=-1 {machine} {}", self.append);
+        let [kernel, initrd, append] = ["-kernel", "-initrd", "-append"].map(String::from);
+        vec![kernel, file("vmlinux"), initrd, file("initramfs.cpio.gz"), append, parameters]
     }
 }
 

@@ -116,6 +116,14 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The checkpoint cannot go on under the other accelerator.
+    #[error("the checkpoint cannot change its accelerator: {reason}")]
+    Conversion {
+        /// Why not.
+        reason: String,
+        /// What to do.
+        fix: String,
+    },
     /// The restored machine would not be the one that the checkpoint was taken of.
     #[error("the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}")]
     DifferentMachine {
@@ -175,6 +183,7 @@ impl Error {
             Self::CommandLine { fix, .. }
             | Self::Binary { fix, .. }
             | Self::Attach { fix, .. }
+            | Self::Conversion { fix, .. }
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
             Self::MonitorBusy { .. } => Some(
                 "end the other client (another keyframe, a management tool), or name another monitor: a QEMU that was \

@@ -19,6 +19,7 @@
 //! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is kept (store).
 //! QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
 
+mod accel;
 mod attach;
 mod audit;
 mod binary;
@@ -38,6 +39,7 @@ pub mod stream;
 mod vm;
 pub mod watchdog;
 
+pub use accel::Accelerator;
 pub use attach::{AttachOptions, Monitor};
 pub use audit::{Refusal, Severity};
 pub use binary::QemuIdentity;

@@ -9,9 +9,16 @@
 //!   └ from QEMU ┘ └──────────── made here ───────────────────────────┘ └───────────── from QEMU ──────────┘
 //! ```
 //!
-//! Invariant: what comes from QEMU or a store is checked before it is used, and is passed on byte for byte.
+//! Invariant: what comes from QEMU or a store is checked before it is used, and is passed on byte for byte, unless the VM
+//! changes its accelerator (`convert`).
 //!
-//! Left out: the devices' own contents; sections carry no length, only QEMU can read them.
+//! Left out: the contents of most devices; sections carry no length, only QEMU can read them.
+
+mod convert;
+mod registers;
+mod sections;
+
+pub(crate) use convert::{convert, written_by};
 
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
@@ -221,5 +228,7 @@ fn put_footer(out: &mut dyn Write) -> io::Result<()> {
     put_u32(out, RAM_SECTION_ID)
 }
 
+#[cfg(test)]
+mod convert_tests;
 #[cfg(test)]
 mod tests;

@@ -144,7 +144,7 @@ fn comes_back(libvirt: &Libvirt, name: &str, pid: u32, serial: &Path) {
 
     let extra =
         ["-chardev", &format!("file,id=charserial0,path={}", serial.display())].map(Into::into).into();
-    let options = RestoreOptions { qemu: None, paused: true };
+    let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
     let plan = Plan::new(taken.source.clone(), extra, options).unwrap();
     let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();
     let vm = restored.vm();

@@ -4,6 +4,7 @@ use super::StoreArg;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_qemu::Accelerator;
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource};
 use keyframe_store::Loaded;
 use keyframe_units::{Page, PageIndex, PageRange};
@@ -20,9 +21,13 @@ use std::time::Duration;
 the VM's consoles, monitors and networks go, but not the machine. Images and sockets that the line names by a
 relative path are looked for in the directory that the VM was started in.
 
+With --accel a checkpoint taken under KVM goes on under TCG, or the other way. What could not be right is refused: a guest
+that uses what only KVM has (kvmclock), and a processor that lacks what the guest may use.
+
 Examples:
   keyframe restore --store S latest
   keyframe restore --store S 12 --paused -- -qmp unix:/tmp/q.sock,server=on,wait=off
+  keyframe restore --store S latest --accel tcg
   keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64"
 )]
 pub struct Restore {
@@ -36,12 +41,31 @@ pub struct Restore {
     /// Another QEMU binary of the same version
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
+    /// Run it under this accelerator, whichever it ran under before
+    #[arg(long, value_enum)]
+    accel: Option<Accel>,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,
     /// Arguments for QEMU, behind those that the checkpoint kept
     #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
     extra: Vec<OsString>,
+}
+
+/// What `--accel` takes.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Accel {
+    Kvm,
+    Tcg,
+}
+
+impl From<Accel> for Accelerator {
+    fn from(accel: Accel) -> Self {
+        match accel {
+            Accel::Kvm => Self::Kvm,
+            Accel::Tcg => Self::Tcg,
+        }
+    }
 }
 
 /// A checkpoint's RAM, with progress.
@@ -150,7 +174,8 @@ impl Restore {
             working_directory: machine.working_directory.clone().into(),
             ram: loaded.meta.ram.clone(),
         };
-        let options = RestoreOptions { qemu: self.qemu.clone(), paused: self.paused };
+        let accelerator = self.accel.map(Accelerator::from);
+        let options = RestoreOptions { qemu: self.qemu.clone(), paused: self.paused, accelerator };
         Plan::new(source, self.extra.clone(), options).map_err(|e| Failure::qemu(&e))
     }
 }

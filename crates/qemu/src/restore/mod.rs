@@ -19,6 +19,7 @@ mod plan;
 
 pub use plan::Plan;
 
+use crate::accel::{self, Accelerator};
 use crate::lifetime::Lifetime;
 use crate::ramblock;
 use crate::spawn;
@@ -74,6 +75,8 @@ pub struct RestoreOptions {
     pub qemu: Option<PathBuf>,
     /// Leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
+    /// Another accelerator than the line names. The device state is converted.
+    pub accelerator: Option<Accelerator>,
 }
 
 /// Where a checkpoint's pages come from.
@@ -132,10 +135,12 @@ impl Restored {
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     let started = Instant::now();
     stream::check(device_state)?;
+    let crossing = Crossing::of(&plan, device_state)?;
+    let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
     let mut starting = Starting::new(&plan)?;
     let state = StateFile::new(&plan.arguments)?;
-    let (mut child, full_command) = starting.spawn(&plan, &state)?;
-    match starting.load(&plan, &mut child, ram, device_state) {
+    let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
+    match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
         Ok(qmp) => {
             let lines = (plan.source.user_command, full_command);
             let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
@@ -145,6 +150,28 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
             let _ = spawn::kill(&mut child);
             Err(error)
         }
+    }
+}
+
+/// A change of accelerator.
+struct Crossing {
+    to: Accelerator,
+    device_state: Vec<u8>,
+    /// What keeps the machine as it was.
+    words: Vec<String>,
+}
+
+impl Crossing {
+    /// `None` where the VM stays under its accelerator. Errors: those of a change that cannot be right.
+    fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
+        let Some(to) = plan.accelerator else { return Ok(None) };
+        let from = accel::of_checkpoint(&plan.arguments, device_state)?;
+        if from == to {
+            return Ok(None);
+        }
+        accel::check_line(&plan.arguments, to)?;
+        let words = accel::machine_words(&plan.arguments, &plan.source.machine_type, from);
+        Ok(Some(Self { to, device_state: stream::convert(device_state, to)?, words }))
     }
 }
 
@@ -180,7 +207,12 @@ impl Starting {
         Ok(Self { memories, monitor: Pair::new()?, incoming: Pair::new()? })
     }
 
-    fn spawn(&mut self, plan: &Plan, state: &StateFile) -> Result<(Child, Vec<String>)> {
+    fn spawn(
+        &mut self,
+        plan: &Plan,
+        state: &StateFile,
+        crossing: Option<&Crossing>,
+    ) -> Result<(Child, Vec<String>)> {
         let monitor = self.monitor.theirs.take().ok_or_else(|| started_twice("monitor"))?;
         let incoming = self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
         let number = spawn::number(&monitor).to_string();
@@ -199,6 +231,7 @@ impl Starting {
                 Word::Backend(number) => words.extend(backend_words(plan, *number, &memories)?),
             }
         }
+        words.extend(crossing.iter().flat_map(|c| c.words.clone()));
         words.extend(
             ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
                 .map(String::from),
@@ -221,7 +254,14 @@ impl Starting {
     ///
     /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say first that its stream
     /// broke off.
-    fn load(&self, plan: &Plan, child: &mut Child, ram: &dyn RamSource, device_state: &[u8]) -> Result<Qmp> {
+    fn load(
+        &self,
+        plan: &Plan,
+        child: &mut Child,
+        ram: &dyn RamSource,
+        device_state: &[u8],
+        crossing: Option<&Crossing>,
+    ) -> Result<Qmp> {
         let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(Error::io("duplicate a socket to QEMU"));
         let (monitor, incoming) = (duplicate(&self.monitor.ours)?, duplicate(&self.incoming.ours)?);
         let cancelled = AtomicBool::new(false);
@@ -229,6 +269,9 @@ impl Starting {
             let filling = scope.spawn(|| fill::fill(&self.memories, ram, &cancelled));
             let qmp = connect(monitor, child).and_then(|mut qmp| {
                 check_machine(&mut qmp, plan)?;
+                if let Some(to) = crossing.map(|c| c.to) {
+                    accel::check_processors(&mut qmp, to)?;
+                }
                 Ok(qmp)
             });
             if qmp.is_err() {

@@ -9,6 +9,7 @@
 //! Invariant: each block of the layout that lies behind a memory backend is given back by exactly one backend of ours.
 
 use super::{RestoreOptions, RestoreSource, carried};
+use crate::accel::{self, Accelerator};
 use crate::binary::{self, QemuIdentity};
 use crate::invocation::text;
 use crate::options::{self, Argument, Object, escape};
@@ -99,6 +100,7 @@ pub struct Plan {
     pub(super) arguments: Vec<Argument>,
     pub(super) source: RestoreSource,
     pub(super) paused: bool,
+    pub(super) accelerator: Option<Accelerator>,
     notes: Vec<String>,
 }
 
@@ -108,13 +110,17 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused } = options;
+        let RestoreOptions { qemu, paused, accelerator } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
         let kept = options::parse(source.user_command.get(1..).unwrap_or_default())?;
         let kept = carried::carry(&kept, &extra, &mut notes)?;
-        let mut words = rewrite(&kept, &source.ram, &mut notes)?;
+        let mut words = match accelerator {
+            Some(_) => rewrite(&accel::without_accelerator(&kept), &source.ram, &mut notes)?,
+            None => rewrite(&kept, &source.ram, &mut notes)?,
+        };
+        words.extend(accelerator.iter().flat_map(|a| ["-accel".into(), a.to_string()]).map(Word::Plain));
         words.extend(extra.iter().flat_map(Argument::words).map(Word::Plain));
         let working_directory = Some(source.working_directory.clone()).filter(|dir| dir.is_dir());
         if working_directory.is_none() {
@@ -124,7 +130,7 @@ impl Plan {
             ));
         }
         let arguments = kept.into_iter().chain(extra).collect();
-        Ok(Self { binary, working_directory, words, arguments, source, paused, notes })
+        Ok(Self { binary, working_directory, words, arguments, source, paused, accelerator, notes })
     }
 
     /// What a person should know of how the restored VM differs from the checkpoint's.

@@ -1,0 +1,162 @@
+//! KVM: tracking, each strategy, restores within it and across to TCG and back, with a guest of which every byte is known.
+//!
+//! Each test says that it is skipped where `/dev/kvm` cannot be opened.
+
+use keyframe_tests::{Bench, Boot, PassSequence, Process, has_kvm, number, pass_lines, qemus};
+use rustix::process::{Pid, Signal};
+
+/// The payload's pages.
+const PAGES: usize = 1024;
+/// Those that it takes in a pass; a few hundred, so that a pass stays short where KVM itself is emulated.
+const DIRTY: u64 = 300;
+
+fn sequence() -> PassSequence {
+    PassSequence::new(PAGES, DIRTY)
+}
+
+/// Waits until the console has `more` whole passes behind the first `skip` lines.
+fn wait_for_passes(vm: &mut Process, skip: usize, more: usize) {
+    let grown = vm.wait_until(120, |p| {
+        let lines = p.lines();
+        let enough = pass_lines(lines.get(skip..).unwrap_or_default()).len() >= more;
+        (enough || lines.iter().any(|l| l.contains("KF ERROR"))).then_some(enough)
+    });
+    assert_eq!(grown, Some(true), "the payload does not go on; {}", vm.report());
+}
+
+/// Takes audited checkpoints of a booted payload, stops the run and returns the number of one in the middle.
+fn checkpoints(bench: &Bench, boot: &Boot, options: &[&str], sequence: &mut PassSequence) -> String {
+    let mut all = vec!["--interval", "300ms", "--name", "guest", "--audit", "audit"];
+    all.extend(options);
+    let mut run = bench.start(&all, boot);
+    run.wait_for("KF READY");
+    wait_for_passes(&mut run, 0, 3);
+    let mark = bench.list().len();
+    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 6).then_some(()));
+    assert!(taken.is_some(), "{}", run.report());
+    wait_for_passes(&mut run, 0, 6);
+    bench.ok(&["stop", "--name", "guest"]);
+    let exit = run.wait();
+    // The audit compares every checkpoint with a full copy made in the same pause, and fails the run where one differs.
+    assert!(exit.success(), "{exit}: {}", run.report());
+    sequence.check(&pass_lines(&run.lines()), 6);
+    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    number(&bench.list()[mark + 3], "id").to_string()
+}
+
+/// The restored payload goes on where the checkpoint stands, and resets through its firmware.
+fn goes_on(bench: &Bench, checkpoint: &str, options: &[&str], sequence: &mut PassSequence) {
+    let mut restored = bench.restore(checkpoint, options);
+    wait_for_passes(&mut restored, 0, 5);
+    let first = sequence.check(&pass_lines(&restored.lines()), 5);
+    assert!(first.n > 3, "the restored payload began anew: {first:?}");
+    restored.say("r");
+    restored.wait_for("KF READY");
+    let at = restored.lines().iter().position(|l| l.contains("KF READY")).expect("the line just seen");
+    wait_for_passes(&mut restored, at, 3);
+    assert_eq!(sequence.check(&pass_lines(&restored.lines()[at..]), 3).n, 1);
+}
+
+#[test]
+fn every_strategy_is_exact_and_restores_go_on() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    for qemu in qemus() {
+        for strategy in ["precopy", "stop-copy"] {
+            println!("-- {strategy}, QEMU {}", qemu.label);
+            let bench = Bench::new();
+            let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
+            let id = checkpoints(&bench, &boot, &["--strategy", strategy], &mut sequence);
+            goes_on(&bench, &id, &[], &mut sequence);
+        }
+    }
+}
+
+#[test]
+fn other_machines_and_backings_of_ram_are_exact_and_go_on() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    let memfd = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"];
+    for (machine, extra) in [("q35,memory-backend=mem", &memfd[..]), ("microvm", &[])] {
+        println!("-- {machine}");
+        let bench = Bench::new();
+        let boot = Boot { machine: machine.into(), ..Boot::payload("kvm", DIRTY) }.with(extra);
+        let id = checkpoints(&bench, &boot, &[], &mut sequence);
+        goes_on(&bench, &id, &[], &mut sequence);
+    }
+}
+
+#[test]
+fn a_killed_engine_leaves_the_guest_running() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    for phase in ["copied", "encoding"] {
+        println!("-- killed at {phase}");
+        let bench = Bench::new();
+        let fault = format!("kill:{phase}:8");
+        let options = ["--interval", "400ms", "--name", "guest", "--fault", &fault];
+        let mut run = bench.start(&options, &Boot::payload("kvm", DIRTY));
+        run.wait_for("KF READY");
+        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let qemu = Pid::from_raw(number(&status[0], "qemu_pid") as i32).expect("a pid");
+        let exit = run.wait();
+        assert!(!exit.success(), "it was not killed; {}", run.report());
+        let before = pass_lines(&run.lines()).len();
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while pass_lines(&run.lines()).len() < before + 3 && std::time::Instant::now() < deadline {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        let _ = rustix::process::kill_process(qemu, Signal::KILL);
+        assert!(pass_lines(&run.lines()).len() >= before + 3, "the guest stands still; {}", run.report());
+        sequence.check(&pass_lines(&run.lines()), 3);
+        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+        goes_on(&bench, "latest", &[], &mut sequence);
+    }
+}
+
+/// The processor that this machine's KVM and TCG both have whole. Some KVMs lack SSE3.
+const PROCESSOR: [&str; 2] = ["-cpu", "qemu64,-pni"];
+
+/// A checkpoint taken under `from` goes on under `to`; then one of the original again, to show that it is unharmed.
+fn crosses(from: &'static str, to: &str, machine: &str, cpus: u32, qemu: &str, sequence: &mut PassSequence) {
+    let bench = Bench::new();
+    let boot = Boot { machine: machine.into(), cpus, qemu: qemu.into(), ..Boot::payload(from, DIRTY) };
+    let boot = boot.with(&PROCESSOR);
+    let id = checkpoints(&bench, &boot, &[], sequence);
+    goes_on(&bench, &id, &["--accel", to], sequence);
+    goes_on(&bench, &id, &["--accel", from], sequence);
+}
+
+#[test]
+fn a_checkpoint_of_kvm_goes_on_under_tcg() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    for qemu in qemus() {
+        for (machine, cpus) in [("pc", 1), ("q35", 2), ("microvm", 1)] {
+            println!("-- {machine}, QEMU {}", qemu.label);
+            crosses("kvm", "tcg", machine, cpus, &qemu.path, &mut sequence);
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_tcg_goes_on_under_kvm() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    for qemu in qemus() {
+        for (machine, cpus) in [("pc", 1), ("q35", 2), ("microvm", 1)] {
+            println!("-- {machine}, QEMU {}", qemu.label);
+            crosses("tcg", "kvm", machine, cpus, &qemu.path, &mut sequence);
+        }
+    }
+}
