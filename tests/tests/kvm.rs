@@ -160,3 +160,40 @@ fn a_checkpoint_of_tcg_goes_on_under_kvm() {
         }
     }
 }
+
+#[test]
+fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    let bench = Bench::new();
+    // The guest asks KVM for its clock, in a page that the payload does not use.
+    let asked = ["-fw_cfg", "name=opt/keyframe/msr,string=4b564d01=f001"];
+    let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR).with(&asked);
+    let id = checkpoints(&bench, &boot, &[], &mut sequence);
+    let store = bench.store();
+    bench.refused(&["restore", "--store", &store, &id, "--accel", "tcg"], 1, &["kvmclock", "kvm=off"]);
+    goes_on(&bench, &id, &["--accel", "kvm"], &mut sequence);
+}
+
+/// Where this machine's KVM has less than TCG's processor, a guest that may use that does not come to KVM.
+#[test]
+fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    let bench = Bench::new();
+    // TCG has it, and no KVM shows it to a guest by this name's default model unless the host has it too.
+    let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,+pni,+3dnow"]);
+    let id = checkpoints(&bench, &boot, &[], &mut sequence);
+    let host = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    if host.contains(" 3dnow ") {
+        println!("skipped: this machine's processor has 3DNow!");
+        return;
+    }
+    let store = bench.store();
+    bench.refused(&["restore", "--store", &store, &id, "--accel", "kvm"], 1, &["3dnow", "started without"]);
+    goes_on(&bench, &id, &["--accel", "tcg"], &mut sequence);
+}
