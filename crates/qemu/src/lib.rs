@@ -1,8 +1,9 @@
-//! QEMU from outside: its command line, its monitor, its RAM blocks, the state of its devices, launch and restore.
+//! QEMU from outside: its command line, its monitor, its RAM blocks, the state of its devices; launch, attach, restore.
 //!
 //! ```text
 //!   Invocation ──launch──▶ Vm ──audit──▶ refusals
 //!   (user's line)           │
+//!   pid, monitor ──attach───┤
 //!                           ├─ qmp ───────▶ stop, cont, events           Watchdog (another process) ─▶ cont
 //!                           ├─ ram_blocks ▶ name, size, host address
 //!                           └─ save ──────▶ device state ──▶ [store] ──▶ stream::splice_ram
@@ -14,7 +15,9 @@
 //! 1. The user's line is the VM's definition. What is added to it changes neither the machine nor what the user
 //!    sees of it.
 //! 2. Nothing that QEMU, a guest or a file says is trusted: text and streams are parsed with bounds, each wait ends.
-//! 3. A VM that could not be checkpointed exactly is refused before its first instruction ([`Vm::audit`]).
+//! 3. A VM that could not be checkpointed exactly is refused before its first instruction ([`Vm::audit`]), or, where it
+//!    runs already, before anything is asked of it but what it is.
+//! 4. A VM that was attached to is left as it was found.
 //!
 //! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is kept (store).
 //! QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
