@@ -162,6 +162,12 @@ pub enum CycleError {
     /// The VM ran during the pause.
     #[error("the VM was resumed by somebody else during the pause, so what was copied is torn")]
     Torn,
+    /// Pages of a frozen set were changed without notice.
+    #[error("{pages} pages were discarded or merged while the checkpoint was copied (balloon, free page reporting, KSM)")]
+    Unannounced {
+        /// How many.
+        pages: u64,
+    },
     /// QEMU resized a RAM block meanwhile.
     #[error("a RAM block was resized while the checkpoint was taken")]
     Resized,

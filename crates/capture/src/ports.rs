@@ -26,8 +26,13 @@ pub type FirstWriteHook = Arc<dyn Fn(PageRange) + Send + Sync>;
 
 /// Holds up the first write to a protected page: the ground of copy-on-write.
 pub trait FirstWrites: Send + Sync {
-    /// From here on calls `hook` before each such write; the writer waits meanwhile.
+    /// From here on calls `hook` before each such write; the writer waits meanwhile. When this returns, the former hook runs
+    /// no more.
     fn set_hook(&self, hook: Option<FirstWriteHook>);
+
+    /// The pages that could be written since they were protected without the hook being told (they were discarded, or merged
+    /// by the kernel): a copy of such a page that was made later is worth nothing.
+    fn unannounced(&self) -> Result<PageSet, BoxError>;
 }
 
 /// Freezes all of the VM's RAM at once, in the pause.

@@ -1,4 +1,4 @@
-//! The VM's linear page space over the address space of the QEMU process: the write-protect tracker and the reader.
+//! The VM's linear page space over the address space of the QEMU process: trackers, readers, first writes, frozen children.
 //!
 //! ```text
 //!   PageIndex   0 ......... 65535 | 65536 ... 69631 | ...         RamLayout
@@ -6,11 +6,14 @@
 //!   HostVirt    0x7fce57e00000      0x7fce6e400000                one start per block
 //! ```
 
-use crate::ports::{BoxError, PageReader, Tracker};
+use crate::ports::{BoxError, FirstWriteHook, FirstWrites, Freezer, PageReader, Tracker};
+use keyframe_kernel::Process;
+use keyframe_kernel::fault_tracker::{self, FaultTracker, Touch};
+use keyframe_kernel::fork::{ForkPlan, Snapshot};
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::{WriteTracker, Written};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Where each RAM block lies in the QEMU process.
 #[derive(Clone, Debug)]
@@ -56,6 +59,14 @@ impl GuestRam {
         Ok(())
     }
 
+    /// The blocks that bytes of `range` belong to.
+    fn blocks_of(&self, range: HostRange) -> impl Iterator<Item = usize> {
+        (0..self.hosts.len()).filter(move |block| {
+            let block = self.block_range(*block);
+            block.start < range.end() && range.start < block.end()
+        })
+    }
+
     /// The pages of `range`, cut to block `block`: large pages may stick out of a small block.
     fn pages(&self, block: usize, range: HostRange) -> PageRange {
         let (start, block_pages) = (self.hosts[block].0, self.layout.pages_of(block));
@@ -89,35 +100,59 @@ impl PageReader for ProcessPages {
     }
 }
 
-/// Tracks writes by asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one step.
-pub struct WriteProtectTracker {
+/// A tracker of the kernel crate.
+pub trait Scan: Send {
+    /// The pages of `range` written since its last scan; protects them again.
+    fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>;
+
+    /// About how many the next scan would find, where that can be told.
+    fn count(&self, range: HostRange) -> Option<u64>;
+}
+
+/// Asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one step.
+impl Scan for WriteTracker {
+    fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+        self.scan_and_protect(range, out).map(drop)
+    }
+
+    fn count(&self, range: HostRange) -> Option<u64> {
+        self.count_written(range).ok()
+    }
+}
+
+/// Synchronous write protection: each first write waits for a handler of ours.
+impl Scan for Arc<FaultTracker> {
+    fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+        self.drain(range, out).map(drop)
+    }
+
+    fn count(&self, _: HostRange) -> Option<u64> {
+        None
+    }
+}
+
+/// Finds written pages of the VM by a tracker of the kernel crate, with which every block of RAM is registered.
+pub struct RamTracker<S> {
     ram: Arc<GuestRam>,
     reader: Arc<GuestReader>,
-    tracker: WriteTracker,
+    scan: S,
     drained: bool,
     found: Vec<Written>,
 }
 
-impl WriteProtectTracker {
-    /// Starts to track every block of `ram`.
-    pub fn new(
-        ram: Arc<GuestRam>,
-        reader: Arc<GuestReader>,
-        mut tracker: WriteTracker,
-    ) -> Result<Self, keyframe_kernel::Error> {
-        for range in ram.ranges() {
-            tracker.register(range)?;
-        }
-        Ok(Self { ram, reader, tracker, drained: false, found: Vec::with_capacity(4096) })
+impl<S: Scan> RamTracker<S> {
+    /// Asks `scan`, with which all of `ram.ranges()` must be registered.
+    pub fn new(ram: Arc<GuestRam>, reader: Arc<GuestReader>, scan: S) -> Self {
+        Self { ram, reader, scan, drained: false, found: Vec::with_capacity(4096) }
     }
 }
 
-impl Tracker for WriteProtectTracker {
+impl<S: Scan> Tracker for RamTracker<S> {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         for block in 0..self.ram.layout.blocks().len() {
             let range = self.ram.block_range(block);
             self.found.clear();
-            self.tracker.scan_and_protect(range, &mut self.found)?;
+            self.scan.scan(range, &mut self.found)?;
             for found in &self.found {
                 // The first scan reports every page that was never protected, touched or not. One that is not mapped
                 // holds zeros, or what its file holds, which the extents below tell.
@@ -137,7 +172,86 @@ impl Tracker for WriteProtectTracker {
 
     fn count(&mut self) -> Option<u64> {
         let blocks = 0..self.ram.layout.blocks().len();
-        blocks.map(|block| self.tracker.count_written(self.ram.block_range(block)).ok()).sum()
+        blocks.map(|block| self.scan.count(self.ram.block_range(block))).sum()
+    }
+}
+
+/// Tells of first writes, page by page.
+pub struct RamFaults {
+    ram: Arc<GuestRam>,
+    tracker: Arc<FaultTracker>,
+}
+
+impl RamFaults {
+    /// Those that `tracker` sees, with which all of `ram.ranges()` must be registered.
+    pub fn new(ram: Arc<GuestRam>, tracker: Arc<FaultTracker>) -> Self {
+        Self { ram, tracker }
+    }
+}
+
+impl FirstWrites for RamFaults {
+    fn set_hook(&self, hook: Option<FirstWriteHook>) {
+        let ram = Arc::clone(&self.ram);
+        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::Hook {
+            Arc::new(move |touch| {
+                // A page that is being discarded may be lost already; `unannounced` tells.
+                let (Touch::Write(range) | Touch::Discard(range)) = touch;
+                for block in ram.blocks_of(range) {
+                    hook(ram.pages(block, range));
+                }
+            })
+        }));
+    }
+
+    fn unannounced(&self) -> Result<PageSet, BoxError> {
+        let mut pages = PageSet::new(self.ram.layout.len_pages());
+        for block in 0..self.ram.layout.blocks().len() {
+            for lost in self.tracker.unannounced(self.ram.block_range(block))? {
+                pages.insert_range(self.ram.pages(block, lost));
+            }
+        }
+        Ok(pages)
+    }
+}
+
+/// Freezes RAM by forking QEMU.
+pub struct ForkFreezer {
+    ram: Arc<GuestRam>,
+    plan: ForkPlan,
+}
+
+impl ForkFreezer {
+    /// Looks whether the RAM of `process` can be frozen so: it takes milliseconds.
+    pub fn new(ram: Arc<GuestRam>, process: &Process) -> Result<Self, keyframe_kernel::Error> {
+        let plan = ForkPlan::new(process, &ram.ranges())?;
+        Ok(Self { ram, plan })
+    }
+}
+
+impl Freezer for ForkFreezer {
+    fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
+        let snapshot = self.plan.fork()?;
+        Ok(Box::new(Frozen { ram: Arc::clone(&self.ram), pages: OnceLock::new(), snapshot }))
+    }
+}
+
+/// The memory of a frozen child. How it is read is found out at the first read, which is behind the pause.
+struct Frozen {
+    ram: Arc<GuestRam>,
+    pages: OnceLock<ProcessPages>,
+    snapshot: Snapshot,
+}
+
+impl PageReader for Frozen {
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+        let pages = match self.pages.get() {
+            Some(pages) => pages,
+            None => {
+                let reader = GuestReader::new(self.snapshot.process(), &self.ram.ranges())?;
+                self.pages.get_or_init(|| ProcessPages::new(Arc::clone(&self.ram), Arc::new(reader)))
+            }
+        };
+        pages.read(ranges, dst)
     }
 }
 

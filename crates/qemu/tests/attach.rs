@@ -129,7 +129,7 @@ fn a_running_vm_is_checkpointed_and_left_as_it_was() {
         drop(vm);
         drop(guest);
 
-        let options = RestoreOptions { qemu: None, paused: true };
+        let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
         let plan = Plan::new(taken.source.clone(), Vec::new(), options).unwrap();
         let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();
         let vm = restored.vm();
@@ -352,7 +352,7 @@ fn memory_that_was_plugged_in_comes_back() {
         drop(vm);
         drop(guest);
 
-        let options = RestoreOptions { qemu: None, paused: true };
+        let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
         let plan = Plan::new(taken.source.clone(), Vec::new(), options).unwrap();
         let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();
         let vm = restored.vm();

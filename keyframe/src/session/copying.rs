@@ -6,11 +6,12 @@ use crate::control::{Strategy as Name, TrackerKind};
 use crate::failure::{Failure, chain};
 use keyframe_capture::compare::CompareTracker;
 use keyframe_capture::parallel::ParallelReader;
-use keyframe_capture::ram::{GuestRam, ProcessPages, WriteProtectTracker};
-use keyframe_capture::strategy::{Auto, Precopy, StopCopy, Strategy};
+use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamTracker};
+use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, StopCopy, Strategy};
 use keyframe_capture::{Cycle, PageReader, Pool, Tracker};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::WriteTracker;
 use keyframe_qemu::Vm;
@@ -48,18 +49,21 @@ impl Copying {
             ),
         };
         let reader = faulty(parallel, options.fault.as_ref());
+        let mut cow = None;
         let tracker: Box<dyn Tracker> = match options.tracker_kind()? {
             TrackerKind::Compare => {
                 let key = random_key()?;
                 Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
             }
-            TrackerKind::Sync => return Err(Failure::new("--tracker sync is not there yet")),
+            TrackerKind::Sync => {
+                let tracker = fault_tracker(&process, &ram)?;
+                let writes = RamFaults::new(Arc::clone(&ram), Arc::clone(&tracker));
+                cow = Some(CopyOnWrite::new(Arc::new(writes)));
+                Box::new(RamTracker::new(Arc::clone(&ram), memory, tracker))
+            }
             TrackerKind::WriteProtect | TrackerKind::Auto => {
-                let attached = inject_userfaultfd(&process).map_err(|e| Failure::kernel(&e))?;
-                let mut tracker =
-                    WriteTracker::new(&process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
-                tracker.set_watch_discards(watches_discards);
-                Box::new(WriteProtectTracker::new(ram, memory, tracker).map_err(|e| Failure::kernel(&e))?)
+                let tracker = write_tracker(&process, &ram, watches_discards)?;
+                Box::new(RamTracker::new(Arc::clone(&ram), memory, tracker))
             }
         };
         let tracker = match &options.fault {
@@ -68,10 +72,36 @@ impl Copying {
         };
         let pool = Pool::new(staging_pages(options, &layout));
         let cycle = Cycle::new(layout.clone(), tracker, reader, pool);
-        let strategies =
-            Strategies { auto: Auto::default(), precopy: Precopy::default(), stop_copy: StopCopy };
+        let strategies = Strategies {
+            auto: Auto::default(),
+            precopy: Precopy::default(),
+            stop_copy: StopCopy,
+            cow,
+            fork: None,
+            fork_source: (ram, process),
+        };
         Ok(Self { cycle, strategies, layout, watches_discards })
     }
+}
+
+fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> Result<WriteTracker, Failure> {
+    let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
+    let mut tracker = WriteTracker::new(process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
+    tracker.set_watch_discards(watches_discards);
+    for range in ram.ranges() {
+        tracker.register(range).map_err(|e| Failure::kernel(&e))?;
+    }
+    Ok(tracker)
+}
+
+fn fault_tracker(process: &Process, ram: &GuestRam) -> Result<Arc<FaultTracker>, Failure> {
+    let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
+    let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)
+        .map_err(|e| Failure::kernel(&e))?;
+    for range in ram.ranges() {
+        tracker.register(range).map_err(|e| Failure::kernel(&e))?;
+    }
+    Ok(Arc::new(tracker))
 }
 
 /// The ways to copy that this VM allows.
@@ -79,6 +109,11 @@ pub struct Strategies {
     auto: Auto,
     precopy: Precopy,
     stop_copy: StopCopy,
+    /// With its tracker alone.
+    cow: Option<CopyOnWrite>,
+    /// Looked into when it is first asked for.
+    fork: Option<Fork>,
+    fork_source: (Arc<GuestRam>, Process),
 }
 
 impl Strategies {
@@ -88,7 +123,19 @@ impl Strategies {
             Name::Auto => &mut self.auto,
             Name::Precopy => &mut self.precopy,
             Name::StopCopy => &mut self.stop_copy,
-            Name::Cow | Name::Fork => return Err(Failure::new("this strategy is not there yet")),
+            Name::Cow => self.cow.as_mut().ok_or_else(|| {
+                Failure::new("copy-on-write has to answer the guest's first writes itself, and this run's tracker does not")
+                    .fix("start the run with --strategy cow, or --tracker sync")
+            })?,
+            Name::Fork => {
+                if self.fork.is_none() {
+                    let (ram, process) = &self.fork_source;
+                    let freezer =
+                        ForkFreezer::new(Arc::clone(ram), process).map_err(|e| Failure::kernel(&e))?;
+                    self.fork = Some(Fork::new(Box::new(freezer)));
+                }
+                self.fork.as_mut().ok_or_else(|| Failure::new("no fork"))?
+            }
         })
     }
 }

@@ -90,7 +90,7 @@ fn prepare(
         let monitor = vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);
     }
-    Ok((copying, sink, meta, spawn_watchdog(run_dir)?))
+    Ok((copying, sink, meta, spawn_watchdog(vm)?))
 }
 
 /// Refuses a kernel or a user that cannot do it, before anything is started.
@@ -143,19 +143,9 @@ fn machine_meta(vm: &mut Vm, identity: &QemuIdentity) -> Result<MachineMeta, Fai
 }
 
 /// Starts the watchdog: a process of its own, so that it survives whatever ends this one.
-fn spawn_watchdog(run_dir: &Path) -> Result<Watchdog, Failure> {
-    let fail = |e: std::io::Error| Failure::new(format!("start the watchdog: {e}"));
-    let mut child = Command::new("/proc/self/exe")
-        .arg0("keyframe")
-        .arg("__watchdog")
-        .arg(run_dir.join("watchdog.sock"))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .map_err(fail)?;
-    match (child.stdin.take(), child.stdout.take()) {
-        (Some(stdin), Some(stdout)) => Watchdog::new(child, stdin, stdout).map_err(|e| Failure::qemu(&e)),
-        _ => Err(Failure::new("start the watchdog: no pipes to it")),
-    }
+pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog, Failure> {
+    let watched = vm.watched().map_err(|e| Failure::qemu(&e))?;
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("keyframe").arg("__watchdog");
+    Watchdog::spawn(&mut command, &watched).map_err(|e| Failure::qemu(&e))
 }

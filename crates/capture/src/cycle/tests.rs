@@ -181,6 +181,11 @@ impl FirstWrites for Vm {
         self.serve_faults();
         self.world().hook = hook;
     }
+
+    fn unannounced(&self) -> Result<PageSet, BoxError> {
+        self.world().call("unannounced")?;
+        Ok(PageSet::new(PAGES))
+    }
 }
 
 /// A copy of all RAM stands for the frozen child.

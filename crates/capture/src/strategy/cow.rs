@@ -13,7 +13,7 @@
 use super::{Hands, Strategy, ns};
 use crate::cycle::CycleError;
 use crate::parcel::{Parcel, Slots, StagingError};
-use crate::ports::{FirstWrites, PageReader};
+use crate::ports::{FirstWriteHook, FirstWrites, PageReader};
 use keyframe_units::{PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -24,20 +24,34 @@ const BATCH_PAGES: u64 = 32;
 /// Copies on the first write.
 pub struct CopyOnWrite {
     writes: Arc<dyn FirstWrites>,
-    pending: Arc<Mutex<Option<Pending>>>,
+    pending: Arc<Mutex<Pending>>,
 }
 
-/// A checkpoint whose pages are being copied while the guest runs.
-struct Pending {
+/// What the hook and the background share.
+#[derive(Default)]
+enum Pending {
+    /// No checkpoint is being copied.
+    #[default]
+    None,
+    /// The hook is set and the dirty pages are not known yet: pages that were touched meanwhile. (A fault from before the stop
+    /// can be answered as late as that.)
+    Finding(Vec<PageRange>),
+    /// A checkpoint whose pages are being copied while the guest runs.
+    Copying(Box<Copying>),
+}
+
+struct Copying {
     parcel: Parcel,
     waiting: PageSet,
+    /// Pages whose first write came before the background.
+    by_hook: PageSet,
     /// Where each page of the set goes, rising.
     slots: Vec<Slots>,
     reader: Arc<dyn PageReader>,
     failed: Option<StagingError>,
 }
 
-impl Pending {
+impl Copying {
     fn slot_of(&self, page: PageIndex) -> Option<Slots> {
         let at = self.slots.partition_point(|s| s.pages.first <= page).checked_sub(1)?;
         let slots = self.slots.get(at)?;
@@ -45,10 +59,13 @@ impl Pending {
     }
 
     /// Copies those pages of `range` that wait.
-    fn copy(&mut self, range: PageRange) {
+    fn copy(&mut self, range: PageRange, by_hook: bool) {
         for page in range.iter() {
             if !self.waiting.remove(page) {
                 continue;
+            }
+            if by_hook {
+                self.by_hook.insert(page);
             }
             let Some(slot) = self.slot_of(page) else { continue };
             let reader = Arc::clone(&self.reader);
@@ -65,9 +82,18 @@ impl CopyOnWrite {
         Self { writes, pending: Arc::default() }
     }
 
-    fn pending(&self) -> MutexGuard<'_, Option<Pending>> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    fn hook(&self) -> FirstWriteHook {
+        let pending = Arc::clone(&self.pending);
+        Arc::new(move |range| match &mut *lock(&pending) {
+            Pending::None => {}
+            Pending::Finding(touched) => touched.push(range),
+            Pending::Copying(copying) => copying.copy(range, true),
+        })
     }
+}
+
+fn lock(pending: &Mutex<Pending>) -> MutexGuard<'_, Pending> {
+    pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Strategy for CopyOnWrite {
@@ -76,55 +102,63 @@ impl Strategy for CopyOnWrite {
     }
 
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let expected = hands.log.estimate_pages().unwrap_or(0);
-        hands.prepare_memory(expected + expected / 4 + 4096)
+        // How many pages are dirty cannot be told without draining them.
+        hands.prepare_memory(hands.pool.capacity_pages() / 2)
     }
 
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
+        *lock(&self.pending) = Pending::Finding(Vec::new());
+        self.writes.set_hook(Some(self.hook()));
         // The drain protects what it reports; owed pages that it does not report were protected by an earlier one.
         let set = hands.last_scan(true)?;
         let copy = Instant::now();
         let mut parcel = std::mem::replace(&mut hands.parcel, Parcel::new(hands.pool));
         let slots = parcel.allot(&set)?;
         hands.held.union_with(&set);
-        *self.pending() =
-            Some(Pending { parcel, waiting: set, slots, reader: Arc::clone(hands.reader), failed: None });
-        let pending = Arc::clone(&self.pending);
-        self.writes.set_hook(Some(Arc::new(move |range| {
-            let mut guard = pending.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(pending) = &mut *guard {
-                pending.copy(range);
-            }
-        })));
+        let by_hook = PageSet::new(set.space_pages());
+        let reader = Arc::clone(hands.reader);
+        let mut copying = Box::new(Copying { parcel, waiting: set, by_hook, slots, reader, failed: None });
+        let mut pending = lock(&self.pending);
+        if let Pending::Finding(touched) = &*pending {
+            // Their writers have gone on: copied now, while nothing of the VM runs.
+            touched.iter().for_each(|range| copying.copy(*range, true));
+        }
+        *pending = Pending::Copying(copying);
         hands.timeline.copy_ns = ns(copy.elapsed());
         Ok(())
     }
 
     fn collect(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let runs: Vec<PageRange> = match &*self.pending() {
-            Some(pending) => pending.waiting.ranges().collect(),
-            None => return Ok(()),
+        let runs: Vec<PageRange> = match &*lock(&self.pending) {
+            Pending::Copying(copying) => copying.waiting.ranges().collect(),
+            _ => return Ok(()),
         };
         for mut run in runs {
             while run.len_pages > 0 {
                 let batch = PageRange::new(run.first, run.len_pages.min(BATCH_PAGES));
-                if let Some(pending) = &mut *self.pending() {
-                    pending.copy(batch);
+                if let Pending::Copying(copying) = &mut *lock(&self.pending) {
+                    copying.copy(batch, false);
                 }
                 run = PageRange::new(batch.end(), run.len_pages - batch.len_pages);
             }
         }
+        // Asked before the hook goes: a page that is written from then on is written behind its copy.
+        let unannounced = self.writes.unannounced().map_err(CycleError::Scan)?;
         self.writes.set_hook(None);
-        let Some(pending) = self.pending().take() else { return Ok(()) };
-        hands.parcel = pending.parcel;
-        match pending.failed {
+        let Pending::Copying(copying) = std::mem::take(&mut *lock(&self.pending)) else { return Ok(()) };
+        let spoilt = unannounced.iter().filter(|p| hands.held.contains(*p) && !copying.by_hook.contains(*p));
+        let spoilt = spoilt.count() as u64;
+        let Copying { parcel, failed, .. } = *copying;
+        hands.parcel = parcel;
+        match failed {
             Some(error) => Err(CycleError::Staging(error)),
+            None if spoilt > 0 => Err(CycleError::Unannounced { pages: spoilt }),
             None => Ok(()),
         }
     }
 
     fn release(&mut self) {
         self.writes.set_hook(None);
-        *self.pending() = None;
+        *lock(&self.pending) = Pending::None;
     }
 }
