@@ -4,7 +4,8 @@
 //! (some 0.3 s for 1 GiB), in the pause too.
 //!
 //! Invariants: the hash is cryptographic and keyed afresh in each process, so that no guest can write a page without being
-//! seen. A page that changes between the hash and the copy hashes differently the next time, so is only found once more.
+//! seen. A page that was copied while the VM ran is found again by the next look, whatever it holds: its copy may be of a
+//! moment between two looks at which the page held the same.
 
 use crate::ports::{BoxError, PageReader, Tracker};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, PageSet};
@@ -23,6 +24,8 @@ pub struct CompareTracker {
     reader: Arc<dyn PageReader>,
     key: [u8; 32],
     hashes: Vec<PageHash>,
+    /// Pages whose copies need not be what was hashed.
+    unsettled: PageSet,
     buffer: Vec<u8>,
 }
 
@@ -32,7 +35,7 @@ impl CompareTracker {
         // Until the first look a page counts as zeros, which need not be captured.
         let zero = hash(&key, &[0; PAGE_BYTES]);
         let buffer = vec![0; (BATCH_PAGES.min(space_pages) as usize) * PAGE_BYTES];
-        Self { reader, key, hashes: vec![zero; space_pages as usize], buffer }
+        Self { reader, key, hashes: vec![zero; space_pages as usize], unsettled: PageSet::new(space_pages), buffer }
     }
 }
 
@@ -48,14 +51,20 @@ impl Tracker for CompareTracker {
             let fresh: Vec<PageHash> =
                 bytes.par_chunks_exact(PAGE_BYTES).map(|page| hash(key, page)).collect();
             for (page, fresh) in range.iter().zip(fresh) {
-                if let Some(known) = self.hashes.get_mut(page.0 as usize).filter(|known| **known != fresh) {
+                let Some(known) = self.hashes.get_mut(page.0 as usize) else { continue };
+                if *known != fresh || self.unsettled.contains(page) {
                     *known = fresh;
                     written.insert(page);
                 }
             }
             first += range.len_pages;
         }
+        self.unsettled.clear();
         Ok(())
+    }
+
+    fn copied_unfrozen(&mut self, pages: &PageSet) {
+        self.unsettled.union_with(pages);
     }
 }
 
@@ -98,5 +107,23 @@ mod tests {
         write(3, 0);
         write(5, 0);
         assert_eq!(drain(), [3], "what is written with the same content has not changed");
+    }
+
+    #[test]
+    fn a_page_that_was_copied_while_the_vm_ran_is_found_again_though_it_holds_the_same() {
+        let ram = Arc::new(Ram(Mutex::new(vec![0; 8 * PAGE_BYTES])));
+        let mut tracker = CompareTracker::new(Arc::clone(&ram) as Arc<dyn PageReader>, 8, [7; 32]);
+        let mut drained = Vec::new();
+        for round in 0..3 {
+            let mut set = PageSet::new(8);
+            ram.0.lock().unwrap()[2 * PAGE_BYTES] = 5;
+            tracker.drain(&mut set).unwrap();
+            drained.push(set.iter().map(|p| p.0).collect::<Vec<_>>());
+            if round == 0 {
+                // Copied as something else, then written back.
+                tracker.copied_unfrozen(&set);
+            }
+        }
+        assert_eq!(drained, [vec![2], vec![2], vec![]]);
     }
 }

@@ -48,6 +48,11 @@ impl DirtyLog {
         Ok(self.owed.clone())
     }
 
+    /// Copies of `pages` were made while the VM ran.
+    pub fn copied_unfrozen(&mut self, pages: &PageSet) {
+        self.tracker.copied_unfrozen(pages);
+    }
+
     /// About how many pages the next [`Self::drain_owed`] would find; none where that cannot be told cheaply.
     pub fn estimate_pages(&mut self) -> Option<u64> {
         Some(self.tracker.count()?.saturating_add(self.owed.len()))

@@ -15,6 +15,12 @@ pub trait Tracker: Send {
     /// On an error some pages may have been protected and not reported: the caller must take all pages as written.
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError>;
 
+    /// Copies of `pages` were made while the VM ran: what they hold need not be what the last drain saw. A tracker that judges
+    /// by content must report them again.
+    fn copied_unfrozen(&mut self, pages: &PageSet) {
+        let _ = pages;
+    }
+
     /// About how many pages the next [`Tracker::drain`] would find, where that can be told without draining and cheaply.
     fn count(&mut self) -> Option<u64> {
         None

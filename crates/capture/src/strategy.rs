@@ -89,6 +89,7 @@ impl Hands<'_> {
         let set = if first { self.log.drain_owed() } else { self.log.drain() }.map_err(CycleError::Scan)?;
         let eager = first && self.complete;
         let reader = Arc::clone(self.reader);
+        self.log.copied_unfrozen(&set);
         self.stage_waiting(&set, &*reader, eager)?;
         self.timeline.rounds.push(Round { pages: set.len(), duration_ns: ns(started.elapsed()) });
         Ok(())

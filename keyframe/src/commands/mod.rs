@@ -1,7 +1,9 @@
 //! One file per command. Each has its arguments, its help, and a `run` that returns the exit code.
 
+pub mod attach;
 pub mod bench;
 pub mod check;
+pub mod checkpoints;
 pub mod doctor;
 pub mod init;
 pub mod list;

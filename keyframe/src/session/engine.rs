@@ -134,7 +134,7 @@ impl<'a> Engine<'a> {
             _socket: socket,
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
-            vm_runs: !parts.starts_paused,
+            vm_runs: parts.runs,
             shut_down: false,
             sealed: 0,
             failed: 0,
@@ -149,7 +149,7 @@ impl<'a> Engine<'a> {
     /// Runs the VM to its end, or until the run is ended.
     pub fn run(mut self) -> Outcome {
         self.say(&self.greeting());
-        if self.vm_runs {
+        if self.vm_runs && !self.machine.vm.is_attached() {
             self.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
         }
         let end = self.until_end();
@@ -405,6 +405,10 @@ impl<'a> Engine<'a> {
         let vm = &mut self.machine.vm;
         let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
         self.copying = Copying::start(vm, &self.options, watches_discards)?;
+        let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
+        let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
+        self.meta.user_command = with_plugged(vm.user_command());
+        self.meta.full_command = with_plugged(vm.full_command());
         self.machine.set_watches_discards(watches_discards);
         let run = self
             .writer
@@ -499,6 +503,13 @@ impl<'a> Engine<'a> {
                     FAILED
                 }
             }
+            End::Asked(_) if vm.is_attached() => {
+                let pid = vm.keep();
+                if !self.options.quiet {
+                    eprintln!("keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})", self.name);
+                }
+                DONE
+            }
             End::Asked(OnExit::Kill) => {
                 vm.kill().map_err(|e| Failure::qemu(&e))?;
                 DONE
@@ -558,7 +569,7 @@ impl<'a> Engine<'a> {
 fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
     Status {
         vm: parts.name.clone(),
-        state: if parts.starts_paused { "paused" } else { "running" }.into(),
+        state: if parts.runs { "running" } else { "paused" }.into(),
         qemu_pid: parts.machine.vm.pid(),
         engine_pid: std::process::id(),
         store: std::path::absolute(store.path())

@@ -160,6 +160,10 @@ impl Tracker for FaultyTracker {
         self.0.drain(written)
     }
 
+    fn copied_unfrozen(&mut self, pages: &PageSet) {
+        self.0.copied_unfrozen(pages);
+    }
+
     fn count(&mut self) -> Option<u64> {
         self.0.count()
     }

@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// A VM that is ready to run, tracked, with a run in the store.
 pub struct Parts {
@@ -32,13 +32,15 @@ pub struct Parts {
     pub writer: Writer,
     /// The machine, for those.
     pub meta: MachineMeta,
-    /// True where the user's own line says `-S`.
-    pub starts_paused: bool,
+    /// Whether the guest is to run, or runs already.
+    pub runs: bool,
 }
 
 /// Brings a VM up to just before its first instruction.
 pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Result<Parts, Failure> {
     require_kernel(options)?;
+    let directory =
+        std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
     let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
     let name =
@@ -47,11 +49,11 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     let mut writer = store
         .lock_writer(&format!("keyframe run, VM {name}"))
         .map_err(|e| Failure::store(&e, store.path()))?;
-    let starts_paused = invocation.starts_paused();
+    let runs = !invocation.starts_paused();
     let mut vm = Vm::launch(invocation, &LaunchOptions { run_dir: run_dir.path().into() })
         .map_err(|e| Failure::qemu(&e))?;
-    let prepared = prepare(&mut vm, store, &name, &mut writer, &identity, options, run_dir.path());
-    match prepared {
+    let lease = Lease { store, name: &name, writer: &mut writer };
+    match prepare(&mut vm, lease, &identity, &directory, options) {
         Ok((copying, sink, meta, watchdog)) => Ok(Parts {
             name,
             machine: QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards),
@@ -59,7 +61,7 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
             sink,
             writer,
             meta,
-            starts_paused,
+            runs,
             run_dir,
         }),
         Err(failure) => {
@@ -70,21 +72,30 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     }
 }
 
-/// Everything that can be refused.
-fn prepare(
+/// A place for the checkpoints of a VM.
+pub struct Lease<'a> {
+    /// The store.
+    pub store: &'a Store,
+    /// The VM's name.
+    pub name: &'a str,
+    /// The right to write.
+    pub writer: &'a mut Writer,
+}
+
+/// Everything that can be refused of a VM that is there: audit, attach, the run in the store, the watchdog.
+pub fn prepare(
     vm: &mut Vm,
-    store: &Store,
-    name: &str,
-    writer: &mut Writer,
+    lease: Lease<'_>,
     identity: &QemuIdentity,
+    directory: &Path,
     options: &Options,
-    run_dir: &Path,
 ) -> Result<(Copying, StoreSink, MachineMeta, Watchdog), Failure> {
     refuse(vm)?;
     let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
     let copying = Copying::start(vm, options, watches_discards)?;
-    let meta = machine_meta(vm, identity)?;
-    let run = writer.begin_run(name, &copying.layout).map_err(|e| Failure::store(&e, store.path()))?;
+    let meta = machine_meta(vm, identity, directory)?;
+    let run = lease.writer.begin_run(lease.name, &copying.layout);
+    let run = run.map_err(|e| Failure::store(&e, lease.store.path()))?;
     let sink = StoreSink::new(run, meta.clone(), options.fault.clone());
     if let Some(fault) = &options.fault {
         let monitor = vm.qmp().as_fd().try_clone_to_owned();
@@ -94,7 +105,7 @@ fn prepare(
 }
 
 /// Refuses a kernel or a user that cannot do it, before anything is started.
-fn require_kernel(options: &Options) -> Result<(), Failure> {
+pub fn require_kernel(options: &Options) -> Result<(), Failure> {
     if options.tracker_kind()? == TrackerKind::Compare {
         // That one needs nothing but the right to read.
         return Ok(());
@@ -127,9 +138,10 @@ fn refuse(vm: &mut Vm) -> Result<(), Failure> {
     Err(Failure::new(format!("{lead}{}", texts.join("\n  "))).fix(fixes.join("\n       ")))
 }
 
-fn machine_meta(vm: &mut Vm, identity: &QemuIdentity) -> Result<MachineMeta, Failure> {
-    let directory =
-        std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+/// The machine as it is now, with what was plugged in since its line was written.
+pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta, Failure> {
+    let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
+    let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
     Ok(MachineMeta {
         qemu_path: identity.path.to_string_lossy().into_owned(),
         qemu_version: identity.version.clone(),
@@ -137,8 +149,8 @@ fn machine_meta(vm: &mut Vm, identity: &QemuIdentity) -> Result<MachineMeta, Fai
         machine_type: vm.machine_type().map_err(|e| Failure::qemu(&e))?,
         cpus: vm.cpus().map_err(|e| Failure::qemu(&e))?,
         working_directory: directory.to_string_lossy().into_owned(),
-        user_command: vm.user_command().to_vec(),
-        full_command: vm.full_command().to_vec(),
+        user_command: with_plugged(vm.user_command()),
+        full_command: with_plugged(vm.full_command()),
     })
 }
 

@@ -8,6 +8,7 @@
 //! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. The control
 //! socket's threads only hand requests over. Whatever the engine suffers, the VM outlives it.
 
+mod attach;
 mod audit;
 mod copying;
 mod encoding;
@@ -22,6 +23,7 @@ pub use faults::Fault;
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::{Failure, Outcome};
+use keyframe_qemu::AttachOptions;
 use keyframe_store::Store;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -75,5 +77,11 @@ impl Options {
 /// Runs the VM of `command` under checkpoints into `store`, to its end.
 pub fn run(store: &Store, command: Vec<OsString>, options: Options) -> Outcome {
     let parts = launch::launch(store, command, &options)?;
+    engine::Engine::new(store, parts, options)?.run()
+}
+
+/// Takes checkpoints of the running QEMU with process id `pid` into `store`, until asked to end or the VM ends.
+pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: Options) -> Outcome {
+    let parts = attach::attach(store, pid, monitor, &options)?;
     engine::Engine::new(store, parts, options)?.run()
 }

@@ -1,0 +1,104 @@
+//! What `run` and `attach` have in common: when checkpoints are taken, and how.
+
+use crate::control::{OnExit, Strategy, TrackerKind};
+use crate::session::{self, Options};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// When and how checkpoints are taken.
+#[derive(clap::Args, Debug)]
+pub struct Checkpoints {
+    /// Time between checkpoints (500ms, 1s, 2m), or `none`: only when asked by `keyframe take`
+    #[arg(long, default_value = "1s", value_parser = parse_interval)]
+    interval: Interval,
+    /// End after N checkpoints
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+    /// The VM's name in the store [default: QEMU's -name, or `vm`]
+    #[arg(long)]
+    name: Option<String>,
+    /// How dirty pages are copied
+    #[arg(long, value_enum, default_value = "precopy")]
+    strategy: Strategy,
+    /// How dirty pages are found
+    #[arg(long, value_enum, default_value = "auto")]
+    tracker: TrackerKind,
+    /// Threads that copy pages; more than one pays for large dirty sets on a host with cores to spare
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u64).range(1..=64))]
+    copy_threads: u64,
+    /// Memory for pages between the copy and the store, in MiB [default: the RAM's size, at most a quarter of the free memory]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
+    staging: Option<u64>,
+    /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that checkpoint is dropped
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pause_limit: Duration,
+    /// Say a line about each checkpoint on standard error
+    #[arg(long, short)]
+    verbose: bool,
+    /// Say nothing but errors
+    #[arg(long, short, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Prove exactness: copy all RAM in each pause (which grows by that), write it to DIR, and compare the sealed checkpoint with it; the newest 8 copies are kept
+    #[arg(long, value_name = "DIR")]
+    audit: Option<PathBuf>,
+    /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
+    #[arg(long, hide = true, value_name = "FAULT")]
+    fault: Option<session::Fault>,
+}
+
+impl Checkpoints {
+    /// As the session wants them.
+    pub fn options(self, on_exit: OnExit) -> Options {
+        Options {
+            interval: self.interval.0,
+            count: self.count,
+            name: self.name,
+            on_exit,
+            strategy: self.strategy,
+            tracker: self.tracker,
+            copy_threads: self.copy_threads as usize,
+            staging_mib: self.staging,
+            pause_limit: self.pause_limit,
+            verbose: self.verbose,
+            quiet: self.quiet,
+            audit: self.audit,
+            fault: self.fault,
+        }
+    }
+}
+
+/// Between checkpoints: a time, or by command only.
+#[derive(Clone, Copy, Debug)]
+struct Interval(Option<Duration>);
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let duration = humantime::parse_duration(text)
+        .map_err(|e| format!("{e}; write a number and a unit, as in 500ms, 1s, 2m"))?;
+    if duration.is_zero() { Err("must be more than 0".into()) } else { Ok(duration) }
+}
+
+fn parse_interval(text: &str) -> Result<Interval, String> {
+    if text == "none" {
+        return Ok(Interval(None));
+    }
+    let interval = parse_duration(text)?;
+    if interval < Duration::from_millis(10) {
+        return Err("the shortest interval is 10ms".into());
+    }
+    Ok(Interval(Some(interval)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intervals_are_read_as_people_write_them() {
+        assert_eq!(parse_interval("1s").unwrap().0, Some(Duration::from_secs(1)));
+        assert_eq!(parse_interval("250ms").unwrap().0, Some(Duration::from_millis(250)));
+        assert_eq!(parse_interval("none").unwrap().0, None);
+        assert!(parse_interval("0s").is_err());
+        assert!(parse_interval("1ms").unwrap_err().contains("10ms"));
+        assert!(parse_interval("fast").unwrap_err().contains("500ms"));
+    }
+}
