@@ -159,6 +159,7 @@ pub struct Slots {
 
 impl Slots {
     /// The slot of one page of it.
+    #[must_use]
     pub fn of(&self, page: PageIndex) -> Self {
         let offset = page.0.saturating_sub(self.pages.first.0);
         Self { pages: PageRange::new(page, 1), chunk: self.chunk, at: self.at + offset }

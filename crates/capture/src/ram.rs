@@ -244,12 +244,11 @@ struct Frozen {
 
 impl PageReader for Frozen {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
-        let pages = match self.pages.get() {
-            Some(pages) => pages,
-            None => {
-                let reader = GuestReader::new(self.snapshot.process(), &self.ram.ranges())?;
-                self.pages.get_or_init(|| ProcessPages::new(Arc::clone(&self.ram), Arc::new(reader)))
-            }
+        let pages = if let Some(pages) = self.pages.get() {
+            pages
+        } else {
+            let reader = GuestReader::new(self.snapshot.process(), &self.ram.ranges())?;
+            self.pages.get_or_init(|| ProcessPages::new(Arc::clone(&self.ram), Arc::new(reader)))
         };
         pages.read(ranges, dst)
     }

@@ -31,6 +31,12 @@ impl Cadence {
         backlog_ns
     }
 
+    /// From here on another interval; the next checkpoint is due one of these behind the newest.
+    pub fn set_interval(&mut self, interval_ns: u64) {
+        self.due_ns = self.due_ns.saturating_sub(self.interval_ns).saturating_add(interval_ns);
+        self.interval_ns = interval_ns;
+    }
+
     /// A checkpoint outside the grid (taken by command) began at `now_ns`: the grid starts anew from there.
     pub fn restart(&mut self, now_ns: u64) {
         self.due_ns = now_ns.saturating_add(self.interval_ns);
@@ -59,5 +65,7 @@ mod tests {
         assert_eq!(cadence.due_ns(), 4400, "the missed ones are not made up for");
         cadence.restart(4000);
         assert_eq!(cadence.due_ns(), 5000);
+        cadence.set_interval(2500);
+        assert_eq!(cadence.due_ns(), 6500, "counted from the newest checkpoint");
     }
 }

@@ -23,6 +23,12 @@ pub struct Checkpoints {
     /// How dirty pages are found
     #[arg(long, value_enum, default_value = "auto")]
     tracker: TrackerKind,
+    /// Keep pauses below this: fewer pages are left to the pause, or checkpoints are taken more often
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    max_pause: Option<Duration>,
+    /// Keep what checkpoints cost the guest below this part of its time (3%, 0.03): they are taken less often than --interval
+    #[arg(long, value_name = "PART", value_parser = parse_part)]
+    max_overhead: Option<f64>,
     /// Threads that copy pages; more than one pays for large dirty sets on a host with cores to spare
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u64).range(1..=64))]
     copy_threads: u64,
@@ -56,6 +62,8 @@ impl Checkpoints {
             on_exit,
             strategy: self.strategy,
             tracker: self.tracker,
+            max_pause: self.max_pause,
+            max_overhead: self.max_overhead,
             copy_threads: self.copy_threads as usize,
             staging_mib: self.staging,
             pause_limit: self.pause_limit,
@@ -75,6 +83,15 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration = humantime::parse_duration(text)
         .map_err(|e| format!("{e}; write a number and a unit, as in 500ms, 1s, 2m"))?;
     if duration.is_zero() { Err("must be more than 0".into()) } else { Ok(duration) }
+}
+
+fn parse_part(text: &str) -> Result<f64, String> {
+    let number = |text: &str| text.trim().parse::<f64>().map_err(|_| "write 3% or 0.03".to_owned());
+    let part = match text.strip_suffix('%') {
+        Some(percent) => number(percent)? / 100.0,
+        None => number(text)?,
+    };
+    if part > 0.0 && part <= 1.0 { Ok(part) } else { Err("must be more than 0 and at most 100%".into()) }
 }
 
 fn parse_interval(text: &str) -> Result<Interval, String> {
@@ -98,6 +115,8 @@ mod tests {
         assert_eq!(parse_interval("250ms").unwrap().0, Some(Duration::from_millis(250)));
         assert_eq!(parse_interval("none").unwrap().0, None);
         assert!(parse_interval("0s").is_err());
+        assert_eq!((parse_part("3%"), parse_part("0.5")), (Ok(0.03), Ok(0.5)));
+        assert!(["0", "-1%", "101%", "x", "NaN"].iter().all(|bad| parse_part(bad).is_err()));
         assert!(parse_interval("1ms").unwrap_err().contains("10ms"));
         assert!(parse_interval("fast").unwrap_err().contains("500ms"));
     }

@@ -69,6 +69,12 @@ fn text(s: &Shown) -> String {
             output::bytes(last.stored_bytes)
         ));
     }
+    if let Some(why) = &s.tuned {
+        lines.push(format!("  budget      {why}"));
+    }
+    if s.queued > 1 {
+        lines.push(format!("  queued      {} checkpoints wait for the encoder", s.queued));
+    }
     if s.backlog_ns > 0 {
         lines.push(format!("  backlog     {}", output::duration(s.backlog_ns)));
     }

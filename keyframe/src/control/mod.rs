@@ -102,8 +102,10 @@ pub struct Status {
     pub engine_pid: u32,
     /// The store.
     pub store: String,
-    /// Requested interval; absent where checkpoints are taken by command only.
+    /// The interval: as asked, or as a budget has it; absent where checkpoints are taken by command only.
     pub interval_ns: Option<u64>,
+    /// With a budget: why the interval is what it is.
+    pub tuned: Option<String>,
     /// Checkpoints sealed in this run.
     pub sealed: u64,
     /// Checkpoints that failed in this run.

@@ -117,6 +117,12 @@ pub struct Strategies {
 }
 
 impl Strategies {
+    /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
+    pub fn tune(&mut self, target_pages: u64) {
+        self.precopy.policy.target_pages = target_pages;
+        self.auto.precopy.policy.target_pages = target_pages;
+    }
+
     /// The one of that name, or why it cannot be.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn Strategy, Failure> {
         Ok(match name {

@@ -66,7 +66,7 @@ fn work(
     for message in messages {
         if let Some(report) = encoder.handle(message) {
             // The engine may have ended already; the checkpoint is sealed all the same.
-            let _ = inbox.send(Inbox::Report(report));
+            let _ = inbox.send(Inbox::Report(Box::new(report)));
         }
     }
     encoder.into_sink()

@@ -10,6 +10,7 @@ use super::encoding::Encoding;
 use super::launch::Parts;
 use super::machine::QemuMachine;
 use super::sink::{Label, StoreSink};
+use super::tuning::Tuning;
 use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{OnExit, Request, Response, Status, Strategy};
@@ -39,7 +40,7 @@ pub enum Inbox {
     /// A client of the control socket.
     Request(Pending),
     /// The encoder.
-    Report(Report<Sealed>),
+    Report(Box<Report<Sealed>>),
 }
 
 /// How a run ended.
@@ -74,6 +75,7 @@ pub struct Engine<'a> {
     _socket: server::Socket,
     born: Instant,
     cadence: Option<Cadence>,
+    tuning: Option<Tuning>,
     vm_runs: bool,
     /// The VM was shut down, and QEMU's end has not been looked for yet.
     shut_down: bool,
@@ -134,6 +136,7 @@ impl<'a> Engine<'a> {
             _socket: socket,
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
+            tuning: Tuning::new(&options)?,
             vm_runs: parts.runs,
             shut_down: false,
             sealed: 0,
@@ -179,7 +182,7 @@ impl<'a> Engine<'a> {
                         return Ok(end);
                     }
                 }
-                Ok(Inbox::Report(report)) => self.settle(report),
+                Ok(Inbox::Report(report)) => self.settle(*report),
                 Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
                     // What went wrong has been said.
                     let _ = self.capture("interval", None, None);
@@ -332,6 +335,7 @@ impl<'a> Engine<'a> {
         self.last_pages = entry.dirty_pages;
         self.sealed += 1;
         self.sealed_at = Some(Instant::now());
+        self.tune(&entry);
         let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
         if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
             self.said_late = Some(Instant::now());
@@ -375,6 +379,23 @@ impl<'a> Engine<'a> {
             status.last_error = None;
         });
         entry
+    }
+
+    /// Keeps the budgets that were asked for.
+    fn tune(&mut self, entry: &Entry) {
+        let Some(tuning) = &mut self.tuning else { return };
+        let (tuned, said) = tuning.learn(entry);
+        if let Some(cadence) = &mut self.cadence {
+            cadence.set_interval(tuned.interval_ns);
+        }
+        self.copying.strategies.tune(tuned.target_pages);
+        self.update(|status| {
+            status.interval_ns = Some(tuned.interval_ns);
+            status.tuned = Some(tuned.why.to_string());
+        });
+        if let Some(text) = said {
+            self.say(&text);
+        }
     }
 
     /// A checkpoint that failed: say why (once for a row of the same), and whether there is hope.
@@ -478,7 +499,7 @@ impl<'a> Engine<'a> {
         let sink = encoding.finish()?;
         while let Ok(message) = self.inbox.try_recv() {
             match message {
-                Inbox::Report(report) => self.settle(report),
+                Inbox::Report(report) => self.settle(*report),
                 Inbox::Request(pending) => {
                     let _ = pending.answer.send(Response::Failed("the run is ending".into()));
                 }
@@ -577,6 +598,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
             .display()
             .to_string(),
         interval_ns: options.interval.map(ns),
+        tuned: None,
         sealed: 0,
         failed: 0,
         last_error: None,

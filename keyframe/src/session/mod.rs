@@ -17,6 +17,7 @@ mod faults;
 mod launch;
 mod machine;
 mod sink;
+mod tuning;
 mod watch;
 
 pub use faults::Fault;
@@ -43,6 +44,10 @@ pub struct Options {
     pub strategy: Strategy,
     /// How dirty pages are found.
     pub tracker: TrackerKind,
+    /// The longest pause that is asked for.
+    pub max_pause: Option<Duration>,
+    /// The largest part of the guest's time that is asked for.
+    pub max_overhead: Option<f64>,
     /// Threads that copy.
     pub copy_threads: usize,
     /// Staging memory.

@@ -84,7 +84,9 @@ impl Vm {
             (world.hook.clone(), world.faulting.clone())
         };
         if let Some(hook) = hook {
-            faulting.iter().for_each(|(page, _)| hook(PageRange::new(PageIndex(*page), 1)));
+            for (page, _) in faulting {
+                hook(PageRange::new(PageIndex(page), 1));
+            }
         }
         self.world().land();
     }

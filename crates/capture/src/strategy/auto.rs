@@ -14,7 +14,8 @@ use keyframe_scheduling::{AutoPolicy, Choice, Observed};
 pub struct Auto {
     /// The policy.
     pub policy: AutoPolicy,
-    precopy: Precopy,
+    /// The one of the two that has a policy of its own.
+    pub precopy: Precopy,
     stop_copy: StopCopy,
     choice: Choice,
     observed: Observed,

@@ -121,7 +121,9 @@ impl Strategy for CopyOnWrite {
         let mut pending = lock(&self.pending);
         if let Pending::Finding(touched) = &*pending {
             // Their writers have gone on: copied now, while nothing of the VM runs.
-            touched.iter().for_each(|range| copying.copy(*range, true));
+            for range in touched {
+                copying.copy(*range, true);
+            }
         }
         *pending = Pending::Copying(copying);
         hands.timeline.copy_ns = ns(copy.elapsed());
