@@ -15,6 +15,8 @@ use std::fmt;
 
 /// The shortest interval that is ever chosen.
 const INTERVAL_NS_MIN: u64 = 10_000_000;
+/// The longest one, however much a checkpoint costs: what a guest writes in a minute it would mostly write in two.
+const INTERVAL_NS_MAX: u64 = 60_000_000_000;
 /// Fewer pages than this are not worth another round.
 const TARGET_PAGES_MIN: u64 = 32;
 /// More pages than this make a pause that is no pre-copy's.
@@ -32,6 +34,8 @@ pub struct Budget {
 /// What one checkpoint measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Measured {
+    /// Since the checkpoint before.
+    pub interval_ns: u64,
     /// The whole pause.
     pub pause_ns: u64,
     /// Of it, copying.
@@ -107,7 +111,9 @@ pub struct Tuner {
     first_write_ns: u64,
     fixed_ns: Option<f64>,
     copy_ns_per_page: Option<f64>,
+    /// Of the pause: copying, and that for each nanosecond of the interval.
     copy_ns: Option<f64>,
+    copy_rate: Option<f64>,
     cost_ns: Option<f64>,
     precopied: bool,
 }
@@ -122,6 +128,7 @@ impl Tuner {
             fixed_ns: None,
             copy_ns_per_page: None,
             copy_ns: None,
+            copy_rate: None,
             cost_ns: None,
             precopied: true,
         }
@@ -131,6 +138,9 @@ impl Tuner {
     pub fn learn(&mut self, measured: &Measured) {
         average(&mut self.fixed_ns, measured.pause_ns.saturating_sub(measured.copy_ns) as f64);
         average(&mut self.copy_ns, measured.copy_ns as f64);
+        if measured.interval_ns > 0 {
+            average(&mut self.copy_rate, measured.copy_ns as f64 / measured.interval_ns as f64);
+        }
         if measured.pause_pages >= 16 {
             average(&mut self.copy_ns_per_page, measured.copy_ns as f64 / measured.pause_pages as f64);
         }
@@ -145,18 +155,19 @@ impl Tuner {
         if let (Some(pause_ns), Some(fixed_ns)) = (self.budget.pause_ns, self.fixed_ns) {
             let left_ns = pause_ns as f64 - fixed_ns;
             let copy_ns = self.copy_ns.unwrap_or(0.0);
+            // What is copied grows with the interval, at most in proportion.
+            let longest_ns = (left_ns / self.copy_rate.unwrap_or(0.0).max(1e-9)) as u64;
             if left_ns <= 0.0 {
                 why = Why::Impossible { fixed_ns: fixed_ns as u64 };
-            } else if !self.precopied && copy_ns > left_ns {
-                // What is copied grows with the interval, at most in proportion.
-                interval_ns = ((interval_ns as f64) * left_ns / copy_ns) as u64;
+            } else if !self.precopied && longest_ns < interval_ns {
+                interval_ns = longest_ns;
                 why = Why::Pause { copy_ns: copy_ns as u64 };
             }
         }
         if let (Some(overhead), Some(cost_ns)) = (self.budget.overhead.filter(|o| *o > 0.0), self.cost_ns) {
             let needed_ns = (cost_ns / overhead) as u64;
             if needed_ns > interval_ns {
-                interval_ns = needed_ns;
+                interval_ns = needed_ns.min(INTERVAL_NS_MAX.max(interval_ns));
                 why = Why::Overhead { cost_ns: cost_ns as u64 };
             }
         }
@@ -192,7 +203,8 @@ mod tests {
 
     fn measured(pause_ms: u64, copy_ms: u64, pause_pages: u64, written_pages: u64) -> Measured {
         let precopied = true;
-        Measured { pause_ns: pause_ms * MS, copy_ns: copy_ms * MS, pause_pages, written_pages, precopied }
+        let interval_ns = 1000 * MS;
+        Measured { interval_ns, pause_ns: pause_ms * MS, copy_ns: copy_ms * MS, pause_pages, written_pages, precopied }
     }
 
     #[test]
@@ -234,6 +246,11 @@ mod tests {
         let mut tuner = tuner(Some(12), None);
         tuner.learn(&stop_copy);
         assert_eq!(tuner.tuned().interval_ns, 500 * MS);
+        for _ in 0..20 {
+            let copied = Measured { interval_ns: 500 * MS, copy_ns: 10 * MS, pause_ns: 12 * MS, ..stop_copy };
+            tuner.learn(&copied);
+            assert_eq!(tuner.tuned().interval_ns, 500 * MS, "what was reached is kept");
+        }
         let mut both = Tuner::new(Budget { pause_ns: Some(12 * MS), overhead: Some(0.02) }, 1000 * MS, 1000);
         both.learn(&stop_copy);
         assert_eq!(both.tuned().interval_ns, 2100 * MS, "42 ms are 2 % of 2.1 s");

@@ -39,6 +39,7 @@ impl Tuning {
         // The complete first one says nothing of those that follow.
         if entry.epoch > 0 {
             self.tuner.learn(&Measured {
+                interval_ns: entry.interval_ns,
                 pause_ns: entry.pause_ns,
                 copy_ns: entry.pause.copy,
                 pause_pages: entry.round_pages.last().copied().unwrap_or(0),
