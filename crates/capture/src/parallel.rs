@@ -2,34 +2,40 @@
 
 use crate::ports::{BoxError, PageReader};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
+use keyframe_scheduling::ThreadChoice;
 use rayon::prelude::*;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// Fewer pages are copied by the caller alone: waking threads costs what copying these does.
 const PART_PAGES_MIN: u64 = 256;
+/// A copy of fewer pages says nothing of how many threads are fastest.
+const LEARN_PAGES_MIN: u64 = 1024;
 
 /// Splits what is to be read among threads of its own.
 pub struct ParallelReader {
     inner: Arc<dyn PageReader>,
     threads: rayon::ThreadPool,
+    /// Chooses how many of them work, where that was not asked for.
+    choice: Option<Mutex<ThreadChoice>>,
 }
 
 impl ParallelReader {
     /// Reads through `inner` with `threads` threads.
     pub fn new(inner: Arc<dyn PageReader>, threads: usize) -> Result<Self, BoxError> {
-        let threads = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(|n| format!("copy-{n}"))
-            .build()?;
-        Ok(Self { inner, threads })
+        let threads =
+            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|n| format!("copy-{n}")).build()?;
+        Ok(Self { inner, threads, choice: None })
     }
-}
 
-impl PageReader for ParallelReader {
-    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
-        let pages: u64 = ranges.iter().map(|r| r.len_pages).sum();
-        let threads = self.threads.current_num_threads() as u64;
-        let part_pages = pages.div_ceil(threads).max(PART_PAGES_MIN);
+    /// Reads with as many threads, up to `max`, as turn out to be fastest.
+    pub fn adaptive(inner: Arc<dyn PageReader>, max: usize) -> Result<Self, BoxError> {
+        let choice = Some(Mutex::new(ThreadChoice::new(max)));
+        Ok(Self { choice, ..Self::new(inner, max)? })
+    }
+
+    fn read_by(&self, threads: usize, ranges: &[PageRange], pages: u64, dst: &mut [u8]) -> Result<(), BoxError> {
+        let part_pages = pages.div_ceil(threads.max(1) as u64).max(PART_PAGES_MIN);
         if part_pages >= pages || dst.len() as u64 != pages * PAGE_BYTES as u64 {
             return self.inner.read(ranges, dst);
         }
@@ -38,6 +44,23 @@ impl PageReader for ParallelReader {
         self.threads.install(|| {
             parts.into_par_iter().zip(cells).try_for_each(|(part, cell)| self.inner.read(&part, cell))
         })
+    }
+}
+
+impl PageReader for ParallelReader {
+    fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
+        let pages: u64 = ranges.iter().map(|r| r.len_pages).sum();
+        let choice = self.choice.as_ref().filter(|_| pages >= LEARN_PAGES_MIN);
+        let Some(choice) = choice else {
+            let threads = if self.choice.is_some() { 1 } else { self.threads.current_num_threads() };
+            return self.read_by(threads, ranges, pages, dst);
+        };
+        let threads = choice.lock().unwrap_or_else(PoisonError::into_inner).choose();
+        let began = Instant::now();
+        self.read_by(threads, ranges, pages, dst)?;
+        let took_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        choice.lock().unwrap_or_else(PoisonError::into_inner).learn(threads, pages, took_ns);
+        Ok(())
     }
 }
 
@@ -90,7 +113,14 @@ mod tests {
             let ranges: Vec<_> = ranges.into_iter().map(|(at, len)| PageRange::new(PageIndex(1000 + at), len)).collect();
             let pages: Vec<u64> = ranges.iter().flat_map(|r| r.iter()).map(|p| p.0).collect();
             let mut dst = vec![0; pages.len() * PAGE_BYTES];
-            ParallelReader::new(Arc::new(Numbered), threads).unwrap().read(&ranges, &mut dst).unwrap();
+            let reader = if threads == 4 {
+                ParallelReader::adaptive(Arc::new(Numbered), 4)
+            } else {
+                ParallelReader::new(Arc::new(Numbered), threads)
+            };
+            let reader = reader.unwrap();
+            reader.read(&ranges, &mut vec![0; pages.len() * PAGE_BYTES]).unwrap();
+            reader.read(&ranges, &mut dst).unwrap();
             for (page, cell) in pages.iter().zip(dst.chunks_exact(PAGE_BYTES)) {
                 prop_assert_eq!(cell[..8].to_vec(), page.to_le_bytes().to_vec());
             }

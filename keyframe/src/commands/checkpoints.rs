@@ -29,9 +29,9 @@ pub struct Checkpoints {
     /// Keep what checkpoints cost the guest below this part of its time (3%, 0.03): they are taken less often than --interval
     #[arg(long, value_name = "PART", value_parser = parse_part)]
     max_overhead: Option<f64>,
-    /// Threads that copy pages; more than one pays for large dirty sets on a host with cores to spare
-    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u64).range(1..=64))]
-    copy_threads: u64,
+    /// Threads that copy pages [default: as many as turn out to be fastest]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
+    copy_threads: Option<u64>,
     /// Memory for pages between the copy and the store, in MiB [default: the RAM's size, at most a quarter of the free memory]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
     staging: Option<u64>,
@@ -64,7 +64,7 @@ impl Checkpoints {
             tracker: self.tracker,
             max_pause: self.max_pause,
             max_overhead: self.max_overhead,
-            copy_threads: self.copy_threads as usize,
+            copy_threads: self.copy_threads.map(|n| n as usize),
             staging_mib: self.staging,
             pause_limit: self.pause_limit,
             verbose: self.verbose,

@@ -42,11 +42,9 @@ impl Copying {
         let memory = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
         let plain: Arc<dyn PageReader> = Arc::new(ProcessPages::new(Arc::clone(&ram), Arc::clone(&memory)));
         let parallel: Arc<dyn PageReader> = match options.copy_threads {
-            0 | 1 => plain,
-            threads => Arc::new(
-                ParallelReader::new(plain, threads)
-                    .map_err(|e| Failure::new(format!("start {threads} copying threads: {e}")))?,
-            ),
+            Some(1) => plain,
+            Some(threads) => Arc::new(ParallelReader::new(plain, threads).map_err(no_threads)?),
+            None => Arc::new(ParallelReader::adaptive(plain, copy_threads_max()).map_err(no_threads)?),
         };
         let reader = faulty(parallel, options.fault.as_ref());
         let mut cow = None;
@@ -144,6 +142,15 @@ impl Strategies {
             }
         })
     }
+}
+
+fn no_threads(error: keyframe_capture::BoxError) -> Failure {
+    Failure::new(format!("start the copying threads: {error}"))
+}
+
+/// More threads than this do not copy faster: memory is the limit.
+fn copy_threads_max() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(8))
 }
 
 fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageReader> {

@@ -48,8 +48,8 @@ pub struct Options {
     pub max_pause: Option<Duration>,
     /// The largest part of the guest's time that is asked for.
     pub max_overhead: Option<f64>,
-    /// Threads that copy.
-    pub copy_threads: usize,
+    /// Threads that copy; none: as many as turn out to be fastest.
+    pub copy_threads: Option<usize>,
     /// Staging memory.
     pub staging_mib: Option<u64>,
     /// The watchdog's patience.
