@@ -35,7 +35,13 @@ impl CompareTracker {
         // Until the first look a page counts as zeros, which need not be captured.
         let zero = hash(&key, &[0; PAGE_BYTES]);
         let buffer = vec![0; (BATCH_PAGES.min(space_pages) as usize) * PAGE_BYTES];
-        Self { reader, key, hashes: vec![zero; space_pages as usize], unsettled: PageSet::new(space_pages), buffer }
+        Self {
+            reader,
+            key,
+            hashes: vec![zero; space_pages as usize],
+            unsettled: PageSet::new(space_pages),
+            buffer,
+        }
     }
 }
 

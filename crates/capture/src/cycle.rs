@@ -163,7 +163,9 @@ pub enum CycleError {
     #[error("the VM was resumed by somebody else during the pause, so what was copied is torn")]
     Torn,
     /// Pages of a frozen set were changed without notice.
-    #[error("{pages} pages were discarded or merged while the checkpoint was copied (balloon, free page reporting, KSM)")]
+    #[error(
+        "{pages} pages were discarded or merged while the checkpoint was copied (balloon, free page reporting, KSM)"
+    )]
     Unannounced {
         /// How many.
         pages: u64,

@@ -1,8 +1,8 @@
 //! Copying with several threads (Schötterl-Glausch 2018, parallel copy): a reader over a reader.
 
 use crate::ports::{BoxError, PageReader};
-use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
 use keyframe_scheduling::ThreadChoice;
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
 use rayon::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -23,8 +23,10 @@ pub struct ParallelReader {
 impl ParallelReader {
     /// Reads through `inner` with `threads` threads.
     pub fn new(inner: Arc<dyn PageReader>, threads: usize) -> Result<Self, BoxError> {
-        let threads =
-            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|n| format!("copy-{n}")).build()?;
+        let threads = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|n| format!("copy-{n}"))
+            .build()?;
         Ok(Self { inner, threads, choice: None })
     }
 
@@ -34,7 +36,13 @@ impl ParallelReader {
         Ok(Self { choice, ..Self::new(inner, max)? })
     }
 
-    fn read_by(&self, threads: usize, ranges: &[PageRange], pages: u64, dst: &mut [u8]) -> Result<(), BoxError> {
+    fn read_by(
+        &self,
+        threads: usize,
+        ranges: &[PageRange],
+        pages: u64,
+        dst: &mut [u8],
+    ) -> Result<(), BoxError> {
         let part_pages = pages.div_ceil(threads.max(1) as u64).max(PART_PAGES_MIN);
         if part_pages >= pages || dst.len() as u64 != pages * PAGE_BYTES as u64 {
             return self.inner.read(ranges, dst);

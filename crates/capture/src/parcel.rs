@@ -9,7 +9,7 @@
 //! Slots are handed out end to end, so that a scan's pages are one long copy. Of a page with several slots the last one
 //! counts.
 
-use crate::pool::{CHUNK_PAGES, Chunk, Pool, PoolError};
+use crate::pool::{Chunk, Pool, PoolError};
 use crate::ports::{BoxError, PageReader};
 use keyframe_units::{Page, PageIndex, PageRange, PageSet};
 
@@ -65,7 +65,7 @@ impl Parcel {
 
     /// Pages that still fit.
     pub fn room_pages(&self) -> u64 {
-        self.chunks.len() as u64 * CHUNK_PAGES - self.used_slots + self.pool.free_pages()
+        self.chunks.len() as u64 * self.pool.chunk_pages() - self.used_slots + self.pool.free_pages()
     }
 
     /// Copies every page of `set`, or nothing where they do not fit.
@@ -82,7 +82,8 @@ impl Parcel {
 
     /// Hands out slots for every page of `set`, rising, for [`Self::fill`]; none where they do not fit.
     pub fn allot(&mut self, set: &PageSet) -> Result<Vec<Slots>, StagingError> {
-        let wanted = (self.used_slots + set.len()).div_ceil(CHUNK_PAGES);
+        let chunk_pages = self.pool.chunk_pages();
+        let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);
         while (self.chunks.len() as u64) < wanted {
             match self.pool.take()? {
                 Some(chunk) => self.chunks.push(chunk),
@@ -99,8 +100,8 @@ impl Parcel {
         for mut range in set.ranges() {
             self.runs.push(range);
             while range.len_pages > 0 {
-                let (chunk, at) = (self.used_slots / CHUNK_PAGES, self.used_slots % CHUNK_PAGES);
-                let part = PageRange::new(range.first, range.len_pages.min(CHUNK_PAGES - at));
+                let (chunk, at) = (self.used_slots / chunk_pages, self.used_slots % chunk_pages);
+                let part = PageRange::new(range.first, range.len_pages.min(chunk_pages - at));
                 slots.push(Slots { pages: part, chunk, at });
                 self.used_slots += part.len_pages;
                 range = PageRange::new(part.end(), range.len_pages - part.len_pages);
@@ -141,9 +142,10 @@ impl Parcel {
             live.extend(run.iter().zip(end..).filter(|(page, _)| seen.insert(*page)));
         }
         live.sort_unstable();
-        live.into_iter().filter_map(|(page, slot)| {
-            let chunk = self.chunks.get((slot / CHUNK_PAGES) as usize)?;
-            Some((page, chunk.pages().get((slot % CHUNK_PAGES) as usize)?))
+        let chunk_pages = self.pool.chunk_pages();
+        live.into_iter().filter_map(move |(page, slot)| {
+            let chunk = self.chunks.get((slot / chunk_pages) as usize)?;
+            Some((page, chunk.pages().get((slot % chunk_pages) as usize)?))
         })
     }
 }
@@ -203,7 +205,7 @@ mod tests {
         fn staged_pages_read_back(rounds in prop::collection::vec(
             (prop::collection::vec((0u64..20_000, 1u64..5_000), 0..5), prop::option::weighted(0.2, 0u64..20_000)), 1..6)) {
             const SPACE: u64 = 25_000;
-            let pool = Pool::new(2 * SPACE);
+            let pool = Pool::of_chunks(2 * SPACE / 64, 64);
             let mut parcel = Parcel::new(&pool);
             let mut oracle = BTreeMap::new();
             let mut seen = PageSet::new(SPACE);

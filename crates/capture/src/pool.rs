@@ -15,8 +15,10 @@ use keyframe_units::{PAGE_BYTES, Page};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Pages of one chunk.
-pub const CHUNK_PAGES: u64 = if cfg!(test) { 64 } else { 1024 };
+/// Pages of one chunk: 4 MiB.
+const CHUNK_PAGES: u64 = 1024;
+/// Fewer chunks than this leave no room for one checkpoint being captured beside one being encoded.
+const CHUNKS_MIN: u64 = 16;
 
 /// No memory for a chunk.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +38,7 @@ struct Shared {
     state: Mutex<State>,
     freed: Condvar,
     capacity_chunks: u64,
+    chunk_pages: u64,
 }
 
 #[derive(Default)]
@@ -53,24 +56,38 @@ impl Shared {
 impl Pool {
     /// At most `capacity_pages`, at least sixteen chunks.
     pub fn new(capacity_pages: u64) -> Self {
-        let capacity_chunks = capacity_pages.div_ceil(CHUNK_PAGES).max(16);
-        Self(Arc::new(Shared { state: Mutex::default(), freed: Condvar::new(), capacity_chunks }))
+        Self::of_chunks(capacity_pages.div_ceil(CHUNK_PAGES).max(CHUNKS_MIN), CHUNK_PAGES)
+    }
+
+    /// `capacity_chunks` chunks of `chunk_pages` pages.
+    pub(crate) fn of_chunks(capacity_chunks: u64, chunk_pages: u64) -> Self {
+        Self(Arc::new(Shared {
+            state: Mutex::default(),
+            freed: Condvar::new(),
+            capacity_chunks,
+            chunk_pages,
+        }))
+    }
+
+    /// Pages of one chunk.
+    pub fn chunk_pages(&self) -> u64 {
+        self.0.chunk_pages
     }
 
     /// Pages that it can hold at most.
     pub fn capacity_pages(&self) -> u64 {
-        self.0.capacity_chunks * CHUNK_PAGES
+        self.0.capacity_chunks * self.0.chunk_pages
     }
 
     /// Pages that can be taken now.
     pub fn free_pages(&self) -> u64 {
         let state = self.0.state();
-        (self.0.capacity_chunks - state.made + state.free.len() as u64) * CHUNK_PAGES
+        (self.0.capacity_chunks - state.made + state.free.len() as u64) * self.0.chunk_pages
     }
 
     /// Makes chunks until `pages` are free and faulted in, as far as the limit allows. Slow: never in the pause.
     pub fn reserve(&self, pages: u64) -> Result<(), PoolError> {
-        let wanted = pages.div_ceil(CHUNK_PAGES);
+        let wanted = pages.div_ceil(self.0.chunk_pages);
         loop {
             {
                 let mut state = self.0.state();
@@ -107,7 +124,7 @@ impl Pool {
     /// Waits until `pages` can be taken; false where they cannot be within `timeout`.
     pub fn wait_free(&self, pages: u64, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
-        let wanted = pages.div_ceil(CHUNK_PAGES).min(self.0.capacity_chunks);
+        let wanted = pages.div_ceil(self.0.chunk_pages).min(self.0.capacity_chunks);
         let mut state = self.0.state();
         while self.0.capacity_chunks - state.made + (state.free.len() as u64) < wanted {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -122,7 +139,7 @@ impl Pool {
 
     /// A fresh arena, which the caller has counted already.
     fn make(&self) -> Result<Arena, PoolError> {
-        let len_bytes = CHUNK_PAGES * PAGE_BYTES as u64;
+        let len_bytes = self.0.chunk_pages * PAGE_BYTES as u64;
         Arena::new(len_bytes as usize).map_err(|source| {
             self.0.state().made -= 1;
             PoolError { len_bytes, source }
@@ -130,7 +147,7 @@ impl Pool {
     }
 }
 
-/// Memory for [`CHUNK_PAGES`] pages; goes back to its pool when dropped.
+/// Memory for a pool's [`Pool::chunk_pages`] pages; goes back to its pool when dropped.
 pub struct Chunk {
     /// `None` only while it is being dropped.
     arena: Option<Arena>,
@@ -165,16 +182,16 @@ mod tests {
 
     #[test]
     fn chunks_are_bounded_and_come_back() {
-        let pool = Pool::new(16 * CHUNK_PAGES);
-        pool.reserve(100 * CHUNK_PAGES).unwrap();
-        assert_eq!(pool.free_pages(), pool.capacity_pages());
+        let pool = Pool::of_chunks(16, 8);
+        pool.reserve(1000).unwrap();
+        assert_eq!((pool.free_pages(), pool.capacity_pages()), (128, 128));
         let taken: Vec<_> = std::iter::from_fn(|| pool.take().unwrap()).collect();
         assert_eq!((taken.len(), pool.free_pages()), (16, 0));
         assert!(!pool.wait_free(1, Duration::from_millis(1)));
         let other = pool.clone();
-        let waiter = std::thread::spawn(move || other.wait_free(16 * CHUNK_PAGES, Duration::from_secs(60)));
+        let waiter = std::thread::spawn(move || other.wait_free(128, Duration::from_secs(60)));
         drop(taken);
         assert!(waiter.join().unwrap());
-        assert_eq!(pool.take().unwrap().unwrap().pages().len() as u64, CHUNK_PAGES);
+        assert_eq!(pool.take().unwrap().unwrap().pages().len(), 8);
     }
 }

@@ -95,6 +95,13 @@ impl Hands<'_> {
         Ok(())
     }
 
+    /// A round before the pause where so many pages are owed, or dirty, that memory might not hold them in it: for strategies
+    /// that would copy all of them there. Without it, a checkpoint that memory was too small for would fail for ever.
+    pub fn relieve(&mut self, expected_pages: Option<u64>) -> Result<(), CycleError> {
+        let pages = expected_pages.unwrap_or(0).max(self.log.owed_pages());
+        if pages > self.pool.capacity_pages() / 2 { self.round() } else { Ok(()) }
+    }
+
     /// Copies `set` while the guest runs: where memory is short (or `eager`), in portions through the encoder.
     pub fn stage_waiting(
         &mut self,

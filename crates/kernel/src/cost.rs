@@ -28,7 +28,8 @@ impl Drop for Memory {
 /// other processes only add to it. About 1 us.
 pub fn first_write_ns() -> Result<u64> {
     let pid = std::process::id();
-    let failed = |source| Error::Tracker { pid, operation: "measure a first write on our own memory", source };
+    let failed =
+        |source| Error::Tracker { pid, operation: "measure a first write on our own memory", source };
     let pagemap = Pagemap::open(&Process::open(pid)?)?;
     let uffd = own_userfaultfd().map_err(failed)?;
     abi::uffd_api(uffd.as_fd(), abi::features_needed()).map_err(failed)?;

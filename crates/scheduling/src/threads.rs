@@ -14,7 +14,8 @@ pub struct ThreadChoice {
 impl ThreadChoice {
     /// Among 1, 2, 4, ... up to `max`.
     pub fn new(max: usize) -> Self {
-        let numbers = std::iter::successors(Some(1_usize), |n| n.checked_mul(2)).take_while(|n| *n <= max.max(1));
+        let numbers =
+            std::iter::successors(Some(1_usize), |n| n.checked_mul(2)).take_while(|n| *n <= max.max(1));
         Self { tried: numbers.map(|n| (n, None)).collect(), copies: 0 }
     }
 

@@ -204,7 +204,14 @@ mod tests {
     fn measured(pause_ms: u64, copy_ms: u64, pause_pages: u64, written_pages: u64) -> Measured {
         let precopied = true;
         let interval_ns = 1000 * MS;
-        Measured { interval_ns, pause_ns: pause_ms * MS, copy_ns: copy_ms * MS, pause_pages, written_pages, precopied }
+        Measured {
+            interval_ns,
+            pause_ns: pause_ms * MS,
+            copy_ns: copy_ms * MS,
+            pause_pages,
+            written_pages,
+            precopied,
+        }
     }
 
     #[test]

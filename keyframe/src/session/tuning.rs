@@ -25,8 +25,10 @@ impl Tuning {
             return Ok(None);
         }
         let Some(interval) = options.interval else {
-            return Err(Failure::new("a budget is kept by when checkpoints are taken, and --interval none takes none")
-                .fix("give an interval: the shortest that you want"));
+            return Err(Failure::new(
+                "a budget is kept by when checkpoints are taken, and --interval none takes none",
+            )
+            .fix("give an interval: the shortest that you want"));
         };
         let interval_ns = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
         let first_write_ns = keyframe_kernel::cost::first_write_ns().map_err(|e| Failure::kernel(&e))?;

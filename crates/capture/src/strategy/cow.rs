@@ -103,6 +103,7 @@ impl Strategy for CopyOnWrite {
 
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
         // How many pages are dirty cannot be told without draining them.
+        hands.relieve(None)?;
         hands.prepare_memory(hands.pool.capacity_pages() / 2)
     }
 
@@ -110,7 +111,7 @@ impl Strategy for CopyOnWrite {
         *lock(&self.pending) = Pending::Finding(Vec::new());
         self.writes.set_hook(Some(self.hook()));
         // The drain protects what it reports; owed pages that it does not report were protected by an earlier one.
-        let set = hands.last_scan(true)?;
+        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
         let copy = Instant::now();
         let mut parcel = std::mem::replace(&mut hands.parcel, Parcel::new(hands.pool));
         let slots = parcel.allot(&set)?;

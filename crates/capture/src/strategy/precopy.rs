@@ -21,6 +21,9 @@ impl Strategy for Precopy {
         while self.policy.decide(&hands.timeline.rounds) == Decision::Again {
             hands.round()?;
         }
+        if hands.timeline.rounds.is_empty() {
+            hands.relieve(None)?;
+        }
         let last = hands.timeline.rounds.last().map_or(0, |round| round.pages);
         hands.prepare_memory(last.saturating_mul(2).saturating_add(4096))
     }

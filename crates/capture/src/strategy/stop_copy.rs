@@ -14,12 +14,14 @@ impl Strategy for StopCopy {
 
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
         // The guest writes on between the count and the pause.
-        let expected = hands.log.estimate_pages().unwrap_or(0);
+        let expected = hands.log.estimate_pages();
+        hands.relieve(expected)?;
+        let expected = expected.unwrap_or(0);
         hands.prepare_memory(expected + expected / 4 + 4096)
     }
 
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let set = hands.last_scan(true)?;
+        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
         hands.stage_in_pause(&set)
     }
 }
