@@ -179,6 +179,8 @@ impl Machine for Vm {
         world.call("resume")
     }
     fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+        // The guest runs again: its writes so far reach their pages before anything was copied in the background.
+        self.serve_faults();
         let mut world = self.world();
         world.call("resumed")?;
         Ok(if std::mem::take(&mut world.resumed_by_other) { Resumed::ByOther } else { Resumed::ByUs })
@@ -236,6 +238,19 @@ struct Image {
     vm: Vm,
     sealed: BTreeMap<u64, u64>,
     put: BTreeMap<u64, u64>,
+    /// As the store: after an error nothing is taken before `abandon`.
+    broken: bool,
+}
+
+impl Image {
+    fn call(&mut self, what: &str) -> Result<(), BoxError> {
+        if self.broken {
+            return Err("broken before".into());
+        }
+        let result = self.vm.world().call(what);
+        self.broken = result.is_err();
+        result
+    }
 }
 
 impl Sink for Image {
@@ -243,17 +258,18 @@ impl Sink for Image {
     type Sealed = ();
     fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
         assert!(self.vm.world().running, "the sink was used while the VM was paused");
-        self.vm.world().call("put")?;
+        self.call("put")?;
         self.put.insert(page.0, u64::from_le_bytes(content[..8].try_into().unwrap()));
         Ok(())
     }
     fn seal(&mut self, captured: &Captured, _: Vec<u64>) -> Result<(), BoxError> {
-        self.vm.world().call("seal")?;
+        self.call("seal")?;
         assert_eq!(captured.dirty_pages, self.put.len() as u64);
         self.sealed.append(&mut self.put);
         Ok(())
     }
     fn abandon(&mut self) {
+        self.broken = false;
         self.put.clear();
     }
 }
@@ -312,7 +328,7 @@ impl Bench {
         // Hardly more than RAM, so that pages go through the encoder while they are captured.
         let pool = Pool::of_chunks(21, 2);
         let cycle = Cycle::new(Vm::layout(), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
-        let image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new() };
+        let image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new(), broken: false };
         let encoder = Encoder::new(image, PAGES, Box::new(|_| {}));
         let queue = Queue { messages: VecDeque::new(), encoder, reports: Vec::new(), at_once: false };
         Self { vm, cycle, queue, expected: BTreeMap::new() }
