@@ -40,18 +40,17 @@ impl World {
 
     fn write(&mut self) {
         let (page, value) = (self.random() % PAGES, self.random() % 5);
-        self.faulting.push((page, value));
-        if self.hook.is_none() {
-            self.land();
+        if self.hook.is_some() {
+            self.faulting.push((page, value));
+        } else {
+            self.land(page, value);
         }
     }
 
-    /// The writes that waited for the hook happen.
-    fn land(&mut self) {
-        for (page, value) in self.faulting.drain(..) {
-            self.ram[page as usize] = value;
-            self.written.insert(PageIndex(page));
-        }
+    /// A write happens.
+    fn land(&mut self, page: u64, value: u64) {
+        self.ram[page as usize] = value;
+        self.written.insert(PageIndex(page));
     }
 
     /// Lets the guest run a little; an error where this call is the one to fail.
@@ -79,20 +78,26 @@ impl World {
 struct Vm(Arc<Mutex<World>>);
 
 impl Vm {
-    /// Tells the hook of the writes that wait, without the world's lock, as a fault handler would.
+    /// Tells the hook of the writes that wait, without the world's lock, as a fault handler would; then they happen. The
+    /// hook reads, and meanwhile the guest writes more: those are told too.
     fn serve_faults(&self) {
-        let (hook, faulting) = {
-            let world = self.world();
-            (world.hook.clone(), world.faulting.clone())
-        };
-        if let Some(hook) = hook {
-            for (page, _) in faulting {
-                if self.world().told.insert(PageIndex(page)) {
+        for _ in 0..2 * PAGES {
+            let (hook, faulting) = {
+                let mut world = self.world();
+                (world.hook.clone(), std::mem::take(&mut world.faulting))
+            };
+            if faulting.is_empty() {
+                return;
+            }
+            for (page, value) in faulting {
+                let fresh = self.world().told.insert(PageIndex(page));
+                if let Some(hook) = hook.as_ref().filter(|_| fresh) {
                     hook(PageRange::new(PageIndex(page), 1));
                 }
+                self.world().land(page, value);
             }
         }
-        self.world().land();
+        panic!("the guest writes on for ever");
     }
 
     fn world(&self) -> MutexGuard<'_, World> {
