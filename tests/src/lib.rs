@@ -3,12 +3,18 @@
 //! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
 //! failing test prints the commands it ran and keeps the directory.
 
+mod exact;
 mod hash;
+mod huge;
+mod orphan;
 mod payload;
 mod process;
 mod ram;
 
+pub use exact::{assert_no_errors, assert_restores_exactly, audited};
 pub use hash::{HashLine, Sequence, hash_lines};
+pub use huge::HugePages;
+pub use orphan::{Orphan, until};
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;
 pub use ram::{differing_pages, live_ram};
