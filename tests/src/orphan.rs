@@ -1,10 +1,9 @@
 //! A QEMU that outlives its engine, held so that no test leaves it behind.
 
-use crate::{Bench, Process, number};
+use crate::{Bench, Process, until};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 /// That QEMU. Dropped, it is killed.
 pub struct Orphan {
@@ -15,14 +14,16 @@ pub struct Orphan {
 }
 
 impl Orphan {
-    /// The QEMU of the running engine of VM `name`, as `status` tells.
-    pub fn of(bench: &Bench, name: &str) -> Self {
-        let status = bench.json(&["status", "--json", "--name", name]);
-        let pid = number(&status[0], "qemu_pid") as u32;
-        let qmp = status[0]["qmp"].as_str().expect("a monitor").into();
-        let raw = Pid::from_raw(pid.cast_signed()).expect("a pid");
+    /// The QEMU of the engine `run` of VM `name`, as its greeting tells. The engine may be gone already.
+    pub fn of(bench: &Bench, run: &mut Process, name: &str) -> Self {
+        run.wait_for_error("(QEMU ");
+        let errors = run.errors();
+        let pid = errors.split("(QEMU ").nth(1).and_then(|rest| rest.split(')').next()?.parse().ok());
+        let pid: i32 = pid.expect("QEMU's pid");
+        let raw = Pid::from_raw(pid).expect("a pid");
         let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::empty()).expect("open QEMU");
-        Self { pid, pidfd, qmp }
+        let qmp = bench.path().join("keyframe").join(name).join("qmp.sock");
+        Self { pid: pid.cast_unsigned(), pidfd, qmp }
     }
 
     /// Its process id.
@@ -58,14 +59,5 @@ impl Orphan {
 impl Drop for Orphan {
     fn drop(&mut self) {
         self.kill();
-    }
-}
-
-/// Waits until `done`, half a minute at most.
-pub fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !done() {
-        assert!(Instant::now() < deadline, "{what}: never");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
