@@ -3,12 +3,25 @@
 //! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
 //! failing test prints the commands it ran and keeps the directory.
 
+mod exact;
+mod foreign;
 mod hash;
+mod huge;
+mod orphan;
 mod payload;
 mod process;
 mod ram;
 
+/// A libvirt of a test's own, as the monitor client's tests start it.
+#[expect(missing_docs, reason = "it is a test's own there")]
+#[path = "../../crates/qemu/tests/support/libvirt.rs"]
+pub mod libvirt;
+
+pub use exact::{assert_no_errors, assert_restores_exactly, audited};
+pub use foreign::{Foreign, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
+pub use huge::HugePages;
+pub use orphan::Orphan;
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;
 pub use ram::{differing_pages, live_ram};
@@ -269,6 +282,13 @@ impl Bench {
         let line = boot.command();
         args.extend(line.iter().map(String::as_str));
         Process::start(self.command(&args))
+    }
+
+    /// `keyframe attach` with `options` to process `pid`, whose monitor is `monitor` (`--qmp SOCKET`).
+    pub fn attach_args(&self, monitor: &[&str], pid: u32, options: &[&str]) -> Vec<String> {
+        let (store, pid) = (self.store(), pid.to_string());
+        let words = [&["attach", "--store", &store], monitor, options, &[&pid]].concat();
+        words.into_iter().map(str::to_owned).collect()
     }
 
     /// Starts `keyframe restore CHECKPOINT OPTIONS` in the background.

@@ -1,7 +1,9 @@
 //! Exactness: RAM copied in the same pause equals the checkpoint in the store and the RAM of the restored VM, page by
 //! page, for every backing of RAM and with devices writing to it.
 
-use keyframe_tests::{Bench, Boot, Process, differing_pages, guest_dir, live_ram, number};
+use keyframe_tests::{
+    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, guest_dir, number,
+};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -34,40 +36,6 @@ fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
     healthy(&restored);
 }
 
-fn assert_restores_exactly(bench: &Bench, id: &str) {
-    let qmp = bench.path().join(format!("restored-{id}.sock"));
-    let monitor = format!("unix:{},server=on,wait=off", qmp.display());
-    let mut restored = bench.restore(id, &["--paused", "--", "-qmp", &monitor]);
-    restored.wait_for_error("is paused after");
-    let pid: u32 = restored
-        .errors()
-        .rsplit_once("(QEMU ")
-        .and_then(|(_, rest)| rest.split(')').next()?.parse().ok())
-        .expect("the pid of the restored QEMU");
-    let shown = bench.json(&["show", "--json", "--store", &bench.store(), id]);
-    let blocks = shown["ram"].as_array().expect("RAM blocks");
-    let names: Vec<String> = blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
-    let live = live_ram(pid, &qmp, &names);
-    let copy = std::fs::read(bench.path().join("audit").join(format!("{id}.ram"))).expect("the audit's copy");
-    let differing = differing_pages(&live, &copy);
-    assert!(
-        differing.is_empty(),
-        "checkpoint {id}: {} of {} pages differ after the restore, first {:?}",
-        differing.len(),
-        live.len() / 4096,
-        &differing[..differing.len().min(8)]
-    );
-}
-
-fn no_errors(vm: &Process) {
-    let bad: Vec<_> = vm
-        .lines()
-        .into_iter()
-        .filter(|l| l.contains("KF ERROR") || (l.contains("bad=") && !l.ends_with("bad=0")))
-        .collect();
-    assert!(bad.is_empty(), "the guest found errors: {bad:?}");
-}
-
 fn backed_by(objects: &[&str]) -> Boot {
     let mut boot = Boot::new("scribble kf.mib=48 kf.cpus=2");
     boot.cpus = 2;
@@ -81,7 +49,7 @@ fn backed_by(objects: &[&str]) -> Boot {
 fn anonymous_ram_with_one_vcpu() {
     let mut boot = backed_by(&[]);
     boot.cpus = 1;
-    exact(&boot, "KF READY", no_errors);
+    exact(&boot, "KF READY", assert_no_errors);
 }
 
 #[test]
@@ -90,12 +58,12 @@ fn anonymous_ram_with_four_vcpus() {
     boot.append = "kf.work=scribble kf.mib=48 kf.cpus=4".into();
     boot.cpus = 4;
     boot.machine = "q35".into();
-    exact(&boot, "KF READY", no_errors);
+    exact(&boot, "KF READY", assert_no_errors);
 }
 
 #[test]
 fn shared_memfd_ram() {
-    exact(&backed_by(&["-object", "memory-backend-memfd,id=mem,size=128M,share=on"]), "KF READY", no_errors);
+    exact(&backed_by(&["-object", "memory-backend-memfd,id=mem,size=128M,share=on"]), "KF READY", assert_no_errors);
 }
 
 #[test]
@@ -105,7 +73,7 @@ fn shared_file_ram() {
         "memory-backend-file,id=mem,size=128M,share=on,mem-path={}",
         dir.path().join("ram").display()
     );
-    exact(&backed_by(&["-object", &object]), "KF READY", no_errors);
+    exact(&backed_by(&["-object", &object]), "KF READY", assert_no_errors);
 }
 
 #[test]
@@ -115,42 +83,21 @@ fn private_file_ram() {
         "memory-backend-file,id=mem,size=128M,share=off,mem-path={}",
         dir.path().join("ram").display()
     );
-    exact(&backed_by(&["-object", &object]), "KF READY", no_errors);
+    exact(&backed_by(&["-object", &object]), "KF READY", assert_no_errors);
 }
 
 #[test]
 fn hugetlb_ram() {
-    const POOL: &str = "/proc/sys/vm/nr_hugepages";
-    let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse::<u64>().unwrap_or(0);
-    let free = || {
-        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let line = text.lines().find_map(|l| l.strip_prefix("HugePages_Free:")).unwrap_or("0");
-        line.trim().parse::<u64>().unwrap_or(0)
-    };
-    if free() < 64 && std::fs::write(POOL, (before + 64).to_string()).is_err() {
-        println!("skipped: no permission to reserve 2 MiB pages in {POOL}");
-        return;
-    }
-    let enough = free() >= 64;
-    let result = std::panic::catch_unwind(|| {
-        if enough {
-            let object = "memory-backend-memfd,id=mem,size=128M,share=on,hugetlb=on,hugetlbsize=2M";
-            exact(&backed_by(&["-object", object]), "KF READY", no_errors);
-        } else {
-            println!("skipped: the kernel cannot reserve 64 pages of 2 MiB");
-        }
-    });
-    let _ = std::fs::write(POOL, before.to_string());
-    if let Err(panic) = result {
-        std::panic::resume_unwind(panic);
-    }
+    let Some(_pages) = HugePages::reserve(64) else { return };
+    let object = "memory-backend-memfd,id=mem,size=128M,share=on,hugetlb=on,hugetlbsize=2M";
+    exact(&backed_by(&["-object", object]), "KF READY", assert_no_errors);
 }
 
 #[test]
 fn a_disk_that_writes_to_ram_by_dma() {
     let drive = format!("file={},if=virtio,format=raw,readonly=on", guest_dir().join("disk.raw").display());
     exact(&Boot::new("disk").with(&["-drive", &drive]), "KF READY", |vm| {
-        no_errors(vm);
+        assert_no_errors(vm);
         assert!(vm.lines().iter().any(|l| l.contains("reads=")), "the disk was not read; {}", vm.report());
     });
 }
@@ -180,7 +127,7 @@ fn a_network_card_under_load() {
         "virtio-net-pci,netdev=n0,romfile=",
     ]);
     exact(&boot, "KF READY", |vm| {
-        no_errors(vm);
+        assert_no_errors(vm);
         assert!(vm.lines().iter().any(|l| l.contains("blocks=")), "nothing was sent; {}", vm.report());
     });
 }

@@ -124,6 +124,6 @@ pub struct Status {
     pub last: Option<crate::report::Entry>,
     /// Its age.
     pub last_age_ns: Option<u64>,
-    /// QEMU's monitor socket that the engine uses; free again once the engine has ended.
+    /// QEMU's monitor socket that the engine uses, empty where that is libvirt's; free again once the engine has ended.
     pub qmp: String,
 }

@@ -5,7 +5,7 @@ use super::launch::{Lease, Parts, prepare, require_kernel};
 use super::machine::QemuMachine;
 use crate::failure::Failure;
 use crate::rundir::{self, RunDir};
-use keyframe_qemu::{AttachOptions, Vm};
+use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
 
 /// Attaches to the QEMU with process id `pid`.
@@ -26,9 +26,13 @@ pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: &Option
     // Where it is refused, the VM is dropped, which is to detach.
     let (copying, sink, meta, watchdog) = prepare(&mut vm, lease, &identity, &directory, options)?;
     let runs = vm.qmp().status().map_err(|e| Failure::qemu(&e))?.is_running();
+    let mut machine = QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards);
+    if let Monitor::Socket(path) = &monitor.monitor {
+        machine.monitor = Some(path.clone());
+    }
     Ok(Parts {
         name,
-        machine: QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards),
+        machine,
         copying,
         sink,
         writer,

@@ -70,7 +70,7 @@ impl Copying {
         };
         let pool = Pool::new(staging_pages(options, &layout));
         let cycle = Cycle::new(layout.clone(), tracker, reader, pool);
-        let strategies = Strategies {
+        let mut strategies = Strategies {
             auto: Auto::default(),
             precopy: Precopy::default(),
             stop_copy: StopCopy,
@@ -78,6 +78,8 @@ impl Copying {
             fork: None,
             fork_source: (ram, process),
         };
+        // What this VM does not allow is refused here: a launched guest has not run yet.
+        strategies.get(options.strategy)?;
         Ok(Self { cycle, strategies, layout, watches_discards })
     }
 }

@@ -166,6 +166,8 @@ impl<'a> Engine<'a> {
             }
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
+                // A VM that was launched is watched on to its end; of one that is not ours nothing is left to do.
+                || (self.given_up && self.machine.vm.is_attached() && self.copying.cycle.in_flight() == 0)
             {
                 return Ok(End::Asked(self.options.on_exit));
             }
@@ -415,6 +417,14 @@ impl<'a> Engine<'a> {
                 }
             };
         }
+        if matches!(self.machine.vm.qmp().status(), Err(keyframe_qemu::Error::Gone { .. })) {
+            self.given_up = true;
+            let pid = self.machine.vm.pid();
+            let message = format!(
+                "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices are saved"
+            );
+            return self.failed(&message, 1, true);
+        }
         self.failed(&message, 1, false)
     }
 
@@ -518,6 +528,10 @@ impl<'a> Engine<'a> {
         let code = match end? {
             End::Vm(exit) => {
                 if exit.success() {
+                    // Its console is somebody else's.
+                    if vm.is_attached() && !self.options.quiet {
+                        eprintln!("keyframe: VM {} has ended", self.name);
+                    }
                     DONE
                 } else {
                     eprintln!("keyframe: QEMU ended with {exit}");
@@ -611,7 +625,10 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         queued: 0,
         last: None,
         last_age_ns: None,
-        qmp: parts.run_dir.path().join("qmp.sock").display().to_string(),
+        qmp: match parts.machine.vm.is_attached() {
+            true => parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+            false => parts.run_dir.path().join("qmp.sock").display().to_string(),
+        },
     }
 }
 

@@ -1,15 +1,31 @@
-//! A launched QEMU as the checkpoint cycle's machine: QMP, with the watchdog armed around each pause.
+//! A QEMU as the checkpoint cycle's machine: QMP, with the watchdog armed around each pause.
+//!
+//! ```text
+//!   arm ─▶ stop ─▶ ... ─▶ cont ─▶ disarm
+//!                          └─ fails ─▶ the watchdog's cont, at once; of a VM that was attached to also one by a new
+//!                                      connection, since its watchdog shares ours
+//! ```
+//!
+//! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
 use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
-use keyframe_qemu::Vm;
 use keyframe_qemu::watchdog::Watchdog;
+use keyframe_qemu::{Qmp, Vm};
 use keyframe_units::RamLayout;
+use std::path::PathBuf;
 use std::time::Duration;
+
+/// How long the watchdog gets to resume a VM that we could not.
+const RESCUE: Duration = Duration::from_millis(300);
+/// How long a new connection to the monitor may take.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The VM and its watchdog.
 pub struct QemuMachine {
     /// The VM.
     pub vm: Vm,
+    /// The socket of its monitor, where it was attached to by one.
+    pub monitor: Option<PathBuf>,
     watchdog: Watchdog,
     pause_limit: Duration,
     watches_discards: bool,
@@ -18,7 +34,7 @@ pub struct QemuMachine {
 impl QemuMachine {
     /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees discarded RAM.
     pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration, watches_discards: bool) -> Self {
-        Self { vm, watchdog, pause_limit, watches_discards }
+        Self { vm, monitor: None, watchdog, pause_limit, watches_discards }
     }
 }
 
@@ -61,7 +77,10 @@ impl Machine for QemuMachine {
 
     fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
         match stopped {
-            Stopped::ByUs => Ok(self.vm.qmp().cont()?),
+            Stopped::ByUs => self.vm.qmp().cont().map_err(|error| {
+                self.rescue();
+                error.into()
+            }),
             Stopped::Already => Ok(()),
         }
     }
@@ -78,6 +97,17 @@ impl Machine for QemuMachine {
 }
 
 impl QemuMachine {
+    /// Lets the VM run although our monitor does not.
+    fn rescue(&mut self) {
+        if self.watchdog.arm(Duration::ZERO).is_ok() {
+            std::thread::sleep(RESCUE);
+        }
+        if let Some(path) = &self.monitor {
+            // QEMU takes a new client once ours is gone. Where it does not answer either, nobody can reach it.
+            let _ = Qmp::connect(path, RECONNECT_TIMEOUT).and_then(|mut qmp| qmp.cont());
+        }
+    }
+
     /// The VM's tracker sees discarded RAM from here on, or does not.
     pub fn set_watches_discards(&mut self, watches_discards: bool) {
         self.watches_discards = watches_discards;

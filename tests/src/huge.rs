@@ -1,0 +1,37 @@
+//! 2 MiB pages for a test, given back at its end.
+
+const POOL: &str = "/proc/sys/vm/nr_hugepages";
+
+/// Pages reserved for a test; the pool is as it was when this is dropped.
+pub struct HugePages {
+    before: u64,
+}
+
+impl HugePages {
+    /// Sees to it that `pages` are free; `None`, with the reason printed, where that cannot be.
+    pub fn reserve(pages: u64) -> Option<Self> {
+        let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse().unwrap_or(0);
+        let reserved = Self { before };
+        if free() < pages && std::fs::write(POOL, (before + pages).to_string()).is_err() {
+            println!("skipped: no permission to reserve 2 MiB pages in {POOL}");
+            return None;
+        }
+        if free() < pages {
+            println!("skipped: the kernel cannot reserve {pages} pages of 2 MiB");
+            return None;
+        }
+        Some(reserved)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = std::fs::write(POOL, self.before.to_string());
+    }
+}
+
+fn free() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|l| l.strip_prefix("HugePages_Free:")).unwrap_or("0");
+    line.trim().parse().unwrap_or(0)
+}

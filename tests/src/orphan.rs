@@ -1,0 +1,63 @@
+//! A QEMU that outlives its engine, held so that no test leaves it behind.
+
+use crate::{Bench, Process, until};
+use rustix::process::{Pid, PidfdFlags, Signal};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+/// That QEMU. Dropped, it is killed.
+pub struct Orphan {
+    pid: u32,
+    pidfd: OwnedFd,
+    /// The monitor that its engine used.
+    pub qmp: PathBuf,
+}
+
+impl Orphan {
+    /// The QEMU of the engine `run` of VM `name`, as its greeting tells. The engine may be gone already.
+    pub fn of(bench: &Bench, run: &mut Process, name: &str) -> Self {
+        run.wait_for_error("(QEMU ");
+        let errors = run.errors();
+        let pid = errors.split("(QEMU ").nth(1).and_then(|rest| rest.split(')').next()?.parse().ok());
+        let pid: i32 = pid.expect("QEMU's pid");
+        let raw = Pid::from_raw(pid).expect("a pid");
+        let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::empty()).expect("open QEMU");
+        let qmp = bench.path().join("keyframe").join(name).join("qmp.sock");
+        Self { pid: pid.cast_unsigned(), pidfd, qmp }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Kills it.
+    pub fn kill(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
+    }
+
+    /// Waits until the console of `run`, whose engine is gone, has `more` further lines that contain `text`.
+    pub fn assert_runs_on(&self, run: &Process, text: &str, more: usize) {
+        let count = || run.lines().iter().filter(|l| l.contains(text)).count();
+        let before = count();
+        until(&format!("the guest runs on without its engine; {}", run.report()), || count() >= before + more);
+    }
+
+    /// The state of each of its children that it has not waited for: `Z` of a zombie, `t` of one that is traced.
+    pub fn children(&self) -> Vec<char> {
+        let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.pid)) else { return Vec::new() };
+        let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+        let children: Vec<String> = lists.flat_map(|l| l.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect();
+        let state = |pid: &String| {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).ok()?;
+            stat.rsplit_once(") ")?.1.chars().next()
+        };
+        children.iter().filter_map(state).collect()
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

@@ -1,0 +1,189 @@
+//! Every strategy with every tracker that it has, over every kind of memory that it takes: exact, or refused with the reason
+//! and the way out. And a guest outlives an engine that dies while its pages are still being copied.
+
+use keyframe_tests::{
+    Bench, Boot, HugePages, Orphan, Process, Sequence, assert_restores_exactly, audited, hash_lines, until,
+};
+use std::path::Path;
+
+const MEMFD: &str = "memory-backend-memfd,id=mem,size=96M,share=on";
+
+/// A small guest with two vCPUs that write all over its memory.
+fn scribbling() -> Boot {
+    let mut boot = Boot::new("scribble kf.mib=24 kf.cpus=2");
+    boot.mem_mib = 96;
+    boot.cpus = 2;
+    boot
+}
+
+fn backed_by(object: &str) -> Boot {
+    Boot { machine: "pc,memory-backend=mem".into(), ..scribbling() }.with(&["-object", object])
+}
+
+/// The guest whose every line tells what came before.
+fn hashing() -> Boot {
+    let mut boot = Boot::new("hash");
+    boot.mem_mib = 96;
+    boot
+}
+
+/// Audited checkpoints with `options`, all but the first by `strategy`; one of them restored and compared.
+fn exact(boot: &Boot, options: &[&str], strategies: &[&str]) {
+    println!("-- {}", options.join(" "));
+    let bench = Bench::new();
+    let mut all = vec!["--interval", "300ms"];
+    all.extend(options);
+    let (_, id) = audited(&bench, boot, &all, 3);
+    for entry in &bench.list()[1..] {
+        let used = entry["strategy"].as_str().expect("a strategy");
+        assert!(strategies.contains(&used), "{used} instead of {strategies:?}");
+    }
+    assert_restores_exactly(&bench, &id);
+}
+
+#[test]
+fn copy_on_write_is_exact() {
+    exact(&scribbling(), &["--strategy", "cow"], &["cow"]);
+}
+
+#[test]
+fn copy_on_write_of_shared_memory_is_exact() {
+    exact(&backed_by(MEMFD), &["--strategy", "cow"], &["cow"]);
+}
+
+#[test]
+fn copy_on_write_of_huge_pages_is_exact() {
+    let Some(_pages) = HugePages::reserve(48) else { return };
+    let object = format!("{MEMFD},hugetlb=on,hugetlbsize=2M");
+    exact(&backed_by(&object), &["--strategy", "cow"], &["cow"]);
+}
+
+#[test]
+fn fork_is_exact() {
+    exact(&scribbling(), &["--strategy", "fork"], &["fork"]);
+}
+
+#[test]
+fn auto_is_exact() {
+    exact(&scribbling(), &["--strategy", "auto"], &["precopy", "stop-copy"]);
+}
+
+#[test]
+fn precopy_with_other_trackers_and_threads_is_exact() {
+    exact(&scribbling(), &["--strategy", "precopy", "--copy-threads", "2"], &["precopy"]);
+    exact(&scribbling(), &["--strategy", "precopy", "--tracker", "sync"], &["precopy"]);
+    exact(&scribbling(), &["--strategy", "precopy", "--tracker", "compare"], &["precopy"]);
+}
+
+#[test]
+fn stop_and_copy_with_comparison_is_exact() {
+    exact(&scribbling(), &["--strategy", "stop-copy", "--tracker", "compare"], &["stop-copy"]);
+}
+
+/// `keyframe run OPTIONS` of `boot` must be refused before the guest has said a word.
+fn refused(boot: &Boot, options: &[&str], words: &[&str]) {
+    let bench = Bench::new();
+    let store = bench.store();
+    let line = boot.command();
+    let mut args = vec!["run", "--store", &store, "--count", "1"];
+    args.extend(options);
+    args.push("--");
+    args.extend(line.iter().map(String::as_str));
+    let output = bench.run(&args);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{options:?}: {text}");
+    for word in words.iter().chain(&["fix:"]) {
+        assert!(text.contains(word), "{options:?}: no {word:?} in: {text}");
+    }
+    assert!(output.stdout.is_empty(), "the guest ran: {}", String::from_utf8_lossy(&output.stdout));
+    assert!(bench.list().is_empty());
+}
+
+#[test]
+fn what_a_strategy_cannot_do_is_refused_before_the_guest_runs() {
+    refused(&backed_by(MEMFD), &["--strategy", "fork"], &["shared memory", "share=off"]);
+    let caged = scribbling().with(&["-sandbox", "on,spawn=deny"]);
+    refused(&caged, &["--strategy", "fork"], &["seccomp", "-sandbox"]);
+    refused(&scribbling(), &["--strategy", "cow", "--tracker", "write-protect"], &["--tracker sync"]);
+    refused(&scribbling(), &["--strategy", "cow", "--tracker", "compare"], &["--tracker sync"]);
+    let dir = tempfile::tempdir().unwrap();
+    let file = format!("memory-backend-file,id=mem,size=96M,share=on,mem-path={}", dir.path().join("ram").display());
+    if on_disk(dir.path()) {
+        refused(&backed_by(&file), &["--strategy", "cow"], &["file on disk", "memory-backend-memfd"]);
+    } else {
+        println!("skipped: copy-on-write over a file on disk: {} is no disk", dir.path().display());
+    }
+}
+
+/// Whether files there lie on a disk and not in memory.
+fn on_disk(dir: &Path) -> bool {
+    const TMPFS_MAGIC: u64 = 0x0102_1994;
+    rustix::fs::statfs(dir).is_ok_and(|at| at.f_type.cast_unsigned() != TMPFS_MAGIC)
+}
+
+#[test]
+fn a_strategy_that_the_run_was_not_started_for_is_refused_when_it_is_asked_for() {
+    let bench = Bench::new();
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &backed_by(MEMFD));
+    run.wait_for("KF READY");
+    bench.ok(&["take"]);
+    bench.refused(&["take", "--strategy", "cow"], 1, &["copy-on-write", "fix:", "--tracker sync"]);
+    bench.refused(&["take", "--strategy", "fork"], 1, &["shared memory", "fix:"]);
+    // The run is none the worse for it.
+    bench.ok(&["take", "--strategy", "stop-copy"]);
+    bench.ok(&["stop"]);
+    assert!(run.wait().success(), "{}", run.report());
+}
+
+/// An engine that dies as soon as the VM runs again, with the checkpoint's pages not yet copied.
+fn killed_while_copying(bench: &Bench, strategy: &str) -> (Process, Orphan) {
+    let options =
+        ["--interval", "400ms", "--name", "guest", "--strategy", strategy, "--fault", "kill:resumed:12"];
+    let mut run = bench.start(&options, &hashing());
+    let qemu = Orphan::of(bench, &mut run, "guest");
+    let exit = run.wait();
+    assert!(!exit.success(), "it was not killed; {}", run.report());
+    qemu.assert_runs_on(&run, "hash ", 3);
+    (run, qemu)
+}
+
+fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence) {
+    let mut restored = bench.restore("latest", &[]);
+    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
+    assert!(grown.is_some(), "the newest checkpoint does not go on; {}", restored.report());
+    sequence.check(&hash_lines(&restored.lines()), 4);
+}
+
+#[test]
+fn an_engine_killed_in_a_copy_on_write_does_not_hold_the_guest() {
+    let mut sequence = Sequence::new(16);
+    let bench = Bench::new();
+    let (run, qemu) = killed_while_copying(&bench, "cow");
+    qemu.kill();
+    sequence.check(&hash_lines(&run.lines()), 3);
+    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    assert_newest_goes_on(&bench, &mut sequence);
+}
+
+#[test]
+fn an_engine_killed_with_a_frozen_child_leaves_none_and_the_next_reaps_it() {
+    let mut sequence = Sequence::new(16);
+    let bench = Bench::new();
+    let (run, qemu) = killed_while_copying(&bench, "fork");
+    until("the frozen child is dead", || qemu.children().iter().all(|state| *state == 'Z'));
+    let zombies = qemu.children().len();
+    assert!(zombies <= 1, "{zombies} children are left");
+    // The next engine on the same VM: its snapshots reap their own and what the dead one left.
+    let socket = qemu.qmp.display().to_string();
+    let options = ["--strategy", "fork", "--count", "3", "--interval", "300ms", "--name", "again"];
+    let args = bench.attach_args(&["--qmp", &socket], qemu.pid(), &options);
+    let output = bench.run(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    // The dead engine's watchdog may still be about, and let the VM run in a pause: that checkpoint is dropped.
+    assert!(matches!(output.status.code(), Some(0 | 3)), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("3 checkpoints sealed"), "{output:?}");
+    assert_eq!(qemu.children(), [], "children are left");
+    qemu.assert_runs_on(&run, "hash ", 3);
+    qemu.kill();
+    sequence.check(&hash_lines(&run.lines()), 3);
+    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+}
