@@ -4,6 +4,7 @@
 //!               guest runs            paused, devices saved        guest runs again
 //!   stop-copy                         drain, copy all
 //!   precopy     rounds: drain, copy   drain, copy the rest
+//!   pre-scan    drain                 drain, copy all
 //!   cow                               drain                        copy all; a first write copies its page before
 //!   fork                              drain, fork                  copy all from the child
 //! ```
@@ -20,7 +21,7 @@ mod stop_copy;
 pub use auto::Auto;
 pub use cow::CopyOnWrite;
 pub use fork::Fork;
-pub use precopy::Precopy;
+pub use precopy::{Precopy, Prescan};
 pub use stop_copy::StopCopy;
 
 use crate::cycle::{CycleError, Timeline};

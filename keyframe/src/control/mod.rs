@@ -33,7 +33,9 @@ pub enum Strategy {
     Auto,
     /// Most pages are copied while the guest runs, the rest in the pause.
     Precopy,
-    /// All dirty pages are copied in the pause.
+    /// Dirty pages are found before the pause and copied in it.
+    PreScan,
+    /// All dirty pages are found and copied in the pause.
     StopCopy,
     /// Dirty pages are protected in the pause and copied behind it, each before the guest's first write (needs --tracker sync).
     Cow,

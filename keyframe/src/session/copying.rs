@@ -7,7 +7,7 @@ use crate::failure::{Failure, chain};
 use keyframe_capture::compare::CompareTracker;
 use keyframe_capture::parallel::ParallelReader;
 use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamTracker};
-use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, StopCopy, Strategy};
+use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, Prescan, StopCopy, Strategy};
 use keyframe_capture::{Cycle, PageReader, Pool, Tracker};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::inject_userfaultfd;
@@ -28,6 +28,8 @@ pub struct Copying {
     pub layout: RamLayout,
     /// Whether discarded RAM is found.
     pub watches_discards: bool,
+    /// How long QEMU's main thread was stopped to take hold of its memory.
+    pub stopped_ns: Option<u64>,
 }
 
 impl Copying {
@@ -47,20 +49,22 @@ impl Copying {
             None => Arc::new(ParallelReader::adaptive(plain, copy_threads_max()).map_err(no_threads)?),
         };
         let reader = faulty(parallel, options.fault.as_ref());
-        let mut cow = None;
+        let (mut cow, mut stopped_ns) = (None, None);
         let tracker: Box<dyn Tracker> = match options.tracker_kind()? {
             TrackerKind::Compare => {
                 let key = random_key()?;
                 Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
             }
             TrackerKind::Sync => {
-                let tracker = fault_tracker(&process, &ram)?;
+                let (tracker, ns) = fault_tracker(&process, &ram)?;
+                stopped_ns = Some(ns);
                 let writes = RamFaults::new(Arc::clone(&ram), Arc::clone(&tracker));
                 cow = Some(CopyOnWrite::new(Arc::new(writes)));
                 Box::new(RamTracker::new(Arc::clone(&ram), memory, tracker))
             }
             TrackerKind::WriteProtect | TrackerKind::Auto => {
-                let tracker = write_tracker(&process, &ram, watches_discards)?;
+                let (tracker, ns) = write_tracker(&process, &ram, watches_discards)?;
+                stopped_ns = Some(ns);
                 Box::new(RamTracker::new(Arc::clone(&ram), memory, tracker))
             }
         };
@@ -73,41 +77,46 @@ impl Copying {
         let mut strategies = Strategies {
             auto: Auto::default(),
             precopy: Precopy::default(),
-            stop_copy: StopCopy,
+            prescan: Prescan,
+    stop_copy: StopCopy,
             cow,
             fork: None,
             fork_source: (ram, process),
         };
         // What this VM does not allow is refused here: a launched guest has not run yet.
         strategies.get(options.strategy)?;
-        Ok(Self { cycle, strategies, layout, watches_discards })
+        Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns })
     }
 }
 
-fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> Result<WriteTracker, Failure> {
+/// A tracker, and how long QEMU's main thread was stopped for it.
+type Stopped<T> = Result<(T, u64), Failure>;
+
+fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> Stopped<WriteTracker> {
     let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
     let mut tracker = WriteTracker::new(process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
     tracker.set_watch_discards(watches_discards);
     for range in ram.ranges() {
         tracker.register(range).map_err(|e| Failure::kernel(&e))?;
     }
-    Ok(tracker)
+    Ok((tracker, attached.stopped_ns))
 }
 
-fn fault_tracker(process: &Process, ram: &GuestRam) -> Result<Arc<FaultTracker>, Failure> {
+fn fault_tracker(process: &Process, ram: &GuestRam) -> Stopped<Arc<FaultTracker>> {
     let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
     let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)
         .map_err(|e| Failure::kernel(&e))?;
     for range in ram.ranges() {
         tracker.register(range).map_err(|e| Failure::kernel(&e))?;
     }
-    Ok(Arc::new(tracker))
+    Ok((Arc::new(tracker), attached.stopped_ns))
 }
 
 /// The ways to copy that this VM allows.
 pub struct Strategies {
     auto: Auto,
     precopy: Precopy,
+    prescan: Prescan,
     stop_copy: StopCopy,
     /// With its tracker alone.
     cow: Option<CopyOnWrite>,
@@ -128,6 +137,7 @@ impl Strategies {
         Ok(match name {
             Name::Auto => &mut self.auto,
             Name::Precopy => &mut self.precopy,
+            Name::PreScan => &mut self.prescan,
             Name::StopCopy => &mut self.stop_copy,
             Name::Cow => self.cow.as_mut().ok_or_else(|| {
                 Failure::new("copy-on-write has to answer the guest's first writes itself, and this run's tracker does not")

@@ -582,8 +582,14 @@ impl<'a> Engine<'a> {
             Some(interval) => format!("a checkpoint every {}", humantime::format_duration(interval)),
             None => "checkpoints by `keyframe take`".into(),
         };
+        let attached = match self.copying.stopped_ns {
+            Some(ns) if self.machine.vm.is_attached() => {
+                format!(", whose main thread stood still for {}", output::duration(ns))
+            }
+            _ => String::new(),
+        };
         format!(
-            "VM {}: {every} into {} (QEMU {})",
+            "VM {}: {every} into {} (QEMU {}{attached})",
             self.name,
             self.store.path().display(),
             self.machine.vm.pid()

@@ -4,7 +4,7 @@
 use super::*;
 use crate::encoder::Encoder;
 use crate::ports::{FirstWriteHook, FirstWrites, Freezer, Observer, Sink};
-use crate::strategy::{Auto, CopyOnWrite, Fork, StopCopy, Strategy};
+use crate::strategy::{Auto, CopyOnWrite, Fork, Prescan, StopCopy, Strategy};
 use keyframe_scheduling::PrecopyPolicy;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
 use proptest::prelude::*;
@@ -387,7 +387,7 @@ impl Bench {
     }
 }
 
-fn strategies(vm: &Vm, rounds_max: u32) -> [Box<dyn Strategy>; 5] {
+fn strategies(vm: &Vm, rounds_max: u32) -> [Box<dyn Strategy>; 6] {
     let policy = PrecopyPolicy { target_pages: 2, rounds_max, converging_percent: 90 };
     [
         Box::new(Precopy { policy }),
@@ -395,6 +395,7 @@ fn strategies(vm: &Vm, rounds_max: u32) -> [Box<dyn Strategy>; 5] {
         Box::new(CopyOnWrite::new(Arc::new(vm.clone()))),
         Box::new(Fork::new(Box::new(vm.clone()))),
         Box::new(Auto::default()),
+        Box::new(Prescan),
     ]
 }
 
@@ -406,7 +407,7 @@ proptest! {
         seed in any::<u64>(),
         writes in 0u64..4,
         steps in prop::collection::vec(
-            (prop::option::of(0u32..160), 0u32..5, 0usize..5, 0usize..9, prop::bool::weighted(0.1)), 1..14),
+            (prop::option::of(0u32..160), 0u32..5, 0usize..6, 0usize..9, prop::bool::weighted(0.1)), 1..14),
     ) {
         let mut bench = Bench::new(seed, writes);
         for (failure, rounds, which, encoded, other) in steps {
@@ -433,7 +434,7 @@ proptest! {
 #[test]
 fn a_failure_at_each_single_call_loses_nothing() {
     let mut failures = 0;
-    for (call, which) in (0..300).flat_map(|call| (0..5).map(move |which| (call, which))) {
+    for (call, which) in (0..300).flat_map(|call| (0..6).map(move |which| (call, which))) {
         let mut bench = Bench::new(7, 1);
         let mut strategies = strategies(&bench.vm, 3);
         bench.vm.world().calls_until_failure = Some(call);

@@ -33,3 +33,27 @@ impl Strategy for Precopy {
         hands.stage_in_pause(&set)
     }
 }
+
+/// Pre-scan (Schoetterl-Glausch 2018): pre-copy whose one round only finds and protects. The pause copies all dirty pages, and
+/// its scan finds few of them: what it saves is the walk over pages that were written once and not again.
+#[derive(Debug, Default)]
+pub struct Prescan;
+
+impl Strategy for Prescan {
+    fn name(&self) -> &'static str {
+        "pre-scan"
+    }
+
+    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
+        // What it drains is owed, and the pause takes all that is owed.
+        hands.log.drain().map_err(CycleError::Scan)?;
+        hands.relieve(None)?;
+        let owed = hands.log.owed_pages();
+        hands.prepare_memory(owed + owed / 4 + 4096)
+    }
+
+    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
+        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
+        hands.stage_in_pause(&set)
+    }
+}
