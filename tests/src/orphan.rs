@@ -31,6 +31,11 @@ impl Orphan {
         self.pid
     }
 
+    /// Whether it has not ended.
+    pub fn is_running(&self) -> bool {
+        rustix::process::pidfd_send_signal(&self.pidfd, Signal::CONT).is_ok()
+    }
+
     /// Kills it.
     pub fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);

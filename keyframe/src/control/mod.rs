@@ -96,7 +96,7 @@ pub enum Response {
 pub struct Status {
     /// The VM's name.
     pub vm: String,
-    /// `running`, `paused` or `ended`.
+    /// `running` or `paused`; `unknown` where QEMU's monitor is lost.
     pub state: String,
     /// QEMU's process.
     pub qemu_pid: u32,

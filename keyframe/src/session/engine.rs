@@ -423,6 +423,7 @@ impl<'a> Engine<'a> {
             let message = format!(
                 "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices are saved"
             );
+            self.update(|status| status.state = "unknown".into());
             return self.failed(&message, 1, true);
         }
         self.failed(&message, 1, false)

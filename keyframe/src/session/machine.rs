@@ -64,6 +64,9 @@ impl Machine for QemuMachine {
                 let resumed = self.vm.qmp().cont();
                 if resumed.is_ok() {
                     let _ = self.watchdog.disarm()?;
+                } else {
+                    // The watchdog stays armed: the request may still be on its way.
+                    self.rescue();
                 }
                 Err(e.into())
             }

@@ -1,0 +1,168 @@
+//! Memory that is plugged into a running VM: the next checkpoint begins a run of its own, complete and exact, and restores
+//! with that memory in place.
+
+use keyframe_qemu::{Qmp, find_ram_blocks};
+use keyframe_tests::{Bench, Boot, Process, Sequence, assert_restores_exactly, hash_lines, number, until};
+use serde_json::{Value, json};
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const DIMM_BYTES: u64 = 128 << 20;
+/// Every so many bytes of the DIMM something is written; no multiple of a page's neighbours.
+const STEP_BYTES: usize = 0x10_3000;
+
+/// A run whose VM has a monitor of the test's own, and room for memory.
+struct Plugged {
+    bench: Bench,
+    run: Process,
+    socket: PathBuf,
+    pid: u32,
+}
+
+impl Plugged {
+    fn start(options: &[&str]) -> Self {
+        let bench = Bench::new();
+        let socket = bench.path().join("own.sock");
+        let monitor = format!("unix:{},server=on,wait=off", socket.display());
+        let boot = Boot::new("hash").with(&["-m", "96M,slots=2,maxmem=1G", "-qmp", &monitor]);
+        let common = ["--interval", "400ms", "--name", "guest", "--audit", "audit"];
+        let mut run = bench.start(&[&common, options].concat(), &boot);
+        run.wait_for("KF READY");
+        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let pid = number(&status[0], "qemu_pid") as u32;
+        Self { bench, run, socket, pid }
+    }
+
+    fn qmp(&self) -> Qmp {
+        Qmp::connect(&self.socket, Duration::from_secs(20)).expect("connect to the monitor")
+    }
+
+    fn must(&self, command: &str, arguments: Value) {
+        self.qmp().execute(command, Some(arguments)).unwrap();
+    }
+
+    fn plug(&self, number: u32) {
+        let (backend, id) = (format!("mem{number}"), format!("dimm{number}"));
+        self.must("object-add", json!({ "qom-type": "memory-backend-ram", "id": backend, "size": DIMM_BYTES }));
+        self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
+    }
+
+    /// In place of the guest, which leaves such memory alone until it is told to use it.
+    fn write_to_dimm(&self, number: u32, value: u8) {
+        let name = format!("mem{number}");
+        let blocks = find_ram_blocks(&mut self.qmp(), self.pid).expect("find RAM blocks");
+        let block = blocks.into_iter().find(|b| b.block.name.contains(&name)).expect("the DIMM's block");
+        let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", self.pid)).unwrap();
+        for at in (0..block.block.total_bytes).step_by(STEP_BYTES) {
+            memory.write_all_at(&[at.to_le_bytes(), [value; 8]].concat(), block.host.0 + at).unwrap();
+        }
+    }
+
+    /// Waits for `count` further checkpoints; the entries of all.
+    fn more(&mut self, count: usize) -> Vec<Value> {
+        let mark = self.bench.list().len();
+        let taken = self.run.wait_until(60, |_| {
+            let list = self.bench.list();
+            (list.len() >= mark + count).then_some(list)
+        });
+        taken.unwrap_or_else(|| panic!("no more checkpoints; {}", self.run.report()))
+    }
+
+    /// The size of all RAM blocks in checkpoint `id`, and whether one of them belongs to backend `name`.
+    fn ram(&self, id: &str, name: &str) -> (u64, bool) {
+        let shown = self.bench.json(&["show", "--json", "--store", &self.bench.store(), id]);
+        let has = shown["ram"].as_array().unwrap().iter().any(|b| b["name"].as_str().unwrap().contains(name));
+        (number(&shown, "ram_bytes"), has)
+    }
+}
+
+fn runs(list: &[Value]) -> Vec<String> {
+    let mut runs: Vec<String> = list.iter().map(|e| e["run"].as_str().expect("a run").to_owned()).collect();
+    runs.dedup();
+    runs
+}
+
+fn newest(list: &[Value]) -> String {
+    number(list.last().expect("a checkpoint"), "id").to_string()
+}
+
+/// Plugs, writes, checkpoints, restores.
+fn a_dimm_is_in_the_next_checkpoint(options: &[&str]) {
+    println!("-- {}", options.join(" "));
+    let mut vm = Plugged::start(options);
+    let before = newest(&vm.more(2));
+    vm.plug(1);
+    vm.write_to_dimm(1, 0xa5);
+    vm.run.wait_for_error("a new run begins");
+    vm.more(2);
+    // Tracked from then on: what is written behind the first checkpoint is in a later one.
+    vm.write_to_dimm(1, 0x5a);
+    let list = vm.more(2);
+    assert_eq!(runs(&list).len(), 2, "{list:?}");
+    let (small, large) = (vm.ram(&before, "mem1"), vm.ram(&newest(&list), "mem1"));
+    assert_eq!((small.1, large), (false, (small.0 + DIMM_BYTES, true)));
+    vm.bench.ok(&["stop"]);
+    let code = vm.run.wait().code();
+    // A checkpoint that was under way as the DIMM came is lost, and that is a warning.
+    assert!(matches!(code, Some(0 | 3)), "{code:?}: {}", vm.run.report());
+    assert!(!vm.run.errors().contains("AUDIT") && !vm.run.errors().contains("audit of"), "{}", vm.run.report());
+    let mut sequence = Sequence::new(16);
+    sequence.check(&hash_lines(&vm.run.lines()), 3);
+    vm.bench.ok(&["check", "--read-data", "--quiet", "--store", &vm.bench.store()]);
+
+    let id = newest(&vm.bench.list());
+    assert_restores_exactly(&vm.bench, &id);
+    let mut restored = vm.bench.restore(&id, &[]);
+    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
+    assert!(grown.is_some(), "the restored guest is silent; {}", restored.report());
+    sequence.check(&hash_lines(&restored.lines()), 4);
+}
+
+#[test]
+fn a_dimm_that_is_plugged_in_is_in_the_next_checkpoint() {
+    a_dimm_is_in_the_next_checkpoint(&[]);
+}
+
+#[test]
+fn so_it_is_with_copy_on_write() {
+    a_dimm_is_in_the_next_checkpoint(&["--strategy", "cow"]);
+}
+
+#[test]
+fn so_it_is_with_fork() {
+    a_dimm_is_in_the_next_checkpoint(&["--strategy", "fork"]);
+}
+
+#[test]
+fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
+    let mut vm = Plugged::start(&[]);
+    let before = newest(&vm.more(1));
+    vm.plug(1);
+    vm.run.wait_for_error("a new run begins");
+    vm.more(1);
+    vm.must("device_del", json!({ "id": "dimm1" }));
+    let gone = || {
+        let devices = vm.qmp().execute("query-memory-devices", None).unwrap();
+        devices.as_array().unwrap().is_empty()
+    };
+    let deadline = std::time::Instant::now() + Duration::from_secs(10);
+    while !gone() {
+        if std::time::Instant::now() > deadline {
+            println!("skipped: this guest does not let go of the DIMM");
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    vm.must("object-del", json!({ "id": "mem1" }));
+    let count = |p: &Process| p.errors().matches("a new run begins").count();
+    until("a third run begins", || count(&vm.run) == 2);
+    let list = vm.more(2);
+    assert_eq!(runs(&list).len(), 3, "{list:?}");
+    assert_eq!(vm.ram(&newest(&list), "mem1"), vm.ram(&before, "mem1"));
+    vm.bench.ok(&["stop"]);
+    assert!(matches!(vm.run.wait().code(), Some(0 | 3)), "{}", vm.run.report());
+    assert!(!vm.run.errors().contains("AUDIT"), "{}", vm.run.report());
+    assert_restores_exactly(&vm.bench, &newest(&vm.bench.list()));
+}
