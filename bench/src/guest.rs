@@ -18,7 +18,10 @@ impl Guest {
         };
         for file in ["vmlinux", "initramfs.cpio.gz"] {
             if !dir.join(file).is_file() {
-                return Err(Error::NoGuest { problem: format!("no {}", dir.join(file).display()) });
+                return Err(Error::NoGuest {
+                    guest: "small",
+                    problem: format!("no {}", dir.join(file).display()),
+                });
             }
         }
         Ok(Self { dir })
@@ -54,7 +57,7 @@ impl Guest {
 fn build() -> Result<PathBuf, Error> {
     let script = Path::new("guests/build");
     if !script.is_file() {
-        return Err(Error::NoGuest { problem: "this is not the project's directory".into() });
+        return Err(Error::NoGuest { guest: "small", problem: "this is not the project's directory".into() });
     }
     let output = Command::new(script)
         .arg("small")
@@ -63,7 +66,10 @@ fn build() -> Result<PathBuf, Error> {
         .output()
         .map_err(Error::io("run guests/build small"))?;
     if !output.status.success() {
-        return Err(Error::NoGuest { problem: format!("guests/build small ended with {}", output.status) });
+        return Err(Error::NoGuest {
+            guest: "small",
+            problem: format!("guests/build small ended with {}", output.status),
+        });
     }
     let text = String::from_utf8_lossy(&output.stdout);
     let last = text.lines().last().unwrap_or_default();

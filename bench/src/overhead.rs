@@ -21,7 +21,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         };
         let with = || -> Result<f64, Error> {
             let store = dir.path().join(format!("store{pair}"));
-            let mut vm = Protected::start(options, &store, "1s", &command)?;
+            let mut vm = Protected::start(options, &store, ("1s", "precopy"), &command)?;
             work_per_s(&mut vm.guest, seconds)
         };
         // The order alternates, so that a machine that slows down favours neither.

@@ -116,14 +116,15 @@ pub struct Protected<'a> {
     pub guest: Guest,
     options: &'a Options,
     name: String,
+    strategy: String,
 }
 
 impl<'a> Protected<'a> {
-    /// Puts `keyframe run` in front of `command`.
+    /// Puts `keyframe run` in front of `command`; `when` is `--interval`, `how` is `--strategy`.
     pub fn start(
         options: &'a Options,
         store: &Path,
-        interval: &str,
+        (when, how): (&str, &str),
         command: &[String],
     ) -> Result<Self, Error> {
         let name = format!("bench-{}", std::process::id());
@@ -145,7 +146,9 @@ impl<'a> Protected<'a> {
             "--store",
             &store_arg,
             "--interval",
-            interval,
+            when,
+            "--strategy",
+            how,
             "--name",
             &name,
             "--",
@@ -153,7 +156,12 @@ impl<'a> Protected<'a> {
         .map(str::to_owned)
         .to_vec();
         line.extend_from_slice(command);
-        Ok(Self { guest: Guest::start(&line)?, options, name })
+        Ok(Self { guest: Guest::start(&line)?, options, name, strategy: how.into() })
+    }
+
+    /// What it was started with.
+    pub fn strategy(&self) -> &str {
+        &self.strategy
     }
 
     /// `keyframe take --json`.
