@@ -156,7 +156,7 @@ impl Bench<'_> {
     fn size(&self, gib: u64, rows: &mut Rows) -> Result<(), Error> {
         let load = Load { rate: RATE, gib: Some(gib) };
         // What the guest's kernel, its page tables and its first process need.
-        let mib = gib * 1024 - 112 - gib * 32;
+        let mib = gib * (1024 - 64) - 120;
         let mem = format!("{gib}G");
         {
             self.options.say(format!("strategies, {gib} GiB, all of it written: boot and first checkpoint"));

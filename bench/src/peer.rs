@@ -154,6 +154,15 @@ impl Peer {
     }
 }
 
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Without a word about a signal; where it fails the guest is ended by one.
+        if self.qmp.quit().is_ok() {
+            self.guest.end(10);
+        }
+    }
+}
+
 fn make_image(image: &Path) -> Result<(), Error> {
     let made = Command::new("qemu-img")
         .args(["create", "-q", "-f", "qcow2"])

@@ -59,6 +59,11 @@ impl Guest {
             {
                 return Ok(line);
             }
+            // It says so once, and then waits for commands; a job that is over tells nothing more.
+            let over = [self.lines("KF ERROR"), self.lines("KF DONE")].concat();
+            if let Some((_, line)) = over.first() {
+                return Err(Error::failed(format!("wait for {text:?}"), line));
+            }
             if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
                 return Err(Error::failed(format!("wait for {text:?}"), format!("it ended with {exit}")));
             }
