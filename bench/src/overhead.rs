@@ -72,8 +72,8 @@ struct Plan {
     rounds: [usize; 3],
 }
 
-const FULL: Plan = Plan { settle_s: 2, seconds: 8, compiles: 3, rounds: [3, 2, 2] };
-const QUICK: Plan = Plan { settle_s: 1, seconds: 2, compiles: 1, rounds: [1, 1, 1] };
+const FULL: Plan = Plan { settle_s: 2, seconds: 8, compiles: 3, rounds: [3, 2, 1] };
+const QUICK: Plan = Plan { settle_s: 1, seconds: 1, compiles: 1, rounds: [1, 1, 1] };
 
 /// What one setting did to one guest.
 struct Lost {
@@ -146,6 +146,7 @@ impl Bench<'_> {
         self.options.say(format!("{}, plain", self.subject.key));
         let mut guest = Guest::start(&self.subject.command)?;
         let done = self.subject.measure(&mut guest, self.plan)?;
+        guest.power_off();
         plain.push(done.work_per_s);
         Ok(done)
     }

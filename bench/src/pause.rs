@@ -16,7 +16,7 @@ mod chart;
 mod rows;
 
 use crate::guest::Guest as Files;
-use crate::peer::{Peer, Way};
+use crate::peer::{BEFORE, Peer, Way};
 use crate::sample::Sample;
 use crate::vm::Protected;
 use crate::{Error, Options, Report};
@@ -50,15 +50,15 @@ struct Plan {
 }
 
 const FULL: Plan = Plan {
-    strategies: [8, 8, 20, 10],
-    cow: [5, 5, 10, 6],
+    strategies: [6, 6, 16, 8],
+    cow: [4, 4, 8, 5],
     empty: 30,
     peers: [1, 1, 3, 1],
-    sizes: 6,
+    sizes: 4,
     peers_of_sizes: true,
 };
 const QUICK: Plan = Plan {
-    strategies: [1, 1, 3, 2],
+    strategies: [1, 1, 2, 1],
     cow: [1, 1, 1, 1],
     empty: 3,
     peers: [0, 0, 1, 0],
@@ -143,6 +143,7 @@ impl Bench<'_> {
     fn peers(&self, rows: &mut Rows) -> Result<(), Error> {
         self.options.say("QEMU's own ways, 1 GiB: boot");
         let mut peer = Peer::start(self.files, &self.dir.join("peer"), MEM, &append(0, WRITTEN_MIB))?;
+        self.first_snapshot(&mut peer, "first", rows)?;
         for (rate, rounds) in RATES.into_iter().zip(self.plan.peers) {
             let load = Load { rate, gib: None };
             peer.guest.say(&format!("rate {rate}"))?;
@@ -172,17 +173,33 @@ impl Bench<'_> {
         self.options.say(format!("QEMU's own ways, {gib} GiB, all of it written: boot"));
         let mut peer =
             Peer::start(self.files, &self.dir.join(format!("peer{gib}")), &mem, &append(RATE, mib))?;
+        self.first_snapshot(&mut peer, &format!("first_{gib}gib"), rows)?;
         self.measure_peer(&mut peer, load, &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot], rows)
+    }
+
+    /// The first background snapshot of a VM protects huge pages, those after it what these were split into. As
+    /// checkpoints are many, it is a figure of its own.
+    fn first_snapshot(&self, peer: &mut Peer, key: &str, rows: &mut Rows) -> Result<(), Error> {
+        self.options.say(format!("background_snapshot, {key}"));
+        if let Some(saved) = peer.save(Way::BackgroundSnapshot, self.options)? {
+            rows.first_snapshots.push((format!("background_snapshot_{key}_pause_ns"), saved.pause_ns));
+        }
+        Ok(())
     }
 
     fn measure_peer(&self, peer: &mut Peer, load: Load, ways: &[Way], rows: &mut Rows) -> Result<(), Error> {
         for way in ways {
             self.options.say(format!("{} at {}", way.key(), load.label()));
-            std::thread::sleep(INTERVAL);
+            // A background snapshot is the one that the guest works through.
+            let background = *way == Way::BackgroundSnapshot;
+            std::thread::sleep(if background { BEFORE } else { INTERVAL });
             if let Some(saved) = peer.save(*way, self.options)? {
                 let row = rows.of(way.key(), load);
                 row.pause_ns.push(saved.pause_ns);
                 row.whole_ns.push(saved.whole_ns);
+                if let (true, Some(lost)) = (background, saved.work_lost) {
+                    row.work_lost.push(lost);
+                }
             }
         }
         Ok(())

@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// How long saving all of RAM may take.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
+/// How much of the guest's life before a save is compared with what it does meanwhile.
+pub const BEFORE: Duration = Duration::from_millis(3200);
 
 /// One of QEMU's ways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +54,9 @@ pub struct Saved {
     pub pause_ns: f64,
     /// How long it took in all.
     pub whole_ns: f64,
+    /// What part of its computing the guest lost from the beginning to the end, against the seconds before; `None` where
+    /// that was too short to tell.
+    pub work_lost: Option<f64>,
 }
 
 /// A guest, its monitor, and another one for its events.
@@ -109,14 +114,21 @@ impl Peer {
             }
             Way::BackgroundSnapshot => self.migrate()?,
         }
-        let whole_ns = started.elapsed().as_nanos() as f64;
+        let ended = Instant::now();
+        let whole_ns = ended.duration_since(started).as_nanos() as f64;
         let pause_ns = self.events.pause_ns(way.key())?;
         match way {
             Way::Savevm => drop(self.qmp.hmp("delvm bench").map_err(Error::qmp("delvm"))?),
             Way::BackgroundSnapshot => self.background_snapshots(false)?,
             Way::Migrate | Way::LiveMigrate => {}
         }
-        Ok(Some(Saved { pause_ns, whole_ns }))
+        let units_per_s = |from, to| self.guest.rate("dirty ", "work=", (from, to));
+        let work_lost = started
+            .checked_sub(BEFORE)
+            .and_then(|from| units_per_s(from, started))
+            .zip(units_per_s(started, ended))
+            .map(|(before, during)| 1.0 - during / before);
+        Ok(Some(Saved { pause_ns, whole_ns, work_lost }))
     }
 
     fn savevm(&mut self) -> Result<(), Error> {

@@ -81,6 +81,23 @@ impl Guest {
         self.with_lines(|l| l.iter().filter(|(_, l)| l.starts_with(prefix)).cloned().collect())
     }
 
+    /// How fast the counter `field` grew between two instants, a second, by lines that begin with `prefix`.
+    pub fn rate(&self, prefix: &str, field: &str, (from, to): (Instant, Instant)) -> Option<f64> {
+        let lines = self.lines(prefix);
+        let mut inside = lines.iter().filter(|(at, _)| *at >= from && *at <= to);
+        let (first, before) = inside.next()?;
+        let (last, after) = inside.next_back()?;
+        let seconds = last.duration_since(*first).as_secs_f64();
+        (seconds > 0.0).then_some((number(after, field)? - number(before, field)?) / seconds)
+    }
+
+    /// Switches the guest off by its console, without QEMU's word about a signal.
+    pub fn power_off(mut self) {
+        if self.say("poweroff").is_ok() {
+            self.end(10);
+        }
+    }
+
     fn with_lines<T>(&self, f: impl FnOnce(&Vec<(Instant, String)>) -> T) -> T {
         match self.lines.lock() {
             Ok(lines) => f(&lines),
@@ -113,6 +130,11 @@ impl Drop for Guest {
         }
         self.end(20);
     }
+}
+
+/// The number behind `field` in `line`.
+fn number(line: &str, field: &str) -> Option<f64> {
+    line.split_whitespace().find_map(|word| word.strip_prefix(field))?.parse().ok()
 }
 
 /// A guest under `keyframe run`.
@@ -180,5 +202,19 @@ impl<'a> Protected<'a> {
             return Err(Error::failed("keyframe take", String::from_utf8_lossy(&output.stderr)));
         }
         serde_json::from_slice(&output.stdout).map_err(|e| Error::failed("read keyframe take --json", e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_read_by_their_names() {
+        let line = "dirty t=3.000 written=180000 work=77\r";
+        assert_eq!(number(line, "written="), Some(180_000.0));
+        assert_eq!(number(line, "work="), Some(77.0));
+        assert_eq!(number(line, "passes="), None);
+        assert_eq!(number("compute work=x", "work="), None);
     }
 }

@@ -94,13 +94,8 @@ impl Subject {
                 let from = Instant::now();
                 // A second more: the first line comes up to that much later.
                 std::thread::sleep(Duration::from_millis(plan.seconds * 1000 + 1200));
-                let lines = guest.lines(prefix);
-                let lines: Vec<_> = lines.iter().filter(|(at, _)| *at > from).collect();
-                let per_s = |field: &str| {
-                    let ((first, before), (last, after)) = (lines.first()?, lines.last()?);
-                    let seconds = last.duration_since(*first).as_secs_f64();
-                    (seconds > 0.0).then_some((number(after, field)? - number(before, field)?) / seconds)
-                };
+                let span = (from, Instant::now());
+                let per_s = |field: &str| guest.rate(prefix, field, span);
                 let work_per_s = per_s(work)
                     .ok_or_else(|| Error::failed("measure the guest's work", "it printed too few lines"))?;
                 Ok(Done { work_per_s, spare_per_s: spare.and_then(per_s) })
@@ -111,24 +106,5 @@ impl Subject {
                 Ok(Done { work_per_s: files / seconds, spare_per_s: None })
             }
         }
-    }
-}
-
-/// The number behind `field` in `line`.
-fn number(line: &str, field: &str) -> Option<f64> {
-    line.split_whitespace().find_map(|word| word.strip_prefix(field))?.parse().ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn counters_are_read_by_their_names() {
-        let line = "dirty t=3.000 written=180000 work=77\r";
-        assert_eq!(number(line, "written="), Some(180_000.0));
-        assert_eq!(number(line, "work="), Some(77.0));
-        assert_eq!(number(line, "passes="), None);
-        assert_eq!(number("compute work=x", "work="), None);
     }
 }

@@ -1,6 +1,7 @@
 //! The pauses as two charts: over the dirty rate, and over the size of RAM.
 
 use super::rows::{Load, Rows};
+use crate::peer::Way;
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
 /// A line for each way, the median of each load as a point.
@@ -14,7 +15,7 @@ pub fn figure(rows: &Rows) -> Figure {
     };
     let by_size = Chart {
         title: "20,000 dirty pages a second, all RAM was written, by its size".into(),
-        x: Axis::new("RAM, GiB", Scale::Log),
+        x: Axis::new("RAM, GiB", Scale::Linear),
         y: pause(),
         series: series(rows, |load| load.gib.map(|gib| gib as f64)),
     };
@@ -26,7 +27,8 @@ pub fn figure(rows: &Rows) -> Figure {
 fn series(rows: &Rows, x: impl Fn(Load) -> Option<f64>) -> Vec<Series> {
     let mut all: Vec<Series> = Vec::new();
     for row in rows.iter() {
-        let Some(x) = x(row.load) else { continue };
+        // The live migration was measured at one rate alone, and colours are few.
+        let Some(x) = x(row.load).filter(|_| row.way != Way::LiveMigrate.key()) else { continue };
         let name = row.way.replace('_', "-");
         let point = Point { x, y: row.pause_ns.median() / 1e6, deviation: None };
         match all.iter_mut().find(|s| s.name == name) {

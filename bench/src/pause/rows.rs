@@ -37,26 +37,32 @@ pub struct Row {
     pub whole_ns: Sample,
     /// What each checkpoint held; empty for QEMU's own ways.
     pub dirty_pages: Sample,
+    /// What part of its computing the guest lost from a save's beginning to its end; of background snapshots.
+    pub work_lost: Sample,
 }
 
 /// All of them, in the order in which they were first measured.
 #[derive(Default)]
-pub struct Rows(Vec<Row>);
+pub struct Rows {
+    rows: Vec<Row>,
+    /// Keys and pauses of each VM's first background snapshot.
+    pub first_snapshots: Vec<(String, f64)>,
+}
 
 impl Rows {
     /// The row of `way` at `load`.
     pub fn of(&mut self, way: &str, load: Load) -> &mut Row {
-        let at = self.0.iter().position(|r| r.way == way && r.load == load).unwrap_or_else(|| {
-            let (pause_ns, whole_ns, dirty_pages) = Default::default();
-            self.0.push(Row { way: way.into(), load, pause_ns, whole_ns, dirty_pages });
-            self.0.len() - 1
+        let at = self.rows.iter().position(|r| r.way == way && r.load == load).unwrap_or_else(|| {
+            let (pause_ns, whole_ns, dirty_pages, work_lost) = Default::default();
+            self.rows.push(Row { way: way.into(), load, pause_ns, whole_ns, dirty_pages, work_lost });
+            self.rows.len() - 1
         });
-        &mut self.0[at]
+        &mut self.rows[at]
     }
 
     /// The rows as they are.
     pub fn iter(&self) -> impl Iterator<Item = &Row> {
-        self.0.iter()
+        self.rows.iter()
     }
 
     /// How often `way` was measured at `load`.
@@ -73,6 +79,9 @@ impl Rows {
 
     /// Writes the figures of each row.
     pub fn figures(&self, report: &mut Report) {
+        for (key, pause_ns) in &self.first_snapshots {
+            report.figure(key, *pause_ns);
+        }
         for row in self.iter() {
             let key = format!("{}_{}", row.way, row.load.label());
             report.figure(format!("{key}_pause_p50_ns"), row.pause_ns.median());
@@ -82,6 +91,9 @@ impl Rows {
             }
             if row.whole_ns.len() > 0 {
                 report.figure(format!("{key}_whole_p50_ns"), row.whole_ns.median());
+            }
+            if row.work_lost.len() > 0 {
+                report.ratio(format!("{key}_work_lost"), row.work_lost.median());
             }
         }
     }
