@@ -1,14 +1,26 @@
 //! Benchmarks against peers: each runs the product and its peers as a user would, on the same guest, in one run.
 //!
-//! One file a benchmark; `guest` and `vm` are what they share. Every figure is measured in the run that prints it; a
-//! ratio is computed from two figures of the same run.
+//! One file a benchmark, with a directory of its parts; the others are what they share. Every figure is measured in the
+//! run that prints it; a ratio is computed from two figures of the same run. What cannot be measured has no key.
+//!
+//! ```text
+//!   pause ────┬─▶ vm::Protected ─▶ keyframe run -- qemu ...      pause as `keyframe take` tells it
+//!             └─▶ peer::Peer ────▶ qemu ... + monitor, events    pause as QEMU's STOP and RESUME tell it
+//!   overhead ─┬─▶ vm::Protected ─┐
+//!             └─▶ vm::Guest ─────┴▶ the guest's own counter of its work, against the host's clock
+//! ```
+//!
+//! Left out: judging figures; a benchmark passes when it could measure.
 
+mod events;
 mod guest;
 mod overhead;
 mod pause;
+mod peer;
 mod sample;
 mod vm;
 
+use keyframe_plot::Figure;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -21,6 +33,16 @@ pub struct Options {
     pub quick: bool,
     /// The small guest's files; built where absent.
     pub guest: Option<PathBuf>,
+    /// The real guest's files; built where absent.
+    pub real_guest: Option<PathBuf>,
+    /// Told what is being measured.
+    pub progress: fn(&str),
+}
+
+impl Options {
+    fn say(&self, line: impl AsRef<str>) {
+        (self.progress)(line.as_ref());
+    }
 }
 
 /// What a benchmark found.
@@ -30,21 +52,33 @@ pub struct Report {
     pub name: String,
     /// Measured values; the key's end is the unit.
     pub figures: BTreeMap<String, f64>,
-    /// One figure over another.
+    /// One figure over another, or a part of a whole.
     pub ratios: BTreeMap<String, f64>,
+    /// The same as a picture.
+    #[serde(skip)]
+    pub plot: Figure,
 }
 
 impl Report {
     fn new(name: &str) -> Self {
-        Self { name: name.into(), figures: BTreeMap::new(), ratios: BTreeMap::new() }
+        let plot = Figure { title: String::new(), charts: Vec::new() };
+        Self { name: name.into(), figures: BTreeMap::new(), ratios: BTreeMap::new(), plot }
     }
 
-    fn figure(&mut self, key: &str, value: f64) {
+    fn figure(&mut self, key: impl Into<String>, value: f64) {
         self.figures.insert(key.into(), value);
     }
 
-    fn ratio(&mut self, key: &str, value: f64) {
+    fn ratio(&mut self, key: impl Into<String>, value: f64) {
         self.ratios.insert(key.into(), value);
+    }
+
+    /// The ratio of two figures, where both were measured.
+    fn ratio_of(&mut self, key: impl Into<String>, over: &str, under: &str) {
+        if let (Some(over), Some(under)) = (self.figures.get(over), self.figures.get(under)) {
+            let value = over / under;
+            self.ratio(key, value);
+        }
     }
 
     /// For a person: one value a line.
@@ -52,7 +86,7 @@ impl Report {
         let mut lines = vec![format!("benchmark {}", self.name)];
         for (key, value) in &self.figures {
             let shown =
-                if key.ends_with("_ns") { format!("{:.3} ms", value / 1e6) } else { format!("{value}") };
+                if key.ends_with("_ns") { format!("{:.3} ms", value / 1e6) } else { format!("{value:.1}") };
             lines.push(format!("  {key:<44} {shown}"));
         }
         lines.extend(self.ratios.iter().map(|(key, value)| format!("  {key:<44} {value:.3}")));
@@ -88,8 +122,10 @@ pub enum Error {
         source: keyframe_qemu::Error,
     },
     /// The guest's files are missing.
-    #[error("the small guest is not built: {problem}")]
+    #[error("the {guest} guest is not built: {problem}")]
     NoGuest {
+        /// Which.
+        guest: &'static str,
         /// What is missing.
         problem: String,
     },
@@ -100,7 +136,7 @@ impl Error {
     pub fn fix(&self) -> Option<&'static str> {
         match self {
             Self::NoGuest { .. } => Some(
-                "build it with guests/build small, and name its directory with --guest or KEYFRAME_GUEST",
+                "build it with guests/build in the project's directory, and name its directory with --guest or KEYFRAME_GUEST",
             ),
             _ => None,
         }

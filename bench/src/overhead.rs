@@ -1,62 +1,222 @@
-//! What checkpoints cost the guest: work done by a computing guest, with and without Keyframe, in alternating runs.
+//! What checkpoints cost the guest: its work with and without Keyframe, in runs that follow each other.
+//!
+//! ```text
+//!   one round:   plain  A  B  C  plain  D  E  plain      A: --interval 100ms, B: 200ms, ...; the next round: E D C B A
+//!                  └───────┬───────┘
+//!        lost(A) = 1 - work(A) / (mean of the plain runs before and after)
+//! ```
+//!
+//! Each run is a fresh boot, for what is left of a tracker (split huge pages) slows a guest that is no longer tracked.
+//! Plain runs on both sides of a few others, in an order that turns round, let a machine that gets slower favour nobody.
+
+mod chart;
+mod compile;
+mod subject;
 
 use crate::guest::Guest as Files;
 use crate::sample::Sample;
 use crate::vm::{Guest, Protected};
 use crate::{Error, Options, Report};
-use std::time::Duration;
+use std::path::Path;
+use subject::{Done, Subject};
 
-const MEM: &str = "1G";
+/// Runs between two plain ones.
+const BETWEEN: usize = 3;
+
+/// How checkpoints are taken in a run.
+#[derive(Clone, Copy, Debug)]
+struct Setting {
+    strategy: &'static str,
+    interval: &'static str,
+    interval_ms: u32,
+}
+
+impl Setting {
+    const fn every(interval: &'static str, interval_ms: u32) -> Self {
+        Self { strategy: "precopy", interval, interval_ms }
+    }
+
+    /// As in keys: the interval alone where the strategy is the default one.
+    fn key(&self) -> String {
+        match self.strategy {
+            "precopy" => self.interval.into(),
+            other => format!("{}_{}", other.replace('-', "_"), self.interval),
+        }
+    }
+}
+
+const INTERVALS: [Setting; 5] = [
+    Setting::every("100ms", 100),
+    Setting::every("200ms", 200),
+    Setting::every("500ms", 500),
+    Setting::every("1s", 1000),
+    Setting::every("2s", 2000),
+];
+const STRATEGIES: [Setting; 5] = [
+    Setting::every("1s", 1000),
+    Setting { strategy: "stop-copy", ..Setting::every("1s", 1000) },
+    Setting { strategy: "fork", ..Setting::every("1s", 1000) },
+    Setting { strategy: "cow", ..Setting::every("1s", 1000) },
+    Setting::every("100ms", 100),
+];
+
+/// How long and how often.
+struct Plan {
+    /// From the guest's READY to the first count.
+    settle_s: u64,
+    /// What is counted.
+    seconds: u64,
+    /// Times that all sources are compiled, in a run.
+    compiles: u64,
+    /// Rounds with the computing, the dirtying, the compiling guest.
+    rounds: [usize; 3],
+}
+
+const FULL: Plan = Plan { settle_s: 2, seconds: 8, compiles: 3, rounds: [3, 2, 1] };
+const QUICK: Plan = Plan { settle_s: 1, seconds: 1, compiles: 1, rounds: [1, 1, 1] };
+
+/// What one setting did to one guest.
+struct Lost {
+    setting: Setting,
+    per_s: Sample,
+    work: Sample,
+    spare: Sample,
+}
 
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let files = Files::find(options)?;
+    let plan = if options.quick { &QUICK } else { &FULL };
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    let (pairs, seconds) = if options.quick { (1, 8) } else { (6, 15) };
-    let (mut plain, mut protected, mut lost) = (Sample::default(), Sample::default(), Sample::default());
-    let command = files.command(MEM, "kf.work=compute");
-    for pair in 0..pairs {
-        let without = || -> Result<f64, Error> {
-            let mut guest = Guest::start(&command)?;
-            work_per_s(&mut guest, seconds)
-        };
-        let with = || -> Result<f64, Error> {
-            let store = dir.path().join(format!("store{pair}"));
-            let mut vm = Protected::start(options, &store, "1s", &command)?;
-            work_per_s(&mut vm.guest, seconds)
-        };
-        // The order alternates, so that a machine that slows down favours neither.
-        let (without, with) = if pair % 2 == 0 {
-            let without = without()?;
-            (without, with()?)
-        } else {
-            let with = with()?;
-            (without()?, with)
-        };
-        plain.push(without);
-        protected.push(with);
-        lost.push(1.0 - with / without);
+    let files = Files::find(options)?;
+    let mut subjects = vec![
+        (Subject::compute(&files), &INTERVALS[..], plan.rounds[0]),
+        (Subject::dirty(&files), &STRATEGIES[..], plan.rounds[1]),
+    ];
+    match Subject::compile(options, dir.path()) {
+        Ok(subject) => subjects.push((subject, &INTERVALS[3..4], plan.rounds[2])),
+        Err(e) => options.say(format!("the compile is left out: {e}")),
     }
     let mut report = Report::new("overhead");
-    report.figure("compute_plain_units_per_s", plain.median());
-    report.figure("compute_1s_units_per_s", protected.median());
-    report.figure("compute_pairs", lost.len() as f64);
-    report.ratio("work_lost_compute_1s", lost.median());
+    let mut charted = Vec::new();
+    for (subject, settings, rounds) in subjects {
+        let bench = Bench { options, plan, dir: dir.path(), subject: &subject };
+        let (plain, lost) = bench.compare(settings, rounds)?;
+        figures(&mut report, &subject, &plain, &lost);
+        charted.push((subject, lost));
+    }
+    report.plot = chart::figure(&charted);
     Ok(report)
 }
 
-/// Units of work a second, from the guest's own counter against the host's clock.
-fn work_per_s(guest: &mut Guest, seconds: u64) -> Result<f64, Error> {
-    guest.wait_for("KF READY compute", 120)?;
-    std::thread::sleep(Duration::from_secs(seconds + 2));
-    let points: Vec<_> = guest
-        .lines("compute ")
-        .into_iter()
-        .filter_map(|(at, line)| Some((at, line.split("work=").nth(1)?.trim().parse::<f64>().ok()?)))
-        .collect();
-    match (points.get(1), points.last()) {
-        (Some((from, before)), Some((to, after))) if to > from => {
-            Ok((after - before) / to.duration_since(*from).as_secs_f64())
+struct Bench<'a> {
+    options: &'a Options,
+    plan: &'a Plan,
+    dir: &'a Path,
+    subject: &'a Subject,
+}
+
+impl Bench<'_> {
+    /// Measures `settings` against plain runs. Gives back the plain runs' work a second, and what each setting lost.
+    fn compare(&self, settings: &[Setting], rounds: usize) -> Result<(Sample, Vec<Lost>), Error> {
+        let mut lost: Vec<Lost> = settings.iter().map(Lost::new).collect();
+        let mut plain = Sample::default();
+        // The plain run behind one round is the one before the next.
+        let mut before = self.plain(&mut plain)?;
+        for round in 0..rounds {
+            let mut order: Vec<usize> = (0..lost.len()).collect();
+            if round % 2 == 1 {
+                order.reverse();
+            }
+            // A look makes do with one plain run.
+            let between = if self.options.quick { order.len() } else { BETWEEN };
+            for part in order.chunks(between) {
+                let done: Vec<(usize, Done)> = part
+                    .iter()
+                    .map(|at| Ok((*at, self.protected(&lost[*at].setting)?)))
+                    .collect::<Result<_, Error>>()?;
+                let after = if self.options.quick { before } else { self.plain(&mut plain)? };
+                let around = before.mean(after);
+                done.into_iter().for_each(|(at, done)| lost[at].push(done, around));
+                before = after;
+            }
         }
-        _ => Err(Error::failed("measure the guest's work", "it printed too few lines")),
+        Ok((plain, lost))
+    }
+
+    fn plain(&self, plain: &mut Sample) -> Result<Done, Error> {
+        self.options.say(format!("{}, plain", self.subject.key));
+        let mut guest = Guest::start(&self.subject.command)?;
+        let done = self.subject.measure(&mut guest, self.plan)?;
+        guest.power_off();
+        plain.push(done.work_per_s);
+        Ok(done)
+    }
+
+    fn protected(&self, setting: &Setting) -> Result<Done, Error> {
+        self.options.say(format!("{}, {} every {}", self.subject.key, setting.strategy, setting.interval));
+        let store = self.dir.join("store");
+        let how = (setting.interval, setting.strategy);
+        let done = {
+            let mut vm = Protected::start(self.options, &store, how, &self.subject.command)?;
+            self.subject.measure(&mut vm.guest, self.plan)
+        };
+        std::fs::remove_dir_all(&store).map_err(Error::io(format!("remove {}", store.display())))?;
+        done
+    }
+}
+
+impl Lost {
+    fn new(setting: &Setting) -> Self {
+        let (per_s, work, spare) = Default::default();
+        Self { setting: *setting, per_s, work, spare }
+    }
+
+    fn push(&mut self, done: Done, plain: Done) {
+        self.per_s.push(done.work_per_s);
+        self.work.push(1.0 - done.work_per_s / plain.work_per_s);
+        if let (Some(spare), Some(plain)) = (done.spare_per_s, plain.spare_per_s) {
+            self.spare.push(1.0 - spare / plain);
+        }
+    }
+}
+
+fn figures(report: &mut Report, subject: &Subject, plain: &Sample, lost: &[Lost]) {
+    let (key, unit) = (subject.key, subject.unit);
+    report.figure(format!("{key}_plain_{unit}_per_s"), plain.median());
+    report.figure(format!("{key}_pairs"), lost.first().map_or(0, |l| l.work.len()) as f64);
+    // What two plain runs differ by is what a loss is uncertain by.
+    if plain.len() > 1 {
+        report.ratio(
+            format!("{key}_plain_spread"),
+            (plain.percentile(100) - plain.percentile(1)) / plain.median(),
+        );
+    }
+    for lost in lost {
+        let setting = lost.setting.key();
+        report.figure(format!("{key}_{setting}_{unit}_per_s"), lost.per_s.median());
+        report.ratio(format!("work_lost_{key}_{setting}"), lost.work.median());
+        if lost.spare.len() > 0 {
+            report.ratio(format!("spare_lost_{key}_{setting}"), lost.spare.median());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_is_against_the_plain_runs_around_it() {
+        let done = |work_per_s, spare_per_s| Done { work_per_s, spare_per_s };
+        let around = done(90.0, Some(30.0)).mean(done(110.0, Some(50.0)));
+        let mut lost = Lost::new(&INTERVALS[3]);
+        lost.push(done(98.0, Some(20.0)), around);
+        assert!((lost.work.median() - 0.02).abs() < 1e-9);
+        assert!((lost.spare.median() - 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn keys_name_the_strategy_unless_it_is_the_default() {
+        let keys: Vec<_> = STRATEGIES.iter().map(Setting::key).collect();
+        assert_eq!(keys, ["1s", "stop_copy_1s", "fork_1s", "cow_1s", "100ms"]);
     }
 }

@@ -9,6 +9,10 @@ impl Sample {
         self.0.push(value);
     }
 
+    pub fn append(&mut self, other: &Self) {
+        self.0.extend_from_slice(&other.0);
+    }
+
     pub fn len(&self) -> usize {
         self.0.len()
     }

@@ -59,6 +59,11 @@ impl Guest {
             {
                 return Ok(line);
             }
+            // It says so once, and then waits for commands; a job that is over tells nothing more.
+            let over = [self.lines("KF ERROR"), self.lines("KF DONE")].concat();
+            if let Some((_, line)) = over.first() {
+                return Err(Error::failed(format!("wait for {text:?}"), line));
+            }
             if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
                 return Err(Error::failed(format!("wait for {text:?}"), format!("it ended with {exit}")));
             }
@@ -74,6 +79,23 @@ impl Guest {
     /// Console lines with their arrival times that begin with `prefix`.
     pub fn lines(&self, prefix: &str) -> Vec<(Instant, String)> {
         self.with_lines(|l| l.iter().filter(|(_, l)| l.starts_with(prefix)).cloned().collect())
+    }
+
+    /// How fast the counter `field` grew between two instants, a second, by lines that begin with `prefix`.
+    pub fn rate(&self, prefix: &str, field: &str, (from, to): (Instant, Instant)) -> Option<f64> {
+        let lines = self.lines(prefix);
+        let mut inside = lines.iter().filter(|(at, _)| *at >= from && *at <= to);
+        let (first, before) = inside.next()?;
+        let (last, after) = inside.next_back()?;
+        let seconds = last.duration_since(*first).as_secs_f64();
+        (seconds > 0.0).then_some((number(after, field)? - number(before, field)?) / seconds)
+    }
+
+    /// Switches the guest off by its console, without QEMU's word about a signal.
+    pub fn power_off(mut self) {
+        if self.say("poweroff").is_ok() {
+            self.end(10);
+        }
     }
 
     fn with_lines<T>(&self, f: impl FnOnce(&Vec<(Instant, String)>) -> T) -> T {
@@ -110,20 +132,26 @@ impl Drop for Guest {
     }
 }
 
+/// The number behind `field` in `line`.
+fn number(line: &str, field: &str) -> Option<f64> {
+    line.split_whitespace().find_map(|word| word.strip_prefix(field))?.parse().ok()
+}
+
 /// A guest under `keyframe run`.
 pub struct Protected<'a> {
     /// Its console.
     pub guest: Guest,
     options: &'a Options,
     name: String,
+    strategy: String,
 }
 
 impl<'a> Protected<'a> {
-    /// Puts `keyframe run` in front of `command`.
+    /// Puts `keyframe run` in front of `command`; `when` is `--interval`, `how` is `--strategy`.
     pub fn start(
         options: &'a Options,
         store: &Path,
-        interval: &str,
+        (when, how): (&str, &str),
         command: &[String],
     ) -> Result<Self, Error> {
         let name = format!("bench-{}", std::process::id());
@@ -145,7 +173,9 @@ impl<'a> Protected<'a> {
             "--store",
             &store_arg,
             "--interval",
-            interval,
+            when,
+            "--strategy",
+            how,
             "--name",
             &name,
             "--",
@@ -153,7 +183,12 @@ impl<'a> Protected<'a> {
         .map(str::to_owned)
         .to_vec();
         line.extend_from_slice(command);
-        Ok(Self { guest: Guest::start(&line)?, options, name })
+        Ok(Self { guest: Guest::start(&line)?, options, name, strategy: how.into() })
+    }
+
+    /// What it was started with.
+    pub fn strategy(&self) -> &str {
+        &self.strategy
     }
 
     /// `keyframe take --json`.
@@ -167,5 +202,19 @@ impl<'a> Protected<'a> {
             return Err(Error::failed("keyframe take", String::from_utf8_lossy(&output.stderr)));
         }
         serde_json::from_slice(&output.stdout).map_err(|e| Error::failed("read keyframe take --json", e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_read_by_their_names() {
+        let line = "dirty t=3.000 written=180000 work=77\r";
+        assert_eq!(number(line, "written="), Some(180_000.0));
+        assert_eq!(number(line, "work="), Some(77.0));
+        assert_eq!(number(line, "passes="), None);
+        assert_eq!(number("compute work=x", "work="), None);
     }
 }

@@ -2,21 +2,24 @@
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Measure Keyframe against its peers on this machine
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Every benchmark runs Keyframe and its peers side by side on the same guest and prints ratios; absolute times are
-this machine's. The JSON is one object: name, figures, ratios; keys carry their units.
+this machine's. The JSON is one object: name, figures, ratios; keys carry their units. What each figure is:
+docs/design/benchmarks.md.
 
 Benchmarks:
-  pause     pause of pre-copy, stop-and-copy, savevm, stop + migrate at 20,000 dirty pages a second
-  overhead  work that a computing guest loses to checkpoints every second
+  pause     pause of each strategy and of savevm, migrate exec:, background-snapshot, at 1k to 60k dirty pages a second
+            and with 1 to 4 GiB of RAM (8 minutes)
+  overhead  work that a guest loses to checkpoints, by strategy and interval: computing, dirtying, compiling (12 minutes)
 
 Examples:
   keyframe bench pause
-  keyframe bench pause --json > pause.json"
+  keyframe bench pause --quick --plot pause.svg
+  keyframe bench overhead --json > overhead.json"
 )]
 pub struct Bench {
     /// Which one
@@ -25,12 +28,21 @@ pub struct Bench {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Draw it, as FILE.svg or FILE.png
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Fewer repetitions: a look, not a measurement
     #[arg(long)]
     quick: bool,
     /// The guest's files [default: built by guests/build small]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_GUEST")]
     guest: Option<PathBuf>,
+    /// The files of the guest that compiles [default: built by guests/build real]
+    #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
+    real_guest: Option<PathBuf>,
+    /// Say nothing of what is being measured
+    #[arg(long, short)]
+    quiet: bool,
 }
 
 impl Bench {
@@ -38,7 +50,16 @@ impl Bench {
     pub fn run(&self) -> Outcome {
         let keyframe = std::env::current_exe()
             .map_err(|e| Failure::new(format!("find the path of this program: {e}")))?;
-        let options = keyframe_bench::Options { keyframe, quick: self.quick, guest: self.guest.clone() };
+        if let Some(path) = &self.plot {
+            writable(path)?;
+        }
+        let options = keyframe_bench::Options {
+            keyframe,
+            quick: self.quick,
+            guest: self.guest.clone(),
+            real_guest: self.real_guest.clone(),
+            progress: if self.quiet { |_| () } else { |line| eprintln!("keyframe bench: {line}") },
+        };
         let result = keyframe_bench::run(&self.name, &options).map_err(|e| {
             let failure = Failure::new(crate::failure::chain(&e));
             match e.fix() {
@@ -46,11 +67,24 @@ impl Bench {
                 None => failure,
             }
         })?;
+        if let Some(path) = &self.plot {
+            result.plot.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+        }
         if self.json {
             output::json(&result)?;
         } else {
             output::print_line(&result.text())?;
         }
         Ok(DONE)
+    }
+}
+
+/// Fails before minutes are spent on what could not be written then.
+fn writable(path: &Path) -> Result<(), Failure> {
+    keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
+    match std::fs::OpenOptions::new().append(true).create(true).open(path) {
+        Ok(_) => Ok(()),
+        Err(e) => Err(Failure::new(format!("write {}: {e}", path.display()))
+            .fix("name a file in a directory that exists and may be written to")),
     }
 }

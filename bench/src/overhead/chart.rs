@@ -1,0 +1,48 @@
+//! The losses as charts, one a guest: over the interval, a line for each strategy.
+
+use super::Lost;
+use super::subject::Subject;
+use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
+
+/// A chart for each guest.
+pub fn figure(charted: &[(Subject, Vec<Lost>)]) -> Figure {
+    let charts = charted.iter().map(|(subject, lost)| chart(subject, lost)).collect();
+    Figure { title: "What checkpoints cost the guest".into(), charts }
+}
+
+fn chart(subject: &Subject, lost: &[Lost]) -> Chart {
+    let mut series: Vec<Series> = Vec::new();
+    for lost in lost {
+        let x = f64::from(lost.setting.interval_ms);
+        let samples = [("", &lost.work), (" (spare time)", &lost.spare)];
+        for (what, sample) in samples.into_iter().filter(|(_, sample)| sample.len() > 0) {
+            let name = format!("{}{what}", lost.setting.strategy);
+            let y = sample.median() * 100.0;
+            let deviation =
+                (sample.len() > 1).then(|| (sample.percentile(100) - sample.percentile(1)) * 50.0);
+            let point = Point { x, y, deviation };
+            match series.iter_mut().find(|s| s.name == name) {
+                Some(series) => series.points.push(point),
+                None => series.push(Series { name, points: vec![point] }),
+            }
+        }
+    }
+    for line in &mut series {
+        line.points.sort_by(|a, b| a.x.total_cmp(&b.x));
+    }
+    Chart {
+        title: subject.title.into(),
+        x: Axis { write: length, ..Axis::new("time between checkpoints", Scale::Log) },
+        y: Axis::new("work lost, percent", Scale::Linear),
+        series,
+    }
+}
+
+/// Milliseconds as people say them.
+fn length(ms: f64) -> String {
+    if ms >= 1000.0 {
+        format!("{} s", keyframe_plot::decimal(ms / 1000.0))
+    } else {
+        format!("{} ms", keyframe_plot::decimal(ms))
+    }
+}
