@@ -30,6 +30,8 @@ mod error;
 pub mod fault_tracker;
 pub mod features;
 pub mod fork;
+mod frame;
+mod gadgets;
 mod maps;
 pub mod memory;
 pub mod priority;
