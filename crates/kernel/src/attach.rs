@@ -27,7 +27,7 @@
 //! the stop, which QEMU's main thread does not use; a seccomp filter that kills for a `userfaultfd` call, if we are killed
 //! in the microseconds between setting the registers for it and the call.
 
-use crate::frame::Frame;
+use crate::frame::{Frame, XsaveLayout};
 use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
 use crate::{Error, Process, Result, abi, write_memory};
@@ -154,9 +154,10 @@ fn write_frame(
     tracee: &Tracee<'_>,
     saved: &libc::user_regs_struct,
     mask: SignalMask,
+    layout: &XsaveLayout,
     sigreturn: u64,
 ) -> Option<u64> {
-    let frame = Frame::new(saved, mask, &tracee.xsave().ok()?, sigreturn)?;
+    let frame = Frame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)?;
     write_memory(process, HostVirt(frame.at), &frame.bytes).ok()?;
     Some(frame.at)
 }
@@ -186,6 +187,7 @@ impl<'p> Hijack<'p> {
         gadgets: Gadgets,
         deadline: Instant,
     ) -> Result<Self> {
+        let layout = XsaveLayout::of_this_processor();
         tracee.interrupt()?;
         // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
         while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
@@ -194,7 +196,8 @@ impl<'p> Hijack<'p> {
         // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
         let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
         let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
-        let frame_at = gadgets.sigreturn.and_then(|at| write_frame(process, &tracee, &saved, mask, at));
+        let frame_at =
+            gadgets.sigreturn.and_then(|at| write_frame(process, &tracee, &saved, mask, layout, at));
         let hijack = Self {
             process,
             tracee,

@@ -27,6 +27,7 @@
 
 use crate::ptrace::SignalMask;
 use std::arch::x86_64::__cpuid_count;
+use std::sync::OnceLock;
 
 const RED_ZONE_BYTES: u64 = 128;
 /// The kernel's `rt_sigframe`: the return address, a `ucontext`, a `siginfo`; in words of 8 bytes.
@@ -47,6 +48,8 @@ const MAGIC_2: u32 = 0x4650_5845;
 /// The tiles of AMX: state that a process has only once it has asked for it.
 const DYNAMIC: u64 = 1 << 18;
 const CPUID_XSAVE: u32 = 0xd;
+/// The last bit says something else.
+const FEATURES: usize = 63;
 
 const ERESTARTSYS: i64 = -512;
 const ERESTARTNOINTR: i64 = -513;
@@ -71,9 +74,10 @@ impl Frame {
         registers: &libc::user_regs_struct,
         mask: SignalMask,
         xsave: &[u8],
+        layout: &XsaveLayout,
         sigreturn: u64,
     ) -> Option<Self> {
-        let xsave = with_marks(xsave)?;
+        let xsave = with_marks(xsave, layout)?;
         let top = registers.rsp.checked_sub(RED_ZONE_BYTES)?;
         let xsave_at = top.checked_sub(xsave.len() as u64)? & !63;
         // Where the stack pointer of a function is on its entry.
@@ -160,11 +164,11 @@ fn restarting(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
 ///
 /// The second mark follows the state that the kernel keeps for this thread. That is with the tiles, or without them; what
 /// the thread did not ask for is not in use.
-fn with_marks(xsave: &[u8]) -> Option<Vec<u8>> {
+fn with_marks(xsave: &[u8], layout: &XsaveLayout) -> Option<Vec<u8>> {
     let word = |at: usize| Some(u64::from_ne_bytes(*xsave.get(at..)?.first_chunk()?));
     let (permitted, in_use) = (word(SOFTWARE_AT)?, word(IN_USE_AT)?);
     let features = if in_use & DYNAMIC == 0 { permitted & !DYNAMIC } else { permitted };
-    let kept_bytes = kept_bytes(features);
+    let kept_bytes = layout.len_bytes(features);
     if kept_bytes > xsave.len() {
         return None;
     }
@@ -184,13 +188,30 @@ fn with_marks(xsave: &[u8]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// The length of an xsave area in standard form that holds these features.
-fn kept_bytes(features: u64) -> usize {
-    let ends = (2..63).filter(|bit| features >> bit & 1 == 1).map(|bit| {
-        let feature = __cpuid_count(CPUID_XSAVE, bit);
-        feature.ebx as usize + feature.eax as usize
-    });
-    ends.fold(XSAVE_BYTES_MIN, usize::max)
+/// Where each feature's part of an xsave area in standard form ends, by the number of its bit.
+#[derive(Debug)]
+pub(crate) struct XsaveLayout([usize; FEATURES]);
+
+impl XsaveLayout {
+    /// That of this processor, asked once: a virtual machine's host answers each question, which takes its time.
+    pub fn of_this_processor() -> &'static Self {
+        static LAYOUT: OnceLock<XsaveLayout> = OnceLock::new();
+        LAYOUT.get_or_init(|| {
+            let mut ends = [XSAVE_BYTES_MIN; FEATURES];
+            // The first two are in the oldest part.
+            for (bit, end) in ends.iter_mut().enumerate().skip(2) {
+                let feature = __cpuid_count(CPUID_XSAVE, bit as u32);
+                *end = feature.ebx as usize + feature.eax as usize;
+            }
+            Self(ends)
+        })
+    }
+
+    /// The length of an area that holds these features.
+    fn len_bytes(&self, features: u64) -> usize {
+        let ends = self.0.iter().enumerate().filter(|(bit, _)| features >> bit & 1 == 1);
+        ends.map(|(_, end)| *end).fold(XSAVE_BYTES_MIN, usize::max)
+    }
 }
 
 #[cfg(test)]
@@ -236,6 +257,7 @@ mod tests {
                 &libc::user_regs_struct { rsp, ..registers(1, -1) },
                 SignalMask(5),
                 &xsave,
+                XsaveLayout::of_this_processor(),
                 0x4242,
             )
             .unwrap();
@@ -256,7 +278,13 @@ mod tests {
     fn no_frame_is_made_of_what_no_thread_has() {
         let xsave = vec![0; XSAVE_BYTES_MIN];
         let frame = |rsp, xsave: &[u8]| {
-            Frame::new(&libc::user_regs_struct { rsp, ..registers(1, -1) }, SignalMask(0), xsave, 1)
+            Frame::new(
+                &libc::user_regs_struct { rsp, ..registers(1, -1) },
+                SignalMask(0),
+                xsave,
+                XsaveLayout::of_this_processor(),
+                1,
+            )
         };
         assert!(frame(0x7fff_0000_0000, &xsave).is_some());
         for rsp in [0, 127, 128, 700] {

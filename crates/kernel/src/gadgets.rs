@@ -119,8 +119,17 @@ fn pieces(range: HostRange) -> impl Iterator<Item = HostRange> {
 }
 
 fn address_of(gadget: &[u8], range: HostRange, code: &[u8]) -> Option<u64> {
-    let at = code.windows(gadget.len()).position(|bytes| bytes == gadget)?;
-    Some(range.start.0 + at as u64)
+    let (first, _) = gadget.split_first()?;
+    let mut at = 0;
+    // Looking for one byte is what is fast.
+    while let Some(next) = code.get(at..)?.iter().position(|byte| byte == first) {
+        at += next;
+        if code.get(at..)?.starts_with(gadget) {
+            return Some(range.start.0 + at as u64);
+        }
+        at += 1;
+    }
+    None
 }
 
 #[cfg(test)]

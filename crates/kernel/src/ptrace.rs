@@ -37,7 +37,7 @@ const CS_USER_64: u64 = 0x33;
 /// The kernel's `NT_X86_XSTATE`: the registers that its xsave instruction saves.
 const REGISTERS_XSAVE: usize = 0x202;
 /// They take 11 KiB with the largest that there are.
-const XSAVE_BYTES_MAX: usize = 64 << 10;
+const XSAVE_BYTES_MAX: usize = 16 << 10;
 
 /// The first polls only yield, so that a stop costs microseconds; then we sleep between them.
 const POLLS_YIELDING: u32 = 200;
