@@ -117,13 +117,15 @@ fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
     let flags = match kind {
         "anon" | "thp" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
         "hugeanon" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
-        "copy" | "memcopy" => libc::MAP_PRIVATE,
+        "copy" | "memcopy" | "hugecopy" => libc::MAP_PRIVATE,
         _ => libc::MAP_SHARED,
     };
     let file = match kind {
         "memfd" | "memcopy" => Some(memory_file(len, libc::MFD_CLOEXEC)?),
         "sealed" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)?),
-        "hugetlb" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?),
+        "hugetlb" | "hugecopy" => {
+            Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?)
+        }
         "file" | "copy" => {
             let mut file = unnamed_file()?;
             file.set_len(len as u64)?;

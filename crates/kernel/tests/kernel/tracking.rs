@@ -111,6 +111,64 @@ fn discarded_private_pages_are_reported_each_time() {
     }
 }
 
+/// Reading puts something there again, which is not what was there: zeros, or the file's page.
+#[test]
+fn discarded_pages_that_are_read_before_the_scan_are_reported() {
+    const PAGES: u64 = 3 * 512;
+    let test = "discarded_pages_that_are_read_before_the_scan_are_reported";
+    if !sees_markers(test) {
+        return;
+    }
+    for kind in ["anon", "thp", "copy", "memcopy"] {
+        for trusting in [true, false] {
+            let mut target = Target::start();
+            let ram = target.map(kind, PAGES * PAGE);
+            target.write(ram, 0, 700, 7);
+            let mut tracker = target.track(ram);
+            if !trusting {
+                tracker.trust_no_kernel();
+            }
+            scan(&tracker, ram);
+            for round in 0..3 {
+                let context = format!("{kind}, trusting: {trusting}, round {round}");
+                target.on("zap", ram, 3, 2, "");
+                target.content(part(ram, 0, 5));
+                assert_eq!(numbers(&scan(&tracker, ram)), [3, 4], "{context}: some");
+                assert_eq!(scan(&tracker, ram), [], "{context}: reported once");
+                target.content(ram);
+                assert_eq!(scan(&tracker, ram), [], "{context}: reading is not writing");
+                // Never written since, but once more nothing.
+                target.on("zap", ram, 3, 1, "");
+                let again = numbers(&scan(&tracker, ram));
+                assert!(again.is_empty() || (kind != "copy" && again == [3]), "{context}: {again:?}");
+                target.write(ram, 4, 1, 8);
+                assert_eq!(scan(&tracker, ram), [(4, true)], "{context}");
+                target.on("zap", ram, 0, PAGES, "");
+                target.content(ram);
+                let all = numbers(&scan(&tracker, ram));
+                assert!([0, 4, 699].iter().all(|page| all.contains(page)), "{context}: {all:?}");
+                target.write(ram, 0, 700, 9);
+                scan(&tracker, ram);
+            }
+        }
+    }
+}
+
+#[test]
+fn discarded_huge_pages_that_are_read_before_the_scan() {
+    let Some(_pool) = HugePages::reserve(16, "discarded_huge") else { return };
+    for kind in ["hugeanon", "hugecopy"] {
+        let mut target = Target::start();
+        let ram = target.map(kind, 4 * HUGE);
+        target.write(ram, 0, 4 * 512, 7);
+        let tracker = target.track(ram);
+        scan(&tracker, ram);
+        target.on("zap", ram, 512, 512, "");
+        target.content(ram);
+        println!("{kind}: {:?}", scan(&tracker, ram).len());
+    }
+}
+
 /// Touched and discarded again between two scans, reported all the same: whoever copied it meanwhile holds old data.
 #[test]
 fn a_page_touched_and_discarded_between_scans_is_reported() {
