@@ -24,11 +24,12 @@
 //! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
 //!   over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need no B. C
 //!   reports it, and puts markers there, so that it is reported once.
-//! - Private memory of a file, and hugetlbfs: a protected page leaves a marker, as if it had never been there; and
+//! - Private memory of a file: a protected page leaves a marker, as if it had never been there; and
 //!   reading puts the file's page there, as if it had never been written. So the pages are remembered that hold
 //!   nothing of their own, but a marker or the file's page; one that joins them was discarded.
 //!
-//! In shared memory neither says anything: its content lives in the file.
+//! In shared memory neither says anything: its content lives in the file. Private huge pages of hugetlbfs, discarded and
+//! read, hold zeros as if these had always been there: refused where they can be discarded ([`Error::DiscardsUnseen`]).
 //!
 //! Invariants: a page is protected only in a scan that reports it, and whether it is there is looked up after that;
 //! where a call fails half-way, the error is [`Error::ScanBroken`] and every page of that scan counts as written.
@@ -169,7 +170,8 @@ impl WriteTracker {
 
     /// Whether private memory can be discarded while it is tracked (default: it can). A VM without balloon, free page
     /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for it where they need
-    /// one, about half of their time. Told so wrongly, discarded pages are missed.
+    /// one, about half of their time. Told so wrongly, discarded pages are missed. To be told before private huge pages of
+    /// hugetlbfs are registered, which cannot be tracked where they can be discarded.
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
         // What was not kept up to date is not to be relied on; without it a scan reports too much.
@@ -184,12 +186,13 @@ impl WriteTracker {
 
     /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
     /// scan every page of it counts as written. Errors: not mapped, registered already, not whole pages, 1 GiB
-    /// pages, or the kernel refuses; nothing of it is tracked then.
+    /// pages, private huge pages that can be discarded, or the kernel refuses; nothing of it is tracked then.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
         }
         let segments = self.segments_of(range)?;
+        self.ensure_discards_seen(&segments, "register")?;
         abi::uffd_register(self.uffd.as_fd(), range.start.0, range.len_bytes)
             .map_err(|source| self.range_error("register", range, source))?;
         self.segments.extend(segments);
@@ -229,6 +232,13 @@ impl WriteTracker {
         Ok(segments)
     }
 
+    fn ensure_discards_seen(&self, segments: &[Segment], operation: &'static str) -> Result<()> {
+        let unseen = |s: &&Segment| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
+        let pid = self.process.pid();
+        let error = |s: &Segment| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
+        segments.iter().find(unseen).map_or(Ok(()), error)
+    }
+
     /// Ends the tracking of `range`, which must be registered. Errors: it is not, or the kernel refuses.
     pub fn unregister(&mut self, range: HostRange) -> Result<()> {
         self.parts(range, "unregister")?;
@@ -254,6 +264,7 @@ impl WriteTracker {
     /// `out` is unchanged in every case.
     pub fn scan_and_protect(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let parts = self.parts(range, "scan")?;
+        self.ensure_discards_seen(&parts, "scan")?;
         let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut *guard;
         let before = out.len();
