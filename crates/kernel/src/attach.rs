@@ -4,11 +4,12 @@
 //!
 //! ```text
 //!   seize ─ interrupt ─▶ stopped in a system call, or between two instructions
-//!                          save registers and signal mask; block all signals
+//!                          save registers and signal mask, also in a signal frame on its stack
+//!                          block all signals
 //!                          userfaultfd()  ─▶ fd ── pidfd_getfd ──▶ ours
 //!                          close(fd)
 //!                          interrupt, resume ─▶ stopped on the way out of the kernel
-//!                          restore registers and signal mask
+//!                          restore signal mask and registers
 //!   detach ◀─────────────┘  an interrupted system call is restarted by the kernel, as after any stop
 //! ```
 //!
@@ -68,13 +69,13 @@ pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
     let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
     std::thread::scope(|scope| {
         let session = std::thread::Builder::new().name("attach".into());
-        let session = session.spawn_scoped(scope, || run_session(process)).map_err(spawn)?;
+        let run = || run_session(process, Gadgets::find(process)?);
+        let session = session.spawn_scoped(scope, run).map_err(spawn)?;
         session.join().unwrap_or_else(|_| Err(spawn(io::Error::other("it panicked"))))
     })
 }
 
-fn run_session(process: &Process) -> Result<Attached> {
-    let gadgets = Gadgets::find(process)?;
+fn run_session(process: &Process, gadgets: Gadgets) -> Result<Attached> {
     let tracee = Tracee::seize(process)?;
     let begun = Instant::now();
     let mut hijack = Hijack::stop(process, tracee, gadgets, begun + SESSION_MAX)?;
@@ -351,5 +352,23 @@ impl Drop for Hijack<'_> {
             // The error that led here is the one to report; failing again, the end of this thread detaches.
             let _ = self.restore();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    /// Without a way back of its own the process is attached to all the same, and goes on.
+    #[test]
+    fn a_process_without_a_way_back_is_attached_to() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
+        let process = Process::open(child.id()).unwrap();
+        let gadgets = Gadgets::without_way_back(&process).unwrap();
+        let attached: Vec<_> = (0..20).map(|_| run_session(&process, gadgets).unwrap()).collect();
+        assert!(attached.iter().all(|attached| !attached.guarded));
+        drop(child.stdin.take());
+        assert!(child.wait().unwrap().success(), "it ends of itself");
     }
 }

@@ -18,7 +18,9 @@
 //!    (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
 //! 3. It ends with the snapshot, and with the thread that keeps it, should that die (`PTRACE_O_EXITKILL`).
 //! 4. The target is told nothing: the child's end sends no signal, and it is none that `wait` shows. Dropped, the snapshot
-//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or the target's end.
+//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or the target's end. Where
+//!    it dies right in the fork, the target runs on as after any attachment (see `attach`); its memory may stay without
+//!    `MADV_DONTFORK` then, so that a child that QEMU itself makes later costs more.
 //!
 //! The copy is of one instant only where nothing in the target runs: threads other than the main one are not stopped here,
 //! so the caller pauses the VM first. What a snapshot costs later: each first write of the target copies a page.

@@ -47,6 +47,11 @@ impl Gadgets {
         {
             return Ok(Self { call, sigreturn: Some(sigreturn) });
         }
+        Self::in_vdso(process, &maps)
+    }
+
+    /// A `syscall` of the vdso, and no way back.
+    fn in_vdso(process: &Process, maps: &[Mapping]) -> Result<Self> {
         let missing = || Error::NoSyscallInstruction { pid: process.pid() };
         let vdso = maps.iter().find(|mapping| is_vdso(mapping)).ok_or_else(missing)?.range;
         let mut code = vec![0; vdso.len_bytes as usize];
@@ -130,6 +135,14 @@ fn address_of(gadget: &[u8], range: HostRange, code: &[u8]) -> Option<u64> {
         at += 1;
     }
     None
+}
+
+#[cfg(test)]
+impl Gadgets {
+    /// What is left where the process has no way back.
+    pub fn without_way_back(process: &Process) -> Result<Self> {
+        Self::in_vdso(process, &maps_with_vdso(process)?)
+    }
 }
 
 #[cfg(test)]
