@@ -45,7 +45,10 @@ impl Plugged {
 
     fn plug(&self, number: u32) {
         let (backend, id) = (format!("mem{number}"), format!("dimm{number}"));
-        self.must("object-add", json!({ "qom-type": "memory-backend-ram", "id": backend, "size": DIMM_BYTES }));
+        self.must(
+            "object-add",
+            json!({ "qom-type": "memory-backend-ram", "id": backend, "size": DIMM_BYTES }),
+        );
         self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
     }
 
@@ -107,7 +110,11 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str]) {
     let code = vm.run.wait().code();
     // A checkpoint that was under way as the DIMM came is lost, and that is a warning.
     assert!(matches!(code, Some(0 | 3)), "{code:?}: {}", vm.run.report());
-    assert!(!vm.run.errors().contains("AUDIT") && !vm.run.errors().contains("audit of"), "{}", vm.run.report());
+    assert!(
+        !vm.run.errors().contains("AUDIT") && !vm.run.errors().contains("audit of"),
+        "{}",
+        vm.run.report()
+    );
     let mut sequence = Sequence::new(16);
     sequence.check(&hash_lines(&vm.run.lines()), 3);
     vm.bench.ok(&["check", "--read-data", "--quiet", "--store", &vm.bench.store()]);

@@ -17,7 +17,9 @@ use keyframe_units::{Page, PageIndex, PageRange, PageSet};
 #[derive(Debug, thiserror::Error)]
 pub enum StagingError {
     /// The memory limit does not hold them.
-    #[error("{needed_pages} pages to copy at once and memory for {free_pages} of {capacity_pages} (a larger --staging has more)")]
+    #[error(
+        "{needed_pages} pages to copy at once and memory for {free_pages} of {capacity_pages} (a larger --staging has more)"
+    )]
     Full {
         /// Pages to be staged.
         needed_pages: u64,

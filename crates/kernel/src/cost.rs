@@ -41,8 +41,9 @@ pub fn first_write_ns() -> Result<u64> {
     let _ = unsafe { madvise(memory.0.cast(), LEN, Advice::LinuxNoHugepage) };
     let write = || {
         for page in 0..PAGES {
+            let at = memory.0.wrapping_add(page * PAGE_BYTES);
             // SAFETY: within the mapping, which is writable and to which nothing refers.
-            unsafe { memory.0.add(page * PAGE_BYTES).write_volatile(1) };
+            unsafe { at.write_volatile(1) };
         }
     };
     write();

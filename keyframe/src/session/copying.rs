@@ -78,7 +78,7 @@ impl Copying {
             auto: Auto::default(),
             precopy: Precopy::default(),
             prescan: Prescan,
-    stop_copy: StopCopy,
+            stop_copy: StopCopy,
             cow,
             fork: None,
             fork_source: (ram, process),

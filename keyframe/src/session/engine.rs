@@ -633,7 +633,9 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         last: None,
         last_age_ns: None,
         qmp: match parts.machine.vm.is_attached() {
-            true => parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+            true => {
+                parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string())
+            }
             false => parts.run_dir.path().join("qmp.sock").display().to_string(),
         },
     }
