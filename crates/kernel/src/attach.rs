@@ -4,26 +4,35 @@
 //!
 //! ```text
 //!   seize ─ interrupt ─▶ stopped in a system call, or between two instructions
-//!                          save registers and signal mask; block all signals
+//!                          save registers and signal mask, also in a signal frame on its stack
+//!                          block all signals
 //!                          userfaultfd()  ─▶ fd ── pidfd_getfd ──▶ ours
 //!                          close(fd)
 //!                          interrupt, resume ─▶ stopped on the way out of the kernel
-//!                          restore registers and signal mask
+//!                          restore signal mask and registers
 //!   detach ◀─────────────┘  an interrupted system call is restarted by the kernel, as after any stop
 //! ```
 //!
-//! The calls are made through a `syscall` instruction of the vdso: nothing is written into the process's memory.
+//! The calls are made through a `syscall` instruction of the process's own code. All that is written into its memory is
+//! a signal frame below the thread's stack (see [`crate::frame`]), from which the thread finds back by itself.
 //!
 //! Invariants:
 //! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP is sent again.
 //! 2. Whatever fails, registers and mask are restored and the process runs on (`Hijack`'s `Drop`); every wait is bounded.
 //! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end makes the kernel detach.
+//! 4. Wherever the kernel detaches, because we are killed (SIGKILL, out of memory) or for any other reason, the thread gives
+//!    itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP that came meanwhile
+//!    and had no effect. Not so in a process without the code for it ([`Attached::guarded`]).
 //!
 //! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq) at the moment of
-//! the stop, which QEMU's main thread does not use.
+//! the stop, which QEMU's main thread does not use; a seccomp filter that kills for a `userfaultfd` call, if we are killed
+//! in the microseconds between setting the registers for it and the call.
 
+use crate::frame::{Frame, XsaveLayout};
+use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
-use crate::{Error, Process, Result, abi, maps, read_memory};
+use crate::{Error, Process, Result, abi, write_memory};
+use keyframe_units::HostVirt;
 use rustix::process::{PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_send_signal};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -31,12 +40,8 @@ use std::time::{Duration, Instant};
 
 /// The longest that a session may take, and the longest that undoing it may take.
 pub(crate) const SESSION_MAX: Duration = Duration::from_secs(2);
-/// A vdso is two to four pages.
-const VDSO_BYTES_MAX: u64 = 64 << 10;
-/// How often, and how long apart, the vdso is looked for.
-const LOOKS_MAX: u32 = 40;
-const LOOK_MS: u32 = 5;
-const SYSCALL_INSTRUCTION: [u8; 2] = [0x0f, 0x05];
+/// The stack of a child that is not to run: no memory is ever there.
+const NO_STACK: u64 = 8;
 
 /// A userfaultfd over the memory of another process.
 #[derive(Debug)]
@@ -48,6 +53,9 @@ pub struct Attached {
     /// True where the process was not permitted more than a userfaultfd for user-mode faults. Asynchronous write
     /// protection, which never hands a fault to anybody, tracks the kernel's writes all the same.
     pub user_mode_only: bool,
+    /// True where the process would have run on as it was, had we been killed at any instant of this. False where its code
+    /// lacks what every C library has, or it uses a shadow stack.
+    pub guarded: bool,
 }
 
 /// Injects one `userfaultfd` system call into `process` and takes the descriptor over.
@@ -61,22 +69,22 @@ pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
     let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
     std::thread::scope(|scope| {
         let session = std::thread::Builder::new().name("attach".into());
-        let session = session.spawn_scoped(scope, || run_session(process)).map_err(spawn)?;
+        let run = || run_session(process, Gadgets::find(process)?);
+        let session = session.spawn_scoped(scope, run).map_err(spawn)?;
         session.join().unwrap_or_else(|_| Err(spawn(io::Error::other("it panicked"))))
     })
 }
 
-fn run_session(process: &Process) -> Result<Attached> {
-    let instruction = find_syscall_instruction(process)?;
+fn run_session(process: &Process, gadgets: Gadgets) -> Result<Attached> {
     let tracee = Tracee::seize(process)?;
     let begun = Instant::now();
-    let mut hijack = Hijack::stop(process, tracee, instruction, begun + SESSION_MAX)?;
+    let mut hijack = Hijack::stop(process, tracee, gadgets, begun + SESSION_MAX)?;
     let made = open_userfaultfd(&mut hijack);
     let undone = hijack.restore();
     let stopped_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let (uffd, user_mode_only) = made?;
     undone?;
-    Ok(Attached { uffd, stopped_ns, user_mode_only })
+    Ok(Attached { uffd, stopped_ns, user_mode_only, guarded: hijack.guarded() })
 }
 
 /// Makes the userfaultfd in the target, takes it over, and closes the target's own copy.
@@ -97,29 +105,6 @@ fn open_userfaultfd(hijack: &mut Hijack<'_>) -> Result<(OwnedFd, bool)> {
         .map_err(failed);
     hijack.call("close", libc::SYS_close, theirs)?;
     Ok((ours?, user_mode_only))
-}
-
-/// The address of a `syscall` instruction in the target's vdso.
-pub(crate) fn find_syscall_instruction(process: &Process) -> Result<u64> {
-    let mut looks = 0;
-    let vdso = loop {
-        let maps = maps::read_without_page_sizes(process)?;
-        let vdso = maps.iter().find(|m| m.path == "[vdso]" && m.range.len_bytes <= VDSO_BYTES_MAX);
-        if let Some(vdso) = vdso {
-            break vdso.range;
-        }
-        // Neither a process in the middle of exec has one, nor one on its way out, some time before it is dead.
-        looks += 1;
-        if process.exits_within(LOOK_MS) {
-            return Err(Error::Gone { pid: process.pid(), operation: "attach" });
-        } else if looks == LOOKS_MAX {
-            return Err(Error::NoSyscallInstruction { pid: process.pid() });
-        }
-    };
-    let mut code = vec![0; vdso.len_bytes as usize];
-    read_memory(process, vdso.start, &mut code)?;
-    let at = code.windows(2).position(|pair| pair == SYSCALL_INSTRUCTION);
-    at.map(|at| vdso.start.0 + at as u64).ok_or(Error::NoSyscallInstruction { pid: process.pid() })
 }
 
 /// `base`, about to do a system call through the `syscall` instruction at `instruction`.
@@ -163,13 +148,30 @@ fn blank_registers(like: &libc::user_regs_struct) -> libc::user_regs_struct {
     }
 }
 
+/// Writes the frame that gives the stopped thread back; tells where it is. `None` where there is no room for it, or its
+/// registers are of a kind not known here: then we alone can give it back.
+fn write_frame(
+    process: &Process,
+    tracee: &Tracee<'_>,
+    saved: &libc::user_regs_struct,
+    mask: SignalMask,
+    layout: &XsaveLayout,
+    sigreturn: u64,
+) -> Option<u64> {
+    let frame = Frame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)?;
+    write_memory(process, HostVirt(frame.at), &frame.bytes).ok()?;
+    Some(frame.at)
+}
+
 /// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else on drop.
 pub(crate) struct Hijack<'p> {
     process: &'p Process,
     tracee: Tracee<'p>,
-    instruction: u64,
+    gadgets: Gadgets,
     deadline: Instant,
     saved: libc::user_regs_struct,
+    /// Where the frame is that gives the thread back, where there is one.
+    frame_at: Option<u64>,
     mask: SignalMask,
     /// SIGSTOP cannot be blocked: one that came meanwhile is sent again.
     stop_came: bool,
@@ -183,9 +185,10 @@ impl<'p> Hijack<'p> {
     pub(crate) fn stop(
         process: &'p Process,
         tracee: Tracee<'p>,
-        instruction: u64,
+        gadgets: Gadgets,
         deadline: Instant,
     ) -> Result<Self> {
+        let layout = XsaveLayout::of_this_processor();
         tracee.interrupt()?;
         // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
         while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
@@ -194,19 +197,43 @@ impl<'p> Hijack<'p> {
         // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
         let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
         let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
+        let frame_at =
+            gadgets.sigreturn.and_then(|at| write_frame(process, &tracee, &saved, mask, layout, at));
         let hijack = Self {
             process,
             tracee,
-            instruction,
+            gadgets,
             deadline,
             saved,
+            frame_at,
             mask,
             stop_came: false,
             born: None,
             restored: false,
         };
+        // In this order: a thread that is let go with its signals blocked has the frame to unblock them.
+        if let Some((rip, frame_at)) = gadgets.sigreturn.zip(frame_at) {
+            // As the `ret` of a signal handler would leave it.
+            let rsp = frame_at.wrapping_add(8);
+            hijack.tracee.set_registers(call_registers(
+                libc::user_regs_struct { rsp, ..saved },
+                rip,
+                libc::SYS_rt_sigreturn,
+                [0; 5],
+            ))?;
+        }
         hijack.tracee.set_signal_mask(SignalMask(u64::MAX))?;
         Ok(hijack)
+    }
+
+    /// True where the thread gives itself back if we do not.
+    fn guarded(&self) -> bool {
+        self.frame_at.is_some()
+    }
+
+    /// What the registers are at a call, but for the call's own.
+    fn base(&self) -> libc::user_regs_struct {
+        libc::user_regs_struct { rsp: self.frame_at.unwrap_or(self.saved.rsp), ..self.saved }
     }
 
     /// Makes the thread do one system call with one argument.
@@ -216,17 +243,19 @@ impl<'p> Hijack<'p> {
 
     /// Makes the thread do one system call.
     pub(crate) fn call_with(&mut self, name: &'static str, number: i64, arguments: [u64; 5]) -> Result<u64> {
-        let registers = call_registers(self.saved, self.instruction, number, arguments);
+        let registers = call_registers(self.base(), self.gadgets.call, number, arguments);
         self.call_as(name, registers)
     }
 
-    /// Makes the thread do the `clone()` of these arguments, and tells which process it made: its number for us, and for
-    /// the process that is its parent. In all its registers but the arguments' the child has zero, so that, should it
-    /// ever run, it dies of its first access to memory.
-    pub(crate) fn call_clone(&mut self, arguments: [u64; 5]) -> Result<(u32, u64)> {
+    /// Makes the thread do a `clone()` with these flags, and tells which process it made: its number for us, and for
+    /// the process that is its parent. The child has no stack, so that, should it ever run, it dies of its first
+    /// instruction, which is a `ret`; or, where that is not known, of its first access to memory, as the other registers
+    /// are zero too.
+    pub(crate) fn call_clone(&mut self, flags: u64) -> Result<(u32, u64)> {
         self.tracee.stop_at_births(true)?;
-        let blank = blank_registers(&self.saved);
-        let made = self.call_as("clone", call_registers(blank, self.instruction, libc::SYS_clone, arguments));
+        let base = if self.guarded() { self.base() } else { blank_registers(&self.saved) };
+        let arguments = [flags, NO_STACK, 0, 0, 0];
+        let made = self.call_as("clone", call_registers(base, self.gadgets.call, libc::SYS_clone, arguments));
         // Where this fails the thread cannot be given back either, which reports it; but no other child is made.
         let undone = self.tracee.stop_at_births(false);
         let theirs = made?;
@@ -301,8 +330,9 @@ impl<'p> Hijack<'p> {
             }
             self.tracee.resume(0)?;
         }
-        self.tracee.set_registers(self.saved)?;
+        // In this order: as long as the registers are ours, the frame restores the mask as well.
         self.tracee.set_signal_mask(self.mask)?;
+        self.tracee.set_registers(self.saved)?;
         self.restored = true;
         self.tracee.detach()?;
         if self.stop_came {
@@ -322,5 +352,23 @@ impl Drop for Hijack<'_> {
             // The error that led here is the one to report; failing again, the end of this thread detaches.
             let _ = self.restore();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    /// Without a way back of its own the process is attached to all the same, and goes on.
+    #[test]
+    fn a_process_without_a_way_back_is_attached_to() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
+        let process = Process::open(child.id()).unwrap();
+        let gadgets = Gadgets::without_way_back(&process).unwrap();
+        let attached: Vec<_> = (0..20).map(|_| run_session(&process, gadgets).unwrap()).collect();
+        assert!(attached.iter().all(|attached| !attached.guarded));
+        drop(child.stdin.take());
+        assert!(child.wait().unwrap().success(), "it ends of itself");
     }
 }

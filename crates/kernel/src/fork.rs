@@ -18,7 +18,9 @@
 //!    (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
 //! 3. It ends with the snapshot, and with the thread that keeps it, should that die (`PTRACE_O_EXITKILL`).
 //! 4. The target is told nothing: the child's end sends no signal, and it is none that `wait` shows. Dropped, the snapshot
-//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or the target's end.
+//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or the target's end. Where
+//!    it dies right in the fork, the target runs on as after any attachment (see `attach`); its memory may stay without
+//!    `MADV_DONTFORK` then, so that a child that QEMU itself makes later costs more.
 //!
 //! The copy is of one instant only where nothing in the target runs: threads other than the main one are not stopped here,
 //! so the caller pauses the VM first. What a snapshot costs later: each first write of the target copies a page.
@@ -28,7 +30,8 @@
 //! denies clone kills the process; the filter cannot be asked). Private memory of a file is frozen as far as the target has
 //! written it; the rest is read from the file.
 
-use crate::attach::{Hijack, SESSION_MAX, call_registers, find_syscall_instruction};
+use crate::attach::{Hijack, SESSION_MAX, call_registers};
+use crate::gadgets::Gadgets;
 use crate::maps::covering;
 use crate::ptrace::{Stop, Tracee};
 use crate::ranges::{between, intersection};
@@ -70,7 +73,7 @@ pub struct Snapshot {
 #[derive(Debug)]
 pub struct ForkPlan {
     target: Process,
-    instruction: u64,
+    gadgets: Gadgets,
     /// What is kept out of children.
     hidden: Vec<HostRange>,
 }
@@ -81,7 +84,7 @@ impl ForkPlan {
     /// freeze ([`Error::NotForkable`]); a process under seccomp ([`Error::Seccomp`]).
     pub fn new(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         let hidden = check(process, ranges)?;
-        Ok(Self { target: process.try_clone()?, instruction: find_syscall_instruction(process)?, hidden })
+        Ok(Self { target: process.try_clone()?, gadgets: Gadgets::find(process)?, hidden })
     }
 
     /// Freezes a copy of the ranges (and of what else a child inherits). The caller sees to it that no thread of the process
@@ -94,11 +97,8 @@ impl ForkPlan {
         let pid = self.target.pid();
         let spawn = |source| Error::Attach { pid, operation: "start a thread", source };
         ensure_no_seccomp(&self.target)?;
-        let plan = Self {
-            target: self.target.try_clone()?,
-            instruction: self.instruction,
-            hidden: self.hidden.clone(),
-        };
+        let plan =
+            Self { target: self.target.try_clone()?, gadgets: self.gadgets, hidden: self.hidden.clone() };
         let (hold, until_dropped) = channel();
         let (ready, answer) = sync_channel(1);
         let keeper = std::thread::Builder::new().name("snapshot".into());
@@ -248,8 +248,8 @@ fn keep(
     ready: &SyncSender<Result<(Process, u64)>>,
     until_dropped: &Receiver<()>,
 ) -> Result<()> {
-    let (target, instruction) = (&plan.target, plan.instruction);
-    let (born, stopped_ns) = match fork_off(target, instruction, &plan.hidden) {
+    let (target, gadgets) = (&plan.target, plan.gadgets);
+    let (born, stopped_ns) = match fork_off(target, gadgets, &plan.hidden) {
         Ok(made) => made,
         Err(error) => {
             let _ = ready.send(Err(error));
@@ -260,11 +260,11 @@ fn keep(
         Ok(child) => child,
         Err(error) => {
             let _ = ready.send(Err(error));
-            return reap(target, instruction, born);
+            return reap(target, gadgets, born);
         }
     };
     let tracee = Tracee::born(&child);
-    match settle(&child, &tracee, instruction).and_then(|()| child.try_clone()) {
+    match settle(&child, &tracee, gadgets).and_then(|()| child.try_clone()) {
         Ok(handle) => {
             if ready.send(Ok((handle, stopped_ns))).is_ok() {
                 // Nothing is ever sent: this ends when the snapshot lets go of its side.
@@ -274,14 +274,14 @@ fn keep(
         Err(error) => drop(ready.send(Err(error))),
     }
     bury(&child, &tracee)?;
-    reap(target, instruction, born)
+    reap(target, gadgets, born)
 }
 
 /// Has the target make the child; gives back how long it was stopped, in nanoseconds.
-fn fork_off(target: &Process, instruction: u64, hidden: &[HostRange]) -> Result<(Born, u64)> {
+fn fork_off(target: &Process, gadgets: Gadgets, hidden: &[HostRange]) -> Result<(Born, u64)> {
     let tracee = Tracee::seize(target)?;
     let begun = Instant::now();
-    let mut hijack = Hijack::stop(target, tracee, instruction, begun + FORK_MAX)?;
+    let mut hijack = Hijack::stop(target, tracee, gadgets, begun + FORK_MAX)?;
     sweep(&mut hijack);
     let made = make_child(&mut hijack, hidden);
     let undone = hijack.restore();
@@ -291,7 +291,7 @@ fn fork_off(target: &Process, instruction: u64, hidden: &[HostRange]) -> Result<
         Err(error) => {
             if let Some(ours) = hijack.born() {
                 drop(hijack);
-                abandon(target, instruction, Born { ours, theirs: ours.into() });
+                abandon(target, gadgets, Born { ours, theirs: ours.into() });
             }
             Err(error)
         }
@@ -315,7 +315,7 @@ fn clone(hijack: &mut Hijack<'_>) -> Result<Born> {
     let mut tries = 0;
     loop {
         tries += 1;
-        match hijack.call_clone([CLONE_FLAGS, 0, 0, 0, 0]) {
+        match hijack.call_clone(CLONE_FLAGS) {
             Ok((ours, theirs)) => return Ok(Born { ours, theirs }),
             Err(Error::Injected { source, .. })
                 if source.raw_os_error() == Some(ERESTARTNOINTR) && tries < TRIES_MAX => {}
@@ -338,13 +338,13 @@ fn sweep(hijack: &mut Hijack<'_>) {
 }
 
 /// Waits for the child's first stop, binds its life to ours and takes its files from it.
-fn settle(child: &Process, tracee: &Tracee<'_>, instruction: u64) -> Result<()> {
+fn settle(child: &Process, tracee: &Tracee<'_>, gadgets: Gadgets) -> Result<()> {
     let deadline = Instant::now() + SESSION_MAX;
     tracee.wait_for_stop("stop at birth", deadline)?;
     tracee.die_with_tracer()?;
     let arguments = [0, u64::from(u32::MAX), u64::from(libc::CLOSE_RANGE_UNSHARE), 0, 0];
     let before = tracee.registers()?;
-    tracee.set_registers(call_registers(before, instruction, libc::SYS_close_range, arguments))?;
+    tracee.set_registers(call_registers(before, gadgets.call, libc::SYS_close_range, arguments))?;
     let mut entered = false;
     loop {
         tracee.resume_to_syscall()?;
@@ -387,14 +387,14 @@ fn bury(child: &Process, tracee: &Tracee<'_>) -> Result<()> {
 }
 
 /// Has the target reap the child.
-fn reap(target: &Process, instruction: u64, born: Born) -> Result<()> {
+fn reap(target: &Process, gadgets: Gadgets, born: Born) -> Result<()> {
     let options = (libc::WNOHANG | libc::__WALL) as u64;
     for _ in 0..REAPS_MAX {
         if !target.is_alive() {
             return Ok(());
         }
         let tracee = Tracee::seize(target)?;
-        let mut hijack = Hijack::stop(target, tracee, instruction, Instant::now() + SESSION_MAX)?;
+        let mut hijack = Hijack::stop(target, tracee, gadgets, Instant::now() + SESSION_MAX)?;
         let answer = hijack.call_with("wait4", libc::SYS_wait4, [born.theirs, 0, options, 0, 0]);
         hijack.restore()?;
         match answer {
@@ -412,11 +412,11 @@ fn reap(target: &Process, instruction: u64, born: Born) -> Result<()> {
 
 /// Ends a child that is of no use. What fails here comes after the error that is reported, and the end of this thread
 /// ends the child in any case.
-fn abandon(target: &Process, instruction: u64, born: Born) {
+fn abandon(target: &Process, gadgets: Gadgets, born: Born) {
     if let Ok(child) = Process::open(born.ours) {
         let _ = bury(&child, &Tracee::born(&child));
     }
-    let _ = reap(target, instruction, born);
+    let _ = reap(target, gadgets, born);
 }
 
 #[cfg(test)]

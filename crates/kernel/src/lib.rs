@@ -16,7 +16,8 @@
 //! 1. A [`Process`] never stands for another process that was given the same pid.
 //! 2. No page is protected without being reported; where that cannot be told any more, the error says so
 //!    ([`Error::ScanBroken`]).
-//! 3. Whatever this crate did to the process is undone on drop, and by the kernel where we die first.
+//! 3. Whatever this crate did to the process is undone on drop, and by the kernel where we die first; what it does in the
+//!    process's main thread, by that thread itself.
 //!
 //! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy (those of `fault_tracker` and `fork` are
 //! there because the kernel's interfaces need them). x86-64 Linux only.
@@ -30,6 +31,8 @@ mod error;
 pub mod fault_tracker;
 pub mod features;
 pub mod fork;
+mod frame;
+mod gadgets;
 mod maps;
 pub mod memory;
 pub mod priority;

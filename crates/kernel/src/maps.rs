@@ -64,7 +64,18 @@ pub(crate) fn read(process: &Process) -> Result<Vec<Mapping>> {
 }
 
 /// The same, with `page_bytes` not looked up.
-pub(crate) fn read_without_page_sizes(process: &Process) -> Result<Vec<Mapping>> {
+fn read_without_page_sizes(process: &Process) -> Result<Vec<Mapping>> {
+    Ok(read_lines(process)?.into_iter().map(|(mapping, _)| mapping).collect())
+}
+
+/// What may be executed, by rising address, with `page_bytes` not looked up.
+pub(crate) fn read_code(process: &Process) -> Result<Vec<Mapping>> {
+    let lines = read_lines(process)?.into_iter();
+    Ok(lines.filter_map(|(mapping, executable)| executable.then_some(mapping)).collect())
+}
+
+/// Each mapping, with whether it may be executed.
+fn read_lines(process: &Process) -> Result<Vec<(Mapping, bool)>> {
     let bytes = process.read_file("maps")?;
     let mut mappings = Vec::new();
     for (index, line) in String::from_utf8_lossy(&bytes).lines().enumerate() {
@@ -82,7 +93,7 @@ pub(crate) fn read_without_page_sizes(process: &Process) -> Result<Vec<Mapping>>
     Ok(mappings)
 }
 
-fn parse_line(line: &str) -> Option<Mapping> {
+fn parse_line(line: &str) -> Option<(Mapping, bool)> {
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
     let mut rest = line;
     let mut field = || {
@@ -99,9 +110,9 @@ fn parse_line(line: &str) -> Option<Mapping> {
     let path = rest.trim_start_matches(' ').to_owned();
     let (start, end) = (hex(start)?, hex(end)?);
     let dev = rustix::fs::makedev(u32::try_from(hex(major)?).ok()?, u32::try_from(hex(minor)?).ok()?);
-    let &[read, write, _, share] = perms else { return None };
+    let &[read, write, execute, share] = perms else { return None };
     let range = HostRange { start: HostVirt(start), len_bytes: end.checked_sub(start).filter(|n| *n > 0)? };
-    Some(Mapping {
+    let mapping = Mapping {
         range,
         readable: read == b'r',
         writable: write == b'w',
@@ -111,7 +122,8 @@ fn parse_line(line: &str) -> Option<Mapping> {
         dev,
         path,
         page_bytes: PAGE_BYTES as u64,
-    })
+    };
+    Some((mapping, execute == b'x'))
 }
 
 /// Sets `page_bytes` of mappings of hugetlbfs files.
@@ -154,7 +166,7 @@ fn fill_from_smaps(process: &Process, mappings: &mut [Mapping]) -> Result<()> {
             if let (Some(start), Some(kib)) = (current, kib) {
                 sizes.insert(start, kib.saturating_mul(1024));
             }
-        } else if let Some(mapping) = parse_line(line) {
+        } else if let Some((mapping, _)) = parse_line(line) {
             current = Some(mapping.range.start.0);
         }
     }
@@ -189,13 +201,15 @@ mod tests {
     #[test]
     fn a_line_is_read_field_by_field() {
         let line = "7f0a40000000-7f0a80000000 rw-s 00001000 fe:01 1033                       /memfd:pc.ram x (deleted)";
-        let mapping = parse_line(line).unwrap();
+        let (mapping, executable) = parse_line(line).unwrap();
+        assert!(!executable);
         assert_eq!(mapping.range, HostRange { start: HostVirt(0x7f0a_4000_0000), len_bytes: 1 << 30 });
         assert!(mapping.readable && mapping.writable && mapping.shared);
         assert_eq!((mapping.offset, mapping.inode), (0x1000, 1033));
         assert_eq!((rustix::fs::major(mapping.dev), rustix::fs::minor(mapping.dev)), (0xfe, 1));
         assert_eq!(mapping.path, "/memfd:pc.ram x (deleted)");
-        let anonymous = parse_line("1000-2000 ---p 00000000 00:00 0 ").unwrap();
+        let (anonymous, executable) = parse_line("1000-2000 --xp 00000000 00:00 0 ").unwrap();
+        assert!(executable);
         assert!(anonymous.is_private_anonymous() && !anonymous.readable && anonymous.path.is_empty());
     }
 
@@ -215,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_range_is_covered_by_neighbours_only_without_a_gap() {
-        let map = |line: &str| parse_line(line).unwrap();
+        let map = |line: &str| parse_line(line).unwrap().0;
         let maps =
             [map("1000-2000 rw-p 0 0:0 0"), map("2000-3000 rw-p 0 0:0 0"), map("4000-5000 rw-p 0 0:0 0")];
         let range = |start, end: u64| HostRange { start: HostVirt(start), len_bytes: end - start };

@@ -34,6 +34,10 @@ const CODE_BORN: i32 = libc::SIGTRAP | libc::PTRACE_EVENT_CLONE << 8;
 const MESSAGE_ENTRY: u64 = 1;
 /// The code segment of 64-bit user code.
 const CS_USER_64: u64 = 0x33;
+/// The kernel's `NT_X86_XSTATE`: the registers that its xsave instruction saves.
+const REGISTERS_XSAVE: usize = 0x202;
+/// They take 11 KiB with the largest that there are.
+const XSAVE_BYTES_MAX: usize = 16 << 10;
 
 /// The first polls only yield, so that a stop costs microseconds; then we sleep between them.
 const POLLS_YIELDING: u32 = 200;
@@ -141,8 +145,9 @@ impl<'p> Tracee<'p> {
     /// A ptrace request whose `data` is a number, or null, or points to what that request reads or writes.
     fn request(&self, request: libc::c_uint, address: usize, data: *mut c_void) -> io::Result<i64> {
         // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SETOPTIONS, SYSCALL, CONT, DETACH), nothing
-        // (INTERRUPT), or a pointer to a live local of the size the request transfers (the rest). The kernel checks
-        // that the thread is ours to trace; memory of ours is touched through `data` alone.
+        // (INTERRUPT), a pointer to an iovec of live memory (GETREGSET), or a pointer to a live local of the size the
+        // request transfers (the rest). The kernel checks that the thread is ours to trace; memory of ours is touched
+        // through `data` alone.
         let code = unsafe { libc::ptrace(request, self.process.raw_pid(), address as *mut c_void, data) };
         if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
     }
@@ -235,6 +240,16 @@ impl<'p> Tracee<'p> {
         self.request(libc::PTRACE_SETREGS, 0, (&raw mut registers).cast())
             .map(drop)
             .map_err(|source| self.error("set the main thread's registers", source))
+    }
+
+    /// The vector registers, and all else that xsave saves, of the stopped thread, in the processor's standard form.
+    pub fn xsave(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; XSAVE_BYTES_MAX];
+        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        self.request(libc::PTRACE_GETREGSET, REGISTERS_XSAVE, (&raw mut area).cast())
+            .map_err(|source| self.error("read the main thread's vector registers", source))?;
+        bytes.truncate(area.iov_len);
+        Ok(bytes)
     }
 
     /// The signals that the stopped thread blocks.

@@ -24,6 +24,7 @@
 //!   counted                 @N
 //!   sleep MS | ppoll MS | futex MS        @RESULT ERRNO of that one system call
 //!   spin N                  @CHECKSUM     arithmetic in integer and vector registers
+//!   toil MS THREADS         @waiting @ok STEPS   all threads compute and wait in turn, checking each result; or @wrong WHAT
 //!   stopped                 @PID          stop the whole process (SIGSTOP); answers when continued
 //!   exit                                  exits, without an answer
 //! ```
@@ -32,6 +33,7 @@ use std::io::{BufRead, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Files behind mappings: address, length, descriptor.
 type Files = Vec<(usize, usize, OwnedFd)>;
@@ -88,7 +90,11 @@ fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
         "count" => count().map(ok),
         "counted" => Ok(SIGNALS.load(Ordering::SeqCst).to_string()),
         "sleep" | "ppoll" | "futex" => Ok(wait(words[0], number(1))),
-        "spin" => Ok(spin(number(1)).to_string()),
+        "spin" => {
+            println!("@waiting");
+            Ok(spin(number(1)).to_string())
+        }
+        "toil" => Ok(toil(number(1), number(2))),
         "stopped" => {
             // SAFETY: raise takes any signal number.
             unsafe { libc::raise(libc::SIGSTOP) };
@@ -111,13 +117,15 @@ fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
     let flags = match kind {
         "anon" | "thp" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
         "hugeanon" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
-        "copy" | "memcopy" => libc::MAP_PRIVATE,
+        "copy" | "memcopy" | "hugecopy" => libc::MAP_PRIVATE,
         _ => libc::MAP_SHARED,
     };
     let file = match kind {
         "memfd" | "memcopy" => Some(memory_file(len, libc::MFD_CLOEXEC)?),
         "sealed" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)?),
-        "hugetlb" => Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?),
+        "hugetlb" | "hugecopy" => {
+            Some(memory_file(len, libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?)
+        }
         "file" | "copy" => {
             let mut file = unnamed_file()?;
             file.set_len(len as u64)?;
@@ -299,9 +307,13 @@ fn count() -> std::io::Result<()> {
 
 /// One system call that waits for a time, and what it answered.
 fn wait(kind: &str, ms: usize) -> String {
-    let ms = ms.cast_signed() as i64;
-    let time = libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 };
     println!("@waiting");
+    wait_us(kind, ms * 1000)
+}
+
+fn wait_us(kind: &str, us: usize) -> String {
+    let us = us.cast_signed() as i64;
+    let time = libc::timespec { tv_sec: us / 1_000_000, tv_nsec: us % 1_000_000 * 1000 };
     let word = 0_u32;
     let code = match kind {
         // SAFETY: reads one timespec; a null remainder is allowed.
@@ -320,7 +332,6 @@ fn wait(kind: &str, ms: usize) -> String {
 
 /// A value that comes out wrong if any register was disturbed on the way.
 fn spin(rounds: usize) -> u64 {
-    println!("@waiting");
     let (mut a, mut b, mut x) = (1_u64, 0x9e37_79b9_7f4a_7c15_u64, 1.0_f64);
     for round in 0..rounds as u64 {
         a = a.rotate_left(7).wrapping_mul(b) ^ round;
@@ -331,4 +342,78 @@ fn spin(rounds: usize) -> u64 {
         }
     }
     a ^ b ^ x.to_bits()
+}
+
+/// For that long, in the main thread and in so many others: computes and waits in turn, and checks every result.
+fn toil(ms: usize, threads: usize) -> String {
+    println!("@waiting");
+    let end = Instant::now() + Duration::from_millis(ms as u64);
+    let work = move || {
+        let mut steps = 0;
+        let expected = spin(3000);
+        while Instant::now() < end {
+            step(expected)?;
+            steps += 1;
+        }
+        Ok(steps)
+    };
+    let done = std::thread::scope(|scope| {
+        let others: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let own: Result<u64, String> = work();
+        others.into_iter().map(|other| other.join().expect("it does not panic")).fold(own, Result::and)
+    });
+    match done {
+        Ok(steps) => format!("ok {steps}"),
+        Err(what) => format!("wrong {what}"),
+    }
+}
+
+fn step(expected: u64) -> Result<(), String> {
+    let is = |what: &str, found: String, expected: &str| {
+        if found == expected { Ok(()) } else { Err(format!("{what}: {found}, not {expected}")) }
+    };
+    is("checksum", spin(3000).to_string(), &expected.to_string())?;
+    is("wide registers", wide_registers_hold().to_string(), "true")?;
+    is("flags", flags_hold().to_string(), "true")?;
+    is("nanosleep", wait_us("sleep", 60), "0 0")?;
+    is("ppoll", wait_us("ppoll", 60), "0 0")?;
+    is("futex", wait_us("futex", 60), "-1 110")?;
+    // SAFETY: takes nothing.
+    is("getppid", (unsafe { libc::getppid() } > 0).to_string(), "true")
+}
+
+/// True where the wide vector registers, both halves, hold what was put there while some ten microseconds pass.
+fn wide_registers_hold() -> bool {
+    if !std::arch::is_x86_feature_detected!("avx") {
+        return true;
+    }
+    let (put, mut got) = ([0x0123_4567_89ab_cdef_u64, 1, 2, 0xfedc_ba98_7654_3210], [[0_u64; 4]; 2]);
+    // SAFETY: reads 32 bytes of `put` and writes 64 of `got`, both live; the registers used are declared as changed; the
+    // processor has AVX.
+    unsafe {
+        std::arch::asm!(
+            "vmovups ymm1, [{put}]", "vmovups ymm15, [{put}]",
+            "2: dec {count}", "jnz 2b",
+            "vmovups [{got}], ymm1", "vmovups [{got} + 32], ymm15", "vzeroupper",
+            put = in(reg) put.as_ptr(), got = in(reg) got.as_mut_ptr(), count = inout(reg) 20_000_u64 => _,
+            out("ymm1") _, out("ymm15") _, options(nostack),
+        );
+    }
+    got == [put; 2]
+}
+
+/// True where the red zone below the stack pointer and the flags hold while some ten microseconds pass.
+fn flags_hold() -> bool {
+    let (carry, zone): (u8, u64);
+    // SAFETY: without `nostack` the compiler keeps nothing of its own in the red zone; 8 bytes of it are used here.
+    unsafe {
+        std::arch::asm!(
+            "mov qword ptr [rsp - 128], 77",
+            "stc",
+            "2: dec {count}", "jnz 2b",
+            "setc {carry}", "mov {zone}, [rsp - 128]",
+            count = inout(reg) 20_000_u64 => _, carry = out(reg_byte) carry, zone = out(reg) zone,
+        );
+    }
+    carry == 1 && zone == 77
 }

@@ -201,3 +201,23 @@ fn our_own_process_cannot_be_attached_to() {
     let error = inject_userfaultfd(&own).unwrap_err();
     assert!(matches!(error, Error::Attach { .. }), "{error:?}");
 }
+
+/// What an attachment costs, told and not judged.
+#[test]
+fn how_long_it_is_stopped() {
+    let mut target = Target::start();
+    for state in ["ppoll 3000", "toil 3000 1"] {
+        target.tell(state);
+        assert_eq!(target.answer(), "waiting");
+        let begun = std::time::Instant::now();
+        let mut stopped: Vec<u64> =
+            (0..300).map(|_| inject_userfaultfd(&target.process).unwrap().stopped_ns / 1000).collect();
+        let each_us = begun.elapsed().as_micros() / 300;
+        stopped.sort_unstable();
+        println!(
+            "{state}: stopped for {} us (median), {} us (p99); in all {each_us} us",
+            stopped[150], stopped[297]
+        );
+        target.answer();
+    }
+}

@@ -8,6 +8,7 @@ mod copy_on_write;
 mod fault_oracle;
 mod fault_tracking;
 mod fork;
+mod killed;
 mod oracle;
 mod qemu;
 mod reading;

@@ -1,7 +1,8 @@
-//! Forks and first writes on QEMU itself, where there is one. No guest runs: QEMU waits for its start, so that its memory
-//! stands still.
+//! Forks, first writes and our own death on QEMU itself, where there is one. Mostly no guest runs: QEMU waits for its start, so
+//! that its memory stands still.
 
-use crate::target::PAGE;
+use crate::oracle::Random;
+use crate::target::{PAGE, start_role_under};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::fork::Snapshot;
@@ -10,6 +11,7 @@ use keyframe_kernel::{Error, Process, write_memory};
 use keyframe_units::{HostRange, HostVirt};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
 
 const RAM_BYTES: u64 = 192 << 20;
 
@@ -159,5 +161,84 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
             drop(tracker);
             qemu.ask("query-status");
         }
+    }
+}
+
+/// Has processes attach to `qemu`, and fork it where it permits that, and kills them anywhere in between; QEMU answers after
+/// each.
+fn kill_attachers(qemu: &mut Qemu, kills: u64, forks: bool, context: &str) {
+    let mut random = Random(99);
+    let ram = qemu.ram();
+    let range = format!("{} {}", ram.start.0, ram.len_bytes);
+    for kill in 0..kills {
+        let (role, arguments) = match kill % 2 {
+            1 if forks => ("killed::role_that_forks", range.as_str()),
+            _ => ("killed::role_that_attaches", ""),
+        };
+        let mut killed = start_role_under(&[], role, &qemu.process, arguments);
+        // Some sessions long, as forks of this much take their time.
+        std::thread::sleep(Duration::from_micros(random.below(8000)));
+        killed.kill();
+        assert!(qemu.process.is_alive(), "{context}, {role}, kill {kill}: QEMU died");
+        qemu.ask("query-status");
+    }
+    if forks {
+        drop(Snapshot::fork(&qemu.process, &[ram]).unwrap());
+    }
+    assert!(inject_userfaultfd(&qemu.process).unwrap().guarded);
+}
+
+#[test]
+fn whoever_attaches_to_a_waiting_qemu_may_be_killed() {
+    let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+    for program in programs() {
+        for options in [&[][..], &["-sandbox", sandbox]] {
+            let test = "whoever_attaches_to_a_waiting_qemu_may_be_killed";
+            let Some(mut qemu) = Qemu::start(&program, options, test) else { continue };
+            let mask = signal_mask(&qemu.process);
+            let context = format!("{program} {options:?}");
+            kill_attachers(&mut qemu, 60, options.is_empty(), &context);
+            assert_eq!(signal_mask(&qemu.process), mask, "{context}");
+        }
+    }
+}
+
+fn signal_mask(process: &Process) -> String {
+    let text = std::fs::read_to_string(format!("/proc/{}/status", process.pid())).unwrap();
+    text.lines().find(|line| line.starts_with("SigBlk")).unwrap().to_owned()
+}
+
+/// The guest boots, and then writes its memory and says so each second, all the while.
+#[test]
+fn whoever_attaches_to_a_running_qemu_may_be_killed() {
+    let test = "whoever_attaches_to_a_running_qemu_may_be_killed";
+    let Some(guest) = std::env::var("KEYFRAME_GUEST").ok().filter(|guest| !guest.is_empty()) else {
+        println!("skipped: {test}: KEYFRAME_GUEST names no guest");
+        return;
+    };
+    for program in programs() {
+        let console = tempfile::NamedTempFile::new().unwrap();
+        let said = || std::fs::read_to_string(console.path()).unwrap_or_default();
+        let (kernel, initrd) = (format!("{guest}/vmlinux"), format!("{guest}/initramfs.cpio.gz"));
+        let serial = format!("file:{}", console.path().display());
+        let append = "console=ttyS0 quiet panic=-1 tsc=unstable kf.work=dirty kf.rate=20000 kf.mib=64";
+        let options =
+            ["-serial", &serial, "-kernel", &kernel, "-initrd", &initrd, "-append", append, "-no-reboot"];
+        let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
+        qemu.ask("cont");
+        kill_attachers(&mut qemu, 60, true, &format!("{program}, booting"));
+        let reports = |at_least: usize| {
+            let deadline = Instant::now() + Duration::from_mins(2);
+            while said().matches("dirty t=").count() < at_least {
+                assert!(Instant::now() < deadline, "{program}: the guest works: {}", said());
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            said().matches("dirty t=").count()
+        };
+        reports(1);
+        kill_attachers(&mut qemu, 60, true, &format!("{program}, working"));
+        let before = reports(1);
+        reports(before + 2);
+        qemu.ask("query-status");
     }
 }

@@ -166,9 +166,17 @@ impl Target {
 /// Starts this test program again as a process of its own that does only `role`, an ignored test, on `target`; gives it
 /// back when it has said `ready`. It is the caller's to end.
 pub fn start_role(role: &str, target: &Target, arguments: &str) -> Role {
-    let mut child = Command::new(std::env::current_exe().unwrap())
+    start_role_under(&[], role, &target.process, arguments)
+}
+
+/// The same, started by another program, which is given the command line behind its own arguments.
+pub fn start_role_under(wrapper: &[&str], role: &str, process: &Process, arguments: &str) -> Role {
+    let own = std::env::current_exe().unwrap();
+    let mut words = wrapper.iter().map(|word| (*word).to_owned()).chain([own.to_str().unwrap().to_owned()]);
+    let mut child = Command::new(words.next().unwrap())
+        .args(words)
         .args([role, "--exact", "--ignored", "--nocapture"])
-        .env(ROLE_VARIABLE, format!("{} {arguments}", target.process.pid()))
+        .env(ROLE_VARIABLE, format!("{} {arguments}", process.pid()))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -200,6 +208,18 @@ impl Role {
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         self.child.wait().unwrap();
+    }
+
+    /// Waits for its end; true where it did what it was to do.
+    pub fn wait(&mut self) -> bool {
+        let deadline = Instant::now() + ANSWER_MAX;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.success();
+            }
+            assert!(Instant::now() < deadline, "the other process ends");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
