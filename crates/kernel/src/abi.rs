@@ -123,6 +123,7 @@ pub const SCAN_WP_MATCHING: u64 = 1;
 pub const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
 pub const PAGE_WRITTEN: u64 = 1 << 1;
+pub const PAGE_FILE: u64 = 1 << 2;
 pub const PAGE_PRESENT: u64 = 1 << 3;
 pub const PAGE_SWAPPED: u64 = 1 << 4;
 pub const PAGE_PFNZERO: u64 = 1 << 5;

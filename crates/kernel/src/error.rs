@@ -213,6 +213,16 @@ pub enum Error {
         /// Bytes in a page there.
         page_bytes: u64,
     },
+    /// This memory loses what is discarded of it unseen, and the tracker was told that it can be discarded.
+    #[error("process {pid}: {operation} {start}+{len_bytes:#x}: what is discarded of private huge pages (hugetlbfs) cannot be seen", start = .range.start, len_bytes = .range.len_bytes)]
+    DiscardsUnseen {
+        /// Its process id.
+        pid: u32,
+        /// What was asked for.
+        operation: &'static str,
+        /// The part of the range that is so.
+        range: HostRange,
+    },
     /// A scan failed after it may have protected pages that it did not report. EVERY page of `range` must be taken as
     /// written since the last scan.
     #[error("process {pid}: scan for written pages {start}+{len_bytes:#x} broke off, every page of it counts as written: {source}", start = .range.start, len_bytes = .range.len_bytes)]
@@ -321,6 +331,9 @@ impl Error {
             }
             Self::NotWatchable { .. } => {
                 "give the VM's memory by memory-backend-ram or memory-backend-memfd, not by a file on disk".into()
+            }
+            Self::DiscardsUnseen { .. } => {
+                "give the VM ordinary pages (no hugetlbfs), or leave balloon, free page reporting and virtio-mem out".into()
             }
             Self::Merged { .. } => {
                 "start QEMU with -machine mem-merge=off, or end KSM on this host (echo 2 > /sys/kernel/mm/ksm/run)".into()

@@ -57,6 +57,14 @@ impl Query {
         any_of: 0,
         give: abi::PAGE_SWAPPED,
     };
+    /// The same, and pages of the file behind private memory, which were not written there.
+    pub const NOT_OWN: Self = Self {
+        flags: 0,
+        inverted: abi::PAGE_PRESENT,
+        mask: 0,
+        any_of: abi::PAGE_PRESENT | abi::PAGE_FILE,
+        give: abi::PAGE_SWAPPED | abi::PAGE_FILE,
+    };
     /// Pages with an entry, markers among them, without the shared page of zeros.
     pub const ENTRY: Self = Self {
         flags: 0,

@@ -24,10 +24,12 @@
 //! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
 //!   over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need no B. C
 //!   reports it, and puts markers there, so that it is reported once.
-//! - Private memory of a file, and hugetlbfs: a protected page leaves a marker, as if it had never been there. So
-//!   the pages with nothing but a marker are remembered; one that joins them was discarded.
+//! - Private memory of a file: a protected page leaves a marker, as if it had never been there; and
+//!   reading puts the file's page there, as if it had never been written. So the pages are remembered that hold
+//!   nothing of their own, but a marker or the file's page; one that joins them was discarded.
 //!
-//! In shared memory neither says anything: its content lives in the file.
+//! In shared memory neither says anything: its content lives in the file. Private huge pages of hugetlbfs, discarded and
+//! read, hold zeros as if these had always been there: refused where they can be discarded ([`Error::DiscardsUnseen`]).
 //!
 //! Invariants: a page is protected only in a scan that reports it, and whether it is there is looked up after that;
 //! where a call fails half-way, the error is [`Error::ScanBroken`] and every page of that scan counts as written.
@@ -37,18 +39,16 @@
 //! 1 GiB pages cannot be protected by the kernel's scan and are refused.
 
 use crate::abi::{self, PageRegion};
-use crate::maps::covering;
 use crate::quirks::Quirks;
 use crate::ranges::{self, clip, intersection, push_joined, select, split, union, windows, without};
 use crate::scan::{Pagemap, Query};
+use crate::stretch::{self, Stretch};
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-/// The largest page that `PAGEMAP_SCAN` protects.
-const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
 /// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page table do.
 const WINDOW_GAP_BYTES: u64 = 2 << 20;
 
@@ -76,16 +76,6 @@ pub struct ScanStats {
     pub calls: u64,
 }
 
-/// A registered stretch of one mapping.
-#[derive(Clone, Copy, Debug)]
-struct Segment {
-    range: HostRange,
-    page_bytes: u64,
-    shared: bool,
-    /// Discarding a protected page leaves a marker: private, and not what the kernel calls anonymous.
-    leaves_markers: bool,
-}
-
 /// Pages that the kernel found written, and has protected.
 #[derive(Debug, Default)]
 struct Drained {
@@ -101,6 +91,19 @@ struct Missing {
     holes: Vec<HostRange>,
     /// With one: on swap, in migration, or a bare marker.
     entries: Vec<HostRange>,
+    /// Where it was asked for: those of the file behind private memory, though they be in memory.
+    of_file: Vec<HostRange>,
+}
+
+/// Pages of memory where a discard leaves a marker.
+#[derive(Debug, Default)]
+struct NotOwn {
+    /// What was discarded since the last scan.
+    discarded: Vec<HostRange>,
+    /// What holds nothing now.
+    bare: Vec<HostRange>,
+    /// The same, and what holds the file's page.
+    all: Vec<HostRange>,
 }
 
 /// What scans share; one scan at a time.
@@ -109,8 +112,8 @@ struct Scratch {
     buffer: Vec<PageRegion>,
     /// Registered, never scanned.
     unscanned: Vec<HostRange>,
-    /// In memory where a discard leaves a marker: pages that held nothing else at the last scan.
-    bare: Vec<HostRange>,
+    /// In memory where a discard leaves a marker: pages that held nothing of their own at the last scan.
+    not_own: Vec<HostRange>,
 }
 
 /// Tracks writes to registered ranges of one process. Dropping it ends the tracking; the memory is as it was.
@@ -119,7 +122,7 @@ pub struct WriteTracker {
     process: Process,
     uffd: OwnedFd,
     pagemap: Pagemap,
-    segments: Vec<Segment>,
+    segments: Vec<Stretch>,
     watch_discards: bool,
     quirks: Quirks,
     scratch: Mutex<Scratch>,
@@ -141,7 +144,7 @@ impl WriteTracker {
             return Err(missing
                 .map_or(failed(source), |(_, feature, since)| Error::MissingFeature { feature, since }));
         }
-        let scratch = Scratch { buffer: Pagemap::buffer(), unscanned: Vec::new(), bare: Vec::new() };
+        let scratch = Scratch { buffer: Pagemap::buffer(), unscanned: Vec::new(), not_own: Vec::new() };
         Ok(Self {
             process: process.try_clone()?,
             uffd,
@@ -155,11 +158,12 @@ impl WriteTracker {
 
     /// Whether private memory can be discarded while it is tracked (default: it can). A VM without balloon, free page
     /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for it where they need
-    /// one, about half of their time. Told so wrongly, discarded pages are missed.
+    /// one, about half of their time. Told so wrongly, discarded pages are missed. To be told before private huge pages of
+    /// hugetlbfs are registered, which cannot be tracked where they can be discarded.
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
         // What was not kept up to date is not to be relied on; without it a scan reports too much.
-        self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).bare.clear();
+        self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).not_own.clear();
     }
 
     /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did, whatever was found of this
@@ -170,12 +174,13 @@ impl WriteTracker {
 
     /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
     /// scan every page of it counts as written. Errors: not mapped, registered already, not whole pages, 1 GiB
-    /// pages, or the kernel refuses; nothing of it is tracked then.
+    /// pages, private huge pages that can be discarded, or the kernel refuses; nothing of it is tracked then.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
         }
-        let segments = self.segments_of(range)?;
+        let segments = stretch::mapped(&self.process, range)?;
+        self.ensure_discards_seen(&segments, "register")?;
         abi::uffd_register(self.uffd.as_fd(), range.start.0, range.len_bytes)
             .map_err(|source| self.range_error("register", range, source))?;
         self.segments.extend(segments);
@@ -185,34 +190,11 @@ impl WriteTracker {
         Ok(())
     }
 
-    /// The mappings under `range`, checked for what can be tracked.
-    fn segments_of(&self, range: HostRange) -> Result<Vec<Segment>> {
+    fn ensure_discards_seen(&self, segments: &[Stretch], operation: &'static str) -> Result<()> {
+        let unseen = |s: &&Stretch| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
         let pid = self.process.pid();
-        let unaligned = |page_bytes| Error::Unaligned { pid, operation: "register", range, page_bytes };
-        if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
-            return Err(unaligned(PAGE_BYTES as u64));
-        }
-        let maps = self.process.maps()?;
-        let found = covering(&maps, range).map_err(|hole| Error::Unmapped {
-            pid,
-            operation: "register",
-            range,
-            hole,
-        })?;
-        let mut segments = Vec::with_capacity(found.len());
-        for mapping in found {
-            let Some(part) = intersection(mapping.range, range) else { continue };
-            if mapping.page_bytes > TRACKED_PAGE_BYTES_MAX {
-                return Err(Error::PageSize { pid, range: part, page_bytes: mapping.page_bytes });
-            }
-            if part.start.0 % mapping.page_bytes != 0 || part.end().0 % mapping.page_bytes != 0 {
-                return Err(unaligned(mapping.page_bytes));
-            }
-            let leaves_markers = !mapping.shared && mapping.inode != 0;
-            let page_bytes = mapping.page_bytes;
-            segments.push(Segment { range: part, page_bytes, shared: mapping.shared, leaves_markers });
-        }
-        Ok(segments)
+        let error = |s: &Stretch| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
+        segments.iter().find(unseen).map_or(Ok(()), error)
     }
 
     /// Ends the tracking of `range`, which must be registered. Errors: it is not, or the kernel refuses.
@@ -223,12 +205,12 @@ impl WriteTracker {
         self.segments = std::mem::take(&mut self.segments)
             .into_iter()
             .flat_map(|segment| {
-                without(&[segment.range], range).into_iter().map(move |range| Segment { range, ..segment })
+                without(&[segment.range], range).into_iter().map(move |range| Stretch { range, ..segment })
             })
             .collect();
         let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
         scratch.unscanned = without(&scratch.unscanned, range);
-        scratch.bare = without(&scratch.bare, range);
+        scratch.not_own = without(&scratch.not_own, range);
         Ok(())
     }
 
@@ -240,6 +222,7 @@ impl WriteTracker {
     /// `out` is unchanged in every case.
     pub fn scan_and_protect(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let parts = self.parts(range, "scan")?;
+        self.ensure_discards_seen(&parts, "scan")?;
         let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut *guard;
         let before = out.len();
@@ -248,7 +231,7 @@ impl WriteTracker {
             if let Err(source) = self.scan_part(*part, scratch, out, &mut stats) {
                 out.truncate(before);
                 // What was discarded from here on must not pass for never touched.
-                scratch.bare = without(&scratch.bare, range);
+                scratch.not_own = without(&scratch.not_own, range);
                 return Err(Error::ScanBroken { pid: self.process.pid(), range, source });
             }
         }
@@ -264,7 +247,7 @@ impl WriteTracker {
     /// One scan of a stretch of one mapping.
     fn scan_part(
         &self,
-        part: Segment,
+        part: Stretch,
         scratch: &mut Scratch,
         out: &mut Vec<Written>,
         stats: &mut ScanStats,
@@ -276,7 +259,7 @@ impl WriteTracker {
         let drained = self.drain(part.range, ask_kind, &mut scratch.buffer, stats)?;
         let mut written = union(&[&drained.all, &fresh]);
 
-        let holes_hide = part.leaves_markers || !self.quirks.hole_is_written;
+        let holes_hide = part.leaves_markers() || !self.quirks.hole_is_written;
         let look_at_all = !part.shared && self.watch_discards && holes_hide;
         let windows = if look_at_all {
             vec![part.range]
@@ -287,17 +270,18 @@ impl WriteTracker {
         } else {
             windows(&written, WINDOW_GAP_BYTES)
         };
-        let mut missing = self.missing(&windows, &mut scratch.buffer, stats)?;
+        let query = if part.leaves_markers() && look_at_all { Query::NOT_OWN } else { Query::NOT_PRESENT };
+        let mut missing = self.missing(query, &windows, &mut scratch.buffer, stats)?;
         if look_at_all && !missing.holes.is_empty() {
             written = union(&[&written, &missing.holes]);
-            self.protect_holes(&mut missing, &mut scratch.buffer, stats)?;
+            self.protect_holes(query, &mut missing, &mut scratch.buffer, stats)?;
         }
-        let bare = if part.leaves_markers && look_at_all {
-            let known = clip(&scratch.bare, part.range);
-            let (discarded, bare) = self.discarded(&known, &written, &missing)?;
-            written = union(&[&written, &discarded]);
-            scratch.bare = union(&[&without(&scratch.bare, part.range), &bare]);
-            bare
+        let bare = if part.leaves_markers() && look_at_all {
+            let known = clip(&scratch.not_own, part.range);
+            let now = self.not_own(&known, &written, &missing)?;
+            written = union(&[&written, &now.discarded]);
+            scratch.not_own = union(&[&without(&scratch.not_own, part.range), &now.all]);
+            now.bare
         } else {
             let entries = self.pagemap.entries(&select(&missing.entries, &written, true))?;
             union(&[&missing.holes, &entries.bare])
@@ -333,9 +317,10 @@ impl WriteTracker {
         Ok(drained)
     }
 
-    /// What of `windows` is not in memory.
+    /// What of `windows` is not in memory, or whatever else `query` asks for.
     fn missing(
         &self,
+        query: Query,
         windows: &[HostRange],
         buffer: &mut [PageRegion],
         stats: &mut ScanStats,
@@ -343,10 +328,16 @@ impl WriteTracker {
         let mut missing = Missing::default();
         for window in windows {
             let found = |range, categories| {
-                let has_entry = categories & abi::PAGE_SWAPPED != 0;
-                push_joined(if has_entry { &mut missing.entries } else { &mut missing.holes }, range);
+                let list = if categories & abi::PAGE_FILE != 0 {
+                    &mut missing.of_file
+                } else if categories & abi::PAGE_SWAPPED != 0 {
+                    &mut missing.entries
+                } else {
+                    &mut missing.holes
+                };
+                push_joined(list, range);
             };
-            stats.calls += self.pagemap.scan(Query::NOT_PRESENT, *window, buffer, found)?;
+            stats.calls += self.pagemap.scan(query, *window, buffer, found)?;
         }
         Ok(missing)
     }
@@ -355,6 +346,7 @@ impl WriteTracker {
     /// before it was protected is there now.
     fn protect_holes(
         &self,
+        query: Query,
         missing: &mut Missing,
         buffer: &mut [PageRegion],
         stats: &mut ScanStats,
@@ -363,26 +355,23 @@ impl WriteTracker {
         for hole in &holes {
             abi::uffd_write_protect(self.uffd.as_fd(), hole.start.0, hole.len_bytes)?;
         }
-        let now = self.missing(&holes, buffer, stats)?;
+        let now = self.missing(query, &holes, buffer, stats)?;
         missing.holes = now.holes;
         missing.entries = union(&[&missing.entries, &now.entries]);
+        missing.of_file = union(&[&missing.of_file, &now.of_file]);
         Ok(())
     }
 
-    /// In memory where a discard leaves a marker: the pages discarded since `known` was what held nothing else, and all
-    /// that hold nothing else now. A page of `known` that is not in `written` was not touched, so needs no look.
-    fn discarded(
-        &self,
-        known: &[HostRange],
-        written: &[HostRange],
-        missing: &Missing,
-    ) -> io::Result<(Vec<HostRange>, Vec<HostRange>)> {
+    /// In memory where a discard leaves a marker: what holds nothing of its own now, and what of that was discarded since
+    /// `known` was all of it. A page of `known` that is not in `written` was not touched, so its entry needs no look.
+    fn not_own(&self, known: &[HostRange], written: &[HostRange], missing: &Missing) -> io::Result<NotOwn> {
         let untouched = select(&select(&missing.entries, known, true), written, false);
         let entries = self.pagemap.entries(&select(&missing.entries, &untouched, false))?;
         let bare = union(&[&missing.holes, &untouched, &entries.bare]);
+        let all = union(&[&bare, &missing.of_file]);
         // What we may not see counts as discarded each time: never as known.
-        let discarded = union(&[&entries.hidden, &select(&bare, known, false)]);
-        Ok((discarded, bare))
+        let discarded = union(&[&entries.hidden, &select(&all, known, false)]);
+        Ok(NotOwn { discarded, bare, all })
     }
 
     /// How many pages (of 4 KiB) of `range` the next scan would find written, about: without protecting them, and
@@ -404,25 +393,8 @@ impl WriteTracker {
     }
 
     /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
-    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<Segment>> {
-        let pid = self.process.pid();
-        let first = self.segments.partition_point(|s| s.range.end() <= range.start);
-        let mut at = range.start;
-        let mut parts = Vec::new();
-        for segment in self.segments.get(first..).unwrap_or_default() {
-            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else {
-                break;
-            };
-            if part.start.0 % segment.page_bytes != 0 || part.end().0 % segment.page_bytes != 0 {
-                return Err(Error::Unaligned { pid, operation, range, page_bytes: segment.page_bytes });
-            }
-            parts.push(Segment { range: part, ..*segment });
-            at = part.end();
-        }
-        if at < range.end() {
-            return Err(Error::NotRegistered { pid, operation, range, hole: at });
-        }
-        Ok(parts)
+    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<Stretch>> {
+        stretch::registered(&self.process, self.segments.iter().copied(), range, operation)
     }
 
     fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {

@@ -133,8 +133,6 @@ fn writes_are_tracked_across_forks() {
             let ram = target.map(kind, PAGES * PAGE);
             target.ok(&format!("advise {} {}", ram.start.0, ram.len_bytes));
             let tracker = target.track(ram);
-            // In memory of a file the tracker does not see a discard where the page was read before the scan, as here.
-            let discards = ["anon", "thp"].contains(&kind);
             let mut random = Random(seed);
             let mut image = vec![0xee; ram.len_bytes as usize];
             let mut snapshots: Vec<(Snapshot, Vec<u8>)> = Vec::new();
@@ -144,7 +142,7 @@ fn writes_are_tracked_across_forks() {
                     let first = random.below(PAGES);
                     let pages = (1 + random.below(60)).min(PAGES - first);
                     match random.below(6) {
-                        0 if discards => target.on("zap", ram, first, pages, ""),
+                        0 => target.on("zap", ram, first, pages, ""),
                         1 => target.on("receive", ram, first, pages.min(3), "77"),
                         _ => target.write(ram, first, pages, 1 + random.below(255) as u8),
                     }
