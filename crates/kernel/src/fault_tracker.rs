@@ -48,9 +48,9 @@ mod handler;
 
 use crate::abi::{self, PageRegion};
 use crate::fork::mapping_flags;
-use crate::maps::covering;
 use crate::ranges::{clip, intersection, push_joined, select, split, union, windows, without};
 use crate::scan::{Pagemap, Query};
+use crate::stretch::{self, Stretch};
 use crate::track::{ScanStats, Written};
 use crate::{Error, Process, Result};
 use handler::{Handler, Segment, Shared, State};
@@ -60,8 +60,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The largest page that can be protected here.
-const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
 /// Pages to protect that are closer than this are protected by one call: it costs as much as walking so many entries.
 const PROTECT_GAP_BYTES: u64 = 32 << 10;
 /// Pages to look up that are closer than this are looked up by one walk.
@@ -135,7 +133,8 @@ impl FaultTracker {
         if self.registered.iter().any(|other| intersection(*other, range).is_some()) {
             return Err(Error::Registered { pid, range });
         }
-        let (segments, on_file) = self.segments_of(range)?;
+        let stretches = stretch::mapped(&self.shared.process, range)?;
+        let on_file = stretches.iter().any(|stretch| stretch.has_file);
         self.ensure_not_merged(range)?;
         let mut state = self.shared.lock();
         abi::uffd_register(self.shared.uffd.as_fd(), range.start.0, range.len_bytes).map_err(|source| {
@@ -144,36 +143,11 @@ impl FaultTracker {
                 _ => self.range_error("register", range, source),
             }
         })?;
-        state.segments.extend(segments);
-        state.segments.sort_unstable_by_key(|segment| segment.range.start);
+        state.segments.extend(stretches.into_iter().map(Segment::new));
+        state.segments.sort_unstable_by_key(|segment| segment.stretch.range.start);
         state.unscanned = union(&[&state.unscanned, &[range]]);
         self.registered = union(&[&self.registered, &[range]]);
         Ok(())
-    }
-
-    /// The mappings under `range`, checked for what can be tracked; and whether a file is behind one.
-    fn segments_of(&self, range: HostRange) -> Result<(Vec<Segment>, bool)> {
-        let pid = self.shared.process.pid();
-        let unaligned = |page_bytes| Error::Unaligned { pid, operation: "register", range, page_bytes };
-        if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
-            return Err(unaligned(PAGE_BYTES as u64));
-        }
-        let maps = self.shared.process.maps()?;
-        let unmapped = |hole| Error::Unmapped { pid, operation: "register", range, hole };
-        let (mut segments, mut on_file) = (Vec::new(), false);
-        for mapping in covering(&maps, range).map_err(unmapped)? {
-            let Some(part) = intersection(mapping.range, range) else { continue };
-            let page_bytes = mapping.page_bytes;
-            if page_bytes > TRACKED_PAGE_BYTES_MAX {
-                return Err(Error::PageSize { pid, range: part, page_bytes });
-            }
-            if part.start.0 % page_bytes != 0 || part.end().0 % page_bytes != 0 {
-                return Err(unaligned(page_bytes));
-            }
-            on_file |= mapping.inode != 0;
-            segments.push(Segment::new(part, page_bytes, !mapping.shared && mapping.inode == 0));
-        }
-        Ok((segments, on_file))
     }
 
     /// An error where the kernel merges pages of `range`: they lose their protection, and no hook is told.
@@ -198,7 +172,7 @@ impl FaultTracker {
         self.parts(&state, range, "unregister")?;
         self.shared.end_tracking(range).map_err(|source| self.range_error("unregister", range, source))?;
         let cut = |segment: Segment| {
-            without(&[segment.range], range)
+            without(&[segment.stretch.range], range)
                 .into_iter()
                 .map(move |left| segment.part(left))
                 .collect::<Vec<_>>()
@@ -266,7 +240,7 @@ impl FaultTracker {
     fn drain_parts<'s>(
         &'s self,
         mut guard: MutexGuard<'s, State>,
-        parts: &[Part],
+        parts: &[Stretch],
         buffer: &mut [PageRegion],
         out: &mut Vec<Written>,
         stats: &mut ScanStats,
@@ -296,7 +270,7 @@ impl FaultTracker {
     /// A: what of a stretch of one mapping counts as written.
     fn written(
         &self,
-        part: Part,
+        part: Stretch,
         fresh: &[HostRange],
         discarded: &[HostRange],
         buffer: &mut [PageRegion],
@@ -310,7 +284,7 @@ impl FaultTracker {
         stats.calls += self.pagemap.scan(Query::WRITTEN, part.range, buffer, note)?;
         // Where whole page tables were freed there is nothing that the scan could find.
         let mut holes = Vec::new();
-        for window in discarded.iter().filter(|_| part.is_anonymous) {
+        for window in discarded.iter().filter(|_| part.is_anonymous()) {
             let note = |range, categories| {
                 if categories & abi::PAGE_SWAPPED == 0 {
                     push_joined(&mut holes, range);
@@ -318,7 +292,7 @@ impl FaultTracker {
             };
             stats.calls += self.pagemap.scan(Query::NOT_PRESENT, *window, buffer, note)?;
         }
-        let kept = if part.is_anonymous { &holes } else { discarded };
+        let kept = if part.is_anonymous() { &holes } else { discarded };
         Ok(union(&[&found, fresh, kept]))
     }
 
@@ -377,25 +351,9 @@ impl FaultTracker {
     }
 
     /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
-    fn parts(&self, state: &State, range: HostRange, operation: &'static str) -> Result<Vec<Part>> {
-        let pid = self.shared.process.pid();
-        let first = state.segments.partition_point(|s| s.range.end() <= range.start);
-        let mut at = range.start;
-        let mut parts = Vec::new();
-        for segment in state.segments.get(first..).unwrap_or_default() {
-            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else {
-                break;
-            };
-            if part.start.0 % segment.page_bytes != 0 || part.end().0 % segment.page_bytes != 0 {
-                return Err(Error::Unaligned { pid, operation, range, page_bytes: segment.page_bytes });
-            }
-            parts.push(Part { range: part, is_anonymous: segment.is_anonymous });
-            at = part.end();
-        }
-        if at < range.end() {
-            return Err(Error::NotRegistered { pid, operation, range, hole: at });
-        }
-        Ok(parts)
+    fn parts(&self, state: &State, range: HostRange, operation: &'static str) -> Result<Vec<Stretch>> {
+        let registered = state.segments.iter().map(|segment| segment.stretch);
+        stretch::registered(&self.shared.process, registered, range, operation)
     }
 
     fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {
@@ -405,13 +363,6 @@ impl FaultTracker {
         }
         Error::TrackRange { pid, operation, range, source }
     }
-}
-
-/// A stretch of one mapping.
-#[derive(Clone, Copy, Debug)]
-struct Part {
-    range: HostRange,
-    is_anonymous: bool,
 }
 
 impl std::fmt::Debug for FaultTracker {

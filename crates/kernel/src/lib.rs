@@ -42,6 +42,7 @@ mod ptrace;
 mod quirks;
 mod ranges;
 mod scan;
+mod stretch;
 pub mod track;
 mod transfer;
 

@@ -39,18 +39,16 @@
 //! 1 GiB pages cannot be protected by the kernel's scan and are refused.
 
 use crate::abi::{self, PageRegion};
-use crate::maps::covering;
 use crate::quirks::Quirks;
 use crate::ranges::{self, clip, intersection, push_joined, select, split, union, windows, without};
 use crate::scan::{Pagemap, Query};
+use crate::stretch::{self, Stretch};
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-/// The largest page that `PAGEMAP_SCAN` protects.
-const TRACKED_PAGE_BYTES_MAX: u64 = 2 << 20;
 /// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page table do.
 const WINDOW_GAP_BYTES: u64 = 2 << 20;
 
@@ -76,16 +74,6 @@ pub struct ScanStats {
     pub runs: u64,
     /// Calls of `PAGEMAP_SCAN`.
     pub calls: u64,
-}
-
-/// A registered stretch of one mapping.
-#[derive(Clone, Copy, Debug)]
-struct Segment {
-    range: HostRange,
-    page_bytes: u64,
-    shared: bool,
-    /// Discarding a protected page leaves a marker: private, and not what the kernel calls anonymous.
-    leaves_markers: bool,
 }
 
 /// Pages that the kernel found written, and has protected.
@@ -134,7 +122,7 @@ pub struct WriteTracker {
     process: Process,
     uffd: OwnedFd,
     pagemap: Pagemap,
-    segments: Vec<Segment>,
+    segments: Vec<Stretch>,
     watch_discards: bool,
     quirks: Quirks,
     scratch: Mutex<Scratch>,
@@ -191,7 +179,7 @@ impl WriteTracker {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
         }
-        let segments = self.segments_of(range)?;
+        let segments = stretch::mapped(&self.process, range)?;
         self.ensure_discards_seen(&segments, "register")?;
         abi::uffd_register(self.uffd.as_fd(), range.start.0, range.len_bytes)
             .map_err(|source| self.range_error("register", range, source))?;
@@ -202,40 +190,10 @@ impl WriteTracker {
         Ok(())
     }
 
-    /// The mappings under `range`, checked for what can be tracked.
-    fn segments_of(&self, range: HostRange) -> Result<Vec<Segment>> {
+    fn ensure_discards_seen(&self, segments: &[Stretch], operation: &'static str) -> Result<()> {
+        let unseen = |s: &&Stretch| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
         let pid = self.process.pid();
-        let unaligned = |page_bytes| Error::Unaligned { pid, operation: "register", range, page_bytes };
-        if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
-            return Err(unaligned(PAGE_BYTES as u64));
-        }
-        let maps = self.process.maps()?;
-        let found = covering(&maps, range).map_err(|hole| Error::Unmapped {
-            pid,
-            operation: "register",
-            range,
-            hole,
-        })?;
-        let mut segments = Vec::with_capacity(found.len());
-        for mapping in found {
-            let Some(part) = intersection(mapping.range, range) else { continue };
-            if mapping.page_bytes > TRACKED_PAGE_BYTES_MAX {
-                return Err(Error::PageSize { pid, range: part, page_bytes: mapping.page_bytes });
-            }
-            if part.start.0 % mapping.page_bytes != 0 || part.end().0 % mapping.page_bytes != 0 {
-                return Err(unaligned(mapping.page_bytes));
-            }
-            let leaves_markers = !mapping.shared && mapping.inode != 0;
-            let page_bytes = mapping.page_bytes;
-            segments.push(Segment { range: part, page_bytes, shared: mapping.shared, leaves_markers });
-        }
-        Ok(segments)
-    }
-
-    fn ensure_discards_seen(&self, segments: &[Segment], operation: &'static str) -> Result<()> {
-        let unseen = |s: &&Segment| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
-        let pid = self.process.pid();
-        let error = |s: &Segment| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
+        let error = |s: &Stretch| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
         segments.iter().find(unseen).map_or(Ok(()), error)
     }
 
@@ -247,7 +205,7 @@ impl WriteTracker {
         self.segments = std::mem::take(&mut self.segments)
             .into_iter()
             .flat_map(|segment| {
-                without(&[segment.range], range).into_iter().map(move |range| Segment { range, ..segment })
+                without(&[segment.range], range).into_iter().map(move |range| Stretch { range, ..segment })
             })
             .collect();
         let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -289,7 +247,7 @@ impl WriteTracker {
     /// One scan of a stretch of one mapping.
     fn scan_part(
         &self,
-        part: Segment,
+        part: Stretch,
         scratch: &mut Scratch,
         out: &mut Vec<Written>,
         stats: &mut ScanStats,
@@ -301,7 +259,7 @@ impl WriteTracker {
         let drained = self.drain(part.range, ask_kind, &mut scratch.buffer, stats)?;
         let mut written = union(&[&drained.all, &fresh]);
 
-        let holes_hide = part.leaves_markers || !self.quirks.hole_is_written;
+        let holes_hide = part.leaves_markers() || !self.quirks.hole_is_written;
         let look_at_all = !part.shared && self.watch_discards && holes_hide;
         let windows = if look_at_all {
             vec![part.range]
@@ -312,13 +270,13 @@ impl WriteTracker {
         } else {
             windows(&written, WINDOW_GAP_BYTES)
         };
-        let query = if part.leaves_markers && look_at_all { Query::NOT_OWN } else { Query::NOT_PRESENT };
+        let query = if part.leaves_markers() && look_at_all { Query::NOT_OWN } else { Query::NOT_PRESENT };
         let mut missing = self.missing(query, &windows, &mut scratch.buffer, stats)?;
         if look_at_all && !missing.holes.is_empty() {
             written = union(&[&written, &missing.holes]);
             self.protect_holes(query, &mut missing, &mut scratch.buffer, stats)?;
         }
-        let bare = if part.leaves_markers && look_at_all {
+        let bare = if part.leaves_markers() && look_at_all {
             let known = clip(&scratch.not_own, part.range);
             let now = self.not_own(&known, &written, &missing)?;
             written = union(&[&written, &now.discarded]);
@@ -435,25 +393,8 @@ impl WriteTracker {
     }
 
     /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
-    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<Segment>> {
-        let pid = self.process.pid();
-        let first = self.segments.partition_point(|s| s.range.end() <= range.start);
-        let mut at = range.start;
-        let mut parts = Vec::new();
-        for segment in self.segments.get(first..).unwrap_or_default() {
-            let Some(part) = intersection(segment.range, range).filter(|part| part.start == at) else {
-                break;
-            };
-            if part.start.0 % segment.page_bytes != 0 || part.end().0 % segment.page_bytes != 0 {
-                return Err(Error::Unaligned { pid, operation, range, page_bytes: segment.page_bytes });
-            }
-            parts.push(Segment { range: part, ..*segment });
-            at = part.end();
-        }
-        if at < range.end() {
-            return Err(Error::NotRegistered { pid, operation, range, hole: at });
-        }
-        Ok(parts)
+    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<Stretch>> {
+        stretch::registered(&self.process, self.segments.iter().copied(), range, operation)
     }
 
     fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {

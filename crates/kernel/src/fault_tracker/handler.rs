@@ -16,6 +16,7 @@
 use super::{BUSY_MAX, BUSY_SLEEP, Hook, Touch};
 use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::ranges::{between, intersection, union};
+use crate::stretch::Stretch;
 use crate::{Process, priority};
 use keyframe_units::{HostRange, HostVirt};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -54,30 +55,27 @@ pub(super) struct State {
 /// A registered stretch of one mapping.
 #[derive(Debug)]
 pub(super) struct Segment {
-    pub range: HostRange,
-    pub page_bytes: u64,
-    /// Private, without a file behind it: discarded, a page loses its protection.
-    pub is_anonymous: bool,
+    pub stretch: Stretch,
     /// One bit for each page: the handler removed its protection since it was last drained.
     opened: Vec<u64>,
 }
 
 impl Segment {
-    pub fn new(range: HostRange, page_bytes: u64, is_anonymous: bool) -> Self {
-        let pages = range.len_bytes / page_bytes;
-        Self { range, page_bytes, is_anonymous, opened: vec![0; pages.div_ceil(64) as usize] }
+    pub fn new(stretch: Stretch) -> Self {
+        let pages = stretch.range.len_bytes / stretch.page_bytes;
+        Self { stretch, opened: vec![0; pages.div_ceil(64) as usize] }
     }
 
     /// The part of this segment in `range`, which lies in it. What was opened is forgotten: its pages can be told again.
     pub fn part(&self, range: HostRange) -> Self {
-        Self::new(range, self.page_bytes, self.is_anonymous)
+        Self::new(Stretch { range, ..self.stretch })
     }
 
     /// The page at `address`, which lies in this segment, and its number.
     fn page(&self, address: u64) -> (HostRange, u64) {
-        let number = (address - self.range.start.0) / self.page_bytes;
-        let start = self.range.start.0 + number * self.page_bytes;
-        (between(start, start + self.page_bytes), number)
+        let number = (address - self.stretch.range.start.0) / self.stretch.page_bytes;
+        let start = self.stretch.range.start.0 + number * self.stretch.page_bytes;
+        (between(start, start + self.stretch.page_bytes), number)
     }
 
     fn is_opened(&self, number: u64) -> bool {
@@ -101,9 +99,9 @@ impl State {
     /// `range` is protected now: the next write to a page of it is a first one.
     pub fn note_protected(&mut self, range: HostRange) {
         for segment in &mut self.segments {
-            if let Some(part) = intersection(segment.range, range) {
+            if let Some(part) = intersection(segment.stretch.range, range) {
                 let (_, first) = segment.page(part.start.0);
-                (first..first + part.len_bytes / segment.page_bytes)
+                (first..first + part.len_bytes / segment.stretch.page_bytes)
                     .for_each(|page| segment.set_opened(page, false));
             }
         }
@@ -112,26 +110,27 @@ impl State {
     /// The pages of `range` whose protection the handler did not remove.
     pub fn each_closed(&self, range: HostRange, mut each: impl FnMut(HostRange)) {
         for segment in &self.segments {
-            let Some(part) = intersection(segment.range, range) else { continue };
+            let Some(part) = intersection(segment.stretch.range, range) else { continue };
             let (_, first) = segment.page(part.start.0);
             let (_, last) = segment.page(part.end().0 - 1);
             for number in (first..=last).filter(|number| !segment.is_opened(*number)) {
-                let (page, _) = segment.page(segment.range.start.0 + number * segment.page_bytes);
+                let (page, _) =
+                    segment.page(segment.stretch.range.start.0 + number * segment.stretch.page_bytes);
                 each(page);
             }
         }
     }
 
     fn segment_at(&mut self, address: u64) -> Option<&mut Segment> {
-        let index = self.segments.partition_point(|segment| segment.range.end().0 <= address);
-        self.segments.get_mut(index).filter(|segment| segment.range.start.0 <= address)
+        let index = self.segments.partition_point(|segment| segment.stretch.range.end().0 <= address);
+        self.segments.get_mut(index).filter(|segment| segment.stretch.range.start.0 <= address)
     }
 
     fn note_discard(&mut self, start: u64, end: u64) {
         // Also of memory that is registered no more: what is under way says nothing of when it ends.
         self.has_discarded = true;
         let parts = self.segments.iter().filter_map(|segment| {
-            let part = intersection(segment.range, between(start, end))?;
+            let part = intersection(segment.stretch.range, between(start, end))?;
             let (first, _) = segment.page(part.start.0);
             let (last, _) = segment.page(part.end().0 - 1);
             Some(between(first.start.0, last.end().0))
@@ -261,7 +260,7 @@ impl Shared {
         state.hook = None;
         for segment in &state.segments {
             // The mapping may be gone: then there is nothing to end.
-            let _ = self.end_tracking(segment.range);
+            let _ = self.end_tracking(segment.stretch.range);
         }
     }
 
@@ -324,9 +323,11 @@ mod tests {
 
     #[test]
     fn what_was_opened_is_known_until_it_is_protected() {
+        let segment =
+            |range, page_bytes| Segment::new(Stretch { range, page_bytes, shared: true, has_file: true });
         let segments = vec![
-            Segment::new(between(0x10_0000, 0x18_0000), 0x1000, true),
-            Segment::new(between(0x20_0000, 0x80_0000), 0x20_0000, false),
+            segment(between(0x10_0000, 0x18_0000), 0x1000),
+            segment(between(0x20_0000, 0x80_0000), 0x20_0000),
         ];
         let mut state = State { segments, ..State::default() };
         for (address, page) in [(0x10_5123, 0x10_5000), (0x17_ffff, 0x17_f000), (0x3f_ffff, 0x20_0000)] {

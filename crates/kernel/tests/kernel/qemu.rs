@@ -164,15 +164,17 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
     }
 }
 
-/// Has processes attach to `qemu`, and fork it, and kills them anywhere in between; QEMU answers after each.
-fn kill_attachers(qemu: &mut Qemu, kills: u64, context: &str) {
+/// Has processes attach to `qemu`, and fork it where it permits that, and kills them anywhere in between; QEMU answers after
+/// each.
+fn kill_attachers(qemu: &mut Qemu, kills: u64, forks: bool, context: &str) {
     let mut random = Random(99);
     let ram = qemu.ram();
     let range = format!("{} {}", ram.start.0, ram.len_bytes);
     for kill in 0..kills {
-        let (role, arguments) =
-            [("killed::role_that_attaches", ""), ("killed::role_that_forks", range.as_str())]
-                [(kill % 2) as usize];
+        let (role, arguments) = match kill % 2 {
+            1 if forks => ("killed::role_that_forks", range.as_str()),
+            _ => ("killed::role_that_attaches", ""),
+        };
         let mut killed = start_role_under(&[], role, &qemu.process, arguments);
         // Some sessions long, as forks of this much take their time.
         std::thread::sleep(Duration::from_micros(random.below(8000)));
@@ -180,18 +182,24 @@ fn kill_attachers(qemu: &mut Qemu, kills: u64, context: &str) {
         assert!(qemu.process.is_alive(), "{context}, {role}, kill {kill}: QEMU died");
         qemu.ask("query-status");
     }
-    drop(Snapshot::fork(&qemu.process, &[ram]).unwrap());
+    if forks {
+        drop(Snapshot::fork(&qemu.process, &[ram]).unwrap());
+    }
     assert!(inject_userfaultfd(&qemu.process).unwrap().guarded);
 }
 
 #[test]
 fn whoever_attaches_to_a_waiting_qemu_may_be_killed() {
+    let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
     for program in programs() {
-        let test = "whoever_attaches_to_a_waiting_qemu_may_be_killed";
-        let Some(mut qemu) = Qemu::start(&program, &[], test) else { continue };
-        let mask = signal_mask(&qemu.process);
-        kill_attachers(&mut qemu, 60, &program);
-        assert_eq!(signal_mask(&qemu.process), mask, "{program}");
+        for options in [&[][..], &["-sandbox", sandbox]] {
+            let test = "whoever_attaches_to_a_waiting_qemu_may_be_killed";
+            let Some(mut qemu) = Qemu::start(&program, options, test) else { continue };
+            let mask = signal_mask(&qemu.process);
+            let context = format!("{program} {options:?}");
+            kill_attachers(&mut qemu, 60, options.is_empty(), &context);
+            assert_eq!(signal_mask(&qemu.process), mask, "{context}");
+        }
     }
 }
 
@@ -218,7 +226,7 @@ fn whoever_attaches_to_a_running_qemu_may_be_killed() {
             ["-serial", &serial, "-kernel", &kernel, "-initrd", &initrd, "-append", append, "-no-reboot"];
         let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
         qemu.ask("cont");
-        kill_attachers(&mut qemu, 60, &format!("{program}, booting"));
+        kill_attachers(&mut qemu, 60, true, &format!("{program}, booting"));
         let reports = |at_least: usize| {
             let deadline = Instant::now() + Duration::from_mins(2);
             while said().matches("dirty t=").count() < at_least {
@@ -228,7 +236,7 @@ fn whoever_attaches_to_a_running_qemu_may_be_killed() {
             said().matches("dirty t=").count()
         };
         reports(1);
-        kill_attachers(&mut qemu, 60, &format!("{program}, working"));
+        kill_attachers(&mut qemu, 60, true, &format!("{program}, working"));
         let before = reports(1);
         reports(before + 2);
         qemu.ask("query-status");

@@ -1,0 +1,93 @@
+//! Stretches of mappings: what of a process's memory can be tracked, and what of that a range covers.
+//!
+//! ```text
+//!   range          ├──────────────────────────────┤
+//!   mappings    ├───────────┼────────────┼──────────────┤      a gap between them: Error::Unmapped
+//!   stretches      ├────────┼────────────┼────────┤            ends within a page of the mapping: Error::Unaligned
+//! ```
+//!
+//! Left out: what is done with them; that is each tracker's own.
+
+use crate::maps::covering;
+use crate::ranges::intersection;
+use crate::{Error, Process, Result};
+use keyframe_units::{HostRange, PAGE_BYTES};
+
+/// The largest page that the kernel protects.
+const PAGE_BYTES_MAX: u64 = 2 << 20;
+
+/// A stretch of one mapping, in whole pages of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stretch {
+    pub range: HostRange,
+    pub page_bytes: u64,
+    pub shared: bool,
+    /// A file is behind it; also, without a name, behind private huge pages.
+    pub has_file: bool,
+}
+
+impl Stretch {
+    /// Private, and without a file: discarded, a page loses its protection.
+    pub fn is_anonymous(&self) -> bool {
+        !self.shared && !self.has_file
+    }
+
+    /// Private, but not what the kernel calls anonymous: discarding a protected page leaves a marker.
+    pub fn leaves_markers(&self) -> bool {
+        !self.shared && self.has_file
+    }
+}
+
+/// The mappings under `range`, checked for what can be tracked at all. Errors: part of it is not mapped, cuts a page, or has pages of
+/// 1 GiB.
+pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>> {
+    let (pid, operation) = (process.pid(), "register");
+    let unaligned = |page_bytes| Error::Unaligned { pid, operation, range, page_bytes };
+    if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
+        return Err(unaligned(PAGE_BYTES as u64));
+    }
+    let maps = process.maps()?;
+    let found = covering(&maps, range).map_err(|hole| Error::Unmapped { pid, operation, range, hole })?;
+    let mut stretches = Vec::with_capacity(found.len());
+    for mapping in found {
+        let Some(part) = intersection(mapping.range, range) else { continue };
+        let page_bytes = mapping.page_bytes;
+        if page_bytes > PAGE_BYTES_MAX {
+            return Err(Error::PageSize { pid, range: part, page_bytes });
+        }
+        if !is_whole(part, page_bytes) {
+            return Err(unaligned(page_bytes));
+        }
+        let (shared, has_file) = (mapping.shared, mapping.inode != 0);
+        stretches.push(Stretch { range: part, page_bytes, shared, has_file });
+    }
+    Ok(stretches)
+}
+
+/// What of `registered`, which rises, `range` covers. Errors: part of it is not registered, or cuts a page.
+pub(crate) fn registered(
+    process: &Process,
+    registered: impl Iterator<Item = Stretch>,
+    range: HostRange,
+    operation: &'static str,
+) -> Result<Vec<Stretch>> {
+    let pid = process.pid();
+    let mut at = range.start;
+    let mut parts = Vec::new();
+    for stretch in registered.skip_while(|stretch| stretch.range.end() <= range.start) {
+        let Some(part) = intersection(stretch.range, range).filter(|part| part.start == at) else { break };
+        if !is_whole(part, stretch.page_bytes) {
+            return Err(Error::Unaligned { pid, operation, range, page_bytes: stretch.page_bytes });
+        }
+        parts.push(Stretch { range: part, ..stretch });
+        at = part.end();
+    }
+    if at < range.end() {
+        return Err(Error::NotRegistered { pid, operation, range, hole: at });
+    }
+    Ok(parts)
+}
+
+fn is_whole(part: HostRange, page_bytes: u64) -> bool {
+    part.start.0.is_multiple_of(page_bytes) && part.end().0.is_multiple_of(page_bytes)
+}
