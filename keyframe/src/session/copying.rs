@@ -119,6 +119,11 @@ pub struct Strategies {
 }
 
 impl Strategies {
+    /// Lets go of the tracker: of the same RAM there can be only one.
+    pub fn untrack(&mut self) {
+        (self.cow, self.fork) = (None, None);
+    }
+
     /// The one of that name, or why it cannot be.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn Strategy, Failure> {
         Ok(match name {
