@@ -49,7 +49,8 @@ impl Foreign {
 
     /// What an engine would leave behind.
     pub fn traces(&self) -> Traces {
-        let sets = self.other().execute("query-fdsets", None).expect("ask for its descriptor sets").to_string();
+        let sets =
+            self.other().execute("query-fdsets", None).expect("ask for its descriptor sets").to_string();
         let pid = self.console.pid();
         let links = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("look at its open files");
         let name = |f: std::fs::DirEntry| {
@@ -59,7 +60,8 @@ impl Foreign {
         };
         let mut files: Vec<String> = links.flatten().filter_map(name).collect();
         files.sort();
-        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        let children =
+            std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
         Traces { sets, files, children }
     }
 

@@ -45,14 +45,17 @@ impl Orphan {
     pub fn assert_runs_on(&self, run: &Process, text: &str, more: usize) {
         let count = || run.lines().iter().filter(|l| l.contains(text)).count();
         let before = count();
-        until(&format!("the guest runs on without its engine; {}", run.report()), || count() >= before + more);
+        until(&format!("the guest runs on without its engine; {}", run.report()), || {
+            count() >= before + more
+        });
     }
 
     /// The state of each of its children that it has not waited for: `Z` of a zombie, `t` of one that is traced.
     pub fn children(&self) -> Vec<char> {
         let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.pid)) else { return Vec::new() };
         let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
-        let children: Vec<String> = lists.flat_map(|l| l.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect();
+        let children: Vec<String> =
+            lists.flat_map(|l| l.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect();
         let state = |pid: &String| {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).ok()?;
             stat.rsplit_once(") ")?.1.chars().next()

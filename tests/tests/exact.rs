@@ -63,7 +63,11 @@ fn anonymous_ram_with_four_vcpus() {
 
 #[test]
 fn shared_memfd_ram() {
-    exact(&backed_by(&["-object", "memory-backend-memfd,id=mem,size=128M,share=on"]), "KF READY", assert_no_errors);
+    exact(
+        &backed_by(&["-object", "memory-backend-memfd,id=mem,size=128M,share=on"]),
+        "KF READY",
+        assert_no_errors,
+    );
 }
 
 #[test]

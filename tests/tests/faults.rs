@@ -86,8 +86,7 @@ fn slow_encoder() {
     let mut boot = Boot::new("dirty kf.rate=200 kf.mib=16");
     boot.mem_mib = 96;
     // Half a second of encoding for each, and one due each 300 ms.
-    let options =
-        ["--interval", "300ms", "--staging", "256", "--name", "guest", "--fault", "slow-encoder"];
+    let options = ["--interval", "300ms", "--staging", "256", "--name", "guest", "--fault", "slow-encoder"];
     let mut run = bench.start(&options, &boot);
     run.wait_for("KF READY");
     let status = || bench.json(&["status", "--json", "--name", "guest"])[0].clone();
@@ -101,7 +100,11 @@ fn slow_encoder() {
     assert!(run.wait().success(), "{}", run.report());
     let list = bench.list();
     assert!(list.len() as u64 >= captured, "{} of {captured} captured ones are sealed", list.len());
-    assert!(run.errors().contains(&format!("{} checkpoints sealed, 0 failed", list.len())), "{}", run.report());
+    assert!(
+        run.errors().contains(&format!("{} checkpoints sealed, 0 failed", list.len())),
+        "{}",
+        run.report()
+    );
     // The slow encoder is not the measure of the intervals.
     let mut intervals: Vec<u64> = list[before as usize..].iter().map(|e| number(e, "interval_ns")).collect();
     intervals.sort_unstable();
@@ -166,7 +169,13 @@ fn qmp_lost_of_a_vm_that_was_attached_to() {
     let monitor = vm.socket("a");
     let attach = |options: &[&str]| {
         let all = [&["--interval", "300ms", "--audit", "audit", "--name", "guest"], options].concat();
-        bench.run(&bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &all).iter().map(String::as_str).collect::<Vec<_>>())
+        bench.run(
+            &bench
+                .attach_args(&["--qmp", &monitor], vm.console.pid(), &all)
+                .iter()
+                .map(String::as_str)
+                .collect::<Vec<_>>(),
+        )
     };
     let output = attach(&["--fault", "qmp-lost:paused:4"]);
     let said = String::from_utf8_lossy(&output.stderr);

@@ -45,7 +45,10 @@ impl Plugged {
 
     fn plug(&self, number: u32) {
         let (backend, id) = (format!("mem{number}"), format!("dimm{number}"));
-        self.must("object-add", json!({ "qom-type": "memory-backend-ram", "id": backend, "size": DIMM_BYTES }));
+        self.must(
+            "object-add",
+            json!({ "qom-type": "memory-backend-ram", "id": backend, "size": DIMM_BYTES }),
+        );
         self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
     }
 
@@ -88,17 +91,21 @@ fn newest(list: &[Value]) -> String {
     number(list.last().expect("a checkpoint"), "id").to_string()
 }
 
-/// Plugs, writes, checkpoints, restores.
-fn a_dimm_is_in_the_next_checkpoint(options: &[&str]) {
+/// Plugs, writes where that can be done, checkpoints, restores.
+fn a_dimm_is_in_the_next_checkpoint(options: &[&str], writes: bool) {
     println!("-- {}", options.join(" "));
     let mut vm = Plugged::start(options);
     let before = newest(&vm.more(2));
     vm.plug(1);
-    vm.write_to_dimm(1, 0xa5);
+    if writes {
+        vm.write_to_dimm(1, 0xa5);
+    }
     vm.run.wait_for_error("a new run begins");
     vm.more(2);
     // Tracked from then on: what is written behind the first checkpoint is in a later one.
-    vm.write_to_dimm(1, 0x5a);
+    if writes {
+        vm.write_to_dimm(1, 0x5a);
+    }
     let list = vm.more(2);
     assert_eq!(runs(&list).len(), 2, "{list:?}");
     let (small, large) = (vm.ram(&before, "mem1"), vm.ram(&newest(&list), "mem1"));
@@ -107,7 +114,11 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str]) {
     let code = vm.run.wait().code();
     // A checkpoint that was under way as the DIMM came is lost, and that is a warning.
     assert!(matches!(code, Some(0 | 3)), "{code:?}: {}", vm.run.report());
-    assert!(!vm.run.errors().contains("AUDIT") && !vm.run.errors().contains("audit of"), "{}", vm.run.report());
+    assert!(
+        !vm.run.errors().contains("AUDIT") && !vm.run.errors().contains("audit of"),
+        "{}",
+        vm.run.report()
+    );
     let mut sequence = Sequence::new(16);
     sequence.check(&hash_lines(&vm.run.lines()), 3);
     vm.bench.ok(&["check", "--read-data", "--quiet", "--store", &vm.bench.store()]);
@@ -122,17 +133,18 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str]) {
 
 #[test]
 fn a_dimm_that_is_plugged_in_is_in_the_next_checkpoint() {
-    a_dimm_is_in_the_next_checkpoint(&[]);
+    a_dimm_is_in_the_next_checkpoint(&[], true);
 }
 
 #[test]
 fn so_it_is_with_copy_on_write() {
-    a_dimm_is_in_the_next_checkpoint(&["--strategy", "cow"]);
+    // The kernel refuses writes from outside that would have to wait for a handler.
+    a_dimm_is_in_the_next_checkpoint(&["--strategy", "cow"], false);
 }
 
 #[test]
 fn so_it_is_with_fork() {
-    a_dimm_is_in_the_next_checkpoint(&["--strategy", "fork"]);
+    a_dimm_is_in_the_next_checkpoint(&["--strategy", "fork"], true);
 }
 
 #[test]

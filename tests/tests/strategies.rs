@@ -107,7 +107,8 @@ fn what_a_strategy_cannot_do_is_refused_before_the_guest_runs() {
     refused(&scribbling(), &["--strategy", "cow", "--tracker", "write-protect"], &["--tracker sync"]);
     refused(&scribbling(), &["--strategy", "cow", "--tracker", "compare"], &["--tracker sync"]);
     let dir = tempfile::tempdir().unwrap();
-    let file = format!("memory-backend-file,id=mem,size=96M,share=on,mem-path={}", dir.path().join("ram").display());
+    let file =
+        format!("memory-backend-file,id=mem,size=96M,share=on,mem-path={}", dir.path().join("ram").display());
     if on_disk(dir.path()) {
         refused(&backed_by(&file), &["--strategy", "cow"], &["file on disk", "memory-backend-memfd"]);
     } else {

@@ -522,7 +522,10 @@ impl<'a> Engine<'a> {
             End::Asked(_) if vm.is_attached() => {
                 let pid = vm.keep();
                 if !self.options.quiet {
-                    eprintln!("keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})", self.name);
+                    eprintln!(
+                        "keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})",
+                        self.name
+                    );
                 }
                 DONE
             }
@@ -603,7 +606,9 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         last: None,
         last_age_ns: None,
         qmp: match parts.machine.vm.is_attached() {
-            true => parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+            true => {
+                parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string())
+            }
             false => parts.run_dir.path().join("qmp.sock").display().to_string(),
         },
     }
