@@ -75,6 +75,26 @@ fn every_strategy_is_exact_and_restores_go_on() {
 }
 
 #[test]
+fn copies_made_behind_the_pause_are_exact_and_restores_go_on() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    let memfd = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"];
+    for (strategy, machine, extra) in
+        [("cow", "pc", &[][..]), ("cow", "pc,memory-backend=mem", &memfd[..]), ("fork", "pc", &[])]
+    {
+        println!("-- {strategy}, {machine}");
+        let bench = Bench::new();
+        let boot = Boot { machine: machine.into(), ..Boot::payload("kvm", DIRTY) }.with(extra);
+        let id = checkpoints(&bench, &boot, &["--strategy", strategy], &mut sequence);
+        let list = bench.list();
+        assert!(list[1..].iter().all(|entry| entry["strategy"] == strategy), "{list:?}");
+        goes_on(&bench, &id, &[], &mut sequence);
+    }
+}
+
+#[test]
 fn other_machines_and_backings_of_ram_are_exact_and_go_on() {
     if !has_kvm() {
         return;

@@ -132,6 +132,11 @@ impl Strategies {
         self.auto.precopy.policy.target_pages = target_pages;
     }
 
+    /// Lets go of the tracker: of the same RAM there can be only one.
+    pub fn untrack(&mut self) {
+        (self.cow, self.fork) = (None, None);
+    }
+
     /// The one of that name, or why it cannot be.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn Strategy, Failure> {
         Ok(match name {

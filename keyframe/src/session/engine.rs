@@ -434,6 +434,7 @@ impl<'a> Engine<'a> {
         let sink = self.end_encoding()?;
         sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
         self.copying.cycle.untrack();
+        self.copying.strategies.untrack();
         let vm = &mut self.machine.vm;
         let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
         self.copying = Copying::start(vm, &self.options, watches_discards)?;
