@@ -26,7 +26,7 @@ impl Plugged {
         let bench = Bench::new();
         let socket = bench.path().join("own.sock");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
-        let boot = Boot::new("hash").with(&["-m", "256M,slots=2,maxmem=1G", "-qmp", &monitor]);
+        let boot = Boot::new("hash").with(&["-m", "160M,slots=2,maxmem=1G", "-qmp", &monitor]);
         let common = ["--interval", "400ms", "--name", "guest", "--audit", "audit"];
         let mut run = bench.start(&[&common, options].concat(), &boot);
         run.wait_for("KF READY");
