@@ -135,7 +135,9 @@ impl Bench<'_> {
                     .collect::<Result<_, Error>>()?;
                 let after = if self.options.quick { before } else { self.plain(&mut plain)? };
                 let around = before.mean(after);
-                done.into_iter().for_each(|(at, done)| lost[at].push(done, around));
+                for (at, done) in done {
+                    lost[at].push(done, around);
+                }
                 before = after;
             }
         }

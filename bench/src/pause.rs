@@ -147,8 +147,12 @@ impl Bench<'_> {
         for (rate, rounds) in RATES.into_iter().zip(self.plan.peers) {
             let load = Load { rate, gib: None };
             peer.guest.say(&format!("rate {rate}"))?;
-            let ways = [Way::Savevm, Way::Migrate, Way::LiveMigrate, Way::BackgroundSnapshot].repeat(rounds);
-            self.measure_peer(&mut peer, load, &ways, rows)?;
+            // What a live migration leaves for its end is QEMU's limit of the downtime, at any rate.
+            let ways: &[Way] = match rate {
+                RATE => &[Way::Savevm, Way::Migrate, Way::LiveMigrate, Way::BackgroundSnapshot],
+                _ => &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot],
+            };
+            self.measure_peer(&mut peer, load, &ways.repeat(rounds), rows)?;
         }
         Ok(())
     }

@@ -46,9 +46,12 @@ mod tests {
     #[test]
     fn each_load_is_in_its_chart() {
         let mut rows = Rows::default();
-        for (way, rate, gib) in
-            [("precopy", 1000, None), ("precopy", 20_000, None), ("stop_copy", 20_000, Some(4))]
-        {
+        for (way, rate, gib) in [
+            ("precopy", 1000, None),
+            ("precopy", 20_000, None),
+            ("stop_copy", 1000, None),
+            ("stop_copy", 20_000, Some(4)),
+        ] {
             rows.of(way, Load { rate, gib }).pause_ns.push(2e6);
         }
         let figure = figure(&rows);
