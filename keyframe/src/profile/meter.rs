@@ -24,6 +24,17 @@ pub enum Step {
     Interrupted,
 }
 
+/// Begins to track the RAM of `target`.
+fn track(target: &Target) -> Result<WriteTracker, keyframe_kernel::Error> {
+    let attached = inject_userfaultfd(&target.process)?;
+    let mut tracker = WriteTracker::new(&target.process, attached.uffd)?;
+    tracker.set_watch_discards(target.watch_discards);
+    for range in &target.ranges {
+        tracker.register(*range)?;
+    }
+    Ok(tracker)
+}
+
 /// The tracking of one VM's RAM, and its counters.
 pub struct Meter {
     tracker: WriteTracker,
@@ -33,13 +44,17 @@ pub struct Meter {
 impl Meter {
     /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page in each epoch.
     pub fn attach(target: &mut Target) -> Result<Self, Failure> {
-        let attached = inject_userfaultfd(&target.process).map_err(|e| Failure::kernel(&e))?;
-        let mut tracker =
-            WriteTracker::new(&target.process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
-        tracker.set_watch_discards(target.watch_discards);
-        for range in &target.ranges {
-            tracker.register(*range).map_err(|e| Failure::kernel(&e))?;
-        }
+        let tracker = match track(target) {
+            Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
+                target.watch_discards = false;
+                target.notes.push(
+                    "RAM: pages that the VM discards (balloon) are not counted in this kind of memory".into(),
+                );
+                track(target)
+            }
+            tracked => tracked,
+        };
+        let tracker = tracker.map_err(|e| Failure::kernel(&e))?;
         let counters = Counters::new(target);
         Ok(Self { tracker, counters })
     }

@@ -22,13 +22,13 @@ pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: &Option
         .map_err(|e| Failure::store(&e, store.path()))?;
     let identity = vm.identity().map_err(|e| Failure::qemu(&e))?;
     let directory = vm.working_directory().map_err(|e| Failure::qemu(&e))?;
-    let lease = Lease { store, name: &name, writer: &mut writer };
+    let mut lease = Lease { store, name: &name, writer: &mut writer };
     // Where it is refused, the VM is dropped, which is to detach.
-    let (copying, sink, meta, watchdog) = prepare(&mut vm, lease, &identity, &directory, options)?;
+    let (copying, sink, meta, watchdog) = prepare(&mut vm, &mut lease, &identity, &directory, options)?;
     let runs = vm.qmp().status().map_err(|e| Failure::qemu(&e))?.is_running();
     let mut machine = QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards);
     if let Monitor::Socket(path) = &monitor.monitor {
         machine.monitor = Some(path.clone());
     }
-    Ok(Parts { name, machine, copying, sink, writer, meta, runs, run_dir })
+    Ok(Parts { name, run_dir, machine, copying, sink, writer, meta, runs })
 }

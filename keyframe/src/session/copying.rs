@@ -45,8 +45,10 @@ impl Copying {
         let plain: Arc<dyn PageReader> = Arc::new(ProcessPages::new(Arc::clone(&ram), Arc::clone(&memory)));
         let parallel: Arc<dyn PageReader> = match options.copy_threads {
             Some(1) => plain,
-            Some(threads) => Arc::new(ParallelReader::new(plain, threads).map_err(no_threads)?),
-            None => Arc::new(ParallelReader::adaptive(plain, copy_threads_max()).map_err(no_threads)?),
+            Some(threads) => Arc::new(ParallelReader::new(plain, threads).map_err(|e| no_threads(&e))?),
+            None => {
+                Arc::new(ParallelReader::adaptive(plain, copy_threads_max()).map_err(|e| no_threads(&e))?)
+            }
         };
         let reader = faulty(parallel, options.fault.as_ref());
         let (mut cow, mut stopped_ns) = (None, None);
@@ -161,7 +163,7 @@ impl Strategies {
     }
 }
 
-fn no_threads(error: keyframe_capture::BoxError) -> Failure {
+fn no_threads(error: &keyframe_capture::BoxError) -> Failure {
     Failure::new(format!("start the copying threads: {error}"))
 }
 

@@ -52,8 +52,8 @@ pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Resul
     let runs = !invocation.starts_paused();
     let mut vm = Vm::launch(invocation, &LaunchOptions { run_dir: run_dir.path().into() })
         .map_err(|e| Failure::qemu(&e))?;
-    let lease = Lease { store, name: &name, writer: &mut writer };
-    match prepare(&mut vm, lease, &identity, &directory, options) {
+    let mut lease = Lease { store, name: &name, writer: &mut writer };
+    match prepare(&mut vm, &mut lease, &identity, &directory, options) {
         Ok((copying, sink, meta, watchdog)) => Ok(Parts {
             name,
             machine: QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards),
@@ -85,7 +85,7 @@ pub struct Lease<'a> {
 /// Everything that can be refused of a VM that is there: audit, attach, the run in the store, the watchdog.
 pub fn prepare(
     vm: &mut Vm,
-    lease: Lease<'_>,
+    lease: &mut Lease<'_>,
     identity: &QemuIdentity,
     directory: &Path,
     options: &Options,

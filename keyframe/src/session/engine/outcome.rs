@@ -1,0 +1,197 @@
+//! What becomes of captures: sealed, failed, or of RAM that is not there any more.
+
+use super::{
+    Arc, Copying, CycleError, Duration, Encoding, Engine, Entry, Failure, Instant, Report, Response,
+    SAY_LATE_EVERY, Sealed, Settled, StoreSink, chain, ns, output,
+};
+
+impl Engine<'_> {
+    /// Takes in what the encoder reports.
+    pub(super) fn settle(&mut self, report: Report<Sealed>) {
+        match self.copying.cycle.settle(report) {
+            Settled::Sealed { seq, sealed } => {
+                let entry = self.succeeded(seq, &sealed);
+                if let Some(taker) = self.takers.remove(&seq) {
+                    let _ = taker.send(Response::Taken(Box::new(entry)));
+                }
+            }
+            Settled::Failed { lost, error } => {
+                let text = self.failed(&chain(&error), lost.len().max(1) as u64, false);
+                for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
+                    let _ = taker.send(Response::Failed(text.clone()));
+                }
+            }
+            Settled::Stale => {}
+        }
+        let queued = self.copying.cycle.in_flight();
+        self.update(|status| status.queued = queued);
+    }
+
+    fn succeeded(&mut self, seq: u64, sealed: &Sealed) -> Entry {
+        let entry = Entry::of(sealed);
+        let backlog_ns = entry.backlog_ns;
+        self.last_pages = entry.dirty_pages;
+        self.sealed += 1;
+        self.sealed_at = Some(Instant::now());
+        self.tune(&entry);
+        let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
+        if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
+            self.said_late = Some(Instant::now());
+            self.say(&format!(
+                "checkpoint {} began {} late: the one before was still being encoded",
+                entry.id,
+                output::duration(backlog_ns)
+            ));
+        }
+        if self.options.verbose {
+            self.say(&format!(
+                "checkpoint {}: pause {}, {} dirty pages, {} stored",
+                entry.id,
+                output::duration(entry.pause_ns),
+                entry.dirty_pages,
+                output::bytes(entry.stored_bytes)
+            ));
+        }
+        if let Some(audit) = &mut self.watch.audit {
+            match audit.compare(self.store, seq, sealed.id) {
+                Ok(differing) if differing.is_empty() => {}
+                Ok(differing) => {
+                    self.audited_wrong += 1;
+                    eprintln!(
+                        "keyframe: AUDIT FAILED: checkpoint {} differs from RAM in {} pages, first {}",
+                        entry.id,
+                        differing.len(),
+                        differing[0].0
+                    );
+                }
+                Err(e) => {
+                    self.audited_wrong += 1;
+                    eprintln!("keyframe: audit of checkpoint {}: {}", entry.id, chain(&*e));
+                }
+            }
+        }
+        let (sealed_count, shown) = (self.sealed, entry.clone());
+        self.update(|status| {
+            status.sealed = sealed_count;
+            status.last = Some(shown);
+            status.last_error = None;
+        });
+        entry
+    }
+
+    /// Keeps the budgets that were asked for.
+    fn tune(&mut self, entry: &Entry) {
+        let Some(tuning) = &mut self.tuning else { return };
+        let (tuned, said) = tuning.learn(entry);
+        if let Some(cadence) = &mut self.cadence {
+            cadence.set_interval(tuned.interval_ns);
+        }
+        self.copying.strategies.tune(tuned.target_pages);
+        self.update(|status| {
+            status.interval_ns = Some(tuned.interval_ns);
+            status.tuned = Some(tuned.why.to_string());
+        });
+        if let Some(text) = said {
+            self.say(&text);
+        }
+    }
+
+    /// A checkpoint that failed: say why (once for a row of the same), and whether there is hope.
+    pub(super) fn stumbled(&mut self, error: &CycleError) -> String {
+        let mut message = chain(error);
+        // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
+        if self.vm_has_ended() {
+            message = format!("the VM ended before the checkpoint was complete ({message})");
+            return message;
+        }
+        if matches!(error, CycleError::OtherRam) {
+            return match self.begin_anew() {
+                Ok(()) => format!("{message}; the next checkpoint is complete"),
+                Err(failure) => {
+                    self.given_up = true;
+                    self.failed(&format!("{message}: {failure}"), 1, true)
+                }
+            };
+        }
+        if matches!(self.machine.vm.qmp().status(), Err(keyframe_qemu::Error::Gone { .. })) {
+            self.given_up = true;
+            let pid = self.machine.vm.pid();
+            let message = format!(
+                "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices are saved"
+            );
+            self.update(|status| status.state = "unknown".into());
+            return self.failed(&message, 1, true);
+        }
+        self.failed(&message, 1, false)
+    }
+
+    /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete checkpoint.
+    fn begin_anew(&mut self) -> Result<(), Failure> {
+        let sink = self.end_encoding()?;
+        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
+        self.copying.cycle.untrack();
+        self.copying.strategies.untrack();
+        let vm = &mut self.machine.vm;
+        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
+        self.copying = Copying::start(vm, &self.options, watches_discards)?;
+        let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
+        let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
+        self.meta.user_command = with_plugged(vm.user_command());
+        self.meta.full_command = with_plugged(vm.full_command());
+        self.machine.set_watches_discards(watches_discards);
+        let run = self
+            .writer
+            .begin_run(&self.name, &self.copying.layout)
+            .map_err(|e| Failure::store(&e, self.store.path()))?;
+        let fault = self.options.fault.clone();
+        let sink = StoreSink::new(run, self.meta.clone(), fault.clone());
+        let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
+        let space_pages = self.copying.layout.len_pages();
+        self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);
+        self.say("RAM was plugged or unplugged: a new run begins with a complete checkpoint");
+        Ok(())
+    }
+
+    /// Says why `lost` checkpoints failed, once for a row of the same.
+    fn failed(&mut self, message: &str, lost: u64, hopeless: bool) -> String {
+        self.failed += lost;
+        let consequence = if hopeless {
+            "no more checkpoints are taken; the VM runs on"
+        } else {
+            "nothing is lost: its pages go into the next one"
+        };
+        let behind = if lost > 1 { format!(" (and {} behind it)", lost - 1) } else { String::new() };
+        let text = format!("checkpoint failed{behind}: {message}; {consequence}");
+        let (failed, owed) = (self.failed, self.copying.cycle.owed_pages());
+        let mut repeated = false;
+        self.update(|status| {
+            repeated = status.last_error.as_deref() == Some(message);
+            status.failed = failed;
+            status.last_error = Some(message.to_owned());
+        });
+        if !repeated {
+            eprintln!("keyframe: {text} ({owed} pages)");
+        }
+        text
+    }
+
+    /// Gives QEMU a moment to be seen as ended.
+    fn vm_has_ended(&mut self) -> bool {
+        self.look();
+        if self.shut_down {
+            return true;
+        }
+        let vm = &mut self.machine.vm;
+        if vm.qmp().status().is_ok() {
+            return false;
+        }
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < deadline {
+            if matches!(vm.try_wait(), Ok(Some(_))) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        false
+    }
+}
