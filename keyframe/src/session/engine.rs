@@ -506,10 +506,7 @@ impl<'a> Engine<'a> {
             End::Asked(_) if vm.is_attached() => {
                 let pid = vm.keep();
                 if !self.options.quiet {
-                    eprintln!(
-                        "keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})",
-                        self.name
-                    );
+                    eprintln!("keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})", self.name);
                 }
                 DONE
             }
