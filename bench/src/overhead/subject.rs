@@ -85,6 +85,11 @@ impl Subject {
         })
     }
 
+    /// Whether what the others did is worth having where this one fails: it needs more of the machine than they do.
+    pub fn may_be_left_out(&self) -> bool {
+        matches!(self.count, Count::Compiles)
+    }
+
     /// Waits until it works, and counts.
     pub fn measure(&self, guest: &mut Guest, plan: &Plan) -> Result<Done, Error> {
         match self.count {
