@@ -47,9 +47,7 @@ impl Attach {
         let store = self.store.open()?;
         let monitor = match (self.qmp, self.libvirt) {
             (Some(socket), _) => Monitor::Socket(socket),
-            (None, domain) => {
-                Monitor::Libvirt { domain: domain.unwrap_or_default(), uri: self.connect }
-            }
+            (None, domain) => Monitor::Libvirt { domain: domain.unwrap_or_default(), uri: self.connect },
         };
         session::attach(&store, self.pid, &AttachOptions { monitor }, self.checkpoints.options(OnExit::Keep))
     }

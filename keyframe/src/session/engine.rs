@@ -3,6 +3,9 @@
 //! A due checkpoint is captured even where earlier ones are still being encoded, as long as there is memory for its pages:
 //! so intervals stay uniform. Where memory is short it waits, and is late.
 
+mod ending;
+mod outcome;
+
 use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
@@ -10,6 +13,7 @@ use super::encoding::Encoding;
 use super::launch::Parts;
 use super::machine::QemuMachine;
 use super::sink::{Label, StoreSink};
+use super::tuning::Tuning;
 use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{OnExit, Request, Response, Status, Strategy};
@@ -39,7 +43,7 @@ pub enum Inbox {
     /// A client of the control socket.
     Request(Pending),
     /// The encoder.
-    Report(Report<Sealed>),
+    Report(Box<Report<Sealed>>),
 }
 
 /// How a run ended.
@@ -74,6 +78,7 @@ pub struct Engine<'a> {
     _socket: server::Socket,
     born: Instant,
     cadence: Option<Cadence>,
+    tuning: Option<Tuning>,
     vm_runs: bool,
     /// The VM was shut down, and QEMU's end has not been looked for yet.
     shut_down: bool,
@@ -134,6 +139,7 @@ impl<'a> Engine<'a> {
             _socket: socket,
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
+            tuning: Tuning::new(&options)?,
             vm_runs: parts.runs,
             shut_down: false,
             sealed: 0,
@@ -163,6 +169,8 @@ impl<'a> Engine<'a> {
             }
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
+                // A VM that was launched is watched on to its end; of one that is not ours nothing is left to do.
+                || (self.given_up && self.machine.vm.is_attached() && self.copying.cycle.in_flight() == 0)
             {
                 return Ok(End::Asked(self.options.on_exit));
             }
@@ -179,7 +187,7 @@ impl<'a> Engine<'a> {
                         return Ok(end);
                     }
                 }
-                Ok(Inbox::Report(report)) => self.settle(report),
+                Ok(Inbox::Report(report)) => self.settle(*report),
                 Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
                     // What went wrong has been said.
                     let _ = self.capture("interval", None, None);
@@ -305,247 +313,19 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Takes in what the encoder reports.
-    fn settle(&mut self, report: Report<Sealed>) {
-        match self.copying.cycle.settle(report) {
-            Settled::Sealed { seq, sealed } => {
-                let entry = self.succeeded(seq, &sealed);
-                if let Some(taker) = self.takers.remove(&seq) {
-                    let _ = taker.send(Response::Taken(Box::new(entry)));
-                }
-            }
-            Settled::Failed { lost, error } => {
-                let text = self.failed(&chain(&error), lost.len().max(1) as u64, false);
-                for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
-                    let _ = taker.send(Response::Failed(text.clone()));
-                }
-            }
-            Settled::Stale => {}
-        }
-        let queued = self.copying.cycle.in_flight();
-        self.update(|status| status.queued = queued);
-    }
-
-    fn succeeded(&mut self, seq: u64, sealed: &Sealed) -> Entry {
-        let entry = Entry::of(sealed);
-        let backlog_ns = entry.backlog_ns;
-        self.last_pages = entry.dirty_pages;
-        self.sealed += 1;
-        self.sealed_at = Some(Instant::now());
-        let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
-        if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
-            self.said_late = Some(Instant::now());
-            self.say(&format!(
-                "checkpoint {} began {} late: the one before was still being encoded",
-                entry.id,
-                output::duration(backlog_ns)
-            ));
-        }
-        if self.options.verbose {
-            self.say(&format!(
-                "checkpoint {}: pause {}, {} dirty pages, {} stored",
-                entry.id,
-                output::duration(entry.pause_ns),
-                entry.dirty_pages,
-                output::bytes(entry.stored_bytes)
-            ));
-        }
-        if let Some(audit) = &mut self.watch.audit {
-            match audit.compare(self.store, seq, sealed.id) {
-                Ok(differing) if differing.is_empty() => {}
-                Ok(differing) => {
-                    self.audited_wrong += 1;
-                    eprintln!(
-                        "keyframe: AUDIT FAILED: checkpoint {} differs from RAM in {} pages, first {}",
-                        entry.id,
-                        differing.len(),
-                        differing[0].0
-                    );
-                }
-                Err(e) => {
-                    self.audited_wrong += 1;
-                    eprintln!("keyframe: audit of checkpoint {}: {}", entry.id, chain(&*e));
-                }
-            }
-        }
-        let (sealed_count, shown) = (self.sealed, entry.clone());
-        self.update(|status| {
-            status.sealed = sealed_count;
-            status.last = Some(shown);
-            status.last_error = None;
-        });
-        entry
-    }
-
-    /// A checkpoint that failed: say why (once for a row of the same), and whether there is hope.
-    fn stumbled(&mut self, error: &CycleError) -> String {
-        let mut message = chain(error);
-        // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
-        if self.vm_has_ended() {
-            message = format!("the VM ended before the checkpoint was complete ({message})");
-            return message;
-        }
-        if matches!(error, CycleError::OtherRam) {
-            return match self.begin_anew() {
-                Ok(()) => format!("{message}; the next checkpoint is complete"),
-                Err(failure) => {
-                    self.given_up = true;
-                    self.failed(&format!("{message}: {failure}"), 1, true)
-                }
-            };
-        }
-        self.failed(&message, 1, false)
-    }
-
-    /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete checkpoint.
-    fn begin_anew(&mut self) -> Result<(), Failure> {
-        let sink = self.end_encoding()?;
-        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
-        self.copying.cycle.untrack();
-        let vm = &mut self.machine.vm;
-        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
-        self.copying = Copying::start(vm, &self.options, watches_discards)?;
-        let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
-        let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
-        self.meta.user_command = with_plugged(vm.user_command());
-        self.meta.full_command = with_plugged(vm.full_command());
-        self.machine.set_watches_discards(watches_discards);
-        let run = self
-            .writer
-            .begin_run(&self.name, &self.copying.layout)
-            .map_err(|e| Failure::store(&e, self.store.path()))?;
-        let fault = self.options.fault.clone();
-        let sink = StoreSink::new(run, self.meta.clone(), fault.clone());
-        let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
-        let space_pages = self.copying.layout.len_pages();
-        self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);
-        self.say("RAM was plugged or unplugged: a new run begins with a complete checkpoint");
-        Ok(())
-    }
-
-    /// Says why `lost` checkpoints failed, once for a row of the same.
-    fn failed(&mut self, message: &str, lost: u64, hopeless: bool) -> String {
-        self.failed += lost;
-        let consequence = if hopeless {
-            "no more checkpoints are taken; the VM runs on"
-        } else {
-            "nothing is lost: its pages go into the next one"
-        };
-        let behind = if lost > 1 { format!(" (and {} behind it)", lost - 1) } else { String::new() };
-        let text = format!("checkpoint failed{behind}: {message}; {consequence}");
-        let (failed, owed) = (self.failed, self.copying.cycle.owed_pages());
-        let mut repeated = false;
-        self.update(|status| {
-            repeated = status.last_error.as_deref() == Some(message);
-            status.failed = failed;
-            status.last_error = Some(message.to_owned());
-        });
-        if !repeated {
-            eprintln!("keyframe: {text} ({owed} pages)");
-        }
-        text
-    }
-
-    /// Gives QEMU a moment to be seen as ended.
-    fn vm_has_ended(&mut self) -> bool {
-        self.look();
-        if self.shut_down {
-            return true;
-        }
-        let vm = &mut self.machine.vm;
-        if vm.qmp().status().is_ok() {
-            return false;
-        }
-        let deadline = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < deadline {
-            if matches!(vm.try_wait(), Ok(Some(_))) {
-                return true;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        false
-    }
-
-    /// What was captured is sealed before the run ends.
-    fn seal_the_rest(&mut self) -> Result<(), Failure> {
-        let sink = self.end_encoding()?;
-        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))
-    }
-
-    /// Ends the encoder and takes in its last reports.
-    fn end_encoding(&mut self) -> Result<StoreSink, Failure> {
-        let encoding = self.encoding.take().ok_or_else(|| Failure::new("the encoder has ended"))?;
-        let sink = encoding.finish()?;
-        while let Ok(message) = self.inbox.try_recv() {
-            match message {
-                Inbox::Report(report) => self.settle(report),
-                Inbox::Request(pending) => {
-                    let _ = pending.answer.send(Response::Failed("the run is ending".into()));
-                }
-            }
-        }
-        Ok(sink)
-    }
-
-    fn finish(mut self, end: Result<End, Failure>) -> Outcome {
-        keyframe_kernel::priority::lower();
-        let finished = self.seal_the_rest();
-        let mut run_dir = self.run_dir;
-        // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
-        drop(self.copying);
-        let mut vm = self.machine.into_vm();
-        let code = match end? {
-            End::Vm(exit) => {
-                if exit.success() {
-                    DONE
-                } else {
-                    eprintln!("keyframe: QEMU ended with {exit}");
-                    FAILED
-                }
-            }
-            End::Asked(_) if vm.is_attached() => {
-                let pid = vm.keep();
-                if !self.options.quiet {
-                    eprintln!("keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})", self.name);
-                }
-                DONE
-            }
-            End::Asked(OnExit::Kill) => {
-                vm.kill().map_err(|e| Failure::qemu(&e))?;
-                DONE
-            }
-            End::Asked(OnExit::Keep) => {
-                run_dir.keep();
-                let pid = vm.keep();
-                if !self.options.quiet {
-                    eprintln!(
-                        "keyframe: VM {} runs on without checkpoints: QEMU {pid}, monitor {}",
-                        self.name,
-                        run_dir.path().join("qmp.sock").display()
-                    );
-                }
-                DONE
-            }
-        };
-        finished?;
-        self.options.quiet |= code == FAILED;
-        if !self.options.quiet {
-            eprintln!("keyframe: {} checkpoints sealed, {} failed", self.sealed, self.failed);
-        }
-        Ok(match code {
-            DONE if self.audited_wrong > 0 || self.given_up => FAILED,
-            DONE if self.failed > 0 => WARNED,
-            code => code,
-        })
-    }
-
     fn greeting(&self) -> String {
         let every = match self.options.interval {
             Some(interval) => format!("a checkpoint every {}", humantime::format_duration(interval)),
             None => "checkpoints by `keyframe take`".into(),
         };
+        let attached = match self.copying.stopped_ns {
+            Some(ns) if self.machine.vm.is_attached() => {
+                format!(", whose main thread stood still for {}", output::duration(ns))
+            }
+            _ => String::new(),
+        };
         format!(
-            "VM {}: {every} into {} (QEMU {})",
+            "VM {}: {every} into {} (QEMU {}{attached})",
             self.name,
             self.store.path().display(),
             self.machine.vm.pid()
@@ -577,6 +357,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
             .display()
             .to_string(),
         interval_ns: options.interval.map(ns),
+        tuned: None,
         sealed: 0,
         failed: 0,
         last_error: None,
@@ -586,7 +367,11 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         queued: 0,
         last: None,
         last_age_ns: None,
-        qmp: parts.run_dir.path().join("qmp.sock").display().to_string(),
+        qmp: if parts.machine.vm.is_attached() {
+            parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string())
+        } else {
+            parts.run_dir.path().join("qmp.sock").display().to_string()
+        },
     }
 }
 
