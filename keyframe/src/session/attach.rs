@@ -30,5 +30,5 @@ pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: &Option
     if let Monitor::Socket(path) = &monitor.monitor {
         machine.monitor = Some(path.clone());
     }
-    Ok(Parts { name, machine, copying, sink, writer, meta, runs, run_dir })
+    Ok(Parts { name, run_dir, machine, copying, sink, writer, meta, runs })
 }

@@ -633,11 +633,10 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         queued: 0,
         last: None,
         last_age_ns: None,
-        qmp: match parts.machine.vm.is_attached() {
-            true => {
-                parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string())
-            }
-            false => parts.run_dir.path().join("qmp.sock").display().to_string(),
+        qmp: if parts.machine.vm.is_attached() {
+            parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string())
+        } else {
+            parts.run_dir.path().join("qmp.sock").display().to_string()
         },
     }
 }
