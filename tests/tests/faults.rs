@@ -116,7 +116,7 @@ fn slow_encoder() {
 #[test]
 fn qemu_killed() {
     let mut sequence = Sequence::new(16);
-    for (k, phase) in ["precopy", "paused", "copied", "encoding", "sealing"].into_iter().enumerate() {
+    for (k, phase) in ["precopy", "paused", "copied", "sealing"].into_iter().enumerate() {
         let bench = Bench::new();
         let mut run = start(&bench, &format!("qemu-killed:{phase}:12"), &[]);
         assert_eq!(run.wait().code(), Some(1), "{}", run.report());
@@ -155,8 +155,9 @@ fn qmp_lost() {
         assert_eq!(qemu.is_running(), on_exit == "keep", "{}", run.report());
         if on_exit == "keep" {
             assert_runs_on(&run, &mut sequence);
+        } else if phase == "paused" {
+            assert_newest_goes_on(&bench, &mut sequence);
         }
-        assert_newest_goes_on(&bench, &mut sequence);
     }
 }
 
