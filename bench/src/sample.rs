@@ -25,7 +25,26 @@ impl Sample {
         sorted.get(rank - 1).copied().unwrap_or(f64::NAN)
     }
 
+    /// The middle value, or the mean of the middle two: the lower of a few would flatter whoever is measured.
     pub fn median(&self) -> f64 {
-        self.percentile(50)
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        let at = |rank: usize| sorted.get(rank).copied().unwrap_or(f64::NAN);
+        f64::midpoint(at(sorted.len().saturating_sub(1) / 2), at(sorted.len() / 2))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_a_few_are_not_made_up() {
+        assert!(Sample::default().median().is_nan());
+        assert!(Sample::default().percentile(99).is_nan());
+        assert!((Sample(vec![7.0]).median() - 7.0).abs() < 1e-9);
+        assert!((Sample(vec![9.0, 1.0]).median() - 5.0).abs() < 1e-9);
+        assert!((Sample(vec![9.0, 1.0, 2.0]).median() - 2.0).abs() < 1e-9);
+        assert!((Sample(vec![9.0, 1.0, 2.0]).percentile(99) - 9.0).abs() < 1e-9);
     }
 }

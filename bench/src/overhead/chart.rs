@@ -14,17 +14,13 @@ fn chart(subject: &Subject, lost: &[Lost]) -> Chart {
     let mut series: Vec<Series> = Vec::new();
     for lost in lost {
         let x = f64::from(lost.setting.interval_ms);
-        let samples = [("", &lost.work), (" (spare time)", &lost.spare)];
-        for (what, sample) in samples.into_iter().filter(|(_, sample)| sample.len() > 0) {
-            let name = format!("{}{what}", lost.setting.strategy);
-            let y = sample.median() * 100.0;
-            let deviation =
-                (sample.len() > 1).then(|| (sample.percentile(100) - sample.percentile(1)) * 50.0);
-            let point = Point { x, y, deviation };
-            match series.iter_mut().find(|s| s.name == name) {
-                Some(series) => series.points.push(point),
-                None => series.push(Series { name, points: vec![point] }),
-            }
+        let name = lost.setting.strategy.to_owned();
+        let y = lost.work.median() * 100.0;
+        let range = lost.work.percentile(100) - lost.work.percentile(1);
+        let point = Point { x, y, deviation: (lost.work.len() > 1).then_some(range * 50.0) };
+        match series.iter_mut().find(|s| s.name == name) {
+            Some(series) => series.points.push(point),
+            None => series.push(Series { name, points: vec![point] }),
         }
     }
     for line in &mut series {
