@@ -163,12 +163,15 @@ impl Hands<'_> {
     /// Makes memory ready for a pause that copies `pages` more; where it is short, waits for the encoder. Where that does not
     /// come around the pause is tried all the same: it may need less than was expected.
     pub fn prepare_memory(&mut self, pages: u64) -> Result<(), CycleError> {
-        let pages = pages.min(self.pool.capacity_pages());
-        if self.parcel.room_pages() < pages {
+        // A pause may find as much as a round did: large pages, and guests that work in bursts.
+        let skipped = usize::from(self.complete);
+        let bursts = self.timeline.rounds.iter().skip(skipped).map(|round| round.pages).max().unwrap_or(0);
+        let wanted = pages.max(bursts + bursts / 4).min(self.pool.capacity_pages());
+        if self.parcel.room_pages() < wanted {
             self.hand_over()?;
-            self.pool.wait_free(pages, MEMORY_TIMEOUT);
+            self.pool.wait_free(wanted, MEMORY_TIMEOUT);
         }
-        Ok(self.pool.reserve(pages).map_err(StagingError::Memory)?)
+        Ok(self.pool.reserve(pages.min(wanted)).map_err(StagingError::Memory)?)
     }
 
     /// Hands the parcel over and begins another.
