@@ -46,6 +46,8 @@ use watched::Reach;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the `stop` of an engine that died may be on its way.
 const LAST_STOP: Duration = Duration::from_secs(3);
+/// How long a QEMU that does not answer is looked after, once its engine is gone.
+const RESCUE_MAX: Duration = Duration::from_mins(2);
 /// How often the state is looked at meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long the watchdog may take to answer the engine.
@@ -229,12 +231,17 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     /// The engine is gone: its pause ends, also one that it has only asked for.
     fn rescue(&mut self) -> Result<()> {
         self.reach.take_over()?;
-        let until = Instant::now() + LAST_STOP;
+        let began = Instant::now();
+        let mut until = began + LAST_STOP;
         while Instant::now() < until {
-            match self.resume() {
+            match self.reach.resume(Instant::now()) {
                 Err(Error::Gone { .. }) => return Ok(()),
-                resumed => resumed?,
-            };
+                // A QEMU that is too busy to answer is as paused as before.
+                Err(Error::Timeout { .. }) => until = (Instant::now() + LAST_STOP).min(began + RESCUE_MAX),
+                resumed => {
+                    resumed?;
+                }
+            }
             std::thread::sleep(LOOK_EVERY);
         }
         self.reach.forget_engine()
