@@ -29,6 +29,7 @@ use crate::ports::{BoxError, Machine, Observer, PageReader, Resumed, Stopped, Tr
 use crate::strategy::{Hands, Precopy, Strategy, ns};
 use keyframe_scheduling::Round;
 use keyframe_units::{PageSet, RamLayout};
+use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
@@ -342,6 +343,7 @@ impl Cycle {
             held: PageSet::new(self.space.len_pages()),
             timeline: Timeline::default(),
             complete,
+            expected: OnceCell::new(),
             outlet,
         };
         strategy.before(&mut hands)?;

@@ -31,6 +31,7 @@ use crate::pool::Pool;
 use crate::ports::{BoxError, PageReader};
 use keyframe_scheduling::Round;
 use keyframe_units::PageSet;
+use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -79,6 +80,8 @@ pub struct Hands<'a> {
     pub timeline: Timeline,
     /// True for the first checkpoint, which is complete: its pages are handed over as they are copied.
     pub complete: bool,
+    /// What [`Hands::expected_pages`] has found.
+    pub(crate) expected: OnceCell<Option<u64>>,
     pub(crate) outlet: &'a mut dyn FnMut(Parcel) -> Result<(), BoxError>,
 }
 
@@ -94,6 +97,11 @@ impl Hands<'_> {
         self.stage_waiting(&set, &*reader, eager)?;
         self.timeline.rounds.push(Round { pages: set.len(), duration_ns: ns(started.elapsed()) });
         Ok(())
+    }
+
+    /// About how many pages the checkpoint will hold, counted once before the pause; none where that cannot be told cheaply.
+    pub fn expected_pages(&mut self) -> Option<u64> {
+        *self.expected.get_or_init(|| self.log.estimate_pages())
     }
 
     /// A round before the pause where so many pages are owed, or dirty, that memory might not hold them in it: for strategies
@@ -143,7 +151,7 @@ impl Hands<'_> {
     }
 
     /// Copies `set` in the pause: nothing waits.
-    pub fn stage_in_pause(&mut self, set: &PageSet) -> Result<(), CycleError> {
+    fn stage_in_pause(&mut self, set: &PageSet) -> Result<(), CycleError> {
         let copy = Instant::now();
         self.parcel.stage(set, &**self.reader)?;
         self.held.union_with(set);
@@ -152,8 +160,15 @@ impl Hands<'_> {
         Ok(())
     }
 
-    /// The last scan, in the pause. `owed`: with what aborted checkpoints left, where no round took that.
-    pub fn last_scan(&mut self, owed: bool) -> Result<PageSet, CycleError> {
+    /// The last scan and the last copies, in the pause.
+    pub fn take_the_rest(&mut self) -> Result<(), CycleError> {
+        let set = self.last_scan()?;
+        self.stage_in_pause(&set)
+    }
+
+    /// The last scan, in the pause: with what aborted checkpoints left, where no round took that.
+    pub fn last_scan(&mut self) -> Result<PageSet, CycleError> {
+        let owed = self.timeline.rounds.is_empty();
         let scan = Instant::now();
         let set = if owed { self.log.drain_owed() } else { self.log.drain() }.map_err(CycleError::Scan)?;
         self.timeline.scan_ns = ns(scan.elapsed());

@@ -235,15 +235,10 @@ impl Vm {
         layout
     }
 
-    /// Asks for the state of all devices, without waiting. The VM should be paused.
-    pub fn begin_save_devices(&mut self) -> Result<()> {
+    /// The state of all devices. The VM should be paused.
+    pub fn save_devices(&mut self) -> Result<Vec<u8>> {
         self.state.rewind()?;
-        self.qmp.begin_save_devices(&self.state.target())
-    }
-
-    /// Waits for the state that [`Vm::begin_save_devices`] asked for, and returns it.
-    pub fn finish_save_devices(&mut self) -> Result<Vec<u8>> {
-        self.qmp.finish_save_devices()?;
+        self.qmp.save_devices(&self.state.target())?;
         let state = self.state.read()?;
         crate::stream::check(&state)?;
         Ok(state)

@@ -111,8 +111,7 @@ fn a_running_vm_is_checkpointed_and_left_as_it_was() {
             assert_eq!(vm.audit().unwrap(), []);
             assert_eq!(vm.vm_name().as_deref(), Some("web"));
             assert!(vm.qmp().stop().unwrap().was_running);
-            vm.begin_save_devices().unwrap();
-            assert!(vm.finish_save_devices().unwrap().len() > 1000);
+            assert!(vm.save_devices().unwrap().len() > 1000);
             assert!(!vm.qmp().cont_after_stop().unwrap());
             assert!(!guest.traces().is_empty(), "{qemu}");
             assert_eq!(vm.keep(), guest.pid());
@@ -155,8 +154,7 @@ fn a_second_engine_is_refused_on_either_monitor() {
         let error = Vm::attach(guest.pid(), &guest.options("b")).err().unwrap();
         assert!(error.to_string().contains("another engine"), "{error}");
         // The first is none the worse for it.
-        vm.begin_save_devices().unwrap();
-        vm.finish_save_devices().unwrap();
+        vm.save_devices().unwrap();
         drop(vm);
         assert_eq!(guest.traces(), "", "{qemu}");
         drop(Vm::attach(guest.pid(), &guest.options("b")).unwrap());
@@ -245,8 +243,7 @@ fn an_engine_killed_outside_a_pause_leaves_the_users_pause_alone() {
         let mut vm = guest.attach().unwrap();
         assert_eq!(vm.qmp().status().unwrap(), RunStatus::Paused);
         assert!(!vm.qmp().stop().unwrap().was_running, "somebody else's pause");
-        vm.begin_save_devices().unwrap();
-        vm.finish_save_devices().unwrap();
+        vm.save_devices().unwrap();
         drop(vm);
         // QEMU 7.2 forgets nothing while the VM is paused.
         guest.other().cont().unwrap();
@@ -284,8 +281,7 @@ fn an_engine_that_stalls_finds_its_checkpoint_torn() {
             if stalls {
                 until("the VM runs on", || guest.other().status().unwrap().is_running());
             }
-            vm.begin_save_devices().unwrap();
-            vm.finish_save_devices().unwrap();
+            vm.save_devices().unwrap();
             assert_eq!(vm.qmp().cont_after_stop().unwrap(), stalls, "{qemu}");
             assert_eq!(dog.disarm().unwrap(), Fired(stalls), "{qemu}");
             assert!(vm.qmp().status().unwrap().is_running());

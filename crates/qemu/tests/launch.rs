@@ -127,9 +127,9 @@ fn a_resume_by_another_monitor_is_seen_on_a_real_qemu() {
         // Paused by somebody else: ours to look at, not ours to resume.
         assert!(other.stop().unwrap().was_running);
         assert!(!qmp.stop().unwrap().was_running);
-        assert!(!qmp.resumed_since_stop().unwrap());
+        assert!(!qmp.resumed_by_other().unwrap());
         other.cont().unwrap();
-        assert!(qmp.resumed_since_stop().unwrap());
+        assert!(qmp.resumed_by_other().unwrap());
     }
 }
 

@@ -80,8 +80,7 @@ fn checkpoints_and_pauses(libvirt: &Libvirt, name: &str, pid: u32, serial: &Path
         for _ in 0..10 {
             let started = Instant::now();
             assert!(vm.qmp().stop().unwrap().was_running);
-            vm.begin_save_devices().unwrap();
-            assert!(vm.finish_save_devices().unwrap().len() > 1000);
+            assert!(vm.save_devices().unwrap().len() > 1000);
             vm.qmp().cont().unwrap();
             pauses.push(started.elapsed());
             assert!(!vm.qmp().resumed_by_other().unwrap());
@@ -95,9 +94,9 @@ fn checkpoints_and_pauses(libvirt: &Libvirt, name: &str, pid: u32, serial: &Path
         // Somebody else's pause.
         libvirt.must(&["suspend", name]);
         assert!(!vm.qmp().stop().unwrap().was_running);
-        assert!(!vm.qmp().resumed_since_stop().unwrap());
+        assert!(!vm.qmp().resumed_by_other().unwrap());
         libvirt.must(&["resume", name]);
-        assert!(vm.qmp().resumed_since_stop().unwrap());
+        assert!(vm.qmp().resumed_by_other().unwrap());
         assert!(vm.qmp().drain_events().unwrap().contains(&Event::Resume));
         assert_eq!(state(libvirt, name), "running");
         let error = vm.qmp().execute("no-such-'command", None).unwrap_err();

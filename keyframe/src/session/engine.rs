@@ -10,7 +10,7 @@ use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
 use super::encoding::Encoding;
-use super::launch::Parts;
+use super::launch::{Parts, lines_now};
 use super::machine::QemuMachine;
 use super::sink::{Label, StoreSink};
 use super::tuning::Tuning;
@@ -85,7 +85,7 @@ pub struct Engine<'a> {
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
-    /// Why checkpoints are no longer taken, where they are not.
+    /// No more checkpoints can be taken.
     given_up: bool,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,

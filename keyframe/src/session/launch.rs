@@ -125,7 +125,9 @@ fn refuse(vm: &mut Vm) -> Result<(), Failure> {
         eprintln!("keyframe: warning: {}: {}", warning.what, warning.reason);
     }
     let refusals: Vec<_> = found.iter().filter(|r| r.severity == Severity::Refused).collect();
-    let Some(first) = refusals.first() else { return Ok(()) };
+    if refusals.is_empty() {
+        return Ok(());
+    }
     let texts: Vec<_> = refusals.iter().map(|r| format!("{}: {}", r.what, r.reason)).collect();
     let mut fixes: Vec<&str> = refusals.iter().map(|r| r.fix.as_str()).collect();
     fixes.dedup();
@@ -134,14 +136,12 @@ fn refuse(vm: &mut Vm) -> Result<(), Failure> {
     } else {
         "this VM cannot be checkpointed: "
     };
-    let _ = first;
     Err(Failure::new(format!("{lead}{}", texts.join("\n  "))).fix(fixes.join("\n       ")))
 }
 
 /// The machine as it is now, with what was plugged in since its line was written.
 pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta, Failure> {
-    let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
-    let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
+    let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
         qemu_path: identity.path.to_string_lossy().into_owned(),
         qemu_version: identity.version.clone(),
@@ -149,9 +149,16 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
         machine_type: vm.machine_type().map_err(|e| Failure::qemu(&e))?,
         cpus: vm.cpus().map_err(|e| Failure::qemu(&e))?,
         working_directory: directory.to_string_lossy().into_owned(),
-        user_command: with_plugged(vm.user_command()),
-        full_command: with_plugged(vm.full_command()),
+        user_command,
+        full_command,
     })
+}
+
+/// The user's line and the whole one, as they would have to read to make the machine as it is now.
+pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>), Failure> {
+    let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
+    let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
+    Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
 }
 
 /// Starts the watchdog: a process of its own, so that it survives whatever ends this one.

@@ -74,8 +74,7 @@ impl Machine for QemuMachine {
     }
 
     fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
-        self.vm.begin_save_devices()?;
-        Ok(self.vm.finish_save_devices()?)
+        Ok(self.vm.save_devices()?)
     }
 
     fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {

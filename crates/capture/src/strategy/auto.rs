@@ -39,7 +39,7 @@ impl Strategy for Auto {
     }
 
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let dirty_pages = hands.log.estimate_pages();
+        let dirty_pages = hands.expected_pages();
         self.choice =
             if hands.complete { Choice::Precopy } else { self.policy.choose(dirty_pages, &self.observed) };
         self.chosen().before(hands)

@@ -111,7 +111,7 @@ impl Strategy for CopyOnWrite {
         *lock(&self.pending) = Pending::Finding(Vec::new());
         self.writes.set_hook(Some(self.hook()));
         // The drain protects what it reports; owed pages that it does not report were protected by an earlier one.
-        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
+        let set = hands.last_scan()?;
         let copy = Instant::now();
         let mut parcel = std::mem::replace(&mut hands.parcel, Parcel::new(hands.pool));
         let slots = parcel.allot(&set)?;

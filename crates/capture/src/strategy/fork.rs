@@ -33,7 +33,7 @@ impl Strategy for Fork {
     }
 
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let set = hands.last_scan(true)?;
+        let set = hands.last_scan()?;
         let copy = Instant::now();
         let frozen = self
             .freezer

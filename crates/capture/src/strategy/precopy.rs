@@ -29,8 +29,7 @@ impl Strategy for Precopy {
     }
 
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
-        hands.stage_in_pause(&set)
+        hands.take_the_rest()
     }
 }
 
@@ -53,7 +52,6 @@ impl Strategy for Prescan {
     }
 
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
-        hands.stage_in_pause(&set)
+        hands.take_the_rest()
     }
 }

@@ -14,14 +14,13 @@ impl Strategy for StopCopy {
 
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
         // The guest writes on between the count and the pause.
-        let expected = hands.log.estimate_pages();
+        let expected = hands.expected_pages();
         hands.relieve(expected)?;
         let expected = expected.unwrap_or(0);
         hands.prepare_memory(expected + expected / 4 + 4096)
     }
 
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let set = hands.last_scan(hands.timeline.rounds.is_empty())?;
-        hands.stage_in_pause(&set)
+        hands.take_the_rest()
     }
 }

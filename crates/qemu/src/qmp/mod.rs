@@ -3,7 +3,6 @@
 //! ```text
 //!   connect ─▶ greeting ─▶ qmp_capabilities ─▶ idle ──command──▶ waits for the answer with its id ─▶ idle
 //!                                               │                   (events met on the way are kept)
-//!                                               └─begin_save_devices─▶ saving ─finish_save_devices─▶ idle
 //! ```
 //!
 //! Invariants:
@@ -95,7 +94,6 @@ pub struct Qmp {
     /// When the last of them happened.
     stopped_us: Option<u64>,
     pause: Option<Pause>,
-    saving: Option<u64>,
 }
 
 impl Qmp {
@@ -164,7 +162,6 @@ impl Qmp {
             stops: 0,
             stopped_us: None,
             pause: None,
-            saving: None,
         }
     }
 
@@ -264,25 +261,11 @@ impl Qmp {
         Ok(self.pause.as_ref().is_some_and(|p| p.resumed))
     }
 
-    /// The same, for a VM that was paused already and that we do not resume.
-    pub fn resumed_since_stop(&mut self) -> Result<bool> {
-        self.resumed_by_other()
-    }
-
-    /// Asks for the state of all devices to be written to `target` (a path or `/dev/fdset/N`), without waiting.
-    pub fn begin_save_devices(&mut self, target: &str) -> Result<()> {
-        let arguments = json!({ "filename": target, "live": true });
-        self.saving = Some(self.send("xen-save-devices-state", Some(arguments), None)?);
-        Ok(())
-    }
-
-    /// Waits until the state that [`Qmp::begin_save_devices`] asked for is written.
-    pub fn finish_save_devices(&mut self) -> Result<()> {
+    /// Has the state of all devices written to `target` (a path or `/dev/fdset/N`).
+    pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
-        match self.saving.take() {
-            Some(id) => self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop),
-            None => Err(self.channel.protocol(operation, "it was not begun".into())),
-        }
+        let id = self.send(operation, Some(json!({ "filename": target, "live": true })), None)?;
+        self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
     }
 
     /// What the VM is doing.

@@ -90,8 +90,7 @@ pub struct Checkpoint {
 
 /// Takes one of a paused VM.
 pub fn checkpoint(vm: &mut Vm) -> Checkpoint {
-    vm.begin_save_devices().unwrap();
-    let device_state = vm.finish_save_devices().unwrap();
+    let device_state = vm.save_devices().unwrap();
     let blocks = vm.ram_blocks().unwrap();
     let layout = RamLayout::new(blocks.iter().map(|b| b.block.clone()).collect()).unwrap();
     assert_eq!(layout, vm.ram_layout().unwrap());

@@ -1,6 +1,6 @@
 //! The end of a run: what was captured is sealed, QEMU is ended or left to itself.
 
-use super::{DONE, End, Engine, FAILED, Failure, Inbox, OnExit, Outcome, Response, StoreSink, WARNED};
+use super::{DONE, End, Engine, FAILED, Failure, Inbox, OnExit, Outcome, StoreSink, WARNED};
 
 impl Engine<'_> {
     /// What was captured is sealed before the run ends.
@@ -13,13 +13,16 @@ impl Engine<'_> {
     pub(super) fn end_encoding(&mut self) -> Result<StoreSink, Failure> {
         let encoding = self.encoding.take().ok_or_else(|| Failure::new("the encoder has ended"))?;
         let sink = encoding.finish()?;
+        let mut requests = Vec::new();
         while let Ok(message) = self.inbox.try_recv() {
             match message {
                 Inbox::Report(report) => self.settle(*report),
-                Inbox::Request(pending) => {
-                    let _ = pending.answer.send(Response::Failed("the run is ending".into()));
-                }
+                request @ Inbox::Request(_) => requests.push(request),
             }
+        }
+        // For the loop, where it goes on with another encoder; where it does not, who asked is told that the engine has ended.
+        for request in requests {
+            let _ = self.inbox_sender.send(request);
         }
         Ok(sink)
     }

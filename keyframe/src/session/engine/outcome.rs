@@ -2,7 +2,7 @@
 
 use super::{
     Arc, Copying, CycleError, Duration, Encoding, Engine, Entry, Failure, Instant, Report, Response,
-    SAY_LATE_EVERY, Sealed, Settled, StoreSink, chain, ns, output,
+    SAY_LATE_EVERY, Sealed, Settled, StoreSink, chain, lines_now, ns, output,
 };
 
 impl Engine<'_> {
@@ -134,10 +134,7 @@ impl Engine<'_> {
         let vm = &mut self.machine.vm;
         let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
         self.copying = Copying::start(vm, &self.options, watches_discards)?;
-        let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
-        let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
-        self.meta.user_command = with_plugged(vm.user_command());
-        self.meta.full_command = with_plugged(vm.full_command());
+        (self.meta.user_command, self.meta.full_command) = lines_now(vm)?;
         self.machine.set_watches_discards(watches_discards);
         let run = self
             .writer
