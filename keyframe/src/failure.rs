@@ -50,6 +50,13 @@ impl Failure {
         self
     }
 
+    /// Says which VM of several it is about.
+    #[must_use]
+    pub fn about(mut self, vm: &str) -> Self {
+        self.message = format!("VM {vm}: {}", self.message);
+        self
+    }
+
     /// A store's error, with the way out that a person at the shell has.
     pub fn store(error: &keyframe_store::Error, path: &Path) -> Self {
         use keyframe_store::Error;

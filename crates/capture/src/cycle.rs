@@ -372,6 +372,7 @@ fn pause<M: Machine, O: Observer>(
     ram: &RamLayout,
     before: Option<Instant>,
 ) -> Result<Captured, CycleError> {
+    machine.before_stop().map_err(machine_error("prepare the pause"))?;
     observer.reached(Phase::Stopping);
     let (taken_at, start) = (SystemTime::now(), Instant::now());
     let stopped = machine.stop().map_err(machine_error("pause the VM"))?;

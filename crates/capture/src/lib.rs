@@ -21,6 +21,7 @@ pub mod compare;
 pub mod cycle;
 pub mod dirty;
 pub mod encoder;
+pub mod group;
 pub mod parallel;
 pub mod parcel;
 pub mod pool;

@@ -76,6 +76,12 @@ pub trait Machine: Send {
     /// The RAM blocks as they are now, with the bytes they use.
     fn ram(&mut self) -> Result<RamLayout, BoxError>;
 
+    /// Called just before [`Machine::stop`], while the VM still runs, for what need not be done in the pause. It is undone by
+    /// [`Machine::resumed`]; and at once where this or the stop fails.
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        Ok(())
+    }
+
     /// Pauses the VM, with a watchdog armed that resumes it should we die or take too long.
     fn stop(&mut self) -> Result<Stopped, BoxError>;
 

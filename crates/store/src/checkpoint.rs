@@ -116,6 +116,7 @@ mod tests {
             reason: "interval".into(),
             ram: RamLayout::new(Vec::new()).unwrap(),
             machine: MachineMeta::default(),
+            members: Vec::new(),
             timing: Timing::default(),
             counts: Counts::default(),
             map_chain,

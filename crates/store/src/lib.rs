@@ -51,7 +51,7 @@ pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::Loaded;
-pub use meta::{Counts, MachineMeta, Meta, PausePhases, Sealed, Timing};
+pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
 pub use names::check_tag;
 pub use run::{Put, Run, SealRequest};
 pub use stats::Stats;

@@ -30,14 +30,28 @@ pub struct Meta {
     pub reason: String,
     /// The RAM blocks, in page order.
     pub ram: RamLayout,
-    /// The machine, as far as a restore needs it.
+    /// The machine, as far as a restore needs it. Empty where the checkpoint is a group's.
     pub machine: MachineMeta,
+    /// The VMs of a group that was checkpointed at one instant, in the order of their RAM blocks; empty for one VM alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub members: Vec<MemberMeta>,
     /// How long things took.
     pub timing: Timing,
     /// How many pages and bytes it took.
     pub counts: Counts,
     /// The map runs that together give the page map, newest first; the first one is this checkpoint's own.
     pub map_chain: Vec<u64>,
+}
+
+/// One VM of a group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberMeta {
+    /// Its name, which no other member has. Its RAM blocks are listed as `NAME/BLOCK`.
+    pub name: String,
+    /// How many of the checkpoint's RAM blocks are its own: the first ones that no member before it has.
+    pub ram_blocks: usize,
+    /// Its machine.
+    pub machine: MachineMeta,
 }
 
 /// The machine that the checkpoint was taken of.

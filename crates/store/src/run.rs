@@ -17,7 +17,7 @@ use crate::chain::Chain;
 use crate::checkpoint::{self, DeviceSection};
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
-use crate::meta::{Counts, MachineMeta, Meta, Sealed, Timing};
+use crate::meta::{Counts, MachineMeta, MemberMeta, Meta, Sealed, Timing};
 use crate::pack_writer::Placed;
 use crate::page_map::PageMap;
 use crate::store::Inner;
@@ -52,8 +52,10 @@ pub struct SealRequest<'a> {
     pub reason: String,
     /// The RAM blocks as they are now: the same page space as at [`crate::Writer::begin_run`]; bytes in use may differ.
     pub ram: RamLayout,
-    /// The machine.
+    /// The machine; the default for a group.
     pub machine: MachineMeta,
+    /// The members of a group; none for one VM.
+    pub members: Vec<MemberMeta>,
     /// How long things took.
     pub timing: Timing,
     /// The device state as QEMU gave it.
@@ -309,6 +311,7 @@ impl Run {
             reason: request.reason,
             ram: request.ram,
             machine: request.machine,
+            members: request.members,
             timing: request.timing,
             counts,
             map_chain,

@@ -3,7 +3,7 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome};
 use crate::session;
 use keyframe_qemu::{AttachOptions, Monitor};
 use std::path::PathBuf;
@@ -19,36 +19,44 @@ The guest's disks must be read-only for now.
 
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)
-  keyframe attach --store S --libvirt web --interval 5s --count 10 4711"
+  keyframe attach --store S --libvirt web --interval 5s --count 10 4711
+  keyframe attach --store S --qmp a.sock --qmp b.sock 4711 4712    # two VMs, at one instant"
 )]
-#[group(id = "monitor", required = true, multiple = false)]
+#[group(id = "monitor", required = true, multiple = true)]
 pub struct Attach {
     #[command(flatten)]
     store: StoreArg,
-    /// QEMU's QMP socket
+    /// QEMU's QMP socket; of several VMs, one for each PID in the same order
     #[arg(long, value_name = "SOCKET", group = "monitor")]
-    qmp: Option<PathBuf>,
-    /// The libvirt domain that the VM is
-    #[arg(long, value_name = "DOMAIN", group = "monitor")]
-    libvirt: Option<String>,
+    qmp: Vec<PathBuf>,
+    /// The libvirt domain that the VM is; of several VMs, one for each PID in the same order
+    #[arg(long, value_name = "DOMAIN", group = "monitor", conflicts_with = "qmp")]
+    libvirt: Vec<String>,
     /// Which libvirt [default: virsh's own]
     #[arg(long, value_name = "URI", requires = "libvirt")]
     connect: Option<String>,
     #[command(flatten)]
     checkpoints: Checkpoints,
-    /// QEMU's process id
-    #[arg(value_name = "PID")]
-    pid: u32,
+    /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one instant
+    #[arg(value_name = "PID", required = true)]
+    pids: Vec<u32>,
 }
 
 impl Attach {
     /// Takes checkpoints until asked to end.
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;
-        let monitor = match (self.qmp, self.libvirt) {
-            (Some(socket), _) => Monitor::Socket(socket),
-            (None, domain) => Monitor::Libvirt { domain: domain.unwrap_or_default(), uri: self.connect },
-        };
-        session::attach(&store, self.pid, &AttachOptions { monitor }, self.checkpoints.options(OnExit::Keep))
+        let uri = self.connect;
+        let libvirt = |domain| Monitor::Libvirt { domain, uri: uri.clone() };
+        let monitors: Vec<Monitor> =
+            self.qmp.into_iter().map(Monitor::Socket).chain(self.libvirt.into_iter().map(libvirt)).collect();
+        if monitors.len() != self.pids.len() {
+            let (monitors, pids) = (monitors.len(), self.pids.len());
+            return Err(Failure::new(format!("{pids} process ids, and monitors for {monitors}"))
+                .fix("name one --qmp SOCKET or --libvirt DOMAIN for each PID, in the same order"));
+        }
+        let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
+        let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
+        session::attach(&store, &vms, self.checkpoints.options(OnExit::Keep))
     }
 }

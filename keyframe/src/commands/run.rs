@@ -3,8 +3,8 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
-use crate::failure::Outcome;
-use crate::session;
+use crate::failure::{Failure, Outcome};
+use crate::session::{self, Commands};
 use std::ffi::OsString;
 
 /// Run a VM with continuous checkpoints
@@ -19,7 +19,8 @@ The guest's disks must be read-only for now.
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
   keyframe run --store S --interval 500ms --count 20 --name web -- qemu-system-x86_64 ...
-  keyframe run --store S --interval none -- qemu-system-x86_64 ...    # only when asked: keyframe take"
+  keyframe run --store S --interval none -- qemu-system-x86_64 ...    # only when asked: keyframe take
+  keyframe run --store S --group -- qemu-system-x86_64 -name db ... -- qemu-system-x86_64 -name web ..."
 )]
 pub struct Run {
     #[command(flatten)]
@@ -29,6 +30,9 @@ pub struct Run {
     /// What becomes of a VM that still runs when this command ends
     #[arg(long, value_enum, default_value = "kill")]
     on_exit: OnExit,
+    /// Several VMs, their command lines separated by --: each checkpoint is of all of them, at one instant
+    #[arg(long)]
+    group: bool,
     /// QEMU's command line
     #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
     command: Vec<OsString>,
@@ -38,6 +42,18 @@ impl Run {
     /// Runs the VM to its end.
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;
-        session::run(&store, self.command, self.checkpoints.options(self.on_exit))
+        let commands = if self.group { group(&self.command)? } else { Commands::One(self.command) };
+        session::run(&store, commands, self.checkpoints.options(self.on_exit))
     }
+}
+
+/// The lines between the `--`.
+fn group(words: &[OsString]) -> Result<Commands, Failure> {
+    let lines: Vec<Vec<OsString>> = words.split(|word| word == "--").map(<[_]>::to_vec).collect();
+    if lines.len() < 2 || lines.iter().any(Vec::is_empty) {
+        return Err(Failure::new("--group needs the command lines of at least two VMs").fix(
+            "separate them by --: keyframe run --group -- qemu-system-x86_64 -name a ... -- qemu-system-x86_64 -name b ...",
+        ));
+    }
+    Ok(Commands::Group(lines))
 }

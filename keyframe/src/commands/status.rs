@@ -54,8 +54,13 @@ impl Status {
 fn text(s: &Shown) -> String {
     let every =
         s.interval_ns.map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
+    let qemu = if s.members.is_empty() {
+        s.qemu_pid.to_string()
+    } else {
+        s.members.iter().map(|m| format!("{} {}", m.name, m.qemu_pid)).collect::<Vec<_>>().join(", ")
+    };
     let mut lines = vec![
-        format!("{}: {} (QEMU {}, engine {}), {}", s.vm, s.state, s.qemu_pid, s.engine_pid, s.phase),
+        format!("{}: {} (QEMU {qemu}, engine {}), {}", s.vm, s.state, s.engine_pid, s.phase),
         format!("  store       {}, checkpoints {every}", s.store),
         format!("  sealed      {}, failed {}", s.sealed, s.failed),
     ];

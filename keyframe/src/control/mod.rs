@@ -98,7 +98,7 @@ pub struct Status {
     pub vm: String,
     /// `running` or `paused`; `unknown` where QEMU's monitor is lost.
     pub state: String,
-    /// QEMU's process.
+    /// QEMU's process; of a group, the first member's.
     pub qemu_pid: u32,
     /// The engine's process.
     pub engine_pid: u32,
@@ -127,5 +127,19 @@ pub struct Status {
     /// Its age.
     pub last_age_ns: Option<u64>,
     /// QEMU's monitor socket that the engine uses, empty where that is libvirt's; free again once the engine has ended.
+    pub qmp: String,
+    /// The VMs of a group; empty for one VM alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub members: Vec<MemberStatus>,
+}
+
+/// One VM of a group.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MemberStatus {
+    /// Its name.
+    pub name: String,
+    /// Its QEMU's process.
+    pub qemu_pid: u32,
+    /// The monitor socket of that QEMU that the engine uses, empty where that is libvirt's.
     pub qmp: String,
 }

@@ -1,34 +1,37 @@
-//! Takes hold of a VM that somebody else started: everything up to its first checkpoint. The VM runs on meanwhile.
+//! Takes hold of VMs that somebody else started: everything up to their first checkpoint. They run on meanwhile.
 
 use super::Options;
-use super::launch::{Lease, Parts, prepare, require_kernel};
-use super::machine::QemuMachine;
+use super::launch::{Found, Parts, lock, names, prepare, require_kernel};
 use crate::failure::Failure;
-use crate::rundir::{self, RunDir};
+use crate::rundir::RunDir;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
 
-/// Attaches to the QEMU with process id `pid`.
-pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: &Options) -> Result<Parts, Failure> {
+/// Attaches to the QEMUs with those process ids, each with the way to its monitor; several are a group.
+pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) -> Result<Parts, Failure> {
     require_kernel(options)?;
-    let mut vm = Vm::attach(pid, monitor).map_err(|e| Failure::qemu(&e))?;
-    let name = options
-        .name
-        .clone()
-        .unwrap_or_else(|| rundir::name_from(&vm.vm_name().unwrap_or_else(|| format!("vm-{pid}"))));
-    let run_dir = RunDir::claim(&name)?;
-    let mut writer = store
-        .lock_writer(&format!("keyframe attach, VM {name}"))
-        .map_err(|e| Failure::store(&e, store.path()))?;
-    let identity = vm.identity().map_err(|e| Failure::qemu(&e))?;
-    let directory = vm.working_directory().map_err(|e| Failure::qemu(&e))?;
-    let mut lease = Lease { store, name: &name, writer: &mut writer };
-    // Where it is refused, the VM is dropped, which is to detach.
-    let (copying, sink, meta, watchdog) = prepare(&mut vm, &mut lease, &identity, &directory, options)?;
-    let runs = vm.qmp().status().map_err(|e| Failure::qemu(&e))?.is_running();
-    let mut machine = QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards);
-    if let Monitor::Socket(path) = &monitor.monitor {
-        machine.monitor = Some(path.clone());
+    let mut attached = Vec::with_capacity(vms.len());
+    for (pid, monitor) in vms {
+        let vm = Vm::attach(*pid, monitor).map_err(|e| Failure::qemu(&e))?;
+        let monitor = match &monitor.monitor {
+            Monitor::Socket(path) => Some(path.clone()),
+            Monitor::Libvirt { .. } => None,
+        };
+        attached.push((vm, monitor));
     }
-    Ok(Parts { name, run_dir, machine, copying, sink, writer, meta, runs })
+    let is_group = attached.len() > 1;
+    let own = |vm: &mut Vm| vm.vm_name().unwrap_or_else(|| format!("vm-{}", vm.pid()));
+    let wanted: Vec<_> = attached.iter_mut().map(|(vm, _)| Some(own(vm))).collect();
+    let (name, members) = names(&wanted, is_group, options)?;
+    let run_dir = RunDir::claim(&name)?;
+    let writer = lock(store, "attach", &name)?;
+    let mut found = Vec::with_capacity(vms.len());
+    for ((mut vm, monitor), name) in attached.into_iter().zip(members) {
+        let identity = vm.identity().map_err(|e| Failure::qemu(&e))?;
+        let directory = vm.working_directory().map_err(|e| Failure::qemu(&e))?;
+        let runs = vm.qmp().status().map_err(|e| Failure::qemu(&e))?.is_running();
+        found.push(Found { name, vm, identity, directory, monitor, runs });
+    }
+    // Where it is refused, the VMs are dropped, which is to detach.
+    prepare(store, writer, run_dir, (name, is_group), found, options).map_err(|(failure, _)| failure)
 }

@@ -2,13 +2,15 @@
 
 use super::Options;
 use super::faults::{Fault, FaultyReader, FaultyTracker};
+use super::machines::group_layout;
 use crate::control::{Strategy as Name, TrackerKind};
 use crate::failure::{Failure, chain};
 use keyframe_capture::compare::CompareTracker;
+use keyframe_capture::group::{GroupFirstWrites, GroupFreezer, GroupReader, GroupTracker};
 use keyframe_capture::parallel::ParallelReader;
-use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamTracker};
+use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamTracker, Scan};
 use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, Prescan, StopCopy, Strategy};
-use keyframe_capture::{Cycle, PageReader, Pool, Tracker};
+use keyframe_capture::{Cycle, FirstWrites, Freezer, PageReader, Pool, Tracker};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::fault_tracker::FaultTracker;
@@ -26,23 +28,31 @@ pub struct Copying {
     pub strategies: Strategies,
     /// The RAM blocks.
     pub layout: RamLayout,
-    /// Whether discarded RAM is found.
-    pub watches_discards: bool,
+    /// Of each VM, whether discarded RAM is found.
+    pub watches_discards: Vec<bool>,
     /// How long QEMU's main thread was stopped to take hold of its memory.
     pub stopped_ns: Option<u64>,
 }
 
 impl Copying {
-    /// Finds the RAM of `vm` and begins to track it. `watches_discards`: it has devices that discard RAM.
-    pub fn start(vm: &mut Vm, options: &Options, watches_discards: bool) -> Result<Self, Failure> {
-        let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
-        let hosts = blocks.iter().map(|b| b.host).collect();
-        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())
-            .map_err(|e| Failure::new(format!("QEMU's list of RAM blocks: {e}")))?;
-        let ram = Arc::new(GuestRam::new(layout.clone(), hosts));
-        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
-        let memory = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
-        let plain: Arc<dyn PageReader> = Arc::new(ProcessPages::new(Arc::clone(&ram), Arc::clone(&memory)));
+    /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those of a group's members where
+    /// `is_group`.
+    pub fn start(vms: &mut [(&str, &mut Vm)], is_group: bool, options: &Options) -> Result<Self, Failure> {
+        let mut ways = Vec::with_capacity(vms.len());
+        for (_, vm) in vms.iter_mut() {
+            ways.push(Ways::into_ram(vm)?);
+        }
+        let layout = if is_group {
+            let named: Vec<_> =
+                vms.iter().zip(&ways).map(|((name, _), w)| (*name, w.ram.layout().clone())).collect();
+            group_layout(&named).map_err(|e| no_layout(&e))?
+        } else {
+            ways.first().map(|w| w.ram.layout().clone()).ok_or_else(|| Failure::new("no VM"))?
+        };
+        let watches_discards = ways.iter().map(|w| w.watches_discards).collect();
+        let plain = one(ways.iter().map(|w| (w.len_pages(), w.pages())).collect(), |all| {
+            Arc::new(GroupReader::new(all))
+        });
         let parallel: Arc<dyn PageReader> = match options.copy_threads {
             Some(1) => plain,
             Some(threads) => Arc::new(ParallelReader::new(plain, threads).map_err(|e| no_threads(&e))?),
@@ -58,16 +68,26 @@ impl Copying {
                 Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
             }
             TrackerKind::Sync => {
-                let (tracker, ns) = fault_tracker(&process, &ram)?;
-                stopped_ns = Some(ns);
-                let writes = RamFaults::new(Arc::clone(&ram), Arc::clone(&tracker));
-                cow = Some(CopyOnWrite::new(Arc::new(writes)));
-                Box::new(RamTracker::new(Arc::clone(&ram), memory, tracker))
+                let (mut trackers, mut writes) = (Vec::new(), Vec::new());
+                for way in &ways {
+                    let (tracker, ns) = fault_tracker(&way.process, &way.ram)?;
+                    stopped_ns = stopped_ns.max(Some(ns));
+                    let told: Arc<dyn FirstWrites> =
+                        Arc::new(RamFaults::new(Arc::clone(&way.ram), Arc::clone(&tracker)));
+                    writes.push((way.len_pages(), told));
+                    trackers.push((way.len_pages(), way.tracker(tracker)));
+                }
+                cow = Some(CopyOnWrite::new(one(writes, |all| Arc::new(GroupFirstWrites::new(all)))));
+                one(trackers, |all| Box::new(GroupTracker::new(all)))
             }
             TrackerKind::WriteProtect | TrackerKind::Auto => {
-                let (tracker, ns) = write_tracker(&process, &ram, watches_discards)?;
-                stopped_ns = Some(ns);
-                Box::new(RamTracker::new(Arc::clone(&ram), memory, tracker))
+                let mut trackers = Vec::new();
+                for way in &ways {
+                    let (tracker, ns) = write_tracker(&way.process, &way.ram, way.watches_discards)?;
+                    stopped_ns = stopped_ns.max(Some(ns));
+                    trackers.push((way.len_pages(), way.tracker(tracker)));
+                }
+                one(trackers, |all| Box::new(GroupTracker::new(all)))
             }
         };
         let tracker = match &options.fault {
@@ -83,12 +103,59 @@ impl Copying {
             stop_copy: StopCopy,
             cow,
             fork: None,
-            fork_source: (ram, process),
+            ways,
         };
         // What this VM does not allow is refused here: a launched guest has not run yet.
         strategies.get(options.strategy)?;
         Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns })
     }
+}
+
+/// The ways into the RAM of one VM.
+struct Ways {
+    ram: Arc<GuestRam>,
+    process: Process,
+    memory: Arc<GuestReader>,
+    /// It has devices that discard RAM.
+    watches_discards: bool,
+}
+
+impl Ways {
+    fn into_ram(vm: &mut Vm) -> Result<Self, Failure> {
+        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
+        let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
+        let hosts = blocks.iter().map(|b| b.host).collect();
+        let layout =
+            RamLayout::new(blocks.into_iter().map(|b| b.block).collect()).map_err(|e| no_layout(&e))?;
+        let ram = Arc::new(GuestRam::new(layout, hosts));
+        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
+        let memory = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
+        Ok(Self { ram, process, memory, watches_discards })
+    }
+
+    fn len_pages(&self) -> u64 {
+        self.ram.layout().len_pages()
+    }
+
+    fn pages(&self) -> Arc<dyn PageReader> {
+        Arc::new(ProcessPages::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
+    }
+
+    fn tracker(&self, scan: impl Scan + 'static) -> Box<dyn Tracker> {
+        Box::new(RamTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
+    }
+}
+
+/// The only one as it is; several, each with the number of its pages, as `group` makes them one.
+fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) -> T {
+    match (members.pop(), members.is_empty()) {
+        (Some((_, only)), true) => only,
+        (last, _) => group(members.into_iter().chain(last).collect()),
+    }
+}
+
+fn no_layout(error: &keyframe_units::LayoutError) -> Failure {
+    Failure::new(format!("QEMU's list of RAM blocks: {error}"))
 }
 
 /// A tracker, and how long QEMU's main thread was stopped for it.
@@ -124,7 +191,7 @@ pub struct Strategies {
     cow: Option<CopyOnWrite>,
     /// Looked into when it is first asked for.
     fork: Option<Fork>,
-    fork_source: (Arc<GuestRam>, Process),
+    ways: Vec<Ways>,
 }
 
 impl Strategies {
@@ -152,10 +219,12 @@ impl Strategies {
             })?,
             Name::Fork => {
                 if self.fork.is_none() {
-                    let (ram, process) = &self.fork_source;
-                    let freezer =
-                        ForkFreezer::new(Arc::clone(ram), process).map_err(|e| Failure::kernel(&e))?;
-                    self.fork = Some(Fork::new(Box::new(freezer)));
+                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn Freezer>), Failure> {
+                        let freezer = ForkFreezer::new(Arc::clone(&way.ram), &way.process);
+                        Ok((way.len_pages(), Box::new(freezer.map_err(|e| Failure::kernel(&e))?)))
+                    };
+                    let freezers = self.ways.iter().map(freezer).collect::<Result<_, _>>()?;
+                    self.fork = Some(Fork::new(one(freezers, |all| Box::new(GroupFreezer::new(all)))));
                 }
                 self.fork.as_mut().ok_or_else(|| Failure::new("no fork"))?
             }

@@ -10,21 +10,20 @@ use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
 use super::encoding::Encoding;
-use super::launch::{Parts, lines_now};
-use super::machine::QemuMachine;
-use super::sink::{Label, StoreSink};
+use super::launch::Parts;
+use super::machines::{Machines, Member};
+use super::sink::{Label, MachinesMeta, StoreSink};
 use super::tuning::Tuning;
 use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
-use crate::control::{OnExit, Request, Response, Status, Strategy};
+use crate::control::{MemberStatus, OnExit, Request, Response, Status, Strategy};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use crate::output;
 use crate::report::Entry;
 use crate::rundir::RunDir;
 use keyframe_capture::{CycleError, Report, Settled};
-use keyframe_qemu::Event;
 use keyframe_scheduling::Cadence;
-use keyframe_store::{MachineMeta, Sealed, Store, Writer};
+use keyframe_store::{Sealed, Store, Writer};
 use std::collections::BTreeMap;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -59,12 +58,12 @@ pub struct Engine<'a> {
     store: &'a Store,
     name: String,
     run_dir: RunDir,
-    machine: QemuMachine,
+    machines: Machines,
     copying: Copying,
     /// `None` only at the end, and between two runs.
     encoding: Option<Encoding>,
     writer: Writer,
-    meta: MachineMeta,
+    meta: MachinesMeta,
     options: Options,
     watch: Watch,
     status: SharedStatus,
@@ -79,9 +78,6 @@ pub struct Engine<'a> {
     born: Instant,
     cadence: Option<Cadence>,
     tuning: Option<Tuning>,
-    vm_runs: bool,
-    /// The VM was shut down, and QEMU's end has not been looked for yet.
-    shut_down: bool,
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
@@ -124,7 +120,7 @@ impl<'a> Engine<'a> {
             store,
             name: parts.name,
             run_dir: parts.run_dir,
-            machine: parts.machine,
+            machines: parts.machines,
             copying: parts.copying,
             encoding: Some(encoding),
             writer: parts.writer,
@@ -140,8 +136,6 @@ impl<'a> Engine<'a> {
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
             tuning: Tuning::new(&options)?,
-            vm_runs: parts.runs,
-            shut_down: false,
             sealed: 0,
             failed: 0,
             audited_wrong: 0,
@@ -155,31 +149,25 @@ impl<'a> Engine<'a> {
     /// Runs the VM to its end, or until the run is ended.
     pub fn run(mut self) -> Outcome {
         self.say(&self.greeting());
-        if self.vm_runs && !self.machine.vm.is_attached() {
-            self.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
-        }
+        self.machines.start()?;
         let end = self.until_end();
         self.finish(end)
     }
 
     fn until_end(&mut self) -> Result<End, Failure> {
         loop {
-            if let Some(exit) = self.machine.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
+            if let Some(exit) = self.machines.try_wait()? {
                 return Ok(End::Vm(exit));
             }
+            self.mind_the_lost();
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
                 // A VM that was launched is watched on to its end; of one that is not ours nothing is left to do.
-                || (self.given_up && self.machine.vm.is_attached() && self.copying.cycle.in_flight() == 0)
+                || (self.given_up && self.machines.is_attached() && self.copying.cycle.in_flight() == 0)
             {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
-            if std::mem::take(&mut self.shut_down)
-                && let Some(exit) = self.machine.vm.finish_shutdown().map_err(|e| Failure::qemu(&e))?
-            {
-                return Ok(End::Vm(exit));
-            }
             // Requests and reports first: where checkpoints take longer than the interval, one is always due.
             match self.inbox.recv_timeout(self.patience()) {
                 Ok(Inbox::Request(pending)) => {
@@ -201,7 +189,7 @@ impl<'a> Engine<'a> {
     /// Whether a checkpoint is to be taken now. A VM that stands still has not changed.
     fn is_due(&self) -> bool {
         let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= ns(self.born.elapsed()));
-        due && self.vm_runs && !self.given_up
+        due && self.machines.run() && !self.given_up
     }
 
     /// Whether one may begin although others are still being encoded.
@@ -219,7 +207,7 @@ impl<'a> Engine<'a> {
 
     fn patience(&self) -> Duration {
         match &self.cadence {
-            Some(cadence) if self.vm_runs && !self.given_up => {
+            Some(cadence) if self.machines.run() && !self.given_up => {
                 let due = Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed())));
                 // A due checkpoint that may not begin waits for a report.
                 if due.is_zero() && !self.may_capture() { LOOK_EVERY } else { due.min(LOOK_EVERY) }
@@ -230,17 +218,21 @@ impl<'a> Engine<'a> {
 
     /// What the VM has been up to.
     fn look(&mut self) {
-        let Ok(events) = self.machine.vm.qmp().drain_events() else { return };
-        for event in events {
-            match event {
-                Event::Stop => self.vm_runs = false,
-                Event::Shutdown { .. } => (self.vm_runs, self.shut_down) = (false, true),
-                Event::Resume => self.vm_runs = true,
-                _ => {}
-            }
-        }
-        let state = if self.vm_runs { "running" } else { "paused" };
+        self.machines.look();
+        let state = if self.machines.run() { "running" } else { "paused" };
         self.update(|status| state.clone_into(&mut status.state));
+    }
+
+    /// Without one of its members a group has no more checkpoints.
+    fn mind_the_lost(&mut self) {
+        if !self.given_up
+            && let Some(name) = self.machines.lost()
+        {
+            eprintln!(
+                "keyframe: VM {name} has ended: no more checkpoints of the group are taken; the others run on"
+            );
+            self.given_up = true;
+        }
     }
 
     fn answer(&mut self, pending: Pending) -> Option<End> {
@@ -294,7 +286,7 @@ impl<'a> Engine<'a> {
         let label = Label { reason, backlog_ns, tag };
         let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
         let result =
-            copying.cycle.capture(&mut self.machine, &mut self.watch, strategy, encoding.queue(), label);
+            copying.cycle.capture(&mut self.machines, &mut self.watch, strategy, encoding.queue(), label);
         keyframe_kernel::priority::lower();
         let queued = self.copying.cycle.in_flight();
         self.update(|status| {
@@ -319,16 +311,22 @@ impl<'a> Engine<'a> {
             None => "checkpoints by `keyframe take`".into(),
         };
         let attached = match self.copying.stopped_ns {
-            Some(ns) if self.machine.vm.is_attached() => {
+            Some(ns) if self.machines.is_attached() => {
                 format!(", whose main thread stood still for {}", output::duration(ns))
             }
             _ => String::new(),
         };
+        let qemu = |m: &Member| {
+            let of = if self.machines.is_group() { format!(" {}", m.name) } else { String::new() };
+            format!("QEMU{of} {}", m.machine.vm.pid())
+        };
+        let qemus: Vec<_> = self.machines.members().iter().map(qemu).collect();
         format!(
-            "VM {}: {every} into {} (QEMU {}{attached})",
+            "{} {}: {every} into {} ({}{attached})",
+            if self.machines.is_group() { "group" } else { "VM" },
             self.name,
             self.store.path().display(),
-            self.machine.vm.pid()
+            qemus.join(", ")
         )
     }
 
@@ -347,10 +345,12 @@ impl<'a> Engine<'a> {
 }
 
 fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
+    let members: Vec<_> =
+        parts.machines.members().iter().enumerate().map(|member| member_status(member, parts)).collect();
     Status {
         vm: parts.name.clone(),
-        state: if parts.runs { "running" } else { "paused" }.into(),
-        qemu_pid: parts.machine.vm.pid(),
+        state: if parts.machines.run() { "running" } else { "paused" }.into(),
+        qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
         engine_pid: std::process::id(),
         store: std::path::absolute(store.path())
             .unwrap_or_else(|_| store.path().into())
@@ -367,11 +367,24 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         queued: 0,
         last: None,
         last_age_ns: None,
-        qmp: if parts.machine.vm.is_attached() {
-            parts.machine.monitor.as_ref().map_or_else(String::new, |path| path.display().to_string())
-        } else {
-            parts.run_dir.path().join("qmp.sock").display().to_string()
-        },
+        qmp: members.first().map_or_else(String::new, |m| m.qmp.clone()),
+        members: if parts.machines.is_group() { members } else { Vec::new() },
+    }
+}
+
+/// A member and the monitor that its engine uses.
+fn member_status((number, member): (usize, &Member), parts: &Parts) -> MemberStatus {
+    let path = if member.machine.vm.is_attached() {
+        member.machine.monitor.clone()
+    } else if parts.machines.is_group() {
+        Some(parts.run_dir.path().join(number.to_string()).join("qmp.sock"))
+    } else {
+        Some(parts.run_dir.path().join("qmp.sock"))
+    };
+    MemberStatus {
+        name: member.name.clone(),
+        qemu_pid: member.machine.vm.pid(),
+        qmp: path.map_or_else(String::new, |path| path.display().to_string()),
     }
 }
 

@@ -3,105 +3,194 @@
 use super::Options;
 use super::copying::Copying;
 use super::machine::QemuMachine;
-use super::sink::StoreSink;
+use super::machines::{Machines, Member};
+use super::sink::{MachinesMeta, StoreSink};
 use crate::control::TrackerKind;
 use crate::failure::Failure;
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
-use keyframe_store::{MachineMeta, Store, Writer};
+use keyframe_store::{MachineMeta, MemberMeta, Store, Writer};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A VM that is ready to run, tracked, with a run in the store.
+/// VMs that are ready to run, tracked, with a run in the store.
 pub struct Parts {
-    /// The VM's name.
+    /// The VM's name, or the group's.
     pub name: String,
     /// The run directory.
     pub run_dir: RunDir,
-    /// The VM and its watchdog.
-    pub machine: QemuMachine,
+    /// The VMs and their watchdogs.
+    pub machines: Machines,
     /// The capture.
     pub copying: Copying,
     /// The store's end.
     pub sink: StoreSink,
     /// Begins further runs.
     pub writer: Writer,
-    /// The machine, for those.
-    pub meta: MachineMeta,
+    /// The machines, for those.
+    pub meta: MachinesMeta,
+}
+
+/// What is to be run.
+pub enum Commands {
+    /// One VM's command line.
+    One(Vec<OsString>),
+    /// Those of a group's members.
+    Group(Vec<Vec<OsString>>),
+}
+
+/// A VM that is there and has not been looked into.
+pub struct Found {
+    /// Its name: among a group's members no other has it.
+    pub name: String,
+    /// Its QEMU.
+    pub vm: Vm,
+    /// The binary.
+    pub identity: QemuIdentity,
+    /// Where it was started.
+    pub directory: PathBuf,
+    /// The socket of its monitor, where it was attached to by one.
+    pub monitor: Option<PathBuf>,
     /// Whether the guest is to run, or runs already.
     pub runs: bool,
 }
 
-/// Brings a VM up to just before its first instruction.
-pub fn launch(store: &Store, command: Vec<OsString>, options: &Options) -> Result<Parts, Failure> {
+/// Brings VMs up to just before their first instruction.
+pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Parts, Failure> {
     require_kernel(options)?;
     let directory =
         std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
-    let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
-    let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
-    let name =
-        options.name.clone().unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
+    let (commands, is_group) = match commands {
+        Commands::One(command) => (vec![command], false),
+        Commands::Group(commands) => (commands, true),
+    };
+    let mut starting = Vec::with_capacity(commands.len());
+    for command in commands {
+        let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
+        let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
+        starting.push((invocation, identity));
+    }
+    let wanted: Vec<_> = starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
+    let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
-    let mut writer = store
-        .lock_writer(&format!("keyframe run, VM {name}"))
-        .map_err(|e| Failure::store(&e, store.path()))?;
-    let runs = !invocation.starts_paused();
-    let mut vm = Vm::launch(invocation, &LaunchOptions { run_dir: run_dir.path().into() })
-        .map_err(|e| Failure::qemu(&e))?;
-    let mut lease = Lease { store, name: &name, writer: &mut writer };
-    match prepare(&mut vm, &mut lease, &identity, &directory, options) {
-        Ok((copying, sink, meta, watchdog)) => Ok(Parts {
-            name,
-            machine: QemuMachine::new(vm, watchdog, options.pause_limit, copying.watches_discards),
-            copying,
-            sink,
-            writer,
-            meta,
-            runs,
-            run_dir,
-        }),
+    let writer = lock(store, "run", &name)?;
+    let mut found: Vec<Found> = Vec::with_capacity(starting.len());
+    let launched =
+        starting.into_iter().zip(members).enumerate().try_for_each(|(number, ((line, identity), name))| {
+            // A number, not the name: paths of sockets have to be short.
+            let run_dir =
+                if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
+            let runs = !line.starts_paused();
+            let vm = Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
+            found.push(Found { name, vm, identity, directory: directory.clone(), monitor: None, runs });
+            Ok(())
+        });
+    // The guests have not run: nothing is lost by ending them.
+    match launched {
+        Ok(()) => {
+            prepare(store, writer, run_dir, (name, is_group), found, options).map_err(|(failure, found)| {
+                end(found);
+                failure
+            })
+        }
         Err(failure) => {
-            // The guest has not run: nothing is lost by ending it.
-            let _ = vm.kill();
+            end(found);
             Err(failure)
         }
     }
 }
 
-/// A place for the checkpoints of a VM.
-pub struct Lease<'a> {
-    /// The store.
-    pub store: &'a Store,
-    /// The VM's name.
-    pub name: &'a str,
-    /// The right to write.
-    pub writer: &'a mut Writer,
+fn end(found: Vec<Found>) {
+    for mut one in found {
+        let _ = one.vm.kill();
+    }
 }
 
-/// Everything that can be refused of a VM that is there: audit, attach, the run in the store, the watchdog.
-pub fn prepare(
-    vm: &mut Vm,
-    lease: &mut Lease<'_>,
-    identity: &QemuIdentity,
-    directory: &Path,
+/// The name of the VM or the group, and those of the members, from those that the VMs have themselves.
+pub fn names(
+    wanted: &[Option<String>],
+    is_group: bool,
     options: &Options,
-) -> Result<(Copying, StoreSink, MachineMeta, Watchdog), Failure> {
-    refuse(vm)?;
-    let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
-    let copying = Copying::start(vm, options, watches_discards)?;
-    let meta = machine_meta(vm, identity, directory)?;
-    let run = lease.writer.begin_run(lease.name, &copying.layout);
-    let run = run.map_err(|e| Failure::store(&e, lease.store.path()))?;
-    let sink = StoreSink::new(run, meta.clone(), options.fault.clone());
-    if let Some(fault) = &options.fault {
-        let monitor = vm.qmp().as_fd().try_clone_to_owned();
-        fault.bind(vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);
+) -> Result<(String, Vec<String>), Failure> {
+    if !is_group {
+        let own = wanted.iter().flatten().next().map_or("vm", |name| name);
+        let name = options.name.clone().unwrap_or_else(|| rundir::name_from(own));
+        return Ok((name.clone(), vec![name]));
     }
-    Ok((copying, sink, meta, spawn_watchdog(vm)?))
+    let members: Vec<_> = wanted
+        .iter()
+        .enumerate()
+        .map(|(i, name)| name.as_deref().map_or_else(|| format!("vm{}", i + 1), rundir::name_from))
+        .collect();
+    if let Some((_, twice)) = members.iter().enumerate().find(|(i, name)| members[..*i].contains(name)) {
+        return Err(Failure::new(format!("two VMs of the group are named {twice}"))
+            .fix("give each a name of its own with QEMU's -name"));
+    }
+    Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
+}
+
+/// The right to write into `store`.
+pub fn lock(store: &Store, command: &str, name: &str) -> Result<Writer, Failure> {
+    store.lock_writer(&format!("keyframe {command}, VM {name}")).map_err(|e| Failure::store(&e, store.path()))
+}
+
+/// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the watchdogs. Those that are
+/// refused are given back.
+pub fn prepare(
+    store: &Store,
+    mut writer: Writer,
+    run_dir: RunDir,
+    (name, is_group): (String, bool),
+    mut found: Vec<Found>,
+    options: &Options,
+) -> Result<Parts, (Failure, Vec<Found>)> {
+    match looked_into(store, &mut writer, (&name, is_group), &mut found, options) {
+        Ok((copying, sink, meta, watchdogs)) => {
+            let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
+            let member = |((found, watchdog), watches): ((Found, Watchdog), &bool)| {
+                let mut machine = QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
+                machine.monitor = found.monitor;
+                Member::new(found.name, machine, found.runs)
+            };
+            let machines = Machines::new(guarded.map(member).collect(), is_group);
+            Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
+        }
+        Err(failure) => Err((failure, found)),
+    }
+}
+
+fn looked_into(
+    store: &Store,
+    writer: &mut Writer,
+    (name, is_group): (&str, bool),
+    found: &mut [Found],
+    options: &Options,
+) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>), Failure> {
+    for one in found.iter_mut() {
+        refuse(&mut one.vm).map_err(|failure| if is_group { failure.about(&one.name) } else { failure })?;
+    }
+    let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
+    let copying = Copying::start(&mut vms, is_group, options)?;
+    let mut members = Vec::with_capacity(found.len());
+    for one in found.iter_mut() {
+        let ram_blocks = one.vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
+        let machine = machine_meta(&mut one.vm, &one.identity, &one.directory)?;
+        members.push(MemberMeta { name: one.name.clone(), ram_blocks, machine });
+    }
+    let meta = MachinesMeta::new(members, is_group);
+    let run = writer.begin_run(name, &copying.layout);
+    let run = run.map_err(|e| Failure::store(&e, store.path()))?;
+    let sink = StoreSink::new(run, meta.clone(), options.fault.clone());
+    if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
+        let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
+        fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);
+    }
+    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm)).collect::<Result<_, _>>()?;
+    Ok((copying, sink, meta, watchdogs))
 }
 
 /// Refuses a kernel or a user that cannot do it, before anything is started.

@@ -16,17 +16,18 @@ mod engine;
 mod faults;
 mod launch;
 mod machine;
+mod machines;
 mod sink;
 mod tuning;
 mod watch;
 
 pub use faults::Fault;
+pub use launch::Commands;
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::{Failure, Outcome};
 use keyframe_qemu::AttachOptions;
 use keyframe_store::Store;
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -79,14 +80,15 @@ impl Options {
     }
 }
 
-/// Runs the VM of `command` under checkpoints into `store`, to its end.
-pub fn run(store: &Store, command: Vec<OsString>, options: Options) -> Outcome {
-    let parts = launch::launch(store, command, &options)?;
+/// Runs the VMs of `commands` under checkpoints into `store`, to their end.
+pub fn run(store: &Store, commands: Commands, options: Options) -> Outcome {
+    let parts = launch::launch(store, commands, &options)?;
     engine::Engine::new(store, parts, options)?.run()
 }
 
-/// Takes checkpoints of the running QEMU with process id `pid` into `store`, until asked to end or the VM ends.
-pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: Options) -> Outcome {
-    let parts = attach::attach(store, pid, monitor, &options)?;
+/// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end or the VMs end. Several are
+/// a group.
+pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Outcome {
+    let parts = attach::attach(store, vms, &options)?;
     engine::Engine::new(store, parts, options)?.run()
 }

@@ -1,8 +1,11 @@
 //! The store as the checkpoint cycle's sink.
 
 use super::faults::{Fault, Kind};
+use super::launch::lines_now;
+use crate::failure::Failure;
 use keyframe_capture::{BoxError, Captured, Sink};
-use keyframe_store::{MachineMeta, PausePhases, Run, SealRequest, Sealed, Timing};
+use keyframe_qemu::Vm;
+use keyframe_store::{MachineMeta, MemberMeta, PausePhases, Run, SealRequest, Sealed, Timing};
 use keyframe_units::{Page, PageIndex};
 
 /// What the session knows of a checkpoint beyond what the cycle captured.
@@ -16,17 +19,49 @@ pub struct Label {
     pub tag: Option<String>,
 }
 
+/// The machines of a session.
+#[derive(Clone, Debug, Default)]
+pub struct MachinesMeta {
+    machine: MachineMeta,
+    members: Vec<MemberMeta>,
+}
+
+impl MachinesMeta {
+    /// Those of a group, or else of the one VM.
+    pub fn new(mut members: Vec<MemberMeta>, is_group: bool) -> Self {
+        if is_group {
+            return Self { machine: MachineMeta::default(), members };
+        }
+        Self { machine: members.pop().unwrap_or_default().machine, members: Vec::new() }
+    }
+
+    /// Their lines and RAM blocks as they are now.
+    pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut Vm>) -> Result<(), Failure> {
+        if self.members.is_empty() {
+            for vm in vms {
+                (self.machine.user_command, self.machine.full_command) = lines_now(vm)?;
+            }
+            return Ok(());
+        }
+        for (member, vm) in self.members.iter_mut().zip(vms) {
+            (member.machine.user_command, member.machine.full_command) = lines_now(vm)?;
+            member.ram_blocks = vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
+        }
+        Ok(())
+    }
+}
+
 /// Stores the checkpoints of one run.
 pub struct StoreSink {
     run: Run,
-    machine: MachineMeta,
+    machines: MachinesMeta,
     fault: Option<Fault>,
 }
 
 impl StoreSink {
     /// A sink into `run`.
-    pub fn new(run: Run, machine: MachineMeta, fault: Option<Fault>) -> Self {
-        Self { run, machine, fault }
+    pub fn new(run: Run, machines: MachinesMeta, fault: Option<Fault>) -> Self {
+        Self { run, machines, fault }
     }
 
     /// Closes the run's pack.
@@ -69,7 +104,8 @@ impl Sink for StoreSink {
             taken_at: captured.taken_at.try_into()?,
             reason: label.reason.into(),
             ram: captured.ram.clone(),
-            machine: self.machine.clone(),
+            machine: self.machines.machine.clone(),
+            members: self.machines.members.clone(),
             timing,
             device_state: &captured.device_state,
             tag: label.tag.as_deref(),

@@ -56,6 +56,7 @@ fn request(ram: &RamLayout) -> SealRequest<'static> {
         reason: "test".into(),
         ram: ram.clone(),
         machine: MachineMeta::default(),
+        members: Vec::new(),
         timing: Timing::default(),
         device_state: b"the devices, the devices, the devices, the devices",
         tag: None,

@@ -33,43 +33,52 @@ impl Engine<'_> {
         let mut run_dir = self.run_dir;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
-        let mut vm = self.machine.into_vm();
-        let code = match end? {
-            End::Vm(exit) => {
-                if exit.success() {
-                    // Its console is somebody else's.
-                    if vm.is_attached() && !self.options.quiet {
-                        eprintln!("keyframe: VM {} has ended", self.name);
-                    }
-                    DONE
-                } else {
-                    eprintln!("keyframe: QEMU ended with {exit}");
-                    FAILED
-                }
+        let (is_attached, is_group) = (self.machines.is_attached(), self.machines.is_group());
+        let vms = self.machines.into_vms();
+        let quiet = self.options.quiet;
+        let say = |text: &str| {
+            if !quiet {
+                eprintln!("keyframe: {text}");
             }
-            End::Asked(_) if vm.is_attached() => {
-                let pid = vm.keep();
-                if !self.options.quiet {
-                    eprintln!(
-                        "keyframe: detached: VM {} runs on without checkpoints (QEMU {pid})",
-                        self.name
-                    );
+        };
+        let code = match end? {
+            End::Vm(exit) if exit.success() => {
+                // Its console is somebody else's.
+                if is_attached {
+                    say(&format!("VM {} has ended", self.name));
+                }
+                DONE
+            }
+            End::Vm(exit) => {
+                eprintln!("keyframe: QEMU ended with {exit}");
+                FAILED
+            }
+            End::Asked(_) if is_attached => {
+                for (name, vm) in vms {
+                    say(&format!("detached: VM {name} runs on without checkpoints (QEMU {})", vm.keep()));
                 }
                 DONE
             }
             End::Asked(OnExit::Kill) => {
-                vm.kill().map_err(|e| Failure::qemu(&e))?;
+                // Each of them, whatever becomes of the others.
+                let killed: Vec<_> = vms.into_iter().map(|(_, mut vm)| vm.kill()).collect();
+                killed.into_iter().collect::<Result<(), _>>().map_err(|e| Failure::qemu(&e))?;
                 DONE
             }
             End::Asked(OnExit::Keep) => {
                 run_dir.keep();
-                let pid = vm.keep();
-                if !self.options.quiet {
-                    eprintln!(
-                        "keyframe: VM {} runs on without checkpoints: QEMU {pid}, monitor {}",
-                        self.name,
-                        run_dir.path().join("qmp.sock").display()
-                    );
+                for (number, (name, vm)) in vms.into_iter().enumerate() {
+                    let dir = if is_group {
+                        run_dir.path().join(number.to_string())
+                    } else {
+                        run_dir.path().into()
+                    };
+                    let monitor = dir.join("qmp.sock");
+                    let pid = vm.keep();
+                    say(&format!(
+                        "VM {name} runs on without checkpoints: QEMU {pid}, monitor {}",
+                        monitor.display()
+                    ));
                 }
                 DONE
             }

@@ -1,8 +1,8 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, Copying, CycleError, Duration, Encoding, Engine, Entry, Failure, Instant, Report, Response,
-    SAY_LATE_EVERY, Sealed, Settled, StoreSink, chain, lines_now, ns, output,
+    Arc, Copying, CycleError, Encoding, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY,
+    Sealed, Settled, StoreSink, chain, ns, output,
 };
 
 impl Engine<'_> {
@@ -100,7 +100,7 @@ impl Engine<'_> {
     pub(super) fn stumbled(&mut self, error: &CycleError) -> String {
         let mut message = chain(error);
         // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
-        if self.vm_has_ended() {
+        if self.machines.any_has_ended() {
             message = format!("the VM ended before the checkpoint was complete ({message})");
             return message;
         }
@@ -113,9 +113,8 @@ impl Engine<'_> {
                 }
             };
         }
-        if matches!(self.machine.vm.qmp().status(), Err(keyframe_qemu::Error::Gone { .. })) {
+        if let Some(pid) = self.machines.without_monitor() {
             self.given_up = true;
-            let pid = self.machine.vm.pid();
             let message = format!(
                 "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices are saved"
             );
@@ -131,11 +130,14 @@ impl Engine<'_> {
         sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
         self.copying.cycle.untrack();
         self.copying.strategies.untrack();
-        let vm = &mut self.machine.vm;
-        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
-        self.copying = Copying::start(vm, &self.options, watches_discards)?;
-        (self.meta.user_command, self.meta.full_command) = lines_now(vm)?;
-        self.machine.set_watches_discards(watches_discards);
+        let is_group = self.machines.is_group();
+        let members = self.machines.members_mut().iter_mut();
+        let mut vms: Vec<_> = members.map(|m| (&*m.name, &mut m.machine.vm)).collect();
+        self.copying = Copying::start(&mut vms, is_group, &self.options)?;
+        for (member, watches) in self.machines.members_mut().iter_mut().zip(&self.copying.watches_discards) {
+            member.machine.set_watches_discards(*watches);
+        }
+        self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.machine.vm))?;
         let run = self
             .writer
             .begin_run(&self.name, &self.copying.layout)
@@ -170,25 +172,5 @@ impl Engine<'_> {
             eprintln!("keyframe: {text} ({owed} pages)");
         }
         text
-    }
-
-    /// Gives QEMU a moment to be seen as ended.
-    fn vm_has_ended(&mut self) -> bool {
-        self.look();
-        if self.shut_down {
-            return true;
-        }
-        let vm = &mut self.machine.vm;
-        if vm.qmp().status().is_ok() {
-            return false;
-        }
-        let deadline = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < deadline {
-            if matches!(vm.try_wait(), Ok(Some(_))) {
-                return true;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        false
     }
 }
