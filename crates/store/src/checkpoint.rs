@@ -101,7 +101,7 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointF
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::meta::{Counts, MachineMeta, Timing};
+    use crate::meta::{Counts, MachineMeta, MemberMeta, Timing};
     use keyframe_units::{Epoch, RamLayout};
     use proptest::prelude::*;
 
@@ -144,6 +144,34 @@ mod tests {
         let mut names: Vec<_> = pause.keys().map(String::as_str).collect();
         names.sort_unstable();
         assert_eq!(names, ["copy", "device_state", "resume", "scan", "stop"]);
+    }
+
+    #[test]
+    fn a_groups_ram_is_its_members_and_a_contradiction_is_seen() {
+        use keyframe_units::{BlockKind, PageIndex, RamBlock};
+        let block = |name: &str, pages: u64| RamBlock {
+            name: name.into(),
+            kind: BlockKind::Backend,
+            used_bytes: 4096 * pages,
+            total_bytes: 4096 * pages,
+        };
+        let mut meta = meta(vec![9]);
+        meta.ram =
+            RamLayout::new(vec![block("a/pc.ram", 5), block("a/pc.bios", 2), block("b/pc.ram", 3)]).unwrap();
+        let member =
+            |name: &str, ram_blocks| MemberMeta { name: name.into(), ram_blocks, ..MemberMeta::default() };
+        meta.members = vec![member("a", 2), member("b", 1)];
+        let found = meta.members_ram().unwrap();
+        assert_eq!(found.iter().map(|(_, first)| *first).collect::<Vec<_>>(), [PageIndex(0), PageIndex(7)]);
+        assert_eq!(found[1].0.blocks()[0].name, "pc.ram");
+        for wrong in [
+            vec![member("a", 2)],
+            vec![member("a", 1), member("b", 2)],
+            vec![member("a", 2), member("b", usize::MAX)],
+        ] {
+            meta.members = wrong;
+            assert!(meta.members_ram().is_none());
+        }
     }
 
     proptest! {

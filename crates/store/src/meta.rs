@@ -1,7 +1,7 @@
 //! What a checkpoint tells about itself: the JSON section of its file, and what `list` and `show` print.
 
 use jiff::Timestamp;
-use keyframe_units::{CheckpointId, Epoch, RamLayout};
+use keyframe_units::{CheckpointId, Epoch, PageIndex, RamBlock, RamLayout};
 use serde::{Deserialize, Serialize};
 
 /// A sealed checkpoint: complete, verifiable, immutable.
@@ -41,6 +41,29 @@ pub struct Meta {
     pub counts: Counts,
     /// The map runs that together give the page map, newest first; the first one is this checkpoint's own.
     pub map_chain: Vec<u64>,
+}
+
+impl Meta {
+    /// Of each member of a group, its own RAM blocks as it calls them, and where its pages begin. `None` where the list of
+    /// members and that of the blocks contradict each other.
+    pub fn members_ram(&self) -> Option<Vec<(RamLayout, PageIndex)>> {
+        let mut all = Vec::with_capacity(self.members.len());
+        let mut first_block = 0usize;
+        for member in &self.members {
+            let end = first_block.checked_add(member.ram_blocks)?;
+            let blocks = self.ram.blocks().get(first_block..end)?;
+            let prefix = format!("{}/", member.name);
+            let own = |block: &RamBlock| {
+                let name = block.name.strip_prefix(&prefix)?.to_owned();
+                Some(RamBlock { name, ..block.clone() })
+            };
+            let layout = RamLayout::new(blocks.iter().map(own).collect::<Option<_>>()?).ok()?;
+            let first = if blocks.is_empty() { PageIndex(0) } else { self.ram.pages_of(first_block).first };
+            all.push((layout, first));
+            first_block = end;
+        }
+        (first_block == self.ram.blocks().len()).then_some(all)
+    }
 }
 
 /// One VM of a group.

@@ -1,13 +1,15 @@
 //! `keyframe restore`: a checkpoint comes to life in a fresh QEMU.
 
+mod group;
+
 use super::StoreArg;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::Accelerator;
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource};
-use keyframe_store::Loaded;
-use keyframe_units::{Page, PageIndex, PageRange};
+use keyframe_store::{Loaded, MachineMeta};
+use keyframe_units::{Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -117,10 +119,6 @@ impl Restore {
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
-        let plan = self.plan(&loaded)?;
-        for note in plan.notes() {
-            eprintln!("keyframe: note: {note}");
-        }
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
@@ -132,6 +130,10 @@ impl Restore {
             bar.set_style(style);
         }
         let ram = StoredRam { loaded: &loaded, bar, failed: Mutex::default() };
+        if !loaded.meta.members.is_empty() {
+            return group::restore(self, &loaded, &ram, &interrupted);
+        }
+        let plan = self.plan(&loaded)?;
         let mut restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| {
             let failed = ram.failed.lock().ok().and_then(|mut failed| failed.take());
             failed.map_or_else(|| Failure::qemu(&e), |e| self.store.failure(&e))
@@ -164,7 +166,16 @@ impl Restore {
     }
 
     fn plan(&self, loaded: &Loaded) -> Result<Plan, Failure> {
-        let machine = &loaded.meta.machine;
+        self.plan_of(&loaded.meta.machine, &loaded.meta.ram, self.extra.clone(), self.paused)
+    }
+
+    fn plan_of(
+        &self,
+        machine: &MachineMeta,
+        ram: &RamLayout,
+        extra: Vec<OsString>,
+        paused: bool,
+    ) -> Result<Plan, Failure> {
         let source = RestoreSource {
             user_command: machine.user_command.clone(),
             qemu_path: machine.qemu_path.clone().into(),
@@ -172,10 +183,14 @@ impl Restore {
             qemu_blake3: machine.qemu_blake3.clone(),
             machine_type: machine.machine_type.clone(),
             working_directory: machine.working_directory.clone().into(),
-            ram: loaded.meta.ram.clone(),
+            ram: ram.clone(),
         };
         let accelerator = self.accel.map(Accelerator::from);
-        let options = RestoreOptions { qemu: self.qemu.clone(), paused: self.paused, accelerator };
-        Plan::new(source, self.extra.clone(), options).map_err(|e| Failure::qemu(&e))
+        let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator };
+        let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
+        for note in plan.notes() {
+            eprintln!("keyframe: note: {note}");
+        }
+        Ok(plan)
     }
 }

@@ -4,7 +4,7 @@ use super::StoreArg;
 use crate::failure::{DONE, Outcome};
 use crate::output;
 use crate::report::Entry;
-use keyframe_store::Sealed;
+use keyframe_store::{MachineMeta, MemberMeta, Sealed};
 use keyframe_units::{BlockKind, RamBlock};
 use serde::Serialize;
 
@@ -36,7 +36,10 @@ struct Shown<'a> {
     #[serde(flatten)]
     entry: Entry,
     ram: &'a [RamBlock],
-    machine: &'a keyframe_store::MachineMeta,
+    machine: &'a MachineMeta,
+    /// The VMs of a group.
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    members: &'a [MemberMeta],
     map_chain: &'a [u64],
 }
 
@@ -51,6 +54,7 @@ impl Show {
                 entry: Entry::of(&sealed),
                 ram: sealed.meta.ram.blocks(),
                 machine: &sealed.meta.machine,
+                members: &sealed.meta.members,
                 map_chain: &sealed.meta.map_chain,
             })?;
         } else {
@@ -61,10 +65,16 @@ impl Show {
 }
 
 fn text(sealed: &Sealed) -> String {
-    let (e, machine) = (Entry::of(sealed), &sealed.meta.machine);
+    let (e, members) = (Entry::of(sealed), &sealed.meta.members);
     let ms = output::duration;
     let mut lines = vec![
-        format!("checkpoint {} of VM {}, epoch {}", e.id, e.vm, e.epoch),
+        format!(
+            "checkpoint {} of {} {}, epoch {}",
+            e.id,
+            if members.is_empty() { "VM" } else { "group" },
+            e.vm,
+            e.epoch
+        ),
         format!("taken      {} ({})", e.taken_at, e.reason),
     ];
     if !e.tags.is_empty() {
@@ -99,10 +109,19 @@ fn text(sealed: &Sealed) -> String {
             output::bytes(e.map_bytes),
             output::bytes(e.device_bytes)
         ),
-        format!("machine    {}, {} CPUs, QEMU {}", machine.machine_type, machine.cpus, machine.qemu_version),
-        format!("command    {}", machine.user_command.join(" ")),
-        format!("RAM        {} in {} blocks:", output::bytes(e.ram_bytes), sealed.meta.ram.blocks().len()),
     ]);
+    if members.is_empty() {
+        lines.extend(of_machine(&sealed.meta.machine));
+    }
+    for member in members {
+        lines.push(format!("member     {}", member.name));
+        lines.extend(of_machine(&member.machine));
+    }
+    lines.push(format!(
+        "RAM        {} in {} blocks:",
+        output::bytes(e.ram_bytes),
+        sealed.meta.ram.blocks().len()
+    ));
     let rows: Vec<Vec<String>> = sealed
         .meta
         .ram
@@ -123,4 +142,11 @@ fn text(sealed: &Sealed) -> String {
         .collect();
     lines.push(output::table(&["  block", "given back by", "used", "reserved"], &rows));
     lines.join("\n")
+}
+
+fn of_machine(machine: &MachineMeta) -> [String; 2] {
+    [
+        format!("machine    {}, {} CPUs, QEMU {}", machine.machine_type, machine.cpus, machine.qemu_version),
+        format!("command    {}", machine.user_command.join(" ")),
+    ]
 }
