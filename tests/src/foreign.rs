@@ -2,7 +2,7 @@
 
 use crate::{Bench, Boot, Process};
 use keyframe_qemu::{Qmp, RunStatus};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -19,8 +19,13 @@ pub struct Foreign {
 impl Foreign {
     /// Starts `boot`, with its monitors in the directory of `bench`.
     pub fn start(bench: &Bench, boot: &Boot) -> Self {
+        Self::start_in(bench.path(), boot)
+    }
+
+    /// Starts `boot`, with its monitors in `dir`.
+    pub fn start_in(dir: &Path, boot: &Boot) -> Self {
         let mut line = boot.command();
-        let dir = bench.path().to_owned();
+        let dir = dir.to_owned();
         for name in ["a", "b"] {
             line.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", dir.join(name).display())]);
         }

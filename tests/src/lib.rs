@@ -104,6 +104,8 @@ pub struct Boot {
     pub append: String,
     /// The firmware payload instead of a kernel, under this accelerator.
     pub payload_under: Option<&'static str>,
+    /// Where the console goes.
+    pub serial: String,
     /// Further QEMU arguments.
     pub extra: Vec<String>,
 }
@@ -118,6 +120,7 @@ impl Boot {
             cpus: 1,
             append: format!("kf.work={work}"),
             payload_under: None,
+            serial: "stdio".into(),
             extra: Vec::new(),
         }
     }
@@ -136,7 +139,7 @@ impl Boot {
         self
     }
 
-    /// QEMU's command line, console on standard streams.
+    /// QEMU's command line.
     pub fn command(&self) -> Vec<String> {
         let mut line: Vec<String> = vec![
             self.qemu.clone(),
@@ -148,7 +151,8 @@ impl Boot {
             self.cpus.to_string(),
         ];
         line.extend(
-            ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"].map(str::to_owned),
+            ["-nodefaults", "-no-user-config", "-display", "none", "-serial", &self.serial]
+                .map(str::to_owned),
         );
         match self.payload_under {
             Some(accelerator) => {
