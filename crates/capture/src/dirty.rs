@@ -29,8 +29,21 @@ impl DirtyLog {
 
     /// Drains the tracker. Returns the pages written since the last drain. If that fails, every page is owed.
     pub fn drain(&mut self) -> Result<PageSet, BoxError> {
+        self.drain_by(|tracker, written| tracker.drain(written))
+    }
+
+    /// As [`Self::drain`], in the pause; with `owed`, all that is owed.
+    pub fn drain_still(&mut self, owed: bool) -> Result<PageSet, BoxError> {
+        let written = self.drain_by(|tracker, written| tracker.drain_still(written))?;
+        Ok(if owed { self.owed.clone() } else { written })
+    }
+
+    fn drain_by(
+        &mut self,
+        drain: impl Fn(&mut dyn Tracker, &mut PageSet) -> Result<(), BoxError>,
+    ) -> Result<PageSet, BoxError> {
         let mut written = PageSet::new(self.owed.space_pages());
-        match self.tracker.drain(&mut written) {
+        match drain(&mut *self.tracker, &mut written) {
             Ok(()) => {
                 self.owed.union_with(&written);
                 Ok(written)

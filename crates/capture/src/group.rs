@@ -120,6 +120,10 @@ impl Tracker for GroupTracker {
         self.0.gather(written, |tracker, own| tracker.drain(own))
     }
 
+    fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.0.gather(written, |tracker, own| tracker.drain_still(own))
+    }
+
     fn copied_unfrozen(&mut self, pages: &PageSet) {
         let ranges: Vec<PageRange> = pages.ranges().collect();
         for (place, tracker) in &mut self.0.0 {

@@ -15,6 +15,11 @@ pub trait Tracker: Send {
     /// On an error some pages may have been protected and not reported: the caller must take all pages as written.
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError>;
 
+    /// As [`Tracker::drain`], while the VM stands still and few pages are expected: its processors are free to help.
+    fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.drain(written)
+    }
+
     /// Copies of `pages` were made while the VM ran: what they hold need not be what the last drain saw. A tracker that judges
     /// by content must report them again.
     fn copied_unfrozen(&mut self, pages: &PageSet) {

@@ -105,6 +105,11 @@ pub trait Scan: Send {
     /// The pages of `range` written since its last scan; protects them again.
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>;
 
+    /// As [`Scan::scan`], while the VM stands still.
+    fn scan_still(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+        self.scan(range, out)
+    }
+
     /// About how many the next scan would find, where that can be told.
     fn count(&self, range: HostRange) -> Option<u64>;
 }
@@ -113,6 +118,10 @@ pub trait Scan: Send {
 impl Scan for WriteTracker {
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
         self.scan_and_protect(range, out).map(drop)
+    }
+
+    fn scan_still(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+        self.scan_and_protect_by_two(range, out).map(drop)
     }
 
     fn count(&self, range: HostRange) -> Option<u64> {
@@ -149,10 +158,29 @@ impl<S: Scan> RamTracker<S> {
 
 impl<S: Scan> Tracker for RamTracker<S> {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.drain_with(written, S::scan)
+    }
+
+    fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.drain_with(written, S::scan_still)
+    }
+
+    fn count(&mut self) -> Option<u64> {
+        let blocks = 0..self.ram.layout.blocks().len();
+        blocks.map(|block| self.scan.count(self.ram.block_range(block))).sum()
+    }
+}
+
+impl<S: Scan> RamTracker<S> {
+    fn drain_with(
+        &mut self,
+        written: &mut PageSet,
+        scan: impl Fn(&S, HostRange, &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>,
+    ) -> Result<(), BoxError> {
         for block in 0..self.ram.layout.blocks().len() {
             let range = self.ram.block_range(block);
             self.found.clear();
-            self.scan.scan(range, &mut self.found)?;
+            scan(&self.scan, range, &mut self.found)?;
             for found in &self.found {
                 // The first scan reports every page that was never protected, touched or not. One that is not mapped
                 // holds zeros, or what its file holds, which the extents below tell.
@@ -168,11 +196,6 @@ impl<S: Scan> Tracker for RamTracker<S> {
         }
         self.drained = true;
         Ok(())
-    }
-
-    fn count(&mut self) -> Option<u64> {
-        let blocks = 0..self.ram.layout.blocks().len();
-        blocks.map(|block| self.scan.count(self.ram.block_range(block))).sum()
     }
 }
 

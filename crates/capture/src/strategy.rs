@@ -170,7 +170,7 @@ impl Hands<'_> {
     pub fn last_scan(&mut self) -> Result<PageSet, CycleError> {
         let owed = self.timeline.rounds.is_empty();
         let scan = Instant::now();
-        let set = if owed { self.log.drain_owed() } else { self.log.drain() }.map_err(CycleError::Scan)?;
+        let set = self.log.drain_still(owed).map_err(CycleError::Scan)?;
         self.timeline.scan_ns = ns(scan.elapsed());
         Ok(set)
     }

@@ -22,6 +22,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 /// Answers taken from one call; what does not fit is asked for by the next.
 const REGIONS_MAX: usize = 16 * 1024;
+/// The largest page that there is.
+const PAGE_BYTES_MAX: u64 = 1 << 30;
 /// Pagemap entries taken by one read.
 const ENTRIES_MAX: usize = 8 * 1024;
 
@@ -144,6 +146,32 @@ impl Pagemap {
                 )));
             }
             start = walk_end;
+        }
+        Ok(calls)
+    }
+
+    /// As [`Self::scan`], by two threads, each with a buffer.
+    pub fn scan_by_two(
+        &self,
+        query: Query,
+        range: HostRange,
+        [first, second]: [&mut [PageRegion]; 2],
+        mut each: impl FnMut(HostRange, u64),
+    ) -> io::Result<u64> {
+        // No page is cut in two, whatever its size.
+        let middle = (range.start.0 + range.len_bytes / 2) / PAGE_BYTES_MAX * PAGE_BYTES_MAX;
+        let middle = middle.max(range.start.0);
+        let (lower, upper) = (between(range.start.0, middle), between(middle, range.end().0));
+        let mut above = Vec::new();
+        let (below, scanned) = std::thread::scope(|scope| {
+            let helper =
+                scope.spawn(|| self.scan(query, upper, second, |range, kind| above.push((range, kind))));
+            let below = self.scan(query, lower, first, &mut each);
+            (below, helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        let calls = below? + scanned?;
+        for (range, kind) in above {
+            each(range, kind);
         }
         Ok(calls)
     }

@@ -49,6 +49,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
+/// From this size on a second thread, which takes 0.1 ms to start, is worth it.
+const SHARED_BYTES: u64 = 2 << 30;
 /// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page table do.
 const WINDOW_GAP_BYTES: u64 = 2 << 20;
 
@@ -110,6 +112,9 @@ struct NotOwn {
 #[derive(Debug)]
 struct Scratch {
     buffer: Vec<PageRegion>,
+    /// For the second thread.
+    second: Vec<PageRegion>,
+    by_two: bool,
     /// Registered, never scanned.
     unscanned: Vec<HostRange>,
     /// In memory where a discard leaves a marker: pages that held nothing of their own at the last scan.
@@ -144,7 +149,13 @@ impl WriteTracker {
             return Err(missing
                 .map_or(failed(source), |(_, feature, since)| Error::MissingFeature { feature, since }));
         }
-        let scratch = Scratch { buffer: Pagemap::buffer(), unscanned: Vec::new(), not_own: Vec::new() };
+        let scratch = Scratch {
+            buffer: Pagemap::buffer(),
+            second: Pagemap::buffer(),
+            by_two: false,
+            unscanned: Vec::new(),
+            not_own: Vec::new(),
+        };
         Ok(Self {
             process: process.try_clone()?,
             uffd,
@@ -221,10 +232,22 @@ impl WriteTracker {
     /// Errors: [`Error::ScanBroken`]: count all of `range` as written. [`Error::Gone`]. Any other: nothing was done.
     /// `out` is unchanged in every case.
     pub fn scan_and_protect(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+        self.scan_by(1, range, out)
+    }
+
+    /// As [`Self::scan_and_protect`], with the help of a second thread where the range is large. That pays where the process
+    /// stands still and has written little: a scan that finds nothing is as long as its page tables, and one that finds
+    /// much waits for other processors, which two threads do no faster.
+    pub fn scan_and_protect_by_two(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+        self.scan_by(2, range, out)
+    }
+
+    fn scan_by(&self, threads: u32, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let parts = self.parts(range, "scan")?;
         self.ensure_discards_seen(&parts, "scan")?;
         let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut *guard;
+        scratch.by_two = threads > 1;
         let before = out.len();
         let mut stats = ScanStats::default();
         for part in &parts {
@@ -256,7 +279,7 @@ impl WriteTracker {
         // Asked for nothing but WRITTEN the kernel takes a path that is two to three times as fast. What else there is
         // to know matters once, for memory never touched, and where pages can be discarded.
         let ask_kind = !fresh.is_empty() || (self.watch_discards && !part.shared);
-        let drained = self.drain(part.range, ask_kind, &mut scratch.buffer, stats)?;
+        let drained = self.drain(part.range, ask_kind, scratch, stats)?;
         let mut written = union(&[&drained.all, &fresh]);
 
         let holes_hide = part.leaves_markers() || !self.quirks.hole_is_written;
@@ -301,7 +324,7 @@ impl WriteTracker {
         &self,
         range: HostRange,
         ask_kind: bool,
-        buffer: &mut [PageRegion],
+        scratch: &mut Scratch,
         stats: &mut ScanStats,
     ) -> io::Result<Drained> {
         let mut drained = Drained::default();
@@ -313,7 +336,12 @@ impl WriteTracker {
                 push_joined(&mut drained.absent, range);
             }
         };
-        stats.calls += self.pagemap.scan(query.protecting(), range, buffer, found)?;
+        let query = query.protecting();
+        stats.calls += if scratch.by_two && range.len_bytes >= SHARED_BYTES {
+            self.pagemap.scan_by_two(query, range, [&mut scratch.buffer, &mut scratch.second], found)?
+        } else {
+            self.pagemap.scan(query, range, &mut scratch.buffer, found)?
+        };
         Ok(drained)
     }
 

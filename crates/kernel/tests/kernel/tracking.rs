@@ -1,6 +1,6 @@
 //! What the tracker reports, for each kind of memory, and what it cannot see.
 
-use crate::target::{HUGE, HugePages, PAGE, Target, scan, sees_markers, try_scan};
+use crate::target::{HUGE, HugePages, PAGE, Target, pages, scan, sees_markers, try_scan};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::{Error, track::Written};
@@ -55,6 +55,39 @@ fn the_first_scan_reports_all_and_each_further_one_what_was_written() {
             assert_eq!(there, written, "{kind}");
         }
         assert_eq!(scan(&tracker, ram), [], "{kind}: reported once");
+    }
+}
+
+/// By two threads: each page written is found once, in order, and protected, in memory that is large enough to be shared out.
+#[test]
+fn a_scan_by_two_threads_finds_what_one_does() {
+    const PAGES: u64 = 5 << 18;
+    if !sees_markers("a_scan_by_two_threads_finds_what_one_does") {
+        return;
+    }
+    for kind in ["anon", "memfd"] {
+        let mut target = Target::start();
+        let ram = target.map(kind, PAGES * PAGE);
+        let places = [0, 511, PAGES / 2 - 1, PAGES / 2, PAGES - 700, PAGES - 1];
+        let near = |page: u64| (page / 7 * 7, (page / 7 * 7 + 7).min(PAGES));
+        for page in places {
+            let (first, end) = near(page);
+            target.write(ram, first, end - first, 1);
+        }
+        let tracker = target.track(ram);
+        tracker.scan_and_protect(ram, &mut Vec::new()).unwrap();
+        for round in 2..5 {
+            for page in places {
+                target.write(ram, page, 1, round);
+            }
+            let by_two = || {
+                let mut written = Vec::new();
+                tracker.scan_and_protect_by_two(ram, &mut written).unwrap();
+                numbers(&pages(ram, &written))
+            };
+            assert_eq!(by_two(), places, "{kind}");
+            assert_eq!(by_two(), [0; 0], "{kind}: reported once");
+        }
     }
 }
 
