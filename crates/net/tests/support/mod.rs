@@ -1,0 +1,81 @@
+//! Peers that speak QEMU's protocol.
+
+use rustix::net::RecvFlags;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// A connection as QEMU's, with nothing behind it.
+pub struct Peer {
+    stream: UnixStream,
+    /// Of a frame that was sent in part.
+    rest: Vec<u8>,
+}
+
+/// A frame between addresses; 255 is broadcast.
+pub fn frame(from: u8, to: u8, number: u32) -> Vec<u8> {
+    let to = if to == 255 { [255; 6] } else { [2, 0, 0, 0, 0, to] };
+    [&to[..], &[2, 0, 0, 0, 0, from, 0x88, 0xb5], &number.to_be_bytes(), &[0; 40]].concat()
+}
+
+/// Waits for `done`, a minute at most.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_mins(1);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited a minute for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+impl Peer {
+    pub fn connect(lan: &Path, _address: u8) -> Self {
+        let stream = UnixStream::connect(lan).unwrap();
+        stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
+        stream.set_write_timeout(Some(Duration::from_mins(1))).unwrap();
+        Self { stream, rest: Vec::new() }
+    }
+
+    pub fn send(&mut self, frame: &[u8]) {
+        self.stream.write_all(&wire(frame)).unwrap();
+    }
+
+    /// Without waiting for room. What begins is finished by the next call.
+    pub fn try_send(&mut self, frame: &[u8]) -> io::Result<()> {
+        if self.rest.is_empty() {
+            self.rest = wire(frame);
+        }
+        self.stream.set_nonblocking(true)?;
+        let written = self.stream.write(&self.rest);
+        self.stream.set_nonblocking(false)?;
+        self.rest.drain(..written?);
+        if self.rest.is_empty() { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+
+    pub fn receive(&mut self) -> Vec<u8> {
+        let mut header = [0; 4];
+        self.stream.read_exact(&mut header).unwrap();
+        let mut frame = vec![0; u32::from_be_bytes(header) as usize];
+        self.stream.read_exact(&mut frame).unwrap();
+        frame
+    }
+
+    pub fn receive_some(&mut self, count: usize) -> Vec<Vec<u8>> {
+        (0..count).map(|_| self.receive()).collect()
+    }
+
+    /// How much waits to be read.
+    pub fn waits_bytes(&self) -> usize {
+        let mut bytes = [0; 1 << 16];
+        let peeked = rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        peeked.map_or(0, |(_, len)| len)
+    }
+
+    pub fn has_nothing(&self) -> bool {
+        self.waits_bytes() <= 1
+    }
+}
+
+fn wire(frame: &[u8]) -> Vec<u8> {
+    [&(frame.len() as u32).to_be_bytes()[..], frame].concat()
+}
