@@ -246,6 +246,10 @@ impl Switch {
     /// [`Error::NotQuiet`].
     pub fn collect(&mut self) -> Result<InFlight> {
         self.check_held("collect packets in flight")?;
+        // Who has connected and was not let in yet may have sent, too.
+        for lan in 0..self.lans.len() {
+            while self.accept(LanKey(lan))? {}
+        }
         let keys: Vec<PortKey> = self.connections.keys().copied().collect();
         for key in &keys {
             self.drain(*key)?;
@@ -339,6 +343,18 @@ impl Switch {
         self.fabric.release();
     }
 
+    /// Switches for that long, on this thread.
+    pub fn run_for(&mut self, time: Duration) -> Result<()> {
+        let deadline = Instant::now() + time;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.turn(Some(left))?;
+            if left.is_zero() {
+                return Ok(());
+            }
+        }
+    }
+
     /// Waits for events for at most `timeout` (without end where `None`) and forwards what came. Returns the tokens of
     /// watched descriptors that are not the switch's own.
     pub(crate) fn turn(&mut self, timeout: Option<Duration>) -> Result<Vec<u64>> {
@@ -349,7 +365,7 @@ impl Switch {
             let (token, flags) = (event.data.u64(), event.flags);
             match token {
                 FOREIGN_TOKENS.. => foreign.push(token),
-                LAN_TOKENS.. => self.accept(LanKey((token - LAN_TOKENS) as usize))?,
+                LAN_TOKENS.. => drop(self.accept(LanKey((token - LAN_TOKENS) as usize))?),
                 key => self.serve_port(PortKey(key), flags),
             }
         }
@@ -469,12 +485,13 @@ impl Switch {
         Ok(())
     }
 
-    fn accept(&mut self, lan: LanKey) -> Result<()> {
-        let Some(listener) = self.lans.get(lan.0) else { return Ok(()) };
-        let Some(stream) = listener.accept() else { return Ok(()) };
+    /// Lets in one that has connected; false where there is none, or no room.
+    fn accept(&mut self, lan: LanKey) -> Result<bool> {
+        let Some(listener) = self.lans.get(lan.0) else { return Ok(false) };
+        let Some(stream) = listener.accept() else { return Ok(false) };
         if self.connections.len() >= PORTS_MAX {
             // Closed by being dropped: the peer sees the end.
-            return Ok(());
+            return Ok(false);
         }
         let (name, pid) = (listener.name().to_owned(), peer_pid(&stream));
         let taken: Vec<u32> = self
@@ -491,7 +508,7 @@ impl Switch {
         let id = PortId { lan: name, pid, number };
         let connection = Connection { id, port: Port::new(stream), watched, full: false, retry: None };
         self.connections.insert(key, connection);
-        Ok(())
+        Ok(true)
     }
 
     fn close(&mut self, key: PortKey, reason: &str) {
