@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+pub mod ping;
+
 use rustix::net::RecvFlags;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
