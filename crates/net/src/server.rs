@@ -24,7 +24,7 @@ use std::time::Duration;
 const LISTENER: u64 = FOREIGN_TOKENS;
 const STOP: u64 = FOREIGN_TOKENS + 1;
 const CONTROLLER: u64 = FOREIGN_TOKENS + 2;
-const READ_BYTES: usize = 64 << 10;
+const READ_BYTES: usize = 16 << 10;
 /// How often a quiesce is looked at.
 const LOOK_EVERY: Duration = Duration::from_micros(100);
 
@@ -110,7 +110,13 @@ impl Server {
         let mut chunk = [0; READ_BYTES];
         match rustix::net::recv(&controller.stream, &mut chunk[..], RecvFlags::DONTWAIT) {
             Ok((_, 0)) => self.dismiss(),
-            Ok((_, len)) => controller.input.push(chunk.get(..len).unwrap_or_default()),
+            Ok((_, len)) => {
+                controller.input.push(chunk.get(..len).unwrap_or_default());
+                // It asks without waiting for answers.
+                if controller.input.is_too_much() {
+                    self.dismiss();
+                }
+            }
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(_) => self.dismiss(),
         }

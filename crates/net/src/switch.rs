@@ -212,18 +212,17 @@ impl Switch {
             return Some(Err(e));
         }
         match self.unquiet() {
-            Ok(None) => Some(Ok(())),
-            Ok(Some((port, problem))) if quiesce.began.elapsed() >= quiesce.timeout => {
+            None => Some(Ok(())),
+            Some((port, problem)) if quiesce.began.elapsed() >= quiesce.timeout => {
                 let waited_ms = quiesce.timeout.as_millis() as u64;
                 Some(Err(Error::NotQuiet { port, waited_ms, problem: problem.into() }))
             }
-            Ok(Some(_)) => None,
-            Err(e) => Some(Err(e)),
+            Some(_) => None,
         }
     }
 
     /// The first port whose QEMU has not taken in everything, and what is seen of it.
-    fn unquiet(&mut self) -> Result<Option<(PortId, &'static str)>> {
+    fn unquiet(&mut self) -> Option<(PortId, &'static str)> {
         let mut first = None;
         for connection in self.connections.values_mut() {
             let problem = match connection.port.rest() {
@@ -237,7 +236,7 @@ impl Switch {
             };
             first = first.or(Some((connection.id.clone(), problem)));
         }
-        Ok(first)
+        first
     }
 
     /// All packets between the guests. To be called behind [`Self::quiesce`], when all VMs are stopped.
@@ -256,7 +255,7 @@ impl Switch {
         }
         // Reading may have filled a queue.
         self.check_held("collect packets in flight")?;
-        if let Some((port, problem)) = self.unquiet()? {
+        if let Some((port, problem)) = self.unquiet() {
             return Err(Error::NotQuiet { port, waited_ms: 0, problem: problem.into() });
         }
         let mut ports = Vec::with_capacity(self.connections.len());
@@ -500,7 +499,7 @@ impl Switch {
             .filter(|c| c.id.lan == name && c.id.pid == pid)
             .map(|c| c.id.number)
             .collect();
-        let number = (0..).find(|number| !taken.contains(number)).unwrap_or_default();
+        let number = (0..PORTS_MAX as u32).find(|number| !taken.contains(number)).unwrap_or_default();
         let key = self.fabric.connect(lan);
         let watched = epoll::EventFlags::IN;
         let data = epoll::EventData::new_u64(key.0);

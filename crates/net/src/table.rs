@@ -51,8 +51,9 @@ mod tests {
     use super::*;
 
     fn mac(n: u32) -> Mac {
-        let [a, b, c, d] = n.to_be_bytes();
-        Mac([2, 0, a, b, c, d])
+        let mut bytes = [2; 6];
+        bytes[2..].copy_from_slice(&n.to_be_bytes());
+        Mac(bytes)
     }
 
     #[test]

@@ -68,6 +68,11 @@ impl Messages {
         self.0.extend_from_slice(bytes);
     }
 
+    /// True where more waits than the longest message has.
+    pub fn is_too_much(&self) -> bool {
+        self.0.len() > LENGTHS_BYTES + JSON_BYTES_MAX + IN_FLIGHT_BYTES_MAX
+    }
+
     /// The next message, if it is complete. Error: what came is none; nothing that comes behind it can be understood.
     pub fn next<T: DeserializeOwned>(&mut self) -> Result<Option<(T, Vec<u8>)>> {
         let Some((lengths, rest)) = self.0.split_at_checked(LENGTHS_BYTES) else { return Ok(None) };

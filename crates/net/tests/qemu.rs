@@ -20,7 +20,7 @@ fn qemus() -> Vec<String> {
     match std::env::var("KEYFRAME_QEMU10") {
         Ok(path) => all.push(path),
         Err(_) => {
-            println!("skipped for QEMU 10: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)")
+            println!("skipped for QEMU 10: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)");
         }
     }
     all

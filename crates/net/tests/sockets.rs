@@ -4,8 +4,10 @@ mod support;
 
 use keyframe_net::{Error, InFlight, Limits, PortId, Remote, Switch, serve, serve_until};
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::process::Command;
 use std::thread::JoinHandle;
 use std::time::Duration;
 use support::{Peer, frame, until};
@@ -200,6 +202,43 @@ fn a_hold_that_lasts_too_long_or_loses_its_controller_ends_by_itself() {
 }
 
 #[test]
+#[ignore = "the switch's process of another test"]
+fn switch_process() {
+    if std::env::var_os("KEYFRAME_PART").is_some() {
+        let control = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+        serve(UnixStream::from(control)).unwrap();
+    }
+}
+
+#[test]
+fn a_switch_in_its_own_process_outlives_its_engine_and_not_its_last_vm() {
+    let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().unwrap();
+    let lan = dir.path().join("lan");
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "switch_process", "--ignored", "--nocapture"]).env("KEYFRAME_PART", "switch");
+    let mut remote = Remote::spawn(&mut command).unwrap();
+    let pid = remote.pid().unwrap();
+    remote.listen(&lan).unwrap();
+    let (mut a, b) = (Peer::connect(&lan), Peer::connect(&lan));
+    until("both ports", || remote.ports().unwrap().ports.len() == 2);
+    remote.hold(LIMIT).unwrap();
+    a.send(&frame(0, 255, 1));
+    assert!(b.has_nothing());
+    // The engine dies.
+    drop(remote);
+    let mut b = b;
+    assert_eq!(b.receive(), frame(0, 255, 1));
+    drop((a, b));
+    let stat = format!("/proc/{pid}/stat");
+    until("its end", || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") Z ")));
+    assert!(!lan.exists());
+    // One that was never used ends with its engine.
+    assert!(Remote::spawn(&mut command).unwrap().end().unwrap());
+    // One that cannot be one is told.
+    assert!(Remote::spawn(&mut Command::new("true")).is_err());
+}
+
+#[test]
 fn a_guest_whose_socket_was_full_makes_the_collection_torn() {
     let dir = tempfile::tempdir().unwrap();
     let lan = dir.path().join("lan");
@@ -295,7 +334,7 @@ fn a_deaf_peer_stalls_its_sender_and_nobody_else() {
     let frames_max = (16 << 20) / 60_000 + 30;
     let (mut sent, mut idle) = (0, 0);
     while idle < 100 {
-        let big = [&frame(0, 1, sent)[..], &[0; 60_000]].concat();
+        let big = [&frame(0, 1, sent)[..], &vec![0; 60_000]].concat();
         if a.try_send(&big).is_ok() {
             (sent, idle) = (sent + 1, 0);
             assert!(sent < frames_max, "no back pressure");

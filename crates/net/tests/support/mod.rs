@@ -113,7 +113,7 @@ impl Peer {
 
     /// How much waits to be read.
     pub fn waits_bytes(&self) -> usize {
-        let mut bytes = [0; 1 << 16];
+        let mut bytes = vec![0; 1 << 16];
         let peeked = rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
         peeked.map_or(0, |(_, len)| len)
     }
