@@ -45,10 +45,13 @@ enum Command {
     Status(commands::status::Status),
     Stop(commands::stop::Stop),
     Take(commands::take::Take),
+    Switch(commands::switch::Switch),
     Profile(commands::profile::ProfileCommand),
     Bench(commands::bench::Bench),
     #[command(name = "__watchdog", hide = true)]
     Watchdog(commands::watchdog::Watchdog),
+    #[command(name = "__switch", hide = true)]
+    SwitchProcess(commands::switch::SwitchProcess),
 }
 
 impl Command {
@@ -66,9 +69,11 @@ impl Command {
             Self::Status(c) => c.run(),
             Self::Stop(c) => c.run(),
             Self::Take(c) => c.run(),
+            Self::Switch(c) => c.run(),
             Self::Profile(c) => c.run(),
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),
+            Self::SwitchProcess(c) => c.run(),
         }
     }
 }

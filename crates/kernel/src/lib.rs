@@ -42,6 +42,7 @@ mod ptrace;
 mod quirks;
 mod ranges;
 mod scan;
+pub mod socket;
 mod stretch;
 pub mod track;
 mod transfer;

@@ -14,6 +14,7 @@ pub mod show;
 pub mod stats;
 pub mod status;
 pub mod stop;
+pub mod switch;
 pub mod take;
 pub mod watchdog;
 

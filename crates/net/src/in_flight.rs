@@ -1,0 +1,275 @@
+//! The packets between the VMs of a group at the instant of its checkpoint, as a value and as bytes.
+//!
+//! ```text
+//!   in flight  | magic 8 | version 4 | ports 4 | port | port | ... | BLAKE3 of all before, 32 |
+//!   port       | name length 2 | LAN's name | pid 4 | number 4 | frames 4 | frame | frame | ... |
+//!   frame      | length 4 | bytes |
+//! ```
+//!
+//! Integers are little-endian. docs/formats/in-flight.md says the same for readers of other programs.
+//!
+//! Invariants: what decodes was encoded in that very form; a hostile file costs no more memory than it has bytes.
+
+use crate::frame::Frame;
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The format's version.
+pub const IN_FLIGHT_VERSION: u32 = 1;
+/// The longest encoding.
+pub const IN_FLIGHT_BYTES_MAX: usize = 320 << 20;
+/// The most ports of a switch.
+pub const PORTS_MAX: usize = 256;
+
+const MAGIC: &[u8; 8] = b"KFINFLT\n";
+const HASH_BYTES: usize = 32;
+/// Where the version begins.
+const VERSION_AT: usize = 8;
+/// The longest name of a LAN: the longest path of a unix socket, and room.
+const LAN_BYTES_MAX: usize = 256;
+
+/// A connection of a VM to a LAN, as a checkpoint and a person know it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PortId {
+    /// The LAN: the path of its socket.
+    pub lan: String,
+    /// The process at the other end.
+    pub pid: u32,
+    /// Which of that process's connections to that LAN, in the order in which they came, from 0.
+    pub number: u32,
+}
+
+impl fmt::Display for PortId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "port {} of process {} on {}", self.number, self.pid, self.lan)
+    }
+}
+
+/// What waits for one port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortInFlight {
+    /// For whom.
+    pub port: PortId,
+    /// In the order in which they are to be delivered.
+    pub frames: Vec<Frame>,
+}
+
+/// What waits for each port of the switch, in the order of [`PortId`]; ports without frames are in it too.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct InFlight {
+    /// Each port once.
+    pub ports: Vec<PortInFlight>,
+}
+
+impl InFlight {
+    /// Frames in all.
+    pub fn frames(&self) -> usize {
+        self.ports.iter().map(|port| port.frames.len()).sum()
+    }
+
+    /// As bytes. Error: longer than any that would be decoded.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let mut out = Vec::with_capacity(self.encoded_len());
+        out.extend_from_slice(MAGIC);
+        out.extend_from_slice(&IN_FLIGHT_VERSION.to_le_bytes());
+        put_len(&mut out, self.ports.len());
+        for PortInFlight { port, frames } in &self.ports {
+            out.extend_from_slice(&(port.lan.len() as u16).to_le_bytes());
+            out.extend_from_slice(port.lan.as_bytes());
+            out.extend_from_slice(&port.pid.to_le_bytes());
+            out.extend_from_slice(&port.number.to_le_bytes());
+            put_len(&mut out, frames.len());
+            for frame in frames {
+                put_len(&mut out, frame.bytes().len());
+                out.extend_from_slice(frame.bytes());
+            }
+        }
+        out.extend_from_slice(blake3::hash(&out).as_bytes());
+        let in_bounds = out.len() <= IN_FLIGHT_BYTES_MAX
+            && self.ports.len() <= PORTS_MAX
+            && self.ports.iter().all(|p| p.port.lan.len() <= LAN_BYTES_MAX);
+        if in_bounds { Ok(out) } else { Err(bad(out.len(), "more than the format holds")) }
+    }
+
+    fn encoded_len(&self) -> usize {
+        let port = |p: &PortInFlight| {
+            14 + p.port.lan.len() + p.frames.iter().map(|frame| frame.wire().len()).sum::<usize>()
+        };
+        16 + HASH_BYTES + self.ports.iter().map(port).sum::<usize>()
+    }
+
+    /// From bytes.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut reader = Reader { left: bytes, len: bytes.len() };
+        if bytes.len() > IN_FLIGHT_BYTES_MAX {
+            return Err(bad(0, "more bytes than any recording has"));
+        }
+        if reader.array::<8>()? != *MAGIC {
+            return Err(bad(0, "no recording of packets in flight"));
+        }
+        match reader.u32()? {
+            IN_FLIGHT_VERSION => {}
+            found if found > IN_FLIGHT_VERSION => {
+                return Err(Error::LaterVersion { found, known: IN_FLIGHT_VERSION });
+            }
+            found => return Err(bad(VERSION_AT, format!("there was no version {found}"))),
+        }
+        let covered = bytes.len().checked_sub(HASH_BYTES).ok_or_else(|| reader.problem("ends early"))?;
+        let (covered, hash) = bytes.split_at(covered);
+        if blake3::hash(covered).as_bytes() != hash {
+            return Err(bad(covered.len(), "the checksum does not match"));
+        }
+        reader = Reader { left: covered.get(VERSION_AT + 4..).unwrap_or_default(), len: covered.len() };
+        reader.ports()
+    }
+}
+
+/// Lengths are far below 4 GiB: a frame's, or bounded by [`IN_FLIGHT_BYTES_MAX`].
+fn put_len(out: &mut Vec<u8>, len: usize) {
+    out.extend_from_slice(&(len as u32).to_le_bytes());
+}
+
+fn bad(offset: usize, problem: impl Into<String>) -> Error {
+    Error::InFlight { offset, problem: problem.into() }
+}
+
+struct Reader<'a> {
+    left: &'a [u8],
+    len: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn problem(&self, problem: impl Into<String>) -> Error {
+        bad(self.len - self.left.len(), problem)
+    }
+
+    fn take(&mut self, len: usize) -> Result<&'a [u8]> {
+        let (head, tail) = self
+            .left
+            .split_at_checked(len)
+            .ok_or_else(|| self.problem(format!("{len} more bytes expected")))?;
+        self.left = tail;
+        Ok(head)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.take(N)?);
+        Ok(out)
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn ports(&mut self) -> Result<InFlight> {
+        let count = self.u32()? as usize;
+        if count > PORTS_MAX {
+            return Err(self.problem(format!("{count} ports, and a switch has {PORTS_MAX} at most")));
+        }
+        let mut ports: Vec<PortInFlight> = Vec::with_capacity(count);
+        for _ in 0..count {
+            let port = self.port()?;
+            if ports.last().is_some_and(|before| before.port >= port.port) {
+                return Err(self.problem(format!("{} is out of order", port.port)));
+            }
+            ports.push(port);
+        }
+        if self.left.is_empty() { Ok(InFlight { ports }) } else { Err(self.problem("the end expected")) }
+    }
+
+    fn port(&mut self) -> Result<PortInFlight> {
+        let name_len = usize::from(u16::from_le_bytes(self.array()?));
+        if name_len > LAN_BYTES_MAX {
+            return Err(self.problem(format!("a LAN's name of {name_len} bytes")));
+        }
+        let name =
+            std::str::from_utf8(self.take(name_len)?).map_err(|_| self.problem("a name that is no text"))?;
+        let port = PortId { lan: name.to_owned(), pid: self.u32()?, number: self.u32()? };
+        let count = self.u32()?;
+        let mut frames = Vec::new();
+        for _ in 0..count {
+            let len = self.u32()? as usize;
+            let frame =
+                Frame::new(self.take(len)?).ok_or_else(|| self.problem(format!("a frame of {len} bytes")))?;
+            frames.push(frame);
+        }
+        Ok(PortInFlight { port, frames })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn recording() -> impl Strategy<Value = InFlight> {
+        let frames = prop::collection::vec(prop::collection::vec(any::<u8>(), 1..100), 0..5);
+        prop::collection::btree_map(("[a-z/]{0,12}", any::<u32>(), 0u32..3), frames, 0..5).prop_map(|ports| {
+            let port = |((lan, pid, number), frames): ((String, u32, u32), Vec<Vec<u8>>)| PortInFlight {
+                port: PortId { lan, pid, number },
+                frames: frames.iter().map(|b| Frame::new(b).unwrap()).collect(),
+            };
+            InFlight { ports: ports.into_iter().map(port).collect() }
+        })
+    }
+
+    fn sealed(covered: &[u8]) -> Vec<u8> {
+        [covered, blake3::hash(covered).as_bytes()].concat()
+    }
+
+    proptest! {
+        #[test]
+        fn comes_back_and_every_flipped_bit_is_noticed(recording in recording(), bit in any::<usize>()) {
+            let bytes = recording.encode().unwrap();
+            prop_assert_eq!(bytes.len(), recording.encoded_len());
+            prop_assert_eq!(InFlight::decode(&bytes).unwrap(), recording);
+            let mut flipped = bytes.clone();
+            let bit = bit % (bytes.len() * 8);
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(InFlight::decode(&flipped).is_err());
+            prop_assert!(InFlight::decode(&bytes[..bit / 8]).is_err());
+        }
+
+        /// With a true checksum, so that the parser gets past it.
+        #[test]
+        fn what_decodes_was_encoded_in_that_form(
+            recording in recording(), at in any::<usize>(), by in prop::collection::vec(any::<u8>(), 0..8),
+        ) {
+            let mut covered = recording.encode().unwrap();
+            covered.truncate(covered.len() - HASH_BYTES);
+            let at = at % covered.len();
+            covered.splice(at..(at + by.len()).min(covered.len()), by);
+            let bytes = sealed(&covered);
+            if let Ok(found) = InFlight::decode(&bytes) {
+                prop_assert_eq!(found.encode().unwrap(), bytes);
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = InFlight::decode(&bytes);
+            let _ = InFlight::decode(&sealed(&[&MAGIC[..], &1u32.to_le_bytes(), &bytes].concat()));
+        }
+    }
+
+    #[test]
+    fn the_bytes_of_version_1_stay_readable() {
+        let golden = include_bytes!("../tests/golden/in-flight-v1.bin");
+        let port = |pid, frames: &[&[u8]]| PortInFlight {
+            port: PortId { lan: "/run/lan.sock".into(), pid, number: 0 },
+            frames: frames.iter().map(|b| Frame::new(b).unwrap()).collect(),
+        };
+        let expected = InFlight { ports: vec![port(100, &[b"first", b"second"]), port(200, &[])] };
+        assert_eq!(InFlight::decode(golden).unwrap(), expected);
+        assert_eq!(expected.encode().unwrap(), golden);
+    }
+
+    #[test]
+    fn a_later_version_is_told_from_damage() {
+        let mut bytes = InFlight::default().encode().unwrap();
+        bytes[VERSION_AT] = 2;
+        assert!(matches!(InFlight::decode(&bytes), Err(Error::LaterVersion { found: 2, known: 1 })));
+    }
+}

@@ -1,0 +1,112 @@
+//! Unix sockets to listen at, and who connects there.
+
+use crate::{Error, Result};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+/// A socket to listen at; removed on drop.
+pub struct LanListener {
+    listener: UnixListener,
+    path: PathBuf,
+    name: String,
+    /// Device and inode of the socket, so that nobody else's is removed.
+    identity: (u64, u64),
+}
+
+impl LanListener {
+    /// Listens at `path`. A socket that nobody listens at any more is replaced.
+    pub fn bind(path: &Path) -> Result<Self> {
+        let failed = |problem: String| Error::Listen { path: path.display().to_string(), problem };
+        let Some(name) = path.to_str().map(str::to_owned) else {
+            return Err(failed("the path is no UTF-8 text".into()));
+        };
+        if is_abandoned(path).map_err(&failed)? {
+            std::fs::remove_file(path).map_err(|e| failed(format!("remove the socket left there: {e}")))?;
+        }
+        let listener = UnixListener::bind(path).map_err(|e| failed(e.to_string()))?;
+        let bound = |e: std::io::Error| failed(e.to_string());
+        listener.set_nonblocking(true).map_err(bound)?;
+        let metadata = std::fs::symlink_metadata(path).map_err(bound)?;
+        Ok(Self { listener, path: path.to_owned(), name, identity: (metadata.dev(), metadata.ino()) })
+    }
+
+    /// The path as text.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whoever waits to be accepted. One that went away meanwhile, or that cannot be taken now, is nobody.
+    pub fn accept(&self) -> Option<UnixStream> {
+        let (stream, _) = self.listener.accept().ok()?;
+        stream.set_nonblocking(true).ok()?;
+        Some(stream)
+    }
+}
+
+impl AsFd for LanListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+impl Drop for LanListener {
+    fn drop(&mut self) {
+        let ours = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino()) == self.identity;
+        if std::fs::symlink_metadata(&self.path).is_ok_and(ours) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// True where a socket lies at `path` that nobody listens at. Error: something that must stay.
+fn is_abandoned(path: &Path) -> Result<bool, String> {
+    match std::fs::symlink_metadata(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e.to_string()),
+        Ok(metadata) if !metadata.file_type().is_socket() => Err("there is a file that is no socket".into()),
+        Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => Err("another process listens there".into()),
+            Err(e) if e.kind() == std::io::ErrorKind::ConnectionRefused => Ok(true),
+            Err(e) => Err(e.to_string()),
+        },
+    }
+}
+
+/// The process at the other end; 0 where it cannot be told (it is in a pid namespace that is not seen from here).
+pub fn peer_pid(stream: &UnixStream) -> u32 {
+    use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+    getsockopt(stream, PeerCredentials).map_or(0, |peer| peer.pid().unsigned_abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replaces_what_is_abandoned_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        std::fs::write(&path, "a file").unwrap();
+        assert!(LanListener::bind(&path).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"a file");
+        std::fs::remove_file(&path).unwrap();
+        drop(UnixListener::bind(&path).unwrap());
+        let listening = LanListener::bind(&path).unwrap();
+        let error = LanListener::bind(&path).err().unwrap().to_string();
+        assert!(error.contains("another process listens"), "{error}");
+        let stream = UnixStream::connect(&path).unwrap();
+        // The attempt above left a connection of its own.
+        let accepted = listening.accept().and_then(|_| listening.accept()).unwrap();
+        assert_eq!((peer_pid(&accepted), peer_pid(&stream)), (std::process::id(), std::process::id()));
+        drop(listening);
+        assert!(!path.exists());
+        // Not ours any more.
+        let first = LanListener::bind(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let _second = LanListener::bind(&path).unwrap();
+        drop(first);
+        assert!(path.exists());
+    }
+}

@@ -1,0 +1,79 @@
+//! `keyframe switch`: a network between VMs that checkpoints can hold; and `keyframe __switch`, the same started by an
+//! engine for its own VMs.
+
+use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::output;
+use keyframe_net::{Error, Switch as NetSwitch, serve, serve_until};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+
+/// Connect VMs by a network that checkpoints of several VMs can hold
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "Each --listen is one LAN: an Ethernet switch for all VMs that connect there. Start it before the VMs, each with
+
+  -netdev stream,id=n0,server=off,addr.type=unix,addr.path=/run/lan.sock -device virtio-net-pci,netdev=n0,mac=...
+
+and give each VM a MAC address of its own (QEMU gives all the same). Whoever may write to these sockets is on the LAN;
+whoever may write to the control socket (its owner) can hold the network. Ends at Ctrl-C or SIGTERM; VMs then have no
+network until they are started again (QEMU 9.2 and later reconnect with reconnect-ms=1000).
+
+Examples:
+  keyframe switch --listen /run/lan.sock
+  keyframe switch --listen /run/front.sock --listen /run/back.sock --control /run/lan.ctl"
+)]
+pub struct Switch {
+    /// A socket that VMs connect to; may be given several times
+    #[arg(long, value_name = "PATH", required = true)]
+    listen: Vec<PathBuf>,
+    /// A socket by which a checkpoint of several VMs holds the network
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
+}
+
+impl Switch {
+    /// Switches until a signal comes.
+    pub fn run(&self) -> Outcome {
+        let stop = signalled().map_err(|e| Failure::new(format!("install signal handlers: {e}")))?;
+        let mut switch = NetSwitch::new().map_err(|e| failure(&e))?;
+        for path in &self.listen {
+            switch.listen(path).map_err(|e| failure(&e))?;
+        }
+        for path in &self.listen {
+            output::print_line(&format!("listening at {}", path.display()))?;
+        }
+        serve_until(switch, self.control.as_deref(), stop.into()).map_err(|e| failure(&e))?;
+        Ok(DONE)
+    }
+}
+
+/// Switch packets for the engine at the other end of standard input
+#[derive(clap::Args, Debug)]
+pub struct SwitchProcess {}
+
+impl SwitchProcess {
+    /// Switches until the engine has ended and no VM is connected.
+    #[expect(clippy::unused_self, reason = "as all commands")]
+    pub fn run(&self) -> Outcome {
+        let control = std::io::stdin()
+            .as_fd()
+            .try_clone_to_owned()
+            .map_err(|e| Failure::new(format!("take standard input: {e}")))?;
+        serve(UnixStream::from(control)).map_err(|e| failure(&e))?;
+        Ok(DONE)
+    }
+}
+
+/// Can be read from when a signal to end has come.
+fn signalled() -> std::io::Result<UnixStream> {
+    let (ours, theirs) = UnixStream::pair()?;
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        signal_hook::low_level::pipe::register(signal, theirs.try_clone()?)?;
+    }
+    Ok(ours)
+}
+
+fn failure(error: &Error) -> Failure {
+    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
+}
