@@ -28,11 +28,17 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlag
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 /// The most that is sent with one call: what the kernel keeps in one piece, so that a descriptor sent with it is at its end.
 const PIECE_BYTES: usize = 32 << 10;
 /// What QEMU's end may hold before QEMU has to wait, where the kernel does not say.
 const SEND_BUFFER_BYTES: usize = 212_992;
+
+/// A NIC that takes nothing at all for so long has no driver, or is switched off.
+const DEAF_AFTER: Duration = Duration::from_secs(2);
+/// The same of one that was deaf at the hold before.
+const STILL_DEAF_AFTER: Duration = Duration::from_millis(20);
 
 /// How far QEMU is with what it was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +51,8 @@ pub enum Rest {
     Unread,
     /// QEMU has read all frames, but does not read on: the NIC does not take the last one.
     Waiting,
+    /// Nothing was taken for so long that nobody listens: what waits there is lost, as on any wire.
+    Deaf,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +91,9 @@ pub struct Port {
     sending: Option<(Frame, usize)>,
     tail: Tail,
     send_buffer_bytes: usize,
+    /// Since when QEMU has not read on during this hold, and what was unread then.
+    stuck: Option<(Instant, u64)>,
+    deaf: bool,
     /// The most that QEMU's end held since [`Self::watch`], in the kernel's accounting, rounded up.
     peak_bytes: usize,
 }
@@ -95,7 +106,16 @@ impl Port {
             .and_then(|text| text.trim().parse().ok())
             .unwrap_or(SEND_BUFFER_BYTES);
         let (deframer, tail) = (Deframer::default(), Tail::Clean);
-        Self { stream, deframer, sending: None, tail, send_buffer_bytes, peak_bytes: 0 }
+        Self {
+            stream,
+            deframer,
+            sending: None,
+            tail,
+            send_buffer_bytes,
+            stuck: None,
+            deaf: false,
+            peak_bytes: 0,
+        }
     }
 
     /// Reads once and appends the frames that are complete. Error: why the connection cannot go on.
@@ -160,6 +180,25 @@ impl Port {
 
     /// How far QEMU is; sends the probe when it is due. Only while nothing is delivered.
     pub fn rest(&mut self) -> Result<Rest, String> {
+        let rest = self.taken_in()?;
+        if rest == Rest::Quiet {
+            (self.stuck, self.deaf) = (None, false);
+            return Ok(rest);
+        }
+        let unread = self.unread()?;
+        let since = match self.stuck {
+            Some((since, before)) if before == unread => since,
+            _ => Instant::now(),
+        };
+        self.stuck = Some((since, unread));
+        if since.elapsed() >= if self.deaf { STILL_DEAF_AFTER } else { DEAF_AFTER } {
+            self.deaf = true;
+            return Ok(Rest::Deaf);
+        }
+        Ok(rest)
+    }
+
+    fn taken_in(&mut self) -> Result<Rest, String> {
         if self.sending.is_some() {
             return Ok(Rest::Sending);
         }
@@ -186,9 +225,10 @@ impl Port {
             .map_err(|e| format!("asking what it has read: {e}"))
     }
 
-    /// Begins to watch whether QEMU's end fills up.
+    /// A hold begins: watches whether QEMU's end fills up, and whether QEMU reads on.
     pub fn watch(&mut self) {
         self.peak_bytes = 0;
+        self.stuck = None;
     }
 
     /// Why frames that the guest sent since [`Self::watch`] may be missing; to be asked when nothing waits.

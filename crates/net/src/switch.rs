@@ -189,7 +189,8 @@ impl Switch {
         }
     }
 
-    /// Waits until each QEMU has taken in all that it was sent, and its NICs too. Error: [`Error::NotQuiet`] with the
+    /// Waits until each QEMU has taken in all that it was sent, and its NICs too. A NIC that takes nothing at all for two
+    /// seconds of a hold (no driver, switched off) counts as one that does not listen: what waits for it is lost. Error: [`Error::NotQuiet`] with the
     /// first port where that is not so in time; release, and try later.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let quiesce = self.begin_quiesce(timeout)?;
@@ -226,7 +227,7 @@ impl Switch {
         let mut first = None;
         for connection in self.connections.values_mut() {
             let problem = match connection.port.rest() {
-                Ok(Rest::Quiet) => continue,
+                Ok(Rest::Quiet | Rest::Deaf) => continue,
                 Ok(Rest::Sending | Rest::Unread) => {
                     "QEMU does not read what it was sent (its NIC takes no packets)"
                 }
