@@ -119,5 +119,7 @@ fn budgets_that_make_no_sense_are_refused() {
     for budget in [["--max-pause", "5ms"], ["--max-overhead", "3%"]] {
         refused(&[&["--interval", "none"], &budget[..]].concat(), 1, &["--interval none", "fix:"]);
     }
+    // Nor does a VM stay behind whose engine could not be made: that it holds standard error open would be seen here.
+    refused(&["--audit", "/proc/no/where"], 1, &["/proc/no/where"]);
     assert!(bench.list().is_empty());
 }

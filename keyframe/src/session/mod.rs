@@ -81,12 +81,21 @@ impl Options {
 
 /// Runs the VM of `command` under checkpoints into `store`, to its end.
 pub fn run(store: &Store, command: Vec<OsString>, options: Options) -> Outcome {
+    tuning::check(&options)?;
     let parts = launch::launch(store, command, &options)?;
-    engine::Engine::new(store, parts, options)?.run()
+    let qemu = keyframe_kernel::Process::open(parts.machine.vm.pid());
+    let engine = engine::Engine::new(store, parts, options).inspect_err(|_| {
+        // Nobody knows of this VM, and its guest has not run: nothing is lost by ending it.
+        if let Ok(qemu) = &qemu {
+            let _ = rustix::process::pidfd_send_signal(qemu.pidfd(), rustix::process::Signal::KILL);
+        }
+    })?;
+    engine.run()
 }
 
 /// Takes checkpoints of the running QEMU with process id `pid` into `store`, until asked to end or the VM ends.
 pub fn attach(store: &Store, pid: u32, monitor: &AttachOptions, options: Options) -> Outcome {
+    tuning::check(&options)?;
     let parts = attach::attach(store, pid, monitor, &options)?;
     engine::Engine::new(store, parts, options)?.run()
 }

@@ -34,6 +34,12 @@ impl Engine<'_> {
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
         let mut vm = self.machine.into_vm();
+        if let (true, Some(count)) = (self.given_up, self.options.count.filter(|n| *n > self.sealed)) {
+            eprintln!(
+                "keyframe: the {count} checkpoints of --count cannot be reached: {} are sealed",
+                self.sealed
+            );
+        }
         let code = match end? {
             End::Vm(exit) => {
                 if exit.success() {
