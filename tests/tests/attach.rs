@@ -4,7 +4,8 @@
 use keyframe_qemu::Qmp;
 use keyframe_tests::libvirt::Libvirt;
 use keyframe_tests::{
-    Bench, Boot, Foreign, Process, Sequence, assert_restores_exactly, guest_dir, hash_lines, number, until,
+    Bench, Boot, Foreign, Process, Sequence, assert_restores_exactly, guest_dir, hash_lines, number, qemus,
+    until,
 };
 use rustix::process::Signal;
 use std::path::Path;
@@ -251,6 +252,14 @@ fn said(serial: &Path) -> Vec<String> {
 
 #[test]
 fn a_domain_of_libvirts_is_checkpointed_and_left_as_it_was() {
+    for qemu in qemus() {
+        println!("-- QEMU {}", qemu.label);
+        let emulator = if qemu.path.contains('/') { qemu.path } else { format!("/usr/bin/{}", qemu.path) };
+        domain_is_left_as_it_was(&emulator);
+    }
+}
+
+fn domain_is_left_as_it_was(emulator: &str) {
     let mut sequence = Sequence::new(16);
     let bench = Bench::new();
     let home = tempfile::tempdir().unwrap();
@@ -263,7 +272,7 @@ fn a_domain_of_libvirts_is_checkpointed_and_left_as_it_was() {
         dir.display()
     );
     let devices = format!("<serial type='file'><source path='{}'/></serial>", serial.display());
-    let Some(pid) = libvirt.create("web", "/usr/bin/qemu-system-x86_64", &inside, &devices) else { return };
+    let Some(pid) = libvirt.create("web", emulator, &inside, &devices) else { return };
     until("the guest works", || hash_lines(&said(&serial)).len() >= 3);
     let uri = libvirt.uri();
     let monitor = ["--libvirt", "web", "--connect", &uri];

@@ -156,6 +156,29 @@ fn qmp_lost() {
     }
 }
 
+/// A run that was to end with its Nth checkpoint ends when that cannot come any more, as it would have with it: the VM as
+/// --on-exit says. But it has failed.
+#[test]
+fn qmp_lost_before_the_last_checkpoint_that_was_asked_for() {
+    let mut sequence = Sequence::new(16);
+    for on_exit in ["kill", "keep"] {
+        let bench = Bench::new();
+        let options = ["--on-exit", on_exit, "--count", "100"];
+        let mut run = start(&bench, "qmp-lost:precopy:8", &options);
+        let qemu = Orphan::of(&bench, &mut run, "guest");
+        assert_eq!(run.wait().code(), Some(1), "{}", run.report());
+        run.wait_for_error("no more checkpoints are taken");
+        let sealed = bench.list().len();
+        assert!(sealed >= 3);
+        run.wait_for_error(&format!("the 100 checkpoints of --count cannot be reached: {sealed} are sealed"));
+        assert_eq!(qemu.is_running(), on_exit == "keep", "{}", run.report());
+        if on_exit == "keep" {
+            assert_runs_on(&run, &mut sequence);
+        }
+        assert_all_exact(&bench, &run);
+    }
+}
+
 #[test]
 fn qmp_lost_of_a_vm_that_was_attached_to() {
     let mut sequence = Sequence::new(16);

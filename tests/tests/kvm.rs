@@ -197,6 +197,52 @@ fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
     goes_on(&bench, &id, &["--accel", "kvm"], &mut sequence);
 }
 
+/// What the guest's model has but its processor never had, the target may lack as well: TCG has no transactions, and some
+/// KVMs have none either.
+#[test]
+fn what_the_guest_never_had_does_not_keep_it_from_moving() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    let bench = Bench::new();
+    let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,-pni,+rtm,+hle"]);
+    let id = checkpoints(&bench, &boot, &[], &mut sequence);
+    let shown = bench.json(&["show", "--json", "--store", &bench.store(), &id]);
+    assert!(shown["machine"]["cpu_lacks"].to_string().contains("rtm"), "{shown}");
+    goes_on(&bench, &id, &["--accel", "kvm"], &mut sequence);
+    let mut restored = bench.restore(&id, &["--accel", "kvm", "--paused"]);
+    restored.wait_for_error("is paused after");
+    if !restored.errors().contains("rtm") {
+        println!("less was shown than is possible: this machine's KVM has transactions");
+    }
+}
+
+/// A checkpoint of KVM comes to a host that has none.
+#[test]
+fn a_host_without_kvm_is_told_of_tcg() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = sequence();
+    let bench = Bench::new();
+    let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR);
+    let id = checkpoints(&bench, &boot, &[], &mut sequence);
+    // Its own view of the file system, in which /dev/kvm is another device.
+    let restore = bench.command(&["restore", "--store", &bench.store(), &id]);
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--mount", "sh", "-c", "mount --bind /dev/null /dev/kvm || exit 77; exec \"$@\"", "sh"]);
+    command.arg(restore.get_program()).args(restore.get_args()).env("XDG_RUNTIME_DIR", bench.path());
+    let mut without = Process::start(command);
+    let code = without.wait().code();
+    if code == Some(77) || without.errors().starts_with("unshare:") {
+        println!("skipped: /dev/kvm cannot be hidden from a process here: {}", without.errors());
+        return;
+    }
+    assert_eq!(code, Some(1), "{}", without.report());
+    without.wait_for_error("--accel tcg");
+}
+
 /// Where this machine's KVM has less than TCG's processor, a guest that may use that does not come to KVM.
 #[test]
 fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {

@@ -1,7 +1,7 @@
 //! `profile` on real guests: counts within what is physically true, files that can be read, a VM that notices nothing.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, Process, number, qemus};
+use keyframe_tests::{Bench, Boot, Process, number, qemus, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -199,6 +199,33 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         bench.ok(&["profile", "--epochs", "10ms", "--samples", "1", "--qmp", &socket_text, &pid]);
         check_untouched(&mut vm, &socket, descriptors);
     }
+}
+
+#[test]
+fn a_launched_vm_does_not_outlive_its_profile() {
+    let bench = Bench::without_store();
+    let line = dirtying().command();
+    let mut args = vec!["profile", "--epochs", "10ms", "--samples", "100000", "--"];
+    args.extend(line.iter().map(String::as_str));
+    let mut command = bench.command(&args);
+    command.env("TMPDIR", bench.path());
+    let mut run = Process::start(command);
+    run.wait_for("KF READY");
+    let (of, count) = (run.pid(), || children(run.pid()));
+    let qemus = count();
+    let [qemu] = qemus[..] else { panic!("{qemus:?} are children of {of}") };
+    let qemu = keyframe_kernel::Process::open(qemu).unwrap();
+    assert!(qemu.is_alive());
+    run.signal(Signal::KILL);
+    assert!(!run.wait().success());
+    until("QEMU has ended with its profile", || !qemu.is_alive());
+}
+
+/// The processes that process `pid` has started and that have not ended.
+fn children(pid: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    lists.flat_map(|l| l.split_whitespace().filter_map(|n| n.parse().ok()).collect::<Vec<_>>()).collect()
 }
 
 #[test]

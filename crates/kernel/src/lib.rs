@@ -34,6 +34,7 @@ pub mod features;
 pub mod fork;
 mod frame;
 mod gadgets;
+pub mod lineage;
 mod maps;
 pub mod memory;
 pub mod priority;

@@ -42,9 +42,11 @@ const MACHINE_KEYS: &[&str] =
     &["accel", "kernel-irqchip", "kernel_irqchip", "kvm-shadow-mem", "kvm_shadow_mem"];
 /// More processors than any machine has.
 const PROCESSORS_MAX: usize = 4096;
+/// More features than any processor has.
+const FEATURES_MAX: usize = 4096;
 
 /// The accelerator that the kept line must have run under; `None` where QEMU had a choice.
-fn named_by(kept: &[Argument]) -> Option<Accelerator> {
+pub(crate) fn named_by(kept: &[Argument]) -> Option<Accelerator> {
     let mut named = Vec::new();
     for argument in kept {
         match argument.name() {
@@ -151,11 +153,15 @@ pub(crate) fn check_line(kept: &[Argument], to: Accelerator) -> Result<()> {
     Ok(())
 }
 
-/// Compares the fresh QEMU with what it should be: its accelerator, and that it has every feature of its processor model.
+/// Compares the fresh QEMU with what it should be: its accelerator, and that it has every feature that the guest was given.
 ///
-/// What the guest was told by its processors is not in a checkpoint; that the target lacks nothing of the model, while
-/// the source had no more than that, is what makes the change safe.
-pub(crate) fn check_processors(qmp: &mut Qmp, to: Accelerator) -> Result<()> {
+/// That is its processor model without what the source lacked (`source_lacks`); all of the model, where that is not known.
+/// A feature more than the guest knows of does it no harm.
+pub(crate) fn check_processors(
+    qmp: &mut Qmp,
+    to: Accelerator,
+    source_lacks: Option<&[String]>,
+) -> Result<()> {
     let answer = qmp.execute("query-kvm", None)?;
     let enabled = answer.get("enabled").and_then(Value::as_bool);
     if enabled != Some(to == Accelerator::Kvm) {
@@ -164,32 +170,52 @@ pub(crate) fn check_processors(qmp: &mut Qmp, to: Accelerator) -> Result<()> {
             fix: "look for an accelerator in the files that the line reads (-readconfig)".into(),
         });
     }
+    for lacks in lacking_of_each(qmp)? {
+        check_lacking(&lacks, to, source_lacks)?;
+    }
+    Ok(())
+}
+
+fn check_lacking(lacks: &[String], to: Accelerator, source_lacks: Option<&[String]>) -> Result<()> {
+    let never_had = source_lacks.unwrap_or_default();
+    let names: Vec<&str> =
+        lacks.iter().filter(|name| !never_had.contains(name)).map(String::as_str).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let without: Vec<String> = names.iter().map(|name| format!("-{name}")).collect();
+    let reason = format!("under {to}, the processor lacks what the guest may use: {}", names.join(", "));
+    let fix = format!(
+        "restore it under the accelerator that it ran under; a VM that is to move must be started without these, with -cpu \
+         MODEL,{} (the default model is qemu64)",
+        without.join(",")
+    );
+    Err(Error::Conversion { reason, fix })
+}
+
+/// Features of their model that none of the VM's processors was given: what the guest surely does not use.
+pub(crate) fn lacking(qmp: &mut Qmp) -> Result<Vec<String>> {
+    let all = lacking_of_each(qmp)?;
+    let Some((first, others)) = all.split_first() else { return Ok(Vec::new()) };
+    Ok(first.iter().filter(|name| others.iter().all(|o| o.contains(name))).cloned().collect())
+}
+
+/// Features of its model that each processor lacks, as QEMU itself compares them.
+fn lacking_of_each(qmp: &mut Qmp) -> Result<Vec<Vec<String>>> {
     let processors = qmp.execute("query-cpus-fast", None)?;
     let Some(processors) = processors.as_array() else {
         return Err(qmp.unexpected("query-cpus-fast", &processors));
     };
+    let mut all = Vec::new();
     for processor in processors.iter().take(PROCESSORS_MAX) {
         let path = processor.get("qom-path").and_then(Value::as_str).unwrap_or_default();
         let arguments = json!({ "path": path, "property": "unavailable-features" });
         let lacking = qmp.execute("qom-get", Some(arguments))?;
-        let Some(lacking) = lacking.as_array() else { return Err(qmp.unexpected("qom-get", &lacking)) };
-        let names: Vec<&str> = lacking.iter().filter_map(Value::as_str).take(64).collect();
-        if !names.is_empty() {
-            let without: Vec<String> = names.iter().map(|name| format!("-{name}")).collect();
-            return Err(Error::Conversion {
-                reason: format!(
-                    "under {to}, the processor lacks what the guest may use: {}",
-                    names.join(", ")
-                ),
-                fix: format!(
-                    "restore it under the accelerator that it ran under; a VM that is to move must be started without \
-                     these, with -cpu MODEL,{} (the default model is qemu64)",
-                    without.join(",")
-                ),
-            });
-        }
+        let Some(names) = lacking.as_array() else { return Err(qmp.unexpected("qom-get", &lacking)) };
+        let names = names.iter().filter_map(Value::as_str).take(FEATURES_MAX);
+        all.push(names.map(str::to_owned).collect());
     }
-    Ok(())
+    Ok(all)
 }
 
 #[cfg(test)]
@@ -259,6 +285,21 @@ mod tests {
             ("-icount shift=1", Tcg),
         ] {
             check_line(&line(text), to).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_the_guest_never_had_may_be_lacking_and_nothing_else() {
+        let names = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        let check = |lacks: &str, had: Option<&str>| {
+            check_lacking(&names(lacks), Accelerator::Kvm, had.map(names).as_deref())
+        };
+        check("hle rtm", Some("hle pcid rtm")).unwrap();
+        check("", None).unwrap();
+        for had in [None, Some(""), Some("hle pcid")] {
+            let error = check("hle rtm", had).unwrap_err();
+            assert!(error.fix().unwrap().contains("-rtm"), "{error}");
+            assert_eq!(error.to_string().contains("hle"), had != Some("hle pcid"), "{error}");
         }
     }
 

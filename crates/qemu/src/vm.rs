@@ -22,7 +22,7 @@ use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::watchdog::Watched;
-use crate::{Error, Qmp, Refusal, Result, audit, error, hotplug};
+use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug};
 use keyframe_units::RamLayout;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
@@ -88,6 +88,19 @@ impl Vm {
     /// Errors: [`Error::Exited`] where QEMU ends at once (it has said why on its standard error), [`Error::Timeout`]
     /// where it does not answer within 30 s; no process is left then.
     pub fn launch(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
+        Self::launch_by(invocation, options, |_| ())
+    }
+
+    /// As [`Self::launch`], but the VM does not outlive the thread that starts it, nor this process: the kernel ends it.
+    pub fn launch_mortal(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
+        Self::launch_by(invocation, options, keyframe_kernel::lineage::die_with_us)
+    }
+
+    fn launch_by(
+        invocation: Invocation,
+        options: &LaunchOptions,
+        prepare: impl FnOnce(&mut Command),
+    ) -> Result<Self> {
         let monitors = prepare_sockets(&options.run_dir)?;
         let state = StateFile::new(invocation.arguments())?;
         let config = memfd("monitors", &socket_config(&monitors)?)?;
@@ -103,6 +116,7 @@ impl Vm {
 
         let mut command = Command::new(&binary);
         command.args(full_command.iter().skip(1));
+        prepare(&mut command);
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
         let connected = connect(&mut child, ours).and_then(|mut qmp| {
@@ -198,6 +212,11 @@ impl Vm {
     /// The machine's type with aliases resolved (`pc-i440fx-7.2`).
     pub fn machine_type(&mut self) -> Result<String> {
         machine_type(&mut self.qmp)
+    }
+
+    /// Features of its processor model that the guest was not given, as accelerator or host lack them.
+    pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
+        accel::lacking(&mut self.qmp)
     }
 
     /// The number of virtual CPUs.

@@ -96,6 +96,10 @@ pub struct MachineMeta {
     pub user_command: Vec<String>,
     /// The command line as it was run.
     pub full_command: Vec<String>,
+    /// Features of its processor model that the guest was not given, as accelerator or host lack them; `None` in
+    /// checkpoints of versions that did not ask.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_lacks: Option<Vec<String>>,
 }
 
 /// How long the steps of the checkpoint took, measured in that very cycle. All in nanoseconds.

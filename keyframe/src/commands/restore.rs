@@ -78,6 +78,15 @@ struct StoredRam<'a> {
     failed: Mutex<Option<keyframe_store::Error>>,
 }
 
+/// A QEMU that ends at its start has said why, but not that another accelerator can take over.
+fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {
+    let failure = Failure::qemu(error);
+    if !under_kvm || !matches!(error, keyframe_qemu::Error::Exited { .. }) {
+        return failure;
+    }
+    failure.fix("where it is KVM that this host lacks (keyframe doctor), restore it without: --accel tcg")
+}
+
 /// What ends the reading of pages: the store, or whoever takes them.
 enum Stop {
     Store(keyframe_store::Error),
@@ -134,9 +143,10 @@ impl Restore {
             return group::restore(self, &loaded, &ram, &interrupted);
         }
         let plan = self.plan(&loaded)?;
+        let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let mut restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| {
             let failed = ram.failed.lock().ok().and_then(|mut failed| failed.take());
-            failed.map_or_else(|| Failure::qemu(&e), |e| self.store.failure(&e))
+            failed.map_or_else(|| with_hint(&e, under_kvm), |e| self.store.failure(&e))
         })?;
         ram.bar.finish_and_clear();
         if !self.quiet {
@@ -184,6 +194,7 @@ impl Restore {
             machine_type: machine.machine_type.clone(),
             working_directory: machine.working_directory.clone().into(),
             ram: ram.clone(),
+            cpu_lacks: machine.cpu_lacks.clone(),
         };
         let accelerator = self.accel.map(Accelerator::from);
         let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator };

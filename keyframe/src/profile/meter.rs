@@ -27,6 +27,7 @@ pub enum Step {
 /// Begins to track the RAM of `target`.
 fn track(target: &Target) -> Result<WriteTracker, keyframe_kernel::Error> {
     let attached = inject_userfaultfd(&target.process)?;
+    crate::output::warn_unguarded(&attached, target.process.pid());
     let mut tracker = WriteTracker::new(&target.process, attached.uffd)?;
     tracker.set_watch_discards(target.watch_discards);
     for range in &target.ranges {

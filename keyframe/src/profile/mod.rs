@@ -19,7 +19,7 @@
 //!    After SIGKILL the kernel ends the tracking, and the next measuring the packet counters.
 //! 3. What cannot be counted is absent, with a note that says why.
 //!
-//! Known weakness: SIGKILL within the 0.1 ms in which the main thread is stopped and holds our registers ends QEMU.
+//! 4. A VM that was launched does not outlive this process, however that ends.
 //!
 //! Left out: stores, checkpoints, statistics (the profile crate).
 

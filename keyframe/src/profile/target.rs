@@ -101,7 +101,7 @@ impl Target {
             .map_err(|e| Failure::new(format!("make a directory for QEMU's monitors: {e}")))?;
         let options = LaunchOptions { run_dir: dir.path().into() };
         let (mut launched, console) = console::around(start.when.as_deref(), start.quiet_stdout, || {
-            let vm = Vm::launch(invocation, &options).map_err(|e| Failure::qemu(&e))?;
+            let vm = Vm::launch_mortal(invocation, &options).map_err(|e| Failure::qemu(&e))?;
             Ok(Box::new(Launched { vm, _dir: dir }))
         })?;
         let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;

@@ -12,7 +12,7 @@ use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamT
 use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, Prescan, StopCopy, Strategy};
 use keyframe_capture::{Cycle, FirstWrites, Freezer, PageReader, Pool, Tracker};
 use keyframe_kernel::Process;
-use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::attach::{Attached, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::WriteTracker;
@@ -161,8 +161,14 @@ fn no_layout(error: &keyframe_units::LayoutError) -> Failure {
 /// A tracker, and how long QEMU's main thread was stopped for it.
 type Stopped<T> = Result<(T, u64), Failure>;
 
-fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> Stopped<WriteTracker> {
+fn take_hold(process: &Process) -> Result<Attached, Failure> {
     let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
+    crate::output::warn_unguarded(&attached, process.pid());
+    Ok(attached)
+}
+
+fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> Stopped<WriteTracker> {
+    let attached = take_hold(process)?;
     let mut tracker = WriteTracker::new(process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
     tracker.set_watch_discards(watches_discards);
     for range in ram.ranges() {
@@ -172,7 +178,7 @@ fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> S
 }
 
 fn fault_tracker(process: &Process, ram: &GuestRam) -> Stopped<Arc<FaultTracker>> {
-    let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
+    let attached = take_hold(process)?;
     let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)
         .map_err(|e| Failure::kernel(&e))?;
     for range in ram.ranges() {

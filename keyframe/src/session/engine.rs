@@ -162,8 +162,7 @@ impl<'a> Engine<'a> {
             self.mind_the_lost();
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
-                // A VM that was launched is watched on to its end; of one that is not ours nothing is left to do.
-                || (self.given_up && self.machines.is_attached() && self.copying.cycle.in_flight() == 0)
+                || self.is_in_vain()
             {
                 return Ok(End::Asked(self.options.on_exit));
             }
@@ -184,6 +183,13 @@ impl<'a> Engine<'a> {
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_EVERY),
             }
         }
+    }
+
+    /// Whether nothing is left to do, as no more checkpoints can be taken: of a VM that is not ours, and where --count was to
+    /// end the run. Any other VM that was launched is watched on to its end.
+    fn is_in_vain(&self) -> bool {
+        let ends = self.machines.is_attached() || self.options.count.is_some();
+        self.given_up && ends && self.copying.cycle.in_flight() == 0
     }
 
     /// Whether a checkpoint is to be taken now. A VM that stands still has not changed.

@@ -240,6 +240,7 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
         working_directory: directory.to_string_lossy().into_owned(),
         user_command,
         full_command,
+        cpu_lacks: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
     })
 }
 

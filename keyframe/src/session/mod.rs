@@ -82,13 +82,23 @@ impl Options {
 
 /// Runs the VMs of `commands` under checkpoints into `store`, to their end.
 pub fn run(store: &Store, commands: Commands, options: Options) -> Outcome {
+    tuning::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
-    engine::Engine::new(store, parts, options)?.run()
+    let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
+    let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
+    let engine = engine::Engine::new(store, parts, options).inspect_err(|_| {
+        // Nobody knows of these VMs, and their guests have not run: nothing is lost by ending them.
+        for qemu in qemus.iter().flatten() {
+            let _ = rustix::process::pidfd_send_signal(qemu.pidfd(), rustix::process::Signal::KILL);
+        }
+    })?;
+    engine.run()
 }
 
 /// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end or the VMs end. Several are
 /// a group.
 pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Outcome {
+    tuning::check(&options)?;
     let parts = attach::attach(store, vms, &options)?;
     engine::Engine::new(store, parts, options)?.run()
 }

@@ -66,6 +66,8 @@ pub struct RestoreSource {
     pub working_directory: PathBuf,
     /// The RAM blocks.
     pub ram: RamLayout,
+    /// Features of its processor model that the guest was not given ([`Vm::cpu_lacks`]); `None` where that is not known.
+    pub cpu_lacks: Option<Vec<String>>,
 }
 
 /// How to restore.
@@ -270,7 +272,7 @@ impl Starting {
             let qmp = connect(monitor, child).and_then(|mut qmp| {
                 check_machine(&mut qmp, plan)?;
                 if let Some(to) = crossing.map(|c| c.to) {
-                    accel::check_processors(&mut qmp, to)?;
+                    accel::check_processors(&mut qmp, to, plan.source.cpu_lacks.as_deref())?;
                 }
                 Ok(qmp)
             });

@@ -138,6 +138,11 @@ impl Plan {
         &self.notes
     }
 
+    /// The accelerator that QEMU is told to use, where that leaves it no choice.
+    pub fn named_accelerator(&self) -> Option<Accelerator> {
+        self.accelerator.or_else(|| accel::named_by(&self.arguments))
+    }
+
     /// The QEMU binary.
     pub fn binary(&self) -> &Path {
         &self.binary

@@ -106,6 +106,7 @@ pub fn checkpoint(vm: &mut Vm) -> Checkpoint {
         machine_type: vm.machine_type().unwrap(),
         working_directory: std::env::current_dir().unwrap(),
         ram: layout,
+        cpu_lacks: Some(vm.cpu_lacks().unwrap()),
     };
     Checkpoint { source, device_state, ram }
 }

@@ -41,6 +41,12 @@ impl Engine<'_> {
                 eprintln!("keyframe: {text}");
             }
         };
+        if let (true, Some(count)) = (self.given_up, self.options.count.filter(|n| *n > self.sealed)) {
+            eprintln!(
+                "keyframe: the {count} checkpoints of --count cannot be reached: {} are sealed",
+                self.sealed
+            );
+        }
         let code = match end? {
             End::Vm(exit) if exit.success() => {
                 // Its console is somebody else's.

@@ -1,0 +1,80 @@
+//! Transparent huge pages: a guest whose RAM the kernel has put into 2 MiB pages is checkpointed exactly by each strategy.
+//!
+//! The VM is one that runs already: RAM that is tracked from its first write on gets no huge pages.
+
+use keyframe_tests::{Bench, Boot, Foreign, assert_no_errors, assert_restores_exactly};
+
+const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+const SHARED_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+/// Fewer huge pages than this prove little.
+const HUGE_KIB_MIN: u64 = 16 * 1024;
+
+/// What is chosen among the words of a file like `always [madvise] never`; `never` where there is no such file.
+fn chosen(file: &str) -> String {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let word = text.split_once('[').and_then(|(_, rest)| Some(rest.split_once(']')?.0.to_owned()));
+    word.unwrap_or_else(|| "never".into())
+}
+
+/// KiB of process `pid` that are mapped as huge pages, by `key` of its memory map.
+fn huge_kib(pid: u32, key: &str) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("read QEMU's memory map");
+    let line = text.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_else(|| panic!("no {key} in {text}"));
+    line.trim().trim_end_matches(" kB").parse().expect("a number of kB")
+}
+
+/// Four audited checkpoints of a `machine` in huge pages by `strategy`, one of them restored and compared.
+fn exact(machine: &str, extra: &[&str], key: &str, strategy: &str) {
+    let bench = Bench::new();
+    let mut boot = Boot::new("scribble kf.mib=48 kf.cpus=2").with(extra);
+    (boot.machine, boot.mem_mib, boot.cpus) = (machine.into(), 128, 2);
+    let mut vm = Foreign::start(&bench, &boot);
+    vm.console.wait_for("KF READY");
+    let before = huge_kib(vm.console.pid(), key);
+    println!("-- {strategy}: {before} KiB in huge pages");
+    assert!(before >= HUGE_KIB_MIN, "{before} KiB of huge pages; {}", vm.console.report());
+    let options = [
+        "--strategy",
+        strategy,
+        "--count",
+        "4",
+        "--interval",
+        "300ms",
+        "--audit",
+        "audit",
+        "--name",
+        "guest",
+    ];
+    let args = bench.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &options);
+    // The audit fails the run where a checkpoint differs from the copy made in its pause.
+    bench.ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let list = bench.list();
+    assert!(list.len() == 4 && list[1..].iter().all(|e| e["strategy"] == strategy), "{list:?}");
+    assert!(vm.runs(), "it was left paused");
+    assert_no_errors(&vm.console);
+    drop(vm);
+    assert_restores_exactly(&bench, "3");
+}
+
+#[test]
+fn private_memory_in_huge_pages_is_exact_by_each_strategy() {
+    if chosen(ENABLED) == "never" {
+        println!("skipped: {ENABLED} is never, and no process may have what the system does not");
+        return;
+    }
+    for strategy in ["precopy", "pre-scan", "stop-copy", "cow", "fork"] {
+        exact("pc", &[], "AnonHugePages:", strategy);
+    }
+}
+
+#[test]
+fn shared_memory_in_huge_pages_is_exact() {
+    if ["never", "deny"].contains(&chosen(SHARED_ENABLED).as_str()) {
+        println!("skipped: {SHARED_ENABLED} forbids huge pages of shared memory");
+        return;
+    }
+    let object = "memory-backend-memfd,id=mem,size=128M,share=on";
+    for strategy in ["precopy", "cow"] {
+        exact("pc,memory-backend=mem", &["-object", object], "ShmemPmdMapped:", strategy);
+    }
+}
