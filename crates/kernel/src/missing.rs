@@ -4,7 +4,7 @@
 //!                  register              place, place_zeros
 //!   empty memfd ───────────▶ missing ──────────────────────────▶ there
 //!                              │  ▲                                │
-//!            touched: it waits │  └──────── punched out ───────────┘      release: no page waits any more; what is
+//!            touched: it waits │  └──────── punched out ───────────┘      complete: no page waits any more; what is
 //!            for us, and is    ▼                                          missing reads as zeros from then on
 //!            in `wait`'s list
 //! ```
@@ -54,8 +54,11 @@ impl MissingPages {
     /// The process runs on, with no page missing.
     pub fn inject(process: &Process) -> Result<Self> {
         let (uffd, theirs) = in_session(process, |hijack| open(process, hijack))?;
-        let failed =
-            |source| Error::Tracker { pid: process.pid(), operation: "ask userfaultfd for its features", source };
+        let failed = |source| Error::Tracker {
+            pid: process.pid(),
+            operation: "ask userfaultfd for its features",
+            source,
+        };
         match abi::uffd_api(uffd.as_fd(), abi::FEATURE_MISSING_SHMEM) {
             Ok(_) => Ok(Self { process: process.try_clone()?, uffd, theirs, registered: Vec::new() }),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
@@ -82,7 +85,8 @@ impl MissingPages {
     /// Waits until threads wait for pages, and adds these pages' addresses to `touched`; a page may come more than once,
     /// and may be there by now. False where `stop` became readable instead.
     pub fn wait(&self, stop: BorrowedFd<'_>, touched: &mut Vec<HostVirt>) -> Result<bool> {
-        let failed = |source| Error::Tracker { pid: self.process.pid(), operation: "wait for missing pages", source };
+        let failed =
+            |source| Error::Tracker { pid: self.process.pid(), operation: "wait for missing pages", source };
         let mut fds = [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(&self.uffd, PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) => {}
@@ -173,6 +177,11 @@ impl MissingPages {
         }
     }
 
+    /// True until the process exits.
+    pub fn is_alive(&self) -> bool {
+        self.process.is_alive()
+    }
+
     /// Ends the process at once: for a page that cannot be had.
     pub fn end_process(&self) -> Result<()> {
         match pidfd_send_signal(self.process.pidfd(), Signal::KILL) {
@@ -183,16 +192,26 @@ impl MissingPages {
         }
     }
 
-    /// Lets the process be on its own: what is missing reads as zeros from here on, so that all that is not zero must be
-    /// there. Its descriptor is closed, and it does not end with us any more. After an error it is whole all the same, but
-    /// may still end with us.
-    pub fn release(&self) -> Result<()> {
+    /// Nobody waits any more: what is missing reads as zeros from here on, so that all that is not zero must be there.
+    pub fn complete(&self) -> Result<()> {
         let pid = self.process.pid();
         for range in &self.registered {
             abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes)
                 .and_then(|()| abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes))
-                .map_err(|source| Error::TrackRange { pid, operation: "unregister", range: *range, source })?;
+                .map_err(|source| Error::TrackRange {
+                    pid,
+                    operation: "unregister",
+                    range: *range,
+                    source,
+                })?;
         }
+        Ok(())
+    }
+
+    /// Leaves the process, which must be complete, to itself: its descriptor is closed, and it does not end with us any
+    /// more. The same holds as of [`crate::attach::inject_userfaultfd`]: nobody here may be in `waitpid` for it meanwhile.
+    /// After an error its memory is whole all the same.
+    pub fn release(&self) -> Result<()> {
         in_session(&self.process, |hijack| {
             hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;
             end_with_parent(hijack, 0)
