@@ -204,7 +204,8 @@ impl Restore {
             let qemu = restored.pid();
             format!("checkpoint {id} of VM {} is {state} after {after} (QEMU {qemu})", meta.vm)
         });
-        let mut watch = Watch { restore: self, restored, ram: Arc::clone(&ram), before_ns, told: false };
+        let mut watch =
+            Watch { restore: self, restored, ram: Arc::clone(&ram), before_ns, told: false, warned: false };
         let ended = watch.until_the_end(&interrupted);
         watch.keep_working_set();
         ended
@@ -262,6 +263,7 @@ struct Watch<'a> {
     /// From the command to the restore's beginning.
     before_ns: u64,
     told: bool,
+    warned: bool,
 }
 
 impl Watch<'_> {
@@ -301,7 +303,13 @@ impl Watch<'_> {
             self.told = true;
             return;
         };
-        if let Some(resident_ns) = residency.resident_ns {
+        if let Some(why) = residency.held_by.filter(|_| !self.warned) {
+            eprintln!(
+                "keyframe: warning: all of the VM's RAM is there, but it still ends with this command: {why}"
+            );
+            self.warned = true;
+        }
+        if let Some(resident_ns) = residency.resident_ns.filter(|_| residency.settled) {
             let after = output::duration(self.before_ns + resident_ns);
             let (waited, fetched) = (residency.served_pages, residency.prefetched_pages);
             self.restore.say(|| {

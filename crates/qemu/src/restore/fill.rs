@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 const PIECE_PAGES: u64 = 4096;
 /// The longest write.
 const WRITE_BYTES_MAX: usize = 256 << 10;
-/// Threads that fill.
-const THREADS: usize = 2;
+/// Threads that fill at most; one a core.
+const THREADS_MAX: usize = 16;
 
 /// A block's memory, to be filled and given to QEMU.
 pub struct Memory {
@@ -59,7 +59,8 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
         Ok(())
     };
     std::thread::scope(|scope| {
-        let helpers: Vec<_> = (1..THREADS).map(|_| scope.spawn(work)).collect();
+        let threads = std::thread::available_parallelism().map_or(2, usize::from).min(THREADS_MAX);
+        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
         let mut result = work();
         for helper in helpers {
             let other = helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

@@ -37,6 +37,8 @@ const PIECE_PAGES: u64 = 256;
 /// How often a page that the VM waits for is tried, and the pause after the first try; it doubles.
 const TRIES: u32 = 5;
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
+/// How often leaving the VM to itself is tried.
+const RELEASE_AGAIN: Duration = Duration::from_secs(1);
 /// Threads that prefetch at most; one core is left to the VM.
 const PREFETCHERS_MAX: usize = 4;
 /// Touched pages that are remembered.
@@ -62,6 +64,10 @@ pub struct Residency {
     pub unreadable: Vec<(PageIndex, String)>,
     /// True once every page was fetched, or found unreadable.
     pub prefetched: bool,
+    /// True once the VM is on its own, and does not end with us any more.
+    pub settled: bool,
+    /// Why that is not so although all pages are there. It is tried again.
+    pub held_by: Option<String>,
 }
 
 /// The serving of a VM's RAM. Dropped before all is there, it leaves the VM waiting for pages that never come, and to be
@@ -71,7 +77,8 @@ pub struct Lazy {
     stop: OwnedFd,
     server: Option<JoinHandle<()>>,
     prefetchers: Vec<JoinHandle<()>>,
-    released: bool,
+    /// When it was last tried to leave the VM to itself.
+    tried: Option<Instant>,
 }
 
 /// A memory in QEMU.
@@ -146,7 +153,7 @@ impl Lazy {
                 serving.fail(error);
             }
         })?;
-        Ok(Self { shared, stop, server: Some(server), prefetchers: Vec::new(), released: false })
+        Ok(Self { shared, stop, server: Some(server), prefetchers: Vec::new(), tried: None })
     }
 
     /// Begins to fetch what was not touched yet.
@@ -179,11 +186,16 @@ impl Lazy {
             return Err(failure);
         }
         let resident = state.residency.resident_ns.is_some();
+        let settled = state.residency.settled;
         drop(state);
-        if resident && !self.released {
-            self.released = true;
+        if resident && !settled && self.tried.is_none_or(|at| at.elapsed() >= RELEASE_AGAIN) {
             self.end();
-            self.shared.missing.release()?;
+            self.tried = Some(Instant::now());
+            // Whole as it is, the VM is not to be lost for that.
+            let released = self.shared.missing.release();
+            let residency = &mut self.shared.state().residency;
+            residency.settled = released.is_ok();
+            residency.held_by = released.err().map(|error| error.to_string());
         }
         if !resident
             && self.server.as_ref().is_some_and(JoinHandle::is_finished)
