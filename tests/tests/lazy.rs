@@ -45,7 +45,7 @@ fn ram_is_the_checkpoints_at_its_instant_and_the_guest_goes_on() {
     for qemu in qemus() {
         let bench = Bench::new();
         let id = checkpoint(&bench, &scribble(&qemu));
-        let set = bench.path().join(format!("store/worksets/{:0>10}.wset", id));
+        let set = bench.path().join(format!("store/worksets/{id:0>10}.wset"));
         assert_restores_exactly_with(&bench, &id, &["--lazy"]);
         let _ = std::fs::remove_file(&set);
         // Without a working set, with one, with a damaged one, and without its folder.

@@ -27,6 +27,9 @@ pub struct Restores<'a> {
     pub dir: &'a Path,
 }
 
+/// What it says, with the time of each line.
+type Lines = Receiver<(Instant, String)>;
+
 /// Ends on drop.
 struct Running(Child);
 
@@ -71,7 +74,7 @@ impl Restores<'_> {
         told(&lines, started, "is running after")
     }
 
-    fn start(&self, options: &[&str]) -> Result<(Running, Instant, Receiver<(Instant, String)>), Error> {
+    fn start(&self, options: &[&str]) -> Result<(Running, Instant, Lines), Error> {
         let mut command = Command::new(&self.options.keyframe);
         command.args(["restore", "latest", "--store"]).arg(self.store).args(options).current_dir(self.dir);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -90,7 +93,7 @@ impl Restores<'_> {
 }
 
 /// When the line with `text` came.
-fn told(lines: &Receiver<(Instant, String)>, started: Instant, text: &str) -> Result<f64, Error> {
+fn told(lines: &Lines, started: Instant, text: &str) -> Result<f64, Error> {
     let mut before = Vec::new();
     loop {
         match lines.recv_timeout(RESTORE_TIMEOUT) {

@@ -31,7 +31,7 @@ fn serve(missing: &MissingPages, ram: HostRange, stop: &OwnedFd) -> Vec<u64> {
     while missing.wait(stop.as_fd(), &mut touched).unwrap() {
         for address in touched.drain(..) {
             let page = (address.0 - ram.start.0) / PAGE;
-            let placed = if page % 5 == 0 {
+            let placed = if page.is_multiple_of(5) {
                 missing.place_zeros(HostRange { start: address, len_bytes: PAGE })
             } else {
                 missing.place(address, &pattern(page))
