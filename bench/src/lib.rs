@@ -8,6 +8,8 @@
 //!             └─▶ peer::Peer ────▶ qemu ... + monitor, events    pause as QEMU's STOP and RESUME tell it
 //!   overhead ─┬─▶ vm::Protected ─┐
 //!             └─▶ vm::Guest ─────┴▶ the guest's own counter of its work, against the host's clock
+//!   restore ──┬─▶ keyframe restore, eager and lazy               from the command until the VM runs
+//!             └─▶ qemu -loadvm, and memcpy
 //! ```
 //!
 //! Left out: judging figures; a benchmark passes when it could measure.
@@ -17,6 +19,7 @@ mod guest;
 mod overhead;
 mod pause;
 mod peer;
+mod restore;
 mod sample;
 mod vm;
 
@@ -159,10 +162,11 @@ impl Error {
 
 type Benchmark = fn(&Options) -> Result<Report, Error>;
 
-const ALL: [(&str, Benchmark); 2] = [("pause", pause::run), ("overhead", overhead::run)];
+const ALL: [(&str, Benchmark); 3] =
+    [("pause", pause::run), ("overhead", overhead::run), ("restore", restore::run)];
 
 /// The benchmarks there are.
-pub fn names() -> [&'static str; 2] {
+pub fn names() -> [&'static str; 3] {
     ALL.map(|(name, _)| name)
 }
 

@@ -131,6 +131,12 @@ impl Peer {
         Ok(Some(Saved { pause_ns, whole_ns, work_lost }))
     }
 
+    /// Leaves a snapshot under the name of [`Way::Savevm`]'s key.
+    pub fn save_for_loadvm(&mut self) -> Result<(), Error> {
+        let answer = self.qmp.hmp(&format!("savevm {}", Way::Savevm.key())).map_err(Error::qmp("savevm"))?;
+        if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }
+    }
+
     fn savevm(&mut self) -> Result<(), Error> {
         let answer = self.qmp.hmp("savevm bench").map_err(Error::qmp("savevm"))?;
         if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }

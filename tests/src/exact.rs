@@ -24,15 +24,25 @@ pub fn audited(bench: &Bench, boot: &Boot, options: &[&str], count: usize) -> (P
 
 /// Restores checkpoint `id`, paused, and compares its live RAM with the audit's copy.
 pub fn assert_restores_exactly(bench: &Bench, id: &str) {
+    assert_restores_exactly_with(bench, id, &[]);
+}
+
+/// The pid that `keyframe restore` tells.
+pub fn restored_pid(restored: &Process) -> u32 {
+    let errors = restored.errors();
+    let pid = errors.rsplit_once("(QEMU ").and_then(|(_, rest)| rest.split(')').next()?.parse().ok());
+    pid.expect("the pid of the restored QEMU")
+}
+
+/// The same with options of `keyframe restore`.
+pub fn assert_restores_exactly_with(bench: &Bench, id: &str, options: &[&str]) {
     let qmp = bench.path().join(format!("restored-{id}.sock"));
     let monitor = format!("unix:{},server=on,wait=off", qmp.display());
-    let mut restored = bench.restore(id, &["--paused", "--", "-qmp", &monitor]);
+    let mut all = options.to_vec();
+    all.extend(["--paused", "--", "-qmp", &monitor]);
+    let mut restored = bench.restore(id, &all);
     restored.wait_for_error("is paused after");
-    let pid: u32 = restored
-        .errors()
-        .rsplit_once("(QEMU ")
-        .and_then(|(_, rest)| rest.split(')').next()?.parse().ok())
-        .expect("the pid of the restored QEMU");
+    let pid = restored_pid(&restored);
     let shown = bench.json(&["show", "--json", "--store", &bench.store(), id]);
     let blocks = shown["ram"].as_array().expect("RAM blocks");
     let names: Vec<String> = blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();

@@ -17,7 +17,9 @@ mod ram;
 #[path = "../../crates/qemu/tests/support/libvirt.rs"]
 pub mod libvirt;
 
-pub use exact::{assert_no_errors, assert_restores_exactly, audited};
+pub use exact::{
+    assert_no_errors, assert_restores_exactly, assert_restores_exactly_with, audited, restored_pid,
+};
 pub use foreign::{Foreign, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
 pub use huge::HugePages;

@@ -50,6 +50,10 @@ pub fn fault_features_needed() -> u64 {
     FAULT_FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
+/// Missing pages of shared memory.
+pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+
+pub const REGISTER_MODE_MISSING: u64 = 1;
 pub const REGISTER_MODE_WP: u64 = 1 << 1;
 
 #[repr(C)]
@@ -80,6 +84,26 @@ pub struct UffdRegister {
 struct UffdWriteProtect {
     range: UffdRange,
     mode: u64,
+}
+
+/// The arguments of `UFFDIO_COPY` and `UFFDIO_ZEROPAGE`: the kernel answers in `done` how many bytes it placed, or a
+/// negative error.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct UffdCopy {
+    dst: u64,
+    src: u64,
+    len_bytes: u64,
+    mode: u64,
+    done: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct UffdZeroPage {
+    range: UffdRange,
+    mode: u64,
+    done: i64,
 }
 
 const WRITEPROTECT_MODE_WP: u64 = 1;
@@ -116,6 +140,8 @@ impl Message {
 const UFFDIO_API: u64 = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
 const UFFDIO_REGISTER: u64 = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
 const UFFDIO_WRITEPROTECT: u64 = ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
+const UFFDIO_COPY: u64 = ioc(READ | WRITE, 0xAA, 0x03, size_of::<UffdCopy>());
+const UFFDIO_ZEROPAGE: u64 = ioc(READ | WRITE, 0xAA, 0x04, size_of::<UffdZeroPage>());
 const UFFDIO_WAKE: u64 = ioc(READ, 0xAA, 0x02, size_of::<UffdRange>());
 const UFFDIO_UNREGISTER: u64 = ioc(READ, 0xAA, 0x01, size_of::<UffdRange>());
 
@@ -187,6 +213,7 @@ const _: () = assert!(size_of::<PageRegion>() == 24);
 const _: () = assert!(size_of::<MapQuery>() == 104 && PROCMAP_QUERY == 0xC068_6611);
 const _: () = assert!(UFFDIO_API == 0xC018_AA3F && UFFDIO_REGISTER == 0xC020_AA00);
 const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06 && UFFDIO_WAKE == 0x8010_AA02);
+const _: () = assert!(UFFDIO_COPY == 0xC028_AA03 && UFFDIO_ZEROPAGE == 0xC020_AA04);
 const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01 && PAGEMAP_SCAN == 0xC060_6610);
 
 /// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
@@ -200,13 +227,53 @@ pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
 
 /// `UFFDIO_REGISTER` for write protection.
 pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_WP)
+}
+
+/// `UFFDIO_REGISTER` for missing pages: from now on whoever touches one waits until it is placed.
+pub fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
+    uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_MISSING)
+}
+
+fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64) -> io::Result<()> {
     let range = UffdRange { start, len_bytes };
-    let mut register = UffdRegister { range, mode: REGISTER_MODE_WP, ioctls: 0 };
+    let mut register = UffdRegister { range, mode, ioctls: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_REGISTER reads and writes one `uffdio_register`, which
     // `register` is, and which lives over the call. The addresses are the other process's: no memory of ours is
-    // touched, and memory of ours is only touched where `uffd` is ours, by mode WP, which changes no content.
+    // touched, and memory of ours is only touched where `uffd` is ours; neither mode changes any content.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where nothing is yet, and wakes who waits there. Gives
+/// back how many bytes were placed before the first page that is there already (`EEXIST` where that is the first of
+/// all), or before the kernel was interrupted.
+pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
+    let (src, len_bytes) = (content.as_ptr() as u64, content.len() as u64);
+    let mut copy = UffdCopy { dst: start, src, len_bytes, mode: 0, done: 0 };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_COPY reads and writes one `uffdio_copy`, which `copy` is, and
+    // which lives over the call; it reads `len_bytes` bytes at `src`, which are `content`, borrowed over the call. It
+    // writes to memory of the process that made `uffd`, and only where no page is.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut copy) };
+    placed(code, copy.done)
+}
+
+/// `UFFDIO_ZEROPAGE`: as [`uffd_copy`], with zeros.
+pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<u64> {
+    let mut zero = UffdZeroPage { range: UffdRange { start, len_bytes }, mode: 0, done: 0 };
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one `uffdio_zeropage`, which `zero`
+    // is, and which lives over the call. It writes to memory of the process that made `uffd`, only where no page is.
+    let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zero) };
+    placed(code, zero.done)
+}
+
+/// What became of a call that may have done a part: that part, where there is one.
+fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
+    let error = io::Error::last_os_error();
+    match u64::try_from(done) {
+        Ok(done) if code >= 0 || done > 0 => Ok(done),
+        _ => Err(error),
+    }
 }
 
 /// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not woken.

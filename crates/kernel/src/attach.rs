@@ -66,12 +66,32 @@ pub struct Attached {
 /// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it ([`Error::Injected`]);
 /// it does not stop within 2 s, or exits. The process runs on in every case, unless it has exited by itself.
 pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
+    on_a_thread(process, || run_session(process, Gadgets::find(process)?))
+}
+
+/// Runs a session on a thread of its own, whose end lets the process go whatever happens.
+fn on_a_thread<T: Send>(process: &Process, session: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
     std::thread::scope(|scope| {
-        let session = std::thread::Builder::new().name("attach".into());
-        let run = || run_session(process, Gadgets::find(process)?);
-        let session = session.spawn_scoped(scope, run).map_err(spawn)?;
-        session.join().unwrap_or_else(|_| Err(spawn(io::Error::other("it panicked"))))
+        let thread = std::thread::Builder::new().name("attach".into());
+        let thread = thread.spawn_scoped(scope, session).map_err(spawn)?;
+        thread.join().unwrap_or_else(|_| Err(spawn(io::Error::other("it panicked"))))
+    })
+}
+
+/// Stops the main thread, has `calls` make system calls in it, and gives it back.
+pub(crate) fn in_session<T: Send>(
+    process: &Process,
+    calls: impl FnOnce(&mut Hijack<'_>) -> Result<T> + Send,
+) -> Result<T> {
+    on_a_thread(process, || {
+        let gadgets = Gadgets::find(process)?;
+        let tracee = Tracee::seize(process)?;
+        let mut hijack = Hijack::stop(process, tracee, gadgets, Instant::now() + SESSION_MAX)?;
+        let made = calls(&mut hijack);
+        let undone = hijack.restore();
+        let made = made?;
+        undone.map(|()| made)
     })
 }
 

@@ -241,6 +241,13 @@ pub enum Error {
         /// Its process id.
         pid: u32,
     },
+    /// The process was permitted a userfaultfd for faults of user mode alone: where the kernel touches a missing page for
+    /// it (a `read` into guest RAM, KVM), that would fail instead of waiting.
+    #[error("process {pid}: serve missing pages: its userfaultfd is for user-mode faults only")]
+    MissingUserModeOnly {
+        /// Its process id.
+        pid: u32,
+    },
     /// First writes to this memory cannot be waited on.
     #[error("process {pid}: register {start}+{len_bytes:#x}: first writes to memory of a file on disk cannot be watched", start = .range.start, len_bytes = .range.len_bytes)]
     NotWatchable {
@@ -326,7 +333,7 @@ impl Error {
                     .into(),
                 _ => return None,
             },
-            Self::UserModeOnly { .. } => {
+            Self::UserModeOnly { .. } | Self::MissingUserModeOnly { .. } => {
                 "set vm.unprivileged_userfaultfd=1 (sysctl), or run QEMU with CAP_SYS_PTRACE".into()
             }
             Self::NotWatchable { .. } => {

@@ -12,6 +12,8 @@
 //! Two other ways to hold on to the memory of one instant: [`fault_tracker`] has each first write wait for a word from us (so
 //! that it can be copied before), and [`fork`] keeps a frozen child of the process.
 //!
+//! And the other way round: [`missing`] gives a process memory whose pages are placed when it first touches them.
+//!
 //! Invariants:
 //! 1. A [`Process`] never stands for another process that was given the same pid.
 //! 2. No page is protected without being reported; where that cannot be told any more, the error says so
@@ -37,6 +39,7 @@ mod gadgets;
 pub mod lineage;
 mod maps;
 pub mod memory;
+pub mod missing;
 pub mod priority;
 mod process;
 mod ptrace;

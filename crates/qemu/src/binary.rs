@@ -33,6 +33,14 @@ impl QemuIdentity {
         Self::hashed(&real.clone(), real, version)
     }
 
+    /// The same of a binary that is most likely `known`, which then need not be run to tell its version.
+    pub(crate) fn of_known(path: &Path, known: &Self) -> Result<Self> {
+        let real =
+            std::fs::canonicalize(path).map_err(Error::io(format!("resolve the path {}", path.display())))?;
+        let identity = Self::hashed(&real.clone(), real, known.version.clone())?;
+        if identity.blake3 == known.blake3 { Ok(identity) } else { Self::of(path) }
+    }
+
     /// The binary `path` of version `version`, whose contents can be read at `contents`.
     pub(crate) fn hashed(contents: &Path, path: PathBuf, version: String) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();

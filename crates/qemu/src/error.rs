@@ -168,6 +168,27 @@ pub enum Error {
         /// What to do.
         fix: String,
     },
+    /// The kernel's part of a lazy restore failed.
+    #[error("serve the restored VM's memory: {source}")]
+    Memory {
+        /// What the kernel crate says.
+        #[from]
+        source: keyframe_kernel::Error,
+    },
+    /// The VM needed a page that could not be read, and was ended.
+    #[error(
+        "the VM needed page {} of its RAM (block {block}, offset {offset:#x}), which could not be read, and was ended", page.0
+    )]
+    PageLost {
+        /// The page.
+        page: keyframe_units::PageIndex,
+        /// The block that it lies in.
+        block: String,
+        /// Where in the block, in bytes.
+        offset: u64,
+        /// Why.
+        source: std::io::Error,
+    },
     /// The watchdog process has ended or does not answer.
     #[error("the watchdog: {problem}")]
     Watchdog {
@@ -185,6 +206,10 @@ impl Error {
             | Self::Attach { fix, .. }
             | Self::Conversion { fix, .. }
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
+            Self::Memory { source } => source.fix(),
+            Self::PageLost { .. } => Some(
+                "restore another checkpoint; where it was an error of the medium, try again when that is gone".into(),
+            ),
             Self::MonitorBusy { .. } => Some(
                 "end the other client (another keyframe, a management tool), or name another monitor: a QEMU that was \
                  started with a second `-qmp unix:PATH,server=on,wait=off` has one. For a VM of libvirt's, which holds \

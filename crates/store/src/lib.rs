@@ -8,6 +8,7 @@
 //!     maps/0000000012.map           which page is where: what changed since an older checkpoint of the run
 //!     checkpoints/0000000012.ckpt   meta and device state; there under this name, the checkpoint is sealed
 //!     tags/NAME                     names for checkpoints
+//!     worksets/0000000012.wset      which pages a restored VM touched first: advice
 //!     tmp/                          files being written
 //!
 //!   Store ──lock_writer──▶ Writer ──begin_run──▶ Run ──put_page*, seal──▶ Sealed        (one writer)
@@ -45,12 +46,13 @@ mod store;
 mod tags;
 #[cfg(test)]
 mod tests;
+mod worksets;
 mod writer;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
-pub use loaded::Loaded;
+pub use loaded::{Loaded, Unmapped};
 pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
 pub use names::check_tag;
 pub use run::{Put, Run, SealRequest};

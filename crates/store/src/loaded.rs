@@ -19,15 +19,36 @@ pub struct Loaded {
     pub meta: Meta,
     /// The device state as QEMU gave it.
     pub device_state: Vec<u8>,
-    inner: Arc<Inner>,
+    pub(crate) inner: Arc<Inner>,
     map: PageMap,
 }
 
-impl Loaded {
-    pub(crate) fn new(inner: Arc<Inner>, id: CheckpointId, file: CheckpointFile, map: PageMap) -> Self {
-        Self { id, meta: file.meta, device_state: file.device_state, inner, map }
+/// A sealed checkpoint whose page map was not read yet, which is most of the work where RAM is large.
+#[derive(Clone, Debug)]
+pub struct Unmapped {
+    /// Its number.
+    pub id: CheckpointId,
+    /// What it tells about itself.
+    pub meta: Meta,
+    /// The device state as QEMU gave it.
+    pub device_state: Vec<u8>,
+    inner: Arc<Inner>,
+}
+
+impl Unmapped {
+    pub(crate) fn new(inner: Arc<Inner>, id: CheckpointId, file: CheckpointFile) -> Self {
+        Self { id, meta: file.meta, device_state: file.device_state, inner }
     }
 
+    /// Reads the page map.
+    pub fn load(self) -> Result<Loaded> {
+        let Self { id, meta, device_state, inner } = self;
+        let map = inner.read_page_map(&meta)?;
+        Ok(Loaded { id, meta, device_state, inner, map })
+    }
+}
+
+impl Loaded {
     /// Pages that are not zero.
     pub fn nonzero_pages(&self) -> u64 {
         self.map.nonzero_pages()
@@ -44,8 +65,8 @@ impl Loaded {
         self.map.get(page).0
     }
 
-    /// Gives every page of `range` that is not zero to `sink`, each verified against its hash, in the order in which
-    /// they lie in the store. Ends with the first error, the sink's own included.
+    /// Gives every page of `range` that is not zero to `sink`, each verified by its record's checksum (its hash is what
+    /// `check` compares: see docs/design/restore.md), in the order in which they lie in the store. Ends with the first error, the sink's own included.
     pub fn read_pages<E: From<Error>>(
         &self,
         range: PageRange,
@@ -53,6 +74,18 @@ impl Loaded {
     ) -> Result<(), E> {
         let mut wanted: Vec<(PageRef, PageIndex)> =
             self.map.range(range).map(|(page, to)| (to, page)).collect();
+        wanted.sort_unstable();
+        self.inner.read_pages(&wanted, &mut |page, content| sink(page, content))
+    }
+
+    /// The same for single pages, in any order, each once.
+    pub fn read_some<E: From<Error>>(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let places = pages.iter().map(|page| (self.map.get(*page), *page));
+        let mut wanted: Vec<(PageRef, PageIndex)> = places.filter(|(to, _)| *to != PageRef::ZERO).collect();
         wanted.sort_unstable();
         self.inner.read_pages(&wanted, &mut |page, content| sink(page, content))
     }

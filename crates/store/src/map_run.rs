@@ -79,6 +79,11 @@ impl MapRun {
         &self.refs
     }
 
+    /// The pages that it says something about, rising.
+    pub fn pages(&self) -> impl Iterator<Item = PageIndex> + '_ {
+        self.extents.iter().flat_map(|extent| extent.range.iter())
+    }
+
     /// Lays the run over what is older.
     pub fn apply(&self, map: &mut PageMap) {
         let mut refs = self.refs.iter();

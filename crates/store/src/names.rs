@@ -7,6 +7,7 @@ pub const PACKS: &str = "packs";
 pub const MAPS: &str = "maps";
 pub const CHECKPOINTS: &str = "checkpoints";
 pub const TAGS: &str = "tags";
+pub const WORKSETS: &str = "worksets";
 pub const TMP: &str = "tmp";
 
 const TAG_CHARS_MAX: usize = 64;
@@ -23,6 +24,10 @@ pub fn map(id: u64) -> String {
 
 pub fn checkpoint(id: CheckpointId) -> String {
     format!("{CHECKPOINTS}/{}", checkpoint_file(id.0))
+}
+
+pub fn workset(id: CheckpointId) -> String {
+    format!("{WORKSETS}/{:010}.wset", id.0)
 }
 
 pub fn tag(tag: &str) -> String {

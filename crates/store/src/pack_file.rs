@@ -125,7 +125,6 @@ impl PackFile {
     /// caller's), in few large reads, and gives each page to `sink`.
     fn read_records<T: Copy, E: From<Error>>(
         &self,
-        key: &HashKey,
         wanted: &[(PageRef, T)],
         buffer: &mut Vec<u8>,
         sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
@@ -150,7 +149,7 @@ impl PackFile {
             for (to, what) in group {
                 if decoded != *to {
                     let bytes = buffer.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
-                    Record::parse(bytes, *to).and_then(|record| record.decode(key, &mut page)).map_err(
+                    Record::parse(bytes, *to).and_then(|record| record.decompress(&mut page)).map_err(
                         |problem| {
                             Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
                         },
@@ -210,7 +209,7 @@ impl Inner {
         for group in wanted.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
             let number = group.first().map_or(0, |(to, _)| to.pack());
             let pack = self.pack(number)?;
-            pack.read_records(&self.config.key, group, &mut buffer, sink)?;
+            pack.read_records(group, &mut buffer, sink)?;
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::meta::{Meta, Sealed};
 use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
 use crate::writer::{Tuning, Writer};
-use crate::{Error, Loaded, Result, names};
+use crate::{Error, Loaded, Result, Unmapped, names};
 use keyframe_units::CheckpointId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
@@ -162,9 +162,12 @@ impl Store {
 
     /// Reads a checkpoint: what it tells about itself, its device state and the map of its pages (not the pages).
     pub fn load(&self, id: CheckpointId) -> Result<Loaded> {
-        let file = self.inner.read_checkpoint(id)?;
-        let map = self.inner.read_page_map(&file.meta)?;
-        Ok(Loaded::new(self.inner.clone(), id, file, map))
+        self.load_unmapped(id)?.load()
+    }
+
+    /// The same without the map, which can be read later ([`Unmapped::load`]).
+    pub fn load_unmapped(&self, id: CheckpointId) -> Result<Unmapped> {
+        Ok(Unmapped::new(self.inner.clone(), id, self.inner.read_checkpoint(id)?))
     }
 
     /// All tags and where they point.

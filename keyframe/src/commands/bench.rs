@@ -15,6 +15,7 @@ Benchmarks:
   pause     pause of each strategy and of savevm, migrate exec:, background-snapshot, at 1k to 60k dirty pages a second
             and with 1 to 4 GiB of RAM (8 minutes)
   overhead  work that a guest loses to checkpoints, by strategy and interval: computing, dirtying, compiling (12 minutes)
+  restore   how soon a VM of 1 GiB runs again, lazily and eagerly, against -loadvm and memcpy (2 minutes)
 
 Examples:
   keyframe bench pause

@@ -3,18 +3,20 @@
 mod group;
 
 use super::StoreArg;
-use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::Accelerator;
-use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource};
-use keyframe_store::{Loaded, MachineMeta};
+use keyframe_qemu::restore::lazy::Residency;
+use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
+use keyframe_store::{Loaded, MachineMeta, Unmapped};
 use keyframe_units::{Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 /// Bring a checkpoint to life in a fresh QEMU, in the foreground
 #[derive(clap::Args, Debug)]
@@ -23,12 +25,16 @@ use std::time::Duration;
 the VM's consoles, monitors and networks go, but not the machine. Images and sockets that the line names by a
 relative path are looked for in the directory that the VM was started in.
 
+With --lazy the VM runs before its RAM is there: each page comes when the VM touches it, and the rest meanwhile, those first
+that it touched the last time. Until all is there (it is said when) the VM lives and dies with this command.
+
 With --accel a checkpoint taken under KVM goes on under TCG, or the other way. What could not be right is refused: a guest
 that uses what only KVM has (kvmclock), and a processor that lacks what the guest may use.
 
 Examples:
   keyframe restore --store S latest
   keyframe restore --store S 12 --paused -- -qmp unix:/tmp/q.sock,server=on,wait=off
+  keyframe restore --store S latest --lazy
   keyframe restore --store S latest --accel tcg
   keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64"
 )]
@@ -37,6 +43,9 @@ pub struct Restore {
     store: StoreArg,
     /// A number, a tag or `latest`
     checkpoint: String,
+    /// Let the VM run at once and bring its RAM as it is needed
+    #[arg(long)]
+    lazy: bool,
     /// Leave the VM paused at the instant of the checkpoint (continue it with `cont` in a monitor)
     #[arg(long)]
     paused: bool,
@@ -70,27 +79,18 @@ impl From<Accel> for Accelerator {
     }
 }
 
-/// A checkpoint's RAM, with progress.
-struct StoredRam<'a> {
-    loaded: &'a Loaded,
+/// A checkpoint's RAM, with progress. Its page map is read while QEMU starts.
+struct StoredRam {
+    loaded: OnceLock<Option<Loaded>>,
     bar: ProgressBar,
-    /// Why the store could not be read, where it was that.
+    /// Why the store could not be read, where it was that; the first time.
     failed: Mutex<Option<keyframe_store::Error>>,
-}
-
-/// A QEMU that ends at its start has said why, but not that another accelerator can take over.
-fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {
-    let failure = Failure::qemu(error);
-    if !under_kvm || !matches!(error, keyframe_qemu::Error::Exited { .. }) {
-        return failure;
-    }
-    failure.fix("where it is KVM that this host lacks (keyframe doctor), restore it without: --accel tcg")
 }
 
 /// What ends the reading of pages: the store, or whoever takes them.
 enum Stop {
     Store(keyframe_store::Error),
-    Taker(std::io::Error),
+    Taker(io::Error),
 }
 
 impl From<keyframe_store::Error> for Stop {
@@ -99,87 +99,146 @@ impl From<keyframe_store::Error> for Stop {
     }
 }
 
-impl RamSource for StoredRam<'_> {
-    fn read(
-        &self,
-        range: PageRange,
-        sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
-    ) -> std::io::Result<()> {
-        let read =
-            self.loaded.read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker));
-        self.bar.inc(range.len_bytes());
+impl StoredRam {
+    /// Begins to read the map of `head`.
+    fn new(head: Unmapped, bar: ProgressBar) -> Result<Arc<Self>, Failure> {
+        let this = Arc::new(Self { loaded: OnceLock::new(), bar, failed: Mutex::default() });
+        let reading = Arc::clone(&this);
+        std::thread::Builder::new()
+            .name("page-map".into())
+            .spawn(move || {
+                let loaded = head.load().map_err(|error| reading.fail(error)).ok();
+                let _ = reading.loaded.set(loaded);
+            })
+            .map_err(|e| Failure::new(format!("start a thread: {e}")))?;
+        Ok(this)
+    }
+
+    /// The checkpoint, once its map is there.
+    fn loaded(&self) -> io::Result<&Loaded> {
+        self.loaded
+            .wait()
+            .as_ref()
+            .ok_or_else(|| io::Error::other("the checkpoint's page map cannot be read"))
+    }
+
+    fn fail(&self, error: keyframe_store::Error) -> io::Error {
+        let text = crate::failure::chain(&error);
+        if let Ok(mut failed) = self.failed.lock() {
+            failed.get_or_insert(error);
+        }
+        io::Error::other(text)
+    }
+
+    fn ended(&self, read: Result<(), Stop>) -> io::Result<()> {
         match read {
             Ok(()) => Ok(()),
             Err(Stop::Taker(error)) => Err(error),
-            Err(Stop::Store(error)) => {
-                let text = crate::failure::chain(&error);
-                if let Ok(mut failed) = self.failed.lock() {
-                    *failed = Some(error);
-                }
-                Err(std::io::Error::other(text))
-            }
+            Err(Stop::Store(error)) => Err(self.fail(error)),
         }
+    }
+}
+
+impl RamSource for StoredRam {
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let read =
+            self.loaded()?.read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker));
+        self.bar.inc(range.len_bytes());
+        self.ended(read)
+    }
+
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.ended(
+            self.loaded()?.read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker)),
+        )
+    }
+
+    fn wanted_first(&self) -> Vec<PageIndex> {
+        self.loaded().map(Loaded::expected_first).unwrap_or_default()
     }
 }
 
 impl Restore {
     /// Restores and waits for the VM's end.
     pub fn run(&self) -> Outcome {
+        let began = Instant::now();
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
-        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        let head = store.load_unmapped(id).map_err(|e| self.store.failure(&e))?;
+        let (meta, device_state) = (head.meta.clone(), head.device_state.clone());
+        let bar = if self.quiet || self.lazy {
+            ProgressBar::hidden()
+        } else {
+            ProgressBar::new(meta.ram.len_bytes())
+        };
+        if let Ok(style) = ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}") {
+            bar.set_style(style);
+        }
+        let ram = StoredRam::new(head, bar)?;
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
-        let bar =
-            if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(loaded.meta.ram.len_bytes()) };
-        if let Ok(style) = ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}") {
-            bar.set_style(style);
+        if !meta.members.is_empty() {
+            let group = group::Kept { id, meta: &meta, device_state: &device_state, ram: &ram, began };
+            return group::restore(self, &group, &interrupted);
         }
-        let ram = StoredRam { loaded: &loaded, bar, failed: Mutex::default() };
-        if !loaded.meta.members.is_empty() {
-            return group::restore(self, &loaded, &ram, &interrupted);
-        }
-        let plan = self.plan(&loaded)?;
+        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
-        let mut restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| {
-            let failed = ram.failed.lock().ok().and_then(|mut failed| failed.take());
-            failed.map_or_else(|| with_hint(&e, under_kvm), |e| self.store.failure(&e))
-        })?;
+        let before_ns = nanoseconds(began);
+        let started = if self.lazy {
+            restore::start_lazy(plan, Arc::clone(&ram) as _, &device_state)
+        } else {
+            restore::start(plan, &*ram, &device_state)
+        };
+        let restored = started.map_err(|e| self.failure(&e, &ram, under_kvm))?;
         ram.bar.finish_and_clear();
-        if !self.quiet {
+        self.say(|| {
             let state = if self.paused { "paused" } else { "running" };
-            eprintln!(
-                "keyframe: checkpoint {id} of VM {} is {state} after {} (QEMU {})",
-                loaded.meta.vm,
-                output::duration(restored.ready_ns()),
-                restored.pid()
-            );
+            let after = output::duration(before_ns + restored.ready_ns());
+            let qemu = restored.pid();
+            format!("checkpoint {id} of VM {} is {state} after {after} (QEMU {qemu})", meta.vm)
+        });
+        let mut watch =
+            Watch { restore: self, restored, ram: Arc::clone(&ram), before_ns, told: false, warned: false };
+        let ended = watch.until_the_end(&interrupted);
+        watch.keep_working_set();
+        ended
+    }
+
+    fn say(&self, line: impl FnOnce() -> String) {
+        if !self.quiet {
+            eprintln!("keyframe: {}", line());
         }
-        drop(loaded);
-        loop {
-            if let Some(exit) = restored.try_wait().map_err(|e| Failure::qemu(&e))? {
-                if exit.success() {
-                    return Ok(DONE);
+    }
+
+    /// Why the restore failed: the store, where it was that.
+    fn failure(&self, error: &keyframe_qemu::Error, ram: &StoredRam, under_kvm: bool) -> Failure {
+        let failed = ram.failed.lock().ok().and_then(|mut failed| failed.take());
+        match (failed, error) {
+            // It names the page, and the store's error behind it.
+            (Some(store), keyframe_qemu::Error::PageLost { .. }) => {
+                let failure = Failure::new(crate::failure::chain(error));
+                match self.store.failure(&store).fix {
+                    Some(fix) => failure.fix(fix),
+                    None => failure,
                 }
-                eprintln!("keyframe: QEMU ended with {exit}");
-                return Ok(FAILED);
             }
-            if interrupted.load(Ordering::Relaxed) {
-                restored.kill().map_err(|e| Failure::qemu(&e))?;
-                return Ok(DONE);
-            }
-            std::thread::sleep(Duration::from_millis(50));
+            (Some(store), _) => self.store.failure(&store),
+            (None, error) => with_hint(error, under_kvm),
         }
     }
 
-    fn plan(&self, loaded: &Loaded) -> Result<Plan, Failure> {
-        self.plan_of(&loaded.meta.machine, &loaded.meta.ram, self.extra.clone(), self.paused)
-    }
-
-    fn plan_of(
+    fn plan(
         &self,
         machine: &MachineMeta,
         ram: &RamLayout,
@@ -203,5 +262,97 @@ impl Restore {
             eprintln!("keyframe: note: {note}");
         }
         Ok(plan)
+    }
+}
+
+fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {
+    let failure = Failure::qemu(error);
+    if !under_kvm || !matches!(error, keyframe_qemu::Error::Exited { .. }) {
+        return failure;
+    }
+    failure.fix("where it is KVM that this host lacks (keyframe doctor), restore it without: --accel tcg")
+}
+
+fn nanoseconds(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// A VM that runs, and what is left to say about it.
+struct Watch<'a> {
+    restore: &'a Restore,
+    restored: Restored,
+    ram: Arc<StoredRam>,
+    /// From the command to the restore's beginning.
+    before_ns: u64,
+    told: bool,
+    warned: bool,
+}
+
+impl Watch<'_> {
+    fn until_the_end(&mut self, interrupted: &AtomicBool) -> Outcome {
+        loop {
+            let ended = self.restored.try_wait().map_err(|error| {
+                let _ = self.restored.kill();
+                self.restore.failure(&error, &self.ram, false)
+            })?;
+            self.tell();
+            if let Some(exit) = ended {
+                if !exit.success() {
+                    eprintln!("keyframe: QEMU ended with {exit}");
+                    return Ok(FAILED);
+                }
+                let unreadable = self.residency().is_some_and(|r| r.unreadable_pages > 0);
+                return Ok(if unreadable { WARNED } else { DONE });
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                self.restored.kill().map_err(|e| Failure::qemu(&e))?;
+                return Ok(DONE);
+            }
+            std::thread::sleep(Duration::from_millis(if self.told { 50 } else { 5 }));
+        }
+    }
+
+    fn residency(&self) -> Option<Residency> {
+        self.restored.lazy().map(restore::lazy::Lazy::residency)
+    }
+
+    /// Says once that all RAM is there, or that some of it never will be.
+    fn tell(&mut self) {
+        if self.told {
+            return;
+        }
+        let Some(residency) = self.residency() else {
+            self.told = true;
+            return;
+        };
+        if let Some(why) = residency.held_by.filter(|_| !self.warned) {
+            eprintln!(
+                "keyframe: warning: all of the VM's RAM is there, but it still ends with this command: {why}"
+            );
+            self.warned = true;
+        }
+        if let Some(resident_ns) = residency.resident_ns.filter(|_| residency.settled) {
+            let after = output::duration(self.before_ns + resident_ns);
+            let (waited, fetched) = (residency.served_pages, residency.prefetched_pages);
+            self.restore.say(|| {
+                format!("all of its RAM is there after {after}; it waited for {waited} pages, {fetched} came before it asked")
+            });
+            self.keep_working_set();
+            self.told = true;
+        } else if residency.prefetched && residency.unreadable_pages > 0 {
+            let (count, what) = (residency.unreadable_pages, "of the checkpoint's pages cannot be read");
+            eprintln!("keyframe: warning: {count} {what}; the VM runs until it needs one of them");
+            for (page, why) in &residency.unreadable {
+                eprintln!("keyframe: page {}: {why}", page.0);
+            }
+            self.told = true;
+        }
+    }
+
+    /// For the next restore. It is advice: a store that cannot be written to does without.
+    fn keep_working_set(&self) {
+        if let (Some(lazy), Ok(loaded)) = (self.restored.lazy(), self.ram.loaded()) {
+            let _ = loaded.keep_working_set(&lazy.touched());
+        }
     }
 }

@@ -9,6 +9,7 @@ mod fault_oracle;
 mod fault_tracking;
 mod fork;
 mod killed;
+mod missing;
 mod oracle;
 mod qemu;
 mod reading;

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 const PIECE_PAGES: u64 = 4096;
 /// The longest write.
 const WRITE_BYTES_MAX: usize = 256 << 10;
-/// Threads that fill.
-const THREADS: usize = 2;
+/// Threads that fill at most; one a core.
+const THREADS_MAX: usize = 16;
 
 /// A block's memory, to be filled and given to QEMU.
 pub struct Memory {
@@ -46,7 +46,7 @@ impl Memory {
 /// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {
     let pieces: Vec<(&Memory, PageRange)> =
-        memories.iter().flat_map(|m| pieces(m.pages).map(move |p| (m, p))).collect();
+        memories.iter().flat_map(|m| pieces(m.pages, PIECE_PAGES).map(move |p| (m, p))).collect();
     let next = AtomicUsize::new(0);
     let work = || -> Result<()> {
         while let Some((memory, piece)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -59,7 +59,8 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
         Ok(())
     };
     std::thread::scope(|scope| {
-        let helpers: Vec<_> = (1..THREADS).map(|_| scope.spawn(work)).collect();
+        let threads = std::thread::available_parallelism().map_or(2, usize::from).min(THREADS_MAX);
+        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
         let mut result = work();
         for helper in helpers {
             let other = helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -76,10 +77,11 @@ fn is_cancellation(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
 }
 
-fn pieces(pages: PageRange) -> impl Iterator<Item = PageRange> {
-    (0..pages.len_pages.div_ceil(PIECE_PAGES)).map(move |k| {
-        let skipped = k * PIECE_PAGES;
-        PageRange::new(PageIndex(pages.first.0 + skipped), PIECE_PAGES.min(pages.len_pages - skipped))
+/// `pages` in pieces of `piece_pages`, the last perhaps shorter.
+pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
+    (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
+        let skipped = k * piece_pages;
+        PageRange::new(PageIndex(pages.first.0 + skipped), piece_pages.min(pages.len_pages - skipped))
     })
 }
 
@@ -89,7 +91,8 @@ fn fill_piece(
     source: &dyn RamSource,
     cancelled: &AtomicBool,
 ) -> io::Result<()> {
-    let mut run = Run { file: &memory.file, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) };
+    let write = |offset: u64, bytes: &[u8]| memory.file.write_all_at(bytes, offset);
+    let mut run = Run::new(&write);
     source.read(piece, &mut |page, content| {
         if cancelled.load(Ordering::Relaxed) {
             return Err(io::Error::new(io::ErrorKind::Interrupted, "the restore was given up"));
@@ -110,14 +113,20 @@ pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
 }
 
 /// Neighbouring pages on their way out.
-struct Run<'a> {
-    file: &'a File,
+pub struct Run<'a> {
+    /// Takes bytes and where they belong.
+    write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>,
     start: u64,
     bytes: Vec<u8>,
 }
 
-impl Run<'_> {
-    fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
+impl<'a> Run<'a> {
+    pub fn new(write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>) -> Self {
+        Self { write, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) }
+    }
+
+    /// A page that belongs at `offset`.
+    pub fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
         if self.start + self.bytes.len() as u64 != offset || self.bytes.len() >= WRITE_BYTES_MAX {
             self.flush()?;
             self.start = offset;
@@ -126,9 +135,12 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.write_all_at(&self.bytes, self.start)?;
-        self.bytes.clear();
+    /// Lets out what is held.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if !self.bytes.is_empty() {
+            (self.write)(self.start, &self.bytes)?;
+            self.bytes.clear();
+        }
         Ok(())
     }
 }
@@ -188,7 +200,7 @@ mod tests {
     #[test]
     fn pieces_cover_every_page_once() {
         for len in [0, 1, PIECE_PAGES, PIECE_PAGES + 1, 3 * PIECE_PAGES - 1] {
-            let all: Vec<PageRange> = pieces(PageRange::new(PageIndex(7), len)).collect();
+            let all: Vec<PageRange> = pieces(PageRange::new(PageIndex(7), len), PIECE_PAGES).collect();
             assert_eq!(all.iter().map(|p| p.len_pages).sum::<u64>(), len);
             assert!(
                 all.windows(2).all(|w| w[0].end() == w[1].first)

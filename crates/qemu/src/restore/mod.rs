@@ -3,18 +3,23 @@
 //! ```text
 //!   Plan ──▶ memfds ──▶ QEMU -S -incoming ──▶ same machine? same RAM blocks? ──▶ devices and small blocks ──▶ cont
 //!              ▲              (starts while the memfds are being filled)              through a socket
-//!              └─ pages from the store, two threads
+//!              └─ pages from the store, a thread each core
 //! ```
+//!
+//! Lazily, the memfds stay empty: once QEMU answers, its RAM becomes missing, and pages come as they are touched
+//! ([`lazy`]).
 //!
 //! Invariants:
 //! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
 //! 2. A restore that fails leaves no process behind.
-//! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running.
+//! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running. A lazy restore, though, is
+//!    ended with us until all of its RAM is there.
 //!
-//! Left out: restoring on demand (pages fetched when the guest touches them), disks.
+//! Left out: disks.
 
 mod carried;
 mod fill;
+pub mod lazy;
 mod plan;
 
 pub use plan::Plan;
@@ -29,6 +34,7 @@ use crate::vm::{Origin, Vm, inherited_path, machine_type, memfd, monitor_config}
 use crate::{Error, Qmp, Result, RunStatus};
 use fill::Memory;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
+use lazy::{Lazy, SharedSource};
 use plan::Word;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::io::{self, BufWriter};
@@ -37,6 +43,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -90,11 +97,27 @@ pub trait RamSource: Sync {
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()>;
+
+    /// The same for single pages.
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        pages.iter().try_for_each(|page| self.read(PageRange::new(*page, 1), sink))
+    }
+
+    /// The pages that a VM is expected to touch first, in that order; for lazy restores.
+    fn wanted_first(&self) -> Vec<PageIndex> {
+        Vec::new()
+    }
 }
 
 /// A VM brought to life.
 pub struct Restored {
+    // Behind `vm` in vain: what is left of the serving is to end after QEMU was.
     vm: Vm,
+    lazy: Option<Lazy>,
     ready_ns: u64,
 }
 
@@ -109,9 +132,18 @@ impl Restored {
         self.vm.pid()
     }
 
-    /// How QEMU ended, if it has.
+    /// How QEMU ended, if it has. Of a lazy restore this is also what takes leave of it once all pages are there, so
+    /// that it is to be asked now and then. Errors: those of [`Lazy::settle`].
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
+        if let Some(lazy) = &mut self.lazy {
+            lazy.settle()?;
+        }
         self.vm.try_wait()
+    }
+
+    /// The serving of its RAM, where the restore was a lazy one.
+    pub fn lazy(&self) -> Option<&Lazy> {
+        self.lazy.as_ref()
     }
 
     /// Ends QEMU.
@@ -124,7 +156,7 @@ impl Restored {
         &mut self.vm
     }
 
-    /// The VM alone.
+    /// The VM alone; not to be asked of a lazy restore before all of its RAM is there.
     pub fn into_vm(self) -> Vm {
         self.vm
     }
@@ -135,18 +167,45 @@ impl Restored {
 /// Errors: [`Error::Exited`] where QEMU ends on the way (it has said why on its standard error),
 /// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`. No process is left then.
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
+    start_with(plan, &Ram::Eager(ram), device_state)
+}
+
+/// As [`start`], but the VM runs before its RAM is there, and waits for each page that it touches before it came. The calling
+/// thread must live until all is there ([`lazy::Residency`]): the kernel ends QEMU with it before.
+///
+/// Errors: those of [`start`]; [`Error::Memory`] where the kernel does not let us serve its memory.
+pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
+    start_with(plan, &Ram::Lazy(ram), device_state)
+}
+
+/// Where RAM comes from, and when.
+enum Ram<'a> {
+    Eager(&'a dyn RamSource),
+    Lazy(SharedSource),
+}
+
+impl Ram<'_> {
+    fn source(&self) -> &dyn RamSource {
+        match self {
+            Self::Eager(source) => *source,
+            Self::Lazy(source) => &**source,
+        }
+    }
+}
+
+fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored> {
     let started = Instant::now();
     stream::check(device_state)?;
     let crossing = Crossing::of(&plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
-    let mut starting = Starting::new(&plan)?;
+    let mut starting = Starting::new(&plan, started)?;
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
     match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
-        Ok(qmp) => {
+        Ok((qmp, lazy, ready_ns)) => {
             let lines = (plan.source.user_command, full_command);
             let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
-            Ok(Restored { vm, ready_ns: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX) })
+            Ok(Restored { vm, lazy, ready_ns })
         }
         Err(error) => {
             let _ = spawn::kill(&mut child);
@@ -197,16 +256,17 @@ struct Starting {
     memories: Vec<Memory>,
     monitor: Pair,
     incoming: Pair,
+    started: Instant,
 }
 
 impl Starting {
-    fn new(plan: &Plan) -> Result<Self> {
+    fn new(plan: &Plan, started: Instant) -> Result<Self> {
         let layout = &plan.source.ram;
         let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = of_backend
             .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
             .collect::<Result<Vec<_>>>()?;
-        Ok(Self { memories, monitor: Pair::new()?, incoming: Pair::new()? })
+        Ok(Self { memories, monitor: Pair::new()?, incoming: Pair::new()?, started })
     }
 
     fn spawn(
@@ -252,7 +312,7 @@ impl Starting {
         Ok((spawn::start(&mut command, &descriptors)?, words))
     }
 
-    /// All that follows the start, up to the VM running.
+    /// All that follows the start, up to the VM running; tells when it did.
     ///
     /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say first that its stream
     /// broke off.
@@ -260,33 +320,65 @@ impl Starting {
         &self,
         plan: &Plan,
         child: &mut Child,
-        ram: &dyn RamSource,
+        ram: &Ram<'_>,
         device_state: &[u8],
         crossing: Option<&Crossing>,
+    ) -> Result<(Qmp, Option<Lazy>, u64)> {
+        let incoming = self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let (mut qmp, mut lazy) = match ram {
+            Ram::Eager(source) => (self.fill(plan, child, *source, crossing)?, None),
+            Ram::Lazy(source) => {
+                let qmp = self.meet(plan, child, crossing)?;
+                // Before anything is loaded: devices touch RAM as they come to life.
+                let lazy = Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
+                (qmp, Some(lazy))
+            }
+        };
+        let loaded = send(&UnixStream::from(incoming), plan, ram.source(), device_state)
+            .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))
+            .and_then(|()| wait_until_loaded(&mut qmp, child));
+        // QEMU's end may be for a page that it needed, which says more.
+        if let (Err(_), Some(lazy)) = (&loaded, &mut lazy) {
+            lazy.settle()?;
+        }
+        loaded?;
+        if !plan.paused {
+            qmp.cont()?;
+        }
+        let ready_ns = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        if let Some(lazy) = &mut lazy {
+            lazy.prefetch()?;
+        }
+        Ok((qmp, lazy, ready_ns))
+    }
+
+    /// Fills the memories while QEMU starts.
+    fn fill(
+        &self,
+        plan: &Plan,
+        child: &mut Child,
+        ram: &dyn RamSource,
+        crossing: Option<&Crossing>,
     ) -> Result<Qmp> {
-        let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(Error::io("duplicate a socket to QEMU"));
-        let (monitor, incoming) = (duplicate(&self.monitor.ours)?, duplicate(&self.incoming.ours)?);
         let cancelled = AtomicBool::new(false);
-        let mut qmp = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let filling = scope.spawn(|| fill::fill(&self.memories, ram, &cancelled));
-            let qmp = connect(monitor, child).and_then(|mut qmp| {
-                check_machine(&mut qmp, plan)?;
-                if let Some(to) = crossing.map(|c| c.to) {
-                    accel::check_processors(&mut qmp, to, plan.source.cpu_lacks.as_deref())?;
-                }
-                Ok(qmp)
-            });
+            let qmp = self.meet(plan, child, crossing);
             if qmp.is_err() {
                 cancelled.store(true, Ordering::Relaxed);
             }
             let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             qmp.and_then(|qmp| filled.map(|()| qmp))
-        })?;
-        send(&UnixStream::from(incoming), plan, ram, device_state)
-            .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
-        wait_until_loaded(&mut qmp, child)?;
-        if !plan.paused {
-            qmp.cont()?;
+        })
+    }
+
+    /// Waits until QEMU answers, and compares it with the checkpoint's machine.
+    fn meet(&self, plan: &Plan, child: &mut Child, crossing: Option<&Crossing>) -> Result<Qmp> {
+        let monitor = self.monitor.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let mut qmp = connect(monitor, child)?;
+        check_machine(&mut qmp, plan)?;
+        if let Some(to) = crossing.map(|c| c.to) {
+            accel::check_processors(&mut qmp, to, plan.source.cpu_lacks.as_deref())?;
         }
         Ok(qmp)
     }

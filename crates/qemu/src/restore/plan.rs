@@ -168,7 +168,12 @@ fn find_binary(source: &RestoreSource, chosen: Option<&Path>, notes: &mut Vec<St
             other => other,
         })?,
     };
-    let identity = QemuIdentity::of(&path)?;
+    let known = QemuIdentity {
+        path: path.clone(),
+        version: source.qemu_version.clone(),
+        blake3: source.qemu_blake3.clone(),
+    };
+    let identity = QemuIdentity::of_known(&path, &known)?;
     if release(&identity.version) != release(&source.qemu_version) {
         return Err(Error::DifferentVersion {
             path,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const FOLDERS: [&str; 5] = ["packs", "maps", "checkpoints", "tags", "tmp"];
+const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 const LOCK: &str = "lock";
 const HOLDER_BYTES_MAX: u64 = 4096;
 
@@ -114,9 +114,15 @@ impl Backend for Local {
         let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
         let temporary =
             self.root.join(format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()));
-        let written = write_temporary(&temporary, bytes).and_then(|()| {
-            std::fs::rename(&temporary, &path).map_err(|e| io_error(&path, "rename into place", e))
-        });
+        let rename = || match std::fs::rename(&temporary, &path) {
+            // A store made before there was such a folder.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && temporary.exists() => {
+                self.make_folder(path.parent().unwrap_or(&self.root))?;
+                std::fs::rename(&temporary, &path).map_err(|e| io_error(&path, "rename into place", e))
+            }
+            other => other.map_err(|e| io_error(&path, "rename into place", e)),
+        };
+        let written = write_temporary(&temporary, bytes).and_then(|()| rename());
         if let Err(error) = written {
             // Best effort: the next writer clears the folder.
             let _ = std::fs::remove_file(&temporary);

@@ -1,82 +1,131 @@
 //! A group's checkpoint comes to life: all members are loaded, then all run.
 
-use super::Restore;
+use super::{Restore, StoredRam, nanoseconds};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use keyframe_capture::group::split_states;
 use keyframe_qemu::restore::{self, Plan, RamSource, Restored};
-use keyframe_store::{Loaded, MemberMeta};
-use keyframe_units::{Page, PageIndex, PageRange, RamLayout};
+use keyframe_store::{MemberMeta, Meta};
+use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+/// A group's checkpoint.
+pub struct Kept<'a> {
+    /// Its number.
+    pub id: CheckpointId,
+    /// What it tells about itself.
+    pub meta: &'a Meta,
+    /// The members' device states, and the network's.
+    pub device_state: &'a [u8],
+    /// The members' RAM.
+    pub ram: &'a Arc<StoredRam>,
+    /// When the command began.
+    pub began: Instant,
+}
+
 /// A member as it is in the checkpoint.
-struct Kept<'a> {
+struct Member<'a> {
     meta: &'a MemberMeta,
     ram: RamLayout,
-    first: PageIndex,
+    source: Arc<MemberRam>,
     device_state: &'a [u8],
     extra: Vec<OsString>,
 }
 
 /// A member's RAM out of the group's.
-struct MemberRam<'a> {
-    group: &'a dyn RamSource,
-    first: PageIndex,
+struct MemberRam {
+    group: Arc<StoredRam>,
+    first: u64,
+    len_pages: u64,
 }
 
-impl RamSource for MemberRam<'_> {
+impl MemberRam {
+    fn of_member(&self, page: PageIndex) -> Option<PageIndex> {
+        page.0.checked_sub(self.first).filter(|own| *own < self.len_pages).map(PageIndex)
+    }
+}
+
+impl RamSource for MemberRam {
     fn read(
         &self,
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
     ) -> std::io::Result<()> {
-        let first = self.first.0;
-        let of_group = PageRange::new(PageIndex(first + range.first.0), range.len_pages);
-        self.group.read(of_group, &mut |page, content| sink(PageIndex(page.0 - first), content))
+        let of_group = PageRange::new(PageIndex(self.first + range.first.0), range.len_pages);
+        self.group.read(of_group, &mut |page, content| sink(PageIndex(page.0 - self.first), content))
+    }
+
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        let of_group: Vec<PageIndex> = pages.iter().map(|page| PageIndex(self.first + page.0)).collect();
+        self.group.read_some(&of_group, &mut |page, content| sink(PageIndex(page.0 - self.first), content))
+    }
+
+    fn wanted_first(&self) -> Vec<PageIndex> {
+        self.group.wanted_first().into_iter().filter_map(|page| self.of_member(page)).collect()
     }
 }
 
-/// Restores all members of `loaded`, whose pages `ram` gives, and waits for their ends.
-pub fn restore(command: &Restore, loaded: &Loaded, ram: &dyn RamSource, interrupted: &AtomicBool) -> Outcome {
-    let started = Instant::now();
-    let kept = kept(command, loaded)?;
-    let plans = kept.iter().map(|member| plan(command, member)).collect::<Result<Vec<_>, _>>()?;
-    let results: Vec<Result<Restored, Failure>> = std::thread::scope(|scope| {
-        let start = |(member, plan): (&Kept<'_>, Plan)| {
-            let (first, state, name) = (member.first, member.device_state.to_vec(), member.meta.name.clone());
-            scope.spawn(move || {
-                let ram = MemberRam { group: ram, first };
-                restore::start(plan, &ram, &state).map_err(|e| Failure::qemu(&e).about(&name))
-            })
+/// Restores all members of `group` and waits for their ends.
+pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
+    let members = members(command, group)?;
+    let plans = members.iter().map(|member| plan(command, member)).collect::<Result<Vec<_>, _>>()?;
+    let mut restored = all_or_none(start(command, group, &members, plans))?;
+    if !command.paused {
+        let ran = restored.iter_mut().try_for_each(|m| m.vm().qmp().cont());
+        if let Err(error) = ran {
+            kill(&mut restored);
+            return Err(Failure::qemu(&error));
+        }
+    }
+    group.ram.bar.finish_and_clear();
+    command.say(|| {
+        let state = if command.paused { "paused" } else { "running" };
+        let after = output::duration(nanoseconds(group.began));
+        let named = members.iter().zip(&restored).map(|(k, m)| format!("QEMU {} {}", k.meta.name, m.pid()));
+        let named = named.collect::<Vec<_>>().join(", ");
+        format!("checkpoint {} of group {} is {state} after {after} ({named})", group.id, group.meta.vm)
+    });
+    wait(&mut restored, interrupted)
+}
+
+/// Starts all members, paused.
+fn start(
+    command: &Restore,
+    group: &Kept<'_>,
+    members: &[Member<'_>],
+    plans: Vec<Plan>,
+) -> Vec<Result<Restored, Failure>> {
+    let failure = |error: &keyframe_qemu::Error, member: &Member<'_>| {
+        command.failure(error, group.ram, false).about(&member.meta.name)
+    };
+    if command.lazy {
+        // A VM whose RAM is not there yet ends with the thread that started it.
+        let lazily = |(member, plan): (&Member<'_>, Plan)| {
+            let source = Arc::clone(&member.source);
+            restore::start_lazy(plan, source, member.device_state).map_err(|e| failure(&e, member))
         };
-        let threads: Vec<_> = kept.iter().zip(plans).map(start).collect();
+        return members.iter().zip(plans).map(lazily).collect();
+    }
+    std::thread::scope(|scope| {
+        let failure = &failure;
+        let mut threads = Vec::with_capacity(members.len());
+        for (member, plan) in members.iter().zip(plans) {
+            threads.push(scope.spawn(move || {
+                restore::start(plan, &*member.source, member.device_state).map_err(|e| failure(&e, member))
+            }));
+        }
         threads
             .into_iter()
             .map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
-    });
-    let mut members = all_or_none(results)?;
-    if !command.paused {
-        let ran = members.iter_mut().try_for_each(|m| m.vm().qmp().cont());
-        if let Err(error) = ran {
-            kill(&mut members);
-            return Err(Failure::qemu(&error));
-        }
-    }
-    if !command.quiet {
-        let state = if command.paused { "paused" } else { "running" };
-        let named = kept.iter().zip(&members).map(|(k, m)| format!("QEMU {} {}", k.meta.name, m.pid()));
-        eprintln!(
-            "keyframe: checkpoint {} of group {} is {state} after {} ({})",
-            loaded.id,
-            loaded.meta.vm,
-            output::duration(u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX)),
-            named.collect::<Vec<_>>().join(", ")
-        );
-    }
-    wait(&mut members, interrupted)
+    })
 }
 
 /// Waits until all have ended.
@@ -126,34 +175,34 @@ fn kill(members: &mut [Restored]) {
 }
 
 /// The members as they are in the checkpoint, each with its share of the extra arguments.
-fn kept<'a>(command: &Restore, loaded: &'a Loaded) -> Result<Vec<Kept<'a>>, Failure> {
+fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<Vec<Member<'a>>, Failure> {
     let contradicts =
-        || Failure::new(format!("checkpoint {}: what it says of its members contradicts itself", loaded.id));
-    let members = &loaded.meta.members;
-    let rams = loaded.meta.members_ram().ok_or_else(contradicts)?;
-    let states = split_states(&loaded.device_state)
-        .filter(|s| s.len() == members.len() + 1)
+        || Failure::new(format!("checkpoint {}: what it says of its members contradicts itself", group.id));
+    let members = &group.meta.members;
+    let rams = group.meta.members_ram().ok_or_else(contradicts)?;
+    let states = split_states(group.device_state)
+        .filter(|states| states.len() == members.len() + 1)
         .ok_or_else(contradicts)?;
     let mut extra: Vec<Vec<OsString>> = command.extra.split(|word| word == "--").map(<[_]>::to_vec).collect();
     if extra.len() > 1 && extra.len() != members.len() {
-        return Err(Failure::new(format!(
-            "extra arguments for {} VMs, where the group has {}",
-            extra.len(),
-            members.len()
-        ))
-        .fix("give them in the order of the members (keyframe show), separated by --"));
+        let text = format!("extra arguments for {} VMs, where the group has {}", extra.len(), members.len());
+        return Err(
+            Failure::new(text).fix("give them in the order of the members (keyframe show), separated by --")
+        );
     }
     // Without a separator they are for all.
     let for_all = extra.first().cloned().unwrap_or_default();
     extra.resize(members.len(), for_all);
-    let kept = members.iter().zip(rams).zip(states).zip(extra);
-    Ok(kept
-        .map(|(((meta, (ram, first)), device_state), extra)| Kept { meta, ram, first, device_state, extra })
-        .collect())
+    let member = |(((meta, (ram, first)), device_state), extra): (((_, (RamLayout, PageIndex)), _), _)| {
+        let group = Arc::clone(group.ram);
+        let source = Arc::new(MemberRam { group, first: first.0, len_pages: ram.len_pages() });
+        Member { meta, ram, source, device_state, extra }
+    };
+    Ok(members.iter().zip(rams).zip(states).zip(extra).map(member).collect())
 }
 
-fn plan(command: &Restore, member: &Kept<'_>) -> Result<Plan, Failure> {
+fn plan(command: &Restore, member: &Member<'_>) -> Result<Plan, Failure> {
     command
-        .plan_of(&member.meta.machine, &member.ram, member.extra.clone(), true)
+        .plan(&member.meta.machine, &member.ram, member.extra.clone(), true)
         .map_err(|failure| failure.about(&member.meta.name))
 }

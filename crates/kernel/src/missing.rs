@@ -1,0 +1,257 @@
+//! Memory of a process whose pages come when it touches them, from us.
+//!
+//! ```text
+//!                  register              place, place_zeros
+//!   empty memfd ───────────▶ missing ──────────────────────────▶ there
+//!                              │  ▲                                │
+//!            touched: it waits │  └──────── punched out ───────────┘      complete: no page waits any more; what is
+//!            for us, and is    ▼                                          missing reads as zeros from then on
+//!            in `wait`'s list
+//! ```
+//!
+//! Everything here is for one purpose: that the process never reads zeros where a page has not come yet.
+//!
+//! Invariants:
+//! 1. A page that is there is never written: the kernel refuses to place another one, and refusing is no error here.
+//! 2. If we die, at whatever instant, the process never reads a page that was not placed. The kernel makes missing pages
+//!    zeros again only when the *last* descriptor of the userfaultfd closes, and the process keeps one of its own (which
+//!    it knows nothing of) until [`MissingPages::release`]. Its threads wait for ever then; so that it does not stay like
+//!    that, the kernel ends it (`PR_SET_PDEATHSIG`) when the thread that started it ends.
+//! 3. Dropping without [`MissingPages::release`] is as dying in this: nothing is released.
+//!
+//! For children of ours: the kernel ends them with the thread that started them, which must therefore stay until the
+//! release. Left out: where pages come from; private memory and huge pages (the memory is a memfd of ours).
+
+use crate::abi::{self, MESSAGE_BYTES, Message};
+use crate::attach::{Hijack, in_session};
+use crate::stretch;
+use crate::{Error, Process, Result};
+use keyframe_units::{HostRange, HostVirt, PAGE_BYTES};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_send_signal};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+const MESSAGES_MAX: usize = 64;
+/// How often in a row the kernel may ask to try again before that is an error.
+const AGAIN_MAX: u32 = 10_000;
+
+/// Memory of a process that is filled as it is touched. May be used by several threads.
+#[derive(Debug)]
+pub struct MissingPages {
+    process: Process,
+    uffd: OwnedFd,
+    /// The number of the process's own descriptor.
+    theirs: u64,
+    registered: Vec<HostRange>,
+}
+
+impl MissingPages {
+    /// Has `process`, a child of ours, open a userfaultfd, which both keep. From here on the process ends with the thread
+    /// that started it.
+    ///
+    /// Errors: those of [`crate::attach::inject_userfaultfd`]; [`Error::MissingUserModeOnly`]; the kernel lacks a feature.
+    /// The process runs on, with no page missing.
+    pub fn inject(process: &Process) -> Result<Self> {
+        let (uffd, theirs) = in_session(process, |hijack| open(process, hijack))?;
+        let failed = |source| Error::Tracker {
+            pid: process.pid(),
+            operation: "ask userfaultfd for its features",
+            source,
+        };
+        match abi::uffd_api(uffd.as_fd(), abi::FEATURE_MISSING_SHMEM) {
+            Ok(_) => Ok(Self { process: process.try_clone()?, uffd, theirs, registered: Vec::new() }),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                Err(Error::MissingFeature { feature: "MISSING_SHMEM", since: "4.11" })
+            }
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    /// From now on whoever touches a page of `range` that is not there waits for it.
+    pub fn register(&mut self, range: HostRange) -> Result<()> {
+        let (pid, operation) = (self.process.pid(), "register");
+        for part in stretch::mapped(&self.process, range)? {
+            if part.page_bytes != PAGE_BYTES as u64 {
+                return Err(Error::PageSize { pid, range: part.range, page_bytes: part.page_bytes });
+            }
+        }
+        abi::uffd_register_missing(self.uffd.as_fd(), range.start.0, range.len_bytes)
+            .map_err(|source| Error::TrackRange { pid, operation, range, source })?;
+        self.registered.push(range);
+        Ok(())
+    }
+
+    /// Waits until threads wait for pages, and adds these pages' addresses to `touched`; a page may come more than once,
+    /// and may be there by now. False where `stop` became readable instead.
+    pub fn wait(&self, stop: BorrowedFd<'_>, touched: &mut Vec<HostVirt>) -> Result<bool> {
+        let failed =
+            |source| Error::Tracker { pid: self.process.pid(), operation: "wait for missing pages", source };
+        let mut fds = [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(&self.uffd, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => return Ok(true),
+            Err(error) => return Err(failed(error.into())),
+        }
+        if !fds[0].revents().is_empty() {
+            return Ok(false);
+        }
+        if fds[1].revents().intersects(PollFlags::ERR | PollFlags::NVAL) {
+            return Err(failed(io::Error::other("userfaultfd is in error")));
+        }
+        let mut bytes = [0; MESSAGE_BYTES * MESSAGES_MAX];
+        let got = match rustix::io::read(&self.uffd, &mut bytes) {
+            Ok(got) => got,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => 0,
+            Err(error) => return Err(failed(error.into())),
+        };
+        let (messages, _) = bytes.get(..got).unwrap_or_default().as_chunks::<MESSAGE_BYTES>();
+        touched.extend(messages.iter().filter_map(|message| match Message::parse(message) {
+            Message::Fault { address } => Some(HostVirt(address & !(PAGE_BYTES as u64 - 1))),
+            Message::Remove { .. } | Message::Other(_) => None,
+        }));
+        Ok(true)
+    }
+
+    /// Places `content`, whole pages, from `start` on, and lets those go on who wait for them. Pages that are there stay as
+    /// they are. Gives back how many pages were placed. Errors: the process is gone; the memory is not registered; no
+    /// memory is left.
+    pub fn place(&self, start: HostVirt, content: &[u8]) -> Result<u64> {
+        self.place_by(start, content.len() as u64, &mut |at, from| {
+            abi::uffd_copy(self.uffd.as_fd(), at, content.get(from as usize..).unwrap_or_default())
+        })
+    }
+
+    /// As [`Self::place`], zeros.
+    pub fn place_zeros(&self, range: HostRange) -> Result<u64> {
+        self.place_by(range.start, range.len_bytes, &mut |at, from| {
+            abi::uffd_zero(self.uffd.as_fd(), at, range.len_bytes - from)
+        })
+    }
+
+    fn place_by(
+        &self,
+        start: HostVirt,
+        len_bytes: u64,
+        place: &mut dyn FnMut(u64, u64) -> io::Result<u64>,
+    ) -> Result<u64> {
+        let page = PAGE_BYTES as u64;
+        let (pid, operation) = (self.process.pid(), "place pages at");
+        let failed = |source| match source {
+            error if io::Error::raw_os_error(&error) == Some(libc::ESRCH) => Error::Gone { pid, operation },
+            source => Error::TrackRange { pid, operation, range: HostRange { start, len_bytes }, source },
+        };
+        let (mut from, mut placed, mut again) = (0, 0, 0);
+        while from < len_bytes {
+            match place(start.0 + from, from) {
+                Ok(0) => {}
+                Ok(done) => {
+                    placed += done / page;
+                    from += done;
+                    again = 0;
+                    continue;
+                }
+                Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                    // Whoever waits for it has not seen it yet: it may have come by another way than ours.
+                    self.wake(HostRange { start: HostVirt(start.0 + from), len_bytes: page })?;
+                    from += page;
+                    continue;
+                }
+                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {}
+                Err(error) => return Err(failed(error)),
+            }
+            again += 1;
+            if again > AGAIN_MAX {
+                return Err(failed(io::ErrorKind::TimedOut.into()));
+            }
+            std::thread::yield_now();
+        }
+        Ok(placed)
+    }
+
+    fn wake(&self, range: HostRange) -> Result<()> {
+        let (pid, operation) = (self.process.pid(), "wake who waits at");
+        match abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes) {
+            Err(source) => Err(Error::TrackRange { pid, operation, range, source }),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// True until the process exits.
+    pub fn is_alive(&self) -> bool {
+        self.process.is_alive()
+    }
+
+    /// Ends the process at once: for a page that cannot be had.
+    pub fn end_process(&self) -> Result<()> {
+        match pidfd_send_signal(self.process.pidfd(), Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(source) => {
+                Err(Error::Tracker { pid: self.process.pid(), operation: "end it", source: source.into() })
+            }
+        }
+    }
+
+    /// Nobody waits any more: what is missing reads as zeros from here on, so that all that is not zero must be there.
+    pub fn complete(&self) -> Result<()> {
+        let pid = self.process.pid();
+        for range in &self.registered {
+            abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes)
+                .and_then(|()| abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes))
+                .map_err(|source| Error::TrackRange {
+                    pid,
+                    operation: "unregister",
+                    range: *range,
+                    source,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Leaves the process, which must be complete, to itself: its descriptor is closed, and it does not end with us any
+    /// more. The same holds as of [`crate::attach::inject_userfaultfd`]: nobody here may be in `waitpid` for it meanwhile.
+    /// After an error its memory is whole all the same.
+    pub fn release(&self) -> Result<()> {
+        in_session(&self.process, |hijack| {
+            hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;
+            end_with_parent(hijack, 0)
+        })
+    }
+}
+
+/// Opens the descriptor in the target and takes a copy of it.
+fn open(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u64)> {
+    end_with_parent(hijack, libc::SIGKILL)?;
+    let made = descriptor(process, hijack);
+    if made.is_err() {
+        end_with_parent(hijack, 0)?;
+    }
+    made
+}
+
+fn descriptor(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u64)> {
+    let pid = process.pid();
+    let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+    let theirs = match hijack.call_with("userfaultfd", libc::SYS_userfaultfd, [flags, 0, 0, 0, 0]) {
+        Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::EPERM) => {
+            return Err(Error::MissingUserModeOnly { pid });
+        }
+        other => other?,
+    };
+    let ours = i32::try_from(theirs)
+        .map_err(io::Error::other)
+        .and_then(|fd| Ok(pidfd_getfd(process.pidfd(), fd, PidfdGetfdFlags::empty())?));
+    match ours {
+        Ok(ours) => Ok((ours, theirs)),
+        Err(source) => {
+            hijack.call_with("close", libc::SYS_close, [theirs, 0, 0, 0, 0])?;
+            Err(Error::Attach { pid, operation: "pidfd_getfd", source })
+        }
+    }
+}
+
+/// The signal that the target gets when the thread that started it ends; 0 for none.
+fn end_with_parent(hijack: &mut Hijack<'_>, signal: i32) -> Result<()> {
+    let (option, signal) = (libc::PR_SET_PDEATHSIG as u64, signal as u64);
+    hijack.call_with("prctl", libc::SYS_prctl, [option, signal, 0, 0, 0]).map(drop)
+}

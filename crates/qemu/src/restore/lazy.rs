@@ -1,0 +1,488 @@
+//! Gives a restored VM its RAM while it runs already: each page when the VM touches it, and all others behind its back.
+//!
+//! ```text
+//!   QEMU -S, empty memfds ─▶ attach: RAM is missing ─▶ devices are loaded ─▶ cont ─▶ all is there ─▶ settle: on its own
+//!                              │ server: a touched page, at once ─────────────────────────▶ │
+//!                                                                             │ prefetch:   │
+//!                                                               pages wanted first, then all that is not zero
+//! ```
+//!
+//! Invariants:
+//! 1. The VM never sees a page that is neither the checkpoint's nor written by itself: pages are placed only where none
+//!    is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits for it for ever and is
+//!    ended (`keyframe_kernel::missing`).
+//! 2. A page is taken from the checkpoint once. One that was there and is missing again was discarded (balloon), and
+//!    comes back as zeros.
+//! 3. A page that cannot be read ends the VM only when the VM needs it.
+//!
+//! Left out: pages of zeros are not placed before they are touched; small blocks (ROMs), which come by the stream.
+
+use super::RamSource;
+use super::fill::{Memory, Run, check_within, pieces};
+use crate::{Error, Result};
+use keyframe_kernel::missing::MissingPages;
+use keyframe_kernel::{Process, priority};
+use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{FallocateFlags, fallocate, fstat};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Pages that are fetched at once: 1 MiB.
+const PIECE_PAGES: u64 = 256;
+/// How often a page that the VM waits for is tried, and the pause after the first try; it doubles.
+const TRIES: u32 = 5;
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
+/// How often leaving the VM to itself is tried.
+const RELEASE_AGAIN: Duration = Duration::from_secs(1);
+/// Threads that prefetch at most; one core is left to the VM.
+const PREFETCHERS_MAX: usize = 4;
+/// Touched pages that are remembered.
+const TOUCHED_MAX: usize = 1 << 20;
+/// Unreadable pages that are named.
+const NAMED_MAX: usize = 8;
+
+/// Where pages come from, kept as long as they are needed.
+pub type SharedSource = Arc<dyn RamSource + Send>;
+
+/// How far a lazy restore is.
+#[derive(Clone, Debug, Default)]
+pub struct Residency {
+    /// From the beginning of the restore until all pages were there, in nanoseconds; `None` before.
+    pub resident_ns: Option<u64>,
+    /// Pages that the VM waited for.
+    pub served_pages: u64,
+    /// Pages that were fetched before it touched them.
+    pub prefetched_pages: u64,
+    /// Pages that cannot be read. The VM ends if it touches one.
+    pub unreadable_pages: u64,
+    /// The first of them, and why.
+    pub unreadable: Vec<(PageIndex, String)>,
+    /// True once every page was fetched, or found unreadable.
+    pub prefetched: bool,
+    /// True once the VM is on its own, and does not end with us any more.
+    pub settled: bool,
+    /// Why that is not so although all pages are there. It is tried again.
+    pub held_by: Option<String>,
+}
+
+/// The serving of a VM's RAM. Dropped before all is there, it leaves the VM waiting for pages that never come, and to be
+/// ended with the thread that started it.
+pub struct Lazy {
+    shared: Arc<Shared>,
+    stop: OwnedFd,
+    server: Option<JoinHandle<()>>,
+    prefetchers: Vec<JoinHandle<()>>,
+    /// When it was last tried to leave the VM to itself.
+    tried: Option<Instant>,
+}
+
+/// A memory in QEMU.
+struct Place {
+    name: String,
+    pages: PageRange,
+    host: HostRange,
+}
+
+struct Shared {
+    missing: MissingPages,
+    places: Vec<Place>,
+    source: SharedSource,
+    started: Instant,
+    /// One bit for each page of the layout: it was placed.
+    there: Vec<AtomicU64>,
+    touched: Mutex<Vec<PageIndex>>,
+    state: Mutex<State>,
+    stopped: AtomicBool,
+    /// What is to be fetched, the next of it, and the threads that are at it.
+    jobs: Mutex<Vec<Job>>,
+    next: AtomicUsize,
+    busy: AtomicUsize,
+}
+
+#[derive(Default)]
+struct State {
+    residency: Residency,
+    failure: Option<Error>,
+}
+
+/// A part of the prefetch.
+#[derive(Clone)]
+enum Job {
+    Listed(Vec<PageIndex>),
+    Range(PageRange),
+}
+
+impl Lazy {
+    /// Makes the RAM of QEMU (`pid`, our child, started by this thread, with the empty `memories` as its backends) missing, and
+    /// begins to serve it.
+    pub fn attach(pid: u32, memories: &[Memory], source: SharedSource, started: Instant) -> Result<Self> {
+        let process = Process::open(pid)?;
+        let places = memories.iter().map(|m| place(&process, m)).collect::<Result<Vec<_>>>()?;
+        let mut missing = MissingPages::inject(&process)?;
+        for (place, memory) in places.iter().zip(memories) {
+            missing.register(place.host)?;
+            empty(memory)?;
+        }
+        let pages = places.iter().map(|p| p.pages.end().0).max().unwrap_or(0);
+        let there = (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        let shared = Arc::new(Shared {
+            missing,
+            places,
+            source,
+            started,
+            there,
+            touched: Mutex::default(),
+            state: Mutex::default(),
+            stopped: AtomicBool::new(false),
+            jobs: Mutex::default(),
+            next: AtomicUsize::new(0),
+            busy: AtomicUsize::new(0),
+        });
+        let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(Error::io("make an eventfd"))?;
+        let told = stop.try_clone().map_err(Error::io("duplicate an eventfd"))?;
+        let serving = Arc::clone(&shared);
+        let server = spawn("missing-pages", move || {
+            // The VM's threads wait for this one. Where it is not permitted, they wait a little longer.
+            priority::raise();
+            if let Err(error) = serving.serve(&told) {
+                serving.fail(error);
+            }
+        })?;
+        Ok(Self { shared, stop, server: Some(server), prefetchers: Vec::new(), tried: None })
+    }
+
+    /// Begins to fetch what was not touched yet.
+    pub fn prefetch(&mut self) -> Result<()> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.saturating_sub(1).clamp(1, PREFETCHERS_MAX);
+        self.shared.busy.store(threads, Ordering::SeqCst);
+        let planned = Arc::new(std::sync::Once::new());
+        for number in 0..threads {
+            let (shared, planned) = (Arc::clone(&self.shared), Arc::clone(&planned));
+            let worker = spawn("prefetch", move || {
+                planned.call_once(|| shared.plan());
+                shared.prefetch();
+            });
+            match worker {
+                Ok(worker) => self.prefetchers.push(worker),
+                // Those that did not start count as done; without any, the VM is served page by page only.
+                Err(error) if number == 0 => return Err(error),
+                Err(_) => drop(self.shared.busy.fetch_sub(1, Ordering::SeqCst)),
+            }
+        }
+        Ok(())
+    }
+
+    /// To be called now and then, by the thread that also waits for QEMU's end: takes leave of a VM whose RAM is all there.
+    /// Errors: [`Error::PageLost`] and whatever else ended the serving; QEMU has been ended then.
+    pub fn settle(&mut self) -> Result<()> {
+        let mut state = self.shared.state();
+        if let Some(failure) = state.failure.take() {
+            return Err(failure);
+        }
+        let resident = state.residency.resident_ns.is_some();
+        let settled = state.residency.settled;
+        drop(state);
+        if resident && !settled && self.tried.is_none_or(|at| at.elapsed() >= RELEASE_AGAIN) {
+            self.end();
+            self.tried = Some(Instant::now());
+            // Whole as it is, the VM is not to be lost for that.
+            let released = self.shared.missing.release();
+            let residency = &mut self.shared.state().residency;
+            residency.settled = released.is_ok();
+            residency.held_by = released.err().map(|error| error.to_string());
+        }
+        if !resident
+            && self.server.as_ref().is_some_and(JoinHandle::is_finished)
+            && self.shared.process_lives()
+        {
+            self.shared.missing.end_process()?;
+            return Err(Error::io("serve the VM's memory")(io::Error::other("the serving thread panicked")));
+        }
+        Ok(())
+    }
+
+    /// How far it is.
+    pub fn residency(&self) -> Residency {
+        self.shared.state().residency.clone()
+    }
+
+    /// The pages that the VM waited for, in the order in which it touched them.
+    pub fn touched(&self) -> Vec<PageIndex> {
+        self.shared.touched.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn end(&mut self) {
+        self.shared.stopped.store(true, Ordering::SeqCst);
+        // Adding to a counter that is far from full; and a thread that has ended needs no word.
+        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
+        for thread in self.prefetchers.drain(..).chain(self.server.take()) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Lazy {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let thread = std::thread::Builder::new().name(name.into()).spawn(work);
+    thread.map_err(Error::io(format!("start the thread {name}")))
+}
+
+/// Where QEMU has mapped `memory`: the one mapping of that file.
+fn place(process: &Process, memory: &Memory) -> Result<Place> {
+    let stat = fstat(&memory.file).map_err(Error::io("look at the VM's memory"))?;
+    let maps = process.maps()?;
+    let found: Vec<_> = maps.iter().filter(|m| m.inode == stat.st_ino && m.dev == stat.st_dev).collect();
+    let name = memory.name.clone();
+    let len_bytes = memory.pages.len_bytes();
+    match found[..] {
+        [mapping] if mapping.offset == 0 && mapping.shared && mapping.range.len_bytes >= len_bytes => {
+            Ok(Place { name, pages: memory.pages, host: HostRange { start: mapping.range.start, len_bytes } })
+        }
+        _ => Err(Error::RamAddress {
+            block: name,
+            pid: process.pid(),
+            problem: format!("its memory is mapped {} times, not once as a whole", found.len()),
+        }),
+    }
+}
+
+/// What QEMU may have touched before it was missing is taken out again: the checkpoint's pages are to come.
+fn empty(memory: &Memory) -> Result<()> {
+    let operation = || format!("empty the memory of RAM block {}", memory.name);
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(&memory.file, flags, 0, memory.pages.len_bytes()).map_err(Error::io(operation()))?;
+    let blocks = fstat(&memory.file).map_err(Error::io(operation()))?.st_blocks;
+    if blocks != 0 {
+        let problem = format!("{blocks} blocks of it are still there");
+        return Err(Error::io(operation())(io::Error::other(problem)));
+    }
+    Ok(())
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn process_lives(&self) -> bool {
+        !self.stopped.load(Ordering::SeqCst) && self.missing.is_alive()
+    }
+
+    fn is_there(&self, page: PageIndex) -> bool {
+        let word = self.there.get((page.0 / 64) as usize);
+        word.is_some_and(|word| word.load(Ordering::Acquire) >> (page.0 % 64) & 1 == 1)
+    }
+
+    fn set_there(&self, page: PageIndex) {
+        if let Some(word) = self.there.get((page.0 / 64) as usize) {
+            word.fetch_or(1 << (page.0 % 64), Ordering::AcqRel);
+        }
+    }
+
+    fn page_at(&self, address: HostVirt) -> Option<(&Place, PageIndex)> {
+        let place = self.places.iter().find(|p| p.host.start <= address && address < p.host.end())?;
+        let page = (address.0 - place.host.start.0) / PAGE_BYTES as u64;
+        Some((place, PageIndex(place.pages.first.0 + page)))
+    }
+
+    fn place_of(&self, page: PageIndex) -> Option<&Place> {
+        self.places.iter().find(|p| p.pages.first <= page && page < p.pages.end())
+    }
+
+    /// Ends the VM, which must not go on.
+    fn fail(&self, error: Error) {
+        if !self.missing.is_alive() {
+            return;
+        }
+        let mut state = self.state();
+        state.failure.get_or_insert(error);
+        // Where not even this works the VM waits for its page, and ends with us.
+        let _ = self.missing.end_process();
+    }
+
+    fn serve(&self, stop: &OwnedFd) -> Result<()> {
+        let mut touched = Vec::new();
+        while self.missing.wait(stop.as_fd(), &mut touched)? {
+            for address in touched.drain(..) {
+                self.answer(address)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the page at `address` to the threads that wait for it.
+    fn answer(&self, address: HostVirt) -> Result<()> {
+        let Some((place, page)) = self.page_at(address) else { return Ok(()) };
+        let range = HostRange { start: address, len_bytes: PAGE_BYTES as u64 };
+        if self.is_there(page) {
+            // It came in the meantime, and stays as it is; or it was discarded.
+            self.missing.place_zeros(range)?;
+            return Ok(());
+        }
+        match self.read_patiently(place, page)? {
+            Some(content) => self.missing.place(address, &content[..])?,
+            None => self.missing.place_zeros(range)?,
+        };
+        self.set_there(page);
+        self.state().residency.served_pages += 1;
+        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        if touched.len() < TOUCHED_MAX {
+            touched.push(page);
+        }
+        Ok(())
+    }
+
+    /// A page that the VM waits for; `None` for zeros.
+    fn read_patiently(&self, place: &Place, page: PageIndex) -> Result<Option<Box<Page>>> {
+        let mut pause = RETRY_PAUSE;
+        let mut tries = 1;
+        loop {
+            match self.read_one(page) {
+                Ok(content) => return Ok(content),
+                Err(_) if tries < TRIES && !self.stopped.load(Ordering::SeqCst) => {
+                    std::thread::sleep(pause);
+                    pause *= 2;
+                    tries += 1;
+                }
+                Err(source) => {
+                    let offset = (page.0 - place.pages.first.0) * PAGE_BYTES as u64;
+                    return Err(Error::PageLost { page, block: place.name.clone(), offset, source });
+                }
+            }
+        }
+    }
+
+    fn read_one(&self, page: PageIndex) -> io::Result<Option<Box<Page>>> {
+        let (range, mut found) = (PageRange::new(page, 1), None);
+        self.source.read(range, &mut |page, content| {
+            check_within(page, range)?;
+            found = Some(Box::new(*content));
+            Ok(())
+        })?;
+        Ok(found)
+    }
+
+    /// What is to be fetched, in which order.
+    fn plan(&self) {
+        let mut wanted = self.source.wanted_first();
+        wanted.retain(|page| self.place_of(*page).is_some());
+        let listed = wanted.chunks(PIECE_PAGES as usize).map(|pages| Job::Listed(pages.to_vec()));
+        let ranges = self.places.iter().flat_map(|p| pieces(p.pages, PIECE_PAGES)).map(Job::Range);
+        *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = listed.chain(ranges).collect();
+    }
+
+    fn job(&self) -> Option<Job> {
+        let number = self.next.fetch_add(1, Ordering::SeqCst);
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).get(number).cloned()
+    }
+
+    /// Fetches until all is there; the last thread that is done says so.
+    fn prefetch(&self) {
+        while let Some(job) = self.job() {
+            if self.stopped.load(Ordering::SeqCst) {
+                return;
+            }
+            if self.fetch(&job).is_err() {
+                self.fetch_one_by_one(&job);
+            }
+        }
+        if self.busy.fetch_sub(1, Ordering::SeqCst) != 1 || !self.process_lives() {
+            return;
+        }
+        let mut state = self.state();
+        state.residency.prefetched = true;
+        if state.residency.unreadable_pages > 0 || state.failure.is_some() {
+            return;
+        }
+        match self.missing.complete() {
+            Ok(()) => {
+                let resident_ns = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                state.residency.resident_ns = Some(resident_ns);
+            }
+            Err(error) => {
+                drop(state);
+                self.fail(error.into());
+            }
+        }
+    }
+
+    fn fetch(&self, job: &Job) -> io::Result<()> {
+        let mut place = match job {
+            Job::Range(range) => self.place_of(range.first),
+            Job::Listed(pages) => pages.first().and_then(|page| self.place_of(*page)),
+        };
+        let write = |offset: u64, bytes: &[u8]| self.put(PageIndex(offset / PAGE_BYTES as u64), bytes);
+        let mut run = Run::new(&write);
+        let mut take = |page: PageIndex, content: &Page| {
+            if self.stopped.load(Ordering::Relaxed) {
+                return Err(io::Error::new(io::ErrorKind::Interrupted, "the restore was given up"));
+            }
+            if self.is_there(page) {
+                return Ok(());
+            }
+            // Neighbours by number need not be neighbours in memory.
+            if place.is_none_or(|p| page < p.pages.first || page >= p.pages.end()) {
+                run.flush()?;
+                place = self.place_of(page);
+            }
+            run.put(page.0 * PAGE_BYTES as u64, content)
+        };
+        match job {
+            Job::Range(range) if range.iter().all(|page| self.is_there(page)) => {}
+            Job::Range(range) => self.source.read(*range, &mut take)?,
+            Job::Listed(pages) => {
+                let missing: Vec<_> = pages.iter().copied().filter(|page| !self.is_there(*page)).collect();
+                self.source.read_some(&missing, &mut take)?;
+            }
+        }
+        run.flush()
+    }
+
+    /// Places neighbouring pages of one block, the first of number `first`.
+    fn put(&self, first: PageIndex, bytes: &[u8]) -> io::Result<()> {
+        let place = self.place_of(first).ok_or_else(|| io::Error::other("a page of no block"))?;
+        let at = HostVirt(place.host.start.0 + (first.0 - place.pages.first.0) * PAGE_BYTES as u64);
+        let len_pages = (bytes.len() / PAGE_BYTES) as u64;
+        let placed = self.missing.place(at, bytes).map_err(io::Error::other)?;
+        PageRange::new(first, len_pages).iter().for_each(|page| self.set_there(page));
+        self.state().residency.prefetched_pages += placed;
+        Ok(())
+    }
+
+    /// After a failure: as much as can be had.
+    fn fetch_one_by_one(&self, job: &Job) {
+        let pages: Vec<PageIndex> = match job {
+            Job::Range(range) => range.iter().collect(),
+            // They come again in their range.
+            Job::Listed(_) => return,
+        };
+        for page in pages {
+            if self.is_there(page) || !self.process_lives() {
+                continue;
+            }
+            let fetched = match self.read_one(page) {
+                Ok(Some(content)) => self.put(page, &content[..]),
+                Ok(None) => Ok(()),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = fetched {
+                let residency = &mut self.state().residency;
+                residency.unreadable_pages += 1;
+                if residency.unreadable.len() < NAMED_MAX {
+                    residency.unreadable.push((page, error.to_string()));
+                }
+            }
+        }
+    }
+}

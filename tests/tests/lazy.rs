@@ -1,0 +1,219 @@
+//! Lazy restores: the VM that runs before its RAM is there is the checkpoint's, byte by byte, and never reads what has not
+//! come: not when the restore is killed, not when the store is damaged.
+
+use keyframe_kernel::read_memory;
+use keyframe_qemu::{Qmp, find_ram_blocks};
+use keyframe_tests::{
+    Bench, Boot, PassSequence, Process, Qemu, assert_no_errors, assert_restores_exactly_with, audited,
+    has_kvm, number, pass_lines, qemus, restored_pid, until,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const RESIDENT: &str = "all of its RAM is there after";
+
+fn scribble(qemu: &Qemu) -> Boot {
+    let mut boot = Boot::new("scribble kf.mib=160 kf.cpus=2");
+    boot.qemu.clone_from(&qemu.path);
+    boot.mem_mib = 256;
+    boot.cpus = 2;
+    boot
+}
+
+/// A checkpoint of a guest that checks itself, and the audit's copy of its RAM.
+fn checkpoint(bench: &Bench, boot: &Boot) -> String {
+    audited(bench, boot, &["--interval", "600ms"], 4).1
+}
+
+fn is_gone(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // A zombie is for its parent, whoever that is now.
+    status.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
+}
+
+/// Lines of the guest's until there are `more` of them.
+fn wait_for_lines(vm: &mut Process, more: usize) {
+    let before = vm.lines().len();
+    let grown = vm.wait_until(90, |p| (p.lines().len() >= before + more).then_some(()));
+    assert!(grown.is_some(), "the restored guest is silent; {}", vm.report());
+}
+
+#[test]
+fn ram_is_the_checkpoints_at_its_instant_and_the_guest_goes_on() {
+    for qemu in qemus() {
+        let bench = Bench::new();
+        let id = checkpoint(&bench, &scribble(&qemu));
+        let set = bench.path().join(format!("store/worksets/{id:0>10}.wset"));
+        assert_restores_exactly_with(&bench, &id, &["--lazy"]);
+        let _ = std::fs::remove_file(&set);
+        // Without a working set, with one, with a damaged one, and without its folder.
+        for round in 0..4 {
+            match round {
+                2 => std::fs::write(&set, b"KFWSET\r\nnonsense").unwrap(),
+                3 => std::fs::remove_dir_all(set.parent().unwrap()).unwrap(),
+                _ => {}
+            }
+            let mut restored = bench.restore(&id, &["--lazy"]);
+            restored.wait_for_error(RESIDENT);
+            wait_for_lines(&mut restored, 3);
+            assert_no_errors(&restored);
+            assert!(set.is_file(), "what it touched is kept");
+            assert!(restored.is_running());
+        }
+        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    }
+}
+
+#[test]
+fn under_kvm_it_goes_on_exactly() {
+    if !has_kvm() {
+        return;
+    }
+    let mut sequence = PassSequence::new(1024, 300);
+    for qemu in qemus() {
+        let bench = Bench::new();
+        let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", 300) };
+        let mut run = bench.start(&["--interval", "300ms", "--name", "guest"], &boot);
+        run.wait_for("KF READY");
+        let passes = |vm: &mut Process, least: usize| {
+            let done = vm.wait_until(120, |p| (pass_lines(&p.lines()).len() >= least).then_some(()));
+            assert!(done.is_some(), "{}", vm.report());
+        };
+        passes(&mut run, 5);
+        bench.ok(&["stop", "--name", "guest"]);
+        assert!(run.wait().success(), "{}", run.report());
+        let mut restored = bench.restore("latest", &["--lazy"]);
+        restored.wait_for_error(RESIDENT);
+        passes(&mut restored, 5);
+        let first = sequence.check(&pass_lines(&restored.lines()), 5);
+        assert!(first.n > 2, "the restored payload began anew: {first:?}");
+    }
+}
+
+/// At any instant, until all is there: QEMU ends with the restore, and until then the guest found nothing wrong.
+#[test]
+fn a_restore_that_is_killed_takes_its_vm_along() {
+    for qemu in qemus() {
+        let bench = Bench::new();
+        let id = checkpoint(&bench, &scribble(&qemu));
+        let mut caught = 0;
+        for kill in 0..12_u64 {
+            // Read ahead in another order each time.
+            let _ = std::fs::remove_dir_all(bench.path().join("store/worksets"));
+            let mut restored = bench.restore(&id, &["--lazy"]);
+            restored.wait_for_error("is running after");
+            let pid = restored_pid(&restored);
+            std::thread::sleep(Duration::from_millis(kill * 9));
+            restored.signal(Signal::KILL);
+            restored.wait();
+            if restored.errors().contains(RESIDENT) {
+                // On its own by now, or about to be.
+                let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL);
+            } else {
+                caught += 1;
+            }
+            until("QEMU ends", || is_gone(pid));
+            assert_no_errors(&restored);
+        }
+        assert!(caught > 0, "each restore was done before it was killed");
+    }
+}
+
+#[test]
+fn a_vm_that_has_all_of_its_ram_outlives_the_restore() {
+    let bench = Bench::new();
+    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+    let mut restored = bench.restore(&id, &["--lazy"]);
+    restored.wait_for_error(RESIDENT);
+    let pid = restored_pid(&restored);
+    restored.signal(Signal::KILL);
+    restored.wait();
+    let before = restored.lines().len();
+    let lines = || restored.lines().len();
+    until("the guest goes on by itself", || lines() >= before + 3 || is_gone(pid));
+    let lives = !is_gone(pid);
+    let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL);
+    until("QEMU ends", || is_gone(pid));
+    assert!(lives, "{}", restored.report());
+    assert_no_errors(&restored);
+}
+
+#[test]
+fn a_qemu_that_is_killed_ends_the_restore() {
+    let bench = Bench::new();
+    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+    for wait_ms in [0, 40] {
+        let mut restored = bench.restore(&id, &["--lazy"]);
+        restored.wait_for_error("is running after");
+        std::thread::sleep(Duration::from_millis(wait_ms));
+        kill_process(Pid::from_raw(restored_pid(&restored) as i32).unwrap(), Signal::KILL).unwrap();
+        assert_eq!(restored.wait().code(), Some(1), "{}", restored.report());
+        assert!(restored.errors().contains("QEMU ended with"), "{}", restored.report());
+    }
+}
+
+/// Flips a byte in the middle of each pack.
+fn damage(bench: &Bench) -> Vec<PathBuf> {
+    let packs: Vec<PathBuf> =
+        std::fs::read_dir(bench.path().join("store/packs")).unwrap().map(|e| e.unwrap().path()).collect();
+    for pack in &packs {
+        let file = std::fs::File::options().read(true).write(true).open(pack).unwrap();
+        let middle = file.metadata().unwrap().len() / 2;
+        for at in (0..8).map(|step| middle + step * 5000) {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, at).unwrap();
+            file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+        }
+    }
+    packs
+}
+
+/// The VM runs as long as it does not need a page that cannot be read, and is ended, not deceived, when it does.
+#[test]
+fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
+    let bench = Bench::new();
+    let mut boot = Boot::new("hash");
+    boot.mem_mib = 96;
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    run.wait_for("KF READY");
+    bench.ok(&["take", "--name", "guest"]);
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+    damage(&bench);
+    let qmp = bench.path().join("restored.sock");
+    let monitor = format!("unix:{},server=on,wait=off", qmp.display());
+    let first = number(&bench.list()[0], "id").to_string();
+    let mut restored = bench.restore(&first, &["--lazy", "--paused", "--", "-qmp", &monitor]);
+    restored.wait_for_error("cannot be read");
+    restored.wait_for_error("keyframe: page ");
+    assert!(!restored.errors().contains(RESIDENT), "{}", restored.report());
+    let pid = restored_pid(&restored);
+    let mut monitor = Qmp::connect(&qmp, Duration::from_secs(20)).unwrap();
+    assert!(monitor.status().is_ok(), "it is still there");
+    let main = find_ram_blocks(&mut monitor, pid).unwrap().remove(0);
+    drop(monitor);
+    // Needing every page of it: reading it waits for each as the guest would.
+    let process = keyframe_kernel::Process::open(pid).unwrap();
+    let mut all = vec![0; main.block.total_bytes as usize];
+    assert!(read_memory(&process, main.host, &mut all).is_err(), "a page that cannot be read was read");
+    assert_eq!(restored.wait().code(), Some(1), "{}", restored.report());
+    assert!(is_gone(pid));
+    let said = restored.errors();
+    for word in ["the VM needed page", "block pc.ram", "fix:", "damaged"] {
+        assert!(said.contains(word), "no {word:?} in {said}");
+    }
+}
+
+#[test]
+fn a_store_that_lost_its_packs_is_an_error_and_leaves_nothing() {
+    let bench = Bench::new();
+    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+    for pack in std::fs::read_dir(bench.path().join("store/packs")).unwrap() {
+        std::fs::remove_file(pack.unwrap().path()).unwrap();
+    }
+    let text =
+        bench.refused(&["restore", "--store", &bench.store(), &id, "--lazy"], 1, &["the pack is missing"]);
+    assert!(text.contains("fix:"), "{text}");
+}
