@@ -16,12 +16,14 @@
 
 mod convert;
 mod incoming;
+mod outgoing;
 mod processors;
 mod registers;
 mod sections;
 
 pub(crate) use convert::{convert, written_by};
 pub use incoming::{Incoming, IncomingBlock, IncomingSink};
+pub use outgoing::export;
 pub use processors::{CpuRegisters, Segment, Shadow, cpu_registers, shadowed};
 
 use crate::{Error, Result};

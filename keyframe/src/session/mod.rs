@@ -21,6 +21,7 @@ mod tuning;
 mod watch;
 
 pub use faults::Fault;
+pub use launch::{machine_meta, refuse};
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::{Failure, Outcome};

@@ -135,6 +135,7 @@ impl Engine<'_> {
         let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
         self.copying = Copying::start(vm, &self.options, watches_discards)?;
         (self.meta.user_command, self.meta.full_command) = lines_now(vm)?;
+        self.meta.guest_map = Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?);
         self.machine.set_watches_discards(watches_discards);
         let run = self
             .writer
