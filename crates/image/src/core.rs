@@ -97,10 +97,11 @@ fn note(out: &mut Vec<u8>, name: &[u8], kind: u32, contents: &[u8]) {
 fn prstatus(cpu: &CpuRegisters) -> Vec<u8> {
     let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15] = cpu.general;
     let [es, cs, ss, ds, fs, gs] = cpu.segments.map(|s| u64::from(s.selector));
-    // What Linux calls orig_rax, and the bases of fs and gs, QEMU leaves 0.
+    let [_, _, _, _, fs_base, gs_base] = cpu.segments.map(|s| s.base);
+    // What Linux calls orig_rax, QEMU leaves 0.
     let words = [
         r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi, 0, cpu.rip, cs, cpu.rflags,
-        rsp, ss, 0, 0, ds, es, fs, gs,
+        rsp, ss, fs_base, gs_base, ds, es, fs, gs,
     ];
     let mut out = vec![0; PRSTATUS_PID];
     out.extend((cpu.index + 1).to_le_bytes());

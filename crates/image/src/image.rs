@@ -6,7 +6,7 @@
 //! ```
 
 use crate::core;
-use crate::view::{Extent, GuestView};
+use crate::view::GuestView;
 use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream::CpuRegisters;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
@@ -48,11 +48,9 @@ impl Image {
 
     /// An ELF core file: one segment for each extent, and the processors' registers.
     pub fn core(view: &GuestView, cpus: &[CpuRegisters]) -> Self {
-        // Whether an extent is RAM or ROM makes no difference in a core; QEMU too writes neighbours as one segment.
-        let extents: Vec<Extent> = view.extents().to_vec();
-        let (head, places) = core::head(&extents, cpus);
+        let (head, places) = core::head(view.extents(), cpus);
         let parts: Vec<Part> =
-            places.into_iter().zip(&extents).map(|(at, e)| Part { at, pages: e.pages }).collect();
+            places.into_iter().zip(view.extents()).map(|(at, e)| Part { at, pages: e.pages }).collect();
         let len_bytes = parts.last().map_or(head.len() as u64, |p| p.end());
         Self { head, parts, len_bytes }
     }

@@ -112,6 +112,8 @@ impl<R: Read> Incoming<R> {
     pub fn finish(mut self, sink: IncomingSink<'_>) -> Result<Vec<u8>> {
         let pages: u64 = self.blocks.iter().map(|b| b.used_bytes / PAGE_BYTES as u64).sum();
         let mut words_left = pages.saturating_mul(ROUNDS_MAX).saturating_add(1 << 20);
+        // A part may go on in the block that the part before ended in.
+        let mut block = None;
         loop {
             let kind = self.input.u8()?;
             if !matches!(kind, SECTION_PART | SECTION_END) {
@@ -121,7 +123,7 @@ impl<R: Read> Incoming<R> {
             if section != self.section {
                 return Err(self.input.problem(format!("a part of section {section}, which did not begin")));
             }
-            self.pages(sink, &mut words_left)?;
+            self.pages(sink, &mut words_left, &mut block)?;
             self.input.footer(section)?;
             if kind == SECTION_END {
                 return self.devices();
@@ -129,9 +131,13 @@ impl<R: Read> Incoming<R> {
         }
     }
 
-    /// The pages of one part.
-    fn pages(&mut self, sink: IncomingSink<'_>, words_left: &mut u64) -> Result<()> {
-        let mut block = None;
+    /// The pages of one part; `block` is the number of the block that pages go on in.
+    fn pages(
+        &mut self,
+        sink: IncomingSink<'_>,
+        words_left: &mut u64,
+        block: &mut Option<usize>,
+    ) -> Result<()> {
         loop {
             let word = self.input.u64()?;
             let (offset, flags) = (word & !(PAGE_BYTES as u64 - 1), word & (PAGE_BYTES as u64 - 1));
@@ -146,7 +152,7 @@ impl<R: Read> Incoming<R> {
                 .ok_or_else(|| self.input.problem("it sends pages again and again".into()))?;
             if flags & FLAG_CONTINUE == 0 {
                 let name = self.input.name()?;
-                block = self.blocks.iter().position(|b| b.name == name);
+                *block = self.blocks.iter().position(|b| b.name == name);
                 if block.is_none() {
                     return Err(self
                         .input
