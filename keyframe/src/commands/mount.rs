@@ -86,18 +86,18 @@ impl Mount {
 
 /// Takes the mount away, also from under those who still use it: they get errors.
 fn end(session: BackgroundSession, dir: &Path) -> Outcome {
+    let fail = |e: io::Error| Failure::new(format!("unmount {}: {e}", dir.display()));
     match unmount(dir, UnmountFlags::empty()) {
-        // Not there any more, or nothing that we may unmount: the library knows whom to ask.
-        Ok(()) | Err(Errno::INVAL | Errno::PERM) => {}
+        // Unmounted, or already not there any more: the threads end by themselves.
+        Ok(()) | Err(Errno::INVAL) => session.join().map_err(fail)?,
+        // Not allowed to us: the library knows whom to ask.
+        Err(Errno::PERM) => session.umount_and_join().map_err(fail)?,
         Err(Errno::BUSY) => {
             eprintln!("keyframe: {} was still in use; those who use it get errors", dir.display());
-            unmount(dir, UnmountFlags::DETACH)
-                .map_err(|e| Failure::new(format!("unmount {}: {e}", dir.display())))?;
-            return Ok(DONE);
+            unmount(dir, UnmountFlags::DETACH).map_err(|e| fail(e.into()))?;
         }
-        Err(e) => return Err(Failure::new(format!("unmount {}: {e}", dir.display()))),
+        Err(e) => return Err(fail(e.into())),
     }
-    session.umount_and_join().map_err(|e| Failure::new(format!("unmount {}: {e}", dir.display())))?;
     Ok(DONE)
 }
 
