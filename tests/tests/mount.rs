@@ -145,9 +145,11 @@ fn a_damaged_record_hurts_those_who_read_it() {
     three(&bench);
     let pack = Path::new(&bench.store()).join("packs/00000001.pack");
     let file = File::options().read(true).write(true).open(&pack).unwrap();
-    // The first checkpoint's pages come first.
-    let place = file.metadata().unwrap().len() / 4;
-    file.write_all_at(&[0x5a; 64], place).unwrap();
+    // Some of these records were superseded before the seal and hurt nobody.
+    let step = file.metadata().unwrap().len() / 32;
+    for k in 1..=16 {
+        file.write_all_at(&[0x5a; 64], k * step).unwrap();
+    }
     let mounted = Mounted::new(&bench);
     let ram = File::open(mounted.path("1/ram.raw")).unwrap();
     // Page by page, and without reading ahead.
@@ -161,7 +163,7 @@ fn a_damaged_record_hurts_those_who_read_it() {
             bad.push(k);
         }
     }
-    assert!(!bad.is_empty() && bad.len() < 64, "{} pages cannot be read", bad.len());
+    assert!(!bad.is_empty() && bad.len() < 1000, "{} pages cannot be read", bad.len());
     assert!(mounted.process.errors().contains("ram.raw of checkpoint 1"), "{}", mounted.process.report());
     assert!(std::fs::read(mounted.path("1/device.state")).unwrap().starts_with(b"QEVM"));
     let report = bench.run(&["export", "1", "--store", &bench.store(), "--format", "raw", "-o", "x"]);

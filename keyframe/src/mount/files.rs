@@ -67,7 +67,8 @@ impl Files {
         if listings.len() >= LISTINGS_MAX {
             return Err(Errno::EMFILE);
         }
-        let free = (1..).find(|handle| !listings.contains_key(handle)).unwrap_or_default();
+        let free =
+            (1..=LISTINGS_MAX as u64).find(|handle| !listings.contains_key(handle)).unwrap_or_default();
         listings.insert(free, around.into_iter().chain(names).collect());
         Ok(free)
     }

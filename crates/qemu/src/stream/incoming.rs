@@ -35,6 +35,8 @@ const BLOCKS_MAX: usize = 4096;
 const RAM_BYTES_MAX: u64 = 1 << 44;
 /// Devices and their description.
 const TAIL_BYTES_MAX: u64 = 256 << 20;
+/// What QEMU says before it sends the last pages; it changes nothing in the stream's form.
+const COMMAND_SWITCHOVER_START: u16 = 11;
 const MACHINE_TYPE_BYTES_MAX: u32 = 255;
 /// How often a stream may send each page, on average.
 const ROUNDS_MAX: u64 = 1024;
@@ -116,6 +118,13 @@ impl<R: Read> Incoming<R> {
         let mut block = None;
         loop {
             let kind = self.input.u8()?;
+            if kind == SECTION_COMMAND {
+                command(&mut self.input)?;
+                words_left = words_left
+                    .checked_sub(1)
+                    .ok_or_else(|| self.input.problem("it sends commands again and again".into()))?;
+                continue;
+            }
             if !matches!(kind, SECTION_PART | SECTION_END) {
                 return Err(unexpected(&mut self.input, kind));
             }
@@ -284,6 +293,16 @@ fn blocks<R: Read>(input: &mut Input<R>) -> Result<Vec<IncomingBlock>> {
     }
 }
 
+/// Passes over a command that changes nothing, and refuses others: they belong to postcopy and return paths.
+fn command<R: Read>(input: &mut Input<R>) -> Result<()> {
+    let (command, len) = (u16::from_be_bytes(input.array()?), u16::from_be_bytes(input.array()?));
+    if (command, len) == (COMMAND_SWITCHOVER_START, 0) {
+        return Ok(());
+    }
+    let feature = if matches!(command, 1 | 2) { "return-path" } else { "postcopy-ram" };
+    Err(Error::MigrationFeature { feature: feature.into() })
+}
+
 /// The error for a section that is not taken at this place.
 fn unexpected<R: Read>(input: &mut Input<R>, kind: u8) -> Error {
     let named = |input: &mut Input<R>| {
@@ -291,7 +310,10 @@ fn unexpected<R: Read>(input: &mut Input<R>, kind: u8) -> Error {
         input.name()
     };
     match kind {
-        SECTION_COMMAND => Error::MigrationFeature { feature: "postcopy-ram".into() },
+        SECTION_COMMAND => match command(input) {
+            Ok(()) => input.problem("a command before RAM".into()),
+            Err(error) => error,
+        },
         SECTION_START | SECTION_FULL => match named(input) {
             Ok(name) => input.problem(format!("section {name} before the end of RAM, which is not taken")),
             Err(error) => error,
@@ -455,7 +477,7 @@ mod tests {
             b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x05\x1aconfiguration/capabilities\0\0\0\x01".to_vec();
         mapped.extend(b"\0\0\0\x01\x0amapped-ram");
         assert!(read(&mapped).unwrap_err().to_string().contains("mapped-ram"));
-        let command = b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x08\0\x03";
+        let command = b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x08\0\x03\0\0";
         assert!(read(command).unwrap_err().to_string().contains("postcopy"));
     }
 

@@ -133,23 +133,23 @@ pub fn shadowed(state: &[u8]) -> Result<Option<Vec<Shadow>>> {
         let (Some(registers), Some(found)) =
             (registers, config.first_chunk().map(|b| u32::from_le_bytes(*b)))
         else {
-            return Err(chip_set(section.body.start, name, "is cut short".into()));
+            return Err(chip_set(section.body.start, name, "is cut short"));
         };
         if found != ids {
-            return Err(chip_set(section.body.start, name, format!("has PCI ids {found:#010x}")));
+            return Err(chip_set(section.body.start, name, &format!("has PCI ids {found:#010x}")));
         }
-        return Ok(Some(parts(registers)));
+        return Ok(Some(parts(*registers)));
     }
     Ok(None)
 }
 
-fn chip_set(offset: usize, name: &str, problem: String) -> Error {
+fn chip_set(offset: usize, name: &str, problem: &str) -> Error {
     let name = name.trim_start_matches('/');
     Error::DeviceStream { offset: offset as u64, problem: format!("the chip set {name} {problem}") }
 }
 
 /// Twelve parts of 16 KiB, two in each register from the second on, and 64 KiB in the upper half of the first.
-fn parts([first, others @ ..]: &[u8; 7]) -> Vec<Shadow> {
+fn parts([first, others @ ..]: [u8; 7]) -> Vec<Shadow> {
     let halves = others.iter().flat_map(|r| [r & 0xf, r >> 4]);
     let mut all: Vec<Shadow> = halves
         .zip(0u64..)
