@@ -5,6 +5,8 @@
 mod commands;
 mod control;
 mod failure;
+mod images;
+mod mount;
 mod output;
 mod profile;
 mod report;
@@ -40,6 +42,9 @@ enum Command {
     List(commands::list::List),
     Show(commands::show::Show),
     Restore(commands::restore::Restore),
+    Mount(commands::mount::Mount),
+    Export(commands::export::Export),
+    Import(commands::import::Import),
     Check(commands::check::Check),
     Stats(commands::stats::Stats),
     Status(commands::status::Status),
@@ -64,6 +69,9 @@ impl Command {
             Self::List(c) => c.run(),
             Self::Show(c) => c.run(),
             Self::Restore(c) => c.run(),
+            Self::Mount(c) => c.run(),
+            Self::Export(c) => c.run(),
+            Self::Import(c) => c.run(),
             Self::Check(c) => c.run(),
             Self::Stats(c) => c.run(),
             Self::Status(c) => c.run(),

@@ -98,6 +98,12 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// QEMU's list of what lies where in guest-physical space makes no sense.
+    #[error("QEMU's list of the guest's memory: {problem}")]
+    GuestMap {
+        /// What is wrong.
+        problem: String,
+    },
     /// A RAM block could not be found in QEMU's memory.
     #[error("find RAM block {block} in the memory of QEMU (pid {pid}): {problem}")]
     RamAddress {
@@ -115,6 +121,20 @@ pub enum Error {
         offset: u64,
         /// What is wrong.
         problem: String,
+    },
+    /// A migration stream is not what it should be.
+    #[error("migration stream, byte {offset}: {problem}")]
+    Migration {
+        /// Where.
+        offset: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A migration stream of a form that is not taken.
+    #[error("migration stream: it was made with {feature}, which is not taken")]
+    MigrationFeature {
+        /// QEMU's name of the capability.
+        feature: String,
     },
     /// The checkpoint cannot go on under the other accelerator.
     #[error("the checkpoint cannot change its accelerator: {reason}")]
@@ -216,6 +236,9 @@ impl Error {
                  the monitor, use --libvirt DOMAIN"
                     .into(),
             ),
+            Self::MigrationFeature { feature } => Some(format!(
+                "make it again without: migrate_set_capability {feature} off, then migrate \"exec:cat > FILE\" in QEMU's monitor"
+            )),
             Self::DifferentVersion { expected, .. } => {
                 Some(format!("name a binary of version {expected} with --qemu PATH"))
             }

@@ -27,6 +27,7 @@ mod attach;
 mod audit;
 mod binary;
 mod error;
+mod guestmap;
 mod heap;
 mod hotplug;
 mod invocation;

@@ -15,10 +15,16 @@
 //! Left out: the contents of most devices; sections carry no length, only QEMU can read them.
 
 mod convert;
+mod incoming;
+mod outgoing;
+mod processors;
 mod registers;
 mod sections;
 
 pub(crate) use convert::{convert, written_by};
+pub use incoming::{Incoming, IncomingBlock, IncomingSink};
+pub use outgoing::export;
+pub use processors::{CpuRegisters, Segment, Shadow, cpu_registers, shadowed};
 
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
@@ -33,6 +39,7 @@ const SECTION_EOF: u8 = 0x00;
 const SECTION_START: u8 = 0x01;
 const SECTION_END: u8 = 0x03;
 const SECTION_FULL: u8 = 0x04;
+const SECTION_DESCRIPTION: u8 = 0x06;
 const SECTION_CONFIGURATION: u8 = 0x07;
 const SECTION_FOOTER: u8 = 0x7e;
 
@@ -104,17 +111,64 @@ pub fn check(state: &[u8]) -> Result<()> {
 /// Errors: [`Error::DeviceStream`] where `device_state` is none or a block cannot be written, and those of `out` and of
 /// the blocks' readers.
 pub fn splice_ram(device_state: &[u8], blocks: &mut [StreamBlock<'_>], out: &mut dyn Write) -> Result<()> {
+    write_stream(None, device_state, blocks, out)?;
+    out.flush().map_err(Error::io("write the devices to the stream"))
+}
+
+/// What a whole migration stream begins with.
+#[derive(Clone, Copy, Debug)]
+pub struct MigrationHead<'a> {
+    /// The machine's type with aliases resolved (`pc-i440fx-7.2`).
+    pub machine_type: &'a str,
+}
+
+/// Writes a whole migration stream, as QEMU's own `migrate` does: any QEMU of that version with that machine's line loads
+/// it by `-incoming`, with nothing else on its line. `blocks` are all RAM blocks, main RAM among them.
+///
+/// Errors: as [`splice_ram`].
+pub fn write_migration(
+    head: &MigrationHead<'_>,
+    device_state: &[u8],
+    blocks: &mut [StreamBlock<'_>],
+    out: &mut dyn Write,
+) -> Result<()> {
+    write_stream(Some(head), device_state, blocks, out)?;
+    // QEMU expects a description of the devices, for people to read; it does not look into it.
+    let description = b"{\"page_size\": 4096, \"devices\": []}";
+    out.write_all(&[SECTION_DESCRIPTION])
+        .and_then(|()| put_u32(out, description.len() as u32))
+        .and_then(|()| out.write_all(description))
+        .and_then(|()| out.flush())
+        .map_err(Error::io("write the stream's description"))
+}
+
+fn write_stream(
+    head: Option<&MigrationHead<'_>>,
+    device_state: &[u8],
+    blocks: &mut [StreamBlock<'_>],
+    out: &mut dyn Write,
+) -> Result<()> {
     check(device_state)?;
     for block in blocks.iter() {
         check_block(block)?;
     }
     let (header, devices) = device_state.split_at_checked(HEADER_BYTES).unwrap_or((device_state, &[]));
     out.write_all(header).map_err(Error::io("write the stream's header"))?;
+    if let Some(head) = head {
+        write_configuration(head, out).map_err(Error::io("write the stream's configuration"))?;
+    }
     if !blocks.is_empty() {
         write_start(blocks, out).map_err(Error::io("write the list of RAM blocks to the stream"))?;
         write_pages(blocks, out)?;
     }
-    out.write_all(devices).and_then(|()| out.flush()).map_err(Error::io("write the devices to the stream"))
+    out.write_all(devices).map_err(Error::io("write the devices to the stream"))
+}
+
+fn write_configuration(head: &MigrationHead<'_>, out: &mut dyn Write) -> io::Result<()> {
+    let len = u32::try_from(head.machine_type.len()).map_err(io::Error::other)?;
+    out.write_all(&[SECTION_CONFIGURATION])?;
+    put_u32(out, len)?;
+    out.write_all(head.machine_type.as_bytes())
 }
 
 fn check_block(block: &StreamBlock<'_>) -> Result<()> {

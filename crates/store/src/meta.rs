@@ -1,7 +1,7 @@
 //! What a checkpoint tells about itself: the JSON section of its file, and what `list` and `show` print.
 
 use jiff::Timestamp;
-use keyframe_units::{CheckpointId, Epoch, PageIndex, RamBlock, RamLayout};
+use keyframe_units::{CheckpointId, Epoch, GuestRegion, PageIndex, RamBlock, RamLayout};
 use serde::{Deserialize, Serialize};
 
 /// A sealed checkpoint: complete, verifiable, immutable.
@@ -100,6 +100,9 @@ pub struct MachineMeta {
     /// checkpoints of versions that did not ask.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_lacks: Option<Vec<String>>,
+    /// Where RAM blocks lie in the guest's physical address space; absent in checkpoints of early versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_map: Option<Vec<GuestRegion>>,
 }
 
 /// How long the steps of the checkpoint took, measured in that very cycle. All in nanoseconds.

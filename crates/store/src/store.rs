@@ -126,6 +126,11 @@ impl Store {
         Ok(listing)
     }
 
+    /// The numbers of the sealed checkpoints, rising, without a look into them.
+    pub fn ids(&self) -> Result<Vec<CheckpointId>> {
+        self.inner.checkpoint_ids()
+    }
+
     /// What one sealed checkpoint tells about itself.
     pub fn sealed(&self, id: CheckpointId) -> Result<Sealed> {
         let meta = self.inner.read_checkpoint(id)?.meta;

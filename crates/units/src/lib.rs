@@ -10,9 +10,11 @@
 //! Invariant: a `PageIndex` means nothing without the [`RamLayout`] that it was made with.
 //! No I/O happens here.
 
+mod guest;
 mod layout;
 mod pages;
 
+pub use guest::{GuestPhys, GuestRegion};
 pub use layout::{BlockKind, LayoutError, RamBlock, RamLayout};
 pub use pages::{PageIndex, PageRange, PageSet};
 

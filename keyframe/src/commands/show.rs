@@ -43,6 +43,17 @@ struct Shown<'a> {
     map_chain: &'a [u64],
 }
 
+/// What `--json` prints of a checkpoint.
+pub fn shown(sealed: &Sealed) -> impl Serialize + '_ {
+    Shown {
+        entry: Entry::of(sealed),
+        ram: sealed.meta.ram.blocks(),
+        machine: &sealed.meta.machine,
+        members: &sealed.meta.members,
+        map_chain: &sealed.meta.map_chain,
+    }
+}
+
 impl Show {
     /// Prints it.
     pub fn run(&self) -> Outcome {
@@ -50,13 +61,7 @@ impl Show {
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let sealed = store.sealed(id).map_err(|e| self.store.failure(&e))?;
         if self.json {
-            output::json(&Shown {
-                entry: Entry::of(&sealed),
-                ram: sealed.meta.ram.blocks(),
-                machine: &sealed.meta.machine,
-                members: &sealed.meta.members,
-                map_chain: &sealed.meta.map_chain,
-            })?;
+            output::json(&shown(&sealed))?;
         } else {
             output::print_line(&text(&sealed))?;
         }

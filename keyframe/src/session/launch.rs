@@ -208,7 +208,7 @@ pub fn require_kernel(options: &Options) -> Result<(), Failure> {
 }
 
 /// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
-fn refuse(vm: &mut Vm) -> Result<(), Failure> {
+pub fn refuse(vm: &mut Vm) -> Result<(), Failure> {
     let found = vm.audit().map_err(|e| Failure::qemu(&e))?;
     for warning in found.iter().filter(|r| r.severity == Severity::Warning) {
         eprintln!("keyframe: warning: {}: {}", warning.what, warning.reason);
@@ -241,6 +241,7 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
         user_command,
         full_command,
         cpu_lacks: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
+        guest_map: Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?),
     })
 }
 

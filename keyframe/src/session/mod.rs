@@ -22,7 +22,7 @@ mod tuning;
 mod watch;
 
 pub use faults::Fault;
-pub use launch::Commands;
+pub use launch::{Commands, machine_meta, refuse};
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::{Failure, Outcome};

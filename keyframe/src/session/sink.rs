@@ -39,16 +39,22 @@ impl MachinesMeta {
     pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut Vm>) -> Result<(), Failure> {
         if self.members.is_empty() {
             for vm in vms {
-                (self.machine.user_command, self.machine.full_command) = lines_now(vm)?;
+                refresh(&mut self.machine, vm)?;
             }
             return Ok(());
         }
         for (member, vm) in self.members.iter_mut().zip(vms) {
-            (member.machine.user_command, member.machine.full_command) = lines_now(vm)?;
+            refresh(&mut member.machine, vm)?;
             member.ram_blocks = vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
         }
         Ok(())
     }
+}
+
+fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<(), Failure> {
+    (machine.user_command, machine.full_command) = lines_now(vm)?;
+    machine.guest_map = Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?);
+    Ok(())
 }
 
 /// Stores the checkpoints of one run.

@@ -464,7 +464,7 @@ fn send(socket: &UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u
 }
 
 /// Gives the pages of `range` that are not zero in rising order, as offsets from its first page.
-fn rising(
+pub(crate) fn rising(
     ram: &dyn RamSource,
     range: PageRange,
     sink: &mut dyn FnMut(u64, &Page) -> io::Result<()>,

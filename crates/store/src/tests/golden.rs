@@ -63,6 +63,7 @@ fn make_golden() {
         user_command: vec!["qemu-system-x86_64".into(), "-nodefaults".into()],
         full_command: vec!["qemu-system-x86_64".into(), "-nodefaults".into(), "-S".into()],
         cpu_lacks: None,
+        guest_map: None,
     };
     let mut timing =
         Timing { interval_ns: 1_000_000_000, pause_ns: 15, strategy: "precopy".into(), ..Timing::default() };

@@ -1,0 +1,201 @@
+//! A file that is not there: its bytes are made when they are read.
+//!
+//! ```text
+//!   │ head (core files) │ pages of extent 0 │ hole: zeros │ pages of extent 1 │ ...
+//!   0                                                                          len_bytes
+//! ```
+
+use crate::core;
+use crate::view::GuestView;
+use keyframe_qemu::restore::RamSource;
+use keyframe_qemu::stream::CpuRegisters;
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
+use std::io;
+
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// Some of the file's pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    /// Where in the file, in bytes.
+    at: u64,
+    pages: PageRange,
+}
+
+impl Part {
+    fn end(self) -> u64 {
+        self.at + self.pages.len_bytes()
+    }
+}
+
+/// A checkpoint's RAM in the form of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    head: Vec<u8>,
+    /// Rising.
+    parts: Vec<Part>,
+    len_bytes: u64,
+}
+
+impl Image {
+    /// Guest-physical memory from address 0 to the end of main RAM; where there is no memory, zeros.
+    pub fn raw(view: &GuestView) -> Self {
+        let len_bytes = view.ram_end().0;
+        let within = view.extents().iter().filter(|e| e.start.0 < len_bytes);
+        let parts = within.map(|e| Part { at: e.start.0, pages: e.pages }).collect();
+        Self { head: Vec::new(), parts, len_bytes }
+    }
+
+    /// An ELF core file: one segment for each extent, and the processors' registers.
+    pub fn core(view: &GuestView, cpus: &[CpuRegisters]) -> Self {
+        let (head, places) = core::head(view.extents(), cpus);
+        let parts: Vec<Part> =
+            places.into_iter().zip(view.extents()).map(|(at, e)| Part { at, pages: e.pages }).collect();
+        let len_bytes = parts.last().map_or(head.len() as u64, |p| p.end());
+        Self { head, parts, len_bytes }
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Reads from `offset` on; less than `bytes` are filled only at the end. Returns how many.
+    ///
+    /// Errors: those of `ram`, where a page that was asked for cannot be read.
+    pub fn read_at(&self, ram: &dyn RamSource, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
+        let left = self.len_bytes.saturating_sub(offset);
+        let len = bytes.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+        let Some(bytes) = bytes.get_mut(..len) else { return Ok(0) };
+        bytes.fill(0);
+        let end = offset + len as u64;
+        copy(&self.head, 0, bytes, offset);
+        let first = self.parts.partition_point(|p| p.end() <= offset);
+        for part in self.parts.iter().skip(first).take_while(|p| p.at < end) {
+            let from = offset.saturating_sub(part.at) / PAGE;
+            let to = (end - part.at).div_ceil(PAGE).min(part.pages.len_pages);
+            let wanted = PageRange::new(PageIndex(part.pages.first.0 + from), to.saturating_sub(from));
+            ram.read(wanted, &mut |page, content| {
+                match page.0.checked_sub(wanted.first.0).filter(|k| *k < wanted.len_pages) {
+                    Some(k) => copy(content, part.at + (from + k) * PAGE, bytes, offset),
+                    None => return Err(io::Error::other(format!("page {} was not asked for", page.0))),
+                }
+                Ok(())
+            })?;
+        }
+        Ok(len)
+    }
+
+    /// The stretches of the file that hold anything, rising, as offset and length; the rest is zeros. None is longer than
+    /// `bytes_max`, which is at least a page.
+    pub fn stretches(&self, bytes_max: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let bytes_max = bytes_max.max(PAGE);
+        let head = Some((0, self.head.len() as u64)).filter(|(_, len)| *len > 0);
+        let parts = self.parts.iter().map(|p| (p.at, p.end().min(self.len_bytes) - p.at));
+        head.into_iter().chain(parts).flat_map(move |(at, len)| {
+            (0..len.div_ceil(bytes_max))
+                .map(move |k| (at + k * bytes_max, bytes_max.min(len - k * bytes_max)))
+        })
+    }
+}
+
+/// Copies what two stretches have in common; each begins at its offset in the file.
+fn copy(from: &[u8], from_at: u64, to: &mut [u8], to_at: u64) {
+    let start = from_at.max(to_at);
+    let end = (from_at + from.len() as u64).min(to_at + to.len() as u64);
+    let Some(len) = end.checked_sub(start).map(|len| len as usize) else { return };
+    let (a, b) = ((start - from_at) as usize, (start - to_at) as usize);
+    if let (Some(from), Some(to)) = (from.get(a..a + len), to.get_mut(b..b + len)) {
+        to.copy_from_slice(from);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_units::{BlockKind, GuestPhys, GuestRegion, Page, RamBlock, RamLayout};
+    use proptest::prelude::*;
+
+    /// Page n holds n; every third is zero and is not told.
+    struct Numbered;
+
+    impl RamSource for Numbered {
+        fn read(
+            &self,
+            range: PageRange,
+            sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+        ) -> io::Result<()> {
+            let mut pages: Vec<PageIndex> = range.iter().filter(|p| p.0 % 3 != 0).collect();
+            pages.reverse();
+            pages.into_iter().try_for_each(|p| sink(p, &[p.0 as u8; PAGE_BYTES]))
+        }
+    }
+
+    fn view() -> GuestView {
+        let bytes = 40 * PAGE;
+        let block =
+            RamBlock { name: "m".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+        let layout = RamLayout::new(vec![block]).unwrap();
+        let region = |start: u64, pages: u64, offset: u64| GuestRegion {
+            start: GuestPhys(start * PAGE),
+            len_bytes: pages * PAGE,
+            block: "m".into(),
+            offset_bytes: offset * PAGE,
+        };
+        GuestView::new(&layout, &[region(0, 10, 5), region(13, 7, 20), region(30, 2, 30)], None).unwrap()
+    }
+
+    /// The raw image, page by page.
+    fn oracle() -> Vec<u8> {
+        let page = |at: u64| match at {
+            0..10 => at + 5,
+            13..20 => at + 7,
+            30..32 => at,
+            _ => 0,
+        };
+        let byte = |at: u64| if page(at) % 3 == 0 { 0 } else { page(at) as u8 };
+        (0..32).flat_map(|at| [byte(at); PAGE_BYTES]).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn any_piece_of_a_raw_image_is_as_the_whole(offset in 0u64..140_000, len in 0usize..40_000) {
+            let (image, oracle) = (Image::raw(&view()), oracle());
+            prop_assert_eq!(image.len_bytes(), oracle.len() as u64);
+            let mut bytes = vec![0xee; len];
+            let read = image.read_at(&Numbered, offset, &mut bytes).unwrap();
+            let start = (offset as usize).min(oracle.len());
+            let expected = &oracle[start..(start + len).min(oracle.len())];
+            prop_assert!(bytes[..read] == *expected);
+        }
+
+        #[test]
+        fn stretches_cover_all_that_is_not_zero(max in 0u64..60_000) {
+            for image in [Image::raw(&view()), Image::core(&view(), &[CpuRegisters::default()])] {
+                let mut whole = vec![0; image.len_bytes() as usize];
+                image.read_at(&Numbered, 0, &mut whole).unwrap();
+                let mut pieced = vec![0; whole.len()];
+                for (at, len) in image.stretches(max) {
+                    let (at, len) = (at as usize, len as usize);
+                    prop_assert_eq!(image.read_at(&Numbered, at as u64, &mut pieced[at..at + len]).unwrap(), len);
+                }
+                prop_assert!(pieced == whole);
+            }
+        }
+    }
+
+    #[test]
+    fn a_core_holds_the_same_pages_where_its_headers_say() {
+        let image = Image::core(&view(), &[CpuRegisters { rip: 0x1234, ..CpuRegisters::default() }]);
+        let mut bytes = vec![0; image.len_bytes() as usize];
+        image.read_at(&Numbered, 0, &mut bytes).unwrap();
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        for k in 0..3 {
+            let header = 64 + 56 * (1 + k);
+            let (offset, address, len) = (word(header + 8), word(header + 24), word(header + 32));
+            let found = &bytes[offset as usize..(offset + len) as usize];
+            assert!(*found == oracle()[address as usize..(address + len) as usize], "segment {k}");
+        }
+        assert_eq!(word(64 + 56 * 4 + 20 + 112 + 16 * 8), 0x1234, "rip in the first note");
+    }
+}

@@ -1,0 +1,203 @@
+//! `keyframe export`: a checkpoint as a file that other tools read.
+
+use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome};
+use crate::images::{self, StoredPages};
+use crate::output;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_image::Image;
+use keyframe_qemu::stream;
+use keyframe_store::Loaded;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes that are made at once.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Zeros of this length become a hole in a file.
+const HOLE_BYTES: usize = 4096;
+
+/// Write a checkpoint as a file for other tools: raw RAM, ELF core, QEMU migration stream
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Formats:
+  raw        guest-physical RAM from address 0 on; what is no memory is zeros (holes, in a file)
+  elf        an ELF core with the registers of all processors, for gdb, crash and volatility
+  migration  what QEMU's own migrate writes: QEMU of the same version with the VM's own command line loads it, without Keyframe
+
+Examples:
+  keyframe export --store S latest --format elf -o vm.elf
+  keyframe export --store S 12 --format raw -o - | strings
+  keyframe export --store S latest --format migration -o vm.mig
+  qemu-system-x86_64 THE VM'S OWN OPTIONS -incoming 'exec:cat vm.mig'")]
+pub struct Export {
+    #[command(flatten)]
+    store: StoreArg,
+    /// A number, a tag or `latest`
+    checkpoint: String,
+    /// What to write
+    #[arg(long, value_enum)]
+    format: Format,
+    /// The file to make, or - for standard output
+    #[arg(long, short, value_name = "FILE")]
+    output: PathBuf,
+    /// Replace the file if there is one
+    #[arg(long, short)]
+    force: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    Raw,
+    Elf,
+    Migration,
+}
+
+/// What writing goes on with.
+struct Job<'a> {
+    pages: StoredPages<'a>,
+    interrupted: Arc<AtomicBool>,
+    bar: ProgressBar,
+}
+
+impl Export {
+    /// Writes the file, whole or not at all.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
+        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        let image = match self.format {
+            Format::Raw => Some(images::raw(&loaded)?),
+            Format::Elf => Some(images::core(&loaded)?),
+            Format::Migration => None,
+        };
+        let to_stdout = self.output == Path::new("-");
+        if !to_stdout && !self.force && self.output.exists() {
+            return Err(Failure::new(format!("{} exists", self.output.display()))
+                .fix("name another file, or replace it with --force"));
+        }
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let len_bytes = image.as_ref().map_or(loaded.meta.ram.len_bytes(), Image::len_bytes);
+        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(len_bytes) };
+        if let Ok(style) = ProgressStyle::with_template("exporting {wide_bar} {bytes}/{total_bytes}") {
+            bar.set_style(style);
+        }
+        let job = Job { pages: StoredPages::new(&loaded), interrupted, bar };
+        let written = if to_stdout {
+            job.stream(image.as_ref(), &loaded, &mut io::stdout().lock())
+        } else {
+            self.to_file(&job, image.as_ref(), &loaded)
+        };
+        job.bar.finish_and_clear();
+        written.map_err(|failure| match job.pages.failed() {
+            Some(error) => self.store.failure(&error),
+            None => failure,
+        })?;
+        if !to_stdout && !self.quiet {
+            let size = output::bytes(len_bytes);
+            eprintln!(
+                "keyframe: checkpoint {id} of VM {} is in {} ({size})",
+                loaded.meta.vm,
+                self.output.display()
+            );
+        }
+        Ok(DONE)
+    }
+
+    /// Through a temporary file beside it, so that a file of that name is always whole.
+    fn to_file(&self, job: &Job<'_>, image: Option<&Image>, loaded: &Loaded) -> Result<(), Failure> {
+        let name = self.output.display();
+        let fail = |e: io::Error| Failure::new(format!("write {name}: {e}"));
+        let directory = self.output.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let temporary =
+            tempfile::Builder::new().prefix(".keyframe-export-").tempfile_in(directory).map_err(fail)?;
+        match image {
+            Some(image) => job.sparse(image, temporary.as_file()).map_err(fail)?,
+            None => job.stream(None, loaded, &mut temporary.as_file())?,
+        }
+        temporary.as_file().sync_all().map_err(fail)?;
+        let kept = if self.force {
+            temporary.persist(&self.output)
+        } else {
+            temporary.persist_noclobber(&self.output)
+        };
+        kept.map(drop).map_err(|e| fail(e.error))
+    }
+}
+
+impl Job<'_> {
+    /// Writes an image with holes where it is zero.
+    fn sparse(&self, image: &Image, file: &File) -> io::Result<()> {
+        file.set_len(image.len_bytes())?;
+        let mut bytes = vec![0; CHUNK_BYTES as usize];
+        for (at, len) in image.stretches(CHUNK_BYTES) {
+            self.check()?;
+            let chunk = bytes.get_mut(..len as usize).unwrap_or_default();
+            image.read_at(&self.pages, at, chunk)?;
+            let mut offset = at;
+            for run in chunk.chunks(HOLE_BYTES) {
+                if run.iter().any(|byte| *byte != 0) {
+                    file.write_all_at(run, offset)?;
+                }
+                offset += run.len() as u64;
+            }
+            self.bar.set_position(at + len);
+        }
+        Ok(())
+    }
+
+    /// Writes an image, or a migration stream, from its first byte to its last.
+    fn stream(&self, image: Option<&Image>, loaded: &Loaded, out: &mut dyn Write) -> Result<(), Failure> {
+        let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
+        let mut out = BufWriter::with_capacity(CHUNK_BYTES as usize, Watched { job: self, out });
+        let Some(image) = image else {
+            let (meta, state) = (&loaded.meta, &loaded.device_state);
+            return stream::export(&meta.machine.machine_type, &meta.ram, &self.pages, state, &mut out)
+                .map_err(|e| Failure::qemu(&e));
+        };
+        let mut bytes = vec![0; CHUNK_BYTES as usize];
+        let mut at = 0;
+        while at < image.len_bytes() {
+            let read = image.read_at(&self.pages, at, &mut bytes).map_err(fail)?;
+            out.write_all(bytes.get(..read).unwrap_or_default()).map_err(fail)?;
+            at += read as u64;
+        }
+        out.flush().map_err(fail)
+    }
+
+    fn check(&self) -> io::Result<()> {
+        if self.interrupted.load(Ordering::Relaxed) {
+            return Err(io::Error::new(io::ErrorKind::Interrupted, "it was given up"));
+        }
+        Ok(())
+    }
+}
+
+/// Counts what is written, and ends when asked to.
+struct Watched<'a> {
+    job: &'a Job<'a>,
+    out: &'a mut dyn Write,
+}
+
+impl Write for Watched<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // Not as `Interrupted`, which would be tried again.
+        self.job.check().map_err(|e| io::Error::other(e.to_string()))?;
+        let written = self.out.write(bytes)?;
+        self.job.bar.inc(written as u64);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}

@@ -1,0 +1,133 @@
+//! `keyframe mount`: the store's checkpoints as files.
+
+use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome};
+use crate::mount::{Files, Tree};
+use fuser::{BackgroundSession, Config, MountOption};
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Threads that answer the kernel.
+const THREADS: usize = 2;
+const POLL: Duration = Duration::from_millis(50);
+
+/// Show every checkpoint as files under a directory, until Ctrl-C or umount
+#[derive(clap::Args, Debug)]
+#[command(after_help = "  DIR/12/ram.raw        guest-physical RAM
+  DIR/12/ram.elf        an ELF core for gdb, crash and volatility
+  DIR/12/device.state   as QEMU gave it
+  DIR/12/info.json      what `show --json` prints
+  DIR/latest, DIR/TAG   links
+
+Files are made as they are read, so that nothing is copied in advance; new checkpoints appear while a VM runs. Only the
+user who mounted it can look in.
+
+Examples:
+  keyframe mount /mnt --store S
+  gdb -ex 'info registers' vmlinux /mnt/latest/ram.elf
+  umount /mnt")]
+pub struct Mount {
+    #[command(flatten)]
+    store: StoreArg,
+    /// An empty directory
+    dir: PathBuf,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+impl Mount {
+    /// Mounts, and waits for the end.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let path = store.path().to_path_buf();
+        let dir = check_directory(&self.dir)?;
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let mut config = Config::default();
+        config.mount_options = vec![
+            MountOption::FSName("keyframe".into()),
+            MountOption::Subtype("keyframe".into()),
+            MountOption::RO,
+            MountOption::NoExec,
+            MountOption::NoSuid,
+            MountOption::NoDev,
+            MountOption::DefaultPermissions,
+        ];
+        config.n_threads = Some(THREADS);
+        let files = Files::new(Tree::new(store));
+        let session = fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
+        if !self.quiet {
+            eprintln!(
+                "keyframe: the checkpoints of {} are in {}; Ctrl-C or umount ends it",
+                path.display(),
+                dir.display()
+            );
+        }
+        while !session.guard.is_finished() {
+            if interrupted.load(Ordering::Relaxed) {
+                return end(session, &dir);
+            }
+            std::thread::sleep(POLL);
+        }
+        // Unmounted by somebody else.
+        session.join().map_err(|e| Failure::new(format!("serve {}: {e}", dir.display())))?;
+        Ok(DONE)
+    }
+}
+
+/// Takes the mount away, also from under those who still use it: they get errors.
+fn end(session: BackgroundSession, dir: &Path) -> Outcome {
+    let fail = |e: io::Error| Failure::new(format!("unmount {}: {e}", dir.display()));
+    match unmount(dir, UnmountFlags::empty()) {
+        // Unmounted, or already not there any more: the threads end by themselves.
+        Ok(()) | Err(Errno::INVAL) => session.join().map_err(fail)?,
+        // Not allowed to us: the library knows whom to ask.
+        Err(Errno::PERM) => session.umount_and_join().map_err(fail)?,
+        Err(Errno::BUSY) => {
+            eprintln!("keyframe: {} was still in use; those who use it get errors", dir.display());
+            unmount(dir, UnmountFlags::DETACH).map_err(|e| fail(e.into()))?;
+        }
+        Err(e) => return Err(fail(e.into())),
+    }
+    Ok(DONE)
+}
+
+/// An empty directory, by its absolute path.
+fn check_directory(dir: &Path) -> Result<PathBuf, Failure> {
+    let name = dir.display();
+    let entries =
+        std::fs::read_dir(dir).map_err(|e| match e.raw_os_error().map(Errno::from_raw_os_error) {
+            Some(Errno::NOTCONN) => {
+                Failure::new(format!("{name} is still mounted, by a keyframe that was killed"))
+                    .fix(format!("clear it with: umount {name}"))
+            }
+            Some(Errno::NOENT) => {
+                Failure::new(format!("there is no directory {name}")).fix(format!("mkdir {name}"))
+            }
+            _ => Failure::new(format!("mount on {name}: {e}")),
+        })?;
+    if entries.into_iter().next().is_some() {
+        return Err(Failure::new(format!("{name} is not empty: what is in it would be hidden"))
+            .fix("mount on an empty directory"));
+    }
+    std::fs::canonicalize(dir).map_err(|e| Failure::new(format!("mount on {name}: {e}")))
+}
+
+fn cannot_mount(dir: &Path, error: &io::Error) -> Failure {
+    let failure = Failure::new(format!("mount on {}: {error}", dir.display()));
+    if !Path::new("/dev/fuse").exists() {
+        return failure.fix(
+            "this kernel has no /dev/fuse: modprobe fuse; in a container, start it with --device /dev/fuse",
+        );
+    }
+    failure.fix("mount as root, or install fusermount3 (Debian package fuse3), which lets other users mount")
+}

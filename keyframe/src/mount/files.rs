@@ -1,0 +1,186 @@
+//! The tree as FUSE asks for it.
+
+use super::node::{Kind, Node};
+use super::tree::{Denied, Look, Tree};
+use fuser::{
+    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner, OpenFlags,
+    ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, Request,
+};
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How long the kernel may go by what it was told of names and sizes: a forgotten checkpoint is gone after that.
+const TRUSTED: Duration = Duration::from_secs(1);
+/// The most that one read gives.
+const READ_BYTES_MAX: u32 = 1 << 20;
+/// Directories that are being listed at once.
+const LISTINGS_MAX: usize = 1024;
+
+/// The file system.
+pub struct Files {
+    tree: Tree,
+    /// The names of directories that are being listed, each as it was when it was opened.
+    listings: Mutex<HashMap<u64, Vec<(String, Node)>>>,
+    owner: (u32, u32),
+}
+
+impl Files {
+    /// Over a tree; files are the calling user's.
+    pub fn new(tree: Tree) -> Self {
+        let owner = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
+        Self { tree, listings: Mutex::default(), owner }
+    }
+
+    fn listings(&self) -> MutexGuard<'_, HashMap<u64, Vec<(String, Node)>>> {
+        self.listings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn attributes(&self, node: Node) -> Result<(FileAttr, Duration), Errno> {
+        let Look { len_bytes, time, lasts } = self.tree.look(node).map_err(errno)?;
+        let (kind, perm) = (kind(node), if kind(node) == FileType::RegularFile { 0o400 } else { 0o500 });
+        let attributes = FileAttr {
+            ino: INodeNo(node.number()),
+            size: len_bytes,
+            blocks: len_bytes.div_ceil(512),
+            atime: time,
+            mtime: time,
+            ctime: time,
+            crtime: time,
+            kind,
+            perm,
+            nlink: if kind == FileType::Directory { 2 } else { 1 },
+            uid: self.owner.0,
+            gid: self.owner.1,
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        };
+        Ok((attributes, if lasts { TRUSTED } else { Duration::ZERO }))
+    }
+
+    fn list(&self, node: Node) -> Result<u64, Errno> {
+        let names = self.tree.list(node).map_err(errno)?;
+        let around = [(".".to_owned(), node), ("..".to_owned(), Node::Root)];
+        let mut listings = self.listings();
+        if listings.len() >= LISTINGS_MAX {
+            return Err(Errno::EMFILE);
+        }
+        let free =
+            (1..=LISTINGS_MAX as u64).find(|handle| !listings.contains_key(handle)).unwrap_or_default();
+        listings.insert(free, around.into_iter().chain(names).collect());
+        Ok(free)
+    }
+}
+
+fn node(number: INodeNo) -> Result<Node, Errno> {
+    Node::of(number.0).ok_or(Errno::ENOENT)
+}
+
+fn kind(node: Node) -> FileType {
+    match node {
+        Node::Root | Node::Checkpoint(_) => FileType::Directory,
+        Node::File(..) => FileType::RegularFile,
+        Node::Link(_) => FileType::Symlink,
+    }
+}
+
+fn errno(denied: Denied) -> Errno {
+    match denied {
+        Denied::Absent => Errno::ENOENT,
+        Denied::Unreadable => Errno::EIO,
+    }
+}
+
+impl Filesystem for Files {
+    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let found = node(parent).and_then(|parent| {
+            let name = name.to_str().ok_or(Errno::ENOENT)?;
+            let found = self.tree.find(parent, name).map_err(errno)?;
+            self.attributes(found)
+        });
+        match found {
+            Ok((attributes, trusted)) => reply.entry(&trusted, &attributes, Generation(0)),
+            Err(errno) => reply.error(errno),
+        }
+    }
+
+    fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        match node(ino).and_then(|node| self.attributes(node)) {
+            Ok((attributes, trusted)) => reply.attr(&trusted, &attributes),
+            Err(errno) => reply.error(errno),
+        }
+    }
+
+    fn readlink(&self, _req: &Request, ino: INodeNo, reply: ReplyData) {
+        match Node::of(ino.0) {
+            Some(Node::Link(link)) => match self.tree.target(link) {
+                Ok(target) => reply.data(target.as_bytes()),
+                Err(denied) => reply.error(errno(denied)),
+            },
+            _ => reply.error(Errno::EINVAL),
+        }
+    }
+
+    fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        match Node::of(ino.0) {
+            // Tags come and go, and with them its length.
+            Some(Node::File(_, Kind::Info)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO),
+            Some(Node::File(..)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE),
+            _ => reply.error(Errno::EISDIR),
+        }
+    }
+
+    fn read(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        match Node::of(ino.0) {
+            Some(Node::File(id, kind)) => {
+                match self.tree.read(id, kind, offset, size.min(READ_BYTES_MAX) as usize) {
+                    Ok(bytes) => reply.data(&bytes),
+                    Err(denied) => reply.error(errno(denied)),
+                }
+            }
+            _ => reply.error(Errno::EISDIR),
+        }
+    }
+
+    fn opendir(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        match node(ino).and_then(|node| self.list(node)) {
+            Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
+            Err(errno) => reply.error(errno),
+        }
+    }
+
+    fn readdir(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        let listings = self.listings();
+        let Some(names) = listings.get(&fh.0) else { return reply.error(Errno::EBADF) };
+        for (next, (name, node)) in (1..).zip(names).skip(usize::try_from(offset).unwrap_or(usize::MAX)) {
+            if reply.add(INodeNo(node.number()), next, kind(*node), name) {
+                break;
+            }
+        }
+        reply.ok();
+    }
+
+    fn releasedir(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
+        self.listings().remove(&fh.0);
+        reply.ok();
+    }
+}

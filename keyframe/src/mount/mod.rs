@@ -1,0 +1,24 @@
+//! The store as a read-only file system.
+//!
+//! ```text
+//!   DIR/
+//!     latest -> 12            and each tag, as symbolic links
+//!     12/                     a checkpoint
+//!       info.json             what `show --json` prints
+//!       device.state          as QEMU gave it
+//!       ram.raw  ram.elf      made as they are read; absent where the checkpoint does not tell where its RAM lies
+//!                             (disk-NAME.raw: `node::Kind` is the place, once checkpoints hold disks)
+//! ```
+//!
+//! The store is looked at with each listing and each name, so checkpoints come and go while it is mounted. A checkpoint does not
+//! change, so the kernel may keep what it has read.
+//!
+//! Invariants: nothing is ever written; a page that cannot be read correctly is an error for those who read it, and for nobody
+//! else; memory is bounded ([`tree::LOADED_MAX`]) whatever is read.
+
+mod files;
+mod node;
+mod tree;
+
+pub use files::Files;
+pub use tree::Tree;

@@ -1,0 +1,226 @@
+//! What is written for other tools: the same memory and registers as QEMU's own dump of the same instant, streams that stock
+//! QEMU loads, and QEMU's own streams as checkpoints.
+
+use keyframe_qemu::Qmp;
+use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, hash_lines, qemus, until};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+const WAIT: Duration = Duration::from_secs(30);
+
+fn boot(qemu: &Qemu, machine: &str) -> Boot {
+    let mut boot = Boot::new("hash");
+    boot.qemu.clone_from(&qemu.path);
+    boot.machine = machine.into();
+    boot.mem_mib = 96;
+    boot.cpus = 2;
+    boot
+}
+
+/// The guest of `vm` says `least` more lines of its sequence, all right.
+fn goes_on(vm: &mut Process, least: usize) {
+    let grown = vm.wait_until(60, |p| (hash_lines(&p.lines()).len() >= least).then_some(()));
+    assert!(grown.is_some(), "the guest is silent; {}", vm.report());
+    Sequence::new(16).check(&hash_lines(&vm.lines()), least);
+}
+
+/// Runs `boot` under Keyframe; in one pause takes checkpoint 1, and QEMU's own dump into `qemu.elf`.
+fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
+    let monitor = bench.path().join("user.sock");
+    let boot = boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    run.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(())).expect("the guest is silent");
+    let mut qmp = Qmp::connect(&monitor, WAIT).expect("connect to the monitor");
+    qmp.stop().expect("stop");
+    let file = format!("file:{}", bench.path().join("qemu.elf").display());
+    qmp.execute("dump-guest-memory", Some(json!({ "paging": false, "protocol": file }))).expect("dump");
+    bench.ok(&["take", "--name", "guest"]);
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+}
+
+fn export(bench: &Bench, format: &str, name: &str) -> Vec<u8> {
+    bench.ok(&["export", "latest", "--store", &bench.store(), "--format", format, "-o", name]);
+    std::fs::read(bench.path().join(name)).expect("the exported file")
+}
+
+/// A core's notes, and its segments by physical address.
+fn core(bytes: &[u8]) -> (&[u8], BTreeMap<u64, &[u8]>) {
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+    let (mut notes, mut segments) = (&[][..], BTreeMap::new());
+    for k in 0..usize::from(u16::from_le_bytes([bytes[56], bytes[57]])) {
+        let header = word(32) + 56 * k;
+        let contents = &bytes[word(header + 8)..word(header + 8) + word(header + 32)];
+        match bytes[header] {
+            4 => notes = contents,
+            1 => drop(segments.insert(word(header + 24) as u64, contents)),
+            other => panic!("a program header of type {other}"),
+        }
+    }
+    (notes, segments)
+}
+
+#[test]
+fn memory_and_registers_are_those_of_qemus_own_dump() {
+    for qemu in qemus() {
+        for machine in ["pc", "q35", "microvm"] {
+            let bench = Bench::new();
+            checkpoint_and_dump(&bench, &boot(&qemu, machine));
+            let theirs = std::fs::read(bench.path().join("qemu.elf")).unwrap();
+            let ours = export(&bench, "elf", "ours.elf");
+            let raw = export(&bench, "raw", "ours.raw");
+            let ((notes, segments), (our_notes, our_segments)) = (core(&theirs), core(&ours));
+            let what = format!("QEMU {}, {machine}", qemu.label);
+            assert!(notes.len() > 1000 && notes == our_notes, "{what}: the notes differ");
+            assert_eq!(
+                segments.keys().collect::<Vec<_>>(),
+                our_segments.keys().collect::<Vec<_>>(),
+                "{what}: other segments"
+            );
+            for (address, contents) in &segments {
+                assert!(our_segments[address] == *contents, "{what}: the segment at {address:#x} differs");
+                if let Some(part) = raw.get(*address as usize..).filter(|part| !part.is_empty()) {
+                    assert!(part[..contents.len()] == **contents, "{what}: raw differs at {address:#x}");
+                }
+            }
+            assert_eq!(raw.len(), 96 << 20, "{what}");
+            // What goes through a pipe is the same.
+            let piped = bench.run(&["export", "1", "--store", &bench.store(), "--format", "elf", "-o", "-"]);
+            assert!(piped.stdout == ours, "{what}: the pipe has other bytes");
+        }
+    }
+}
+
+#[test]
+fn a_debugger_opens_the_core() {
+    let Ok(version) = Command::new("gdb").arg("--version").output() else {
+        println!("skipped: no gdb (Debian package gdb)");
+        return;
+    };
+    assert!(version.status.success());
+    let bench = Bench::new();
+    checkpoint_and_dump(&bench, &boot(&qemus()[0], "pc"));
+    export(&bench, "elf", "ours.elf");
+    let asked = |core: &str, commands: &[&str]| {
+        let mut gdb = Command::new("gdb");
+        gdb.current_dir(bench.path()).args(["-nx", "-batch", "-core", core]);
+        gdb.args(commands.iter().flat_map(|c| ["-ex", c]));
+        let output = gdb.output().expect("run gdb");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let registers = ["info threads", "info registers"];
+    let (ours, theirs) = (asked("ours.elf", &registers), asked("qemu.elf", &registers));
+    assert!(ours.contains("rip") && ours == theirs, "{ours}\n{theirs}");
+    // Physical addresses can be read too: the reset vector is a far jump.
+    assert!(asked("ours.elf", &["x/bx 0xfffffff0"]).contains("0xea"));
+}
+
+#[test]
+fn a_file_is_replaced_only_when_asked_to() {
+    let bench = Bench::new();
+    checkpoint_and_dump(&bench, &boot(&qemus()[0], "pc"));
+    export(&bench, "raw", "there");
+    let store = bench.store();
+    let args = ["export", "latest", "--store", &store, "--format", "raw", "-o", "there"];
+    bench.refused(&args, 1, &["exists", "--force"]);
+    bench.ok(&[&args[..], &["--force"]].concat());
+    bench.refused(&["export", "9", "--store", &store, "--format", "raw", "-o", "x"], 1, &["9", "list"]);
+    let names: Vec<_> = std::fs::read_dir(bench.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(!names.iter().any(|n| n.to_string_lossy().starts_with(".keyframe-export")), "{names:?}");
+}
+
+#[test]
+fn stock_qemu_loads_an_exported_stream_and_the_guest_goes_on() {
+    for qemu in qemus() {
+        for machine in ["pc", "q35"] {
+            let bench = Bench::new();
+            let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
+            checkpoint_and_dump(&bench, &boot);
+            export(&bench, "migration", "vm.mig");
+            let line = boot.with(&["-incoming", "exec:cat vm.mig"]).command();
+            let mut command = Command::new(&line[0]);
+            command.args(&line[1..]).current_dir(bench.path());
+            let mut loaded = Process::start(command);
+            goes_on(&mut loaded, 3);
+            assert!(loaded.is_running(), "{}", loaded.report());
+        }
+    }
+}
+
+/// QEMU's own stream of `boot`, which is then ended.
+fn migrated(bench: &Bench, boot: &Boot) -> Vec<u8> {
+    let mut foreign = Foreign::start(bench, boot);
+    let said = foreign.console.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
+    assert!(said.is_some(), "{}", foreign.console.report());
+    let mut qmp = foreign.other();
+    let file = bench.path().join("qemu.mig");
+    let uri = format!("exec:cat > {}", file.display());
+    qmp.execute("migrate", Some(json!({ "uri": uri }))).expect("migrate");
+    until("the migration", || {
+        let status = qmp.execute("query-migrate", None).expect("query-migrate");
+        status["status"] == "completed"
+    });
+    std::fs::read(file).expect("the stream")
+}
+
+fn import(bench: &Bench, file: &str, boot: &Boot) -> Vec<String> {
+    let store = bench.store();
+    let mut args = ["import", file, "--store", &store, "--tag", "imported", "--"].map(String::from).to_vec();
+    args.extend(boot.command());
+    args
+}
+
+#[test]
+fn qemus_own_stream_becomes_a_checkpoint_that_goes_on() {
+    for qemu in qemus() {
+        for machine in ["pc", "q35"] {
+            let bench = Bench::new();
+            let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
+            migrated(&bench, &boot);
+            let args = import(&bench, "qemu.mig", &boot);
+            bench.ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+            let mut restored = bench.restore("imported", &[]);
+            goes_on(&mut restored, 3);
+            // It is exported as any other, and holds what the stream held.
+            let first = export(&bench, "raw", "first.raw");
+            assert_eq!(first.len(), 96 << 20);
+            bench.ok(&["check", "--read-data", "--store", &bench.store()]);
+        }
+    }
+}
+
+#[test]
+fn streams_that_are_hostile_or_another_machines_are_refused_and_leave_nothing() {
+    let bench = Bench::new();
+    let boot = boot(&qemus()[0], "pc");
+    let good = migrated(&bench, &boot);
+    let refused = |name: &str, bytes: &[u8], boot: &Boot, words: &[&str]| {
+        std::fs::write(bench.path().join(name), bytes).unwrap();
+        let args = import(&bench, name, boot);
+        bench.refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), 1, words);
+        assert!(bench.list().is_empty(), "{name} left a checkpoint");
+    };
+    refused("cut", &good[..good.len() / 2], &boot, &["cut short"]);
+    refused("tail", &good[..good.len() - 3], &boot, &["end mark"]);
+    refused("text", b"no stream at all", &boot, &["QEVM"]);
+    let ram = good.windows(6).position(|w| w == b"pc.ram").expect("the list");
+    let mut renamed = good.clone();
+    renamed[ram..ram + 6].copy_from_slice(b"pc.rum");
+    refused("renamed", &renamed, &boot, &["pc.rum", "command line"]);
+    let mut huge = good.clone();
+    huge[ram + 6..ram + 14].copy_from_slice(&(1u64 << 50).to_be_bytes());
+    refused("huge", &huge, &boot, &["pc.ram"]);
+    let mut smaller = boot.clone();
+    smaller.mem_mib = 64;
+    refused("smaller", &good, &smaller, &["pc.ram", "command line"]);
+    let mut other = boot.clone();
+    other.machine = "q35".into();
+    refused("other", &good, &other, &["machine type"]);
+    let mut single = boot;
+    single.cpus = 1;
+    refused("single", &good, &single, &["processors"]);
+    assert!(!Path::new(&bench.path().join("imported")).exists());
+}

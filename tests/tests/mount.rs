@@ -1,0 +1,173 @@
+//! The store as files: the same bytes as an export, checkpoints of a live run as they come, and ends of every kind.
+
+use keyframe_tests::{Bench, Boot, Process, number, until};
+use rustix::mount::{UnmountFlags, unmount};
+use rustix::process::Signal;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// A mount that is gone with its test.
+struct Mounted {
+    process: Process,
+    dir: PathBuf,
+}
+
+impl Mounted {
+    fn new(bench: &Bench) -> Self {
+        let dir = bench.path().join("mnt");
+        let _ = std::fs::create_dir(&dir);
+        let (store, name) = (bench.store(), dir.display().to_string());
+        let mut process = Process::start(bench.command(&["mount", &name, "--store", &store]));
+        process.wait_for_error("umount ends it");
+        Self { process, dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    fn names(&self, directory: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(directory)).expect("list a directory");
+        let mut names: Vec<String> =
+            entries.map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = unmount(&self.dir, UnmountFlags::DETACH);
+    }
+}
+
+fn is_mount(dir: &Path) -> bool {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").expect("the list of mounts");
+    mounts.lines().any(|l| l.split(' ').nth(1) == dir.to_str())
+}
+
+fn boot() -> Boot {
+    let mut boot = Boot::new("hash");
+    boot.mem_mib = 96;
+    boot
+}
+
+/// A store with three checkpoints, the second tagged `golden`.
+fn three(bench: &Bench) {
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot());
+    run.wait_for("KF READY");
+    for tag in [&[][..], &["--tag", "golden"], &[]] {
+        bench.ok(&[&["take", "--name", "guest"], tag].concat());
+    }
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+}
+
+#[test]
+fn files_are_what_show_and_export_give() {
+    let bench = Bench::new();
+    three(&bench);
+    let store = bench.store();
+    let mut mounted = Mounted::new(&bench);
+    assert_eq!(mounted.names(""), ["1", "2", "3", "golden", "latest"]);
+    assert_eq!(mounted.names("2"), ["device.state", "info.json", "ram.elf", "ram.raw"]);
+    assert_eq!(std::fs::read_link(mounted.path("golden")).unwrap(), Path::new("2"));
+    assert_eq!(std::fs::read_link(mounted.path("latest")).unwrap(), Path::new("3"));
+    let info = std::fs::read_to_string(mounted.path("golden/info.json")).unwrap();
+    assert_eq!(info, bench.ok(&["show", "--json", "--store", &store, "golden"]));
+    for (format, file) in [("raw", "ram.raw"), ("elf", "ram.elf")] {
+        bench.ok(&["export", "2", "--store", &store, "--format", format, "-o", file]);
+        let (exported, seen) =
+            (std::fs::read(bench.path().join(file)), std::fs::read(mounted.path("2").join(file)));
+        assert!(exported.unwrap() == seen.unwrap(), "{file} differs from the export");
+    }
+    assert!(std::fs::read(mounted.path("2/device.state")).unwrap().starts_with(b"QEVM"));
+    for absent in ["4", "02", "nothing", "2/disk-a.raw"] {
+        assert_eq!(std::fs::metadata(mounted.path(absent)).unwrap_err().kind(), std::io::ErrorKind::NotFound);
+    }
+    assert!(
+        File::create(mounted.path("2/new")).is_err()
+            && std::fs::remove_file(mounted.path("2/ram.raw")).is_err()
+    );
+    // One that is gone from the store is gone here.
+    std::fs::remove_file(Path::new(&store).join("checkpoints/0000000001.ckpt")).unwrap();
+    until("checkpoint 1 is gone", || std::fs::metadata(mounted.path("1")).is_err());
+    mounted.process.signal(Signal::INT);
+    assert!(mounted.process.wait().success(), "{}", mounted.process.report());
+    assert!(!is_mount(&mounted.dir));
+}
+
+#[test]
+fn checkpoints_of_a_live_run_appear() {
+    let bench = Bench::new();
+    let mut mounted = Mounted::new(&bench);
+    assert!(mounted.names("").is_empty());
+    let mut run = bench.start(&["--interval", "300ms", "--name", "guest", "--count", "4"], &boot());
+    until("a checkpoint", || !mounted.names("").is_empty());
+    // Read while the next ones are being written.
+    assert_eq!(std::fs::read(mounted.path("1/ram.raw")).unwrap().len(), 96 << 20);
+    assert!(run.wait().success(), "{}", run.report());
+    assert_eq!(std::fs::read_link(mounted.path("latest")).unwrap(), Path::new("4"));
+    // From outside, while nobody uses it.
+    unmount(&mounted.dir, UnmountFlags::empty()).expect("umount");
+    assert!(mounted.process.wait().success(), "{}", mounted.process.report());
+}
+
+#[test]
+fn one_that_is_in_use_or_was_killed_is_cleared() {
+    let bench = Bench::new();
+    three(&bench);
+    let store = bench.store();
+    let mut mounted = Mounted::new(&bench);
+    let used = File::open(mounted.path("3/ram.raw")).unwrap();
+    mounted.process.signal(Signal::TERM);
+    assert!(mounted.process.wait().success(), "{}", mounted.process.report());
+    assert!(mounted.process.errors().contains("still in use") && !is_mount(&mounted.dir));
+    drop(used);
+
+    let mut mounted = Mounted::new(&bench);
+    mounted.process.signal(Signal::KILL);
+    mounted.process.wait();
+    let dir = mounted.dir.display().to_string();
+    bench.refused(&["mount", &dir, "--store", &store], 1, &["was killed", "umount"]);
+    unmount(&mounted.dir, UnmountFlags::empty()).expect("umount a dead mount");
+    std::fs::write(mounted.path("file"), "x").unwrap();
+    bench.refused(&["mount", &dir, "--store", &store], 1, &["not empty"]);
+    bench.refused(&["mount", "/nowhere", "--store", &store], 1, &["no directory"]);
+    std::fs::remove_file(mounted.path("file")).unwrap();
+    drop(Mounted::new(&bench));
+}
+
+#[test]
+fn a_damaged_record_hurts_those_who_read_it() {
+    let bench = Bench::new();
+    three(&bench);
+    let pack = Path::new(&bench.store()).join("packs/00000001.pack");
+    let file = File::options().read(true).write(true).open(&pack).unwrap();
+    // Some of these records were superseded before the seal and hurt nobody.
+    let step = file.metadata().unwrap().len() / 32;
+    for k in 1..=16 {
+        file.write_all_at(&[0x5a; 64], k * step).unwrap();
+    }
+    let mounted = Mounted::new(&bench);
+    let ram = File::open(mounted.path("1/ram.raw")).unwrap();
+    // Page by page, and without reading ahead.
+    rustix::fs::fadvise(&ram, 0, None, rustix::fs::Advice::Random).unwrap();
+    let mut page = vec![0; 4096];
+    let mut bad = Vec::new();
+    let pages = (96 << 20) / 4096;
+    for k in 0..pages {
+        if let Err(e) = ram.read_exact_at(&mut page, k * 4096) {
+            assert_eq!(e.raw_os_error(), Some(5), "{e}");
+            bad.push(k);
+        }
+    }
+    assert!(!bad.is_empty() && bad.len() < 1000, "{} pages cannot be read", bad.len());
+    assert!(mounted.process.errors().contains("ram.raw of checkpoint 1"), "{}", mounted.process.report());
+    assert!(std::fs::read(mounted.path("1/device.state")).unwrap().starts_with(b"QEVM"));
+    let report = bench.run(&["export", "1", "--store", &bench.store(), "--format", "raw", "-o", "x"]);
+    assert_eq!(report.status.code(), Some(1));
+    assert!(!bench.path().join("x").exists(), "half a file was left");
+    assert_eq!(number(&bench.list()[2], "id"), 3);
+}
