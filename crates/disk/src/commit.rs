@@ -1,0 +1,1 @@
+//! Writes a disk back to an image.
