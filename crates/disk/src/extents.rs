@@ -72,6 +72,9 @@ impl<V: Piece> ExtentMap<V> {
 
     /// Empties a range; what lay there goes to `removed`.
     pub fn remove(&mut self, start: u64, len: u64, removed: &mut dyn FnMut(u64, u64, V)) {
+        if len == 0 {
+            return;
+        }
         let end = start.saturating_add(len);
         if let Some((&first, &(first_len, value))) = self.0.range(..start).next_back()
             && first + first_len > start
