@@ -49,6 +49,8 @@ enum Command {
     Bench(commands::bench::Bench),
     #[command(name = "__watchdog", hide = true)]
     Watchdog(commands::watchdog::Watchdog),
+    #[command(name = "__disks", hide = true)]
+    Disks(commands::disks::Disks),
 }
 
 impl Command {
@@ -69,6 +71,7 @@ impl Command {
             Self::Profile(c) => c.run(),
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),
+            Self::Disks(c) => c.run(),
         }
     }
 }

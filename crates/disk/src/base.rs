@@ -7,9 +7,9 @@ use crate::overlay::medium::read_or_zero;
 use crate::{Error, Result};
 use imago::file::File as ImageFile;
 use imago::format::Format;
+use imago::format::gate::ImplicitOpenGate;
 use imago::qcow2::Qcow2;
 use imago::{FormatAccess, FormatDriverBuilder, Mapping, StorageOpenOptions};
-use imago::format::gate::ImplicitOpenGate;
 use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -58,7 +58,9 @@ impl ImageFormat {
             return Ok(Self::Qcow2);
         }
         match FOREIGN.iter().find(|(magic, _)| start.starts_with(magic)) {
-            Some((_, format)) => Err(convert(&name, &format!("it looks like {format}, which is not supported"))),
+            Some((_, format)) => {
+                Err(convert(&name, &format!("it looks like {format}, which is not supported")))
+            }
             None => Ok(Self::Raw),
         }
     }
@@ -99,7 +101,8 @@ impl Base {
             ImageFormat::Raw => {
                 let file = File::open(path).map_err(Error::io(&name, "open"))?;
                 // A block device has no length of its own.
-                let bytes = io::Seek::seek(&mut &file, io::SeekFrom::End(0)).map_err(Error::io(&name, "measure"))?;
+                let bytes =
+                    io::Seek::seek(&mut &file, io::SeekFrom::End(0)).map_err(Error::io(&name, "measure"))?;
                 (Image::Raw(file), bytes)
             }
             ImageFormat::Qcow2 => {
@@ -114,7 +117,11 @@ impl Base {
         // As QEMU does, whose disks are of whole sectors.
         let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
         let Some(disk_bytes) = disk_bytes.filter(|bytes| *bytes > 0) else {
-            return Err(Error::refused(name, format!("a disk of {bytes} bytes"), "its size must be from 1 byte to 8 EiB"));
+            return Err(Error::refused(
+                name,
+                format!("a disk of {bytes} bytes"),
+                "its size must be from 1 byte to 8 EiB",
+            ));
         };
         Ok(Self { image, name, disk_bytes })
     }
@@ -144,7 +151,8 @@ impl Base {
                 _ => (bytes, false),
             }),
         };
-        let (bytes, zero) = status.map_err(|e| Error::io(format!("{} at {offset}", self.name), "look at")(e))?;
+        let (bytes, zero) =
+            status.map_err(|e| Error::io(format!("{} at {offset}", self.name), "look at")(e))?;
         Ok((bytes.clamp(1, len.max(1)), zero))
     }
 }
@@ -179,7 +187,10 @@ struct Gate {
 }
 
 impl ImplicitOpenGate<ImageFile> for Gate {
-    fn open_format<F: FormatDriverBuilder<ImageFile>>(&mut self, builder: F) -> io::Result<FormatAccess<ImageFile>> {
+    fn open_format<F: FormatDriverBuilder<ImageFile>>(
+        &mut self,
+        builder: F,
+    ) -> io::Result<FormatAccess<ImageFile>> {
         let unsupported = |problem: String| Err(io::Error::new(io::ErrorKind::Unsupported, problem));
         let path = builder.get_image_path();
         let name = path.as_ref().map_or_else(|| "a backing file".into(), |path| path.display().to_string());
@@ -213,9 +224,11 @@ fn not_encrypted(path: &Path) -> io::Result<()> {
 
 fn refusal(name: &str, error: &io::Error) -> Error {
     match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
-            Error::Io { object: name.into(), operation: "open", source: io::Error::new(error.kind(), error.to_string()) }
-        }
+        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => Error::Io {
+            object: name.into(),
+            operation: "open",
+            source: io::Error::new(error.kind(), error.to_string()),
+        },
         _ => convert(name, &format!("it cannot be read as qcow2: {error}")),
     }
 }

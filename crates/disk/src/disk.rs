@@ -96,7 +96,8 @@ impl Disk {
             // Looked at in steps, lest one question holds the map for all of a disk.
             let blocks = (end.div_ceil(BLOCK) - block).min(STATUS_STEP_BLOCKS);
             let mut pieces = Vec::new();
-            self.overlay.status(DiskBlock(block), blocks, &mut |first, n, zero| pieces.push((first, n, zero)));
+            self.overlay
+                .status(DiskBlock(block), blocks, &mut |first, n, zero| pieces.push((first, n, zero)));
             for (first, n, zero) in pieces {
                 let stop = end.min((first.0 + n) * BLOCK);
                 while at < stop {
@@ -127,7 +128,11 @@ impl Disk {
     /// tried again.
     pub fn settled(&self) -> Result<()> {
         self.pause.lock().unwrap_or_else(PoisonError::into_inner).until = None;
-        if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) { self.sync() } else { Ok(()) }
+        if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) {
+            self.sync()
+        } else {
+            Ok(())
+        }
     }
 
     /// A client's flush.

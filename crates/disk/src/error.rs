@@ -32,7 +32,9 @@ pub enum Error {
         object: String,
     },
     /// An earlier sync failed: the kernel may have dropped what was written, and will not say so again.
-    #[error("{object}: a sync failed earlier, so nothing written since can be promised; the disk takes no more writes")]
+    #[error(
+        "{object}: a sync failed earlier, so nothing written since can be promised; the disk takes no more writes"
+    )]
     Broken {
         /// The overlay's directory.
         object: String,

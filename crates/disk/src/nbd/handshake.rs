@@ -48,7 +48,9 @@ pub fn negotiate(shared: &Shared, input: &mut Input, output: UnixStream) -> Resu
     }
     let flags = u32::from_be_bytes(flags);
     if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 || flags & u32::from(FIXED_NEWSTYLE) == 0 {
-        return Err(protocol(format!("it answered the greeting with flags {flags:#x}; fixed newstyle is needed")));
+        return Err(protocol(format!(
+            "it answered the greeting with flags {flags:#x}; fixed newstyle is needed"
+        )));
     }
     let no_zeroes = flags & u32::from(NO_ZEROES) != 0;
     for _ in 0..OPTIONS_MAX {
@@ -157,9 +159,10 @@ impl Handshake<'_> {
 
     fn go(&mut self, option: u32, data: &[u8]) -> Result<Next> {
         let mut at = Numbers(data);
-        let parsed = at.string().zip(at.u16()).filter(|(name, count)| {
-            name.len() <= NAME_BYTES_MAX && at.0.len() == usize::from(*count) * 2
-        });
+        let parsed = at
+            .string()
+            .zip(at.u16())
+            .filter(|(name, count)| name.len() <= NAME_BYTES_MAX && at.0.len() == usize::from(*count) * 2);
         let Some((name, _)) = parsed else {
             self.reply(option, REP_ERR_INVALID, b"not a name and a list of wishes")?;
             return Ok(Next::Option);
@@ -201,7 +204,8 @@ impl Handshake<'_> {
             return self.reply(option, REP_ERR_UNKNOWN, b"no such export");
         };
         let listing = option == OPT_LIST_META_CONTEXT;
-        let wanted = queries.contains(&CONTEXT) || listing && (queries.is_empty() || queries.contains(&&b"base:"[..]));
+        let wanted =
+            queries.contains(&CONTEXT) || listing && (queries.is_empty() || queries.contains(&&b"base:"[..]));
         if wanted {
             let mut reply = if listing { 0 } else { CONTEXT_ID }.to_be_bytes().to_vec();
             reply.extend(CONTEXT);

@@ -52,7 +52,11 @@ impl Input {
 
     /// Fills `into`, where an end is an error.
     pub fn exactly(&mut self, into: &mut [u8]) -> Result<()> {
-        if into.is_empty() || self.fill(into)? { Ok(()) } else { Err(failed(io::ErrorKind::UnexpectedEof.into())) }
+        if into.is_empty() || self.fill(into)? {
+            Ok(())
+        } else {
+            Err(failed(io::ErrorKind::UnexpectedEof.into()))
+        }
     }
 
     /// Reads `len` bytes away.

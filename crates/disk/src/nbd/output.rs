@@ -92,11 +92,7 @@ impl Output {
     }
 
     /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error.
-    pub fn data(
-        &mut self,
-        request: &Request,
-        read: impl FnOnce(&mut [u8]) -> Result<(), u32>,
-    ) -> Result<()> {
+    pub fn data(&mut self, request: &Request, read: impl FnOnce(&mut [u8]) -> Result<(), u32>) -> Result<()> {
         let before = self.bytes.len();
         if self.sender.structured {
             chunk(&mut self.bytes, CHUNK_OFFSET_DATA, request.cookie, 8 + request.len);

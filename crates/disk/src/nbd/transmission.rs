@@ -100,7 +100,11 @@ impl Transmission {
             CMD_READ | CMD_TRIM | CMD_CACHE | CMD_WRITE_ZEROES | CMD_BLOCK_STATUS if !inside || len == 0 => {
                 // An empty one does nothing; the protocol leaves open what comes of it.
                 let error = if inside && command != CMD_BLOCK_STATUS { 0 } else { EINVAL };
-                if command == CMD_READ && error == 0 { self.output.none(cookie) } else { self.output.answer(cookie, error) }
+                if command == CMD_READ && error == 0 {
+                    self.output.none(cookie)
+                } else {
+                    self.output.answer(cookie, error)
+                }
             }
             CMD_READ => self.read(request),
             CMD_TRIM => {

@@ -95,7 +95,13 @@ impl Request {
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         let mut at = Numbers(bytes);
         (at.u32()? == REQUEST).then_some(())?;
-        Some(Self { flags: at.u16()?, command: at.u16()?, cookie: at.u64()?, offset: at.u64()?, len: at.u32()? })
+        Some(Self {
+            flags: at.u16()?,
+            command: at.u16()?,
+            cookie: at.u64()?,
+            offset: at.u64()?,
+            len: at.u32()?,
+        })
     }
 }
 

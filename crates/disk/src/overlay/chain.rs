@@ -154,7 +154,9 @@ impl Chain {
         loop {
             let own = frozen.map.next(at).map(|(s, n, _)| (s, n));
             let owed = frozen.owed.next(at).map(|(s, n, ())| (s, n));
-            let Some((start, len)) = [own, owed].into_iter().flatten().min() else { return Some((extents, None)) };
+            let Some((start, len)) = [own, owed].into_iter().flatten().min() else {
+                return Some((extents, None));
+            };
             if extents.len() >= max {
                 return Some((extents, Some(start)));
             }
@@ -174,7 +176,9 @@ impl Chain {
 
     /// The epoch's checkpoint is sealed. False where it is not in flight.
     pub fn release(&mut self, epoch: DiskEpoch) -> bool {
-        let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else { return false };
+        let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
+            return false;
+        };
         frozen.done = true;
         frozen.owed = ExtentMap::default();
         true
@@ -182,10 +186,14 @@ impl Chain {
 
     /// The epoch's checkpoint failed: what it covers is owed to the next. False where it is not in flight.
     pub fn give_back(&mut self, epoch: DiskEpoch) -> bool {
-        let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else { return false };
+        let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
+            return false;
+        };
         frozen.done = true;
         let more = std::mem::take(&mut frozen.owed);
-        for (start, len) in frozen.map.iter().map(|(s, n, _)| (s, n)).chain(more.iter().map(|(s, n, ())| (s, n))) {
+        for (start, len) in
+            frozen.map.iter().map(|(s, n, _)| (s, n)).chain(more.iter().map(|(s, n, ())| (s, n)))
+        {
             self.owed.insert(start, len, (), &mut |_, _, ()| {});
         }
         true

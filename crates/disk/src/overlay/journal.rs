@@ -85,7 +85,11 @@ impl Journal {
                 let (disk_bytes, salt) = parse_header(&header, &name)?;
                 if let Some(wanted) = wanted.filter(|wanted| *wanted != disk_bytes) {
                     let problem = format!("it is for a disk of {disk_bytes} bytes, the image has {wanted}");
-                    return Err(Error::refused(name, problem, "use the image that it was made for, or another directory"));
+                    return Err(Error::refused(
+                        name,
+                        problem,
+                        "use the image that it was made for, or another directory",
+                    ));
                 }
                 Self::recover(folder, file, disk_bytes, salt, len)
             }
@@ -99,7 +103,8 @@ impl Journal {
         file.sync()?;
         folder.sync()?;
         let end = HEADER_BYTES as u64;
-        let journal = Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at: REWRITE_BYTES_MIN };
+        let journal =
+            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at: REWRITE_BYTES_MIN };
         Ok((journal, Recovered { disk_bytes, map: ExtentMap::default() }))
     }
 
@@ -130,7 +135,8 @@ impl Journal {
     /// Reads batches up to the first that does not hold.
     fn replay(&mut self, len: u64) -> Result<ExtentMap<Place>> {
         let mut map = ExtentMap::default();
-        while let Some(body) = self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch) {
+        while let Some(body) = self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch)
+        {
             for record in body.1.chunks_exact(RECORD_BYTES) {
                 let record = self.parse_record(record)?;
                 map.insert(record.block, record.blocks, record.place, &mut |_, _, _| {});
@@ -178,7 +184,10 @@ impl Journal {
         let inside = block.checked_add(blocks).is_some_and(|end| end <= self.disk_bytes.div_ceil(BLOCK));
         match place.filter(|_| inside && blocks > 0) {
             Some(place) => Ok(Record { block, blocks, place }),
-            None => Err(Error::damaged(self.name(), format!("a record names {blocks} blocks at {block}, slot {slot}"))),
+            None => Err(Error::damaged(
+                self.name(),
+                format!("a record names {blocks} blocks at {block}, slot {slot}"),
+            )),
         }
     }
 
@@ -196,7 +205,8 @@ impl Journal {
                 }
                 let good = self.batch_at(at + place as u64, len)?;
                 if good.is_some_and(|(number, _)| number > self.next_batch) {
-                    let problem = format!("batch {} at {} does not hold, and later ones do", self.next_batch, self.end);
+                    let problem =
+                        format!("batch {} at {} does not hold, and later ones do", self.next_batch, self.end);
                     return Err(Error::damaged(self.name(), problem));
                 }
             }

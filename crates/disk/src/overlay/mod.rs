@@ -110,7 +110,11 @@ impl Overlay {
     /// Opens an overlay that is there.
     pub fn open(dir: &Path) -> Result<Self> {
         if !dir.join("journal").exists() {
-            return Err(Error::refused(dir.display().to_string(), "there is no overlay here", "name the directory of one"));
+            return Err(Error::refused(
+                dir.display().to_string(),
+                "there is no overlay here",
+                "name the directory of one",
+            ));
         }
         Self::on(Arc::new(RealFolder::open(dir)?), None)
     }
@@ -119,14 +123,21 @@ impl Overlay {
         let name = folder.name();
         let data = folder.open(DATA)?;
         let (journal, recovered) = Journal::open(Arc::clone(&folder), disk_bytes)?;
-        let used: Vec<(u32, u32)> = recovered.map.iter().filter_map(|(_, n, place)| match place {
-            Place::Slot(slot) => Some((slot, n as u32)),
-            Place::Zero => None,
-        }).collect();
+        let used: Vec<(u32, u32)> = recovered
+            .map
+            .iter()
+            .filter_map(|(_, n, place)| match place {
+                Place::Slot(slot) => Some((slot, n as u32)),
+                Place::Zero => None,
+            })
+            .collect();
         disjoint(&name, &used)?;
         let tail = used.iter().map(|(slot, n)| slot + n).max().unwrap_or(0);
         if data.len_bytes()? < u64::from(tail) * BLOCK {
-            return Err(Error::damaged(format!("{name}/{DATA}"), format!("its journal names slots up to {tail}, it is shorter")));
+            return Err(Error::damaged(
+                format!("{name}/{DATA}"),
+                format!("its journal names slots up to {tail}, it is shorter"),
+            ));
         }
         let state = State {
             chain: Chain::recovered(recovered.map),
@@ -285,8 +296,7 @@ impl Overlay {
         chain.write(block, blocks, place, &mut |slot, n| slots.supersede(slot, n));
         match records.last_mut() {
             Some(last)
-                if last.block + last.blocks == block
-                    && extents_continue(last.place, last.blocks, place) =>
+                if last.block + last.blocks == block && extents_continue(last.place, last.blocks, place) =>
             {
                 last.blocks += blocks;
             }
@@ -487,7 +497,9 @@ fn disjoint(name: &str, used: &[(u32, u32)]) -> Result<()> {
         seen.insert(slot.into(), n.into(), (), &mut |slot, _, ()| twice = Some(slot));
     }
     match twice {
-        Some(slot) => Err(Error::damaged(format!("{name}/journal"), format!("slot {slot} belongs to two blocks"))),
+        Some(slot) => {
+            Err(Error::damaged(format!("{name}/journal"), format!("slot {slot} belongs to two blocks")))
+        }
         None => Ok(()),
     }
 }

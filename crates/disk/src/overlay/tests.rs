@@ -86,7 +86,8 @@ impl Medium for SimHandle {
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
         let spent = spend(&self.budget, &self.full);
         // Of a write that fails a part may be there.
-        let buf = if spent.is_ok() { buf } else { &buf[..buf.len() / 2] };
+        let sectors = (offset as usize + buf.len() / 2) / 512 * 512;
+        let buf = if spent.is_ok() { buf } else { &buf[..sectors.saturating_sub(offset as usize)] };
         let mut now = locked(&self.file.now);
         put(&mut now, offset, buf);
         // A medium holds whole sectors, as they were in memory at some time.
@@ -160,7 +161,8 @@ enum Step {
 
 fn range() -> impl Strategy<Value = (u64, u64)> {
     let any = (0..BYTES, 1..5 * BLOCK).prop_map(|(offset, len)| (offset, len.min(BYTES - offset)));
-    let whole = (0..BLOCKS - 1, 1..5u64).prop_map(|(block, n)| (block * BLOCK, (n * BLOCK).min(BYTES - block * BLOCK)));
+    let whole = (0..BLOCKS - 1, 1..5u64)
+        .prop_map(|(block, n)| (block * BLOCK, (n * BLOCK).min(BYTES - block * BLOCK)));
     prop_oneof![any, whole]
 }
 
@@ -182,7 +184,9 @@ fn base_byte(at: u64) -> u8 {
 }
 
 fn beneath(at: u64, buf: &mut [u8]) -> Result<()> {
-    buf.iter_mut().enumerate().for_each(|(i, byte)| *byte = if at + (i as u64) < BYTES { base_byte(at + i as u64) } else { 0 });
+    buf.iter_mut()
+        .enumerate()
+        .for_each(|(i, byte)| *byte = if at + (i as u64) < BYTES { base_byte(at + i as u64) } else { 0 });
     Ok(())
 }
 
@@ -441,7 +445,10 @@ fn a_journal_torn_at_any_byte_gives_the_last_whole_state() {
         let mut then = expected.clone();
         then[..4096].fill(9);
         drop(overlay);
-        assert!(content(&Overlay::on(torn, Some(BYTES)).unwrap()) == then, "written behind the tear at {len}");
+        assert!(
+            content(&Overlay::on(torn, Some(BYTES)).unwrap()) == then,
+            "written behind the tear at {len}"
+        );
     }
 }
 
@@ -456,7 +463,9 @@ fn a_flipped_byte_is_damage_or_the_torn_end_and_never_other_content() {
         match Overlay::on(folder.with_journal(bytes), Some(BYTES)) {
             // The last batch cannot be told from one that was being written.
             Ok(overlay) => assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}"),
-            Err(error) => assert!(at < *last_start && error.to_string().contains("journal"), "byte {at}: {error}"),
+            Err(error) => {
+                assert!(at < *last_start && error.to_string().contains("journal"), "byte {at}: {error}")
+            }
         }
     }
 }

@@ -122,7 +122,8 @@ impl Disks {
 
     /// Reads slots of the disk at `index`, without asking the server.
     pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
-        let spec = self.specs.get(index).ok_or_else(|| Error::protocol("the engine", format!("no disk {index}")))?;
+        let spec =
+            self.specs.get(index).ok_or_else(|| Error::protocol("the engine", format!("no disk {index}")))?;
         SlotFile::open(&spec.overlay)
     }
 

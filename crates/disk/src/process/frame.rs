@@ -25,7 +25,9 @@ pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>
     let mut len = [0u8; 4];
     match stream.read_exact(&mut len) {
         Ok(()) => {}
-        Err(e) if matches!(e.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => return Ok(None),
+        Err(e) if matches!(e.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => {
+            return Ok(None);
+        }
         Err(e) => return Err(Error::io(OBJECT, "read from")(e)),
     }
     let len = u32::from_le_bytes(len);

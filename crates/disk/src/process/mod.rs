@@ -83,14 +83,27 @@ pub struct ServerStats {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Order {
     /// The first one: open these, and listen.
-    Open { socket: PathBuf, specs: Vec<Spec> },
+    Open {
+        socket: PathBuf,
+        specs: Vec<Spec>,
+    },
     Prepare,
-    Pause { limit_ms: u64 },
+    Pause {
+        limit_ms: u64,
+    },
     Cut,
     Settled,
-    Pages { disk: usize, epoch: DiskEpoch, from: DiskBlock },
-    Release { epochs: Vec<DiskEpoch> },
-    GiveBack { epochs: Vec<DiskEpoch> },
+    Pages {
+        disk: usize,
+        epoch: DiskEpoch,
+        from: DiskBlock,
+    },
+    Release {
+        epochs: Vec<DiskEpoch>,
+    },
+    GiveBack {
+        epochs: Vec<DiskEpoch>,
+    },
     Stats,
     End,
 }
@@ -100,12 +113,22 @@ enum Order {
 enum Answer {
     Done,
     /// One of each disk.
-    Opened { disk_bytes: Vec<u64> },
+    Opened {
+        disk_bytes: Vec<u64>,
+    },
     /// One of each disk.
-    Cut { epochs: Vec<DiskEpoch> },
-    Pages { extents: Vec<Extent>, next: Option<DiskBlock> },
+    Cut {
+        epochs: Vec<DiskEpoch>,
+    },
+    Pages {
+        extents: Vec<Extent>,
+        next: Option<DiskBlock>,
+    },
     Stats(ServerStats),
-    Failed { problem: String, disk_full: bool },
+    Failed {
+        problem: String,
+        disk_full: bool,
+    },
 }
 
 /// How many extents one answer has.

@@ -20,9 +20,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>) -> Result<()> {
     let Some(order) = frame::receive(control)? else { return Ok(()) };
     let opened = match order {
-        Order::Open { socket, specs } => {
-            open(&specs, &open_layer).and_then(|exports| Ok((Server::start(&socket, exports.clone())?, exports)))
-        }
+        Order::Open { socket, specs } => open(&specs, &open_layer)
+            .and_then(|exports| Ok((Server::start(&socket, exports.clone())?, exports))),
         _ => Err(Error::protocol("the engine", "its first order is not to open the disks")),
     };
     match opened {
@@ -65,7 +64,9 @@ impl Serving {
         while sent.is_ok() {
             match frame::receive(control) {
                 Ok(Some(Order::End)) => return self.end(Some(control)),
-                Ok(Some(order)) => sent = frame::send(control, &self.obey(&order).unwrap_or_else(|e| failed(&e))),
+                Ok(Some(order)) => {
+                    sent = frame::send(control, &self.obey(&order).unwrap_or_else(|e| failed(&e)))
+                }
                 // Gone, or no engine of ours: the guest is what counts now.
                 Ok(None) | Err(_) => break,
             }
@@ -111,12 +112,15 @@ impl Serving {
             Order::Cut => return self.cut(),
             Order::Pages { disk, epoch, from } => {
                 let export = self.exports.get(*disk);
-                let export = export.ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
+                let export =
+                    export.ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
                 let (extents, next) = export.disk.overlay().pages(*epoch, *from, EXTENTS_MAX)?;
                 return Ok(Answer::Pages { extents, next });
             }
             Order::Release { epochs } => self.of_each(epochs, |disk, epoch| disk.overlay().release(epoch))?,
-            Order::GiveBack { epochs } => self.of_each(epochs, |disk, epoch| disk.overlay().give_back(epoch))?,
+            Order::GiveBack { epochs } => {
+                self.of_each(epochs, |disk, epoch| disk.overlay().give_back(epoch))?
+            }
             Order::Stats => return Ok(Answer::Stats(self.stats())),
             Order::Open { .. } | Order::End => {
                 return Err(Error::protocol("the engine", "the disks are open already"));
@@ -142,7 +146,11 @@ impl Serving {
         Ok(Answer::Cut { epochs })
     }
 
-    fn of_each(&self, epochs: &[DiskEpoch], mut action: impl FnMut(&Disk, DiskEpoch) -> Result<()>) -> Result<()> {
+    fn of_each(
+        &self,
+        epochs: &[DiskEpoch],
+        mut action: impl FnMut(&Disk, DiskEpoch) -> Result<()>,
+    ) -> Result<()> {
         if epochs.len() != self.exports.len() {
             let problem = format!("{} epochs for {} disks", epochs.len(), self.exports.len());
             return Err(Error::protocol("the engine", problem));

@@ -1,7 +1,7 @@
 //! The server with real clients: `qemu-io` and `qemu-img`, and a process that is killed.
 
 use crate::process::{Disks, Spec};
-use crate::{Base, BLOCK_BYTES, Content, Disk, DiskBlock, ImageFormat, Layer, Result};
+use crate::{BLOCK_BYTES, Base, Content, Disk, DiskBlock, ImageFormat, Layer, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -13,7 +13,8 @@ const CHILD: &str = "KEYFRAME_TEST_DISKS";
 fn child() {
     if std::env::var_os(CHILD).is_some() {
         let control = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap();
-        crate::serve(&control.into(), |name| Ok(Box::new(Stamp(name.parse().unwrap())) as Box<dyn Layer>)).unwrap();
+        crate::serve(&control.into(), |name| Ok(Box::new(Stamp(name.parse().unwrap())) as Box<dyn Layer>))
+            .unwrap();
     }
 }
 
@@ -81,14 +82,18 @@ impl Bed {
 
     fn image(&self) -> Vec<u8> {
         let out = self.path("out.raw");
-        run("qemu-img", &["convert", "-f", "raw", "-O", "raw", &self.url(), out.to_str().unwrap()].map(String::from));
+        run(
+            "qemu-img",
+            &["convert", "-f", "raw", "-O", "raw", &self.url(), out.to_str().unwrap()].map(String::from),
+        );
         std::fs::read(out).unwrap()
     }
 }
 
 fn run(program: &str, words: &[String]) -> String {
     let output = Command::new("timeout").arg("60").arg(program).args(words).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && !text.contains("failed"), "{program} {words:?}: {text}");
     text
 }
@@ -108,9 +113,18 @@ fn clients_read_write_zero_and_discard_and_the_base_stays() {
     let base = image.clone();
     let disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
     bed.io(&[
-        "write -P 7 4096 65536", "write -P 9 1000000 512", "write -f -P 8 2097152 1M",
-        "write -z 2100000 70000", "write -z -u 4194304 1M", "discard 5242880 1M", "flush",
-        "read -P 7 4096 65536", "read -P 8 2097152 2048", "read -P 0 4194304 2M", "aio_write -P 5 7M 4k", "aio_flush",
+        "write -P 7 4096 65536",
+        "write -P 9 1000000 512",
+        "write -f -P 8 2097152 1M",
+        "write -z 2100000 70000",
+        "write -z -u 4194304 1M",
+        "discard 5242880 1M",
+        "flush",
+        "read -P 7 4096 65536",
+        "read -P 8 2097152 2048",
+        "read -P 0 4194304 2M",
+        "aio_write -P 5 7M 4k",
+        "aio_flush",
     ]);
     fill(&mut image, 4096, 65536, 7);
     // qemu-io works in sectors.
@@ -138,7 +152,10 @@ fn qcow2_with_backing_files_and_compressed_clusters_reads_as_qemu_reads_it() {
     let path = |path: &Path| path.to_str().unwrap().to_owned();
     img(&["convert", "-c", "-O", "qcow2", &path(&raw), &path(&mid)]);
     img(&["create", "-q", "-f", "qcow2", "-b", &path(&mid), "-F", "qcow2", &path(&top), "5M"]);
-    run("qemu-io", &["-f", "qcow2", "-c", "write -P 3 1M 300k", "-c", "write -z 2M 128k", &path(&top)].map(String::from));
+    run(
+        "qemu-io",
+        &["-f", "qcow2", "-c", "write -P 3 1M 300k", "-c", "write -z 2M 128k", &path(&top)].map(String::from),
+    );
     let disks = bed.start(&bed.spec("c.qcow2", ImageFormat::Qcow2));
     img(&["compare", "-f", "qcow2", "-F", "raw", &path(&top), &bed.url()]);
     bed.io(&["write -P 77 100000 3000"]);
@@ -150,8 +167,18 @@ fn qcow2_with_backing_files_and_compressed_clusters_reads_as_qemu_reads_it() {
 fn what_cannot_be_read_is_refused_with_a_way_out() {
     let bed = Bed::new();
     let luks = bed.path("luks.qcow2");
-    img(&["create", "-q", "--object", "secret,id=s,data=x", "-f", "qcow2", "-o",
-        "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10", luks.to_str().unwrap(), "1M"]);
+    img(&[
+        "create",
+        "-q",
+        "--object",
+        "secret,id=s,data=x",
+        "-f",
+        "qcow2",
+        "-o",
+        "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10",
+        luks.to_str().unwrap(),
+        "1M",
+    ]);
     let error = Base::open(&luks, ImageFormat::Qcow2).unwrap_err().to_string();
     assert!(error.contains("encrypted") && error.contains("qemu-img convert"), "{error}");
     let vmdk = bed.path("x.vmdk");
@@ -181,11 +208,18 @@ fn epochs_come_over_the_connection_and_failed_ones_come_again() {
     let slots = disks.slot_file(0).unwrap();
     let content = |disks: &mut Disks, epoch| {
         let extents: Vec<_> = disks.pages(0, epoch).map(|extent| extent.unwrap()).collect();
-        extents.iter().flat_map(|extent| (0..extent.blocks).map(|i| {
-            let mut page = [0u8; BLOCK_BYTES];
-            slots.read(crate::Slot(extent.slot.unwrap().0 + i as u32), &mut page).unwrap();
-            (extent.block.0 + i, page[0], page[4095])
-        }).collect::<Vec<_>>()).collect::<Vec<_>>()
+        extents
+            .iter()
+            .flat_map(|extent| {
+                (0..extent.blocks)
+                    .map(|i| {
+                        let mut page = [0u8; BLOCK_BYTES];
+                        slots.read(crate::Slot(extent.slot.unwrap().0 + i as u32), &mut page).unwrap();
+                        (extent.block.0 + i, page[0], page[4095])
+                    })
+                    .collect::<Vec<_>>()
+            })
+            .collect::<Vec<_>>()
     };
     assert_eq!(content(&mut disks, first[0]), [(0, 1, 1), (1, 1, 1)]);
     assert_eq!(content(&mut disks, second[0]), [(1, 2, 2), (2, 2, 2)]);
@@ -206,12 +240,19 @@ fn what_a_flush_acknowledged_survives_kill() {
     for round in 1..12u8 {
         let mut disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
         let at = usize::from(round) * 40_960 + 512;
-        bed.io(&[&format!("write -P {round} {at} 20000"), "flush", &format!("write -f -P {} 0 512", 100 + round)]);
+        bed.io(&[
+            &format!("write -P {round} {at} 20000"),
+            "flush",
+            &format!("write -f -P {} 0 512", 100 + round),
+        ]);
         disks.cut().unwrap();
         fill(&mut image, at, 20_000, round);
         fill(&mut image, 0, 512, 100 + round);
         rustix::process::kill_process(
-            rustix::process::Pid::from_raw(disks.pid() as i32).unwrap(), rustix::process::Signal::KILL).unwrap();
+            rustix::process::Pid::from_raw(disks.pid() as i32).unwrap(),
+            rustix::process::Signal::KILL,
+        )
+        .unwrap();
         let deadline = std::time::Instant::now() + Duration::from_secs(10);
         while disks.is_alive() && std::time::Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -230,8 +271,14 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
     bed.raw("base.raw", 2 << 20);
     let disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
     // A client that is connected before the engine goes, and writes after.
-    let mut client = Command::new("timeout").arg("60").arg("qemu-io").args(["-f", "raw", &bed.url()])
-        .stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut client = Command::new("timeout")
+        .arg("60")
+        .arg("qemu-io")
+        .args(["-f", "raw", &bed.url()])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
     let mut input = client.stdin.take().unwrap();
     let mut disks = disks;
     let deadline = std::time::Instant::now() + Duration::from_secs(20);
@@ -239,7 +286,8 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
         std::thread::sleep(Duration::from_millis(5));
     }
     drop(disks);
-    std::io::Write::write_all(&mut input, b"write -P 66 8192 4096\nflush\nread -P 66 8192 4096\nquit\n").unwrap();
+    std::io::Write::write_all(&mut input, b"write -P 66 8192 4096\nflush\nread -P 66 8192 4096\nquit\n")
+        .unwrap();
     drop(input);
     let output = client.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
