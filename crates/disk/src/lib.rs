@@ -11,7 +11,7 @@
 //!   engine ──Disks, socket pair──▶ process::serve    a process of its own: the guest keeps its disk if the engine dies
 //! ```
 //!
-//! Invariants: the base is opened for reading alone, but by [`commit::in_place`]; what a flush acknowledged survives
+//! Invariants: the base is opened for reading alone; what a flush acknowledged survives
 //! `kill -9` and power loss; nothing that a client or a file says is trusted before it was checked, or allocated before
 //! it was bounded. The bytes on disk are described in `docs/formats/disk-overlay.md`.
 //!

@@ -1,7 +1,13 @@
 //! The negotiation: what the client can, and which export it wants.
 
 use super::input::Input;
-use super::wire::*;
+use super::wire::{
+    EXPORT_DONT_FRAGMENT, EXPORT_FLAGS, FIXED_NEWSTYLE, IHAVEOPT, INFO_BLOCK_SIZE, INFO_EXPORT,
+    NAME_BYTES_MAX, NBDMAGIC, NO_ZEROES, Numbers, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
+    OPT_LIST_META_CONTEXT, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_BYTES_MAX, OPTION_REPLY,
+    PAYLOAD_BYTES_MAX, REP_ACK, REP_ERR_INVALID, REP_ERR_TOO_BIG, REP_ERR_UNKNOWN, REP_ERR_UNSUP, REP_INFO,
+    REP_META_CONTEXT, REP_SERVER,
+};
 use super::{Export, Shared};
 use crate::{BLOCK_BYTES, Error, Result};
 use std::io::Write;
@@ -178,7 +184,9 @@ impl Handshake<'_> {
         self.reply(option, REP_INFO, &info)?;
         // Smallest, preferred, largest. Any byte can be written, which takes reading the rest of its block.
         let mut sizes = INFO_BLOCK_SIZE.to_be_bytes().to_vec();
-        [1, BLOCK_BYTES as u32, PAYLOAD_BYTES_MAX].map(|size| sizes.extend(size.to_be_bytes()));
+        for size in [1, BLOCK_BYTES as u32, PAYLOAD_BYTES_MAX] {
+            sizes.extend(size.to_be_bytes());
+        }
         self.reply(option, REP_INFO, &sizes)?;
         self.reply(option, REP_ACK, b"")?;
         Ok(if option == OPT_GO { Next::Serve(self.agreed(export)) } else { Next::Option })

@@ -2,14 +2,19 @@
 //!
 //! Invariant: each reply goes out whole; the stream is written under one lock.
 
-use super::wire::*;
+use super::wire::{
+    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_ERROR, CHUNK_NONE, CHUNK_OFFSET_DATA, Request, SIMPLE_REPLY,
+    STRUCTURED_REPLY,
+};
 use crate::{Error, Result};
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Gathered replies go out at this size.
-const GATHERED_BYTES: usize = 256 << 10;
+/// Gathered replies go out at this size: small ones are worth a common system call, large ones are not worth a wait.
+const GATHERED_BYTES: usize = 32 << 10;
+/// The memory that a connection keeps for them.
+const KEPT_BYTES: usize = 2 << 20;
 
 /// The writing half of a connection, shared by its two threads.
 #[derive(Clone)]
@@ -73,9 +78,9 @@ impl Output {
             self.sender.send(&self.bytes)?;
             self.bytes.clear();
         }
-        if self.bytes.capacity() > 2 * GATHERED_BYTES {
+        if self.bytes.capacity() > KEPT_BYTES {
             // One large reply is not to hold its memory for good.
-            self.bytes.shrink_to(GATHERED_BYTES);
+            self.bytes.shrink_to(KEPT_BYTES);
         }
         Ok(())
     }

@@ -4,7 +4,11 @@ use super::Shared;
 use super::handshake::{Agreed, CONTEXT_ID};
 use super::input::Input;
 use super::output::{Output, Sender};
-use super::wire::*;
+use super::wire::{
+    CMD_BLOCK_STATUS, CMD_CACHE, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES,
+    EINVAL, EIO, ENOSPC, EOVERFLOW, FLAG_DONT_FRAGMENT, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE,
+    PAYLOAD_BYTES_MAX, REQUEST_BYTES, Request, STATE_HOLE_ZERO,
+};
 use crate::disk::Flushed;
 use crate::{Disk, Error, Result};
 use std::os::unix::net::UnixStream;

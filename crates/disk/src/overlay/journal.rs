@@ -124,11 +124,11 @@ impl Journal {
         }
         // What was read may be in memory alone.
         this.file.sync()?;
-        this.rewrite_at = this.worth(&map);
+        this.rewrite_at = Self::worth(&map);
         Ok((this, Recovered { disk_bytes, map }))
     }
 
-    fn worth(&self, map: &ExtentMap<Place>) -> u64 {
+    fn worth(map: &ExtentMap<Place>) -> u64 {
         (map.entries() as u64 * RECORD_BYTES as u64 * 4).max(REWRITE_BYTES_MIN)
     }
 
@@ -286,7 +286,7 @@ impl Journal {
         let records: Vec<Record> =
             map.iter().map(|(block, blocks, place)| Record { block, blocks, place }).collect();
         new.append(&records).map_err(|e| e.error)?;
-        new.rewrite_at = new.worth(&map);
+        new.rewrite_at = Self::worth(&map);
         Ok(new)
     }
 }

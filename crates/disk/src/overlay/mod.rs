@@ -119,6 +119,7 @@ impl Overlay {
         Self::on(Arc::new(RealFolder::open(dir)?), None)
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "the journal keeps it")]
     pub(crate) fn on(folder: Arc<dyn Folder>, disk_bytes: Option<u64>) -> Result<Self> {
         let name = folder.name();
         let data = folder.open(DATA)?;

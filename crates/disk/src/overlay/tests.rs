@@ -1,4 +1,9 @@
 //! The overlay against a naive one, and against a medium that loses what was not synced.
+#![expect(
+    clippy::needless_range_loop,
+    clippy::unnecessary_wraps,
+    reason = "the oracle goes by sector numbers, and stands in for what can fail"
+)]
 
 use super::medium::{Folder, Medium};
 use super::*;
@@ -464,7 +469,7 @@ fn a_flipped_byte_is_damage_or_the_torn_end_and_never_other_content() {
             // The last batch cannot be told from one that was being written.
             Ok(overlay) => assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}"),
             Err(error) => {
-                assert!(at < *last_start && error.to_string().contains("journal"), "byte {at}: {error}")
+                assert!(at < *last_start && error.to_string().contains("journal"), "byte {at}: {error}");
             }
         }
     }

@@ -65,7 +65,7 @@ impl Serving {
             match frame::receive(control) {
                 Ok(Some(Order::End)) => return self.end(Some(control)),
                 Ok(Some(order)) => {
-                    sent = frame::send(control, &self.obey(&order).unwrap_or_else(|e| failed(&e)))
+                    sent = frame::send(control, &self.obey(&order).unwrap_or_else(|e| failed(&e)));
                 }
                 // Gone, or no engine of ours: the guest is what counts now.
                 Ok(None) | Err(_) => break,
@@ -119,7 +119,7 @@ impl Serving {
             }
             Order::Release { epochs } => self.of_each(epochs, |disk, epoch| disk.overlay().release(epoch))?,
             Order::GiveBack { epochs } => {
-                self.of_each(epochs, |disk, epoch| disk.overlay().give_back(epoch))?
+                self.of_each(epochs, |disk, epoch| disk.overlay().give_back(epoch))?;
             }
             Order::Stats => return Ok(Answer::Stats(self.stats())),
             Order::Open { .. } | Order::End => {

@@ -34,7 +34,7 @@ impl Layer for Stamp {
     }
 
     fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>> {
-        Ok((from.0..).find(|block| matches!(block % 4, 1 | 2)).map(DiskBlock))
+        Ok((from.0..from.0 + 4).find(|block| matches!(block % 4, 1 | 2)).map(DiskBlock))
     }
 }
 
@@ -75,7 +75,9 @@ impl Bed {
 
     fn io(&self, commands: &[&str]) -> String {
         let mut words = vec!["-f".to_owned(), "raw".into()];
-        commands.iter().for_each(|command| words.extend(["-c".into(), (*command).into()]));
+        for command in commands {
+            words.extend(["-c".into(), (*command).into()]);
+        }
         words.push(self.url());
         run("qemu-io", &words)
     }
@@ -305,4 +307,9 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
     let mut block = [0u8; BLOCK_BYTES];
     disk.read(8192, &mut block).unwrap();
     assert_eq!(block, [66; BLOCK_BYTES]);
+    let (out, mut image) = (bed.path("commit.raw"), std::fs::read(bed.path("base.raw")).unwrap());
+    fill(&mut image, 8192, 4096, 66);
+    crate::commit::to_new_raw(&disk, &out).unwrap();
+    assert!(std::fs::read(&out).unwrap() == image);
+    assert!(crate::commit::to_new_raw(&disk, &out).is_err(), "nothing is overwritten");
 }
