@@ -169,18 +169,11 @@ fn qcow2_with_backing_files_and_compressed_clusters_reads_as_qemu_reads_it() {
 fn what_cannot_be_read_is_refused_with_a_way_out() {
     let bed = Bed::new();
     let luks = bed.path("luks.qcow2");
-    img(&[
-        "create",
-        "-q",
-        "--object",
-        "secret,id=s,data=x",
-        "-f",
-        "qcow2",
-        "-o",
-        "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10",
-        luks.to_str().unwrap(),
-        "1M",
-    ]);
+    img(&["create", "-q", "-f", "qcow2", luks.to_str().unwrap(), "1M"]);
+    // Making a real one measures the machine first, which fails on a busy one.
+    let mut bytes = std::fs::read(&luks).unwrap();
+    bytes[35] = 2;
+    std::fs::write(&luks, bytes).unwrap();
     let error = Base::open(&luks, ImageFormat::Qcow2).unwrap_err().to_string();
     assert!(error.contains("encrypted") && error.contains("qemu-img convert"), "{error}");
     let vmdk = bed.path("x.vmdk");
