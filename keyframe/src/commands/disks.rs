@@ -10,6 +10,7 @@ pub struct Disks {}
 
 impl Disks {
     /// Serves until the end.
+    #[expect(clippy::unused_self, reason = "commands are run by their arguments, and it has none")]
     pub fn run(&self) -> Outcome {
         let control = std::io::stdin().as_fd().try_clone_to_owned();
         let control = control.map_err(|e| Failure::new(format!("standard input: {e}")))?;
