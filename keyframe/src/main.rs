@@ -57,6 +57,8 @@ enum Command {
     Watchdog(commands::watchdog::Watchdog),
     #[command(name = "__switch", hide = true)]
     SwitchProcess(commands::switch::SwitchProcess),
+    #[command(name = "__disks", hide = true)]
+    Disks(commands::disks::Disks),
 }
 
 impl Command {
@@ -82,6 +84,7 @@ impl Command {
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),
             Self::SwitchProcess(c) => c.run(),
+            Self::Disks(c) => c.run(),
         }
     }
 }

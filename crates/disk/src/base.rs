@@ -1,0 +1,234 @@
+//! The image beneath an overlay, opened for reading alone.
+//!
+//! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data file) goes through the
+//! library `imago`. What neither can read is refused with its cause: encryption, other formats, unknown features.
+
+use crate::overlay::medium::read_or_zero;
+use crate::{Error, Result};
+use imago::file::File as ImageFile;
+use imago::format::Format;
+use imago::format::gate::ImplicitOpenGate;
+use imago::qcow2::Qcow2;
+use imago::{FormatAccess, FormatDriverBuilder, Mapping, StorageOpenOptions};
+use rustix::fs::SeekFrom;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+/// How an image is encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageFormat {
+    /// As it is.
+    Raw,
+    /// QEMU's own, version 2 or 3.
+    Qcow2,
+}
+
+impl fmt::Display for ImageFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        })
+    }
+}
+
+/// The first bytes of formats that we cannot read, at offset 0.
+const FOREIGN: [(&[u8], &str); 6] = [
+    (b"KDMV", "VMDK"),
+    (b"vhdxfile", "VHDX"),
+    (b"QED\0", "QED"),
+    (b"LUKS\xba\xbe", "LUKS"),
+    (b"<<< Oracle VM VirtualBox", "VDI"),
+    (b"conectix", "VPC"),
+];
+
+impl ImageFormat {
+    /// What the first bytes of a file say, for a drive whose format was not given. A raw disk whose guest wrote such
+    /// bytes is mistaken for another, so a format that was given counts more.
+    pub fn probe(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let file = File::open(path).map_err(Error::io(&name, "open"))?;
+        let mut start = [0u8; 64];
+        read_or_zero(&file, 0, &mut start).map_err(Error::io(&name, "read"))?;
+        if start.starts_with(b"QFI\xfb") {
+            return Ok(Self::Qcow2);
+        }
+        match FOREIGN.iter().find(|(magic, _)| start.starts_with(magic)) {
+            Some((_, format)) => {
+                Err(convert(&name, &format!("it looks like {format}, which is not supported")))
+            }
+            None => Ok(Self::Raw),
+        }
+    }
+
+    /// The format of this name, as QEMU spells it.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "raw" => Some(Self::Raw),
+            "qcow2" => Some(Self::Qcow2),
+            _ => None,
+        }
+    }
+}
+
+fn convert(name: &str, problem: &str) -> Error {
+    Error::refused(name, problem, format!("convert it: qemu-img convert -O qcow2 {name} NEW.qcow2"))
+}
+
+/// An image.
+#[derive(Debug)]
+pub struct Base {
+    image: Image,
+    name: String,
+    disk_bytes: u64,
+}
+
+#[derive(Debug)]
+enum Image {
+    Raw(File),
+    Qcow2(Box<FormatAccess<ImageFile>>),
+}
+
+impl Base {
+    /// Opens the image at `path` for reading.
+    pub fn open(path: &Path, format: ImageFormat) -> Result<Self> {
+        let name = path.display().to_string();
+        let (image, bytes) = match format {
+            ImageFormat::Raw => {
+                let file = File::open(path).map_err(Error::io(&name, "open"))?;
+                // A block device has no length of its own.
+                let bytes =
+                    io::Seek::seek(&mut &file, io::SeekFrom::End(0)).map_err(Error::io(&name, "measure"))?;
+                (Image::Raw(file), bytes)
+            }
+            ImageFormat::Qcow2 => {
+                not_encrypted(path).map_err(|e| refusal(&name, &e))?;
+                let builder = Qcow2::<ImageFile>::builder_path(path).write(false);
+                let image = builder.open(Gate { depth: 0 }).map_err(|e| refusal(&name, &e))?;
+                let image = FormatAccess::new(image);
+                let bytes = image.size();
+                (Image::Qcow2(Box::new(image)), bytes)
+            }
+        };
+        // As QEMU does, whose disks are of whole sectors.
+        let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
+        let Some(disk_bytes) = disk_bytes.filter(|bytes| *bytes > 0) else {
+            return Err(Error::refused(
+                name,
+                format!("a disk of {bytes} bytes"),
+                "its size must be from 1 byte to 8 EiB",
+            ));
+        };
+        Ok(Self { image, name, disk_bytes })
+    }
+
+    /// Bytes of the disk, a multiple of 512.
+    pub fn disk_bytes(&self) -> u64 {
+        self.disk_bytes
+    }
+
+    /// Fills `buf` from byte `offset` on; behind the end it is zero.
+    pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let read = match &self.image {
+            Image::Raw(file) => read_or_zero(file, offset, buf),
+            Image::Qcow2(image) => image.read(buf, offset),
+        };
+        read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
+    }
+
+    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether they are known to be
+    /// zero.
+    pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
+        let status = match &self.image {
+            Image::Raw(file) => raw_status(file, offset, len),
+            Image::Qcow2(image) => image.get_mapping(offset, len).map(|(mapping, bytes)| match mapping {
+                Mapping::Zero { .. } => (bytes, true),
+                Mapping::Eof { .. } => (len, true),
+                _ => (bytes, false),
+            }),
+        };
+        let (bytes, zero) =
+            status.map_err(|e| Error::io(format!("{} at {offset}", self.name), "look at")(e))?;
+        Ok((bytes.clamp(1, len.max(1)), zero))
+    }
+}
+
+/// What an offset in a file can be.
+const DISK_BYTES_MAX: u64 = i64::MAX as u64 / 4096 * 4096;
+
+fn raw_status(file: &File, offset: u64, len: u64) -> io::Result<(u64, bool)> {
+    use rustix::io::Errno;
+    match rustix::fs::seek(file, SeekFrom::Data(offset)) {
+        Ok(data) if data > offset => Ok((len.min(data - offset), true)),
+        Ok(_) => match rustix::fs::seek(file, SeekFrom::Hole(offset)) {
+            Ok(hole) if hole > offset => Ok((len.min(hole - offset), false)),
+            Ok(_) => Ok((len, false)),
+            Err(e) => Err(e.into()),
+        },
+        // Nothing but a hole up to the end, or behind it.
+        Err(Errno::NXIO) => Ok((len, true)),
+        // The file system, or a device, does not say.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((len, false)),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Backing files may be this many deep: a chain that names itself has to end.
+const BACKING_MAX: u32 = 64;
+
+/// Opens backing files: for reading, qcow2 and raw alone.
+#[derive(Clone, Copy)]
+struct Gate {
+    depth: u32,
+}
+
+impl ImplicitOpenGate<ImageFile> for Gate {
+    fn open_format<F: FormatDriverBuilder<ImageFile>>(
+        &mut self,
+        builder: F,
+    ) -> io::Result<FormatAccess<ImageFile>> {
+        let unsupported = |problem: String| Err(io::Error::new(io::ErrorKind::Unsupported, problem));
+        let path = builder.get_image_path();
+        let name = path.as_ref().map_or_else(|| "a backing file".into(), |path| path.display().to_string());
+        if self.depth >= BACKING_MAX {
+            return unsupported(format!("{name} is more than {BACKING_MAX} backing files deep"));
+        }
+        match F::FORMAT {
+            Format::Raw => {}
+            Format::Qcow2 => path.as_deref().map_or(Ok(()), not_encrypted)?,
+            _ => return unsupported(format!("its backing file {name} is neither raw nor qcow2")),
+        }
+        let driver = builder.write(false).open(Self { depth: self.depth + 1 })?;
+        Ok(FormatAccess::new(driver))
+    }
+
+    fn open_storage(&mut self, builder: StorageOpenOptions) -> io::Result<ImageFile> {
+        imago::Storage::open(builder.write(false))
+    }
+}
+
+/// `imago` does not look at it, and would show what is encrypted.
+fn not_encrypted(path: &Path) -> io::Result<()> {
+    let mut header = [0u8; 36];
+    read_or_zero(&File::open(path)?, 0, &mut header)?;
+    if header.starts_with(b"QFI\xfb") && header[32..36] != [0; 4] {
+        let problem = format!("{} is encrypted, which is not supported", path.display());
+        return Err(io::Error::new(io::ErrorKind::Unsupported, problem));
+    }
+    Ok(())
+}
+
+fn refusal(name: &str, error: &io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => Error::Io {
+            object: name.into(),
+            operation: "open",
+            source: io::Error::new(error.kind(), error.to_string()),
+        },
+        _ => convert(name, &format!("it cannot be read as qcow2: {error}")),
+    }
+}

@@ -1,0 +1,165 @@
+//! A disk as a guest sees it: an overlay, and what lies beneath.
+
+use crate::layers::Below;
+use crate::overlay::{Overlay, Size};
+use crate::{BLOCK, Base, DiskBlock, Layer, Result};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A disk.
+pub struct Disk {
+    overlay: Overlay,
+    below: Below,
+    pause: Mutex<Pause>,
+    /// Flushes acknowledged in a pause, before their sync.
+    owed: AtomicU64,
+    /// How many of them are durable.
+    paid: AtomicU64,
+}
+
+/// Until when a flush is acknowledged before its sync.
+///
+/// ```text
+///   running ──pause(limit)──▶ paused ──settled()──▶ running
+///                               └──limit passed──▶ running
+/// ```
+#[derive(Default)]
+struct Pause {
+    until: Option<Instant>,
+}
+
+/// What a flush came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flushed {
+    /// It is durable.
+    Durable,
+    /// The VM stands still: the sync is still to be done, by whoever gets this.
+    Owed,
+}
+
+impl Disk {
+    /// A disk on `base`, with its overlay in `dir`, which is made unless it is there.
+    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>) -> Result<Self> {
+        let overlay = Overlay::create(dir, base.disk_bytes())?;
+        Ok(Self::new(overlay, base, layer))
+    }
+
+    /// A disk of an overlay that is open.
+    pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
+        let below = Below { layer, base };
+        Self { overlay, below, pause: Mutex::default(), owed: AtomicU64::new(0), paid: AtomicU64::new(0) }
+    }
+
+    /// Its overlay.
+    pub fn overlay(&self) -> &Overlay {
+        &self.overlay
+    }
+
+    /// Bytes of the disk.
+    pub fn disk_bytes(&self) -> u64 {
+        self.overlay.disk_bytes()
+    }
+
+    /// Fills `buf` from byte `offset` on.
+    pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        for (start, len) in self.overlay.read(offset, buf)? {
+            self.below.read(offset + start as u64, &mut buf[start..start + len])?;
+        }
+        Ok(())
+    }
+
+    /// Writes `data` from byte `offset` on.
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
+        self.overlay.write(offset, data, &|at, buf| self.below.read(at, buf))
+    }
+
+    /// Makes `len` bytes from `offset` on zero.
+    pub fn zero(&self, offset: u64, len: u64) -> Result<()> {
+        self.overlay.zero(offset, len, &|at, buf| self.below.read(at, buf))
+    }
+
+    /// `len` bytes from `offset` on are no longer needed: whole blocks in there become zero.
+    pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.overlay.discard(offset, len)
+    }
+
+    /// Shows ranges from `offset` on: start, bytes, whether they are known to be zero. At most `max` of them, so perhaps
+    /// not all of `len`.
+    pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<(u64, u64, bool)>> {
+        let end = offset.saturating_add(len).min(self.disk_bytes());
+        let mut ranges: Vec<(u64, u64, bool)> = Vec::new();
+        let mut at = offset;
+        while at < end {
+            let block = at / BLOCK;
+            // Looked at in steps, lest one question holds the map for all of a disk.
+            let blocks = (end.div_ceil(BLOCK) - block).min(STATUS_STEP_BLOCKS);
+            let mut pieces = Vec::new();
+            self.overlay
+                .status(DiskBlock(block), blocks, &mut |first, n, zero| pieces.push((first, n, zero)));
+            for (first, n, zero) in pieces {
+                let stop = end.min((first.0 + n) * BLOCK);
+                while at < stop {
+                    let (bytes, zero) = match zero {
+                        Some(zero) => (stop - at, zero),
+                        None => self.below.status(at, stop - at)?,
+                    };
+                    let full = ranges.len() >= max.max(1);
+                    match ranges.last_mut() {
+                        Some(last) if last.2 == zero => last.1 += bytes,
+                        _ if full => return Ok(ranges),
+                        _ => ranges.push((at, bytes, zero)),
+                    }
+                    at += bytes;
+                }
+            }
+        }
+        Ok(ranges)
+    }
+
+    /// Begins a pause: for at most `limit`, a flush is acknowledged before its sync. That is right for as long as the VM
+    /// stands still, since nobody can act on the acknowledgement. `limit` must end before anybody else lets the VM run.
+    pub fn pause(&self, limit: Duration) {
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner).until = Instant::now().checked_add(limit);
+    }
+
+    /// Ends a pause: what was acknowledged in it is durable. To be awaited before the VM runs; where it fails, the VM must not run, and it can be
+    /// tried again.
+    pub fn settled(&self) -> Result<()> {
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner).until = None;
+        if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) {
+            self.sync()
+        } else {
+            Ok(())
+        }
+    }
+
+    /// A client's flush.
+    pub fn flush(&self) -> Result<Flushed> {
+        {
+            let pause = self.pause.lock().unwrap_or_else(PoisonError::into_inner);
+            if pause.until.is_some_and(|until| Instant::now() < until) {
+                // Under the lock, so that `settled` sees it.
+                self.owed.fetch_add(1, Ordering::AcqRel);
+                return Ok(Flushed::Owed);
+            }
+        }
+        self.sync().map(|()| Flushed::Durable)
+    }
+
+    /// Makes everything written durable.
+    pub fn sync(&self) -> Result<()> {
+        let owed = self.owed.load(Ordering::Acquire);
+        self.overlay.sync()?;
+        self.paid.fetch_max(owed, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// How large the overlay is.
+    pub fn size(&self) -> Size {
+        self.overlay.size()
+    }
+}
+
+const STATUS_STEP_BLOCKS: u64 = 1 << 16;

@@ -1,0 +1,205 @@
+//! A sparse map from ranges of blocks to values: neighbours that go together are one entry.
+//!
+//! ```text
+//!   insert 4..8 = b       |a a a a a a a a|     ->  |a a a a|b b b b|      what lay there goes to `removed`
+//! ```
+//!
+//! Invariants: entries do not overlap, are not empty, and no two neighbours could be one. An entry is 24 bytes, in a
+//! B-tree that is at least half full: at most 50 bytes for each block written alone, nothing more for its neighbours.
+
+use std::collections::BTreeMap;
+
+/// A value over a range, which can be cut.
+pub trait Piece: Copy {
+    /// The value of the rest behind its first `blocks`.
+    #[must_use]
+    fn skip(self, blocks: u64) -> Self;
+    /// True where `next`, right behind `blocks` of this, continues it.
+    fn continues(self, blocks: u64, next: Self) -> bool;
+}
+
+impl Piece for () {
+    fn skip(self, _: u64) -> Self {}
+
+    fn continues(self, _: u64, (): Self) -> bool {
+        true
+    }
+}
+
+/// The map. Ranges are `start` and a count of blocks.
+#[derive(Clone, Debug)]
+pub struct ExtentMap<V>(BTreeMap<u64, (u64, V)>);
+
+impl<V> Default for ExtentMap<V> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<V: Piece> ExtentMap<V> {
+    /// Entries, which is what memory goes by.
+    pub fn entries(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Blocks in all ranges.
+    pub fn blocks(&self) -> u64 {
+        self.0.values().map(|(len, _)| len).sum()
+    }
+
+    /// Sets a range; what lay there before goes to `removed`.
+    pub fn insert(&mut self, start: u64, len: u64, value: V, removed: &mut dyn FnMut(u64, u64, V)) {
+        if len == 0 {
+            return;
+        }
+        self.remove(start, len, removed);
+        let (mut start, mut len, mut value) = (start, len, value);
+        if let Some((&before, &(before_len, before_value))) = self.0.range(..start).next_back()
+            && before + before_len == start
+            && before_value.continues(before_len, value)
+        {
+            self.0.remove(&before);
+            (start, len, value) = (before, before_len + len, before_value);
+        }
+        if let Some(&(after_len, after_value)) = self.0.get(&(start + len))
+            && value.continues(len, after_value)
+        {
+            self.0.remove(&(start + len));
+            len += after_len;
+        }
+        self.0.insert(start, (len, value));
+    }
+
+    /// Empties a range; what lay there goes to `removed`.
+    pub fn remove(&mut self, start: u64, len: u64, removed: &mut dyn FnMut(u64, u64, V)) {
+        if len == 0 {
+            return;
+        }
+        let end = start.saturating_add(len);
+        if let Some((&first, &(first_len, value))) = self.0.range(..start).next_back()
+            && first + first_len > start
+        {
+            self.0.insert(first, (start - first, value));
+            self.0.insert(start, (first + first_len - start, value.skip(start - first)));
+        }
+        while let Some((&at, &(at_len, value))) = self.0.range(start..end).next() {
+            self.0.remove(&at);
+            let taken = at_len.min(end - at);
+            if taken < at_len {
+                self.0.insert(end, (at_len - taken, value.skip(taken)));
+            }
+            removed(at, taken, value);
+        }
+    }
+
+    /// Shows a range from its start to its end, gaps as `None`.
+    pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<V>)) {
+        let end = start.saturating_add(len);
+        let mut at = start;
+        if let Some((&first, &(first_len, value))) = self.0.range(..start).next_back()
+            && first + first_len > start
+        {
+            let stop = end.min(first + first_len);
+            if stop > start {
+                show(start, stop - start, Some(value.skip(start - first)));
+                at = stop;
+            }
+        }
+        for (&first, &(first_len, value)) in self.0.range(at..end) {
+            if first > at {
+                show(at, first - at, None);
+            }
+            let stop = end.min(first + first_len);
+            show(first, stop - first, Some(value));
+            at = stop;
+        }
+        if at < end {
+            show(at, end - at, None);
+        }
+    }
+
+    /// The first range that ends behind `from`, without what lies before `from`.
+    pub fn next(&self, from: u64) -> Option<(u64, u64, V)> {
+        if let Some((&first, &(len, value))) = self.0.range(..from).next_back()
+            && first + len > from
+        {
+            return Some((from, first + len - from, value.skip(from - first)));
+        }
+        self.0.range(from..).next().map(|(&first, &(len, value))| (first, len, value))
+    }
+
+    /// Takes the first range out.
+    pub fn pop_first(&mut self) -> Option<(u64, u64, V)> {
+        self.0.pop_first().map(|(start, (len, value))| (start, len, value))
+    }
+
+    /// All ranges.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64, V)> + '_ {
+        self.0.iter().map(|(&start, &(len, value))| (start, len, value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap as Naive;
+
+    impl Piece for (u8, u64) {
+        fn skip(self, blocks: u64) -> Self {
+            (self.0, self.1 + blocks)
+        }
+
+        fn continues(self, blocks: u64, next: Self) -> bool {
+            next == self.skip(blocks)
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_a_map_of_single_blocks(
+            steps in prop::collection::vec((0u64..60, 0u64..20, 0u8..4, any::<bool>()), 1..60),
+            looks in prop::collection::vec((0u64..70, 0u64..30), 1..10),
+        ) {
+            let mut map = ExtentMap::default();
+            let mut naive: Naive<u64, (u8, u64)> = Naive::new();
+            for (start, len, tag, insert) in steps {
+                let mut gone = Naive::new();
+                let mut expected = Naive::new();
+                for block in start..start + len {
+                    if let Some(value) = naive.remove(&block) {
+                        expected.insert(block, value);
+                    }
+                    if insert {
+                        naive.insert(block, (tag, block));
+                    }
+                }
+                let mut removed = |at: u64, n: u64, value: (u8, u64)| {
+                    (0..n).for_each(|i| assert!(gone.insert(at + i, value.skip(i)).is_none()));
+                };
+                if insert {
+                    map.insert(start, len, (tag, start), &mut removed);
+                } else {
+                    map.remove(start, len, &mut removed);
+                }
+                prop_assert_eq!(gone, expected);
+                prop_assert_eq!(map.blocks(), naive.len() as u64);
+            }
+            for (start, len) in looks {
+                let mut at = start;
+                map.each(start, len, &mut |s, n, value| {
+                    assert!(s == at && n > 0);
+                    (0..n).for_each(|i| assert_eq!(naive.get(&(s + i)).copied(), value.map(|v| v.skip(i))));
+                    at += n;
+                });
+                prop_assert_eq!(at, start + len);
+                let next = map.next(start).map(|(s, _, v)| (s, v));
+                prop_assert_eq!(next, naive.range(start..).next().map(|(b, v)| (*b, *v)));
+            }
+            let neighbours: Vec<_> = map.iter().collect();
+            for pair in neighbours.windows(2) {
+                prop_assert!(!(pair[0].0 + pair[0].1 == pair[1].0 && pair[0].2.continues(pair[0].1, pair[1].2)));
+            }
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Replies: gathered by the thread that serves requests, sent at once by the one that waits for syncs.
+//!
+//! Invariant: each reply goes out whole; the stream is written under one lock.
+
+use super::wire::{
+    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_ERROR, CHUNK_NONE, CHUNK_OFFSET_DATA, Request, SIMPLE_REPLY,
+    STRUCTURED_REPLY,
+};
+use crate::{Error, Result};
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Gathered replies go out at this size: small ones are worth a common system call, large ones are not worth a wait.
+const GATHERED_BYTES: usize = 32 << 10;
+/// The memory that a connection keeps for them.
+const KEPT_BYTES: usize = 2 << 20;
+
+/// The writing half of a connection, shared by its two threads.
+#[derive(Clone)]
+pub struct Sender {
+    stream: Arc<Mutex<UnixStream>>,
+    structured: bool,
+}
+
+impl Sender {
+    pub fn new(stream: UnixStream, structured: bool) -> Self {
+        Self { stream: Arc::new(Mutex::new(stream)), structured }
+    }
+
+    fn send(&self, bytes: &[u8]) -> Result<()> {
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.write_all(bytes).map_err(Error::io("an NBD client", "write to"))
+    }
+
+    /// Answers a request that returns nothing, at once. `error` is 0 or a number of the protocol.
+    pub fn answer(&self, cookie: u64, error: u32) -> Result<()> {
+        let mut bytes = Vec::new();
+        answer(&mut bytes, self.structured, cookie, error);
+        self.send(&bytes)
+    }
+}
+
+fn answer(bytes: &mut Vec<u8>, structured: bool, cookie: u64, error: u32) {
+    if structured && error != 0 {
+        chunk(bytes, CHUNK_ERROR, cookie, 6);
+        bytes.extend(error.to_be_bytes());
+        bytes.extend(0u16.to_be_bytes());
+    } else {
+        bytes.extend(SIMPLE_REPLY.to_be_bytes());
+        bytes.extend(error.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+    }
+}
+
+fn chunk(bytes: &mut Vec<u8>, kind: u16, cookie: u64, len: u32) {
+    bytes.extend(STRUCTURED_REPLY.to_be_bytes());
+    bytes.extend(CHUNK_DONE.to_be_bytes());
+    bytes.extend(kind.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+}
+
+/// Gathers replies.
+pub struct Output {
+    sender: Sender,
+    bytes: Vec<u8>,
+}
+
+impl Output {
+    pub fn new(sender: Sender) -> Self {
+        Self { sender, bytes: Vec::new() }
+    }
+
+    /// Sends what has gathered.
+    pub fn flush(&mut self) -> Result<()> {
+        if !self.bytes.is_empty() {
+            self.sender.send(&self.bytes)?;
+            self.bytes.clear();
+        }
+        if self.bytes.capacity() > KEPT_BYTES {
+            // One large reply is not to hold its memory for good.
+            self.bytes.shrink_to(KEPT_BYTES);
+        }
+        Ok(())
+    }
+
+    fn gathered(&mut self) -> Result<()> {
+        if self.bytes.len() >= GATHERED_BYTES { self.flush() } else { Ok(()) }
+    }
+
+    /// Answers a request that returns nothing.
+    pub fn answer(&mut self, cookie: u64, error: u32) -> Result<()> {
+        // Also an error to a read, whose reply then has no data.
+        answer(&mut self.bytes, self.sender.structured, cookie, error);
+        self.gathered()
+    }
+
+    /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error.
+    pub fn data(&mut self, request: &Request, read: impl FnOnce(&mut [u8]) -> Result<(), u32>) -> Result<()> {
+        let before = self.bytes.len();
+        if self.sender.structured {
+            chunk(&mut self.bytes, CHUNK_OFFSET_DATA, request.cookie, 8 + request.len);
+            self.bytes.extend(request.offset.to_be_bytes());
+        } else {
+            answer(&mut self.bytes, false, request.cookie, 0);
+        }
+        let start = self.bytes.len();
+        self.bytes.resize(start + request.len as usize, 0);
+        if let Err(error) = read(&mut self.bytes[start..]) {
+            self.bytes.truncate(before);
+            return self.answer(request.cookie, error);
+        }
+        self.gathered()
+    }
+
+    /// Answers a question for the status of blocks: bytes and state of each range.
+    pub fn status(&mut self, cookie: u64, context: u32, ranges: &[(u32, u32)]) -> Result<()> {
+        chunk(&mut self.bytes, CHUNK_BLOCK_STATUS, cookie, 4 + 8 * ranges.len() as u32);
+        self.bytes.extend(context.to_be_bytes());
+        for (len, state) in ranges {
+            self.bytes.extend(len.to_be_bytes());
+            self.bytes.extend(state.to_be_bytes());
+        }
+        self.gathered()
+    }
+
+    /// Ends a structured reply that has nothing to say.
+    pub fn none(&mut self, cookie: u64) -> Result<()> {
+        if self.sender.structured {
+            chunk(&mut self.bytes, CHUNK_NONE, cookie, 0);
+            return self.gathered();
+        }
+        self.answer(cookie, 0)
+    }
+}

@@ -1,0 +1,150 @@
+//! The numbers of the NBD protocol, and its headers as bytes. Integers are big-endian.
+//!
+//! Source: `doc/proto.md` of the NBD project.
+
+/// The greeting's first eight bytes.
+pub const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
+/// The greeting's second eight bytes, and the start of each option.
+pub const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
+/// The start of each answer to an option.
+pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
+pub const REQUEST: u32 = 0x2560_9513;
+pub const SIMPLE_REPLY: u32 = 0x6744_6698;
+pub const STRUCTURED_REPLY: u32 = 0x668e_33ef;
+
+/// Handshake flags, of server and client alike: fixed newstyle, and no zeros behind an export's flags.
+pub const FIXED_NEWSTYLE: u16 = 1;
+pub const NO_ZEROES: u16 = 2;
+
+pub const OPT_EXPORT_NAME: u32 = 1;
+pub const OPT_ABORT: u32 = 2;
+pub const OPT_LIST: u32 = 3;
+pub const OPT_INFO: u32 = 6;
+pub const OPT_GO: u32 = 7;
+pub const OPT_STRUCTURED_REPLY: u32 = 8;
+pub const OPT_LIST_META_CONTEXT: u32 = 9;
+pub const OPT_SET_META_CONTEXT: u32 = 10;
+
+pub const REP_ACK: u32 = 1;
+pub const REP_SERVER: u32 = 2;
+pub const REP_INFO: u32 = 3;
+pub const REP_META_CONTEXT: u32 = 4;
+pub const REP_ERR_UNSUP: u32 = 0x8000_0001;
+pub const REP_ERR_INVALID: u32 = 0x8000_0003;
+pub const REP_ERR_UNKNOWN: u32 = 0x8000_0006;
+pub const REP_ERR_TOO_BIG: u32 = 0x8000_0009;
+
+pub const INFO_EXPORT: u16 = 0;
+pub const INFO_BLOCK_SIZE: u16 = 3;
+
+/// Transmission flags: has flags, flush, FUA, trim, write zeroes, don't fragment, several connections, cache, fast zero.
+pub const EXPORT_FLAGS: u16 = 1 | 4 | 8 | 32 | 64 | 256 | 1024 | 2048;
+/// Only with structured replies: an answer can be asked to be in one piece.
+pub const EXPORT_DONT_FRAGMENT: u16 = 128;
+
+pub const CMD_READ: u16 = 0;
+pub const CMD_WRITE: u16 = 1;
+pub const CMD_DISC: u16 = 2;
+pub const CMD_FLUSH: u16 = 3;
+pub const CMD_TRIM: u16 = 4;
+pub const CMD_CACHE: u16 = 5;
+pub const CMD_WRITE_ZEROES: u16 = 6;
+pub const CMD_BLOCK_STATUS: u16 = 7;
+
+pub const FLAG_FUA: u16 = 1;
+pub const FLAG_NO_HOLE: u16 = 2;
+pub const FLAG_DONT_FRAGMENT: u16 = 4;
+pub const FLAG_REQ_ONE: u16 = 8;
+pub const FLAG_FAST_ZERO: u16 = 16;
+
+pub const CHUNK_DONE: u16 = 1;
+pub const CHUNK_NONE: u16 = 0;
+pub const CHUNK_OFFSET_DATA: u16 = 1;
+pub const CHUNK_BLOCK_STATUS: u16 = 5;
+pub const CHUNK_ERROR: u16 = 0x8001;
+
+/// What `base:allocation` says of a range: not there, and reads as zero.
+pub const STATE_HOLE_ZERO: u32 = 3;
+
+pub const EIO: u32 = 5;
+pub const EINVAL: u32 = 22;
+pub const ENOSPC: u32 = 28;
+pub const EOVERFLOW: u32 = 75;
+
+/// Bytes of a request.
+pub const REQUEST_BYTES: usize = 28;
+/// The longest read or write.
+pub const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
+/// The longest option: two names of 4096 bytes and some numbers fit.
+pub const OPTION_BYTES_MAX: u32 = 16 << 10;
+/// The longest name.
+pub const NAME_BYTES_MAX: usize = 4096;
+
+/// A request, as far as its header goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    pub flags: u16,
+    pub command: u16,
+    pub cookie: u64,
+    pub offset: u64,
+    pub len: u32,
+}
+
+impl Request {
+    /// `None` where it does not begin as a request does.
+    pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
+        let mut at = Numbers(bytes);
+        (at.u32()? == REQUEST).then_some(())?;
+        Some(Self {
+            flags: at.u16()?,
+            command: at.u16()?,
+            cookie: at.u64()?,
+            offset: at.u64()?,
+            len: at.u32()?,
+        })
+    }
+}
+
+/// Takes numbers from the front of bytes; `None` at their end.
+pub struct Numbers<'a>(pub &'a [u8]);
+
+impl<'a> Numbers<'a> {
+    pub fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    pub fn u16(&mut self) -> Option<u16> {
+        self.bytes(2).and_then(|b| b.try_into().ok()).map(u16::from_be_bytes)
+    }
+
+    pub fn u32(&mut self) -> Option<u32> {
+        self.bytes(4).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes)
+    }
+
+    pub fn u64(&mut self) -> Option<u64> {
+        self.bytes(8).and_then(|b| b.try_into().ok()).map(u64::from_be_bytes)
+    }
+
+    /// A length of 32 bits, and as many bytes.
+    pub fn string(&mut self) -> Option<&'a [u8]> {
+        let len = self.u32()?;
+        self.bytes(len as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_request_or_none(bytes in prop::array::uniform28(any::<u8>())) {
+            prop_assert!(Request::parse(&bytes).is_none_or(|_| bytes[..4] == REQUEST.to_be_bytes()));
+            let mut at = Numbers(&bytes);
+            while at.string().is_some() {}
+        }
+    }
+}

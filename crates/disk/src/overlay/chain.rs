@@ -1,0 +1,239 @@
+//! Which block is where, at every cut that somebody still reads.
+//!
+//! ```text
+//!   lookups        current    written since the last cut; a rewrite goes to the same slot
+//!      │           epoch 9    in flight
+//!      │           epoch 8    done (released or given back), waits for 7 below it
+//!      │           epoch 7    in flight
+//!      ▼           settled    everything older, folded into one
+//!
+//!   write ──▶ current ──cut──▶ in flight ──release──▶ done ──▶ folded into settled once it is the oldest
+//!                                  └──give_back──▶ done, and its blocks are owed to the next cut
+//! ```
+//!
+//! Invariants:
+//! 1. The content at the cut of an epoch in flight is what a lookup that begins at its map finds.
+//! 2. Each cut covers its own map and the blocks owed to it, so that no block written is left out of all checkpoints.
+//! 3. Folding goes from the oldest up, so that newer content stays above older.
+//!
+//! Pure: no I/O. A cut swaps two maps and takes constant time; folding goes in steps of bounded size.
+
+use crate::extents::{ExtentMap, Piece};
+use crate::{DiskBlock, DiskEpoch, Slot};
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+
+/// How many epochs can be in flight; each holds its own map in memory.
+pub const EPOCHS_MAX: usize = 64;
+
+/// How many blocks that are owed are looked up at once.
+const OWED_STEP_BLOCKS: u64 = 1 << 10;
+
+/// Where a block's content is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In this slot.
+    Slot(u32),
+    /// Nowhere: it is zero.
+    Zero,
+}
+
+impl Piece for Place {
+    fn skip(self, blocks: u64) -> Self {
+        match self {
+            // Extents are as long as their slots.
+            Self::Slot(slot) => Self::Slot(slot.wrapping_add(blocks as u32)),
+            Self::Zero => Self::Zero,
+        }
+    }
+
+    fn continues(self, blocks: u64, next: Self) -> bool {
+        match (self, next) {
+            (Self::Slot(a), Self::Slot(b)) => u64::from(a) + blocks == u64::from(b),
+            (Self::Zero, Self::Zero) => true,
+            _ => false,
+        }
+    }
+}
+
+/// Blocks side by side, of one epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Extent {
+    /// The first block.
+    pub block: DiskBlock,
+    /// How many.
+    pub blocks: u64,
+    /// The slot of the first, the others behind it; `None`: they are zero.
+    pub slot: Option<Slot>,
+}
+
+#[derive(Debug)]
+struct Frozen {
+    epoch: DiskEpoch,
+    map: ExtentMap<Place>,
+    owed: ExtentMap<()>,
+    done: bool,
+}
+
+/// The maps of one disk.
+#[derive(Debug, Default)]
+pub struct Chain {
+    current: ExtentMap<Place>,
+    /// Blocks of failed epochs, which the next cut covers too.
+    owed: ExtentMap<()>,
+    /// Oldest first.
+    frozen: VecDeque<Frozen>,
+    settled: ExtentMap<Place>,
+    last: u64,
+}
+
+impl Chain {
+    /// After a restart: everything counts as written since the last cut.
+    pub fn recovered(map: ExtentMap<Place>) -> Self {
+        let mut chain = Self { settled: map, ..Self::default() };
+        chain.settled.iter().for_each(|(s, n, _)| chain.owed.insert(s, n, (), &mut |_, _, ()| {}));
+        chain
+    }
+
+    /// Shows where the blocks of a range are now; `None` is beneath the overlay.
+    pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
+        self.each_below(0, start, len, show);
+    }
+
+    /// The same, of the current epoch alone.
+    pub fn each_current(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
+        self.current.each(start, len, show);
+    }
+
+    /// `depth` 0 is the current map, then the frozen ones, newest first, then the settled one.
+    fn each_below(&self, depth: usize, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
+        let frozen = self.frozen.len();
+        let map = match depth {
+            0 => &self.current,
+            d if d <= frozen => &self.frozen[frozen - d].map,
+            d if d == frozen + 1 => &self.settled,
+            _ => return show(start, len, None),
+        };
+        map.each(start, len, &mut |s, n, place| match place {
+            Some(place) => show(s, n, Some(place)),
+            None => self.each_below(depth + 1, s, n, show),
+        });
+    }
+
+    /// Blocks were written to a new place; slots of this epoch that this leaves unused go to `unused`.
+    pub fn write(&mut self, start: u64, len: u64, place: Place, unused: &mut dyn FnMut(u32, u32)) {
+        self.current.insert(start, len, place, &mut |_, n, old| {
+            if let Place::Slot(slot) = old {
+                unused(slot, n as u32);
+            }
+        });
+    }
+
+    /// Ends the current epoch; `None` where too many are in flight.
+    pub fn cut(&mut self) -> Option<DiskEpoch> {
+        if self.frozen.len() >= EPOCHS_MAX {
+            return None;
+        }
+        self.last += 1;
+        let epoch = DiskEpoch(self.last);
+        let map = std::mem::take(&mut self.current);
+        self.frozen.push_back(Frozen { epoch, map, owed: std::mem::take(&mut self.owed), done: false });
+        Some(epoch)
+    }
+
+    fn find(&self, epoch: DiskEpoch) -> Option<usize> {
+        self.frozen.iter().position(|f| f.epoch == epoch && !f.done)
+    }
+
+    /// What an epoch in flight covers, from block `from` on, at most about `max` extents, and where to go on. `None` where it is not in flight.
+    pub fn pages(&self, epoch: DiskEpoch, from: u64, max: usize) -> Option<(Vec<Extent>, Option<u64>)> {
+        let index = self.find(epoch)?;
+        let frozen = self.frozen.get(index)?;
+        let depth = self.frozen.len() - index;
+        let (mut extents, mut at) = (Vec::new(), from);
+        loop {
+            let own = frozen.map.next(at).map(|(s, n, _)| (s, n));
+            let owed = frozen.owed.next(at).map(|(s, n, ())| (s, n));
+            let Some((start, len)) = [own, owed].into_iter().flatten().min() else {
+                return Some((extents, None));
+            };
+            if extents.len() >= max {
+                return Some((extents, Some(start)));
+            }
+            // An extent of its own map is in one piece; what is owed may lie in many, so it goes in short steps.
+            let len = if own == Some((start, len)) { len } else { len.min(OWED_STEP_BLOCKS) };
+            self.each_below(depth, start, len, &mut |s, n, place| {
+                let slot = match place {
+                    Some(Place::Slot(slot)) => Some(Slot(slot)),
+                    // Every block of a map is there, and every block owed was in one.
+                    Some(Place::Zero) | None => None,
+                };
+                extents.push(Extent { block: DiskBlock(s), blocks: n, slot });
+            });
+            at = start + len;
+        }
+    }
+
+    /// The epoch's checkpoint is sealed. False where it is not in flight.
+    pub fn release(&mut self, epoch: DiskEpoch) -> bool {
+        let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
+            return false;
+        };
+        frozen.done = true;
+        frozen.owed = ExtentMap::default();
+        true
+    }
+
+    /// The epoch's checkpoint failed: what it covers is owed to the next. False where it is not in flight.
+    pub fn give_back(&mut self, epoch: DiskEpoch) -> bool {
+        let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
+            return false;
+        };
+        frozen.done = true;
+        let more = std::mem::take(&mut frozen.owed);
+        for (start, len) in
+            frozen.map.iter().map(|(s, n, _)| (s, n)).chain(more.iter().map(|(s, n, ())| (s, n)))
+        {
+            self.owed.insert(start, len, (), &mut |_, _, ()| {});
+        }
+        true
+    }
+
+    /// Every epoch in flight.
+    pub fn in_flight(&self) -> Vec<DiskEpoch> {
+        self.frozen.iter().filter(|f| !f.done).map(|f| f.epoch).collect()
+    }
+
+    /// Folds up to `max` extents of what is done; slots that this leaves unused go to `unused`. True where more is left.
+    pub fn fold(&mut self, max: usize, unused: &mut dyn FnMut(u32, u32)) -> bool {
+        for _ in 0..max {
+            let Some(oldest) = self.frozen.front_mut().filter(|f| f.done) else { return false };
+            match oldest.map.pop_first() {
+                Some((start, len, place)) => self.settled.insert(start, len, place, &mut |_, n, old| {
+                    if let Place::Slot(slot) = old {
+                        unused(slot, n as u32);
+                    }
+                }),
+                None => drop(self.frozen.pop_front()),
+            }
+        }
+        self.frozen.front().is_some_and(|f| f.done)
+    }
+
+    /// The first range that the overlay holds, at or behind `from`, over all maps.
+    pub fn next(&self, from: u64) -> Option<(u64, u64)> {
+        let maps = self.frozen.iter().map(|f| &f.map).chain([&self.current, &self.settled]);
+        maps.filter_map(|map| map.next(from)).map(|(s, n, _)| (s, n)).min()
+    }
+
+    /// Entries in all maps, which is what memory goes by.
+    pub fn entries(&self) -> usize {
+        let frozen: usize = self.frozen.iter().map(|f| f.map.entries() + f.owed.entries()).sum();
+        self.current.entries() + self.owed.entries() + self.settled.entries() + frozen
+    }
+
+    /// Blocks written since the last cut, with those owed (a block may count twice).
+    pub fn dirty_blocks(&self) -> u64 {
+        self.current.blocks() + self.owed.blocks()
+    }
+}

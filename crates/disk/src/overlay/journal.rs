@@ -1,0 +1,332 @@
+//! The journal of an overlay: which block is in which slot, as far as syncs have got.
+//!
+//! ```text
+//!   | header 64 | batch | batch | ... | batch | torn tail |
+//!
+//!   header:  magic 8 | version 4 | block bytes 4 | disk bytes 8 | salt 8 | zero 24 | check 8
+//!   batch:   magic 4 | records 4 | number 8 | check 8 | records
+//!   record:  block 8 | blocks 8 | slot 4 | kind 4     (kind 0: slots from `slot` on, 1: zero)
+//! ```
+//!
+//! Integers are little-endian; checks are XXH3-64, of batches seeded with salt and number.
+//!
+//! Invariants: a batch is written after the data that it names was synced, and before the next one is; so a batch that
+//! does not hold is the last one that was begun, and was promised to nobody. One that does not hold and has a good one behind it is
+//! damage. A journal that has grown to several times what it says is rewritten aside and renamed into place.
+
+use super::chain::Place;
+use super::medium::{Folder, Medium};
+use crate::extents::ExtentMap;
+use crate::{BLOCK, BLOCK_BYTES, Error, Result};
+use std::sync::Arc;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+const MAGIC: [u8; 8] = *b"KFDISK\r\n";
+const VERSION: u32 = 1;
+pub const HEADER_BYTES: usize = 64;
+const BATCH_MAGIC: u32 = 0x3142_464b;
+const BATCH_HEADER_BYTES: usize = 24;
+const RECORD_BYTES: usize = 24;
+/// How many records one batch can have, in and out: 24 MiB.
+const BATCH_RECORDS_MAX: usize = 1 << 20;
+/// Below this a journal is not worth rewriting.
+const REWRITE_BYTES_MIN: u64 = 4 << 20;
+const NAME: &str = "journal";
+const ASIDE: &str = "journal.new";
+
+/// Blocks that have come to a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    pub block: u64,
+    pub blocks: u64,
+    pub place: Place,
+}
+
+/// What a journal says.
+pub struct Recovered {
+    pub disk_bytes: u64,
+    pub map: ExtentMap<Place>,
+}
+
+/// An open journal.
+pub struct Journal {
+    folder: Arc<dyn Folder>,
+    file: Arc<dyn Medium>,
+    disk_bytes: u64,
+    salt: u64,
+    next_batch: u64,
+    end: u64,
+    /// The length at which it is worth rewriting.
+    rewrite_at: u64,
+}
+
+fn le32(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+fn le64(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+impl Journal {
+    /// Opens the journal of `folder`, or begins one for a disk of `disk_bytes`; `None`: it has to be there.
+    pub fn open(folder: Arc<dyn Folder>, disk_bytes: Option<u64>) -> Result<(Self, Recovered)> {
+        let file = folder.open(NAME)?;
+        let name = format!("{}/{NAME}", folder.name());
+        let len = file.len_bytes()?;
+        let mut header = [0u8; HEADER_BYTES];
+        file.read(0, &mut header)?;
+        let blank = len < HEADER_BYTES as u64 || header == [0; HEADER_BYTES];
+        match disk_bytes {
+            // The first header is synced before anything is promised: without a whole one there is nothing to lose.
+            Some(disk_bytes) if blank => Self::begin(folder, file, disk_bytes),
+            None if blank => Err(Error::damaged(name, "there is no overlay in it")),
+            wanted => {
+                let (disk_bytes, salt) = parse_header(&header, &name)?;
+                if let Some(wanted) = wanted.filter(|wanted| *wanted != disk_bytes) {
+                    let problem = format!("it is for a disk of {disk_bytes} bytes, the image has {wanted}");
+                    return Err(Error::refused(
+                        name,
+                        problem,
+                        "use the image that it was made for, or another directory",
+                    ));
+                }
+                Self::recover(folder, file, disk_bytes, salt, len)
+            }
+        }
+    }
+
+    fn begin(folder: Arc<dyn Folder>, file: Arc<dyn Medium>, disk_bytes: u64) -> Result<(Self, Recovered)> {
+        let salt = fresh_salt();
+        file.set_len(0)?;
+        file.write(0, &header(disk_bytes, salt))?;
+        file.sync()?;
+        folder.sync()?;
+        let end = HEADER_BYTES as u64;
+        let journal =
+            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at: REWRITE_BYTES_MIN };
+        Ok((journal, Recovered { disk_bytes, map: ExtentMap::default() }))
+    }
+
+    fn recover(
+        folder: Arc<dyn Folder>,
+        file: Arc<dyn Medium>,
+        disk_bytes: u64,
+        salt: u64,
+        len: u64,
+    ) -> Result<(Self, Recovered)> {
+        let mut this =
+            Self { folder, file, disk_bytes, salt, next_batch: 1, end: HEADER_BYTES as u64, rewrite_at: 0 };
+        let map = this.replay(len)?;
+        // What lies behind was promised to nobody, and must not look like a batch once others are written over it.
+        if len > this.end {
+            this.file.set_len(this.end)?;
+        }
+        // What was read may be in memory alone.
+        this.file.sync()?;
+        this.rewrite_at = Self::worth(&map);
+        Ok((this, Recovered { disk_bytes, map }))
+    }
+
+    fn worth(map: &ExtentMap<Place>) -> u64 {
+        (map.entries() as u64 * RECORD_BYTES as u64 * 4).max(REWRITE_BYTES_MIN)
+    }
+
+    /// Reads batches up to the first that does not hold.
+    fn replay(&mut self, len: u64) -> Result<ExtentMap<Place>> {
+        let mut map = ExtentMap::default();
+        while let Some(body) = self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch)
+        {
+            for record in body.1.chunks_exact(RECORD_BYTES) {
+                let record = self.parse_record(record)?;
+                map.insert(record.block, record.blocks, record.place, &mut |_, _, _| {});
+            }
+            self.end += (BATCH_HEADER_BYTES + body.1.len()) as u64;
+            self.next_batch += 1;
+        }
+        self.nothing_good_behind(len)?;
+        Ok(map)
+    }
+
+    /// The number and the records of the batch at `at`, if it holds.
+    fn batch_at(&self, at: u64, len: u64) -> Result<Option<(u64, Vec<u8>)>> {
+        let left = len.saturating_sub(at);
+        if left < BATCH_HEADER_BYTES as u64 {
+            return Ok(None);
+        }
+        let mut header = [0u8; BATCH_HEADER_BYTES];
+        self.file.read(at, &mut header)?;
+        let (count, number) = (le32(&header, 4) as usize, le64(&header, 8));
+        let bytes = count.saturating_mul(RECORD_BYTES);
+        if le32(&header, 0) != BATCH_MAGIC
+            || count > BATCH_RECORDS_MAX
+            || bytes as u64 > left - BATCH_HEADER_BYTES as u64
+        {
+            return Ok(None);
+        }
+        let mut body = vec![0; bytes];
+        self.file.read(at + BATCH_HEADER_BYTES as u64, &mut body)?;
+        Ok((self.check(number, &body) == le64(&header, 16)).then_some((number, body)))
+    }
+
+    fn check(&self, number: u64, records: &[u8]) -> u64 {
+        let count = (records.len() / RECORD_BYTES) as u64;
+        xxh3_64_with_seed(records, self.salt ^ number.rotate_left(17) ^ count.rotate_left(47))
+    }
+
+    fn parse_record(&self, bytes: &[u8]) -> Result<Record> {
+        let (block, blocks, slot) = (le64(bytes, 0), le64(bytes, 8), le32(bytes, 16));
+        let place = match le32(bytes, 20) {
+            0 => Some(Place::Slot(slot)).filter(|_| blocks < u64::from(u32::MAX - slot)),
+            1 => Some(Place::Zero),
+            _ => None,
+        };
+        let inside = block.checked_add(blocks).is_some_and(|end| end <= self.disk_bytes.div_ceil(BLOCK));
+        match place.filter(|_| inside && blocks > 0) {
+            Some(place) => Ok(Record { block, blocks, place }),
+            None => Err(Error::damaged(
+                self.name(),
+                format!("a record names {blocks} blocks at {block}, slot {slot}"),
+            )),
+        }
+    }
+
+    /// A later batch that holds proves that the one which does not was promised.
+    fn nothing_good_behind(&self, len: u64) -> Result<()> {
+        let mut at = self.end;
+        let mut chunk = vec![0u8; 1 << 16];
+        while at + (BATCH_HEADER_BYTES as u64) <= len {
+            let take = ((len - at) as usize).min(chunk.len());
+            self.file.read(at, &mut chunk[..take])?;
+            // Batches begin at multiples of 8.
+            for place in (0..take.saturating_sub(7)).step_by(8) {
+                if le32(&chunk[..take], place) != BATCH_MAGIC {
+                    continue;
+                }
+                let good = self.batch_at(at + place as u64, len)?;
+                if good.is_some_and(|(number, _)| number > self.next_batch) {
+                    let problem =
+                        format!("batch {} at {} does not hold, and later ones do", self.next_batch, self.end);
+                    return Err(Error::damaged(self.name(), problem));
+                }
+            }
+            at += take as u64;
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> String {
+        format!("{}/{NAME}", self.folder.name())
+    }
+
+    /// Appends records and makes them durable. The error says whether it can be tried again.
+    pub fn append(&mut self, records: &[Record]) -> Result<(), AppendError> {
+        for records in records.chunks(BATCH_RECORDS_MAX) {
+            let bytes = self.encode(self.next_batch, records);
+            if let Err(error) = self.file.write(self.end, &bytes) {
+                // Without its tail the file is as it was.
+                let retry = self.file.set_len(self.end).is_ok();
+                return Err(AppendError { error, retry });
+            }
+            self.file.sync().map_err(|error| AppendError { error, retry: false })?;
+            self.end += bytes.len() as u64;
+            self.next_batch += 1;
+        }
+        Ok(())
+    }
+
+    fn encode(&self, number: u64, records: &[Record]) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(BATCH_HEADER_BYTES + records.len() * RECORD_BYTES);
+        bytes.extend(BATCH_MAGIC.to_le_bytes());
+        bytes.extend((records.len() as u32).to_le_bytes());
+        bytes.extend(number.to_le_bytes());
+        bytes.extend([0; 8]);
+        for record in records {
+            let (slot, kind) = match record.place {
+                Place::Slot(slot) => (slot, 0u32),
+                Place::Zero => (0, 1),
+            };
+            bytes.extend(record.block.to_le_bytes());
+            bytes.extend(record.blocks.to_le_bytes());
+            bytes.extend(slot.to_le_bytes());
+            bytes.extend(kind.to_le_bytes());
+        }
+        let check = self.check(number, &bytes[BATCH_HEADER_BYTES..]);
+        bytes[16..BATCH_HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+        bytes
+    }
+
+    /// True where it has grown to several times what it says.
+    pub fn is_long(&self) -> bool {
+        self.end >= self.rewrite_at
+    }
+
+    /// Writes what it says anew, without what was superseded. A failure that can be tried again leaves it as it is.
+    pub fn rewrite(&mut self) -> Result<(), AppendError> {
+        let new = self.write_aside().map_err(|error| AppendError { error, retry: true })?;
+        self.folder.replace(ASIDE, NAME).map_err(|error| AppendError { error, retry: true })?;
+        *self = new;
+        // Until then a power loss can bring the old one back, without what is appended to this one.
+        self.folder.sync().map_err(|error| AppendError { error, retry: false })
+    }
+
+    fn write_aside(&mut self) -> Result<Self> {
+        // Looked at again only after it has grown as much once more, whatever happens now.
+        self.rewrite_at = self.end.saturating_mul(2);
+        let file = self.folder.open(ASIDE)?;
+        let mut old = Self {
+            folder: Arc::clone(&self.folder),
+            file: Arc::clone(&self.file),
+            end: HEADER_BYTES as u64,
+            next_batch: 1,
+            ..*self
+        };
+        let map = old.replay(self.end)?;
+        let (mut new, _) = Self::begin(Arc::clone(&self.folder), file, self.disk_bytes)?;
+        let records: Vec<Record> =
+            map.iter().map(|(block, blocks, place)| Record { block, blocks, place }).collect();
+        new.append(&records).map_err(|e| e.error)?;
+        new.rewrite_at = Self::worth(&map);
+        Ok(new)
+    }
+}
+
+/// Why records could not be appended.
+pub struct AppendError {
+    pub error: Error,
+    /// True where the journal is as it was before.
+    pub retry: bool,
+}
+
+fn header(disk_bytes: u64, salt: u64) -> [u8; HEADER_BYTES] {
+    let mut header = [0u8; HEADER_BYTES];
+    header[..8].copy_from_slice(&MAGIC);
+    header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    header[12..16].copy_from_slice(&(BLOCK_BYTES as u32).to_le_bytes());
+    header[16..24].copy_from_slice(&disk_bytes.to_le_bytes());
+    header[24..32].copy_from_slice(&salt.to_le_bytes());
+    let check = xxh3_64(&header[..56]);
+    header[56..].copy_from_slice(&check.to_le_bytes());
+    header
+}
+
+fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<(u64, u64)> {
+    if header[..8] != MAGIC {
+        return Err(Error::damaged(name, "it does not begin as an overlay's journal does"));
+    }
+    let version = le32(header, 8);
+    if version > VERSION {
+        let problem = format!("it has format version {version}; this program knows versions up to {VERSION}");
+        return Err(Error::refused(name, problem, "use the keyframe that wrote it"));
+    }
+    if xxh3_64(&header[..56]) != le64(header, 56) || le32(header, 12) as usize != BLOCK_BYTES {
+        return Err(Error::damaged(name, "its header does not match its check"));
+    }
+    Ok((le64(header, 16), le64(header, 24)))
+}
+
+/// Not secret: it keeps what an older journal left on the medium from being taken for part of this one.
+fn fresh_salt() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    std::collections::hash_map::RandomState::new().build_hasher().finish()
+}

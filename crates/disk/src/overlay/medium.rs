@@ -1,0 +1,132 @@
+//! The few operations that the overlay needs of a file system, so that tests can crash it at any of them.
+
+use crate::{Error, Result};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A file.
+pub trait Medium: Send + Sync {
+    /// Fills `buf` from `offset`; what lies behind the end is zero.
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+    /// Writes all of `buf` at `offset`.
+    fn write(&self, offset: u64, buf: &[u8]) -> Result<()>;
+    /// Makes everything written durable.
+    fn sync(&self) -> Result<()>;
+    /// Bytes in it.
+    fn len_bytes(&self) -> Result<u64>;
+    /// Cuts or grows it.
+    fn set_len(&self, len_bytes: u64) -> Result<()>;
+}
+
+/// A directory.
+pub trait Folder: Send + Sync {
+    /// Its name, for messages.
+    fn name(&self) -> String;
+    /// Opens a file, and makes it unless it is there.
+    fn open(&self, name: &str) -> Result<Arc<dyn Medium>>;
+    /// Renames a file over another; durable after [`Self::sync`].
+    fn replace(&self, from: &str, to: &str) -> Result<()>;
+    /// Makes the entries durable.
+    fn sync(&self) -> Result<()>;
+}
+
+/// A real file.
+struct RealFile {
+    file: File,
+    name: String,
+}
+
+impl Medium for RealFile {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        read_or_zero(&self.file, offset, buf).map_err(Error::io(&self.name, "read"))
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        self.file.write_all_at(buf, offset).map_err(Error::io(&self.name, "write"))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(Error::io(&self.name, "sync"))
+    }
+
+    fn len_bytes(&self) -> Result<u64> {
+        Ok(self.file.metadata().map_err(Error::io(&self.name, "look at"))?.len())
+    }
+
+    fn set_len(&self, len_bytes: u64) -> Result<()> {
+        self.file.set_len(len_bytes).map_err(Error::io(&self.name, "set the length of"))
+    }
+}
+
+/// Fills `buf`; what lies behind the end of the file is zero.
+pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        match file.read_at(&mut buf[done..], offset + done as u64) {
+            Ok(0) => {
+                buf[done..].fill(0);
+                return Ok(());
+            }
+            Ok(len) => done += len,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// A real directory, held by one process at a time.
+pub struct RealFolder {
+    path: PathBuf,
+    folder: File,
+}
+
+impl RealFolder {
+    /// Makes it unless it is there, and locks it.
+    pub fn create(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let mut builder = std::fs::DirBuilder::new();
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        builder.recursive(true).create(path).map_err(Error::io(&name, "make"))?;
+        Self::open(path)
+    }
+
+    /// Opens and locks one that is there.
+    pub fn open(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::io(&name, "open"))?;
+        match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Self { path: path.into(), folder: folder.into() }),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked { object: name }),
+            Err(e) => Err(Error::io(name, "lock")(e)),
+        }
+    }
+}
+
+impl Folder for RealFolder {
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+        let path = self.path.join(name);
+        let name = path.display().to_string();
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options.open(&path).map_err(Error::io(&name, "open"))?;
+        Ok(Arc::new(RealFile { file, name }))
+    }
+
+    fn replace(&self, from: &str, to: &str) -> Result<()> {
+        let name = self.path.join(to).display().to_string();
+        std::fs::rename(self.path.join(from), self.path.join(to)).map_err(Error::io(name, "replace"))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.folder.sync_all().map_err(Error::io(self.name(), "sync"))
+    }
+}

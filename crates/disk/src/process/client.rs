@@ -1,0 +1,237 @@
+//! The engine's side.
+
+use super::{Answer, Order, ServerStats, Spec, frame};
+use crate::{DiskBlock, DiskEpoch, Error, Extent, Result, SlotFile};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long opening may take: a long journal is read whole.
+const OPEN_TIMEOUT: Duration = Duration::from_mins(2);
+/// How long an answer may take that waits for the medium.
+const SYNC_TIMEOUT: Duration = Duration::from_mins(2);
+/// How long any other answer may take.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the process may take to be gone after its last answer.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The engine's hold of the process that serves its disks. Dropped without [`Self::end`], it leaves the guest its disks:
+/// the server goes on until its last client is gone.
+///
+/// A checkpoint, in this order:
+///
+/// ```text
+///   prepare()                  the guest runs: what is dirty is synced
+///   pause(limit)               flushes are acknowledged before their sync from here on
+///   QMP stop                   drains and flushes
+///   cut()                      constant time
+///   ...                        device state, RAM
+///   settled()                  what was acknowledged is durable; where this fails the VM must not run
+///   QMP cont
+///   pages(), SlotFile          the content, while the guest runs
+///   release() or give_back()   sealed, or failed
+/// ```
+pub struct Disks {
+    child: Child,
+    control: UnixStream,
+    specs: Vec<Spec>,
+    disk_bytes: Vec<u64>,
+}
+
+impl Disks {
+    /// Starts the server as `command`, whose standard input is the connection, and waits until it listens on `socket`.
+    ///
+    /// Errors: what a spec names cannot be served.
+    pub fn spawn(command: &mut Command, socket: &Path, specs: &[Spec]) -> Result<Self> {
+        let name = || command_name(command);
+        let (control, theirs) = UnixStream::pair().map_err(Error::io(name(), "make a connection to"))?;
+        let failed = Error::io(name(), "start");
+        // Ctrl-C is not to end it together with the engine.
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).process_group(0);
+        let child = command.spawn().map_err(failed)?;
+        // The command holds the other end, whose closing must be seen.
+        command.stdin(Stdio::null());
+        let mut disks = Self { child, control, specs: specs.to_vec(), disk_bytes: Vec::new() };
+        let order = Order::Open { socket: socket.into(), specs: specs.to_vec() };
+        match disks.ask(&order, OPEN_TIMEOUT) {
+            Ok(Answer::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {
+                disks.disk_bytes = disk_bytes;
+                Ok(disks)
+            }
+            other => {
+                let error = other.map_or_else(|error| error, |answer| unexpected(&answer));
+                let _ = disks.child.kill();
+                let _ = disks.child.wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// The process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The disks, in the order of all epochs.
+    pub fn specs(&self) -> &[Spec] {
+        &self.specs
+    }
+
+    /// Bytes of each disk.
+    pub fn disk_bytes(&self) -> &[u64] {
+        &self.disk_bytes
+    }
+
+    /// True while the process is there.
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Syncs what is dirty, while the guest runs, so that little is left to do for the pause.
+    pub fn prepare(&mut self) -> Result<()> {
+        self.done(&Order::Prepare, SYNC_TIMEOUT)
+    }
+
+    /// From now on, and for at most `limit`, flushes are acknowledged before their sync. `limit` must be no longer than the watchdog's.
+    pub fn pause(&mut self, limit: Duration) -> Result<()> {
+        self.done(&Order::Pause { limit_ms: limit.as_millis() as u64 }, ANSWER_TIMEOUT)
+    }
+
+    /// Cuts all disks, after `stop`; an epoch of each, in the order of the specs.
+    pub fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
+        match self.ask(&Order::Cut, ANSWER_TIMEOUT)? {
+            Answer::Cut { epochs } if epochs.len() == self.specs.len() => Ok(epochs),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Waits until what was acknowledged since [`Self::pause`] is durable, and ends the pause. Before `cont`, also after
+    /// a checkpoint that failed. Where this fails the VM must not run; it can be tried again once there is space.
+    pub fn settled(&mut self) -> Result<()> {
+        self.done(&Order::Settled, SYNC_TIMEOUT)
+    }
+
+    /// All blocks that `epoch` of the disk at `index` covers, rising: those written since the cut before, and those of
+    /// epochs that were given back.
+    pub fn pages(&mut self, index: usize, epoch: DiskEpoch) -> Pages<'_> {
+        Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
+    }
+
+    /// Reads slots of the disk at `index`, without asking the server.
+    pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
+        let spec =
+            self.specs.get(index).ok_or_else(|| Error::protocol("the engine", format!("no disk {index}")))?;
+        SlotFile::open(&spec.overlay)
+    }
+
+    /// The checkpoint with these epochs (of each disk) is sealed.
+    pub fn release(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
+        self.done(&Order::Release { epochs: epochs.into() }, ANSWER_TIMEOUT)
+    }
+
+    /// The checkpoint with these epochs (of each disk) failed: their blocks count as written again.
+    pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
+        self.done(&Order::GiveBack { epochs: epochs.into() }, ANSWER_TIMEOUT)
+    }
+
+    /// How it is doing.
+    pub fn stats(&mut self) -> Result<ServerStats> {
+        match self.ask(&Order::Stats, ANSWER_TIMEOUT)? {
+            Answer::Stats(stats) => Ok(stats),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Ends the server: clients that are left are cut off, everything is synced. After it the overlays are free.
+    pub fn end(mut self) -> Result<()> {
+        let ended = self.done(&Order::End, SYNC_TIMEOUT);
+        let deadline = Instant::now() + EXIT_TIMEOUT;
+        while Instant::now() < deadline {
+            if !self.is_alive() {
+                return ended;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        // It has synced, or could not: nothing is lost with it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        ended
+    }
+
+    fn done(&mut self, order: &Order, timeout: Duration) -> Result<()> {
+        match self.ask(order, timeout)? {
+            Answer::Done => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn ask(&mut self, order: &Order, timeout: Duration) -> Result<Answer> {
+        let limit = |e| Error::io("the process that serves the disks", "bound the wait for")(e);
+        self.control.set_read_timeout(Some(timeout)).map_err(limit)?;
+        self.control.set_write_timeout(Some(timeout)).map_err(limit)?;
+        let sent = frame::send(&self.control, order);
+        match sent.and_then(|()| frame::receive(&self.control)) {
+            Ok(Some(Answer::Failed { problem, .. })) => Err(Error::Server { problem }),
+            Ok(Some(answer)) => Ok(answer),
+            Ok(None) => Err(Error::Server { problem: "it has ended".into() }),
+            Err(error) => {
+                // A late answer would be taken for the next one's.
+                let _ = self.control.shutdown(std::net::Shutdown::Both);
+                Err(error)
+            }
+        }
+    }
+}
+
+fn command_name(command: &Command) -> String {
+    command.get_program().to_string_lossy().into_owned()
+}
+
+fn unexpected(answer: &Answer) -> Error {
+    let mut answer = format!("{answer:?}");
+    answer.truncate(answer.floor_char_boundary(100));
+    Error::protocol("the process that serves the disks", format!("it answered {answer}"))
+}
+
+/// The blocks of an epoch, fetched some thousand extents at a time.
+pub struct Pages<'a> {
+    disks: &'a mut Disks,
+    index: usize,
+    epoch: DiskEpoch,
+    next: Option<DiskBlock>,
+    ready: std::vec::IntoIter<Extent>,
+}
+
+impl Pages<'_> {
+    fn fetch(&mut self, from: DiskBlock) -> Result<()> {
+        let order = Order::Pages { disk: self.index, epoch: self.epoch, from };
+        match self.disks.ask(&order, ANSWER_TIMEOUT)? {
+            // One that goes backwards would never end.
+            Answer::Pages { extents, next } if next.is_none_or(|next| next > from) => {
+                self.ready = extents.into_iter();
+                self.next = next;
+                Ok(())
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+impl Iterator for Pages<'_> {
+    type Item = Result<Extent>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            if let Some(extent) = self.ready.next() {
+                return Some(Ok(extent));
+            }
+            let from = self.next.take()?;
+            if let Err(error) = self.fetch(from) {
+                return Some(Err(error));
+            }
+        }
+    }
+}

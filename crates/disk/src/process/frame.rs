@@ -1,0 +1,40 @@
+//! Orders and answers on the wire: a length of 32 bits, then JSON.
+
+use crate::{Error, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+
+/// The longest message: some thousands of extents, or the paths of 64 disks.
+const MESSAGE_BYTES_MAX: u32 = 4 << 20;
+const OBJECT: &str = "the engine's connection to its disks";
+
+/// Sends one message.
+pub fn send(mut stream: &UnixStream, message: &impl Serialize) -> Result<()> {
+    let mut bytes = vec![0; 4];
+    serde_json::to_writer(&mut bytes, message).map_err(|e| Error::protocol(OBJECT, e.to_string()))?;
+    let len = u32::try_from(bytes.len() - 4).ok().filter(|len| *len <= MESSAGE_BYTES_MAX);
+    let len = len.ok_or_else(|| Error::protocol(OBJECT, format!("a message of {} bytes", bytes.len())))?;
+    bytes[..4].copy_from_slice(&len.to_le_bytes());
+    stream.write_all(&bytes).map_err(Error::io(OBJECT, "write to"))
+}
+
+/// Receives one message; `None` where the other side has gone.
+pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>> {
+    let mut len = [0u8; 4];
+    match stream.read_exact(&mut len) {
+        Ok(()) => {}
+        Err(e) if matches!(e.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => {
+            return Ok(None);
+        }
+        Err(e) => return Err(Error::io(OBJECT, "read from")(e)),
+    }
+    let len = u32::from_le_bytes(len);
+    if len > MESSAGE_BYTES_MAX {
+        return Err(Error::protocol(OBJECT, format!("a message of {len} bytes")));
+    }
+    let mut bytes = vec![0; len as usize];
+    stream.read_exact(&mut bytes).map_err(Error::io(OBJECT, "read from"))?;
+    serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::protocol(OBJECT, e.to_string()))
+}

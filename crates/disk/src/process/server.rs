@@ -1,0 +1,195 @@
+//! The process itself.
+
+use super::{Answer, DISKS_MAX, EXTENTS_MAX, Order, ServerStats, Spec, Stats, frame};
+use crate::nbd::{Export, Server};
+use crate::{Base, Disk, DiskEpoch, Error, Layer, Result};
+use std::collections::BTreeSet;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How long a server without an engine waits for a first client: QEMU may be starting.
+const FIRST_CLIENT: Duration = Duration::from_secs(10);
+/// How often it looks whether the last one has gone.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Serves disks as `control` orders, until it orders the end; or, once it is gone, until the last client is.
+///
+/// `open_layer` opens the layer that a [`Spec`] names.
+pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>) -> Result<()> {
+    let Some(order) = frame::receive(control)? else { return Ok(()) };
+    let opened = match order {
+        Order::Open { socket, specs } => open(&specs, &open_layer)
+            .and_then(|exports| Ok((Server::start(&socket, exports.clone())?, exports))),
+        _ => Err(Error::protocol("the engine", "its first order is not to open the disks")),
+    };
+    match opened {
+        Ok((server, exports)) => Serving { server, exports }.run(control),
+        Err(error) => {
+            frame::send(control, &failed(&error))?;
+            Err(error)
+        }
+    }
+}
+
+fn open(specs: &[Spec], open_layer: &impl Fn(&str) -> Result<Box<dyn Layer>>) -> Result<Vec<Export>> {
+    let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
+    if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
+        let problem = format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
+        return Err(Error::protocol("the engine", problem));
+    }
+    let open = |spec: &Spec| {
+        let base = Base::open(&spec.base, spec.format)?;
+        let layer = spec.layer.as_deref().map(open_layer).transpose()?;
+        let disk = Arc::new(Disk::create(&spec.overlay, base, layer)?);
+        Ok(Export { name: spec.export.clone(), disk })
+    };
+    specs.iter().map(open).collect()
+}
+
+fn failed(error: &Error) -> Answer {
+    Answer::Failed { problem: error.to_string(), disk_full: error.is_disk_full() }
+}
+
+struct Serving {
+    server: Server,
+    exports: Vec<Export>,
+}
+
+impl Serving {
+    fn run(self, control: &UnixStream) -> Result<()> {
+        let disk_bytes = self.exports.iter().map(|export| export.disk.disk_bytes()).collect();
+        let mut sent = frame::send(control, &Answer::Opened { disk_bytes });
+        while sent.is_ok() {
+            match frame::receive(control) {
+                Ok(Some(Order::End)) => return self.end(Some(control)),
+                Ok(Some(order)) => {
+                    sent = frame::send(control, &self.obey(&order).unwrap_or_else(|e| failed(&e)));
+                }
+                // Gone, or no engine of ours: the guest is what counts now.
+                Ok(None) | Err(_) => break,
+            }
+        }
+        self.without_engine()
+    }
+
+    fn end(self, control: Option<&UnixStream>) -> Result<()> {
+        self.server.end();
+        let synced = each(&self.exports, Disk::sync);
+        // Unlocked before the answer: the engine may open the overlays next.
+        drop(self.exports);
+        if let Some(control) = control {
+            frame::send(control, &synced.as_ref().map_or_else(failed, |()| Answer::Done))?;
+        }
+        synced
+    }
+
+    fn without_engine(self) -> Result<()> {
+        for export in &self.exports {
+            // A failed sync is seen again by the next flush of the guest.
+            let _ = export.disk.settled();
+            export.disk.overlay().release_all();
+        }
+        let traffic = self.server.traffic();
+        let began = Instant::now();
+        loop {
+            let begun = traffic.served.load(Ordering::Acquire) > 0 || began.elapsed() >= FIRST_CLIENT;
+            if begun && traffic.clients.load(Ordering::Acquire) == 0 {
+                return self.end(None);
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn obey(&self, order: &Order) -> Result<Answer> {
+        match order {
+            Order::Prepare => each(&self.exports, Disk::sync)?,
+            Order::Pause { limit_ms } => {
+                self.exports.iter().for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
+            }
+            Order::Settled => each(&self.exports, Disk::settled)?,
+            Order::Cut => return self.cut(),
+            Order::Pages { disk, epoch, from } => {
+                let export = self.exports.get(*disk);
+                let export =
+                    export.ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
+                let (extents, next) = export.disk.overlay().pages(*epoch, *from, EXTENTS_MAX)?;
+                return Ok(Answer::Pages { extents, next });
+            }
+            Order::Release { epochs } => self.of_each(epochs, |disk, epoch| disk.overlay().release(epoch))?,
+            Order::GiveBack { epochs } => {
+                self.of_each(epochs, |disk, epoch| disk.overlay().give_back(epoch))?;
+            }
+            Order::Stats => return Ok(Answer::Stats(self.stats())),
+            Order::Open { .. } | Order::End => {
+                return Err(Error::protocol("the engine", "the disks are open already"));
+            }
+        }
+        Ok(Answer::Done)
+    }
+
+    /// All disks, or none: an epoch that only some have is given back.
+    fn cut(&self) -> Result<Answer> {
+        let mut epochs = Vec::with_capacity(self.exports.len());
+        for export in &self.exports {
+            match export.disk.overlay().cut() {
+                Ok(epoch) => epochs.push(epoch),
+                Err(error) => {
+                    for (export, epoch) in self.exports.iter().zip(epochs) {
+                        export.disk.overlay().give_back(epoch)?;
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Answer::Cut { epochs })
+    }
+
+    fn of_each(
+        &self,
+        epochs: &[DiskEpoch],
+        mut action: impl FnMut(&Disk, DiskEpoch) -> Result<()>,
+    ) -> Result<()> {
+        if epochs.len() != self.exports.len() {
+            let problem = format!("{} epochs for {} disks", epochs.len(), self.exports.len());
+            return Err(Error::protocol("the engine", problem));
+        }
+        // One that fails is not to keep the others.
+        let mut result = Ok(());
+        for (export, epoch) in self.exports.iter().zip(epochs) {
+            result = result.and(action(&export.disk, *epoch));
+        }
+        result
+    }
+
+    fn stats(&self) -> ServerStats {
+        let traffic = self.server.traffic();
+        let disks = self.exports.iter().map(|export| {
+            let size = export.disk.size();
+            Stats {
+                export: export.name.clone(),
+                disk_bytes: export.disk.disk_bytes(),
+                data_bytes: size.data_bytes,
+                free_bytes: size.free_bytes,
+                extents: size.entries as u64,
+                dirty_blocks: size.dirty_blocks,
+                in_flight: size.in_flight as u64,
+                syncs: size.syncs,
+            }
+        });
+        ServerStats {
+            disks: disks.collect(),
+            clients: traffic.clients.load(Ordering::Relaxed) as u64,
+            requests: traffic.requests.load(Ordering::Relaxed),
+            read_bytes: traffic.read_bytes.load(Ordering::Relaxed),
+            written_bytes: traffic.written_bytes.load(Ordering::Relaxed),
+            flushes: traffic.flushes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// On every disk, also behind one that fails; the first failure.
+fn each(exports: &[Export], action: impl Fn(&Disk) -> Result<()>) -> Result<()> {
+    exports.iter().map(|export| action(&export.disk)).fold(Ok(()), Result::and)
+}
