@@ -6,6 +6,7 @@ mod commands;
 mod control;
 mod failure;
 mod images;
+mod lans;
 mod mount;
 mod output;
 mod profile;

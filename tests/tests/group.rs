@@ -1,6 +1,6 @@
 //! Groups: several VMs in one checkpoint, of one instant, and back to life together.
 
-use keyframe_tests::{Bench, Boot, Foreign, HashLine, Process, Sequence, hash_lines, number, until};
+use keyframe_tests::{Bench, Boot, Foreign, HashLine, Process, Sequence, hash_lines, number, qemus, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -28,6 +28,35 @@ fn start(bench: &Bench, options: &[&str], members: &[Boot]) -> Process {
         args.extend(line.iter().map(String::as_str));
     }
     Process::start(bench.command(&args))
+}
+
+/// Two VMs that send each other numbered datagrams over the network at `lan`, and notice one that is lost or repeated.
+fn talking(bench: &Bench, lan: &str, nic: &str) -> Vec<Boot> {
+    let link = format!("stream,id=n,server=off,addr.type=unix,addr.path={lan}");
+    let one = |(name, own, other): (&str, u8, u8)| {
+        let work = format!("peer kf.ip=10.0.2.{own} kf.peer=10.0.2.{other}");
+        let device = format!("{nic},netdev=n,mac=52:54:00:00:00:0{own}");
+        member(bench, name, &work, 96).with(&["-netdev", &link, "-device", &device])
+    };
+    [("a", 1, 2), ("b", 2, 1)].map(one).into()
+}
+
+/// How many datagrams member `name` got; none lost, none twice, nothing else wrong.
+fn datagrams(bench: &Bench, name: &str) -> u64 {
+    let console = console(bench, name);
+    assert!(!console.iter().any(|line| line.contains("KF ERROR")), "{name}: {console:?}");
+    let counters = console.iter().rev().find_map(|line| line.strip_prefix("peer frames="));
+    let Some((frames, rest)) = counters.and_then(|c| c.split_once(' ')) else { return 0 };
+    assert_eq!(rest, "lost=0 twice=0", "{name}: {console:?}");
+    frames.parse().expect("a number")
+}
+
+/// Both have got `least` datagrams more than they had.
+fn both_talk_on(bench: &Bench, vms: &mut Process, least: u64) {
+    let before = ["a", "b"].map(|name| datagrams(bench, name));
+    let grown = |(name, before): (&str, u64)| datagrams(bench, name) >= before + least;
+    let both = vms.wait_until(90, |_| ["a", "b"].into_iter().zip(before).all(grown).then_some(()));
+    assert!(both.is_some(), "a: {:?}, b: {:?}; {}", console(bench, "a"), console(bench, "b"), vms.report());
 }
 
 /// What the console of member `name` has said.
@@ -178,4 +207,54 @@ fn what_is_no_group_is_refused() {
     assert_eq!(alone.wait().code(), Some(1));
     alone.wait_for_error("at least two VMs");
     assert!(bench.list().is_empty());
+}
+
+#[test]
+fn packets_between_members_are_neither_lost_nor_repeated() {
+    for (qemu, nic) in qemus().into_iter().zip(["virtio-net-pci", "e1000"]) {
+        let bench = Bench::new();
+        let lan = bench.path().join("lan").display().to_string();
+        let mut members = talking(&bench, &lan, nic);
+        members.iter_mut().for_each(|boot| boot.qemu = qemu.path.clone());
+        let mut run = start(&bench, &["--interval", "250ms", "--lan", &lan], &members);
+        wait_until_ready(&bench, &mut run);
+        both_talk_on(&bench, &mut run, 500);
+        let mark = bench.list().len();
+        until("checkpoints of VMs that talk", || bench.list().len() >= mark + 6);
+        // Through all these pauses.
+        both_talk_on(&bench, &mut run, 500);
+        bench.ok(&["stop", "--name", "pair"]);
+        run.wait();
+        let list = bench.list();
+        for entry in list.iter().rev().step_by(3).take(3) {
+            for name in ["a", "b"] {
+                std::fs::remove_file(bench.path().join(format!("{name}.log"))).unwrap();
+            }
+            let mut restored = bench.restore(&number(entry, "id").to_string(), &[]);
+            restored.wait_for_error("of group pair is running");
+            both_talk_on(&bench, &mut restored, 500);
+        }
+    }
+}
+
+#[test]
+fn a_group_is_restored_beside_itself_on_another_network() {
+    let bench = Bench::new();
+    let lan = bench.path().join("lan").display().to_string();
+    let mut run =
+        start(&bench, &["--interval", "400ms", "--lan", &lan], &talking(&bench, &lan, "virtio-net-pci"));
+    wait_until_ready(&bench, &mut run);
+    both_talk_on(&bench, &mut run, 100);
+    let mark = bench.list().len();
+    until("a checkpoint of VMs that talk", || bench.list().len() >= mark + 2);
+    let store = bench.store();
+    bench.refused(&["restore", "--store", &store, "latest"], 1, &["lan", "--lan OLD=NEW"]);
+    let other = format!("{lan}={lan}2");
+    let serial = |name: &str| format!("file:{}", bench.path().join(name).display());
+    let (x, y) = (serial("x.log"), serial("y.log"));
+    let mut copy = bench.restore("latest", &["--lan", &other, "--", "-serial", &x, "--", "-serial", &y]);
+    copy.wait_for_error("of group pair is running");
+    both_talk_on(&bench, &mut run, 500);
+    drop(copy);
+    both_talk_on(&bench, &mut run, 500);
 }

@@ -32,6 +32,7 @@ mod heap;
 mod hotplug;
 mod invocation;
 mod lifetime;
+pub mod network;
 mod options;
 mod process;
 pub mod qmp;

@@ -71,6 +71,9 @@ impl Meta {
 pub struct MemberMeta {
     /// Its name, which no other member has. Its RAM blocks are listed as `NAME/BLOCK`.
     pub name: String,
+    /// Its QEMU's process id: packets in flight name it by that.
+    #[serde(default)]
+    pub pid: u32,
     /// How many of the checkpoint's RAM blocks are its own: the first ones that no member before it has.
     pub ram_blocks: usize,
     /// Its machine.

@@ -4,7 +4,7 @@ use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
 use crate::failure::{Failure, Outcome};
-use crate::session;
+use crate::session::{self, LanChoice};
 use keyframe_qemu::{AttachOptions, Monitor};
 use std::path::PathBuf;
 
@@ -35,6 +35,9 @@ pub struct Attach {
     /// Which libvirt [default: virsh's own]
     #[arg(long, value_name = "URI", requires = "libvirt")]
     connect: Option<String>,
+    /// The control socket of the `keyframe switch` that connects several VMs: packets on their way are in the checkpoint
+    #[arg(long, value_name = "SOCKET")]
+    lan_control: Option<PathBuf>,
     #[command(flatten)]
     checkpoints: Checkpoints,
     /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one instant
@@ -57,6 +60,10 @@ impl Attach {
         }
         let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
         let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
-        session::attach(&store, &vms, self.checkpoints.options(OnExit::Keep))
+        let mut session = self.checkpoints.options(OnExit::Keep);
+        if let Some(control) = self.lan_control {
+            session.lans = LanChoice::Control(control);
+        }
+        session::attach(&store, &vms, session)
     }
 }

@@ -1,7 +1,7 @@
 //! What `run` and `attach` have in common: when checkpoints are taken, and how.
 
 use crate::control::{OnExit, Strategy, TrackerKind};
-use crate::session::{self, Options};
+use crate::session::{self, LanChoice, Options};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -70,6 +70,7 @@ impl Checkpoints {
             verbose: self.verbose,
             quiet: self.quiet,
             audit: self.audit,
+            lans: LanChoice::None,
             fault: self.fault,
         }
     }

@@ -55,6 +55,9 @@ pub struct Restore {
     /// Run it under this accelerator, whichever it ran under before
     #[arg(long, value_enum)]
     accel: Option<Accel>,
+    /// Of a group: a network between its VMs is at another socket than it was; may be given several times
+    #[arg(long, value_name = "OLD=NEW")]
+    lan: Vec<String>,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,

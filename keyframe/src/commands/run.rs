@@ -4,8 +4,10 @@ use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
 use crate::failure::{Failure, Outcome};
-use crate::session::{self, Commands};
+use crate::lans;
+use crate::session::{self, Commands, LanChoice};
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 /// Run a VM with continuous checkpoints
 #[derive(clap::Args, Debug)]
@@ -20,7 +22,9 @@ Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
   keyframe run --store S --interval 500ms --count 20 --name web -- qemu-system-x86_64 ...
   keyframe run --store S --interval none -- qemu-system-x86_64 ...    # only when asked: keyframe take
-  keyframe run --store S --group -- qemu-system-x86_64 -name db ... -- qemu-system-x86_64 -name web ..."
+  keyframe run --store S --group -- qemu-system-x86_64 -name db ... -- qemu-system-x86_64 -name web ...
+  keyframe run --store S --group --lan /run/lan -- qemu-system-x86_64 -name a \\
+      -netdev stream,id=n,server=off,addr.type=unix,addr.path=/run/lan -device e1000,netdev=n,mac=52:54:00:00:00:01 ... -- ..."
 )]
 pub struct Run {
     #[command(flatten)]
@@ -33,6 +37,10 @@ pub struct Run {
     /// Several VMs, their command lines separated by --: each checkpoint is of all of them, at one instant
     #[arg(long)]
     group: bool,
+    /// A network between the VMs of a group: a socket that Keyframe makes, and they connect to by -netdev
+    /// stream,server=off,addr.type=unix,addr.path=SOCKET; no packet on it is lost or repeated at a restore. May be given several times
+    #[arg(long, value_name = "SOCKET", requires = "group")]
+    lan: Vec<PathBuf>,
     /// QEMU's command line
     #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
     command: Vec<OsString>,
@@ -43,7 +51,12 @@ impl Run {
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;
         let commands = if self.group { group(&self.command)? } else { Commands::One(self.command) };
-        session::run(&store, commands, self.checkpoints.options(self.on_exit))
+        let mut options = self.checkpoints.options(self.on_exit);
+        if !self.lan.is_empty() {
+            let paths = self.lan.iter().map(|path| lans::absolute(path)).collect::<Result<_, _>>()?;
+            options.lans = LanChoice::Own(paths);
+        }
+        session::run(&store, commands, options)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Takes hold of VMs that somebody else started: everything up to their first checkpoint. They run on meanwhile.
 
 use super::Options;
-use super::launch::{Found, Parts, lock, names, prepare, require_kernel};
+use super::launch::{Found, Parts, lock, names, open_lans, prepare, require_kernel};
 use crate::failure::Failure;
 use crate::rundir::RunDir;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
@@ -25,6 +25,7 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "attach", &name)?;
+    let lans = open_lans(options)?;
     let mut found = Vec::with_capacity(vms.len());
     for ((mut vm, monitor), name) in attached.into_iter().zip(members) {
         let identity = vm.identity().map_err(|e| Failure::qemu(&e))?;
@@ -33,5 +34,5 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
         found.push(Found { name, vm, identity, directory, monitor, runs });
     }
     // Where it is refused, the VMs are dropped, which is to detach.
-    prepare(store, writer, run_dir, (name, is_group), found, options).map_err(|(failure, _)| failure)
+    prepare(store, writer, run_dir, (name, is_group), (found, lans), options).map_err(|(failure, _)| failure)
 }

@@ -1,12 +1,13 @@
 //! Everything before the guest's first instruction: launch, audit, attach, watchdog, run directory.
 
-use super::Options;
 use super::copying::Copying;
 use super::machine::QemuMachine;
 use super::machines::{Machines, Member};
 use super::sink::{MachinesMeta, StoreSink};
+use super::{LanChoice, Options};
 use crate::control::TrackerKind;
 use crate::failure::Failure;
+use crate::lans::{self, Lans};
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
@@ -78,6 +79,8 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "run", &name)?;
+    // Before the VMs: they connect as they start.
+    let lans = open_lans(options)?;
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
     let launched =
         starting.into_iter().zip(members).enumerate().try_for_each(|(number, ((line, identity), name))| {
@@ -91,12 +94,12 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         });
     // The guests have not run: nothing is lost by ending them.
     match launched {
-        Ok(()) => {
-            prepare(store, writer, run_dir, (name, is_group), found, options).map_err(|(failure, found)| {
+        Ok(()) => prepare(store, writer, run_dir, (name, is_group), (found, lans), options).map_err(
+            |(failure, found)| {
                 end(found);
                 failure
-            })
-        }
+            },
+        ),
         Err(failure) => {
             end(found);
             Err(failure)
@@ -138,6 +141,15 @@ pub fn lock(store: &Store, command: &str, name: &str) -> Result<Writer, Failure>
     store.lock_writer(&format!("keyframe {command}, VM {name}")).map_err(|e| Failure::store(&e, store.path()))
 }
 
+/// The networks that `options` name.
+pub fn open_lans(options: &Options) -> Result<Option<Lans>, Failure> {
+    match &options.lans {
+        LanChoice::None => Ok(None),
+        LanChoice::Own(paths) => Lans::start(paths).map(Some),
+        LanChoice::Control(path) => Lans::connect(path).map(Some),
+    }
+}
+
 /// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the watchdogs. Those that are
 /// refused are given back.
 pub fn prepare(
@@ -145,9 +157,12 @@ pub fn prepare(
     mut writer: Writer,
     run_dir: RunDir,
     (name, is_group): (String, bool),
-    mut found: Vec<Found>,
+    (mut found, mut lans): (Vec<Found>, Option<Lans>),
     options: &Options,
 ) -> Result<Parts, (Failure, Vec<Found>)> {
+    if is_group && let Err(failure) = look_at_links(&mut found, lans.as_mut(), options) {
+        return Err((failure, found));
+    }
     match looked_into(store, &mut writer, (&name, is_group), &mut found, options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
@@ -156,11 +171,25 @@ pub fn prepare(
                 machine.monitor = found.monitor;
                 Member::new(found.name, machine, found.runs)
             };
-            let machines = Machines::new(guarded.map(member).collect(), is_group);
+            let machines = Machines::new(guarded.map(member).collect(), is_group, lans);
             Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
         }
         Err(failure) => Err((failure, found)),
     }
+}
+
+/// Warns of links between the members of a group that cannot be held.
+fn look_at_links(found: &mut [Found], lans: Option<&mut Lans>, options: &Options) -> Result<(), Failure> {
+    let held = match (&options.lans, lans) {
+        (LanChoice::Own(paths), _) => paths.clone(),
+        (_, Some(lans)) => lans.connected()?,
+        (_, None) => Vec::new(),
+    };
+    for one in found {
+        let words = one.vm.user_command().get(1..).unwrap_or_default();
+        lans::warn_of_loose_links(&one.name, words, &one.directory, &held);
+    }
+    Ok(())
 }
 
 fn looked_into(
@@ -179,7 +208,8 @@ fn looked_into(
     for one in found.iter_mut() {
         let ram_blocks = one.vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
         let machine = machine_meta(&mut one.vm, &one.identity, &one.directory)?;
-        members.push(MemberMeta { name: one.name.clone(), ram_blocks, machine });
+        let pid = one.vm.pid();
+        members.push(MemberMeta { name: one.name.clone(), pid, ram_blocks, machine });
     }
     let meta = MachinesMeta::new(members, is_group);
     let run = writer.begin_run(name, &copying.layout);

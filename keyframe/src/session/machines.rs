@@ -14,6 +14,7 @@
 
 use super::machine::QemuMachine;
 use crate::failure::Failure;
+use crate::lans::Lans;
 use keyframe_capture::group::join_states;
 use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
 use keyframe_qemu::{Error, Event, Vm};
@@ -50,12 +51,14 @@ impl Member {
 pub struct Machines {
     members: Vec<Member>,
     is_group: bool,
+    /// The networks between them.
+    lans: Option<Lans>,
 }
 
 impl Machines {
     /// One VM, or with `is_group` those of a group.
-    pub fn new(members: Vec<Member>, is_group: bool) -> Self {
-        Self { members, is_group }
+    pub fn new(members: Vec<Member>, is_group: bool, lans: Option<Lans>) -> Self {
+        Self { members, is_group, lans }
     }
 
     /// Each of them.
@@ -181,9 +184,15 @@ impl Machines {
         results.into_iter().zip(&self.members).map(named).collect()
     }
 
-    /// Ends the watchdogs and returns the VMs with their names.
-    pub fn into_vms(self) -> Vec<(String, Vm)> {
-        self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect()
+    /// Ends the watchdogs and returns the VMs with their names, and the networks between them.
+    pub fn into_vms(self) -> (Vec<(String, Vm)>, Option<Lans>) {
+        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), self.lans)
+    }
+
+    fn release(&mut self) {
+        if let Some(lans) = &mut self.lans {
+            lans.release();
+        }
     }
 }
 
@@ -205,6 +214,10 @@ impl Machine for Machines {
         }
         let named: Vec<_> = self.members.iter().map(|m| &*m.name).zip(layouts).collect();
         Ok(group_layout(&named)?)
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        self.lans.as_mut().map_or(Ok(()), Lans::hold)
     }
 
     fn stop(&mut self) -> Result<Stopped, BoxError> {
@@ -231,7 +244,10 @@ impl Machine for Machines {
         if !self.is_group && states.len() == 1 {
             return Ok(states.remove(0));
         }
-        states.push(Vec::new());
+        states.push(match &mut self.lans {
+            Some(lans) => lans.collect()?,
+            None => Vec::new(),
+        });
         Ok(join_states(&states))
     }
 
@@ -244,6 +260,8 @@ impl Machine for Machines {
     }
 
     fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+        // Whatever comes next, the guests' network is not kept waiting.
+        self.release();
         let by = self.each(|member| match member.stopped.take() {
             Some(stopped) => member.machine.resumed(stopped),
             None => Ok(Resumed::ByUs),

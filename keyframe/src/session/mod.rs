@@ -31,6 +31,18 @@ use keyframe_store::Store;
 use std::path::PathBuf;
 use std::time::Duration;
 
+/// Which networks are held at a group's checkpoints.
+#[derive(Clone, Debug, Default)]
+pub enum LanChoice {
+    /// None.
+    #[default]
+    None,
+    /// A switch of our own, at these sockets.
+    Own(Vec<PathBuf>),
+    /// The user's, with this control socket.
+    Control(PathBuf),
+}
+
 /// What `run` was asked for.
 pub struct Options {
     /// Between checkpoints; none: by command only.
@@ -61,6 +73,8 @@ pub struct Options {
     pub quiet: bool,
     /// Full copies for comparison.
     pub audit: Option<PathBuf>,
+    /// The networks between the members of a group.
+    pub lans: LanChoice,
     /// A fault to suffer.
     pub fault: Option<Fault>,
 }

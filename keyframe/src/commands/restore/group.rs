@@ -1,13 +1,17 @@
-//! A group's checkpoint comes to life: all members are loaded, then all run.
+//! A group's checkpoint comes to life: all members are loaded, the packets between them wait again, then all run.
 
 use super::{Restore, StoredRam, nanoseconds};
-use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
+use crate::lans::{self, Lans};
 use crate::output;
 use keyframe_capture::group::split_states;
+use keyframe_net::InFlight;
+use keyframe_qemu::network::with_lan;
 use keyframe_qemu::restore::{self, Plan, RamSource, Restored};
-use keyframe_store::{MemberMeta, Meta};
+use keyframe_store::{MachineMeta, MemberMeta, Meta};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -74,15 +78,24 @@ impl RamSource for MemberRam {
 
 /// Restores all members of `group` and waits for their ends.
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
-    let members = members(command, group)?;
-    let plans = members.iter().map(|member| plan(command, member)).collect::<Result<Vec<_>, _>>()?;
+    let (members, in_flight) = members(command, group)?;
+    let moves = Moves::of(command)?;
+    let plans = members.iter().map(|member| plan(command, member, &moves)).collect::<Result<Vec<_>, _>>()?;
+    // Before the VMs: they connect as they start.
+    let mut lans = network(&in_flight, &moves)?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
-    if !command.paused {
-        let ran = restored.iter_mut().try_for_each(|m| m.vm().qmp().cont());
-        if let Err(error) = ran {
-            kill(&mut restored);
-            return Err(Failure::qemu(&error));
-        }
+    let pids: Vec<_> = members.iter().zip(&restored).map(|(m, fresh)| (m.meta.pid, fresh.pid())).collect();
+    let runs = lans
+        .as_mut()
+        .map_or(Ok(()), |lans| lans.restore(&in_flight, &pids, |lan| moves.now(lan)))
+        .and_then(|()| if command.paused { Ok(()) } else { run_all(&mut restored) });
+    if let Err(failure) = runs {
+        kill(&mut restored);
+        return Err(failure);
+    }
+    if let Some(lans) = &mut lans {
+        // Of VMs that are paused, QEMU keeps them until they run.
+        lans.release();
     }
     group.ram.bar.finish_and_clear();
     command.say(|| {
@@ -92,7 +105,57 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
         let named = named.collect::<Vec<_>>().join(", ");
         format!("checkpoint {} of group {} is {state} after {after} ({named})", group.id, group.meta.vm)
     });
-    wait(&mut restored, interrupted)
+    let ended = wait(&mut restored, interrupted);
+    if let Some(lans) = lans {
+        lans.end();
+    }
+    ended
+}
+
+fn run_all(restored: &mut [Restored]) -> Result<(), Failure> {
+    restored.iter_mut().try_for_each(|m| m.vm().qmp().cont()).map_err(|e| Failure::qemu(&e))
+}
+
+/// The networks that were recorded, empty, at the places that `moves` has for them.
+fn network(in_flight: &InFlight, moves: &Moves) -> Result<Option<Lans>, Failure> {
+    let mut paths: Vec<PathBuf> = in_flight.ports.iter().map(|p| moves.now(&p.port.lan).into()).collect();
+    paths.dedup();
+    if paths.is_empty() {
+        return Ok(None);
+    }
+    let started = Lans::start(&paths).map_err(|failure| {
+        failure.fix("where the network is in use, put it elsewhere: --lan OLD=NEW, for each of its sockets")
+    });
+    started.map(Some)
+}
+
+/// Networks that are to be elsewhere than they were.
+struct Moves(Vec<(PathBuf, PathBuf)>);
+
+impl Moves {
+    fn of(command: &Restore) -> Result<Self, Failure> {
+        let parse = |text: &String| {
+            let (from, to) = text.split_once('=').ok_or_else(|| {
+                Failure::new(format!("--lan {text}: no socket and its new place")).fix("write --lan OLD=NEW")
+            })?;
+            Ok((lans::absolute(Path::new(from))?, lans::absolute(Path::new(to))?))
+        };
+        command.lan.iter().map(parse).collect::<Result<_, Failure>>().map(Self)
+    }
+
+    fn now(&self, lan: &str) -> String {
+        let moved = self.0.iter().find(|(from, _)| from == Path::new(lan));
+        moved.map_or_else(|| lan.to_owned(), |(_, to)| to.display().to_string())
+    }
+
+    /// The line with its links led there.
+    fn line(&self, machine: &MachineMeta) -> Vec<String> {
+        let directory = Path::new(&machine.working_directory);
+        let lead = |line: Vec<String>, (from, to): &(PathBuf, PathBuf)| {
+            with_lan(&line, directory, from, &to.display().to_string())
+        };
+        self.0.iter().fold(machine.user_command.clone(), lead)
+    }
 }
 
 /// Starts all members, paused.
@@ -175,7 +238,7 @@ fn kill(members: &mut [Restored]) {
 }
 
 /// The members as they are in the checkpoint, each with its share of the extra arguments.
-fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<Vec<Member<'a>>, Failure> {
+fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<(Vec<Member<'a>>, InFlight), Failure> {
     let contradicts =
         || Failure::new(format!("checkpoint {}: what it says of its members contradicts itself", group.id));
     let members = &group.meta.members;
@@ -183,6 +246,11 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<Vec<Member<'a>>, F
     let states = split_states(group.device_state)
         .filter(|states| states.len() == members.len() + 1)
         .ok_or_else(contradicts)?;
+    let in_flight = match states.last() {
+        Some(bytes) if !bytes.is_empty() => InFlight::decode(bytes)
+            .map_err(|e| Failure::new(format!("checkpoint {}: {}", group.id, chain(&e))))?,
+        _ => InFlight::default(),
+    };
     let mut extra: Vec<Vec<OsString>> = command.extra.split(|word| word == "--").map(<[_]>::to_vec).collect();
     if extra.len() > 1 && extra.len() != members.len() {
         let text = format!("extra arguments for {} VMs, where the group has {}", extra.len(), members.len());
@@ -198,11 +266,13 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<Vec<Member<'a>>, F
         let source = Arc::new(MemberRam { group, first: first.0, len_pages: ram.len_pages() });
         Member { meta, ram, source, device_state, extra }
     };
-    Ok(members.iter().zip(rams).zip(states).zip(extra).map(member).collect())
+    Ok((members.iter().zip(rams).zip(states).zip(extra).map(member).collect(), in_flight))
 }
 
-fn plan(command: &Restore, member: &Member<'_>) -> Result<Plan, Failure> {
+fn plan(command: &Restore, member: &Member<'_>, moves: &Moves) -> Result<Plan, Failure> {
+    let machine = &member.meta.machine;
+    let machine = MachineMeta { user_command: moves.line(machine), ..machine.clone() };
     command
-        .plan(&member.meta.machine, &member.ram, member.extra.clone(), true)
+        .plan(&machine, &member.ram, member.extra.clone(), true)
         .map_err(|failure| failure.about(&member.meta.name))
 }

@@ -34,7 +34,7 @@ impl Engine<'_> {
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
         let (is_attached, is_group) = (self.machines.is_attached(), self.machines.is_group());
-        let vms = self.machines.into_vms();
+        let (vms, lans) = self.machines.into_vms();
         let quiet = self.options.quiet;
         let say = |text: &str| {
             if !quiet {
@@ -89,6 +89,9 @@ impl Engine<'_> {
                 DONE
             }
         };
+        if let Some(lans) = lans {
+            lans.end();
+        }
         finished?;
         self.options.quiet |= code == FAILED;
         if !self.options.quiet {

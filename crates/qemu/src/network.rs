@@ -1,0 +1,112 @@
+//! What a command line says of the VM's networks: which of them lead to a switch that a checkpoint can hold.
+
+use crate::options::{self, Argument, value_of};
+use serde_json::Value;
+use std::path::Path;
+
+/// A way out of the VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// QEMU's name of its kind (`user`, `tap`, `stream`).
+    pub kind: String,
+    /// The option, as a person would write it.
+    pub option: String,
+    /// The unix socket that it connects to as a client, with frames behind their length; where it is that.
+    pub lan: Option<String>,
+}
+
+impl Link {
+    /// Whether it may lead to another VM without leaving the host's reach. QEMU's own user network does not.
+    pub fn may_meet_others(&self) -> bool {
+        !matches!(self.kind.as_str(), "none" | "user" | "nic" | "hubport")
+    }
+}
+
+/// The links of the machine that the words behind the binary's name describe.
+pub fn links(words: &[String]) -> Vec<Link> {
+    options::parse(words).unwrap_or_default().iter().filter_map(link).collect()
+}
+
+fn link(argument: &Argument) -> Option<Link> {
+    if !matches!(argument.name(), "netdev" | "nic" | "net") {
+        return None;
+    }
+    let keys = options::properties(argument.value(), "type")?;
+    let kind = value_of(&keys, "type")?.to_owned();
+    let nested = |name: &str| {
+        // In JSON the address is an object of its own.
+        let address: Value = serde_json::from_str(value_of(&keys, "addr")?).ok()?;
+        address.get(name)?.as_str().map(str::to_owned)
+    };
+    let address =
+        |name: &str| value_of(&keys, &format!("addr.{name}")).map(str::to_owned).or_else(|| nested(name));
+    let is_client = !matches!(value_of(&keys, "server"), Some("on" | "yes" | "true" | "y"));
+    let leads_to_socket = kind == "stream" && is_client && address("type").as_deref() == Some("unix");
+    let lan = if leads_to_socket { address("path") } else { None };
+    Some(Link { kind, option: argument.display(), lan })
+}
+
+/// The words with every link to socket `from` leading to `to`. Relative paths among them begin at `directory`.
+pub fn with_lan(words: &[String], directory: &Path, from: &Path, to: &str) -> Vec<String> {
+    let key = |path: &str| format!("addr.path={}", options::escape(path));
+    let json = |path: &str| Value::from(path).to_string();
+    let lan_of = |word: &String| links(&["-netdev".to_owned(), word.clone()]).pop()?.lan;
+    let changed = |word: &String| match lan_of(word).filter(|lan| directory.join(lan) == from) {
+        Some(lan) if word.starts_with('{') => word.replace(&json(&lan), &json(to)),
+        Some(lan) => word.replace(&key(&lan), &key(to)),
+        None => word.clone(),
+    };
+    words.iter().map(changed).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &[&str]) -> Vec<String> {
+        line.iter().map(|w| (*w).to_owned()).collect()
+    }
+
+    #[test]
+    fn only_clients_of_unix_sockets_lead_to_a_lan() {
+        let line = words(&[
+            "-netdev",
+            "stream,id=a,server=off,addr.type=unix,addr.path=/run/lan,,1.sock",
+            "-netdev",
+            r#"{"type": "stream", "id": "b", "server": false, "addr": {"type": "unix", "path": "/run/lan2"}}"#,
+            "-netdev",
+            "stream,id=c,server=on,addr.type=unix,addr.path=/run/own",
+            "-netdev",
+            "stream,id=d,addr.type=inet,addr.host=h,addr.port=1",
+            "-nic",
+            "user,model=e1000",
+            "-netdev",
+            "tap,id=t",
+            "-device",
+            "virtio-net-pci,netdev=a",
+        ]);
+        let found = links(&line);
+        let lans: Vec<_> = found.iter().map(|l| l.lan.as_deref()).collect();
+        assert_eq!(lans, [Some("/run/lan,1.sock"), Some("/run/lan2"), None, None, None, None]);
+        let meets: Vec<_> = found.iter().map(Link::may_meet_others).collect();
+        assert_eq!(meets, [true, true, true, true, false, true]);
+    }
+
+    #[test]
+    fn a_lan_is_replaced_where_a_link_leads_to_it_and_nowhere_else() {
+        let line = words(&[
+            "-name",
+            "/run/lan",
+            "-netdev",
+            "stream,id=a,server=off,addr.type=unix,addr.path=lan",
+            "-netdev",
+            r#"{"type":"stream","id":"b","server":false,"addr":{"type":"unix","path":"/run/lan"}}"#,
+            "-netdev",
+            "stream,id=c,server=off,addr.type=unix,addr.path=/run/lan2",
+        ]);
+        let changed = with_lan(&line, Path::new("/run"), Path::new("/run/lan"), "/tmp/x,y");
+        let lans: Vec<_> = links(&changed).into_iter().map(|l| l.lan.unwrap()).collect();
+        assert_eq!(lans, ["/tmp/x,y", "/tmp/x,y", "/run/lan2"]);
+        assert_eq!((&changed[0], &changed[1]), (&line[0], &line[1]));
+    }
+}
