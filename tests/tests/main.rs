@@ -1,0 +1,33 @@
+//! Every end-to-end test, in one program: it is linked once, and tests of all files share the threads of one runner.
+//!
+//! A new file is one line below. `cargo test -p keyframe-tests --test end_to_end FILE::` runs the tests of one.
+
+mod attach;
+mod budgets;
+mod commands;
+mod crash;
+mod exact;
+mod export;
+mod faults;
+mod group;
+mod hotplug;
+mod kvm;
+mod lazy;
+mod main_job;
+mod mount;
+mod profile;
+mod refusals;
+mod strategies;
+mod thp;
+
+/// A file without its line above would be tests that nobody runs.
+#[test]
+fn every_file_is_listed() {
+    let tests = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    for file in std::fs::read_dir(tests).expect("list the tests") {
+        let path = file.expect("an entry").path();
+        let name = path.file_stem().expect("a name").to_string_lossy().into_owned();
+        let listed = include_str!("main.rs").lines().any(|l| l == format!("mod {name};"));
+        assert!(listed || name == "main", "tests/tests/{name}.rs has no line in main.rs");
+    }
+}
