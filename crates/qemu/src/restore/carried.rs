@@ -8,6 +8,8 @@
 //! | `-mon` over a socket given as a descriptor | whoever listened has gone | left out |
 //! | another `-chardev` given as a descriptor | the same | becomes `null`, and said |
 //! | `-netdev` given as a descriptor | a network is not to be silently without a peer | refused, unless the restore's own words have one of that id |
+//! | `-chardev`, `-netdev` whose id the restore's own words give again | the restore says where they go | left out |
+//! | `-serial`, `-parallel` where the restore's own words give as many | the same | left out |
 //! | `-add-fd` | the descriptor was its starter's | left out |
 //! | a disk or anything else in `/dev/fdset` | its contents are not known | refused |
 //! | `-readconfig` from a descriptor | the same; Keyframe's own is left out | refused |
@@ -76,6 +78,7 @@ impl Line<'_> {
             return Ok(Fate::Goes(note.map(str::to_owned)));
         }
         match argument.name() {
+            _ if self.is_replaced(argument) => Ok(Fate::Goes(None)),
             "mon" if self.is_over_descriptor(argument) => Ok(Fate::Goes(None)),
             "chardev" if by_descriptor(argument) => Ok(self.chardev(argument)),
             "netdev" if by_descriptor(argument) => self.netdev(argument),
@@ -161,6 +164,21 @@ impl Line<'_> {
                 &format!("the secret's file is gone, and {} needs it", user.display()),
                 "restore while the first VM's files are there, or checkpoint the VM without what is encrypted",
             )),
+        }
+    }
+
+    /// The restore's own words say where this goes.
+    fn is_replaced(&self, argument: &Argument) -> bool {
+        let name = argument.name();
+        let count = |line: &[Argument]| line.iter().filter(|a| a.name() == name).count();
+        match name {
+            "chardev" | "netdev" => {
+                let keys = properties(argument.value(), "type").unwrap_or_default();
+                value_of(&keys, "id").is_some_and(|id| self.is_given_again(name, id))
+            }
+            // Each is a device of the machine, so there must be as many.
+            "serial" | "parallel" => count(self.extra) == count(self.all),
+            _ => false,
         }
     }
 
@@ -277,6 +295,17 @@ mod tests {
         let kept = "-chardev socket,id=c0,fd=9 -device isa-serial,chardev=c0";
         let (carried, notes) = carried(kept, "-chardev file,id=c0,path=/tmp/log").unwrap();
         assert_eq!((carried.as_str(), notes.len()), ("-device isa-serial,chardev=c0", 0));
+    }
+
+    #[test]
+    fn what_the_restore_says_takes_the_place_of_what_the_line_said() {
+        let kept = "-serial file:a -netdev user,id=n -netdev user,id=o -chardev null,id=c";
+        assert_eq!(
+            carried(kept, "-serial stdio -netdev tap,id=n").unwrap().0,
+            "-netdev user,id=o -chardev null,id=c"
+        );
+        // Another number of ports would be another machine.
+        assert_eq!(carried(kept, "-serial stdio -serial null").unwrap().0, kept);
     }
 
     #[test]
