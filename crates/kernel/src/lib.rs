@@ -12,7 +12,8 @@
 //! Two other ways to hold on to the memory of one instant: [`fault_tracker`] has each first write wait for a word from us (so
 //! that it can be copied before), and [`fork`] keeps a frozen child of the process.
 //!
-//! And the other way round: [`missing`] gives a process memory whose pages are placed when it first touches them.
+//! And the other way round: [`missing`] gives a process memory whose pages are placed when it first touches them, and [`fresh`]
+//! fills memory before a process has it.
 //!
 //! Invariants:
 //! 1. A [`Process`] never stands for another process that was given the same pid.
@@ -34,6 +35,7 @@ mod error;
 pub mod fault_tracker;
 pub mod features;
 pub mod fork;
+pub mod fresh;
 mod frame;
 mod gadgets;
 pub mod lineage;

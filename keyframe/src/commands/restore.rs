@@ -209,7 +209,9 @@ impl Restore {
             let state = if self.paused { "paused" } else { "running" };
             let after = output::duration(before_ns + restored.ready_ns());
             let qemu = restored.pid();
-            format!("checkpoint {id} of VM {} is {state} after {after} (QEMU {qemu})", meta.vm)
+            let filled = restored.filled_ns().map(output::duration);
+            let filled = filled.map(|filled| format!(", its RAM filled in {filled}")).unwrap_or_default();
+            format!("checkpoint {id} of VM {} is {state} after {after}{filled} (QEMU {qemu})", meta.vm)
         });
         let mut watch =
             Watch { restore: self, restored, ram: Arc::clone(&ram), before_ns, told: false, warned: false };

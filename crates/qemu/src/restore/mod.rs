@@ -119,12 +119,18 @@ pub struct Restored {
     vm: Vm,
     lazy: Option<Lazy>,
     ready_ns: u64,
+    filled_ns: Option<u64>,
 }
 
 impl Restored {
     /// From the beginning of [`start`] until the VM ran, or with `paused` until it could, in nanoseconds.
     pub fn ready_ns(&self) -> u64 {
         self.ready_ns
+    }
+
+    /// How long copying its RAM out of the store took, in nanoseconds, QEMU's start beside it; `None` of a lazy restore.
+    pub fn filled_ns(&self) -> Option<u64> {
+        self.filled_ns
     }
 
     /// QEMU's pid.
@@ -202,10 +208,10 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
     match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
-        Ok((qmp, lazy, ready_ns)) => {
+        Ok(Loaded { qmp, lazy, ready_ns, filled_ns }) => {
             let lines = (plan.source.user_command, full_command);
             let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
-            Ok(Restored { vm, lazy, ready_ns })
+            Ok(Restored { vm, lazy, ready_ns, filled_ns })
         }
         Err(error) => {
             let _ = spawn::kill(&mut child);
@@ -249,6 +255,14 @@ impl Pair {
             .map_err(Error::io("make a socket pair for QEMU"))?;
         Ok(Self { ours, theirs: Some(theirs) })
     }
+}
+
+/// What comes of a QEMU that was started.
+struct Loaded {
+    qmp: Qmp,
+    lazy: Option<Lazy>,
+    ready_ns: u64,
+    filled_ns: Option<u64>,
 }
 
 /// What a restore holds until the VM runs.
@@ -323,15 +337,18 @@ impl Starting {
         ram: &Ram<'_>,
         device_state: &[u8],
         crossing: Option<&Crossing>,
-    ) -> Result<(Qmp, Option<Lazy>, u64)> {
+    ) -> Result<Loaded> {
         let incoming = self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
-        let (mut qmp, mut lazy) = match ram {
-            Ram::Eager(source) => (self.fill(plan, child, *source, crossing)?, None),
+        let (mut qmp, mut lazy, filled_ns) = match ram {
+            Ram::Eager(source) => {
+                let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
+                (qmp, None, Some(filled_ns))
+            }
             Ram::Lazy(source) => {
                 let qmp = self.meet(plan, child, crossing)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
                 let lazy = Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
-                (qmp, Some(lazy))
+                (qmp, Some(lazy), None)
             }
         };
         let loaded = send(&UnixStream::from(incoming), plan, ram.source(), device_state)
@@ -349,17 +366,17 @@ impl Starting {
         if let Some(lazy) = &mut lazy {
             lazy.prefetch()?;
         }
-        Ok((qmp, lazy, ready_ns))
+        Ok(Loaded { qmp, lazy, ready_ns, filled_ns })
     }
 
-    /// Fills the memories while QEMU starts.
+    /// Fills the memories while QEMU starts; tells how long that took.
     fn fill(
         &self,
         plan: &Plan,
         child: &mut Child,
         ram: &dyn RamSource,
         crossing: Option<&Crossing>,
-    ) -> Result<Qmp> {
+    ) -> Result<(Qmp, u64)> {
         let cancelled = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let filling = scope.spawn(|| fill::fill(&self.memories, ram, &cancelled));
@@ -368,7 +385,7 @@ impl Starting {
                 cancelled.store(true, Ordering::Relaxed);
             }
             let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            qmp.and_then(|qmp| filled.map(|()| qmp))
+            qmp.and_then(|qmp| filled.map(|filled_ns| (qmp, filled_ns)))
         })
     }
 
