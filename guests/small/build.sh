@@ -37,6 +37,15 @@ mkdir -p "$root"/{bin,dev,proc,sys,tmp,lib/modules}
 fetch_busybox "$tmp/busybox" "$suite" "$root/bin/busybox"
 ln -s busybox "$root/bin/sh"
 copy_modules "$tmp/kernel" "$root/lib/modules" virtio_pci virtio_mmio virtio_blk virtio_net virtio_console virtio_rng
+# For kf.bus=: probing an IDE bus takes seconds, which only a guest with a disk there is to pay.
+for bus in "scsi virtio_scsi sd_mod" "ide ata_piix sd_mod" "nvme nvme"; do
+    read -r bus modules <<< "$bus"
+    # shellcheck disable=SC2086 # a list of words
+    copy_modules "$tmp/kernel" "$root/lib/modules/$bus" $modules
+    # A kernel may have all of them built in, and then none are left.
+    grep -vxFf "$root/lib/modules/order" "$root/lib/modules/$bus/order" > "$tmp/order" || true
+    mv "$tmp/order" "$root/lib/modules/$bus/order"
+done
 cp "$here/init" "$root/init"
 cp "$tmp/kfguest" "$root/kfguest"
 chmod 755 "$root/init" "$root/kfguest"

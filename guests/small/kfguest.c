@@ -25,7 +25,8 @@
 #define WORKERS_MAX 64
 
 static const struct workload *const all[] = {
-    &work_compile, &work_compute, &work_dirty, &work_disk, &work_hash, &work_net, &work_peer, &work_scribble,
+    &work_compile, &work_compute, &work_dirty, &work_disk,    &work_hash,
+    &work_journal, &work_net,     &work_peer,  &work_scribble,
 };
 
 struct running {

@@ -36,8 +36,8 @@ struct workload {
     void (*run)(struct slot *);        /* never returns */
 };
 
-extern const struct workload work_compile, work_compute, work_dirty, work_disk, work_hash, work_net, work_peer,
-    work_scribble;
+extern const struct workload work_compile, work_compute, work_dirty, work_disk, work_hash, work_journal, work_net,
+    work_peer, work_scribble;
 
 /* Shared by all processes of the guest. */
 struct shared {

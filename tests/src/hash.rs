@@ -74,7 +74,8 @@ impl Sequence {
     }
 }
 
-fn mix(z: u64) -> u64 {
+/// splitmix64's finaliser.
+pub fn mix(z: u64) -> u64 {
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)

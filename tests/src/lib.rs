@@ -7,6 +7,7 @@ mod exact;
 mod foreign;
 mod hash;
 mod huge;
+mod journal;
 mod orphan;
 mod payload;
 mod process;
@@ -23,6 +24,7 @@ pub use exact::{
 pub use foreign::{Foreign, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
 pub use huge::HugePages;
+pub use journal::{JournalImage, journal_counter};
 pub use orphan::Orphan;
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;

@@ -3,14 +3,15 @@
 //! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data file) goes through the
 //! library `imago`. What neither can read is refused with its cause: encryption, other formats, unknown features.
 
-use crate::overlay::medium::read_or_zero;
-use crate::{Error, Result};
+use crate::overlay::medium::{flock, read_or_zero};
+use crate::{Error, Result, commit};
 use imago::file::File as ImageFile;
 use imago::format::Format;
 use imago::format::gate::ImplicitOpenGate;
 use imago::qcow2::Qcow2;
 use imago::{FormatAccess, FormatDriverBuilder, Mapping, StorageOpenOptions};
-use rustix::fs::SeekFrom;
+use rustix::fs::{FlockOperation, SeekFrom};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs::File;
@@ -83,6 +84,8 @@ fn convert(name: &str, problem: &str) -> Error {
 #[derive(Debug)]
 pub struct Base {
     image: Image,
+    /// Held for as long as it is served.
+    _lock: Option<Lock>,
     name: String,
     disk_bytes: u64,
 }
@@ -95,7 +98,23 @@ enum Image {
 
 impl Base {
     /// Opens the image at `path` for reading.
+    ///
+    /// Errors: also where a commit into it is under way, or was interrupted.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Self> {
+        let name = path.display().to_string();
+        let lock = Lock::shared(path, &name)?;
+        // Looked for behind the lock, which a commit under way holds.
+        if let Some(source) = commit::interrupted(path) {
+            let problem =
+                format!("a commit of {source} into it was interrupted, and it is neither old nor new");
+            let fix = "finish it first: run keyframe commit --in-place again";
+            return Err(Error::refused(name, problem, fix));
+        }
+        Ok(Self { _lock: Some(lock), ..Self::open_marked(path, format)? })
+    }
+
+    /// The same of an image that may be half written, by who holds its lock.
+    pub(crate) fn open_marked(path: &Path, format: ImageFormat) -> Result<Self> {
         let name = path.display().to_string();
         let (image, bytes) = match format {
             ImageFormat::Raw => {
@@ -108,7 +127,7 @@ impl Base {
             ImageFormat::Qcow2 => {
                 not_encrypted(path).map_err(|e| refusal(&name, &e))?;
                 let builder = Qcow2::<ImageFile>::builder_path(path).write(false);
-                let image = builder.open(Gate { depth: 0 }).map_err(|e| refusal(&name, &e))?;
+                let image = builder.open(Gate::default()).map_err(|e| refusal(&name, &e))?;
                 let image = FormatAccess::new(image);
                 let bytes = image.size();
                 (Image::Qcow2(Box::new(image)), bytes)
@@ -123,7 +142,7 @@ impl Base {
                 "its size must be from 1 byte to 8 EiB",
             ));
         };
-        Ok(Self { image, name, disk_bytes })
+        Ok(Self { image, _lock: None, name, disk_bytes })
     }
 
     /// Bytes of the disk, a multiple of 512.
@@ -157,11 +176,45 @@ impl Base {
     }
 }
 
+/// A lock of an image among Keyframes: shared by those who serve it, alone to who writes it.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    fn shared(path: &Path, name: &str) -> Result<Self> {
+        let file = File::open(path).map_err(Error::io(name, "open"))?;
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => Ok(Self { _file: file }),
+            Err(Errno::WOULDBLOCK) => {
+                Err(Error::refused(name, "a commit into it is under way", "wait until that one ends"))
+            }
+            Err(e) => Err(Error::io(name, "lock")(e)),
+        }
+    }
+
+    /// Nobody else has `file`, open for writing, in use: no Keyframe, and no QEMU, whose locks are of the other kind.
+    pub(crate) fn alone(file: File, name: &str) -> Result<Self> {
+        let kinds = [
+            flock(&file, FlockOperation::NonBlockingLockExclusive),
+            rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive),
+        ];
+        for locked in kinds {
+            match locked {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK | Errno::ACCESS) => return Err(Error::Locked { object: name.into() }),
+                Err(e) => return Err(Error::io(name, "lock")(e)),
+            }
+        }
+        Ok(Self { _file: file })
+    }
+}
+
 /// What an offset in a file can be.
 const DISK_BYTES_MAX: u64 = i64::MAX as u64 / 4096 * 4096;
 
 fn raw_status(file: &File, offset: u64, len: u64) -> io::Result<(u64, bool)> {
-    use rustix::io::Errno;
     match rustix::fs::seek(file, SeekFrom::Data(offset)) {
         Ok(data) if data > offset => Ok((len.min(data - offset), true)),
         Ok(_) => match rustix::fs::seek(file, SeekFrom::Hole(offset)) {
@@ -181,9 +234,17 @@ fn raw_status(file: &File, offset: u64, len: u64) -> io::Result<(u64, bool)> {
 const BACKING_MAX: u32 = 64;
 
 /// Opens backing files: for reading, qcow2 and raw alone.
-#[derive(Clone, Copy)]
-struct Gate {
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Gate {
     depth: u32,
+    /// The image itself, not what backs it, may be written.
+    writes: bool,
+}
+
+impl Gate {
+    pub(crate) fn for_writing() -> Self {
+        Self { writes: true, ..Self::default() }
+    }
 }
 
 impl ImplicitOpenGate<ImageFile> for Gate {
@@ -202,12 +263,12 @@ impl ImplicitOpenGate<ImageFile> for Gate {
             Format::Qcow2 => path.as_deref().map_or(Ok(()), not_encrypted)?,
             _ => return unsupported(format!("its backing file {name} is neither raw nor qcow2")),
         }
-        let driver = builder.write(false).open(Self { depth: self.depth + 1 })?;
+        let driver = builder.write(false).open(Self { depth: self.depth + 1, writes: false })?;
         Ok(FormatAccess::new(driver))
     }
 
     fn open_storage(&mut self, builder: StorageOpenOptions) -> io::Result<ImageFile> {
-        imago::Storage::open(builder.write(false))
+        imago::Storage::open(if self.writes { builder } else { builder.write(false) })
     }
 }
 

@@ -69,6 +69,12 @@ pub enum Error {
         /// Its words.
         problem: String,
     },
+    /// The same, where its medium is full: a retry can work once there is space again.
+    #[error("the process that serves the disks: {problem}")]
+    ServerFull {
+        /// Its words.
+        problem: String,
+    },
     /// The operating system refused an operation.
     #[error("{object}: {operation}: {source}")]
     Io {
@@ -111,7 +117,13 @@ impl Error {
 
     /// True where the medium is full (or a quota is used up): a retry can work once there is space again.
     pub fn is_disk_full(&self) -> bool {
-        matches!(self, Self::Io { source, .. } if matches!(source.kind(),
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge))
+        match self {
+            Self::Io { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+            ),
+            Self::ServerFull { .. } => true,
+            _ => false,
+        }
     }
 }

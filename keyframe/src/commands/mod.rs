@@ -4,6 +4,7 @@ pub mod attach;
 pub mod bench;
 pub mod check;
 pub mod checkpoints;
+pub mod commit;
 pub mod disks;
 pub mod doctor;
 pub mod export;

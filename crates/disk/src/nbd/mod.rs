@@ -57,6 +57,10 @@ pub struct Traffic {
     pub read_bytes: AtomicU64,
     /// Bytes written by clients.
     pub written_bytes: AtomicU64,
+    /// Bytes made zero by clients.
+    pub zeroed_bytes: AtomicU64,
+    /// Bytes discarded by clients.
+    pub discarded_bytes: AtomicU64,
     /// Flushes, FUA included.
     pub flushes: AtomicU64,
 }

@@ -112,10 +112,12 @@ impl Transmission {
             }
             CMD_READ => self.read(request),
             CMD_TRIM => {
+                self.shared.traffic.discarded_bytes.fetch_add(len.into(), Ordering::Relaxed);
                 let done = self.disk().discard(offset, len.into());
                 self.done(request, done)
             }
             CMD_WRITE_ZEROES => {
+                self.shared.traffic.zeroed_bytes.fetch_add(len.into(), Ordering::Relaxed);
                 let done = self.disk().zero(offset, len.into());
                 self.done(request, done)
             }

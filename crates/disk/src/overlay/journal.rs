@@ -263,17 +263,8 @@ impl Journal {
 
     /// Writes what it says anew, without what was superseded. A failure that can be tried again leaves it as it is.
     pub fn rewrite(&mut self) -> Result<(), AppendError> {
-        let new = self.write_aside().map_err(|error| AppendError { error, retry: true })?;
-        self.folder.replace(ASIDE, NAME).map_err(|error| AppendError { error, retry: true })?;
-        *self = new;
-        // Until then a power loss can bring the old one back, without what is appended to this one.
-        self.folder.sync().map_err(|error| AppendError { error, retry: false })
-    }
-
-    fn write_aside(&mut self) -> Result<Self> {
         // Looked at again only after it has grown as much once more, whatever happens now.
         self.rewrite_at = self.end.saturating_mul(2);
-        let file = self.folder.open(ASIDE)?;
         let mut old = Self {
             folder: Arc::clone(&self.folder),
             file: Arc::clone(&self.file),
@@ -281,12 +272,30 @@ impl Journal {
             next_batch: 1,
             ..*self
         };
-        let map = old.replay(self.end)?;
+        let map = old.replay(self.end).map_err(|error| AppendError { error, retry: true })?;
+        self.replace(&map)
+    }
+
+    /// Says that nothing was written.
+    pub fn clear(&mut self) -> Result<()> {
+        self.replace(&ExtentMap::default()).map_err(|e| e.error)
+    }
+
+    fn replace(&mut self, map: &ExtentMap<Place>) -> Result<(), AppendError> {
+        let new = self.write_aside(map).map_err(|error| AppendError { error, retry: true })?;
+        self.folder.replace(ASIDE, NAME).map_err(|error| AppendError { error, retry: true })?;
+        *self = new;
+        // Until then a power loss can bring the old one back, without what is appended to this one.
+        self.folder.sync().map_err(|error| AppendError { error, retry: false })
+    }
+
+    fn write_aside(&self, map: &ExtentMap<Place>) -> Result<Self> {
+        let file = self.folder.open(ASIDE)?;
         let (mut new, _) = Self::begin(Arc::clone(&self.folder), file, self.disk_bytes)?;
         let records: Vec<Record> =
             map.iter().map(|(block, blocks, place)| Record { block, blocks, place }).collect();
         new.append(&records).map_err(|e| e.error)?;
-        new.rewrite_at = Self::worth(&map);
+        new.rewrite_at = Self::worth(map);
         Ok(new)
     }
 }

@@ -3,9 +3,11 @@
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A file.
 pub trait Medium: Send + Sync {
@@ -78,6 +80,21 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
     Ok(())
 }
 
+/// Locks a file. A process that was just started holds its parent's locks too, until its `exec`: so one that is taken is
+/// tried again for a moment.
+pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<()> {
+    for _ in 0..LOCK_TRIES {
+        match rustix::fs::flock(&file, operation) {
+            Err(rustix::io::Errno::WOULDBLOCK) => std::thread::sleep(LOCK_EVERY),
+            other => return other,
+        }
+    }
+    rustix::fs::flock(file, operation)
+}
+
+const LOCK_TRIES: u32 = 20;
+const LOCK_EVERY: Duration = Duration::from_millis(10);
+
 /// A real directory, held by one process at a time.
 pub struct RealFolder {
     path: PathBuf,
@@ -99,7 +116,7 @@ impl RealFolder {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::io(&name, "open"))?;
-        match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Self { path: path.into(), folder: folder.into() }),
             Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked { object: name }),
             Err(e) => Err(Error::io(name, "lock")(e)),

@@ -468,6 +468,13 @@ impl Overlay {
         self.map().chain.next(from.0).map(|(block, blocks)| (DiskBlock(block), blocks))
     }
 
+    /// Empties it, for who has written all of it elsewhere.
+    pub fn clear(self) -> Result<()> {
+        self.sound()?;
+        locked(&self.syncing).journal.clear()?;
+        self.data.set_len(0)
+    }
+
     /// How large it is.
     pub fn size(&self) -> Size {
         let syncs = locked(&self.syncing).count;

@@ -174,7 +174,8 @@ impl Disks {
         self.control.set_write_timeout(Some(timeout)).map_err(limit)?;
         let sent = frame::send(&self.control, order);
         match sent.and_then(|()| frame::receive(&self.control)) {
-            Ok(Some(Answer::Failed { problem, .. })) => Err(Error::Server { problem }),
+            Ok(Some(Answer::Failed { problem, disk_full: true })) => Err(Error::ServerFull { problem }),
+            Ok(Some(Answer::Failed { problem, disk_full: false })) => Err(Error::Server { problem }),
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(Error::Server { problem: "it has ended".into() }),
             Err(error) => {

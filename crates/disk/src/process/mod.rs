@@ -75,6 +75,10 @@ pub struct ServerStats {
     pub read_bytes: u64,
     /// Bytes written by clients.
     pub written_bytes: u64,
+    /// Bytes made zero by clients.
+    pub zeroed_bytes: u64,
+    /// Bytes discarded by clients.
+    pub discarded_bytes: u64,
     /// Flushes, FUA included.
     pub flushes: u64,
 }

@@ -184,6 +184,8 @@ impl Serving {
             requests: traffic.requests.load(Ordering::Relaxed),
             read_bytes: traffic.read_bytes.load(Ordering::Relaxed),
             written_bytes: traffic.written_bytes.load(Ordering::Relaxed),
+            zeroed_bytes: traffic.zeroed_bytes.load(Ordering::Relaxed),
+            discarded_bytes: traffic.discarded_bytes.load(Ordering::Relaxed),
             flushes: traffic.flushes.load(Ordering::Relaxed),
         }
     }
