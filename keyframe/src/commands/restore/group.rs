@@ -1,6 +1,6 @@
 //! A group's checkpoint comes to life: all members are loaded, then all run.
 
-use super::{Restore, StoredRam, nanoseconds};
+use super::{Restore, RestoredDisks, StoredRam, nanoseconds};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use keyframe_capture::group::split_states;
@@ -22,6 +22,8 @@ pub struct Kept<'a> {
     pub device_state: &'a [u8],
     /// The members' RAM.
     pub ram: &'a Arc<StoredRam>,
+    /// The members' disks.
+    pub disks: &'a RestoredDisks,
     /// When the command began.
     pub began: Instant,
 }
@@ -75,7 +77,7 @@ impl RamSource for MemberRam {
 /// Restores all members of `group` and waits for their ends.
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
     let members = members(command, group)?;
-    let plans = members.iter().map(|member| plan(command, member)).collect::<Result<Vec<_>, _>>()?;
+    let plans = members.iter().map(|member| plan(command, group, member)).collect::<Result<Vec<_>, _>>()?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
     if !command.paused {
         let ran = restored.iter_mut().try_for_each(|m| m.vm().qmp().cont());
@@ -201,8 +203,9 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<Vec<Member<'a>>, F
     Ok(members.iter().zip(rams).zip(states).zip(extra).map(member).collect())
 }
 
-fn plan(command: &Restore, member: &Member<'_>) -> Result<Plan, Failure> {
+fn plan(command: &Restore, group: &Kept<'_>, member: &Member<'_>) -> Result<Plan, Failure> {
+    let disks = group.disks.server(&format!("{}/", member.meta.name));
     command
-        .plan(&member.meta.machine, &member.ram, member.extra.clone(), true)
+        .plan(&member.meta.machine, &member.ram, member.extra.clone(), true, disks)
         .map_err(|failure| failure.about(&member.meta.name))
 }
