@@ -4,6 +4,7 @@
 
 mod commands;
 mod control;
+mod disks;
 mod failure;
 mod images;
 mod lans;

@@ -1,7 +1,7 @@
 //! A checkpoint as `list --json` prints it, and tables over many.
 
 use crate::output;
-use keyframe_store::{PausePhases, Sealed};
+use keyframe_store::{DiskCounts, DiskMeta, PausePhases, Sealed};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -56,6 +56,30 @@ pub struct Entry {
     pub encode_ns: u64,
     /// RAM of the VM, all blocks.
     pub ram_bytes: u64,
+    /// The disks that the guest can write to, with what it wrote since the checkpoint before.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskEntry>,
+}
+
+/// A disk in a checkpoint. Blocks of 4 KiB.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DiskEntry {
+    /// Its id or node name; in a group `MEMBER/NAME`.
+    pub name: String,
+    /// Its size.
+    pub disk_bytes: u64,
+    /// The image beneath.
+    pub base: String,
+    /// Its blocks in the checkpoint.
+    #[serde(flatten)]
+    pub counts: DiskCounts,
+}
+
+impl DiskEntry {
+    fn of(disk: &DiskMeta) -> Self {
+        let DiskMeta { name, disk_bytes, base, counts } = disk.clone();
+        Self { name, disk_bytes, base: base.path, counts }
+    }
 }
 
 impl Entry {
@@ -87,6 +111,7 @@ impl Entry {
             backlog_ns: timing.backlog_ns,
             encode_ns: timing.encode_ns,
             ram_bytes: meta.ram.len_bytes(),
+            disks: meta.disks.iter().map(DiskEntry::of).collect(),
         }
     }
 }

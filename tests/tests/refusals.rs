@@ -46,17 +46,31 @@ fn a_second_writer_is_refused_and_readers_are_not() {
 }
 
 #[test]
-fn disks_that_the_guest_can_write_to_are_refused_before_it_runs() {
+fn disks_that_cannot_be_served_are_refused_before_the_guest_runs() {
     let bench = Bench::new();
     let image = bench.path().join("disk.raw");
     std::fs::write(&image, vec![7; 1 << 20]).unwrap();
-    let drive =
-        |options: &str| small().with(&["-drive", &format!("file={},format=raw,{options}", image.display())]);
-    run_refused(&bench, &drive("if=virtio"), 1, &["read-only", "readonly=on", "fix:"]);
-    run_refused(&bench, &drive("if=virtio").with(&["-snapshot"]), 1, &["readonly=on"]);
-    run_refused(&bench, &drive("if=virtio,readonly=on,cache=none"), 1, &["direct", "cache"]);
+    let drive = |options: &str| small().with(&["-drive", &format!("file={},{options}", image.display())]);
+    run_refused(
+        &bench,
+        &drive("format=vmdk,if=virtio"),
+        1,
+        &["vmdk", "qemu-img convert", "readonly=on", "fix:"],
+    );
+    run_refused(&bench, &drive("format=raw,if=virtio,offset=512"), 1, &["offset", "fix:"]);
+    run_refused(&bench, &drive("format=qcow2,if=virtio"), 1, &["disk.raw", "qcow2"]);
+    run_refused(&bench, &drive("format=raw,if=virtio,readonly=on,cache=none"), 1, &["direct", "cache"]);
+    let remote = small().with(&["-drive", "file=nbd://127.0.0.1:1/x,format=raw,if=virtio"]);
+    run_refused(&bench, &remote, 1, &["nbd", "fix:"]);
+    // Not a way in which disks are looked for: the audit finds it.
+    let floppy = small().with(&["-fda", &image.display().to_string()]);
+    run_refused(&bench, &floppy, 1, &["disk.raw", "-drive", "fix:"]);
+    let gone = small().with(&["-drive", "file=/nonexistent.img,format=raw,if=virtio"]);
+    run_refused(&bench, &gone, 1, &["/nonexistent.img"]);
     assert_eq!(std::fs::read(&image).unwrap(), vec![7; 1 << 20], "the image was written to");
     assert!(bench.list().is_empty());
+    let left = std::fs::read_dir(bench.path().join("store/disks")).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "a run that was refused leaves nothing");
 }
 
 #[test]

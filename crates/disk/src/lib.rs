@@ -23,6 +23,7 @@ mod disk;
 mod error;
 mod extents;
 mod layers;
+mod lock;
 pub mod nbd;
 pub mod overlay;
 pub mod process;

@@ -2,7 +2,7 @@
 //!
 //! | what | why |
 //! |---|---|
-//! | a disk that the guest can write to | a checkpoint without the disk's contents at that instant is torn |
+//! | a disk that the guest can write to, and that we do not serve | a checkpoint without the disk's contents at that instant is torn |
 //! | direct disk I/O | the kernel writes into pinned guest pages and no write protection sees it |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
@@ -10,8 +10,9 @@
 //! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry: at launch
 //! `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what blocks a migration of it.
 
-use crate::{Qmp, Result};
+use crate::{Qmp, Result, drives};
 use serde_json::{Value, json};
+use std::path::Path;
 
 /// How serious a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,13 +50,22 @@ const FOREIGN: &[(&str, &str)] = &[
 /// Types of devices that discard guest RAM.
 const DISCARDING: &[&str] = &["virtio-balloon", "virtio-mem"];
 
-/// All findings about the machine behind `qmp`, whose type is `machine_type`; `snapshot`: its line has `-snapshot`.
-pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, snapshot: bool) -> Result<Vec<Refusal>> {
+/// Who serves a machine's writable disks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Disks<'a> {
+    /// We, at this socket, those of the line that we know how to; or nobody, where there are none.
+    Launched(Option<&'a Path>),
+    /// Whoever started it.
+    Foreign,
+}
+
+/// All findings about the machine behind `qmp`, whose type is `machine_type`.
+pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, disks: Disks<'_>) -> Result<Vec<Refusal>> {
     let mut found = Vec::new();
     machine(machine_type, &mut found);
     let blocks = qmp.execute("query-block", None)?;
     match blocks.as_array() {
-        Some(blocks) => blocks.iter().for_each(|block| drive(block, snapshot, &mut found)),
+        Some(blocks) => blocks.iter().for_each(|block| drive(block, disks, &mut found)),
         None => return Err(qmp.unexpected("query-block", &blocks)),
     }
     let memdevs = qmp.execute("query-memdev", None)?;
@@ -125,7 +135,7 @@ fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
     }
 }
 
-fn drive(block: &Value, snapshot: bool, found: &mut Vec<Refusal>) {
+fn drive(block: &Value, disks: Disks<'_>, found: &mut Vec<Refusal>) {
     let Some(inserted) = block.get("inserted") else { return };
     let text =
         |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -136,15 +146,20 @@ fn drive(block: &Value, snapshot: bool, found: &mut Vec<Refusal>) {
     if name.is_empty() {
         name = text(block, "qdev");
     }
-    let what = format!("drive {name} ({})", text(inserted, "file"));
+    let file = text(inserted, "file");
+    let what = format!("drive {name} ({file})");
+    let served = matches!(disks, Disks::Launched(Some(socket)) if drives::is_served(&file, socket));
     // What is not said to be read-only is not.
-    if inserted.get("ro").and_then(Value::as_bool) != Some(true) {
-        let fix = "add readonly=on to the drive (-drive ...,readonly=on; -blockdev ...,read-only=on)";
-        let reason = if snapshot {
-            "disks that the guest can write to are not supported yet; with -snapshot the writes go to a \
-             temporary file, which is no less part of the VM's state"
-        } else {
-            "disks that the guest can write to are not supported yet"
+    if !served && inserted.get("ro").and_then(Value::as_bool) != Some(true) {
+        let (reason, fix) = match disks {
+            Disks::Launched(_) => (
+                "the guest can write to it, and it was not given in a way in which Keyframe serves disks",
+                "give it by -drive file=...,format=... or -blockdev, or add readonly=on (-blockdev: read-only=on)",
+            ),
+            Disks::Foreign => (
+                "the guest can write to it, and a disk is captured only where Keyframe serves it",
+                "start the VM with `keyframe run`, or add readonly=on to the drive (-blockdev: read-only=on)",
+            ),
         };
         found.push(refused(&what, reason, fix));
     }
@@ -205,19 +220,24 @@ mod tests {
     #[test]
     fn each_reason_is_told_of_the_same_drive() {
         let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img", "cache": {"direct": true}}});
-        let found = of(|f| drive(&block, false, f));
+        let found = of(|f| drive(&block, Disks::Launched(None), f));
         assert_eq!(found.len(), 2);
         assert!(
             found
                 .iter()
                 .all(|r| r.what.contains("ide0-hd0") && r.what.contains("a.img") && !r.fix.is_empty())
         );
-        let found = of(|f| drive(&block, true, f));
-        assert!(found[0].reason.contains("-snapshot"));
+        let found = of(|f| drive(&block, Disks::Foreign, f));
+        assert!(found[0].fix.contains("keyframe run"));
+        let ours =
+            json!({"device": "d", "inserted": {"ro": false, "file": "nbd+unix:///d?socket=/r/d.sock"}});
+        assert_eq!(of(|f| drive(&ours, Disks::Launched(Some(Path::new("/r/d.sock"))), f)), []);
+        assert_eq!(of(|f| drive(&ours, Disks::Launched(Some(Path::new("/r/e.sock"))), f)).len(), 1);
+        assert_eq!(of(|f| drive(&ours, Disks::Foreign, f)).len(), 1);
         let fine =
             json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
-        assert_eq!(of(|f| drive(&fine, false, f)), []);
-        assert_eq!(of(|f| drive(&json!({"device": "floppy0"}), false, f)), [], "an empty drive");
+        assert_eq!(of(|f| drive(&fine, Disks::Foreign, f)), []);
+        assert_eq!(of(|f| drive(&json!({"device": "floppy0"}), Disks::Foreign, f)), [], "an empty drive");
     }
 
     #[test]

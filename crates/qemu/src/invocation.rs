@@ -1,6 +1,7 @@
 //! The user's command line: the definition of the VM.
 
 use crate::binary::{self, QemuIdentity};
+use crate::drives::{self, DiskServer, Drive};
 use crate::options::{self, Argument};
 use crate::{Error, Result};
 use std::ffi::OsString;
@@ -36,6 +37,7 @@ pub struct Invocation {
     words: Vec<String>,
     arguments: Vec<Argument>,
     vm_name: Option<String>,
+    served: Option<(PathBuf, Vec<String>)>,
 }
 
 impl Invocation {
@@ -53,7 +55,7 @@ impl Invocation {
         let binary = binary::find(name)?;
         binary::version(&binary)?;
         let vm_name = vm_name(&arguments);
-        Ok(Self { binary, words, arguments, vm_name })
+        Ok(Self { binary, words, arguments, vm_name, served: None })
     }
 
     /// Which QEMU it is.
@@ -76,14 +78,30 @@ impl Invocation {
         self.arguments.iter().any(|a| a.name() == "S")
     }
 
+    /// The disks that the guest can write to. Error: [`Error::CommandLine`] for one that cannot be served.
+    pub fn drives(&self) -> Result<Vec<Drive>> {
+        drives::find(&self.arguments)
+    }
+
+    /// Has these disks served by `server`: the line that is run names it in place of the images.
+    pub fn serve_drives(&mut self, server: &DiskServer) -> Result<()> {
+        let line = drives::rewrite(&self.arguments, server)?;
+        let binary = self.words.iter().take(1).cloned();
+        let words = binary.chain(line.iter().flat_map(Argument::words)).collect();
+        self.served = Some((server.socket.clone(), words));
+        Ok(())
+    }
+
     /// The line as the user gave it.
     pub fn words(&self) -> &[String] {
         &self.words
     }
 
-    /// The binary and the words.
-    pub(crate) fn into_parts(self) -> (PathBuf, Vec<String>) {
-        (self.binary, self.words)
+    /// The binary, the user's words, the words to be run, and the socket of the disks' server.
+    pub(crate) fn into_parts(self) -> (PathBuf, Vec<String>, Vec<String>, Option<PathBuf>) {
+        let (socket, run) =
+            self.served.map_or((None, self.words.clone()), |(socket, run)| (Some(socket), run));
+        (self.binary, self.words, run, socket)
     }
 
     pub(crate) fn arguments(&self) -> &[Argument] {

@@ -68,6 +68,8 @@ pub(crate) enum Origin {
     Launched {
         /// That monitor's socket.
         watchdog: PathBuf,
+        /// The socket of the server of its disks.
+        disks: Option<PathBuf>,
     },
     /// Brought to life from a checkpoint.
     Restored,
@@ -110,8 +112,7 @@ impl Vm {
         }
         added.extend(state.arguments(true));
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
-        let (binary, user_command) = invocation.into_parts();
-        let mut full_command = user_command.clone();
+        let (binary, user_command, mut full_command, disks) = invocation.into_parts();
         full_command.extend(added);
 
         let mut command = Command::new(&binary);
@@ -130,7 +131,7 @@ impl Vm {
         });
         match connected {
             Ok(qmp) => {
-                let origin = Origin::Launched { watchdog: watchdog.clone() };
+                let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 Ok(Self::from_parts(Lifetime::Child(child), qmp, state, (user_command, full_command), origin))
             }
             Err(error) => {
@@ -164,7 +165,7 @@ impl Vm {
     /// What its watchdog is to watch: see [`crate::watchdog::Watchdog::spawn`].
     pub fn watched(&self) -> Result<Watched> {
         match &self.origin {
-            Origin::Launched { watchdog } => Ok(Watched::Monitor(watchdog.clone())),
+            Origin::Launched { watchdog, .. } => Ok(Watched::Monitor(watchdog.clone())),
             Origin::Libvirt { domain, uri } => {
                 let set = Some(self.state.set());
                 Ok(Watched::Libvirt { domain: domain.clone(), uri: uri.clone(), set })
@@ -194,8 +195,11 @@ impl Vm {
     /// What stands in the way of exact checkpoints of this machine; all of it.
     pub fn audit(&mut self) -> Result<Vec<Refusal>> {
         let machine_type = self.machine_type()?;
-        let snapshot = self.full_command.iter().any(|w| w == "-snapshot" || w == "--snapshot");
-        let mut found = audit::audit(&mut self.qmp, &machine_type, snapshot)?;
+        let disks = match &self.origin {
+            Origin::Launched { disks, .. } => audit::Disks::Launched(disks.as_deref()),
+            _ => audit::Disks::Foreign,
+        };
+        let mut found = audit::audit(&mut self.qmp, &machine_type, disks)?;
         if self.is_attached() {
             // Started without -only-migratable.
             found.extend(audit::blockers(&mut self.qmp)?);

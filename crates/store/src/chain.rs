@@ -16,14 +16,49 @@
 //!
 //! The rule is the writer's alone: a checkpoint lists its chain, so that a reader needs no rule.
 
+use crate::disk_map::count;
 use keyframe_units::PageSet;
+use rangemap::RangeSet;
 use std::borrow::Cow;
+
+/// What changed: pages of RAM, and blocks of disks.
+#[derive(Clone, Debug)]
+pub struct Changes {
+    pub pages: PageSet,
+    pub blocks: RangeSet<u64>,
+}
+
+impl Changes {
+    /// None, over RAM of so many pages.
+    pub fn none(ram_pages: u64) -> Self {
+        Self { pages: PageSet::new(ram_pages), blocks: RangeSet::new() }
+    }
+
+    /// Forgets them.
+    pub fn clear(&mut self) {
+        self.pages.clear();
+        self.blocks.clear();
+    }
+
+    fn is_empty(&self) -> bool {
+        self.pages.is_empty() && self.blocks.is_empty()
+    }
+
+    fn len(&self) -> u64 {
+        self.pages.len() + count(&self.blocks)
+    }
+
+    fn union_with(&mut self, other: &Self) {
+        self.pages.union_with(&other.pages);
+        self.blocks.extend(other.blocks.iter().cloned());
+    }
+}
 
 /// Changes that gather until the level's next map is due.
 #[derive(Debug)]
 struct Level {
-    /// Pages changed since the checkpoint that `chain` reads.
-    changed: PageSet,
+    /// Changed since the checkpoint that `chain` reads.
+    changed: Changes,
     /// The maps of that checkpoint, newest first.
     chain: Vec<u64>,
 }
@@ -32,7 +67,7 @@ struct Level {
 #[derive(Debug)]
 pub struct Chain {
     base: u64,
-    space_pages: u64,
+    ram_pages: u64,
     /// The k of the next checkpoint.
     next: u64,
     levels: Vec<Level>,
@@ -41,20 +76,21 @@ pub struct Chain {
 /// What the next checkpoint's map holds.
 #[derive(Debug)]
 pub struct Plan<'a> {
-    /// The pages to store; `None`: all that are not zero.
-    pub changed: Option<Cow<'a, PageSet>>,
+    /// What to store; `None`: all pages that are not zero, and all that is known of disks.
+    pub changed: Option<Cow<'a, Changes>>,
     /// The maps below it, newest first.
     pub below: Vec<u64>,
 }
 
 impl Chain {
     /// No checkpoint yet. `base` is at least 2.
-    pub fn new(base: u64, space_pages: u64) -> Self {
-        Self { base: base.max(2), space_pages, next: 0, levels: Vec::new() }
+    pub fn new(base: u64, ram_pages: u64) -> Self {
+        Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }
 
-    /// What to store, when `changed` changed since the last checkpoint and `nonzero_pages` pages are not zero.
-    pub fn plan<'a>(&self, changed: &'a PageSet, nonzero_pages: u64) -> Plan<'a> {
+    /// What to store, when `changed` changed since the last checkpoint and a complete map has `complete_pages`: those that
+    /// are not zero, and the blocks of which something is known.
+    pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> Plan<'a> {
         let complete = Plan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {
             return complete;
@@ -67,14 +103,14 @@ impl Chain {
             Cow::Owned(pages)
         };
         // An empty change is never worth a complete map, not even of an empty memory.
-        if !pages.is_empty() && pages.len() >= nonzero_pages {
+        if !pages.is_empty() && pages.len() >= complete_pages {
             return complete;
         }
         Plan { changed: Some(pages), below: level.chain.clone() }
     }
 
     /// Records that the plan made for `changed` was carried out: the checkpoint reads `chain`, newest first.
-    pub fn commit(&mut self, chain: &[u64], changed: &PageSet) {
+    pub fn commit(&mut self, chain: &[u64], changed: &Changes) {
         if chain.len() == 1 {
             self.levels = vec![self.settled(chain)];
             self.next = 1;
@@ -98,7 +134,7 @@ impl Chain {
     }
 
     fn settled(&self, chain: &[u64]) -> Level {
-        Level { changed: PageSet::new(self.space_pages), chain: chain.to_vec() }
+        Level { changed: Changes::none(self.ram_pages), chain: chain.to_vec() }
     }
 
     /// The exponent of the largest power of the base that divides the next k.
@@ -128,9 +164,9 @@ mod tests {
         let mut written = 0;
         for k in 0..count {
             let id = k + 1;
-            let mut changed = PageSet::new(SPACE);
+            let mut changed = Changes::none(SPACE);
             for page in [k % 100, k * k % 100, 7] {
-                changed.insert(PageIndex(page));
+                changed.pages.insert(PageIndex(page));
                 truth.insert(page, 1000 + id);
             }
             let plan = chain.plan(&changed, SPACE);
@@ -138,7 +174,7 @@ mod tests {
             ids.extend(plan.below);
             let pages: Vec<u64> = match plan.changed {
                 None => (0..SPACE).collect(),
-                Some(set) => set.iter().map(|p| p.0).collect(),
+                Some(set) => set.pages.iter().map(|p| p.0).collect(),
             };
             written += if k > 0 { pages.len() as u64 } else { 0 };
             maps.insert(id, pages.into_iter().map(|p| (p, truth[&p])).collect());
@@ -176,14 +212,14 @@ mod tests {
     #[test]
     fn a_change_of_everything_begins_a_new_chain() {
         let mut chain = Chain::new(16, SPACE);
-        let mut all = PageSet::new(SPACE);
+        let mut all = Changes::none(SPACE);
         (0..SPACE).for_each(|p| {
-            all.insert(PageIndex(p));
+            all.pages.insert(PageIndex(p));
         });
         chain.commit(&[1], &all);
         let one = {
-            let mut set = PageSet::new(SPACE);
-            set.insert(PageIndex(3));
+            let mut set = Changes::none(SPACE);
+            set.pages.insert(PageIndex(3));
             set
         };
         assert_eq!(chain.plan(&one, SPACE).below, [1]);

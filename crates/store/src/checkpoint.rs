@@ -48,9 +48,10 @@ impl<'a> DeviceSection<'a> {
 
 /// The bytes of the file of checkpoint `id`.
 pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
+    let disks = !meta.disks.is_empty();
     let meta = serde_json::to_vec(meta)
         .map_err(|e| Error::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}")))?;
-    let mut out = envelope::begin(MAGIC);
+    let mut out = envelope::begin_with(MAGIC, disks);
     out.extend_from_slice(&(if device.coded.is_some() { FLAG_LZ4 } else { 0 }).to_le_bytes());
     out.extend_from_slice(&id.to_le_bytes());
     out.extend_from_slice(&store.0);
@@ -95,6 +96,9 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointF
     if meta.map_chain.first() != Some(&id) || meta.map_chain.last() == Some(&0) || !falls {
         return Err("its list of maps is impossible".into());
     }
+    if meta.space_pages().is_none() {
+        return Err("its disks are impossibly large".into());
+    }
     Ok(CheckpointFile { meta, device_state })
 }
 
@@ -115,6 +119,7 @@ mod tests {
             taken_at: jiff::Timestamp::UNIX_EPOCH,
             reason: "interval".into(),
             ram: RamLayout::new(Vec::new()).unwrap(),
+            disks: Vec::new(),
             machine: MachineMeta::default(),
             members: Vec::new(),
             timing: Timing::default(),

@@ -14,10 +14,22 @@ pub type Magic = [u8; 8];
 
 const CHECK_BYTES: usize = 32;
 
+/// The version of maps and checkpoints that know of disks; those without are written as before.
+pub const WITH_DISKS: u32 = 2;
+
 /// The beginning of a file; the content is appended to it.
 pub fn begin(magic: Magic) -> Vec<u8> {
+    begin_version(magic, FORMAT_VERSION)
+}
+
+/// The same for a map or a checkpoint, which may know of disks.
+pub fn begin_with(magic: Magic, disks: bool) -> Vec<u8> {
+    begin_version(magic, if disks { WITH_DISKS } else { FORMAT_VERSION })
+}
+
+fn begin_version(magic: Magic, version: u32) -> Vec<u8> {
     let mut bytes = magic.to_vec();
-    bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+    bytes.extend_from_slice(&version.to_le_bytes());
     bytes
 }
 
@@ -44,9 +56,9 @@ pub fn open<'a>(bytes: &'a [u8], magic: Magic, object: &str) -> Result<&'a [u8]>
         .and_then(|rest| rest.split_first_chunk::<4>())
         .ok_or_else(|| damaged("too short"))?;
     match u32::from_le_bytes(*version) {
-        FORMAT_VERSION => Ok(content),
-        found if found > FORMAT_VERSION => {
-            Err(Error::LaterVersion { object: object.into(), found, known: FORMAT_VERSION })
+        FORMAT_VERSION | WITH_DISKS => Ok(content),
+        found if found > WITH_DISKS => {
+            Err(Error::LaterVersion { object: object.into(), found, known: WITH_DISKS })
         }
         other => Err(damaged(&format!("format version {other} never existed"))),
     }
@@ -61,9 +73,9 @@ mod tests {
         let mut bytes = begin(*b"KFTEST\r\n");
         bytes.extend_from_slice(b"content");
         assert_eq!(open(&finish(bytes.clone()), *b"KFTEST\r\n", "x").unwrap(), b"content");
-        bytes[8] = 2;
+        bytes[8] = 3;
         let error = open(&finish(bytes.clone()), *b"KFTEST\r\n", "x").unwrap_err();
-        assert!(matches!(error, Error::LaterVersion { found: 2, known: FORMAT_VERSION, .. }));
+        assert!(matches!(error, Error::LaterVersion { found: 3, known: WITH_DISKS, .. }));
         let mut flipped = finish(bytes);
         flipped[8] = 1;
         assert!(matches!(open(&flipped, *b"KFTEST\r\n", "x"), Err(Error::Damaged { .. })));

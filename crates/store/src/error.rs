@@ -85,6 +85,19 @@ pub enum Error {
         /// Pages asked for.
         space_pages: u64,
     },
+    /// Blocks that no disk of the run has.
+    #[error("disk {disk}: {blocks} blocks from {block} on are not all on it")]
+    BlockOutside {
+        /// The disk's number in the run.
+        disk: usize,
+        /// The first block.
+        block: u64,
+        /// How many.
+        blocks: u64,
+    },
+    /// More disks than a run can describe.
+    #[error("the VM's disks and RAM together are more than a run can hold (2^40 blocks, 4 PiB)")]
+    DisksTooLarge,
     /// The RAM layout given at a seal is not the one that the run was begun with.
     #[error("run {run}: the RAM layout at epoch {epoch} differs from the one the run was begun with")]
     LayoutChanged {

@@ -1,4 +1,4 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format version 1.
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 and 2 (with disks).
 //!
 //! ```text
 //!   STORE/
@@ -8,6 +8,7 @@
 //!     maps/0000000012.map           which page is where: what changed since an older checkpoint of the run
 //!     checkpoints/0000000012.ckpt   meta and device state; there under this name, the checkpoint is sealed
 //!     tags/NAME                     names for checkpoints
+//!     disks/NAME.1/DISK/             what a run has written to a disk (the disk crate's)
 //!     worksets/0000000012.wset      which pages a restored VM touched first: advice
 //!     tmp/                          files being written
 //!
@@ -29,6 +30,8 @@ mod check;
 mod checkpoint;
 mod codec;
 mod config;
+mod disk_map;
+mod disks;
 mod envelope;
 mod error;
 mod identity;
@@ -50,15 +53,16 @@ mod worksets;
 mod writer;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
+pub use disks::{BaseFile, BaseMeta, BlockContent, DiskCounts, DiskMeta, LoadedDisks};
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
 pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
 pub use names::check_tag;
-pub use run::{Put, Run, SealRequest};
+pub use run::{DiskState, Put, Run, SealRequest};
 pub use stats::Stats;
 pub use store::{Listing, Store};
 pub use writer::{Tuning, Writer};
 
 /// The version of the store format that this program writes, and the highest that it reads.
-pub const FORMAT_VERSION: u32 = config::FORMAT_VERSION;
+pub const FORMAT_VERSION: u32 = envelope::WITH_DISKS;

@@ -4,6 +4,7 @@
 //!   file   magic "KFMAP\r\n\x1a", version, then (see the envelope)
 //!           12  4 flags: 1 = body is LZ4      16  8 id          24  8 parent's id, 0 = none: all other pages are zero
 //!           32 16 run id                      48 16 store id    64  8 pages of the space
+//!           (pages of the space: of RAM, and behind them blocks of disks, see the disk map; version 2 has them)
 //!           72  8 extents                     80  8 references  88  8 body length before LZ4
 //!           96 .. body                        end-32 32 BLAKE3
 //!   body   per extent: varint gap (pages since the end of the extent before), varint pages * 2 + (0 zero | 1 references)
@@ -18,6 +19,7 @@
 use crate::bytes::{Cursor, Problem, apply_zigzag, put_varint, zigzag_delta};
 use crate::codec::{compress_section, decompress_section};
 use crate::config::StoreId;
+use crate::disk_map::{DiskMap, SPACE_PAGES_MAX};
 use crate::identity::PageRef;
 use crate::page_map::PageMap;
 use crate::{Error, Result, envelope};
@@ -25,8 +27,6 @@ use keyframe_units::{PageIndex, PageRange};
 
 const MAGIC: envelope::Magic = *b"KFMAP\r\n\x1a";
 const FLAG_LZ4: u32 = 1;
-/// No page number reaches this: the page space of a layout ends before.
-const SPACE_PAGES_MAX: u64 = 1 << 40;
 /// Larger than the map of 16 TiB of RAM in its worst coding; what is beyond is refused before it is read.
 pub const MAP_BYTES_MAX: u64 = 64 << 30;
 
@@ -39,7 +39,7 @@ pub struct MapHeader {
     pub parent: Option<u64>,
     /// The run that it belongs to.
     pub run: [u8; 16],
-    /// Pages of the run's RAM.
+    /// Pages of the run's RAM, and blocks of its disks.
     pub space_pages: u64,
 }
 
@@ -74,6 +74,20 @@ impl MapRun {
         Self { header, extents, refs }
     }
 
+    /// Adds blocks of disks, behind all that it holds: a record each, or zero.
+    pub fn extend(&mut self, range: PageRange, to: PageRef) {
+        let zero = to == PageRef::ZERO;
+        match self.extents.last_mut() {
+            Some(last) if last.range.end() == range.first && last.zero == zero => {
+                last.range.len_pages += range.len_pages;
+            }
+            _ => self.extents.push(Extent { range, zero }),
+        }
+        if !zero {
+            self.refs.extend(std::iter::repeat_n(to, range.len_pages as usize));
+        }
+    }
+
     /// The references it holds.
     pub fn refs(&self) -> &[PageRef] {
         &self.refs
@@ -84,22 +98,30 @@ impl MapRun {
         self.extents.iter().flat_map(|extent| extent.range.iter())
     }
 
-    /// Lays the run over what is older.
-    pub fn apply(&self, map: &mut PageMap) {
+    /// Lays the run over what is older: pages below `ram_pages` over `ram`, the blocks behind them over `disks`.
+    pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
         let mut refs = self.refs.iter();
         for extent in &self.extents {
+            let range = extent.range;
             if extent.zero {
-                map.clear_range(extent.range);
-            } else {
-                for (page, to) in extent.range.iter().zip(refs.by_ref()) {
-                    map.set(page, *to);
+                // One extent may reach from RAM into a disk.
+                let border = ram_pages.clamp(range.first.0, range.end().0);
+                ram.clear_range(PageRange::new(range.first, border - range.first.0));
+                disks.set_zero(PageRange::new(PageIndex(border), range.end().0 - border));
+                continue;
+            }
+            for (page, to) in range.iter().zip(refs.by_ref()) {
+                if page.0 < ram_pages {
+                    ram.set(page, *to);
+                } else {
+                    disks.set(page, *to);
                 }
             }
         }
     }
 
-    /// The bytes of its file.
-    pub fn encode(&self, store: StoreId) -> Vec<u8> {
+    /// The bytes of its file; `disks`: its page space has some.
+    pub fn encode(&self, store: StoreId, disks: bool) -> Vec<u8> {
         let mut body = Vec::with_capacity(self.extents.len() * 3 + self.refs.len() * 2);
         let mut end = 0;
         for extent in &self.extents {
@@ -113,7 +135,7 @@ impl MapRun {
             previous = to.0;
         }
         let coded = compress_section(&body);
-        let mut out = envelope::begin(MAGIC);
+        let mut out = envelope::begin_with(MAGIC, disks);
         out.extend_from_slice(&(if coded.is_some() { FLAG_LZ4 } else { 0 }).to_le_bytes());
         out.extend_from_slice(&self.header.id.to_le_bytes());
         out.extend_from_slice(&self.header.parent.unwrap_or(0).to_le_bytes());
@@ -216,7 +238,7 @@ mod tests {
 
     #[test]
     fn maps_follow_their_dirty_pages() {
-        let none = MapRun::new(header(262_144), std::iter::empty()).encode(STORE);
+        let none = MapRun::new(header(262_144), std::iter::empty()).encode(STORE, false);
         assert!(none.len() < 200, "nothing changed: {} bytes", none.len());
         let mut pages = BTreeMap::new();
         let mut offset = 1 << 40 | 64;
@@ -231,7 +253,7 @@ mod tests {
             offset += 28 + 200 + mix(i as u64) % 3896;
         }
         let run = MapRun::new(header(262_144), pages.into_iter());
-        let bytes = run.encode(STORE);
+        let bytes = run.encode(STORE, false);
         assert!(bytes.len() < 100_000, "20k random pages of 1 GiB: {} bytes", bytes.len());
         assert_eq!(MapRun::decode(&bytes, STORE, 12, "m").unwrap(), run);
     }
@@ -240,17 +262,22 @@ mod tests {
         #[test]
         fn runs_come_back_and_apply_like_a_list(
             pages in prop::collection::btree_map(0u64..500, prop_oneof![Just(0u64), 1u64..9999, any::<u64>()], 0..200),
-            old in prop::collection::btree_map(0u64..500, 1u64..99, 0..100),
+            old in prop::collection::btree_map(0u64..500, 1u64..99, 0..100), border in 0u64..501,
         ) {
             let run = MapRun::new(header(500), pages.iter().map(|(p, r)| (PageIndex(*p), PageRef(*r))));
-            let back = MapRun::decode(&run.encode(STORE), STORE, 12, "m").unwrap();
+            let back = MapRun::decode(&run.encode(STORE, false), STORE, 12, "m").unwrap();
             prop_assert_eq!(&back, &run);
             let mut map = PageMap::default();
             for (page, to) in &old {
                 map.set(PageIndex(*page), PageRef(*to));
             }
-            back.apply(&mut map);
-            for page in 0..500 {
+            let mut disks = DiskMap::default();
+            back.apply(border, &mut map, &mut disks);
+            for page in border..500 {
+                let expected = pages.get(&page).copied();
+                prop_assert_eq!(disks.get(PageIndex(page)).map(|to| to.0), expected, "block {}", page);
+            }
+            for page in 0..border {
                 let expected = pages.get(&page).or(old.get(&page)).copied().unwrap_or(0);
                 prop_assert_eq!(map.get(PageIndex(page)).0, expected, "page {}", page);
             }
@@ -272,7 +299,7 @@ mod tests {
             }
             content.extend_from_slice(&body);
             if let Ok(run) = MapRun::decode_content(&content, STORE) {
-                run.apply(&mut PageMap::default());
+                run.apply(space / 2, &mut PageMap::default(), &mut DiskMap::default());
             }
             let _ = MapRun::decode_content(&body, STORE);
             let _ = MapRun::decode(&body, STORE, 1, "m");

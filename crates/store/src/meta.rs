@@ -1,5 +1,6 @@
 //! What a checkpoint tells about itself: the JSON section of its file, and what `list` and `show` print.
 
+use crate::disks::DiskMeta;
 use jiff::Timestamp;
 use keyframe_units::{CheckpointId, Epoch, GuestRegion, PageIndex, RamBlock, RamLayout};
 use serde::{Deserialize, Serialize};
@@ -30,6 +31,9 @@ pub struct Meta {
     pub reason: String,
     /// The RAM blocks, in page order.
     pub ram: RamLayout,
+    /// The disks that the guest can write to, in the order of their blocks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskMeta>,
     /// The machine, as far as a restore needs it. Empty where the checkpoint is a group's.
     pub machine: MachineMeta,
     /// The VMs of a group that was checkpointed at one instant, in the order of their RAM blocks; empty for one VM alone.

@@ -13,8 +13,10 @@
 
 use crate::backend::LockGuard;
 use crate::bytes::to_hex;
-use crate::chain::Chain;
+use crate::chain::{Chain, Changes};
 use crate::checkpoint::{self, DeviceSection};
+use crate::disk_map::{DiskMap, Former, numbers};
+use crate::disks::{DiskCounts, DiskMeta, blocks_of, space_pages};
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
 use crate::meta::{Counts, MachineMeta, MemberMeta, Meta, Sealed, Timing};
@@ -24,7 +26,7 @@ use crate::store::Inner;
 use crate::writer::{Session, Slot};
 use crate::{Error, Result, names};
 use jiff::Timestamp;
-use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageSet, RamLayout, ZERO_PAGE};
+use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, PageSet, RamLayout, ZERO_PAGE};
 use std::sync::{Arc, PoisonError};
 
 /// What became of a page that was put.
@@ -64,6 +66,10 @@ pub struct SealRequest<'a> {
     pub tag: Option<&'a str>,
 }
 
+/// What is known of the blocks of a run's disks.
+#[derive(Clone, Debug, Default)]
+pub struct DiskState(pub(crate) DiskMap);
+
 /// One run of a VM, being written. Dropping it without [`Run::finish`] loses nothing sealed.
 #[derive(Debug)]
 pub struct Run {
@@ -75,12 +81,17 @@ pub struct Run {
     vm: String,
     id: [u8; 16],
     ram: RamLayout,
+    /// With the counts of the checkpoint in progress.
+    disks: Vec<DiskMeta>,
     epoch: Epoch,
     map: PageMap,
+    disk_map: DiskMap,
     chain: Chain,
     puts: Puts,
-    /// Pages whose place changed since the last seal.
-    changed: PageSet,
+    /// What has another place than at the last seal.
+    changed: Changes,
+    /// What the blocks written since held then, oldest first.
+    undo_blocks: Vec<Former>,
     /// For each page of `changed`: where it was at the last seal. Not kept before the first seal, where all was zero.
     undo: Vec<(PageIndex, PageRef)>,
     broken: bool,
@@ -148,7 +159,7 @@ impl Run {
         chain_base: u64,
         vm: &str,
         id: [u8; 16],
-        ram: &RamLayout,
+        (ram, disks, state): (&RamLayout, Vec<DiskMeta>, DiskState),
     ) -> Self {
         let space_pages = ram.len_pages();
         Self {
@@ -158,12 +169,15 @@ impl Run {
             vm: vm.into(),
             id,
             ram: ram.clone(),
+            disks,
             epoch: Epoch(0),
             map: PageMap::default(),
+            disk_map: state.0,
             chain: Chain::new(chain_base, space_pages),
             puts: Puts::new(space_pages),
-            changed: PageSet::new(space_pages),
+            changed: Changes::none(space_pages),
             undo: Vec::new(),
+            undo_blocks: Vec::new(),
             broken: false,
         }
     }
@@ -202,6 +216,71 @@ impl Run {
         Ok(Put::Zero)
     }
 
+    /// Puts the content of a block of disk `disk` into the checkpoint in progress, each block once. Blocks never put in a
+    /// run are as the disk's image has them. After an error, [`Run::abandon`].
+    pub fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<Put> {
+        if *content == ZERO_PAGE {
+            self.put_zero_blocks(disk, block, 1)?;
+            return Ok(Put::Zero);
+        }
+        let range = self.admit_blocks(disk, block, 1)?;
+        let placed = self.session()?.packs.put(content).inspect_err(|_| self.broken = true)?;
+        let (to, put) = match placed {
+            Placed::New(to, bytes) => (to, Put::Stored { bytes }),
+            Placed::Known(to) if Some(to) == self.disk_map.get(range.first) => (to, Put::Unchanged),
+            Placed::Known(to) => (to, Put::Dedup),
+        };
+        if put != Put::Unchanged {
+            self.undo_blocks.push(self.disk_map.former(range));
+            self.disk_map.set(range.first, to);
+            self.changed.blocks.insert(numbers(range));
+        }
+        self.count_blocks(disk, |counts| {
+            counts.written_blocks += 1;
+            match put {
+                Put::Zero => counts.zero_blocks += 1,
+                Put::Unchanged => counts.unchanged_blocks += 1,
+                Put::Dedup => counts.dedup_blocks += 1,
+                Put::Stored { bytes } => {
+                    counts.stored_blocks += 1;
+                    counts.stored_bytes += bytes;
+                }
+            }
+        });
+        Ok(put)
+    }
+
+    /// Puts `blocks` blocks of zeros, from `block` on.
+    pub fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<()> {
+        let range = self.admit_blocks(disk, block, blocks)?;
+        self.undo_blocks.push(self.disk_map.former(range));
+        self.disk_map.set_zero(range);
+        if blocks > 0 {
+            self.changed.blocks.insert(numbers(range));
+        }
+        self.count_blocks(disk, |counts| {
+            counts.written_blocks += blocks;
+            counts.zero_blocks += blocks;
+        });
+        Ok(())
+    }
+
+    fn count_blocks(&mut self, disk: usize, count: impl FnOnce(&mut DiskCounts)) {
+        if let Some(disk) = self.disks.get_mut(disk) {
+            count(&mut disk.counts);
+        }
+    }
+
+    fn admit_blocks(&self, disk: usize, block: u64, blocks: u64) -> Result<PageRange> {
+        if self.broken {
+            return Err(Error::Broken { run: self.id() });
+        }
+        let of_disk = blocks_of(self.ram.len_pages(), &self.disks, disk);
+        let inside = of_disk.filter(|of| block.checked_add(blocks).is_some_and(|end| end <= of.len_pages));
+        let inside = inside.ok_or(Error::BlockOutside { disk, block, blocks })?;
+        Ok(PageRange::new(PageIndex(inside.first.0 + block), blocks))
+    }
+
     /// Seals the checkpoint in progress: once this returns, it survives power loss. After an error it does not exist (or,
     /// for [`Error::TagNotSet`], exists without its tag), all earlier ones are unharmed, and [`Run::abandon`] goes on.
     pub fn seal(&mut self, request: SealRequest<'_>) -> Result<Sealed> {
@@ -238,7 +317,16 @@ impl Run {
         for (page, was) in std::mem::take(&mut self.undo) {
             self.map.set(page, was);
         }
+        for former in std::mem::take(&mut self.undo_blocks).into_iter().rev() {
+            self.disk_map.put_back(former);
+        }
         self.settle();
+    }
+
+    /// What the last sealed checkpoint knows of the disks, for a run that goes on with them. Puts since are forgotten.
+    pub fn disk_state(&mut self) -> DiskState {
+        self.abandon();
+        DiskState(self.disk_map.clone())
     }
 
     /// Ends the run: closes the pack with its trailer and gives the session back to the writer. Puts since the last seal
@@ -252,6 +340,8 @@ impl Run {
         self.puts.clear();
         self.changed.clear();
         self.undo.clear();
+        self.undo_blocks.clear();
+        self.disks.iter_mut().for_each(|disk| disk.counts = DiskCounts::default());
         self.broken = false;
     }
 
@@ -282,7 +372,7 @@ impl Run {
         }
         if was != to {
             self.map.set(page, to);
-            if self.changed.insert(page) && self.epoch > Epoch(0) {
+            if self.changed.pages.insert(page) && self.epoch > Epoch(0) {
                 self.undo.push((page, was));
             }
         }
@@ -310,6 +400,7 @@ impl Run {
             taken_at: request.taken_at,
             reason: request.reason,
             ram: request.ram,
+            disks: self.disks.clone(),
             machine: request.machine,
             members: request.members,
             timing: request.timing,
@@ -331,16 +422,25 @@ impl Run {
     }
 
     fn encode_map(&self, id: u64) -> (Vec<u8>, Vec<u64>) {
-        let plan = self.chain.plan(&self.changed, self.map.nonzero_pages());
-        let space_pages = self.ram.len_pages();
+        let complete_pages = self.map.nonzero_pages() + self.disk_map.known_blocks();
+        let plan = self.chain.plan(&self.changed, complete_pages);
+        // Checked when the run began.
+        let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
         let header = MapHeader { id, parent: plan.below.first().copied(), run: self.id, space_pages };
-        let run = match &plan.changed {
+        let mut run = match &plan.changed {
             None => MapRun::new(header, self.map.iter()),
-            Some(pages) => MapRun::new(header, pages.iter().map(|page| (page, self.map.get(page)))),
+            Some(changed) => MapRun::new(header, changed.pages.iter().map(|page| (page, self.map.get(page)))),
         };
+        let mut add = |range: PageRange, to| run.extend(range, to);
+        match &plan.changed {
+            None => self.disk_map.each(0..space_pages, &mut add),
+            Some(changed) => {
+                changed.blocks.iter().for_each(|range| self.disk_map.each(range.clone(), &mut add));
+            }
+        }
         let mut map_chain = vec![id];
         map_chain.extend(plan.below);
-        (run.encode(self.inner.config.id), map_chain)
+        (run.encode(self.inner.config.id, !self.disks.is_empty()), map_chain)
     }
 }
 

@@ -4,6 +4,7 @@ use crate::backend::{Backend, Local};
 use crate::bytes::to_hex;
 use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
 use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
+use crate::disk_map::DiskMap;
 use crate::map_run::{MAP_BYTES_MAX, MapRun};
 use crate::meta::{Meta, Sealed};
 use crate::pack_file::PackFile;
@@ -221,21 +222,21 @@ impl Inner {
         MapRun::decode(&bytes, self.config.id, id, &object)
     }
 
-    /// Reads the maps of a checkpoint, oldest first, and lays each over the ones before.
-    pub fn read_page_map(&self, meta: &Meta) -> Result<PageMap> {
-        let mut map = PageMap::default();
+    /// Reads the maps of a checkpoint, oldest first, and lays each over the ones before: of RAM, and of the disks.
+    pub fn read_maps(&self, meta: &Meta) -> Result<(PageMap, DiskMap)> {
+        let (mut map, mut disks) = (PageMap::default(), DiskMap::default());
         for (at, id) in meta.map_chain.iter().enumerate().rev() {
             let run = self.read_map(*id)?;
             let below = meta.map_chain.get(at + 1).copied();
             let fits = run.header.parent == below
                 && to_hex(&run.header.run) == meta.run
-                && run.header.space_pages == meta.ram.len_pages();
+                && Some(run.header.space_pages) == meta.space_pages();
             if !fits {
                 let object = self.backend.describe(&names::map(*id));
                 return Err(Error::damaged(object, "it does not belong where a checkpoint's chain has it"));
             }
-            run.apply(&mut map);
+            run.apply(meta.ram.len_pages(), &mut map, &mut disks);
         }
-        Ok(map)
+        Ok((map, disks))
     }
 }

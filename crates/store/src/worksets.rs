@@ -96,7 +96,8 @@ impl Inner {
         })?;
         let map = self.read_map(next.0).ok()?;
         map.header.parent?;
-        Some(map.pages().take(PAGES_MAX).collect())
+        let ram_pages = of.meta.ram.len_pages();
+        Some(map.pages().take_while(|page| page.0 < ram_pages).take(PAGES_MAX).collect())
     }
 }
 

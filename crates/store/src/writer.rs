@@ -10,8 +10,9 @@
 
 use crate::backend::LockGuard;
 use crate::config::{now, random};
+use crate::disks::{self, DiskCounts, DiskMeta};
 use crate::pack_writer::PackWriter;
-use crate::run::Run;
+use crate::run::{DiskState, Run};
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::{CheckpointId, RamLayout};
@@ -92,15 +93,31 @@ impl Writer {
 
     /// Begins a run with a fresh id: its first checkpoint will be complete. One run can be open at a time.
     pub fn begin_run(&mut self, vm: &str, ram: &RamLayout) -> Result<Run> {
+        self.begin_run_with(vm, ram, Vec::new(), DiskState::default())
+    }
+
+    /// The same of a VM with disks (their counts are not looked at). `state` is what is known of them already: nothing, or
+    /// that of an earlier run of the same VM with the same disks.
+    pub fn begin_run_with(
+        &mut self,
+        vm: &str,
+        ram: &RamLayout,
+        mut disks: Vec<DiskMeta>,
+        state: DiskState,
+    ) -> Result<Run> {
+        disks.iter_mut().for_each(|disk| disk.counts = DiskCounts::default());
         let space_pages = ram.len_pages();
         if space_pages > SPACE_PAGES_MAX {
             return Err(Error::TooLarge { space_pages });
+        }
+        if disks::space_pages(space_pages, &disks).is_none() {
+            return Err(Error::DisksTooLarge);
         }
         let id = random()?;
         let session = self.slot.lock().unwrap_or_else(PoisonError::into_inner).take();
         let session = session.ok_or(Error::RunOpen)?;
         let home = (self.slot.clone(), self.lock.clone());
-        Ok(Run::new(self.inner.clone(), session, home, self.tuning.chain_base, vm, id, ram))
+        Ok(Run::new(self.inner.clone(), session, home, self.tuning.chain_base, vm, id, (ram, disks, state)))
     }
 
     /// Points a tag, new or old, to a checkpoint. Also while a run is open.

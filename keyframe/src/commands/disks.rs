@@ -1,5 +1,6 @@
 //! `keyframe __disks`: the process that serves a VM's disks, so that they outlive the engine. Not for people.
 
+use crate::disks::layer::Layers;
 use crate::failure::{DONE, Failure, Outcome};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -14,13 +15,8 @@ impl Disks {
     pub fn run(&self) -> Outcome {
         let control = std::io::stdin().as_fd().try_clone_to_owned();
         let control = control.map_err(|e| Failure::new(format!("standard input: {e}")))?;
-        // Restored VMs, whose disks have a checkpoint beneath them, are not served yet.
-        let no_layer = |name: &str| {
-            Err(keyframe_disk::Error::Server {
-                problem: format!("no layer {name:?}: this keyframe opens none"),
-            })
-        };
-        keyframe_disk::serve(&UnixStream::from(control), no_layer)
+        let layers = Layers::default();
+        keyframe_disk::serve(&UnixStream::from(control), |source| layers.open(source))
             .map_err(|e| Failure::new(e.to_string()))?;
         Ok(DONE)
     }

@@ -3,14 +3,16 @@
 mod group;
 
 use super::StoreArg;
+use crate::disks::layer::Source;
+use crate::disks::{self, Served, Wanted, base};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_qemu::Accelerator;
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
-use keyframe_store::{Loaded, MachineMeta, Unmapped};
-use keyframe_units::{Page, PageIndex, PageRange, RamLayout};
+use keyframe_qemu::{Accelerator, DiskServer};
+use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
+use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
@@ -27,6 +29,9 @@ relative path are looked for in the directory that the VM was started in.
 
 With --lazy the VM runs before its RAM is there: each page comes when the VM touches it, and the rest meanwhile, those first
 that it touched the last time. Until all is there (it is said when) the VM lives and dies with this command.
+
+The VM's disks are as they were at the checkpoint. What it writes to them goes neither to their images nor to the
+checkpoint, and is thrown away at its end, unless --keep-disks says otherwise.
 
 With --accel a checkpoint taken under KVM goes on under TCG, or the other way. What could not be right is refused: a guest
 that uses what only KVM has (kvmclock), and a processor that lacks what the guest may use.
@@ -58,6 +63,9 @@ pub struct Restore {
     /// Of a group: a network between its VMs is at another socket than it was; may be given several times
     #[arg(long, value_name = "OLD=NEW")]
     lan: Vec<String>,
+    /// Keep what the VM writes to its disks when it has ended
+    #[arg(long)]
+    keep_disks: bool,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,
@@ -191,19 +199,33 @@ impl Restore {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
+        let disks = RestoredDisks::serve(&store, id, &meta)?;
+        let outcome = self.run_restored((id, &meta, &device_state), &ram, &disks, &interrupted, began);
+        disks.end(self, outcome)
+    }
+
+    fn run_restored(
+        &self,
+        (id, meta, device_state): (CheckpointId, &Meta, &[u8]),
+        ram: &Arc<StoredRam>,
+        disks: &RestoredDisks,
+        interrupted: &AtomicBool,
+        began: Instant,
+    ) -> Outcome {
         if !meta.members.is_empty() {
-            let group = group::Kept { id, meta: &meta, device_state: &device_state, ram: &ram, began };
-            return group::restore(self, &group, &interrupted);
+            let group = group::Kept { id, meta, device_state, ram, disks, began };
+            return group::restore(self, &group, interrupted);
         }
-        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused)?;
+        let disks = disks.server("");
+        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, disks)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = nanoseconds(began);
         let started = if self.lazy {
-            restore::start_lazy(plan, Arc::clone(&ram) as _, &device_state)
+            restore::start_lazy(plan, Arc::clone(ram) as _, device_state)
         } else {
-            restore::start(plan, &*ram, &device_state)
+            restore::start(plan, &**ram, device_state)
         };
-        let restored = started.map_err(|e| self.failure(&e, &ram, under_kvm))?;
+        let restored = started.map_err(|e| self.failure(&e, ram, under_kvm))?;
         ram.bar.finish_and_clear();
         self.say(|| {
             let state = if self.paused { "paused" } else { "running" };
@@ -214,8 +236,8 @@ impl Restore {
             format!("checkpoint {id} of VM {} is {state} after {after}{filled} (QEMU {qemu})", meta.vm)
         });
         let mut watch =
-            Watch { restore: self, restored, ram: Arc::clone(&ram), before_ns, told: false, warned: false };
-        let ended = watch.until_the_end(&interrupted);
+            Watch { restore: self, restored, ram: Arc::clone(ram), before_ns, told: false, warned: false };
+        let ended = watch.until_the_end(interrupted);
         watch.keep_working_set();
         ended
     }
@@ -249,6 +271,7 @@ impl Restore {
         ram: &RamLayout,
         extra: Vec<OsString>,
         paused: bool,
+        disks: Option<DiskServer>,
     ) -> Result<Plan, Failure> {
         let source = RestoreSource {
             user_command: machine.user_command.clone(),
@@ -261,12 +284,54 @@ impl Restore {
             cpu_lacks: machine.cpu_lacks.clone(),
         };
         let accelerator = self.accel.map(Accelerator::from);
-        let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator };
+        let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator, disks };
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         for note in plan.notes() {
             eprintln!("keyframe: note: {note}");
         }
         Ok(plan)
+    }
+}
+
+/// The disks of a checkpoint, served to the VMs that come from it.
+struct RestoredDisks(Option<(Served, tempfile::TempDir)>);
+
+impl RestoredDisks {
+    fn serve(store: &Store, id: CheckpointId, meta: &Meta) -> Result<Self, Failure> {
+        if meta.disks.is_empty() {
+            return Ok(Self(None));
+        }
+        let path = std::path::absolute(store.path());
+        let path = path.map_err(|e| Failure::new(format!("resolve {}: {e}", store.path().display())))?;
+        let mut wanted = Vec::with_capacity(meta.disks.len());
+        for (disk, kept) in meta.disks.iter().enumerate() {
+            base::require_unchanged(&kept.base)?;
+            let source = Source { store: path.clone(), checkpoint: id, disk };
+            let layer = serde_json::to_string(&source).map_err(|e| Failure::new(e.to_string()))?;
+            wanted.push(Wanted { meta: kept.clone(), layer: Some(layer), temporary: false });
+        }
+        // Paths of sockets have to be short, so it is not in the store.
+        let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
+        let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
+        let served = disks::serve(store, &meta.vm, Some(id.0), wanted, &folder.path().join("disks.sock"))?;
+        Ok(Self(Some((served, folder))))
+    }
+
+    /// Who serves them, to a VM the names of whose disks begin with `prefix`.
+    fn server(&self, prefix: &str) -> Option<DiskServer> {
+        let (_, folder) = self.0.as_ref()?;
+        Some(DiskServer { socket: folder.path().join("disks.sock"), prefix: prefix.into() })
+    }
+
+    /// After the VMs' end.
+    fn end(self, command: &Restore, outcome: Outcome) -> Outcome {
+        let Some((served, _folder)) = self.0 else { return outcome };
+        let kept = served.end(command.keep_disks);
+        let outcome = outcome?;
+        if let Some(place) = kept? {
+            command.say(|| format!("what the VM has written to its disks is in {}", place.display()));
+        }
+        Ok(outcome)
     }
 }
 

@@ -12,11 +12,12 @@ use std::path::PathBuf;
 /// Run a VM with continuous checkpoints
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The QEMU command line behind -- is yours, unchanged; Keyframe adds a monitor socket, a descriptor for the device
-state and -only-migratable. QEMU's standard streams are passed through. The command ends when the VM ends, after
+    after_help = "The QEMU command line behind -- is yours, but that Keyframe serves the disks; it adds a monitor socket, a descriptor
+for the device state and -only-migratable. QEMU's standard streams are passed through. The command ends when the VM ends, after
 --count checkpoints, at Ctrl-C or by `keyframe stop`; what is in progress is sealed first.
 
-The guest's disks must be read-only for now.
+Disks that the guest can write to (raw and qcow2 images: -drive, -blockdev, -hda) are part of each checkpoint. Their images
+are never written: what the guest writes goes to STORE/disks.
 
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0

@@ -115,6 +115,21 @@ fn text(sealed: &Sealed) -> String {
             output::bytes(e.device_bytes)
         ),
     ]);
+    for disk in &e.disks {
+        let c = &disk.counts;
+        lines.push(format!(
+            "disk       {}, {}: {} blocks written: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
+            disk.name,
+            output::bytes(disk.disk_bytes),
+            c.written_blocks,
+            c.zero_blocks,
+            c.dedup_blocks,
+            c.unchanged_blocks,
+            c.stored_blocks,
+            output::bytes(c.stored_bytes),
+            disk.base
+        ));
+    }
     if members.is_empty() {
         lines.extend(of_machine(&sealed.meta.machine));
     }

@@ -2,6 +2,7 @@
 
 use super::Options;
 use super::launch::{Found, Parts, lock, names, open_lans, prepare, require_kernel};
+use super::machines::Beside;
 use crate::failure::Failure;
 use crate::rundir::RunDir;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
@@ -34,5 +35,7 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
         found.push(Found { name, vm, identity, directory, monitor, runs });
     }
     // Where it is refused, the VMs are dropped, which is to detach.
-    prepare(store, writer, run_dir, (name, is_group), (found, lans), options).map_err(|(failure, _)| failure)
+    let beside = Beside { lans, disks: None };
+    prepare(store, writer, run_dir, (name, is_group), (found, beside), options)
+        .map_err(|(failure, _)| failure)
 }

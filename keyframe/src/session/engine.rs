@@ -9,6 +9,7 @@ mod outcome;
 use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
+use super::disks::SessionDisks;
 use super::encoding::Encoding;
 use super::launch::Parts;
 use super::machines::{Machines, Member};
@@ -286,14 +287,19 @@ impl<'a> Engine<'a> {
             }
             (None, _) => 0,
         };
+        let cut = self.machines.disks.as_mut().map(SessionDisks::begin).transpose();
+        let cut = cut.map_err(|e| self.failed(&format!("sync the VM's disks: {}", chain(&*e)), 1, false))?;
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|failure| failure.to_string())?;
-        let label = Label { reason, backlog_ns, tag };
+        let label = Label { reason, backlog_ns, tag, cut };
         let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
         let result =
             copying.cycle.capture(&mut self.machines, &mut self.watch, strategy, encoding.queue(), label);
         keyframe_kernel::priority::lower();
+        if let Some(disks) = &mut self.machines.disks {
+            disks.captured(result.as_ref().ok().copied());
+        }
         let queued = self.copying.cycle.in_flight();
         self.update(|status| {
             status.phase = "idle".into();

@@ -1,17 +1,20 @@
 //! Everything before the guest's first instruction: launch, audit, attach, watchdog, run directory.
 
 use super::copying::Copying;
+use super::disks::SessionDisks;
 use super::machine::QemuMachine;
-use super::machines::{Machines, Member};
+use super::machines::{Beside, Machines, Member};
 use super::sink::{MachinesMeta, StoreSink};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
+use crate::disks::place::left_over;
+use crate::disks::{self, Served, Wanted};
 use crate::failure::Failure;
 use crate::lans::{self, Lans};
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
-use keyframe_qemu::{Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
-use keyframe_store::{MachineMeta, MemberMeta, Store, Writer};
+use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
+use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Writer};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -81,6 +84,9 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let writer = lock(store, "run", &name)?;
     // Before the VMs: they connect as they start.
     let lans = open_lans(options)?;
+    let served = serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?;
+    let disks = served.map(|served| SessionDisks::new(served, options.pause_limit));
+    let beside = Beside { lans, disks };
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
     let launched =
         starting.into_iter().zip(members).enumerate().try_for_each(|(number, ((line, identity), name))| {
@@ -94,22 +100,63 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         });
     // The guests have not run: nothing is lost by ending them.
     match launched {
-        Ok(()) => prepare(store, writer, run_dir, (name, is_group), (found, lans), options).map_err(
-            |(failure, found)| {
-                end(found);
+        Ok(()) => prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
+            |(failure, (found, beside))| {
+                end(found, beside);
                 failure
             },
         ),
         Err(failure) => {
-            end(found);
+            end(found, beside);
             Err(failure)
         }
     }
 }
 
-fn end(found: Vec<Found>) {
+/// Has all disks that the guests can write to served, and the lines name the server.
+fn serve_disks(
+    store: &Store,
+    name: &str,
+    run_dir: &Path,
+    starting: &mut [(Invocation, QemuIdentity)],
+    members: Option<&Vec<String>>,
+) -> Result<Option<Served>, Failure> {
+    let socket = run_dir.join("disks.sock");
+    let mut wanted = Vec::new();
+    for (number, (line, _)) in starting.iter_mut().enumerate() {
+        let member = members.and_then(|members| members.get(number));
+        let prefix = member.map_or_else(String::new, |member| format!("{member}/"));
+        let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+        for drive in &drives {
+            wanted.push(Wanted::of_drive(drive, &prefix)?);
+        }
+        if !drives.is_empty() {
+            let server = DiskServer { socket: socket.clone(), prefix };
+            line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
+        }
+    }
+    if wanted.is_empty() {
+        return Ok(None);
+    }
+    let bases: Vec<&str> = wanted.iter().map(|disk| disk.meta.base.path.as_str()).collect();
+    for (place, info, base) in left_over(store, &bases) {
+        eprintln!(
+            "keyframe: note: VM {} (started {:.0}) has written to {base}: that is in {}, and no part of this run, which \
+             begins with the image as it is",
+            info.vm,
+            info.began,
+            place.display()
+        );
+    }
+    disks::serve(store, name, None, wanted, &socket).map(Some)
+}
+
+fn end(found: Vec<Found>, beside: Beside) {
     for mut one in found {
         let _ = one.vm.kill();
+    }
+    if let Some(disks) = beside.disks {
+        let _ = disks.end();
     }
 }
 
@@ -157,13 +204,14 @@ pub fn prepare(
     mut writer: Writer,
     run_dir: RunDir,
     (name, is_group): (String, bool),
-    (mut found, mut lans): (Vec<Found>, Option<Lans>),
+    (mut found, mut beside): (Vec<Found>, Beside),
     options: &Options,
-) -> Result<Parts, (Failure, Vec<Found>)> {
-    if is_group && let Err(failure) = look_at_links(&mut found, lans.as_mut(), options) {
-        return Err((failure, found));
+) -> Result<Parts, (Failure, (Vec<Found>, Beside))> {
+    if is_group && let Err(failure) = look_at_links(&mut found, beside.lans.as_mut(), options) {
+        return Err((failure, (found, beside)));
     }
-    match looked_into(store, &mut writer, (&name, is_group), &mut found, options) {
+    let disks = beside.disks.as_ref();
+    match looked_into(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
             let member = |((found, watchdog), watches): ((Found, Watchdog), &bool)| {
@@ -171,10 +219,10 @@ pub fn prepare(
                 machine.monitor = found.monitor;
                 Member::new(found.name, machine, found.runs)
             };
-            let machines = Machines::new(guarded.map(member).collect(), is_group, lans);
+            let machines = Machines::new(guarded.map(member).collect(), is_group, beside);
             Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
         }
-        Err(failure) => Err((failure, found)),
+        Err(failure) => Err((failure, (found, beside))),
     }
 }
 
@@ -196,7 +244,7 @@ fn looked_into(
     store: &Store,
     writer: &mut Writer,
     (name, is_group): (&str, bool),
-    found: &mut [Found],
+    (found, disks): (&mut [Found], Option<&SessionDisks>),
     options: &Options,
 ) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>), Failure> {
     for one in found.iter_mut() {
@@ -212,9 +260,10 @@ fn looked_into(
         members.push(MemberMeta { name: one.name.clone(), pid, ram_blocks, machine });
     }
     let meta = MachinesMeta::new(members, is_group);
-    let run = writer.begin_run(name, &copying.layout);
+    let disk_metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
+    let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());
     let run = run.map_err(|e| Failure::store(&e, store.path()))?;
-    let sink = StoreSink::new(run, meta.clone(), options.fault.clone());
+    let sink = StoreSink::new(run, meta.clone(), disks.map(SessionDisks::for_sink), options.fault.clone());
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);

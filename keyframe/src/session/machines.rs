@@ -1,10 +1,10 @@
 //! The VMs of a session as the checkpoint cycle's one machine: one VM alone, or a group that is checkpointed at one instant.
 //!
 //! ```text
-//!   before_stop   the network between members stands still, and what was sent to them has arrived
-//!   stop          all members, at once; where one cannot be stopped, the others run again
+//!   before_stop   the disks are ready to be cut; the network between members stands still, and what was sent to them has arrived
+//!   stop          all members, at once; where one cannot be stopped, the others run again; the disks are cut
 //!   save_devices  of all; then the packets that are on their way
-//!   resume        all; then the network
+//!   resume        all, once what their disks promised is durable; then the network
 //! ```
 //!
 //! Every member has been stopped before any runs again, and nothing is delivered meanwhile. So no member has seen a packet
@@ -12,6 +12,7 @@
 //!
 //! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran is left standing.
 
+use super::disks::SessionDisks;
 use super::machine::QemuMachine;
 use crate::failure::Failure;
 use crate::lans::Lans;
@@ -47,18 +48,29 @@ impl Member {
     }
 }
 
+/// What stands beside the VMs, and stops and goes on with them.
+#[derive(Default)]
+pub struct Beside {
+    /// The networks between them.
+    pub lans: Option<Lans>,
+    /// The disks that we serve.
+    pub disks: Option<SessionDisks>,
+}
+
 /// All VMs of a session.
 pub struct Machines {
     members: Vec<Member>,
     is_group: bool,
     /// The networks between them.
     lans: Option<Lans>,
+    /// Those that we serve.
+    pub disks: Option<SessionDisks>,
 }
 
 impl Machines {
     /// One VM, or with `is_group` those of a group.
-    pub fn new(members: Vec<Member>, is_group: bool, lans: Option<Lans>) -> Self {
-        Self { members, is_group, lans }
+    pub fn new(members: Vec<Member>, is_group: bool, beside: Beside) -> Self {
+        Self { members, is_group, lans: beside.lans, disks: beside.disks }
     }
 
     /// Each of them.
@@ -184,9 +196,10 @@ impl Machines {
         results.into_iter().zip(&self.members).map(named).collect()
     }
 
-    /// Ends the watchdogs and returns the VMs with their names, and the networks between them.
-    pub fn into_vms(self) -> (Vec<(String, Vm)>, Option<Lans>) {
-        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), self.lans)
+    /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
+    pub fn into_vms(self) -> (Vec<(String, Vm)>, Beside) {
+        let beside = Beside { lans: self.lans, disks: self.disks };
+        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), beside)
     }
 
     fn release(&mut self) {
@@ -217,7 +230,14 @@ impl Machine for Machines {
     }
 
     fn before_stop(&mut self) -> Result<(), BoxError> {
-        self.lans.as_mut().map_or(Ok(()), Lans::hold)
+        if let Some(lans) = &mut self.lans {
+            lans.hold()?;
+        }
+        let ready = self.disks.as_mut().map_or(Ok(()), SessionDisks::before_stop);
+        if ready.is_err() {
+            self.release();
+        }
+        ready
     }
 
     fn stop(&mut self) -> Result<Stopped, BoxError> {
@@ -226,7 +246,10 @@ impl Machine for Machines {
             member.stopped = stopped.as_ref().ok().copied();
             stopped
         });
-        match self.all(results) {
+        let stopped = self.all(results);
+        let cut =
+            if stopped.is_ok() { self.disks.as_mut().map_or(Ok(()), SessionDisks::cut) } else { Ok(()) };
+        match cut.and(stopped) {
             Ok(stopped) if stopped.contains(&Stopped::ByUs) => Ok(Stopped::ByUs),
             Ok(_) => Ok(Stopped::Already),
             Err(error) => {
@@ -252,11 +275,13 @@ impl Machine for Machines {
     }
 
     fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
+        let settled = self.disks.as_mut().map_or(Ok(()), SessionDisks::settled);
+        // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is worse.
         let resumed = self.each(|member| match member.stopped {
             Some(stopped) => member.machine.resume(stopped),
             None => Ok(()),
         });
-        self.all(resumed).map(drop)
+        self.all(resumed).and(settled)
     }
 
     fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
@@ -266,6 +291,9 @@ impl Machine for Machines {
             Some(stopped) => member.machine.resumed(stopped),
             None => Ok(Resumed::ByUs),
         });
+        if let Some(disks) = &mut self.disks {
+            disks.resumed();
+        }
         let by = self.all(by)?;
         Ok(if by.contains(&Resumed::ByOther) { Resumed::ByOther } else { Resumed::ByUs })
     }

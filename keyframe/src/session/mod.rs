@@ -11,6 +11,7 @@
 mod attach;
 mod audit;
 mod copying;
+mod disks;
 mod encoding;
 mod engine;
 mod faults;

@@ -1,11 +1,12 @@
 //! The store as the checkpoint cycle's sink.
 
+use super::disks::{Cut, SinkDisks};
 use super::faults::{Fault, Kind};
 use super::launch::lines_now;
 use crate::failure::Failure;
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_qemu::Vm;
-use keyframe_store::{MachineMeta, MemberMeta, PausePhases, Run, SealRequest, Sealed, Timing};
+use keyframe_store::{DiskState, MachineMeta, MemberMeta, PausePhases, Run, SealRequest, Sealed, Timing};
 use keyframe_units::{Page, PageIndex};
 
 /// What the session knows of a checkpoint beyond what the cycle captured.
@@ -17,6 +18,8 @@ pub struct Label {
     pub backlog_ns: u64,
     /// A name for it.
     pub tag: Option<String>,
+    /// What its pause cut from the disks.
+    pub cut: Option<Cut>,
 }
 
 /// The machines of a session.
@@ -61,18 +64,25 @@ fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<(), Failure> {
 pub struct StoreSink {
     run: Run,
     machines: MachinesMeta,
+    disks: Option<SinkDisks>,
     fault: Option<Fault>,
 }
 
 impl StoreSink {
     /// A sink into `run`.
-    pub fn new(run: Run, machines: MachinesMeta, fault: Option<Fault>) -> Self {
-        Self { run, machines, fault }
+    pub fn new(run: Run, machines: MachinesMeta, disks: Option<SinkDisks>, fault: Option<Fault>) -> Self {
+        Self { run, machines, disks, fault }
     }
 
-    /// Closes the run's pack.
-    pub fn finish(self) -> Result<(), keyframe_store::Error> {
-        self.run.finish()
+    /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
+    pub fn finish(mut self) -> Result<DiskState, keyframe_store::Error> {
+        let disks = self.run.disk_state();
+        self.run.finish()?;
+        Ok(disks)
+    }
+
+    fn strike(fault: Option<&Fault>) -> Result<(), BoxError> {
+        fault.and_then(|fault| fault.strike(Kind::DiskFull)).map_or(Ok(()), Err)
     }
 }
 
@@ -81,14 +91,16 @@ impl Sink for StoreSink {
     type Sealed = Sealed;
 
     fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
-        if let Some(error) = self.fault.as_ref().and_then(|fault| fault.strike(Kind::DiskFull)) {
-            return Err(error);
-        }
+        Self::strike(self.fault.as_ref())?;
         self.run.put_page(page, content)?;
         Ok(())
     }
 
     fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
+        if let (Some(disks), Some(cut)) = (&self.disks, &label.cut) {
+            let fault = self.fault.as_ref();
+            disks.put(cut, &mut self.run, &mut || Self::strike(fault))?;
+        }
         let t = &captured.timeline;
         let timing = Timing {
             interval_ns: t.interval_ns,

@@ -120,6 +120,20 @@ impl Disks {
         Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
     }
 
+    /// Some thousand extents of the same, from `from` on, and where to go on: for one who shares this hold with others.
+    pub fn pages_from(
+        &mut self,
+        index: usize,
+        epoch: DiskEpoch,
+        from: DiskBlock,
+    ) -> Result<(Vec<Extent>, Option<DiskBlock>)> {
+        match self.ask(&Order::Pages { disk: index, epoch, from }, ANSWER_TIMEOUT)? {
+            // One that goes backwards would never end.
+            Answer::Pages { extents, next } if next.is_none_or(|next| next > from) => Ok((extents, next)),
+            other => Err(unexpected(&other)),
+        }
+    }
+
     /// Reads slots of the disk at `index`, without asking the server.
     pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
         let spec =
@@ -208,16 +222,10 @@ pub struct Pages<'a> {
 
 impl Pages<'_> {
     fn fetch(&mut self, from: DiskBlock) -> Result<()> {
-        let order = Order::Pages { disk: self.index, epoch: self.epoch, from };
-        match self.disks.ask(&order, ANSWER_TIMEOUT)? {
-            // One that goes backwards would never end.
-            Answer::Pages { extents, next } if next.is_none_or(|next| next > from) => {
-                self.ready = extents.into_iter();
-                self.next = next;
-                Ok(())
-            }
-            other => Err(unexpected(&other)),
-        }
+        let (extents, next) = self.disks.pages_from(self.index, self.epoch, from)?;
+        self.ready = extents.into_iter();
+        self.next = next;
+        Ok(())
     }
 }
 

@@ -1,6 +1,7 @@
 //! The process itself.
 
 use super::{Answer, DISKS_MAX, EXTENTS_MAX, Order, ServerStats, Spec, Stats, frame};
+use crate::lock::ImageLock;
 use crate::nbd::{Export, Server};
 use crate::{Base, Disk, DiskEpoch, Error, Layer, Result};
 use std::collections::BTreeSet;
@@ -21,11 +22,15 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     let Some(order) = frame::receive(control)? else { return Ok(()) };
     let opened = match order {
         Order::Open { socket, specs } => open(&specs, &open_layer)
-            .and_then(|exports| Ok((Server::start(&socket, exports.clone())?, exports))),
+            .and_then(|(exports, locks)| Ok((Server::start(&socket, exports.clone())?, exports, locks))),
         _ => Err(Error::protocol("the engine", "its first order is not to open the disks")),
     };
     match opened {
-        Ok((server, exports)) => Serving { server, exports }.run(control),
+        Ok((server, exports, locks)) => {
+            let served = Serving { server, exports }.run(control);
+            drop(locks);
+            served
+        }
         Err(error) => {
             frame::send(control, &failed(&error))?;
             Err(error)
@@ -33,19 +38,24 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     }
 }
 
-fn open(specs: &[Spec], open_layer: &impl Fn(&str) -> Result<Box<dyn Layer>>) -> Result<Vec<Export>> {
+fn open(
+    specs: &[Spec],
+    open_layer: &impl Fn(&str) -> Result<Box<dyn Layer>>,
+) -> Result<(Vec<Export>, Vec<ImageLock>)> {
     let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
     if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
         let problem = format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
         return Err(Error::protocol("the engine", problem));
     }
     let open = |spec: &Spec| {
+        let lock = ImageLock::take(&spec.base)?;
         let base = Base::open(&spec.base, spec.format)?;
         let layer = spec.layer.as_deref().map(open_layer).transpose()?;
         let disk = Arc::new(Disk::create(&spec.overlay, base, layer)?);
-        Ok(Export { name: spec.export.clone(), disk })
+        Ok((Export { name: spec.export.clone(), disk }, lock))
     };
-    specs.iter().map(open).collect()
+    let opened = specs.iter().map(open).collect::<Result<Vec<_>>>()?;
+    Ok(opened.into_iter().unzip())
 }
 
 fn failed(error: &Error) -> Answer {

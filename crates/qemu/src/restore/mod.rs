@@ -15,7 +15,7 @@
 //! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running. A lazy restore, though, is
 //!    ended with us until all of its RAM is there.
 //!
-//! Left out: disks.
+//! Left out: what disks hold, which is served by somebody else.
 
 mod carried;
 mod fill;
@@ -25,6 +25,7 @@ mod plan;
 pub use plan::Plan;
 
 use crate::accel::{self, Accelerator};
+use crate::drives::DiskServer;
 use crate::lifetime::Lifetime;
 use crate::ramblock;
 use crate::spawn;
@@ -86,6 +87,8 @@ pub struct RestoreOptions {
     pub paused: bool,
     /// Another accelerator than the line names. The device state is converted.
     pub accelerator: Option<Accelerator>,
+    /// Who serves the disks that the guest can write to.
+    pub disks: Option<DiskServer>,
 }
 
 /// Where a checkpoint's pages come from.

@@ -11,6 +11,7 @@
 use super::{RestoreOptions, RestoreSource, carried};
 use crate::accel::{self, Accelerator};
 use crate::binary::{self, QemuIdentity};
+use crate::drives;
 use crate::invocation::text;
 use crate::options::{self, Argument, Object, escape};
 use crate::ramblock::backend_of;
@@ -110,12 +111,16 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused, accelerator } = options;
+        let RestoreOptions { qemu, paused, accelerator, disks } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
         let kept = options::parse(source.user_command.get(1..).unwrap_or_default())?;
         let kept = carried::carry(&kept, &extra, &mut notes)?;
+        let kept = match &disks {
+            Some(server) => drives::rewrite(&kept, server)?,
+            None => kept,
+        };
         let mut words = match accelerator {
             Some(_) => rewrite(&accel::without_accelerator(&kept), &source.ram, &mut notes)?,
             None => rewrite(&kept, &source.ram, &mut notes)?,

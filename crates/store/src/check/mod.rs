@@ -249,7 +249,7 @@ impl Check<'_> {
             let below = meta.map_chain.iter().skip_while(|id| **id != header.id).nth(1).copied();
             header.parent == below
                 && to_hex(&header.run) == meta.run
-                && header.space_pages == meta.ram.len_pages()
+                && Some(header.space_pages) == meta.space_pages()
         })
     }
 
@@ -303,8 +303,8 @@ impl Check<'_> {
             if !mentioned {
                 continue;
             }
-            if let Ok(image) = self.inner.read_page_map(meta) {
-                for (_, to) in image.iter() {
+            if let Ok((ram, disks)) = self.inner.read_maps(meta) {
+                for to in ram.iter().map(|(_, to)| to).chain(disks.records()) {
                     if let Some(set) = refs.get(&to).and_then(|at| victims.get_mut(*at)) {
                         set.insert(*id);
                     }

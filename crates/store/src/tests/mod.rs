@@ -5,6 +5,7 @@
 
 mod crash;
 mod damage;
+mod disks;
 mod full_disk;
 mod golden;
 mod lock;

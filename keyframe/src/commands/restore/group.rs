@@ -1,6 +1,6 @@
 //! A group's checkpoint comes to life: all members are loaded, the packets between them wait again, then all run.
 
-use super::{Restore, StoredRam, nanoseconds};
+use super::{Restore, RestoredDisks, StoredRam, nanoseconds};
 use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
 use crate::lans::{self, Lans};
 use crate::output;
@@ -26,6 +26,8 @@ pub struct Kept<'a> {
     pub device_state: &'a [u8],
     /// The members' RAM.
     pub ram: &'a Arc<StoredRam>,
+    /// The members' disks.
+    pub disks: &'a RestoredDisks,
     /// When the command began.
     pub began: Instant,
 }
@@ -80,7 +82,8 @@ impl RamSource for MemberRam {
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
     let (members, in_flight) = members(command, group)?;
     let moves = Moves::of(command)?;
-    let plans = members.iter().map(|member| plan(command, member, &moves)).collect::<Result<Vec<_>, _>>()?;
+    let plans =
+        members.iter().map(|member| plan(command, group, member, &moves)).collect::<Result<Vec<_>, _>>()?;
     // Before the VMs: they connect as they start.
     let mut lans = network(&in_flight, &moves)?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
@@ -269,10 +272,11 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<(Vec<Member<'a>>, 
     Ok((members.iter().zip(rams).zip(states).zip(extra).map(member).collect(), in_flight))
 }
 
-fn plan(command: &Restore, member: &Member<'_>, moves: &Moves) -> Result<Plan, Failure> {
+fn plan(command: &Restore, group: &Kept<'_>, member: &Member<'_>, moves: &Moves) -> Result<Plan, Failure> {
+    let disks = group.disks.server(&format!("{}/", member.meta.name));
     let machine = &member.meta.machine;
     let machine = MachineMeta { user_command: moves.line(machine), ..machine.clone() };
     command
-        .plan(&machine, &member.ram, member.extra.clone(), true)
+        .plan(&machine, &member.ram, member.extra.clone(), true, disks)
         .map_err(|failure| failure.about(&member.meta.name))
 }

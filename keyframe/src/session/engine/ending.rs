@@ -6,7 +6,7 @@ impl Engine<'_> {
     /// What was captured is sealed before the run ends.
     fn seal_the_rest(&mut self) -> Result<(), Failure> {
         let sink = self.end_encoding()?;
-        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))
+        sink.finish().map(drop).map_err(|e| Failure::store(&e, self.store.path()))
     }
 
     /// Ends the encoder and takes in its last reports.
@@ -34,7 +34,7 @@ impl Engine<'_> {
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
         let (is_attached, is_group) = (self.machines.is_attached(), self.machines.is_group());
-        let (vms, lans) = self.machines.into_vms();
+        let (vms, beside) = self.machines.into_vms();
         let quiet = self.options.quiet;
         let say = |text: &str| {
             if !quiet {
@@ -47,7 +47,9 @@ impl Engine<'_> {
                 self.sealed
             );
         }
-        let code = match end? {
+        let end = end?;
+        let keeps = matches!(end, End::Asked(OnExit::Keep));
+        let code = match end {
             End::Vm(exit) if exit.success() => {
                 // Its console is somebody else's.
                 if is_attached {
@@ -89,8 +91,17 @@ impl Engine<'_> {
                 DONE
             }
         };
-        if let Some(lans) = lans {
+        if let Some(lans) = beside.lans {
             lans.end();
+        }
+        if let Some(disks) = beside.disks {
+            let place = if keeps { disks.keep() } else { disks.end()? };
+            if let Some(place) = place {
+                say(&format!(
+                    "what the guest has written to its disks is in {}; the images are as they were",
+                    place.display()
+                ));
+            }
         }
         finished?;
         self.options.quiet |= code == FAILED;

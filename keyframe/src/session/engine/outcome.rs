@@ -10,12 +10,18 @@ impl Engine<'_> {
     pub(super) fn settle(&mut self, report: Report<Sealed>) {
         match self.copying.cycle.settle(report) {
             Settled::Sealed { seq, sealed } => {
+                if let Some(disks) = &mut self.machines.disks {
+                    disks.sealed(seq);
+                }
                 let entry = self.succeeded(seq, &sealed);
                 if let Some(taker) = self.takers.remove(&seq) {
                     let _ = taker.send(Response::Taken(Box::new(entry)));
                 }
             }
             Settled::Failed { lost, error } => {
+                if let Some(disks) = &mut self.machines.disks {
+                    disks.failed(&lost);
+                }
                 let text = self.failed(&chain(&error), lost.len().max(1) as u64, false);
                 for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
                     let _ = taker.send(Response::Failed(text.clone()));
@@ -127,7 +133,7 @@ impl Engine<'_> {
     /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete checkpoint.
     fn begin_anew(&mut self) -> Result<(), Failure> {
         let sink = self.end_encoding()?;
-        sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
+        let known = sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
         self.copying.cycle.untrack();
         self.copying.strategies.untrack();
         let is_group = self.machines.is_group();
@@ -138,12 +144,15 @@ impl Engine<'_> {
             member.machine.set_watches_discards(*watches);
         }
         self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.machine.vm))?;
+        let disks = self.machines.disks.as_ref();
+        let metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
         let run = self
             .writer
-            .begin_run(&self.name, &self.copying.layout)
+            .begin_run_with(&self.name, &self.copying.layout, metas, known)
             .map_err(|e| Failure::store(&e, self.store.path()))?;
         let fault = self.options.fault.clone();
-        let sink = StoreSink::new(run, self.meta.clone(), fault.clone());
+        let disks = disks.map(super::super::disks::SessionDisks::for_sink);
+        let sink = StoreSink::new(run, self.meta.clone(), disks, fault.clone());
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);
@@ -152,7 +161,7 @@ impl Engine<'_> {
     }
 
     /// Says why `lost` checkpoints failed, once for a row of the same.
-    fn failed(&mut self, message: &str, lost: u64, hopeless: bool) -> String {
+    pub(super) fn failed(&mut self, message: &str, lost: u64, hopeless: bool) -> String {
         self.failed += lost;
         let consequence = if hopeless {
             "no more checkpoints are taken; the VM runs on"

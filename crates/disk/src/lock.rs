@@ -1,0 +1,80 @@
+//! Keeps others from writing an image while it is served, as QEMU's own processes keep each other.
+//!
+//! ```text
+//!   byte 100 + p   somebody uses permission p: 0 read, 1 write, 3 resize
+//!   byte 200 + p   somebody does not let others use it
+//! ```
+//!
+//! QEMU locks these bytes for reading (open file description locks), and looks whether somebody else has locked those that
+//! contradict its own. A served image is read, and nobody else may write or resize it; others may read it too.
+//!
+//! Left out: the files beneath a qcow2 image, which QEMU does not let be written through it either.
+
+use crate::{Error, Result};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc::{self, flock};
+use std::fs::File;
+use std::path::Path;
+
+const USED: i64 = 100;
+const KEPT: i64 = 200;
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+
+/// Holds the locks until it is dropped, or the process ends.
+#[derive(Debug)]
+pub struct ImageLock {
+    _file: File,
+}
+
+impl ImageLock {
+    /// Locks the image at `path`. Error: somebody writes it.
+    pub fn take(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let file = File::open(path).map_err(Error::io(&name, "open"))?;
+        let failed = |e: Errno| Error::io(&name, "lock")(std::io::Error::from(e));
+        for byte in [USED + READ, KEPT + WRITE, KEPT + RESIZE] {
+            fcntl(&file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK, byte))).map_err(failed)?;
+        }
+        for byte in [USED + WRITE, USED + RESIZE, KEPT + READ] {
+            let mut found = lock(libc::F_WRLCK, byte);
+            fcntl(&file, FcntlArg::F_OFD_GETLK(&mut found)).map_err(failed)?;
+            if i32::from(found.l_type) != libc::F_UNLCK {
+                return Err(Error::refused(
+                    name,
+                    "another process (a VM, qemu-img or qemu-nbd) has it open for writing",
+                    "end that first, or run on a copy of the image",
+                ));
+            }
+        }
+        Ok(Self { _file: file })
+    }
+}
+
+fn lock(kind: i32, byte: i64) -> flock {
+    flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: byte, l_len: 1, l_pid: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_may_read_and_none_may_write() {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        let first = ImageLock::take(image.path()).unwrap();
+        let second = ImageLock::take(image.path()).unwrap();
+        // As QEMU does before it writes.
+        let writer = File::open(image.path()).unwrap();
+        let mut found = lock(libc::F_WRLCK, KEPT + WRITE);
+        fcntl(&writer, FcntlArg::F_OFD_GETLK(&mut found)).unwrap();
+        assert_eq!(i32::from(found.l_type), libc::F_RDLCK);
+        drop((first, second));
+        fcntl(&writer, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK, USED + WRITE))).unwrap();
+        assert!(matches!(ImageLock::take(image.path()), Err(Error::Refused { .. })));
+        drop(writer);
+        ImageLock::take(image.path()).unwrap();
+    }
+}

@@ -1,0 +1,195 @@
+//! Disks in checkpoints, against a naive model: one content number for each block, or nothing where it was never written.
+
+use super::*;
+use crate::{BaseMeta, BlockContent, DiskMeta, DiskState};
+use proptest::prelude::*;
+
+const RAM_PAGES: u64 = 8;
+const BLOCKS: [u64; 2] = [50, 30];
+
+/// Both disks' blocks, one behind the other.
+type Disks = Vec<Option<u64>>;
+
+fn disk_metas() -> Vec<DiskMeta> {
+    let disk = |(n, blocks): (usize, &u64)| DiskMeta {
+        name: format!("d{n}"),
+        // The last block is a part of one.
+        disk_bytes: blocks * PAGE_BYTES as u64 - 512,
+        base: BaseMeta { path: "/base".into(), format: "raw".into(), files: Vec::new() },
+        ..DiskMeta::default()
+    };
+    BLOCKS.iter().enumerate().map(disk).collect()
+}
+
+fn place(at: u64) -> (usize, u64) {
+    if at < BLOCKS[0] { (0, at) } else { (1, at - BLOCKS[0]) }
+}
+
+fn assert_disks(store: &Store, id: CheckpointId, expected: &Disks) {
+    let loaded = store.load_disks(id).unwrap();
+    let mut known = 0;
+    for (at, want) in (0u64..).zip(expected) {
+        let (disk, block) = place(at);
+        let number = PageIndex(loaded.meta.blocks_of(disk).unwrap().first.0 + block);
+        let mut page = [7; PAGE_BYTES];
+        let found = loaded.read_block(number, &mut page).unwrap();
+        match want {
+            None => assert_eq!(found, BlockContent::Base, "block {at} of checkpoint {id}"),
+            Some(0) => assert_eq!(found, BlockContent::Zero, "block {at} of checkpoint {id}"),
+            Some(n) => assert!(found == BlockContent::Data && page == content(*n), "block {at} of {id}"),
+        }
+        known += u64::from(want.is_some());
+        let next = (number.0..).zip(&expected[at as usize..]).find(|(_, c)| c.is_some());
+        assert_eq!(loaded.next_block(number), next.map(|(n, _)| PageIndex(n)));
+    }
+    assert_eq!(loaded.known_blocks(), known);
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Data(u64, u64),
+    Zeros(u64, u64),
+    Page(u64, u64),
+    Seal,
+    Abandon,
+    /// A new run of the same disks.
+    Anew,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        6 => (0u64..80, 1u64..9).prop_map(|(b, n)| Op::Data(b, n)),
+        2 => (0u64..80, 1u64..40).prop_map(|(b, n)| Op::Zeros(b, n)),
+        2 => (0u64..RAM_PAGES, 0u64..9).prop_map(|(p, n)| Op::Page(p, n)),
+        3 => Just(Op::Seal),
+        1 => Just(Op::Abandon),
+        1 => Just(Op::Anew),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Each checkpoint gives back RAM and disks as they were put, over maps of several levels and checkpoints given up.
+    #[test]
+    fn disks_come_back(ops in prop::collection::vec(op(), 1..120)) {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::init(&dir.path().join("s")).unwrap();
+        let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+        let mut run = writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+        let (mut ram, mut disks) = (vec![0; RAM_PAGES as usize], vec![None; 80]);
+        let (mut sealed_ram, mut sealed_disks) = (ram.clone(), disks.clone());
+        let mut sealed = Vec::new();
+        for op in ops {
+            match op {
+                Op::Data(at, n) => {
+                    let (disk, block) = place(at);
+                    run.put_block(disk, block, &content(n)).unwrap();
+                    disks[at as usize] = Some(n);
+                }
+                Op::Zeros(at, n) => {
+                    let (disk, block) = place(at);
+                    let n = n.min(BLOCKS[disk] - block);
+                    run.put_zero_blocks(disk, block, n).unwrap();
+                    disks[at as usize..(at + n) as usize].fill(Some(0));
+                }
+                Op::Page(page, n) => {
+                    run.put_page(PageIndex(page), &content(n)).unwrap();
+                    ram[page as usize] = n;
+                }
+                Op::Seal => {
+                    let id = seal(&mut run, RAM_PAGES).unwrap().id;
+                    sealed.push((id, ram.clone(), disks.clone()));
+                    (sealed_ram, sealed_disks) = (ram.clone(), disks.clone());
+                }
+                Op::Anew => {
+                    let state = run.disk_state();
+                    run.finish().unwrap();
+                    run = writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), state).unwrap();
+                    (ram, disks) = (vec![0; RAM_PAGES as usize], sealed_disks.clone());
+                    sealed_ram = ram.clone();
+                }
+                Op::Abandon => {
+                    run.abandon();
+                    (ram, disks) = (sealed_ram.clone(), sealed_disks.clone());
+                }
+            }
+        }
+        run.finish().unwrap();
+        for (id, ram, disks) in &sealed {
+            assert_image(&store, *id, ram);
+            assert_disks(&store, *id, disks);
+        }
+        assert_clean(&store);
+    }
+}
+
+#[test]
+fn blocks_are_found_in_ram_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::init(&dir.path().join("s")).unwrap();
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let mut run =
+        writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+    run.put_page(PageIndex(0), &content(5)).unwrap();
+    assert_eq!(run.put_block(1, 3, &content(5)).unwrap(), crate::Put::Dedup);
+    run.put_block(1, 4, &content(7)).unwrap();
+    run.put_zero_blocks(1, 10, 20).unwrap();
+    let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[1].counts;
+    assert_eq!(
+        (counts.written_blocks, counts.dedup_blocks, counts.stored_blocks, counts.zero_blocks),
+        (22, 1, 1, 20)
+    );
+    assert_eq!(run.put_block(1, 4, &content(7)).unwrap(), crate::Put::Unchanged);
+    let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[1].counts;
+    assert_eq!((counts.written_blocks, counts.unchanged_blocks), (1, 1));
+    assert!(matches!(run.put_block(1, 30, &content(1)), Err(Error::BlockOutside { disk: 1, block: 30, .. })));
+    assert!(matches!(run.put_zero_blocks(0, 40, 11), Err(Error::BlockOutside { .. })));
+    assert!(run.put_block(2, 0, &content(1)).is_err() && run.put_zero_blocks(0, u64::MAX, 2).is_err());
+}
+
+#[test]
+fn a_huge_disk_made_zero_costs_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::init(&dir.path().join("s")).unwrap();
+    let mut writer = store.lock_writer("test").unwrap();
+    let huge = DiskMeta { disk_bytes: 2 << 40, ..disk_metas().remove(0) };
+    let blocks = huge.blocks();
+    let mut run = writer.begin_run_with("vm", &layout(RAM_PAGES), vec![huge], DiskState::default()).unwrap();
+    for _ in 0..3 {
+        run.put_zero_blocks(0, 0, blocks).unwrap();
+        run.put_block(0, blocks / 2, &content(9)).unwrap();
+        let sealed = seal(&mut run, RAM_PAGES).unwrap();
+        assert!(sealed.meta.counts.map_bytes < 400, "{}", sealed.meta.counts.map_bytes);
+        assert_eq!(store.load_disks(sealed.id).unwrap().known_blocks(), blocks);
+    }
+    let mut beyond = disk_metas();
+    beyond[0].disk_bytes = u64::MAX;
+    drop(run);
+    assert!(matches!(
+        writer.begin_run_with("vm", &layout(RAM_PAGES), beyond, DiskState::default()),
+        Err(Error::DisksTooLarge)
+    ));
+}
+
+#[test]
+fn a_bad_record_of_a_disk_hurts_the_checkpoints_that_hold_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::init(&dir.path().join("s")).unwrap();
+    let mut writer = store.lock_writer("test").unwrap();
+    let mut run =
+        writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+    seal(&mut run, RAM_PAGES).unwrap();
+    run.put_block(0, 1, &content(11)).unwrap();
+    let hurt = seal(&mut run, RAM_PAGES).unwrap().id;
+    run.put_block(0, 1, &content(13)).unwrap();
+    seal(&mut run, RAM_PAGES).unwrap();
+    run.finish().unwrap();
+    drop(writer);
+    let pack = dir.path().join("s/packs/00000001.pack");
+    let mut bytes = std::fs::read(&pack).unwrap();
+    let at = bytes.windows(64).position(|w| *w == content(11)[100..164]).expect("noise is stored as it is");
+    bytes[at] ^= 1;
+    std::fs::write(&pack, bytes).unwrap();
+    let hurts = check(&Store::open(&dir.path().join("s")).unwrap()).hurt_checkpoints();
+    assert_eq!(hurts.into_iter().collect::<Vec<_>>(), [hurt]);
+}

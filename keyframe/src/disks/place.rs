@@ -1,0 +1,108 @@
+//! Where the overlays of a VM's disks lie in a store.
+//!
+//! ```text
+//!   STORE/disks/NAME.1/         one for each start of a VM with disks; NAME.2 for the next
+//!     disks.json                whose it is, and the image beneath each disk
+//!     DISK/                     an overlay (docs/formats/disk-overlay.md)
+//! ```
+//!
+//! Invariant: what a guest has written to a disk stays until somebody says what is to become of it; only a place that
+//! nothing was written to, or whose writes were not to last, is removed.
+
+use crate::failure::Failure;
+use crate::rundir::name_from;
+use keyframe_store::{DiskMeta, Store};
+use serde::{Deserialize, Serialize};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+const INFO: &str = "disks.json";
+/// More than anybody leaves behind.
+const PLACES_MAX: u32 = 1 << 20;
+/// Far above what the description of 64 disks takes.
+const INFO_BYTES_MAX: u64 = 4 << 20;
+
+/// What is said of a place.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Info {
+    /// The VM, or the group.
+    pub vm: String,
+    /// When it was started.
+    pub began: jiff::Timestamp,
+    /// The checkpoint that it was restored from: its blocks lie between overlay and image.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub checkpoint: Option<u64>,
+    /// The disks and the directories of their overlays.
+    pub disks: Vec<(DiskMeta, String)>,
+}
+
+/// A place of its own.
+#[derive(Debug)]
+pub struct Place {
+    path: PathBuf,
+}
+
+impl Place {
+    /// Makes the next free one of `vm`.
+    pub fn claim(store: &Store, vm: &str) -> Result<Self, Failure> {
+        let folder = std::path::absolute(store.path().join("disks"));
+        let folder = folder.map_err(|e| failed("resolve", store.path(), &e))?;
+        let make =
+            |path: &Path, recursive| std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path);
+        make(&folder, true).map_err(|e| failed("make", &folder, &e))?;
+        for number in 1..PLACES_MAX {
+            let path = folder.join(format!("{vm}.{number}"));
+            match make(&path, false) {
+                Ok(()) => return Ok(Self { path }),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(failed("make", &path, &e)),
+            }
+        }
+        Err(Failure::new(format!("{}: too many places of VM {vm}", folder.display())).fix("remove old ones"))
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The directory of the overlay of disk number `index`.
+    pub fn overlay(&self, index: usize, name: &str) -> PathBuf {
+        self.path.join(format!("{index}-{}", name_from(name)))
+    }
+
+    /// Says whose it is.
+    pub fn describe(&self, info: &Info) -> Result<(), Failure> {
+        let text = serde_json::to_vec_pretty(info).map_err(|e| Failure::new(format!("{INFO}: {e}")))?;
+        std::fs::write(self.path.join(INFO), text).map_err(|e| failed("write", &self.path.join(INFO), &e))
+    }
+
+    /// Removes it with all that it holds.
+    pub fn remove(&self) {
+        // What cannot be removed harms nobody.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+fn failed(operation: &str, path: &Path, error: &std::io::Error) -> Failure {
+    Failure::new(format!("{operation} {}: {error}", path.display()))
+}
+
+/// The places that hold writes to one of the images `bases`, with the image.
+pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, Info, String)> {
+    let Ok(folder) = std::fs::read_dir(store.path().join("disks")) else { return Vec::new() };
+    let mut found = Vec::new();
+    for entry in folder.flatten() {
+        let text = std::fs::metadata(entry.path().join(INFO))
+            .ok()
+            .filter(|meta| meta.len() <= INFO_BYTES_MAX)
+            .and_then(|_| std::fs::read(entry.path().join(INFO)).ok());
+        let Some(info) = text.and_then(|text| serde_json::from_slice::<Info>(&text).ok()) else { continue };
+        let base = info.disks.iter().map(|(disk, _)| &disk.base.path).find(|p| bases.contains(&p.as_str()));
+        if let Some(base) = base.cloned() {
+            found.push((entry.path(), info, base));
+        }
+    }
+    found.sort_by(|a, b| a.0.cmp(&b.0));
+    found
+}
