@@ -37,6 +37,7 @@ mod process;
 pub mod qmp;
 mod ramblock;
 pub mod restore;
+pub mod rollback;
 mod spawn;
 mod statefile;
 pub mod stream;

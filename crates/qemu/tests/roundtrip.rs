@@ -20,7 +20,7 @@ impl Drop for Alive {
 }
 
 fn bring_back(checkpoint: &Checkpoint) -> Alive {
-    let options = RestoreOptions { qemu: None, paused: true, accelerator: None };
+    let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
     let plan = Plan::new(checkpoint.source.clone(), Vec::new(), options).unwrap();
     assert_eq!(plan.notes(), [] as [&str; 0]);
     Alive(restore::start(plan, checkpoint, &checkpoint.device_state).unwrap())

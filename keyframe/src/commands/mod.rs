@@ -13,6 +13,7 @@ pub mod list;
 pub mod mount;
 pub mod profile;
 pub mod restore;
+pub mod rollback;
 pub mod run;
 pub mod show;
 pub mod stats;

@@ -8,7 +8,7 @@ use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::Accelerator;
 use keyframe_qemu::restore::lazy::Residency;
-use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
+use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
 use keyframe_store::{Loaded, MachineMeta, Unmapped};
 use keyframe_units::{Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
@@ -188,11 +188,12 @@ impl Restore {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
+        let lineage = Lineage { store: store.id().into(), checkpoint: id };
         if !meta.members.is_empty() {
-            let group = group::Kept { id, meta: &meta, device_state: &device_state, ram: &ram, began };
+            let group = group::Kept { lineage: &lineage, id, meta: &meta, device_state: &device_state, ram: &ram, began };
             return group::restore(self, &group, &interrupted);
         }
-        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused)?;
+        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, &lineage)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = nanoseconds(began);
         let started = if self.lazy {
@@ -244,6 +245,7 @@ impl Restore {
         ram: &RamLayout,
         extra: Vec<OsString>,
         paused: bool,
+        lineage: &Lineage,
     ) -> Result<Plan, Failure> {
         let source = RestoreSource {
             user_command: machine.user_command.clone(),
@@ -256,7 +258,8 @@ impl Restore {
             cpu_lacks: machine.cpu_lacks.clone(),
         };
         let accelerator = self.accel.map(Accelerator::from);
-        let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator };
+        let lineage = Some(lineage.clone());
+        let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator, lineage, monitor: None };
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         for note in plan.notes() {
             eprintln!("keyframe: note: {note}");

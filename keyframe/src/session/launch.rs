@@ -184,7 +184,10 @@ fn looked_into(
     let meta = MachinesMeta::new(members, is_group);
     let run = writer.begin_run(name, &copying.layout);
     let run = run.map_err(|e| Failure::store(&e, store.path()))?;
-    let sink = StoreSink::new(run, meta.clone(), options.fault.clone());
+    // A group's members come from one checkpoint.
+    let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
+    let origin = lineage.map(|l| l.checkpoint);
+    let sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);

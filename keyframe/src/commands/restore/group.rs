@@ -4,7 +4,7 @@ use super::{Restore, StoredRam, nanoseconds};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use keyframe_capture::group::split_states;
-use keyframe_qemu::restore::{self, Plan, RamSource, Restored};
+use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};
 use keyframe_store::{MemberMeta, Meta};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// A group's checkpoint.
 pub struct Kept<'a> {
+    /// What its VMs are told of it.
+    pub lineage: &'a Lineage,
     /// Its number.
     pub id: CheckpointId,
     /// What it tells about itself.
@@ -75,7 +77,7 @@ impl RamSource for MemberRam {
 /// Restores all members of `group` and waits for their ends.
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
     let members = members(command, group)?;
-    let plans = members.iter().map(|member| plan(command, member)).collect::<Result<Vec<_>, _>>()?;
+    let plans = members.iter().map(|member| plan(command, member, group.lineage)).collect::<Result<Vec<_>, _>>()?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
     if !command.paused {
         let ran = restored.iter_mut().try_for_each(|m| m.vm().qmp().cont());
@@ -201,8 +203,8 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<Vec<Member<'a>>, F
     Ok(members.iter().zip(rams).zip(states).zip(extra).map(member).collect())
 }
 
-fn plan(command: &Restore, member: &Member<'_>) -> Result<Plan, Failure> {
+fn plan(command: &Restore, member: &Member<'_>, lineage: &Lineage) -> Result<Plan, Failure> {
     command
-        .plan(&member.meta.machine, &member.ram, member.extra.clone(), true)
+        .plan(&member.meta.machine, &member.ram, member.extra.clone(), true, lineage)
         .map_err(|failure| failure.about(&member.meta.name))
 }
