@@ -6,6 +6,7 @@ mod commands;
 mod control;
 mod failure;
 mod images;
+mod lineage;
 mod mount;
 mod output;
 mod profile;
@@ -42,6 +43,7 @@ enum Command {
     List(commands::list::List),
     Show(commands::show::Show),
     Restore(commands::restore::Restore),
+    Branch(commands::branch::Branch),
     Rollback(commands::rollback::Rollback),
     Mount(commands::mount::Mount),
     Export(commands::export::Export),
@@ -72,6 +74,7 @@ impl Command {
             Self::List(c) => c.run(),
             Self::Show(c) => c.run(),
             Self::Restore(c) => c.run(),
+            Self::Branch(c) => c.run(),
             Self::Rollback(c) => c.run(),
             Self::Mount(c) => c.run(),
             Self::Export(c) => c.run(),

@@ -2,6 +2,7 @@
 
 pub mod attach;
 pub mod bench;
+pub mod branch;
 pub mod check;
 pub mod checkpoints;
 pub mod disks;

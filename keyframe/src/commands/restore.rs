@@ -65,7 +65,7 @@ pub struct Restore {
 
 /// What `--accel` takes.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum Accel {
+pub enum Accel {
     Kvm,
     Tcg,
 }
@@ -247,16 +247,7 @@ impl Restore {
         paused: bool,
         lineage: &Lineage,
     ) -> Result<Plan, Failure> {
-        let source = RestoreSource {
-            user_command: machine.user_command.clone(),
-            qemu_path: machine.qemu_path.clone().into(),
-            qemu_version: machine.qemu_version.clone(),
-            qemu_blake3: machine.qemu_blake3.clone(),
-            machine_type: machine.machine_type.clone(),
-            working_directory: machine.working_directory.clone().into(),
-            ram: ram.clone(),
-            cpu_lacks: machine.cpu_lacks.clone(),
-        };
+        let source = source_of(machine, ram);
         let accelerator = self.accel.map(Accelerator::from);
         let lineage = Some(lineage.clone());
         let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator, lineage, monitor: None };
@@ -265,6 +256,20 @@ impl Restore {
             eprintln!("keyframe: note: {note}");
         }
         Ok(plan)
+    }
+}
+
+/// What a restore has to know of the machine.
+pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
+    RestoreSource {
+        user_command: machine.user_command.clone(),
+        qemu_path: machine.qemu_path.clone().into(),
+        qemu_version: machine.qemu_version.clone(),
+        qemu_blake3: machine.qemu_blake3.clone(),
+        machine_type: machine.machine_type.clone(),
+        working_directory: machine.working_directory.clone().into(),
+        ram: ram.clone(),
+        cpu_lacks: machine.cpu_lacks.clone(),
     }
 }
 

@@ -88,7 +88,7 @@ impl Making<'_> {
                 reason: "device and network are one word here, so that clones cannot have networks of their own".into(),
                 fix: "start the VM with `-device virtio-net-pci,netdev=n0 -netdev ...,id=n0` instead".into(),
             }),
-            "device" => vec![self.device(argument)],
+            "device" => vec![self.device(argument)?],
             _ => same(),
         })
     }
@@ -180,13 +180,23 @@ impl Making<'_> {
         }
     }
 
-    fn device(&mut self, argument: &Argument) -> Argument {
+    fn device(&mut self, argument: &Argument) -> Result<Argument> {
         let keys = properties(argument.value(), "driver").unwrap_or_default();
-        if value_of(&keys, "driver") != Some("vmgenid") || self.clone.exact {
-            return argument.clone();
+        if value_of(&keys, "driver") != Some("vmgenid") {
+            return Ok(argument.clone());
+        }
+        if self.clone.exact {
+            return match value_of(&keys, "guid") {
+                Some(guid) if guid != "auto" => Ok(argument.clone()),
+                _ => Err(Error::CommandLine {
+                    argument: argument.display(),
+                    reason: "QEMU had made this id up, so that no clone can have the same".into(),
+                    fix: "leave --exact out, or start the VM with an id of your own: `-device vmgenid,guid=$(uuidgen)`".into(),
+                }),
+            };
         }
         let id = value_of(&keys, "id").map_or_else(String::new, |id| format!(",id={}", escape(id)));
-        option("device", format!("vmgenid,guid=auto{id}"))
+        Ok(option("device", format!("vmgenid,guid=auto{id}")))
     }
 
     fn is_given(&self, names: &[&str], id: &str) -> bool {
