@@ -8,6 +8,7 @@ mod disks;
 mod failure;
 mod images;
 mod lans;
+mod lineage;
 mod mount;
 mod output;
 mod profile;
@@ -44,6 +45,8 @@ enum Command {
     List(commands::list::List),
     Show(commands::show::Show),
     Restore(commands::restore::Restore),
+    Branch(commands::branch::Branch),
+    Rollback(commands::rollback::Rollback),
     Mount(commands::mount::Mount),
     Export(commands::export::Export),
     Import(commands::import::Import),
@@ -74,6 +77,8 @@ impl Command {
             Self::List(c) => c.run(),
             Self::Show(c) => c.run(),
             Self::Restore(c) => c.run(),
+            Self::Branch(c) => c.run(),
+            Self::Rollback(c) => c.run(),
             Self::Mount(c) => c.run(),
             Self::Export(c) => c.run(),
             Self::Import(c) => c.run(),

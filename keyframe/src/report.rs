@@ -16,10 +16,16 @@ pub struct Entry {
     pub run: String,
     /// When the VM was paused for it.
     pub taken_at: String,
-    /// Why it was taken: `interval` or `take`.
+    /// Why it was taken: `interval`, `take`, `rollback` (before one, and after it) or `import`.
     pub reason: String,
     /// Its place in the run; 0 is the complete first one.
     pub epoch: u64,
+    /// The checkpoint that the VM had been brought back to before this one (restore, branch, rollback).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restored_from: Option<u64>,
+    /// The checkpoint that it grew from: that one, or the one before in its run. Only `list` knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<u64>,
     /// Names given to it.
     pub tags: Vec<String>,
     /// How its pages were copied.
@@ -93,6 +99,8 @@ impl Entry {
             taken_at: meta.taken_at.to_string(),
             reason: meta.reason.clone(),
             epoch: meta.epoch.0,
+            restored_from: meta.parent.map(|id| id.0),
+            parent: None,
             tags: sealed.tags.clone(),
             strategy: timing.strategy.clone(),
             pause_ns: timing.pause_ns,

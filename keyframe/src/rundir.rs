@@ -7,6 +7,7 @@
 //!       qmp.sock      QEMU's monitor, for the engine
 //!       watchdog.sock QEMU's monitor, for the watchdog
 //!       control.sock  the engine's own
+//!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log
 //! ```
 //!
 //! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its name is free again,
@@ -31,11 +32,23 @@ pub struct RunDir {
 impl RunDir {
     /// Claims the directory for VM `name`; refuses a name that is in use.
     pub fn claim(name: &str) -> Result<Self, Failure> {
+        Self::claim_in(&base()?, name)
+    }
+
+    /// The same for a clone, which has no engine, and may get one of its name.
+    pub fn claim_clone(name: &str) -> Result<Self, Failure> {
+        // No VM's name begins with a dot.
+        let clones = base()?.join(".clones");
+        make_private(&clones)?;
+        Self::claim_in(&clones, name)
+    }
+
+    fn claim_in(base: &Path, name: &str) -> Result<Self, Failure> {
         if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(is_name_char) {
             return Err(Failure::new(format!("{name:?} is no name for a VM"))
                 .fix("use --name with 1 to 64 letters, digits, '-', '_' and '.'"));
         }
-        let path = base()?.join(name);
+        let path = base.join(name);
         make_private(&path)?;
         let fail = |what: &str, e: std::io::Error| Failure::new(format!("{what} {}: {e}", path.display()));
         let mut pid = OpenOptions::new()

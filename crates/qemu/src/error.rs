@@ -209,6 +209,12 @@ pub enum Error {
         /// Why.
         source: std::io::Error,
     },
+    /// A running VM was not put back to a checkpoint.
+    #[error("QEMU did not go back to the checkpoint: {problem}")]
+    Rollback {
+        /// What QEMU says.
+        problem: String,
+    },
     /// The watchdog process has ended or does not answer.
     #[error("the watchdog: {problem}")]
     Watchdog {

@@ -39,6 +39,7 @@ mod process;
 pub mod qmp;
 mod ramblock;
 pub mod restore;
+pub mod rollback;
 mod spawn;
 mod statefile;
 pub mod stream;

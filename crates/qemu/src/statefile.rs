@@ -75,9 +75,17 @@ impl StateFile {
         Ok(Self { write_end, read_end: File::from(fd), set, number })
     }
 
-    /// What gives it to QEMU. `held`: this process is the VM's engine for as long as it lives.
-    pub(crate) fn arguments(&self, held: bool) -> [String; 2] {
-        let mark = if held { self.mark() } else { MARK.into() };
+    /// What gives it to a QEMU whose engine is this process, for as long as it lives.
+    pub(crate) fn arguments(&self) -> [String; 2] {
+        self.arguments_marked(&self.mark())
+    }
+
+    /// What gives it to a QEMU that has no engine, with another word of ours.
+    pub(crate) fn arguments_of(&self, mark: Option<String>) -> [String; 2] {
+        self.arguments_marked(&mark.unwrap_or_else(|| MARK.into()))
+    }
+
+    fn arguments_marked(&self, mark: &str) -> [String; 2] {
         ["-add-fd".into(), format!("fd={},set={},opaque={mark}", spawn::number(&self.write_end), self.set)]
     }
 

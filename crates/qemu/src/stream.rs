@@ -20,11 +20,13 @@ mod outgoing;
 mod processors;
 mod registers;
 mod sections;
+mod some;
 
 pub(crate) use convert::{convert, written_by};
 pub use incoming::{Incoming, IncomingBlock, IncomingSink};
 pub use outgoing::export;
 pub use processors::{CpuRegisters, Segment, Shadow, cpu_registers, shadowed};
+pub(crate) use some::write_some;
 
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
@@ -133,13 +135,15 @@ pub fn write_migration(
     out: &mut dyn Write,
 ) -> Result<()> {
     write_stream(Some(head), device_state, blocks, out)?;
-    // QEMU expects a description of the devices, for people to read; it does not look into it.
+    write_description(out).and_then(|()| out.flush()).map_err(Error::io("write the stream's description"))
+}
+
+/// QEMU expects a description of the devices, for people to read; it does not look into it.
+fn write_description(out: &mut dyn Write) -> io::Result<()> {
     let description = b"{\"page_size\": 4096, \"devices\": []}";
-    out.write_all(&[SECTION_DESCRIPTION])
-        .and_then(|()| put_u32(out, description.len() as u32))
-        .and_then(|()| out.write_all(description))
-        .and_then(|()| out.flush())
-        .map_err(Error::io("write the stream's description"))
+    out.write_all(&[SECTION_DESCRIPTION])?;
+    put_u32(out, description.len() as u32)?;
+    out.write_all(description)
 }
 
 fn write_stream(
@@ -158,7 +162,8 @@ fn write_stream(
         write_configuration(head, out).map_err(Error::io("write the stream's configuration"))?;
     }
     if !blocks.is_empty() {
-        write_start(blocks, out).map_err(Error::io("write the list of RAM blocks to the stream"))?;
+        let sizes = blocks.iter().map(|block| (block.name, block.used_bytes));
+        write_start(sizes, out).map_err(Error::io("write the list of RAM blocks to the stream"))?;
         write_pages(blocks, out)?;
     }
     out.write_all(devices).map_err(Error::io("write the devices to the stream"))
@@ -183,8 +188,11 @@ fn check_block(block: &StreamBlock<'_>) -> Result<()> {
 }
 
 /// The section's first part: all blocks' names and sizes.
-fn write_start(blocks: &[StreamBlock<'_>], out: &mut dyn Write) -> io::Result<()> {
-    let total_bytes: u64 = blocks.iter().map(|b| b.used_bytes).sum();
+fn write_start<'a>(
+    blocks: impl Iterator<Item = (&'a str, u64)> + Clone,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    let total_bytes: u64 = blocks.clone().map(|(_, used_bytes)| used_bytes).sum();
     out.write_all(&[SECTION_START])?;
     put_u32(out, RAM_SECTION_ID)?;
     put_name(out, "ram")?;
@@ -192,9 +200,9 @@ fn write_start(blocks: &[StreamBlock<'_>], out: &mut dyn Write) -> io::Result<()
     put_u32(out, 0)?;
     put_u32(out, RAM_VERSION)?;
     put_u64(out, total_bytes | FLAG_MEM_SIZE)?;
-    for block in blocks {
-        put_name(out, block.name)?;
-        put_u64(out, block.used_bytes)?;
+    for (name, used_bytes) in blocks {
+        put_name(out, name)?;
+        put_u64(out, used_bytes)?;
     }
     put_u64(out, FLAG_EOS)?;
     put_footer(out)

@@ -110,7 +110,7 @@ impl Vm {
         if !invocation.starts_paused() {
             added.push("-S".to_owned());
         }
-        added.extend(state.arguments(true));
+        added.extend(state.arguments());
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         let (binary, user_command, mut full_command, disks) = invocation.into_parts();
         full_command.extend(added);
@@ -402,7 +402,7 @@ fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf); 2]> {
     Ok(monitors)
 }
 
-fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
+pub(crate) fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
     let mut config = String::new();
     for (id, path) in monitors {
         let text = path.to_str().filter(|p| !p.contains(['"', '\n']) && p.len() <= SOCKET_PATH_BYTES_MAX);

@@ -116,6 +116,7 @@ mod tests {
             vm: "vm".into(),
             run: "00".repeat(16),
             epoch: Epoch(3),
+            parent: None,
             taken_at: jiff::Timestamp::UNIX_EPOCH,
             reason: "interval".into(),
             ram: RamLayout::new(Vec::new()).unwrap(),

@@ -25,6 +25,10 @@ pub struct Meta {
     pub run: String,
     /// The place in the run; the epochs of the sealed checkpoints of a run are consecutive.
     pub epoch: Epoch,
+    /// The checkpoint that the VM had been brought back to before this one, by a restore, a branch or a rollback; absent
+    /// where it simply had run on since the one before in its run. Perhaps not in the store any more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<CheckpointId>,
     /// When the pause of the checkpoint began.
     pub taken_at: Timestamp,
     /// Why it was taken: `interval`, `take`, ...

@@ -52,6 +52,8 @@ pub struct SealRequest<'a> {
     pub taken_at: Timestamp,
     /// Why the checkpoint was taken.
     pub reason: String,
+    /// See [`Meta::parent`].
+    pub parent: Option<CheckpointId>,
     /// The RAM blocks as they are now: the same page space as at [`crate::Writer::begin_run`]; bytes in use may differ.
     pub ram: RamLayout,
     /// The machine; the default for a group.
@@ -397,6 +399,7 @@ impl Run {
             vm: self.vm.clone(),
             run: self.id(),
             epoch: self.epoch,
+            parent: request.parent,
             taken_at: request.taken_at,
             reason: request.reason,
             ram: request.ram,

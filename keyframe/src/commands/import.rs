@@ -119,6 +119,7 @@ impl Import {
         let request = SealRequest {
             taken_at: jiff::Timestamp::now(),
             reason: "import".into(),
+            parent: None,
             ram,
             machine,
             members: Vec::new(),

@@ -2,6 +2,7 @@
 
 use super::{StoreArg, warn_of_unreadable};
 use crate::failure::Outcome;
+use crate::lineage;
 use crate::output;
 use crate::report::{self, Entry};
 
@@ -10,6 +11,7 @@ use crate::report::{self, Entry};
 #[command(after_help = "Examples:
   keyframe list --store S
   keyframe list --store S --vm web --last 20
+  keyframe list --store S --tree
   keyframe list --store S --json | jq '.[-1].pause'")]
 pub struct List {
     #[command(flatten)]
@@ -20,6 +22,9 @@ pub struct List {
     /// Only the newest N
     #[arg(long, value_name = "N")]
     last: Option<usize>,
+    /// Show which grew from which: runs, and the branches that restores, clones and rollbacks made
+    #[arg(long)]
+    tree: bool,
     /// Print a JSON array: times in ns, sizes in bytes
     #[arg(long)]
     json: bool,
@@ -30,12 +35,9 @@ impl List {
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
-        let mut entries: Vec<Entry> = listing
-            .sealed
-            .iter()
-            .filter(|s| self.vm.as_ref().is_none_or(|vm| *vm == s.meta.vm))
-            .map(Entry::of)
-            .collect();
+        let mut entries: Vec<Entry> = listing.sealed.iter().map(Entry::of).collect();
+        lineage::set_parents(&mut entries);
+        entries.retain(|entry| self.vm.as_ref().is_none_or(|vm| *vm == entry.vm));
         if let Some(last) = self.last {
             entries.drain(..entries.len().saturating_sub(last));
         }
@@ -45,6 +47,8 @@ impl List {
             output::print_line(
                 "no checkpoints; take some with: keyframe run --store STORE -- qemu-system-x86_64 ...",
             )?;
+        } else if self.tree {
+            output::print_line(&lineage::tree(&entries))?;
         } else {
             output::print_line(&report::table(&entries))?;
         }

@@ -2,6 +2,7 @@
 
 pub mod attach;
 pub mod bench;
+pub mod branch;
 pub mod check;
 pub mod checkpoints;
 pub mod commit;
@@ -14,6 +15,7 @@ pub mod list;
 pub mod mount;
 pub mod profile;
 pub mod restore;
+pub mod rollback;
 pub mod run;
 pub mod show;
 pub mod stats;

@@ -9,7 +9,7 @@ use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::restore::lazy::Residency;
-use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
+use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
@@ -76,7 +76,7 @@ pub struct Restore {
 
 /// What `--accel` takes.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum Accel {
+pub enum Accel {
     Kvm,
     Tcg,
 }
@@ -200,24 +200,26 @@ impl Restore {
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
         let disks = RestoredDisks::serve(&store, id, &meta)?;
-        let outcome = self.run_restored((id, &meta, &device_state), &ram, &disks, &interrupted, began);
+        let lineage = Lineage { store: store.id().into(), checkpoint: id };
+        let what = (id, &meta, &*device_state, &lineage);
+        let outcome = self.run_restored(what, &ram, &disks, &interrupted, began);
         disks.end(self, outcome)
     }
 
     fn run_restored(
         &self,
-        (id, meta, device_state): (CheckpointId, &Meta, &[u8]),
+        (id, meta, device_state, lineage): (CheckpointId, &Meta, &[u8], &Lineage),
         ram: &Arc<StoredRam>,
         disks: &RestoredDisks,
         interrupted: &AtomicBool,
         began: Instant,
     ) -> Outcome {
         if !meta.members.is_empty() {
-            let group = group::Kept { id, meta, device_state, ram, disks, began };
+            let group = group::Kept { lineage, id, meta, device_state, ram, disks, began };
             return group::restore(self, &group, interrupted);
         }
-        let disks = disks.server("");
-        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, disks)?;
+        let beside = Beside { disks: disks.server(""), lineage };
+        let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, beside)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = nanoseconds(began);
         let started = if self.lazy {
@@ -271,20 +273,14 @@ impl Restore {
         ram: &RamLayout,
         extra: Vec<OsString>,
         paused: bool,
-        disks: Option<DiskServer>,
+        beside: Beside<'_>,
     ) -> Result<Plan, Failure> {
-        let source = RestoreSource {
-            user_command: machine.user_command.clone(),
-            qemu_path: machine.qemu_path.clone().into(),
-            qemu_version: machine.qemu_version.clone(),
-            qemu_blake3: machine.qemu_blake3.clone(),
-            machine_type: machine.machine_type.clone(),
-            working_directory: machine.working_directory.clone().into(),
-            ram: ram.clone(),
-            cpu_lacks: machine.cpu_lacks.clone(),
-        };
+        let source = source_of(machine, ram);
         let accelerator = self.accel.map(Accelerator::from);
-        let options = RestoreOptions { qemu: self.qemu.clone(), paused, accelerator, disks };
+        let Beside { disks, lineage } = beside;
+        let lineage = Some(lineage.clone());
+        let qemu = self.qemu.clone();
+        let options = RestoreOptions { qemu, paused, accelerator, disks, lineage, monitor: None };
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         for note in plan.notes() {
             eprintln!("keyframe: note: {note}");
@@ -332,6 +328,26 @@ impl RestoredDisks {
             command.say(|| format!("what the VM has written to its disks is in {}", place.display()));
         }
         Ok(outcome)
+    }
+}
+
+/// What a plan takes from beside the machine.
+struct Beside<'a> {
+    disks: Option<DiskServer>,
+    lineage: &'a Lineage,
+}
+
+/// What a restore has to know of the machine.
+pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
+    RestoreSource {
+        user_command: machine.user_command.clone(),
+        qemu_path: machine.qemu_path.clone().into(),
+        qemu_version: machine.qemu_version.clone(),
+        qemu_blake3: machine.qemu_blake3.clone(),
+        machine_type: machine.machine_type.clone(),
+        working_directory: machine.working_directory.clone().into(),
+        ram: ram.clone(),
+        cpu_lacks: machine.cpu_lacks.clone(),
     }
 }
 

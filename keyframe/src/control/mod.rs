@@ -75,6 +75,11 @@ pub enum Request {
         /// Instead of what `run` was started with.
         strategy: Option<Strategy>,
     },
+    /// Put the VM back to a checkpoint.
+    Rollback {
+        /// A number, a tag or `latest`.
+        checkpoint: String,
+    },
 }
 
 /// What is answered.
@@ -87,8 +92,29 @@ pub enum Response {
     Stopping,
     /// To `Take`: sealed.
     Taken(Box<crate::report::Entry>),
+    /// To `Rollback`: the VM is there.
+    RolledBack(RolledBack),
     /// It could not be done.
     Failed(String),
+}
+
+/// What became of a rollback.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RolledBack {
+    /// The VM's name.
+    pub vm: String,
+    /// The checkpoint that it was put back to.
+    pub checkpoint: u64,
+    /// The checkpoint that holds what it was before.
+    pub before: u64,
+    /// The first checkpoint behind; absent where it failed.
+    pub now: Option<u64>,
+    /// Pages that were written back.
+    pub pages: u64,
+    /// How long the VM stood.
+    pub stood_ns: u64,
+    /// Whether it runs.
+    pub runs: bool,
 }
 
 /// How a run goes.

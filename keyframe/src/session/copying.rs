@@ -201,6 +201,11 @@ pub struct Strategies {
 }
 
 impl Strategies {
+    /// The RAM of the first VM, as it is in this moment.
+    pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
+        self.ways.first().map(Ways::pages)
+    }
+
     /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
     pub fn tune(&mut self, target_pages: u64) {
         self.precopy.policy.target_pages = target_pages;

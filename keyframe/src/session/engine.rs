@@ -5,6 +5,7 @@
 
 mod ending;
 mod outcome;
+mod rollback;
 
 use super::Options;
 use super::audit::Audit;
@@ -24,7 +25,7 @@ use crate::report::Entry;
 use crate::rundir::RunDir;
 use keyframe_capture::{CycleError, Report, Settled};
 use keyframe_scheduling::Cadence;
-use keyframe_store::{Sealed, Store, Writer};
+use keyframe_store::{CheckpointId, Sealed, Store, Writer};
 use std::collections::BTreeMap;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,6 +75,10 @@ pub struct Engine<'a> {
     takers: BTreeMap<u64, Sender<Response>>,
     /// Pages of the newest checkpoint.
     last_pages: u64,
+    /// The newest checkpoint that was sealed.
+    newest: Option<CheckpointId>,
+    /// Where the VM was rolled back to, until a checkpoint says so.
+    came_from: Option<CheckpointId>,
     interrupted: Arc<AtomicBool>,
     _socket: server::Socket,
     born: Instant,
@@ -132,6 +137,8 @@ impl<'a> Engine<'a> {
             inbox_sender,
             takers: BTreeMap::new(),
             last_pages: 0,
+            newest: None,
+            came_from: None,
             interrupted,
             _socket: socket,
             born: Instant::now(),
@@ -254,6 +261,7 @@ impl<'a> Engine<'a> {
             Request::Stop { on_exit } => {
                 (Response::Stopping, Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))))
             }
+            Request::Rollback { checkpoint } => (self.answer_rollback(&checkpoint), None),
             Request::Status => (Response::Failed("answered elsewhere".into()), None),
         };
         // Who asked may be gone; the deed is done all the same.
@@ -292,7 +300,7 @@ impl<'a> Engine<'a> {
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|failure| failure.to_string())?;
-        let label = Label { reason, backlog_ns, tag, cut };
+        let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from };
         let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
         let result =
             copying.cycle.capture(&mut self.machines, &mut self.watch, strategy, encoding.queue(), label);

@@ -263,7 +263,11 @@ fn looked_into(
     let disk_metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
     let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());
     let run = run.map_err(|e| Failure::store(&e, store.path()))?;
-    let sink = StoreSink::new(run, meta.clone(), disks.map(SessionDisks::for_sink), options.fault.clone());
+    // A group's members come from one checkpoint.
+    let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
+    let origin = lineage.map(|l| l.checkpoint);
+    let disks = disks.map(SessionDisks::for_sink);
+    let sink = StoreSink::new(run, meta.clone(), disks, options.fault.clone(), origin);
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);

@@ -7,7 +7,7 @@ use crate::failure::Failure;
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_qemu::Vm;
 use keyframe_store::{DiskState, MachineMeta, MemberMeta, PausePhases, Run, SealRequest, Sealed, Timing};
-use keyframe_units::{Page, PageIndex};
+use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
 
 /// What the session knows of a checkpoint beyond what the cycle captured.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +20,8 @@ pub struct Label {
     pub tag: Option<String>,
     /// What its pause cut from the disks.
     pub cut: Option<Cut>,
+    /// The checkpoint that the VM was brought back to since the one before.
+    pub parent: Option<CheckpointId>,
 }
 
 /// The machines of a session.
@@ -36,6 +38,11 @@ impl MachinesMeta {
             return Self { machine: MachineMeta::default(), members };
         }
         Self { machine: members.pop().unwrap_or_default().machine, members: Vec::new() }
+    }
+
+    /// That of the one VM.
+    pub fn machine(&self) -> &MachineMeta {
+        &self.machine
     }
 
     /// Their lines and RAM blocks as they are now.
@@ -66,12 +73,19 @@ pub struct StoreSink {
     machines: MachinesMeta,
     disks: Option<SinkDisks>,
     fault: Option<Fault>,
+    origin: Option<CheckpointId>,
 }
 
 impl StoreSink {
-    /// A sink into `run`.
-    pub fn new(run: Run, machines: MachinesMeta, disks: Option<SinkDisks>, fault: Option<Fault>) -> Self {
-        Self { run, machines, disks, fault }
+    /// A sink into `run`, whose VM came from checkpoint `origin`.
+    pub fn new(
+        run: Run,
+        machines: MachinesMeta,
+        disks: Option<SinkDisks>,
+        fault: Option<Fault>,
+        origin: Option<CheckpointId>,
+    ) -> Self {
+        Self { run, machines, disks, fault, origin }
     }
 
     /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
@@ -121,6 +135,7 @@ impl Sink for StoreSink {
         Ok(self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,
             reason: label.reason.into(),
+            parent: label.parent.or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
             ram: captured.ram.clone(),
             machine: self.machines.machine.clone(),
             members: self.machines.members.clone(),

@@ -17,12 +17,17 @@
 //!
 //! Left out: what disks hold, which is served by somebody else.
 
+pub mod apart;
 mod carried;
 mod fill;
 pub mod lazy;
+mod lineage;
 mod plan;
+mod shared;
 
+pub use lineage::Lineage;
 pub use plan::Plan;
+pub use shared::SharedRam;
 
 use crate::accel::{self, Accelerator};
 use crate::drives::DiskServer;
@@ -31,7 +36,7 @@ use crate::ramblock;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
-use crate::vm::{Origin, Vm, inherited_path, machine_type, memfd, monitor_config};
+use crate::vm::{Origin, Vm, inherited_path, machine_type, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus};
 use fill::Memory;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
@@ -89,6 +94,10 @@ pub struct RestoreOptions {
     pub accelerator: Option<Accelerator>,
     /// Who serves the disks that the guest can write to.
     pub disks: Option<DiskServer>,
+    /// The checkpoint that it is, for the VM's next engine ([`Vm::lineage`]).
+    pub lineage: Option<Lineage>,
+    /// Where a socket for one more monitor is made.
+    pub monitor: Option<PathBuf>,
 }
 
 /// Where a checkpoint's pages come from.
@@ -187,16 +196,28 @@ pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<
     start_with(plan, &Ram::Lazy(ram), device_state)
 }
 
+/// As [`start`], with main RAM that other VMs have too: its pages are this VM's own once it writes them. `ram` gives the small
+/// blocks.
+pub fn start_shared(
+    plan: Plan,
+    shared: &SharedRam,
+    ram: &dyn RamSource,
+    device_state: &[u8],
+) -> Result<Restored> {
+    start_with(plan, &Ram::Shared(shared, ram), device_state)
+}
+
 /// Where RAM comes from, and when.
 enum Ram<'a> {
     Eager(&'a dyn RamSource),
+    Shared(&'a SharedRam, &'a dyn RamSource),
     Lazy(SharedSource),
 }
 
 impl Ram<'_> {
     fn source(&self) -> &dyn RamSource {
         match self {
-            Self::Eager(source) => *source,
+            Self::Eager(source) | Self::Shared(_, source) => *source,
             Self::Lazy(source) => &**source,
         }
     }
@@ -207,7 +228,7 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
     stream::check(device_state)?;
     let crossing = Crossing::of(&plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
-    let mut starting = Starting::new(&plan, started)?;
+    let mut starting = Starting::new(&plan, ram, started)?;
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
     match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
@@ -271,19 +292,25 @@ struct Loaded {
 /// What a restore holds until the VM runs.
 struct Starting {
     memories: Vec<Memory>,
+    /// QEMU's pages are those of the memories, also when it writes.
+    is_shared: bool,
     monitor: Pair,
     incoming: Pair,
     started: Instant,
 }
 
 impl Starting {
-    fn new(plan: &Plan, started: Instant) -> Result<Self> {
+    fn new(plan: &Plan, ram: &Ram<'_>, started: Instant) -> Result<Self> {
         let layout = &plan.source.ram;
         let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
-        let memories = of_backend
-            .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
-            .collect::<Result<Vec<_>>>()?;
-        Ok(Self { memories, monitor: Pair::new()?, incoming: Pair::new()?, started })
+        let memories = match ram {
+            Ram::Shared(shared, _) => shared.memories(plan)?,
+            Ram::Eager(_) | Ram::Lazy(_) => of_backend
+                .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
+                .collect::<Result<Vec<_>>>()?,
+        };
+        let is_shared = !matches!(ram, Ram::Shared(..));
+        Ok(Self { memories, is_shared, monitor: Pair::new()?, incoming: Pair::new()?, started })
     }
 
     fn spawn(
@@ -295,7 +322,11 @@ impl Starting {
         let monitor = self.monitor.theirs.take().ok_or_else(|| started_twice("monitor"))?;
         let incoming = self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
         let number = spawn::number(&monitor).to_string();
-        let config = memfd("monitors", &monitor_config("keyframe-qmp", &[("fd", &number)]))?;
+        let mut config = monitor_config("keyframe-qmp", &[("fd", &number)]);
+        if let Some(path) = &plan.monitor {
+            config += &socket_config(&[("keyframe-attach", path.clone())])?;
+        }
+        let config = memfd("monitors", &config)?;
         let memories: Vec<(usize, OwnedFd)> = self
             .memories
             .iter()
@@ -307,7 +338,9 @@ impl Starting {
         for word in &plan.words {
             match word {
                 Word::Plain(word) => words.push(word.clone()),
-                Word::Backend(number) => words.extend(backend_words(plan, *number, &memories)?),
+                Word::Backend(number) => {
+                    words.extend(backend_words(plan, *number, &memories, self.is_shared)?)
+                }
             }
         }
         words.extend(crossing.iter().flat_map(|c| c.words.clone()));
@@ -315,7 +348,7 @@ impl Starting {
             ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
                 .map(String::from),
         );
-        words.extend(state.arguments(false));
+        words.extend(state.arguments_of(plan.lineage.as_ref().map(Lineage::mark)));
         words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
 
@@ -347,6 +380,7 @@ impl Starting {
                 let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
                 (qmp, None, Some(filled_ns))
             }
+            Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
             Ram::Lazy(source) => {
                 let qmp = self.meet(plan, child, crossing)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
@@ -408,12 +442,17 @@ fn started_twice(what: &str) -> Error {
     Error::io(format!("give QEMU its {what}"))(io::Error::other("it was given away already"))
 }
 
-fn backend_words(plan: &Plan, number: usize, memories: &[(usize, OwnedFd)]) -> Result<[String; 2]> {
+fn backend_words(
+    plan: &Plan,
+    number: usize,
+    memories: &[(usize, OwnedFd)],
+    is_shared: bool,
+) -> Result<[String; 2]> {
     let block = plan.source.ram.blocks().get(number);
     let memory = memories.iter().find(|(n, _)| *n == number);
     match (block, memory) {
         (Some(block), Some((_, fd))) => {
-            Ok(["-object".into(), plan::backend_object(block, &inherited_path(fd))])
+            Ok(["-object".into(), plan::backend_object(block, &inherited_path(fd), is_shared)])
         }
         _ => Err(Error::Source {
             what: "RAM layout".into(),

@@ -8,7 +8,7 @@
 //!
 //! Invariant: each block of the layout that lies behind a memory backend is given back by exactly one backend of ours.
 
-use super::{RestoreOptions, RestoreSource, carried};
+use super::{Lineage, RestoreOptions, RestoreSource, carried};
 use crate::accel::{self, Accelerator};
 use crate::binary::{self, QemuIdentity};
 use crate::drives;
@@ -102,6 +102,8 @@ pub struct Plan {
     pub(super) source: RestoreSource,
     pub(super) paused: bool,
     pub(super) accelerator: Option<Accelerator>,
+    pub(super) lineage: Option<Lineage>,
+    pub(super) monitor: Option<PathBuf>,
     notes: Vec<String>,
 }
 
@@ -111,7 +113,7 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused, accelerator, disks } = options;
+        let RestoreOptions { qemu, paused, accelerator, disks, lineage, monitor } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
@@ -135,7 +137,18 @@ impl Plan {
             ));
         }
         let arguments = kept.into_iter().chain(extra).collect();
-        Ok(Self { binary, working_directory, words, arguments, source, paused, accelerator, notes })
+        Ok(Self {
+            binary,
+            working_directory,
+            words,
+            arguments,
+            source,
+            paused,
+            accelerator,
+            lineage,
+            monitor,
+            notes,
+        })
     }
 
     /// What a person should know of how the restored VM differs from the checkpoint's.
@@ -287,15 +300,16 @@ fn note_dropped(object: &Object, notes: &mut Vec<String>) {
 }
 
 /// The value of `-object` for the backend that gives `block` from the file at `path`.
-pub(super) fn backend_object(block: &RamBlock, path: &str) -> String {
+pub(super) fn backend_object(block: &RamBlock, path: &str, is_shared: bool) -> String {
     let id = block.name.strip_prefix("/objects/");
     // Where the block's name is the id alone, it must be so again.
     let naming = if id.is_some() { "" } else { ",x-use-canonical-path-for-ramblock-id=off" };
     format!(
-        "memory-backend-file,id={},size={},mem-path={},share=on{naming}",
+        "memory-backend-file,id={},size={},mem-path={},share={}{naming}",
         escape(id.unwrap_or(&block.name)),
         block.total_bytes,
-        escape(path)
+        escape(path),
+        if is_shared { "on" } else { "off" }
     )
 }
 
@@ -333,7 +347,7 @@ mod tests {
         expected.extend(plain("-machine memory-backend=pc.ram"));
         assert_eq!(words, expected);
         assert!(notes.len() == 1 && notes[0].contains("-mem-path"));
-        let object = backend_object(&ram.blocks()[0], "/proc/self/fd/9");
+        let object = backend_object(&ram.blocks()[0], "/proc/self/fd/9", true);
         assert_eq!(
             object,
             "memory-backend-file,id=pc.ram,size=8192,mem-path=/proc/self/fd/9,share=on,x-use-canonical-path-for-ramblock-id=off"
@@ -351,7 +365,7 @@ mod tests {
         expected.push(Word::Backend(0));
         assert_eq!(words, expected);
         assert!(notes.len() == 1 && notes[0].contains("hugetlb"), "{notes:?}");
-        assert!(!backend_object(&ram.blocks()[0], "/x").contains("canonical"));
+        assert!(!backend_object(&ram.blocks()[0], "/x", false).contains("canonical"));
     }
 
     #[test]

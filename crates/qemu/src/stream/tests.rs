@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 /// A stream as `xen-save-devices-state` writes it: header, one section, end mark.
-fn state() -> Vec<u8> {
+pub(super) fn state() -> Vec<u8> {
     let mut state = b"QEVM\0\0\0\x03\x04\0\0\0\x02\x05timer\0\0\0\0\0\0\0\x02".to_vec();
     state.extend([7; 24]);
     state.extend(b"\x7e\0\0\0\x02\0");

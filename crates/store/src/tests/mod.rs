@@ -55,6 +55,7 @@ fn request(ram: &RamLayout) -> SealRequest<'static> {
     SealRequest {
         taken_at: Timestamp::from_second(1_700_000_000).unwrap(),
         reason: "test".into(),
+        parent: None,
         ram: ram.clone(),
         machine: MachineMeta::default(),
         members: Vec::new(),

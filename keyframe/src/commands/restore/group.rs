@@ -1,13 +1,13 @@
 //! A group's checkpoint comes to life: all members are loaded, the packets between them wait again, then all run.
 
-use super::{Restore, RestoredDisks, StoredRam, nanoseconds};
+use super::{Beside, Restore, RestoredDisks, StoredRam, nanoseconds};
 use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
 use crate::lans::{self, Lans};
 use crate::output;
 use keyframe_capture::group::split_states;
 use keyframe_net::InFlight;
 use keyframe_qemu::network::with_lan;
-use keyframe_qemu::restore::{self, Plan, RamSource, Restored};
+use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};
 use keyframe_store::{MachineMeta, MemberMeta, Meta};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 /// A group's checkpoint.
 pub struct Kept<'a> {
+    /// What its VMs are told of it.
+    pub lineage: &'a Lineage,
     /// Its number.
     pub id: CheckpointId,
     /// What it tells about itself.
@@ -274,9 +276,10 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<(Vec<Member<'a>>, 
 
 fn plan(command: &Restore, group: &Kept<'_>, member: &Member<'_>, moves: &Moves) -> Result<Plan, Failure> {
     let disks = group.disks.server(&format!("{}/", member.meta.name));
+    let beside = Beside { disks, lineage: group.lineage };
     let machine = &member.meta.machine;
     let machine = MachineMeta { user_command: moves.line(machine), ..machine.clone() };
     command
-        .plan(&machine, &member.ram, member.extra.clone(), true, disks)
+        .plan(&machine, &member.ram, member.extra.clone(), true, beside)
         .map_err(|failure| failure.about(&member.meta.name))
 }

@@ -38,6 +38,10 @@ impl Engine<'_> {
         let backlog_ns = entry.backlog_ns;
         self.last_pages = entry.dirty_pages;
         self.sealed += 1;
+        self.newest = Some(sealed.id);
+        if sealed.meta.parent == self.came_from {
+            self.came_from = None;
+        }
         self.sealed_at = Some(Instant::now());
         self.tune(&entry);
         let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
@@ -152,7 +156,7 @@ impl Engine<'_> {
             .map_err(|e| Failure::store(&e, self.store.path()))?;
         let fault = self.options.fault.clone();
         let disks = disks.map(super::super::disks::SessionDisks::for_sink);
-        let sink = StoreSink::new(run, self.meta.clone(), disks, fault.clone());
+        let sink = StoreSink::new(run, self.meta.clone(), disks, fault.clone(), self.newest);
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);

@@ -1,0 +1,57 @@
+//! RAM that several VMs begin with: filled once, mapped by each QEMU privately.
+//!
+//! ```text
+//!   checkpoint ──fill once──▶ memfd, sealed ◀── MAP_PRIVATE ── QEMU 1   its own: the pages that it wrote
+//!                                           ◀── MAP_PRIVATE ── QEMU 2   its own: the pages that it wrote
+//! ```
+//!
+//! Invariant: nobody writes the memfd after it was filled; the kernel refuses it (`F_SEAL_WRITE`), QEMU's included.
+//!
+//! Left out: small blocks (ROMs, video memory), which each QEMU gets by its stream; they are its own.
+
+use super::fill::{self, Memory};
+use super::{Plan, RamSource};
+use crate::{Error, Result};
+use keyframe_units::{BlockKind, RamLayout};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
+use std::sync::atomic::AtomicBool;
+
+/// A checkpoint's main RAM, for any number of VMs.
+pub struct SharedRam {
+    memories: Vec<Memory>,
+    layout: RamLayout,
+}
+
+impl SharedRam {
+    /// Fills it from `source`, as [`super::start`] would; ends early where `cancelled` is set.
+    pub fn fill(layout: &RamLayout, source: &dyn RamSource, cancelled: &AtomicBool) -> Result<Self> {
+        let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
+        let memories = of_backend
+            .map(|(number, block)| {
+                let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+                Memory::with_flags(block, number, layout.pages_of(number), flags)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        fill::fill(&memories, source, cancelled)?;
+        for memory in &memories {
+            let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+            fcntl_add_seals(&memory.file, seals)
+                .map_err(Error::io(format!("seal the memory of RAM block {}", memory.name)))?;
+        }
+        Ok(Self { memories, layout: layout.clone() })
+    }
+
+    /// The same memory, for one more VM. Error: `plan` is of another checkpoint.
+    pub(super) fn memories(&self, plan: &Plan) -> Result<Vec<Memory>> {
+        if plan.source.ram != self.layout {
+            let problem = "it is not that of the RAM that is shared".into();
+            return Err(Error::Source { what: "RAM layout".into(), problem });
+        }
+        let copy = |memory: &Memory| {
+            let file = memory.file.try_clone()?;
+            Ok(Memory { file, block: memory.block, pages: memory.pages, name: memory.name.clone() })
+        };
+        let copies = self.memories.iter().map(copy).collect::<std::io::Result<_>>();
+        copies.map_err(Error::io("duplicate a descriptor of the shared memory"))
+    }
+}

@@ -1,0 +1,121 @@
+//! Puts a running QEMU back to a checkpoint, in place: the same process, monitors, consoles and networks.
+//!
+//! ```text
+//!   paused ─▶ image: [ram: differing pages │ devices]  ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
+//!                      as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
+//! ```
+//!
+//! `snapshot-load` is the one way in which stock QEMU takes a machine's state without `-incoming`
+//! (`xen-load-devices-state` aborts there). The snapshot is in an image of ours, which is attached to nothing that the guest
+//! sees; the VM's own disks are not touched.
+//!
+//! Invariants: the VM stands before, and after, whatever happens. Where it fails, the machine is in an unknown state: it
+//! must be rolled back once more, to something, before it runs.
+//!
+//! Left out: the reset may write to RAM (ROMs that lie in it) beyond the pages that are given: the caller compares.
+
+mod image;
+
+use crate::restore::RamSource;
+use crate::stream::{self, MigrationHead};
+use crate::{Error, Qmp, Result, Vm};
+use keyframe_units::{PageIndex, RamLayout};
+use serde_json::{Value, json};
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+const NODE: &str = "keyframe-rollback";
+const JOB: &str = "keyframe-rollback";
+/// How long QEMU may take, and for each GiB of pages more.
+const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
+const LOAD_TIMEOUT_GIB: Duration = Duration::from_mins(1);
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+/// What a VM is put back to.
+pub struct Target<'a> {
+    /// The machine's type with aliases resolved.
+    pub machine_type: &'a str,
+    /// The RAM blocks, as they are in VM and checkpoint alike.
+    pub layout: &'a RamLayout,
+    /// Where the checkpoint's pages come from.
+    pub ram: &'a dyn RamSource,
+    /// The pages that are to be written, rising.
+    pub pages: &'a [PageIndex],
+    /// The state of all devices.
+    pub device_state: &'a [u8],
+}
+
+impl Vm {
+    /// Puts the VM, which is paused, back to `target`; it stays paused. The state passes through `file`, which is
+    /// empty and becomes as large as the pages.
+    ///
+    /// Errors: [`Error::Rollback`] where QEMU does not take it, [`Error::Timeout`], and those of `target` and its file.
+    pub fn roll_back(&mut self, target: &Target<'_>, mut file: File) -> Result<()> {
+        // A restored VM was told neither to expect these nor to send them.
+        let bare = self.full_command().iter().any(|word| word.contains("migration.send-configuration=off"));
+        let head = MigrationHead { machine_type: target.machine_type };
+        let head = (!bare).then_some(&head);
+        image::write(&mut file, |out| {
+            stream::write_some(head, target.device_state, target.layout, (target.ram, target.pages), out)
+        })?;
+        let gib = target.pages.len() as u64 >> 18;
+        let patience =
+            LOAD_TIMEOUT + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
+        load(self.qmp(), &file, patience)
+    }
+}
+
+/// Gives the image to QEMU, has its snapshot loaded, and takes it back.
+fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
+    let answer = qmp.execute_passing("add-fd", json!({ "opaque": "keyframe-rollback" }), file.as_fd())?;
+    let Some(set) = answer.get("fdset-id").and_then(Value::as_u64) else {
+        return Err(qmp.unexpected("add-fd", &answer));
+    };
+    let path = format!("/dev/fdset/{set}");
+    let node = json!({ "driver": "qcow2", "node-name": NODE,
+        "file": { "driver": "file", "filename": path, "locking": "off" } });
+    let loaded = qmp.execute("blockdev-add", Some(node)).and_then(|_| {
+        let loaded = run_job(qmp, patience);
+        let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
+        loaded.and_then(|()| removed.map(drop))
+    });
+    let removed = qmp.execute("remove-fd", Some(json!({ "fdset-id": set })));
+    loaded.and_then(|()| removed.map(drop))
+}
+
+/// QEMU answers nothing while it loads.
+fn run_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
+    let before = qmp.set_timeout(patience);
+    let loaded = start_job(qmp).and_then(|()| await_job(qmp, patience));
+    qmp.set_timeout(before);
+    loaded
+}
+
+fn start_job(qmp: &mut Qmp) -> Result<()> {
+    let job = json!({ "job-id": JOB, "tag": image::SNAPSHOT, "vmstate": NODE, "devices": [NODE] });
+    qmp.execute("snapshot-load", Some(job)).map(drop)
+}
+
+fn await_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let answer = qmp.execute("query-jobs", None)?;
+        let jobs = answer.as_array().into_iter().flatten();
+        let Some(job) = jobs.into_iter().find(|job| job.get("id").and_then(Value::as_str) == Some(JOB))
+        else {
+            return Err(qmp.unexpected("query-jobs", &answer));
+        };
+        if job.get("status").and_then(Value::as_str) == Some("concluded") {
+            let problem = job.get("error").and_then(Value::as_str).map(str::to_owned);
+            qmp.execute("job-dismiss", Some(json!({ "id": JOB })))?;
+            return problem.map_or(Ok(()), |problem| Err(Error::Rollback { problem }));
+        }
+        if Instant::now() >= deadline {
+            return Err(Error::Rollback {
+                problem: format!("it has not loaded its state within {} s", patience.as_secs()),
+            });
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}

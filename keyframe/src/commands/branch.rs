@@ -1,0 +1,300 @@
+//! `keyframe branch`: several VMs from one checkpoint, which share the RAM that none of them has written.
+//!
+//! ```text
+//!   checkpoint ─▶ RAM, filled once ─┬─▶ web-1  QEMU, paused ┐
+//!                                   ├─▶ web-2  QEMU, paused ├─ all loaded? ─▶ all run ─▶ until all have ended, or Ctrl-C
+//!                                   └─▶ web-3  QEMU, paused ┘  one failed: all are ended
+//! ```
+//!
+//! Left out: groups.
+
+use super::StoreArg;
+use super::restore::{Accel, source_of};
+use crate::control::OnExit;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::images::StoredPages;
+use crate::output;
+use crate::rundir::RunDir;
+use keyframe_qemu::restore::apart::{self, Clone as Cloned};
+use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
+use keyframe_store::Loaded;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Start several clones of a checkpoint, which share the memory that they have not written
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "Each clone is a QEMU of its own with the command line that the checkpoint kept, its consoles as sockets (and all their
+output as files) in a directory of its own, and a monitor there: see --json. What clones cannot have in common is changed:
+networks other than `user` are disconnected, a vmgenid device gets a fresh id. EXTRA arguments are added to each; {n} and
+{name} in them stand for its number and its name.
+
+A guest that runs keeps its MAC and IP addresses, host name and machine id; it has to change them itself, where it shares a
+network. One with a vmgenid device is told that it is a clone, and renews its random numbers.
+
+All clones end with this command (Ctrl-C), unless --on-exit keep; one ends by its monitor or its process id. A clone can be
+checkpointed: its checkpoints grow from this one (keyframe list --tree).
+
+Examples:
+  keyframe branch --store S latest -n 3
+  keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{n},script=no,downscript=no
+  keyframe attach --store S --name test-1 --qmp /run/keyframe/.clones/test-1/qmp.sock PID"
+)]
+pub struct Branch {
+    #[command(flatten)]
+    store: StoreArg,
+    /// A number, a tag or `latest`
+    checkpoint: String,
+    /// How many clones
+    #[arg(long, short = 'n', value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    count: u32,
+    /// The clones are named PREFIX-1, PREFIX-2, ... [default: the VM's name]
+    #[arg(long, value_name = "PREFIX")]
+    name: Option<String>,
+    /// Change nothing of the VM's identity: the same generation id in all clones
+    #[arg(long)]
+    exact: bool,
+    /// Leave the clones paused at the instant of the checkpoint
+    #[arg(long)]
+    paused: bool,
+    /// Another QEMU binary of the same version
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<std::path::PathBuf>,
+    /// Run them under this accelerator, whichever the VM ran under before
+    #[arg(long, value_enum)]
+    accel: Option<Accel>,
+    /// What becomes of clones that still run when this command ends
+    #[arg(long, value_enum, default_value = "kill")]
+    on_exit: OnExit,
+    /// Print a JSON array of the clones, once all are there
+    #[arg(long)]
+    json: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+    /// Arguments for each QEMU, behind those that the checkpoint kept
+    #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
+    extra: Vec<OsString>,
+}
+
+/// A clone, as `--json` shows it.
+#[derive(Serialize)]
+struct Shown {
+    name: String,
+    number: u32,
+    qemu_pid: u32,
+    /// Its QMP socket.
+    monitor: String,
+    /// Where its sockets and consoles are.
+    directory: String,
+    state: &'static str,
+}
+
+/// A clone that is about to be, and its place.
+struct Place {
+    number: u32,
+    name: String,
+    directory: RunDir,
+}
+
+/// A clone that is there.
+struct Alive {
+    place: Place,
+    vm: Restored,
+    ended: bool,
+}
+
+impl Branch {
+    /// Starts the clones and waits for their ends.
+    pub fn run(&self) -> Outcome {
+        let began = Instant::now();
+        let store = self.store.open()?;
+        let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
+        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        if !loaded.meta.members.is_empty() {
+            return Err(Failure::new(format!("checkpoint {id} is a group's, which is not branched"))
+                .fix("restore it: all members come to life together"));
+        }
+        if !loaded.meta.disks.is_empty() {
+            return Err(Failure::new(format!(
+                "checkpoint {id} has disks, and clones cannot have disks of their own yet"
+            ))
+            .fix("restore it, as often as you like: each restore writes to disks of its own"));
+        }
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let places = self.places(&loaded)?;
+        let lineage = Lineage { store: store.id().into(), checkpoint: id };
+        let (mut plans, mut notes) = (Vec::with_capacity(places.len()), BTreeSet::new());
+        for place in &places {
+            plans.push(self.plan(place, &loaded, &lineage, &mut notes)?);
+        }
+        for note in notes {
+            eprintln!("keyframe: note: {note}");
+        }
+        let mut clones = self.start(&loaded, places, plans, &interrupted)?;
+        self.tell(&clones, began, id)?;
+        let ended = wait(&mut clones, &interrupted);
+        self.end(clones, ended)
+    }
+
+    fn places(&self, loaded: &Loaded) -> Result<Vec<Place>, Failure> {
+        let prefix = self.name.clone().unwrap_or_else(|| loaded.meta.vm.clone());
+        let place = |number| {
+            let name = format!("{prefix}-{number}");
+            Ok(Place { number, directory: RunDir::claim_clone(&name)?, name })
+        };
+        (1..=self.count).map(place).collect()
+    }
+
+    fn plan(
+        &self,
+        place: &Place,
+        loaded: &Loaded,
+        lineage: &Lineage,
+        notes: &mut BTreeSet<String>,
+    ) -> Result<Plan, Failure> {
+        let of_clone = |word: &OsString| match word.to_str() {
+            Some(text) => Ok(text.replace("{n}", &place.number.to_string()).replace("{name}", &place.name)),
+            None => Err(Failure::new(format!("an argument for QEMU is not UTF-8: {}", word.display()))),
+        };
+        let extra = self.extra.iter().map(of_clone).collect::<Result<Vec<_>, _>>()?;
+        let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
+        let cloned = Cloned { directory: place.directory.path(), exact: self.exact };
+        let own = apart::line(&source.user_command, &extra, cloned).map_err(|e| Failure::qemu(&e))?;
+        source.user_command = own.words;
+        let options = RestoreOptions {
+            qemu: self.qemu.clone(),
+            // They run when all are there.
+            paused: true,
+            accelerator: self.accel.map(Into::into),
+            disks: None,
+            lineage: Some(lineage.clone()),
+            monitor: Some(place.directory.path().join("qmp.sock")),
+        };
+        let extra = extra.into_iter().map(OsString::from).collect();
+        let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
+        notes.extend(own.notes.into_iter().chain(plan.notes().iter().cloned()));
+        Ok(plan)
+    }
+
+    /// All of them, or none.
+    fn start(
+        &self,
+        loaded: &Loaded,
+        places: Vec<Place>,
+        plans: Vec<Plan>,
+        interrupted: &AtomicBool,
+    ) -> Result<Vec<Alive>, Failure> {
+        let pages = StoredPages::new(loaded);
+        let failure = |e: &keyframe_qemu::Error| match pages.failed() {
+            Some(error) => self.store.failure(&error),
+            None => Failure::qemu(e),
+        };
+        let shared = SharedRam::fill(&loaded.meta.ram, &pages, interrupted).map_err(|e| failure(&e))?;
+        let mut clones: Vec<Alive> = Vec::with_capacity(places.len());
+        let mut started = Ok(());
+        for (place, plan) in places.into_iter().zip(plans) {
+            if interrupted.load(Ordering::Relaxed) {
+                started = Err(Failure::new("interrupted: no clone was left running"));
+                break;
+            }
+            match restore::start_shared(plan, &shared, &pages, &loaded.device_state) {
+                Ok(vm) => clones.push(Alive { place, vm, ended: false }),
+                Err(error) => {
+                    started = Err(failure(&error).about(&place.name));
+                    break;
+                }
+            }
+        }
+        if started.is_ok() && !self.paused {
+            let ran = clones.iter_mut().try_for_each(|clone| clone.vm.vm().qmp().cont());
+            started = ran.map_err(|e| Failure::qemu(&e));
+        }
+        if let Err(error) = started {
+            // It is the first error that is told.
+            let _ = kill(&mut clones);
+            return Err(error);
+        }
+        Ok(clones)
+    }
+
+    fn tell(
+        &self,
+        clones: &[Alive],
+        began: Instant,
+        id: keyframe_store::CheckpointId,
+    ) -> Result<(), Failure> {
+        let state = if self.paused { "paused" } else { "running" };
+        let shown = |clone: &Alive| Shown {
+            name: clone.place.name.clone(),
+            number: clone.place.number,
+            qemu_pid: clone.vm.pid(),
+            monitor: clone.place.directory.path().join("qmp.sock").display().to_string(),
+            directory: clone.place.directory.path().display().to_string(),
+            state,
+        };
+        if self.json {
+            output::json(&clones.iter().map(shown).collect::<Vec<_>>())?;
+        }
+        if !self.quiet {
+            let after_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            let (count, after) = (clones.len(), output::duration(after_ns));
+            eprintln!("keyframe: {count} clones of checkpoint {id} are {state} after {after}");
+            for clone in clones {
+                let Shown { name, qemu_pid, directory, .. } = shown(clone);
+                eprintln!("keyframe: clone {name}: QEMU {qemu_pid}, sockets and consoles in {directory}");
+            }
+        }
+        Ok(())
+    }
+
+    /// What is to become of those that still run.
+    fn end(&self, mut clones: Vec<Alive>, ended: Outcome) -> Outcome {
+        if self.on_exit == OnExit::Keep {
+            for mut clone in clones.into_iter().filter(|clone| !clone.ended) {
+                clone.place.directory.keep();
+                let (name, pid) = (&clone.place.name, clone.vm.pid());
+                if !self.quiet {
+                    eprintln!("keyframe: clone {name} runs on: QEMU {pid}");
+                }
+            }
+            return ended;
+        }
+        kill(&mut clones).map_err(|e| Failure::qemu(&e))?;
+        ended
+    }
+}
+
+/// Ends them all, whatever becomes of the others; the first error.
+fn kill(clones: &mut [Alive]) -> keyframe_qemu::Result<()> {
+    let killed: Vec<_> = clones.iter_mut().map(|clone| clone.vm.kill()).collect();
+    killed.into_iter().collect()
+}
+
+/// Waits until all have ended, or until interrupted.
+fn wait(clones: &mut [Alive], interrupted: &AtomicBool) -> Outcome {
+    let mut failed = false;
+    while clones.iter().any(|clone| !clone.ended) && !interrupted.load(Ordering::Relaxed) {
+        for clone in clones.iter_mut().filter(|clone| !clone.ended) {
+            // Nobody else reads them, and QEMU keeps what is not read.
+            let _ = clone.vm.vm().qmp().drain_events();
+            if let Some(exit) = clone.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
+                clone.ended = true;
+                failed |= !exit.success();
+                eprintln!("keyframe: clone {} ended with {exit}", clone.place.name);
+            }
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(if failed { FAILED } else { DONE })
+}

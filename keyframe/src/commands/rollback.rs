@@ -1,0 +1,59 @@
+//! `keyframe rollback`: a running VM back to a checkpoint, in place.
+
+use crate::control::{Request, Response, client};
+use crate::failure::{DONE, Failure, Outcome, WARNED};
+use crate::{output, rundir};
+use std::time::Duration;
+
+/// How long the engine may take. What fails is told sooner.
+const PATIENCE: Duration = Duration::from_hours(1);
+
+/// Put a running VM back to a checkpoint, in place
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "The VM that `keyframe run` or `attach` has under checkpoints becomes what it was: RAM, processors and devices, in the
+same QEMU, with the same consoles, monitors and networks. A checkpoint of it as it is now is taken first, so that nothing is
+lost, and one of it as it was then; `keyframe list --tree` shows both branches. Where it fails, the VM runs on as it was.
+
+The world outside is not rolled back: who talked to the VM meanwhile finds it in the past.
+
+Examples:
+  keyframe rollback before-upgrade
+  keyframe rollback 12 --name web --json"
+)]
+pub struct Rollback {
+    /// A number, a tag or `latest`, in the store of the run
+    checkpoint: String,
+    /// Which VM, where several run
+    #[arg(long, alias = "vm", value_name = "NAME")]
+    name: Option<String>,
+    /// Print JSON: times in ns
+    #[arg(long)]
+    json: bool,
+}
+
+impl Rollback {
+    /// Asks the engine for it.
+    pub fn run(&self) -> Outcome {
+        let engine = rundir::find(self.name.as_deref())?;
+        let request = Request::Rollback { checkpoint: self.checkpoint.clone() };
+        let done = match client::ask(&engine, &request, PATIENCE)? {
+            Response::RolledBack(done) => done,
+            other => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
+        };
+        if self.json {
+            output::json(&done)?;
+        } else {
+            output::print_line(&format!(
+                "VM {} is back at checkpoint {}{}: {} pages written back, it stood for {}; what it was is checkpoint {}",
+                done.vm,
+                done.checkpoint,
+                if done.runs { "" } else { " (paused)" },
+                done.pages,
+                output::duration(done.stood_ns),
+                done.before
+            ))?;
+        }
+        Ok(if done.now.is_some() { DONE } else { WARNED })
+    }
+}

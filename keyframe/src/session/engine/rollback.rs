@@ -1,0 +1,263 @@
+//! `keyframe rollback`: the running VM becomes what it was at a checkpoint, in the same QEMU.
+//!
+//! ```text
+//!   runs ─▶ stands ─▶ checkpoint "before" ─▶ RAM and devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
+//!             │ fails: runs on                  │ fails                          │ differs: those pages once more
+//!             ▼                                 ▼
+//!           as it was ◀── runs on ─── RAM and devices of "before"
+//! ```
+//!
+//! Only pages in which "before" and the target differ are written. QEMU resets the machine on the way, which may write to RAM
+//! too, so all of RAM is compared with the target before the VM runs.
+//!
+//! Invariants: the VM runs only as exactly the target, or as exactly what it was. The run goes on: "after" is one more of its
+//! checkpoints, with the target as its parent, and holds what was written back.
+//!
+//! Left out: an engine that is killed half way leaves the VM paused, and to be restored from a checkpoint. Groups, libvirt.
+
+use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel, ns};
+use crate::control::RolledBack;
+use crate::failure::Failure;
+use crate::images::StoredPages;
+use keyframe_qemu::rollback::Target;
+use keyframe_store::{CheckpointId, Loaded};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
+use std::sync::mpsc::TryRecvError;
+
+/// How long a checkpoint may take to be sealed.
+const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
+/// How often the pages that still differ are written again.
+const TRIES: u32 = 3;
+/// Pages that are compared at once: 16 MiB.
+const BATCH_PAGES: u64 = 4096;
+
+/// What failed, and where the VM is.
+enum Stuck {
+    /// As it was.
+    Unharmed(String),
+    /// Neither here nor there: it must not run.
+    Lost(String),
+}
+
+impl Engine<'_> {
+    /// Puts the VM back to the checkpoint that `name` names.
+    pub(super) fn answer_rollback(&mut self, name: &str) -> Response {
+        match self.roll_back(name) {
+            Ok(done) => Response::RolledBack(done),
+            Err(failure) => Response::Failed(failure.to_string()),
+        }
+    }
+
+    fn roll_back(&mut self, name: &str) -> Result<RolledBack, Failure> {
+        let target = self.rollback_target(name)?;
+        let stopped = self.qmp()?.stop().map_err(|e| Failure::qemu(&e))?;
+        let began = Instant::now();
+        let gone = self.go_back(&target);
+        keyframe_kernel::priority::lower();
+        if let Err(Stuck::Lost(why)) = gone {
+            self.given_up = true;
+            let text = format!("{why}; the VM is left paused and no more checkpoints are taken");
+            return Err(Failure::new(text)
+                .fix(format!("end it (keyframe stop) and restore: keyframe restore {name}")));
+        }
+        if stopped.was_running {
+            self.qmp()?.cont().map_err(|e| Failure::qemu(&e))?;
+        }
+        let stood_ns = ns(began.elapsed());
+        self.look();
+        let (before, now, pages) = gone.map_err(|stuck| match stuck {
+            Stuck::Unharmed(why) | Stuck::Lost(why) => Failure::new(format!("{why}; the VM is as it was")),
+        })?;
+        self.say(&format!("VM {} is back at checkpoint {}", self.name, target.id));
+        Ok(RolledBack {
+            vm: self.name.clone(),
+            checkpoint: target.id.0,
+            before: before.0,
+            now: now.map(|id| id.0),
+            pages,
+            stood_ns,
+            runs: stopped.was_running,
+        })
+    }
+
+    fn qmp(&mut self) -> Result<&mut keyframe_qemu::Qmp, Failure> {
+        let first = self.machines.members_mut().first_mut();
+        first.map(|member| member.machine.vm.qmp()).ok_or_else(|| Failure::new("no VM"))
+    }
+
+    /// The checkpoint, where this VM can become it.
+    fn rollback_target(&mut self, name: &str) -> Result<Loaded, Failure> {
+        if self.machines.is_group() {
+            return Err(Failure::new("a group cannot be rolled back in place")
+                .fix("end it (keyframe stop), and restore the checkpoint: all members come back together"));
+        }
+        if self.given_up || self.encoding.is_none() {
+            return Err(Failure::new(
+                "no more checkpoints are taken of this VM, so that it is not rolled back",
+            )
+            .fix("see why with: keyframe status"));
+        }
+        if self.machines.disks.is_some() {
+            return Err(Failure::new(
+                "a VM whose disks are in its checkpoints is not rolled back in place yet",
+            )
+            .fix("end it (keyframe stop), and restore the checkpoint: its disks come back with it"));
+        }
+        let libvirts =
+            self.machines.members().iter().any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
+        if libvirts {
+            return Err(Failure::new(
+                "a VM of libvirt's is not rolled back in place: libvirt would not know of it",
+            )
+            .fix("end it, and restore the checkpoint"));
+        }
+        let store_failure = |e: keyframe_store::Error| Failure::store(&e, self.store.path());
+        let id = self.store.resolve(name).map_err(store_failure)?;
+        let target = self.store.load(id).map_err(store_failure)?;
+        let (here, there) = (self.meta.machine(), &target.meta.machine);
+        let pairs = [
+            ("machine type", here.machine_type.clone(), there.machine_type.clone()),
+            ("QEMU", here.qemu_version.clone(), there.qemu_version.clone()),
+            ("number of processors", here.cpus.to_string(), there.cpus.to_string()),
+        ];
+        let differs = pairs.into_iter().find(|(_, here, there)| here != there);
+        if let Some((what, here, there)) = differs {
+            return Err(another(id, &format!("its {what} is {there}, not {here}")));
+        }
+        if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
+            return Err(another(id, "its RAM blocks are others"));
+        }
+        Ok(target)
+    }
+
+    /// The VM stands. The checkpoints before and after, and how many pages were written.
+    fn go_back(&mut self, target: &Loaded) -> Result<(CheckpointId, Option<CheckpointId>, u64), Stuck> {
+        let before = self.capture_and_seal().map_err(Stuck::Unharmed)?;
+        let before = self.store.load(before).map_err(|e| Stuck::Unharmed(chain(&e)))?;
+        let mut pages = differing(&before, target);
+        if let Err(why) = self.become_checkpoint(target, &mut pages) {
+            let forward = self.become_checkpoint(&before, &mut pages);
+            return Err(match forward {
+                Ok(()) => Stuck::Unharmed(why),
+                Err(again) => Stuck::Lost(format!("{why}; nor could it be put back to what it was: {again}")),
+            });
+        }
+        self.came_from = Some(target.id);
+        // Where this one fails it has been said, and the next one is the first behind the rollback.
+        let now = self.capture_and_seal().ok();
+        Ok((before.id, now, pages.len() as u64))
+    }
+
+    /// A checkpoint of the standing VM, sealed.
+    fn capture_and_seal(&mut self) -> Result<CheckpointId, String> {
+        let seq = self.capture("rollback", None, None)?;
+        let (sender, sealed) = channel();
+        self.takers.insert(seq, sender);
+        let deadline = Instant::now() + SEAL_TIMEOUT;
+        let mut requests = Vec::new();
+        let result = loop {
+            match sealed.try_recv() {
+                Ok(Response::Taken(entry)) => break Ok(CheckpointId(entry.id)),
+                Ok(Response::Failed(why)) => break Err(why),
+                Ok(_) | Err(TryRecvError::Disconnected) => break Err("the encoder has ended".into()),
+                Err(TryRecvError::Empty) if Instant::now() > deadline => {
+                    break Err("the checkpoint was not sealed in time".into());
+                }
+                Err(TryRecvError::Empty) => {}
+            }
+            match self.inbox.recv_timeout(LOOK_EVERY) {
+                Ok(Inbox::Report(report)) => self.settle(*report),
+                Ok(request @ Inbox::Request(_)) => requests.push(request),
+                Err(_) => {}
+            }
+        };
+        for request in requests {
+            let _ = self.inbox_sender.send(request);
+        }
+        result
+    }
+
+    /// Loads devices and `pages` of `to`, and whatever else turns out to differ, which is added to `pages`.
+    fn become_checkpoint(&mut self, to: &Loaded, pages: &mut Vec<PageIndex>) -> Result<(), String> {
+        let mut wrong = 0;
+        for _ in 0..TRIES {
+            let source = StoredPages::new(to);
+            let target = Target {
+                machine_type: &to.meta.machine.machine_type,
+                layout: &to.meta.ram,
+                ram: &source,
+                pages: &in_use(&to.meta.ram, pages),
+                device_state: &to.device_state,
+            };
+            let directory = self.store.path();
+            let file = tempfile::tempfile_in(directory)
+                .map_err(|e| format!("make a temporary file in {}: {e}", directory.display()))?;
+            let Some(member) = self.machines.members_mut().first_mut() else { return Err("no VM".into()) };
+            member.machine.vm.roll_back(&target, file).map_err(|e| chain(&e))?;
+            let others = self.wrong_pages(to)?;
+            if others.is_empty() {
+                return Ok(());
+            }
+            wrong = others.len();
+            pages.extend(others);
+            pages.sort_unstable();
+            pages.dedup();
+        }
+        Err(format!("{wrong} pages of its RAM are not those of checkpoint {}", to.id))
+    }
+
+    /// The pages of the standing VM that are not those of `to`.
+    fn wrong_pages(&self, to: &Loaded) -> Result<Vec<PageIndex>, String> {
+        let reader = self.copying.strategies.ram().ok_or("no VM")?;
+        let layout = &to.meta.ram;
+        let mut wrong = Vec::new();
+        let (mut here, mut there) = (Vec::new(), Vec::new());
+        for number in 0..layout.blocks().len() {
+            let mut left = used(layout, number);
+            while left.len_pages > 0 {
+                let range = PageRange::new(left.first, left.len_pages.min(BATCH_PAGES));
+                left = PageRange::new(range.end(), left.len_pages - range.len_pages);
+                for image in [&mut here, &mut there] {
+                    image.clear();
+                    image.resize(usize::try_from(range.len_bytes()).unwrap_or(0), 0);
+                }
+                reader.read(&[range], &mut here).map_err(|e| chain(&*e))?;
+                to.read_pages(range, &mut |page: PageIndex, content: &Page| {
+                    let at = (page.0 - range.first.0) as usize * PAGE_BYTES;
+                    if let Some(place) = there.get_mut(at..at + PAGE_BYTES) {
+                        place.copy_from_slice(content);
+                    }
+                    Ok::<_, keyframe_store::Error>(())
+                })
+                .map_err(|e| chain(&e))?;
+                let pairs = here.chunks_exact(PAGE_BYTES).zip(there.chunks_exact(PAGE_BYTES));
+                wrong.extend(range.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(page, _)| page));
+            }
+        }
+        Ok(wrong)
+    }
+}
+
+fn another(id: CheckpointId, why: &str) -> Failure {
+    Failure::new(format!("checkpoint {id} is another machine's: {why}"))
+        .fix(format!("bring it to life beside this one: keyframe restore {id}"))
+}
+
+/// The pages of a block that are in use.
+fn used(layout: &RamLayout, number: usize) -> PageRange {
+    let used_bytes = layout.blocks().get(number).map_or(0, |block| block.used_bytes);
+    PageRange::new(layout.pages_of(number).first, used_bytes / PAGE_BYTES as u64)
+}
+
+/// Those of `pages` that are in use.
+fn in_use(layout: &RamLayout, pages: &[PageIndex]) -> Vec<PageIndex> {
+    let ranges: Vec<_> = (0..layout.blocks().len()).map(|number| used(layout, number)).collect();
+    let is_used = |page: &PageIndex| ranges.iter().any(|r| r.first <= *page && *page < r.end());
+    pages.iter().copied().filter(is_used).collect()
+}
+
+/// The pages in which two checkpoints of one page space differ, rising.
+fn differing(a: &Loaded, b: &Loaded) -> Vec<PageIndex> {
+    let pages = (0..a.meta.ram.len_pages()).map(PageIndex);
+    pages.filter(|page| a.page_ref(*page) != b.page_ref(*page)).collect()
+}
