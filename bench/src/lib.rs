@@ -17,6 +17,7 @@
 mod events;
 mod guest;
 mod overhead;
+mod parts;
 mod pause;
 mod peer;
 mod restore;
@@ -34,17 +35,27 @@ pub struct Options {
     pub keyframe: PathBuf,
     /// Fewer repetitions.
     pub quick: bool,
+    /// Only these parts, as keys name them; all where it is empty.
+    pub only: Vec<String>,
+    /// How often each thing is measured, in place of the benchmark's own numbers.
+    pub rounds: Option<u16>,
     /// The small guest's files; built where absent.
     pub guest: Option<PathBuf>,
     /// The real guest's files; built where absent.
     pub real_guest: Option<PathBuf>,
     /// Told what is being measured.
     pub progress: fn(&str),
+    /// Told what is left out, and why.
+    pub warning: fn(&str),
 }
 
 impl Options {
     fn say(&self, line: impl AsRef<str>) {
         (self.progress)(line.as_ref());
+    }
+
+    fn left_out(&self, what: &str, error: &Error) {
+        (self.warning)(&format!("{what} is left out: {}", parts::chain(error)));
     }
 }
 
@@ -124,6 +135,24 @@ pub enum Error {
         /// What it answered.
         source: keyframe_qemu::Error,
     },
+    /// A part that the benchmark does not have.
+    #[error("bench {benchmark} has no part {part}: its parts are {parts}")]
+    NoPart {
+        /// The benchmark.
+        benchmark: &'static str,
+        /// What was asked for.
+        part: String,
+        /// What there is.
+        parts: String,
+    },
+    /// An option that the benchmark does not have.
+    #[error("bench {benchmark} has no {option}")]
+    NoOption {
+        /// The benchmark.
+        benchmark: &'static str,
+        /// What was asked for.
+        option: &'static str,
+    },
     /// The guest's files are missing.
     #[error("the {guest} guest is not built: {problem}")]
     NoGuest {
@@ -162,8 +191,18 @@ impl Error {
 
 type Benchmark = fn(&Options) -> Result<Report, Error>;
 
+/// It measures everything by turns, so that nothing can be left out.
+fn restore(options: &Options) -> Result<Report, Error> {
+    let option = match (options.only.is_empty(), options.rounds) {
+        (false, _) => "--only",
+        (true, Some(_)) => "--rounds",
+        (true, None) => return restore::run(options),
+    };
+    Err(Error::NoOption { benchmark: "restore", option })
+}
+
 const ALL: [(&str, Benchmark); 3] =
-    [("pause", pause::run), ("overhead", overhead::run), ("restore", restore::run)];
+    [("pause", pause::run), ("overhead", overhead::run), ("restore", restore)];
 
 /// The benchmarks there are.
 pub fn names() -> [&'static str; 3] {

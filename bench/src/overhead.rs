@@ -14,6 +14,7 @@ mod compile;
 mod subject;
 
 use crate::guest::Guest as Files;
+use crate::parts::Parts;
 use crate::sample::Sample;
 use crate::vm::{Guest, Protected};
 use crate::{Error, Options, Report};
@@ -60,6 +61,10 @@ const STRATEGIES: [Setting; 5] = [
     Setting::every("100ms", 100),
 ];
 
+/// The guests, each with what is measured on it.
+const SUBJECTS: [(&str, &[Setting]); 3] =
+    [("compute", &INTERVALS), ("60k", &STRATEGIES), ("compile", INTERVALS.split_at(3).1.split_at(1).0)];
+
 /// How long and how often.
 struct Plan {
     /// From the guest's READY to the first count.
@@ -84,29 +89,42 @@ struct Lost {
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
+    let all = SUBJECTS
+        .iter()
+        .flat_map(|(key, settings)| settings.iter().map(move |setting| format!("{key}_{}", setting.key())));
+    let parts = Parts::choose("overhead", &options.only, all)?;
     let plan = if options.quick { &QUICK } else { &FULL };
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
     let files = Files::find(options)?;
-    let mut subjects = vec![
-        (Subject::compute(&files), &INTERVALS[..], plan.rounds[0]),
-        (Subject::dirty(&files), &STRATEGIES[..], plan.rounds[1]),
-    ];
-    match Subject::compile(options, dir.path()) {
-        Ok(subject) => subjects.push((subject, &INTERVALS[3..4], plan.rounds[2])),
-        Err(e) => options.say(format!("compiling is left out: {e}")),
-    }
     let mut report = Report::new("overhead");
     let mut charted = Vec::new();
-    for (subject, settings, rounds) in subjects {
+    for ((key, settings), rounds) in SUBJECTS.into_iter().zip(plan.rounds) {
+        let wanted = |setting: &&Setting| parts.has(&format!("{key}_{}", setting.key()));
+        let settings: Vec<Setting> = settings.iter().filter(wanted).copied().collect();
+        if settings.is_empty() {
+            continue;
+        }
+        let subject = match key {
+            "compute" => Subject::compute(&files),
+            "60k" => Subject::dirty(&files),
+            _ => match Subject::compile(options, dir.path()) {
+                Ok(subject) => subject,
+                Err(e) => {
+                    options.left_out("compiling", &e);
+                    continue;
+                }
+            },
+        };
+        let rounds = options.rounds.map_or(rounds, usize::from);
         let bench = Bench { options, plan, dir: dir.path(), subject: &subject };
-        let (plain, lost) = match bench.compare(settings, rounds) {
+        let (plain, lost) = match bench.compare(&settings, rounds) {
             Err(e) if subject.may_be_left_out() => {
-                options.say(format!("{} is left out: {e}", subject.title));
+                options.left_out(subject.title, &e);
                 continue;
             }
             compared => compared?,
         };
-        figures(&mut report, &subject, &plain, &lost);
+        figures(&mut report, (subject.key, subject.unit), &plain, &lost);
         charted.push((subject, lost));
     }
     report.plot = chart::figure(&charted);
@@ -187,8 +205,7 @@ impl Lost {
     }
 }
 
-fn figures(report: &mut Report, subject: &Subject, plain: &Sample, lost: &[Lost]) {
-    let (key, unit) = (subject.key, subject.unit);
+fn figures(report: &mut Report, (key, unit): (&str, &str), plain: &Sample, lost: &[Lost]) {
     report.figure(format!("{key}_plain_{unit}_per_s"), plain.median());
     report.figure(format!("{key}_pairs"), lost.first().map_or(0, |l| l.work.len()) as f64);
     // What two plain runs differ by is what a loss is uncertain by.
@@ -220,6 +237,24 @@ mod tests {
         lost.push(done(98.0, Some(20.0)), around);
         assert!((lost.work.median() - 0.02).abs() < 1e-9);
         assert!((lost.spare.median() - 0.5).abs() < 1e-9);
+    }
+
+    /// Those are read by others.
+    #[test]
+    fn the_keys_are_those_promised() {
+        let (mut report, mut plain) = (Report::new("overhead"), Sample::default());
+        plain.push(100.0);
+        for ((_, settings), subject) in SUBJECTS.iter().zip(["compute", "60k"]) {
+            let mut lost: Vec<Lost> = settings.iter().map(Lost::new).collect();
+            let done = |work_per_s| Done { work_per_s, spare_per_s: None };
+            for lost in &mut lost {
+                lost.push(done(98.0), done(100.0));
+            }
+            figures(&mut report, (subject, "units"), &plain, &lost);
+        }
+        for key in ["work_lost_compute_1s", "work_lost_60k_1s", "work_lost_compute_100ms"] {
+            assert!((report.ratios[key] - 0.02).abs() < 1e-9, "{key}");
+        }
     }
 
     #[test]

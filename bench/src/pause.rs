@@ -16,6 +16,7 @@ mod chart;
 mod rows;
 
 use crate::guest::Guest as Files;
+use crate::parts::Parts;
 use crate::peer::{BEFORE, Peer, Way};
 use crate::sample::Sample;
 use crate::vm::Protected;
@@ -34,6 +35,7 @@ const RATE: u64 = 20_000;
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// How often what is measured.
+#[derive(Clone)]
 struct Plan {
     /// Rounds over the strategies at each of the rates.
     strategies: [usize; 4],
@@ -66,16 +68,54 @@ const QUICK: Plan = Plan {
     peers_of_sizes: false,
 };
 
+impl Plan {
+    /// The usual one, with `--only` and `--rounds`.
+    fn of(options: &Options, parts: &Parts<'_>) -> Self {
+        let mut plan = if options.quick { QUICK.clone() } else { FULL.clone() };
+        if let Some(rounds) = options.rounds.map(usize::from) {
+            let often = [rounds; 4];
+            plan = Self {
+                strategies: often,
+                cow: often,
+                empty: 3 * rounds,
+                peers: often,
+                sizes: rounds,
+                ..plan
+            };
+        }
+        for (at, rate) in RATES.into_iter().enumerate() {
+            if !parts.has(&Load { rate, gib: None }.label()) {
+                (plan.strategies[at], plan.cow[at], plan.peers[at]) = (0, 0, 0);
+            }
+        }
+        plan
+    }
+
+    /// True where there is something to measure on the guest of the rates.
+    fn has_rates(&self) -> bool {
+        self.strategies.iter().any(|rounds| *rounds > 0)
+    }
+}
+
+/// As `--only` takes a size.
+fn size_name(gib: u64) -> String {
+    format!("{gib}gib")
+}
+
 pub fn run(options: &Options) -> Result<Report, Error> {
+    let rates = RATES.map(|rate| Load { rate, gib: None }.label());
+    let all = rates.into_iter().chain(SIZES.map(size_name));
+    let parts = Parts::choose("pause", &options.only, all)?;
     let files = Files::find(options)?;
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    let bench =
-        Bench { options, files: &files, dir: dir.path(), plan: if options.quick { &QUICK } else { &FULL } };
-    let mut rows = Rows::default();
-    let empty = bench.strategies(&mut rows)?;
-    bench.copy_on_write(&mut rows)?;
-    bench.peers(&mut rows)?;
-    for gib in SIZES {
+    let bench = Bench { options, files: &files, dir: dir.path(), plan: Plan::of(options, &parts) };
+    let (mut rows, mut empty) = (Rows::default(), Sample::default());
+    if bench.plan.has_rates() {
+        empty = bench.strategies(&mut rows)?;
+        bench.copy_on_write(&mut rows)?;
+        bench.peers(&mut rows).unwrap_or_else(|e| options.left_out("what QEMU itself offers", &e));
+    }
+    for gib in SIZES.into_iter().filter(|gib| parts.has(&size_name(*gib))) {
         bench.size(gib, &mut rows)?;
     }
     Ok(report(&rows, &empty))
@@ -86,7 +126,7 @@ struct Bench<'a> {
     options: &'a Options,
     files: &'a Files,
     dir: &'a Path,
-    plan: &'a Plan,
+    plan: Plan,
 }
 
 impl Bench<'_> {
@@ -104,15 +144,16 @@ impl Bench<'_> {
     fn strategies(&self, rows: &mut Rows) -> Result<Sample, Error> {
         self.options.say("strategies, 1 GiB: boot and first checkpoint");
         let mut vm = self.under_keyframe("precopy", MEM, WRITTEN_MIB, 0)?;
-        for (rate, rounds) in RATES.into_iter().zip(self.plan.strategies) {
+        for (rate, rounds) in chosen(self.plan.strategies) {
             let load = Load { rate, gib: None };
             self.options.say(format!("strategies at {} dirty pages a second", load.label()));
             set_rate(&mut vm, rate)?;
             let strategies = ["precopy", "stop-copy", "fork"].repeat(rounds);
             measure(&vm, load, &strategies, rows)?;
         }
-        let written = rows.dirty_pages_p50(Load { rate: RATE, gib: None });
-        if written < RATE as f64 / 4.0 {
+        let at_rate = Load { rate: RATE, gib: None };
+        let written = rows.dirty_pages_p50(at_rate);
+        if rows.count("precopy", at_rate) > 0 && written < RATE as f64 / 4.0 {
             return Err(Error::failed(
                 "load the guest",
                 format!("it wrote only {written} of {RATE} pages a second: the machine is too busy"),
@@ -131,7 +172,7 @@ impl Bench<'_> {
     fn copy_on_write(&self, rows: &mut Rows) -> Result<(), Error> {
         self.options.say("copy-on-write, 1 GiB: boot and first checkpoint");
         let mut vm = self.under_keyframe("cow", MEM, WRITTEN_MIB, 0)?;
-        for (rate, rounds) in RATES.into_iter().zip(self.plan.cow) {
+        for (rate, rounds) in chosen(self.plan.cow) {
             let load = Load { rate, gib: None };
             self.options.say(format!("copy-on-write at {} dirty pages a second", load.label()));
             set_rate(&mut vm, rate)?;
@@ -144,7 +185,7 @@ impl Bench<'_> {
         self.options.say("QEMU's own ways, 1 GiB: boot");
         let mut peer = Peer::start(self.files, &self.dir.join("peer"), MEM, &append(0, WRITTEN_MIB))?;
         self.first_snapshot(&mut peer, "first", rows)?;
-        for (rate, rounds) in RATES.into_iter().zip(self.plan.peers) {
+        for (rate, rounds) in chosen(self.plan.peers) {
             let load = Load { rate, gib: None };
             peer.guest.say(&format!("rate {rate}"))?;
             // What a live migration leaves for its end is QEMU's limit of the downtime, at any rate.
@@ -174,10 +215,18 @@ impl Bench<'_> {
         if !self.plan.peers_of_sizes {
             return Ok(());
         }
-        self.options.say(format!("QEMU's own ways, {gib} GiB, all of it written: boot"));
-        let mut peer =
-            Peer::start(self.files, &self.dir.join(format!("peer{gib}")), &mem, &append(RATE, mib))?;
-        self.first_snapshot(&mut peer, &format!("first_{gib}gib"), rows)?;
+        if let Err(e) = self.peers_of_size(load, (&mem, mib), rows) {
+            self.options.left_out(&format!("what QEMU itself offers, with {gib} GiB"), &e);
+        }
+        Ok(())
+    }
+
+    fn peers_of_size(&self, load: Load, (mem, mib): (&str, u64), rows: &mut Rows) -> Result<(), Error> {
+        self.options.say(format!("QEMU's own ways, {mem}, all of it written: boot"));
+        let dir = self.dir.join(format!("peer{mem}"));
+        let mut peer = Peer::start(self.files, &dir, mem, &append(RATE, mib))?;
+        let key = load.gib.map_or_else(String::new, |gib| format!("first_{gib}gib"));
+        self.first_snapshot(&mut peer, &key, rows)?;
         self.measure_peer(&mut peer, load, &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot], rows)
     }
 
@@ -208,6 +257,11 @@ impl Bench<'_> {
         }
         Ok(())
     }
+}
+
+/// The rates that are measured at all, with their rounds.
+fn chosen(rounds: [usize; 4]) -> impl Iterator<Item = (u64, usize)> {
+    RATES.into_iter().zip(rounds).filter(|(_, rounds)| *rounds > 0)
 }
 
 fn append(rate: u64, mib: u64) -> String {
@@ -247,9 +301,14 @@ fn report(rows: &Rows, empty: &Sample) -> Report {
     let mut report = Report::new("pause");
     rows.figures(&mut report);
     let at_20k = Load { rate: RATE, gib: None };
-    report.figure("dirty_pages_per_checkpoint_p50", rows.dirty_pages_p50(at_20k));
-    report.figure("checkpoints_per_strategy", rows.count("precopy", at_20k) as f64);
-    report.figure("empty_pause_p50_ns", empty.median());
+    // What was not measured has no key.
+    if rows.count("precopy", at_20k) > 0 {
+        report.figure("dirty_pages_per_checkpoint_p50", rows.dirty_pages_p50(at_20k));
+        report.figure("checkpoints_per_strategy", rows.count("precopy", at_20k) as f64);
+    }
+    if empty.len() > 0 {
+        report.figure("empty_pause_p50_ns", empty.median());
+    }
     let precopy = "precopy_20k_pause_p50_ns";
     for peer in ["stop_copy", "fork", "cow", "savevm", "migrate", "migrate_live", "background_snapshot"] {
         report.ratio_of(format!("{peer}_over_precopy_20k"), &format!("{peer}_20k_pause_p50_ns"), precopy);
@@ -264,4 +323,55 @@ fn report(rows: &Rows, empty: &Sample) -> Report {
     }
     report.plot = chart::figure(rows);
     report
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(loads: &[Load]) -> Report {
+        let mut rows = Rows::default();
+        for load in loads {
+            for way in ["precopy", "stop_copy", "savevm"] {
+                let row = rows.of(way, *load);
+                row.pause_ns.push(2e6);
+                row.dirty_pages.push(20_000.0);
+            }
+        }
+        let mut empty = Sample::default();
+        empty.push(1e6);
+        report(&rows, &empty)
+    }
+
+    /// Those are read by others.
+    #[test]
+    fn the_keys_are_those_promised() {
+        let at = |rate, gib| Load { rate, gib };
+        let all = [at(20_000, None), at(60_000, None), at(20_000, Some(1)), at(20_000, Some(4))];
+        let report = measured(&all);
+        for key in [
+            "precopy_20k_pause_p50_ns",
+            "precopy_20k_pause_p99_ns",
+            "empty_pause_p50_ns",
+            "precopy_60k_pause_p50_ns",
+        ] {
+            assert!(report.figures.contains_key(key), "no {key}");
+        }
+        for key in [
+            "stop_copy_over_precopy_20k",
+            "savevm_over_precopy_20k",
+            "precopy_20k_over_empty",
+            "pause_4gib_over_1gib",
+        ] {
+            assert!(report.ratios.contains_key(key), "no {key}");
+        }
+    }
+
+    #[test]
+    fn what_was_not_measured_has_no_key() {
+        let report = measured(&[Load { rate: 1000, gib: None }]);
+        let keys: Vec<_> = report.figures.keys().chain(report.ratios.keys()).collect();
+        assert!(!keys.iter().any(|key| key.contains("20k") || key.contains("gib")), "{keys:?}");
+        assert!(!report.figures.contains_key("dirty_pages_per_checkpoint_p50"));
+    }
 }

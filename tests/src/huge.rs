@@ -1,17 +1,21 @@
 //! 2 MiB pages for a test, given back at its end.
 
+use crate::Turn;
+
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Pages reserved for a test; the pool is as it was when this is dropped.
+/// Pages reserved for a test, which is alone, as the pool is the machine's; the pool is as it was when this is dropped.
 pub struct HugePages {
     before: u64,
+    _turn: Turn,
 }
 
 impl HugePages {
     /// Sees to it that `pages` are free; `None`, with the reason printed, where that cannot be.
     pub fn reserve(pages: u64) -> Option<Self> {
+        let turn = Turn::alone();
         let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse().unwrap_or(0);
-        let reserved = Self { before };
+        let reserved = Self { before, _turn: turn };
         if free() < pages && std::fs::write(POOL, (before + pages).to_string()).is_err() {
             println!("skipped: no permission to reserve 2 MiB pages in {POOL}");
             return None;

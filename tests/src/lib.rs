@@ -12,6 +12,7 @@ mod orphan;
 mod payload;
 mod process;
 mod ram;
+mod turn;
 
 /// A libvirt of a test's own, as the monitor client's tests start it.
 #[expect(missing_docs, reason = "it is a test's own there")]
@@ -29,6 +30,7 @@ pub use orphan::Orphan;
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;
 pub use ram::{differing_pages, live_ram};
+pub use turn::Turn;
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -63,6 +65,13 @@ fn built(guest: &str) -> PathBuf {
     let output = Command::new(&script).arg(guest).output().expect("run guests/build");
     assert!(output.status.success(), "guests/build {guest}: {}", String::from_utf8_lossy(&output.stderr));
     PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
+}
+
+/// Where PATH has a program.
+pub fn on_path(program: &str) -> PathBuf {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).map(|dir| dir.join(program)).find(|file| file.is_file());
+    found.unwrap_or_else(|| panic!("no {program} in PATH"))
 }
 
 /// A QEMU to test with.
@@ -185,21 +194,34 @@ impl Boot {
 pub struct Bench {
     dir: Option<tempfile::TempDir>,
     path: PathBuf,
+    _turn: Turn,
 }
 
 impl Bench {
     /// With an empty store.
     pub fn new() -> Self {
-        let bench = Self::without_store();
-        bench.ok(&["init", &bench.store()]);
-        bench
+        Self::in_turn(Turn::shared()).with_store()
+    }
+
+    /// With an empty store, for a test that needs the machine for itself.
+    pub fn alone() -> Self {
+        Self::in_turn(Turn::alone()).with_store()
     }
 
     /// Without a store.
     pub fn without_store() -> Self {
+        Self::in_turn(Turn::shared())
+    }
+
+    fn with_store(self) -> Self {
+        self.ok(&["init", &self.store()]);
+        self
+    }
+
+    fn in_turn(turn: Turn) -> Self {
         let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().expect("a temporary directory");
         let path = dir.path().to_owned();
-        Self { dir: Some(dir), path }
+        Self { dir: Some(dir), path, _turn: turn }
     }
 
     /// The directory.
@@ -226,15 +248,19 @@ impl Bench {
     /// Runs `keyframe ARGS` to its end.
     pub fn run(&self, args: &[&str]) -> Output {
         println!("$ XDG_RUNTIME_DIR={} keyframe {}", self.path.display(), args.join(" "));
-        let mut command = self.command(args);
+        Self::run_within(self.command(args), Duration::from_secs(90))
+    }
+
+    /// Runs a command of [`Self::command`] to its end.
+    pub fn run_within(mut command: Command, limit: Duration) -> Output {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().expect("run keyframe");
         // A command that should have ended is ended, and its test fails by its exit code.
         let pid = rustix::process::Pid::from_raw(child.id() as i32).expect("a pid");
         let (done, waiting) = std::sync::mpsc::channel::<()>();
         let guard = std::thread::spawn(move || {
-            if waiting.recv_timeout(Duration::from_secs(90)).is_err() {
-                println!("still running after 90 s: ended");
+            if waiting.recv_timeout(limit).is_err() {
+                println!("still running after {} s: ended", limit.as_secs());
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
             }
         });

@@ -42,7 +42,7 @@ fn stop(bench: &Bench, run: &mut Process) {
 
 #[test]
 fn an_overhead_is_kept_by_taking_checkpoints_less_often_until_the_guest_calms_down() {
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let asked_ns = 1000 * MS;
     let mut run = start(&bench, &heavy(), &["--interval", "1s", "--max-overhead", "3%"]);
     let longer = |s: &Value| number(s, "interval_ns") > asked_ns && why(s).contains("costs the guest");
@@ -64,7 +64,7 @@ fn an_overhead_is_kept_by_taking_checkpoints_less_often_until_the_guest_calms_do
 
 #[test]
 fn a_pause_is_kept_by_taking_checkpoints_more_often_where_nothing_is_copied_before_it() {
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let options = ["--strategy", "stop-copy", "--interval", "3s", "--max-pause", "20ms"];
     let mut run = start(&bench, &heavy(), &options);
     let shorter = |s: &Value| number(s, "interval_ns") < 3000 * MS && why(s).contains("more often");
@@ -75,7 +75,7 @@ fn a_pause_is_kept_by_taking_checkpoints_more_often_where_nothing_is_copied_befo
 
 #[test]
 fn a_pause_that_cannot_be_kept_is_said_to_be_so_and_checkpoints_go_on_as_asked() {
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let mut run = start(&bench, &heavy(), &["--interval", "300ms", "--max-pause", "1us"]);
     let impossible = |s: &Value| why(s).contains("more than was asked for");
     let status = wait_for_status(&bench, &mut run, "that it is impossible", impossible);
@@ -93,7 +93,7 @@ fn a_pause_that_cannot_be_kept_is_said_to_be_so_and_checkpoints_go_on_as_asked()
 #[test]
 fn budgets_that_hold_change_nothing_and_without_one_there_is_nothing_to_report() {
     for (options, reported) in [(&["--max-pause", "10s", "--max-overhead", "100%"][..], true), (&[], false)] {
-        let bench = Bench::new();
+        let bench = Bench::alone();
         let mut run = start(&bench, &heavy(), &[&["--interval", "500ms"], options].concat());
         let status = wait_for_status(&bench, &mut run, "checkpoints", |s| number(s, "sealed") >= 3);
         assert_eq!(number(&status, "interval_ns"), 500 * MS, "{status}");
@@ -105,7 +105,7 @@ fn budgets_that_hold_change_nothing_and_without_one_there_is_nothing_to_report()
 
 #[test]
 fn budgets_that_make_no_sense_are_refused() {
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let store = bench.store();
     let line = heavy().command();
     let refused = |options: &[&str], code: i32, words: &[&str]| {

@@ -1,6 +1,7 @@
 //! What is written for other tools: the same memory and registers as QEMU's own dump of the same instant, streams that stock
 //! QEMU loads, and QEMU's own streams as checkpoints.
 
+use crate::group;
 use keyframe_qemu::Qmp;
 use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, hash_lines, qemus, until};
 use serde_json::json;
@@ -27,23 +28,45 @@ fn goes_on(vm: &mut Process, least: usize) {
     Sequence::new(16).check(&hash_lines(&vm.lines()), least);
 }
 
-/// Runs `boot` under Keyframe; in one pause takes checkpoint 1, and QEMU's own dump into `qemu.elf`.
-fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
-    let monitor = bench.path().join("user.sock");
-    let boot = boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
-    run.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(())).expect("the guest is silent");
-    let mut qmp = Qmp::connect(&monitor, WAIT).expect("connect to the monitor");
+/// `boot` with a monitor for the user, `NAME.sock`.
+fn with_monitor(bench: &Bench, boot: &Boot, name: &str) -> Boot {
+    let monitor = bench.path().join(format!("{name}.sock"));
+    boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
+}
+
+/// Stops the VM with monitor `NAME.sock`; QEMU's own dump of it goes to `NAME.elf`.
+fn stop_and_dump(bench: &Bench, name: &str) {
+    let mut qmp =
+        Qmp::connect(&bench.path().join(format!("{name}.sock")), WAIT).expect("connect to the monitor");
     qmp.stop().expect("stop");
-    let file = format!("file:{}", bench.path().join("qemu.elf").display());
+    let file = format!("file:{}", bench.path().join(format!("{name}.elf")).display());
     qmp.execute("dump-guest-memory", Some(json!({ "paging": false, "protocol": file }))).expect("dump");
-    bench.ok(&["take", "--name", "guest"]);
-    bench.ok(&["stop", "--name", "guest"]);
+}
+
+/// Takes a checkpoint of the run `name` and ends it.
+fn take_and_stop(bench: &Bench, run: &mut Process, name: &str) {
+    bench.ok(&["take", "--name", name]);
+    bench.ok(&["stop", "--name", name]);
     assert!(run.wait().success(), "{}", run.report());
 }
 
+/// Runs `boot` under Keyframe; in one pause takes checkpoint 1, and QEMU's own dump into `qemu.elf`.
+fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
+    let boot = with_monitor(bench, boot, "qemu");
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    run.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(())).expect("the guest is silent");
+    stop_and_dump(bench, "qemu");
+    take_and_stop(bench, &mut run, "guest");
+}
+
 fn export(bench: &Bench, format: &str, name: &str) -> Vec<u8> {
-    bench.ok(&["export", "latest", "--store", &bench.store(), "--format", format, "-o", name]);
+    export_with(bench, &[], format, name)
+}
+
+fn export_with(bench: &Bench, options: &[&str], format: &str, name: &str) -> Vec<u8> {
+    let store = bench.store();
+    let args = ["export", "latest", "--store", &store, "--format", format, "-o", name];
+    bench.ok(&[&args[..], options].concat());
     std::fs::read(bench.path().join(name)).expect("the exported file")
 }
 
@@ -95,6 +118,39 @@ fn memory_and_registers_are_those_of_qemus_own_dump() {
 }
 
 #[test]
+fn each_member_of_a_group_is_exported_by_its_name() {
+    let bench = Bench::new();
+    let members: Vec<Boot> = group::hashing(&bench)
+        .iter()
+        .zip(["a", "b"])
+        .map(|(boot, n)| with_monitor(&bench, boot, n))
+        .collect();
+    let mut run = group::start(&bench, &["--interval", "none"], &members);
+    group::wait_until_ready(&bench, &mut run);
+    for name in ["a", "b"] {
+        stop_and_dump(&bench, name);
+    }
+    take_and_stop(&bench, &mut run, "pair");
+    for name in ["a", "b"] {
+        let theirs = std::fs::read(bench.path().join(format!("{name}.elf"))).unwrap();
+        let ours = export_with(&bench, &["--member", name], "elf", &format!("our-{name}.elf"));
+        assert!(core(&theirs).0.len() > 400 && core(&theirs) == core(&ours), "{name}: the cores differ");
+    }
+    export_with(&bench, &["--member", "b"], "migration", "b.mig");
+    let mut line = members[1].clone();
+    line.serial = "stdio".into();
+    let line = line.with(&["-incoming", "exec:cat b.mig"]).command();
+    let mut command = Command::new(&line[0]);
+    command.args(&line[1..]).current_dir(bench.path());
+    goes_on(&mut Process::start(command), 3);
+    let store = bench.store();
+    let args = ["export", "latest", "--store", &store, "--format", "raw", "-o", "x"];
+    bench.refused(&args, 1, &["group, pair", "a, b", "--member"]);
+    bench.refused(&[&args[..], &["--member", "c"]].concat(), 1, &["no member c", "a, b"]);
+    assert!(!bench.path().join("x").exists());
+}
+
+#[test]
 fn a_debugger_opens_the_core() {
     let Ok(version) = Command::new("gdb").arg("--version").output() else {
         println!("skipped: no gdb (Debian package gdb)");
@@ -128,6 +184,8 @@ fn a_file_is_replaced_only_when_asked_to() {
     bench.refused(&args, 1, &["exists", "--force"]);
     bench.ok(&[&args[..], &["--force"]].concat());
     bench.refused(&["export", "9", "--store", &store, "--format", "raw", "-o", "x"], 1, &["9", "list"]);
+    let member = ["--force", "--member", "a"];
+    bench.refused(&[&args[..], &member].concat(), 1, &["no member a", "leave --member out"]);
     let names: Vec<_> = std::fs::read_dir(bench.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(!names.iter().any(|n| n.to_string_lossy().starts_with(".keyframe-export")), "{names:?}");
 }

@@ -5,7 +5,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// Two VMs that check themselves, `a` and `b`, with their consoles in files.
-fn hashing(bench: &Bench) -> Vec<Boot> {
+pub fn hashing(bench: &Bench) -> Vec<Boot> {
     ["a", "b"].iter().map(|name| member(bench, name, "hash", 96)).collect()
 }
 
@@ -18,7 +18,7 @@ fn member(bench: &Bench, name: &str, work: &str, mem_mib: u64) -> Boot {
 }
 
 /// `keyframe run --group` of `members`.
-fn start(bench: &Bench, options: &[&str], members: &[Boot]) -> Process {
+pub fn start(bench: &Bench, options: &[&str], members: &[Boot]) -> Process {
     let lines: Vec<Vec<String>> = members.iter().map(Boot::command).collect();
     let store = bench.store();
     let mut args = vec!["run", "--store", &store, "--group", "--name", "pair"];
@@ -69,7 +69,7 @@ fn hashes(bench: &Bench, name: &str) -> Vec<HashLine> {
     hash_lines(&console(bench, name))
 }
 
-fn wait_until_ready(bench: &Bench, run: &mut Process) {
+pub fn wait_until_ready(bench: &Bench, run: &mut Process) {
     let ready = |name| console(bench, name).iter().any(|line| line.contains("KF READY"));
     let both = run.wait_until(120, |_| (ready("a") && ready("b")).then_some(()));
     assert!(both.is_some(), "{}", run.report());

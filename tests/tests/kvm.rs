@@ -66,7 +66,7 @@ fn every_strategy_is_exact_and_restores_go_on() {
     for qemu in qemus() {
         for strategy in ["precopy", "stop-copy"] {
             println!("-- {strategy}, QEMU {}", qemu.label);
-            let bench = Bench::new();
+            let bench = Bench::alone();
             let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
             let id = checkpoints(&bench, &boot, &["--strategy", strategy], &mut sequence);
             goes_on(&bench, &id, &[], &mut sequence);
@@ -85,7 +85,7 @@ fn copies_made_behind_the_pause_are_exact_and_restores_go_on() {
         [("cow", "pc", &[][..]), ("cow", "pc,memory-backend=mem", &memfd[..]), ("fork", "pc", &[])]
     {
         println!("-- {strategy}, {machine}");
-        let bench = Bench::new();
+        let bench = Bench::alone();
         let boot = Boot { machine: machine.into(), ..Boot::payload("kvm", DIRTY) }.with(extra);
         let id = checkpoints(&bench, &boot, &["--strategy", strategy], &mut sequence);
         let list = bench.list();
@@ -103,7 +103,7 @@ fn other_machines_and_backings_of_ram_are_exact_and_go_on() {
     let memfd = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"];
     for (machine, extra) in [("q35,memory-backend=mem", &memfd[..]), ("microvm", &[])] {
         println!("-- {machine}");
-        let bench = Bench::new();
+        let bench = Bench::alone();
         let boot = Boot { machine: machine.into(), ..Boot::payload("kvm", DIRTY) }.with(extra);
         let id = checkpoints(&bench, &boot, &[], &mut sequence);
         goes_on(&bench, &id, &[], &mut sequence);
@@ -118,7 +118,7 @@ fn a_killed_engine_leaves_the_guest_running() {
     let mut sequence = sequence();
     for phase in ["copied", "encoding"] {
         println!("-- killed at {phase}");
-        let bench = Bench::new();
+        let bench = Bench::alone();
         let fault = format!("kill:{phase}:8");
         let options = ["--interval", "400ms", "--name", "guest", "--fault", &fault];
         let mut run = bench.start(&options, &Boot::payload("kvm", DIRTY));
@@ -145,7 +145,7 @@ const PROCESSOR: [&str; 2] = ["-cpu", "qemu64,-pni"];
 
 /// A checkpoint taken under `from` goes on under `to`; then one of the original again, to show that it is unharmed.
 fn crosses(from: &'static str, to: &str, machine: &str, cpus: u32, qemu: &str, sequence: &mut PassSequence) {
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let boot = Boot { machine: machine.into(), cpus, qemu: qemu.into(), ..Boot::payload(from, DIRTY) };
     let boot = boot.with(&PROCESSOR);
     let id = checkpoints(&bench, &boot, &[], sequence);
@@ -187,7 +187,7 @@ fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
         return;
     }
     let mut sequence = sequence();
-    let bench = Bench::new();
+    let bench = Bench::alone();
     // The guest asks KVM for its clock, in a page that the payload does not use.
     let asked = ["-fw_cfg", "name=opt/keyframe/msr,string=4b564d01=f001"];
     let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR).with(&asked);
@@ -205,7 +205,7 @@ fn what_the_guest_never_had_does_not_keep_it_from_moving() {
         return;
     }
     let mut sequence = sequence();
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,-pni,+rtm,+hle"]);
     let id = checkpoints(&bench, &boot, &[], &mut sequence);
     let shown = bench.json(&["show", "--json", "--store", &bench.store(), &id]);
@@ -225,7 +225,7 @@ fn a_host_without_kvm_is_told_of_tcg() {
         return;
     }
     let mut sequence = sequence();
-    let bench = Bench::new();
+    let bench = Bench::alone();
     let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR);
     let id = checkpoints(&bench, &boot, &[], &mut sequence);
     // Its own view of the file system, in which /dev/kvm is another device.
@@ -250,7 +250,7 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
         return;
     }
     let mut sequence = sequence();
-    let bench = Bench::new();
+    let bench = Bench::alone();
     // TCG has it, and no KVM shows it to a guest by this name's default model unless the host has it too.
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,+pni,+3dnow"]);
     let id = checkpoints(&bench, &boot, &[], &mut sequence);

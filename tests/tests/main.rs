@@ -3,6 +3,7 @@
 //! A new file is one line below. `cargo test -p keyframe-tests --test end_to_end FILE::` runs the tests of one.
 
 mod attach;
+mod bench;
 mod budgets;
 mod commands;
 mod crash;

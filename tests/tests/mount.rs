@@ -1,5 +1,6 @@
 //! The store as files: the same bytes as an export, checkpoints of a live run as they come, and ends of every kind.
 
+use crate::group;
 use keyframe_tests::{Bench, Boot, Process, number, until};
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::Signal;
@@ -96,6 +97,37 @@ fn files_are_what_show_and_export_give() {
     mounted.process.signal(Signal::INT);
     assert!(mounted.process.wait().success(), "{}", mounted.process.report());
     assert!(!is_mount(&mounted.dir));
+}
+
+#[test]
+fn a_group_has_a_directory_for_each_member() {
+    let bench = Bench::new();
+    let mut run = group::start(&bench, &["--interval", "300ms", "--count", "2"], &group::hashing(&bench));
+    assert!(run.wait().success(), "{}", run.report());
+    let store = bench.store();
+    let mounted = Mounted::new(&bench);
+    assert_eq!(mounted.names("2"), ["a", "b", "info.json"]);
+    let info = std::fs::read_to_string(mounted.path("latest/info.json")).unwrap();
+    assert_eq!(info, bench.ok(&["show", "--json", "--store", &store, "2"]));
+    let mut images = Vec::new();
+    for member in ["a", "b"] {
+        let dir = format!("2/{member}");
+        assert_eq!(mounted.names(&dir), ["device.state", "ram.elf", "ram.raw"]);
+        for (format, file) in [("raw", "ram.raw"), ("elf", "ram.elf")] {
+            let name = format!("{member}.{format}");
+            let args = ["export", "2", "--store", &store, "--format", format, "-o", &name];
+            bench.ok(&[&args[..], &["--member", member]].concat());
+            let seen = std::fs::read(mounted.path(&dir).join(file)).unwrap();
+            assert!(seen == std::fs::read(bench.path().join(&name)).unwrap(), "{name} differs");
+            images.push(seen);
+        }
+        assert!(std::fs::read(mounted.path(&dir).join("device.state")).unwrap().starts_with(b"QEVM"));
+    }
+    // The members boot on their own: each directory has the memory of its own VM.
+    assert!(images[0].len() == 96 << 20 && images[0] != images[2], "both members have the same memory");
+    for absent in ["2/c", "2/ram.raw", "2/device.state", "2/a/info.json", "2/a/a"] {
+        assert_eq!(std::fs::metadata(mounted.path(absent)).unwrap_err().kind(), std::io::ErrorKind::NotFound);
+    }
 }
 
 #[test]

@@ -20,6 +20,8 @@ Benchmarks:
 Examples:
   keyframe bench pause
   keyframe bench pause --quick --plot pause.svg
+  keyframe bench pause --only 20k,4gib --rounds 3
+  keyframe bench overhead --only compute,60k_1s
   keyframe bench overhead --json > overhead.json"
 )]
 pub struct Bench {
@@ -35,6 +37,12 @@ pub struct Bench {
     /// Fewer repetitions: a look, not a measurement
     #[arg(long)]
     quick: bool,
+    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib, or compute 60k_1s compile ...
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    only: Vec<String>,
+    /// How often each thing is measured [default: what it takes for a stable median]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    rounds: Option<u16>,
     /// The guest's files [default: built by guests/build small]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_GUEST")]
     guest: Option<PathBuf>,
@@ -57,9 +65,12 @@ impl Bench {
         let options = keyframe_bench::Options {
             keyframe,
             quick: self.quick,
+            only: self.only.clone(),
+            rounds: self.rounds,
             guest: self.guest.clone(),
             real_guest: self.real_guest.clone(),
             progress: if self.quiet { |_| () } else { |line| eprintln!("keyframe bench: {line}") },
+            warning: |line| eprintln!("keyframe bench: {line}"),
         };
         let result = keyframe_bench::run(&self.name, &options).map_err(|e| {
             let failure = Failure::new(crate::failure::chain(&e));

@@ -2,12 +2,11 @@
 
 use super::StoreArg;
 use crate::failure::{DONE, Failure, Outcome};
-use crate::images::{self, StoredPages};
+use crate::images::{Guest, StoredPages};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_image::Image;
 use keyframe_qemu::stream;
-use keyframe_store::Loaded;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
@@ -30,6 +29,7 @@ const HOLE_BYTES: usize = 4096;
 Examples:
   keyframe export --store S latest --format elf -o vm.elf
   keyframe export --store S 12 --format raw -o - | strings
+  keyframe export --store S latest --member web --format raw -o web.raw
   keyframe export --store S latest --format migration -o vm.mig
   qemu-system-x86_64 THE VM'S OWN OPTIONS -incoming 'exec:cat vm.mig'")]
 pub struct Export {
@@ -37,6 +37,9 @@ pub struct Export {
     store: StoreArg,
     /// A number, a tag or `latest`
     checkpoint: String,
+    /// Which VM, where the checkpoint is a group's
+    #[arg(long, value_name = "NAME")]
+    member: Option<String>,
     /// What to write
     #[arg(long, value_enum)]
     format: Format,
@@ -71,9 +74,10 @@ impl Export {
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        let guest = Guest::choose(&loaded, self.member.as_deref())?;
         let image = match self.format {
-            Format::Raw => Some(images::raw(&loaded)?),
-            Format::Elf => Some(images::core(&loaded)?),
+            Format::Raw => Some(guest.raw()?),
+            Format::Elf => Some(guest.core()?),
             Format::Migration => None,
         };
         let to_stdout = self.output == Path::new("-");
@@ -86,16 +90,16 @@ impl Export {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
-        let len_bytes = image.as_ref().map_or(loaded.meta.ram.len_bytes(), Image::len_bytes);
+        let len_bytes = image.as_ref().map_or(guest.ram.len_bytes(), Image::len_bytes);
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(len_bytes) };
         if let Ok(style) = ProgressStyle::with_template("exporting {wide_bar} {bytes}/{total_bytes}") {
             bar.set_style(style);
         }
-        let job = Job { pages: StoredPages::new(&loaded), interrupted, bar };
+        let job = Job { pages: StoredPages::new(&loaded, &guest), interrupted, bar };
         let written = if to_stdout {
-            job.stream(image.as_ref(), &loaded, &mut io::stdout().lock())
+            job.stream(image.as_ref(), &guest, &mut io::stdout().lock())
         } else {
-            self.to_file(&job, image.as_ref(), &loaded)
+            self.to_file(&job, image.as_ref(), &guest)
         };
         job.bar.finish_and_clear();
         written.map_err(|failure| match job.pages.failed() {
@@ -106,7 +110,7 @@ impl Export {
             let size = output::bytes(len_bytes);
             eprintln!(
                 "keyframe: checkpoint {id} of VM {} is in {} ({size})",
-                loaded.meta.vm,
+                self.member.as_ref().unwrap_or(&loaded.meta.vm),
                 self.output.display()
             );
         }
@@ -114,7 +118,7 @@ impl Export {
     }
 
     /// Through a temporary file beside it, so that a file of that name is always whole.
-    fn to_file(&self, job: &Job<'_>, image: Option<&Image>, loaded: &Loaded) -> Result<(), Failure> {
+    fn to_file(&self, job: &Job<'_>, image: Option<&Image>, guest: &Guest) -> Result<(), Failure> {
         let name = self.output.display();
         let fail = |e: io::Error| Failure::new(format!("write {name}: {e}"));
         let directory = self.output.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -122,7 +126,7 @@ impl Export {
             tempfile::Builder::new().prefix(".keyframe-export-").tempfile_in(directory).map_err(fail)?;
         match image {
             Some(image) => job.sparse(image, temporary.as_file()).map_err(fail)?,
-            None => job.stream(None, loaded, &mut temporary.as_file())?,
+            None => job.stream(None, guest, &mut temporary.as_file())?,
         }
         temporary.as_file().sync_all().map_err(fail)?;
         let kept = if self.force {
@@ -156,12 +160,12 @@ impl Job<'_> {
     }
 
     /// Writes an image, or a migration stream, from its first byte to its last.
-    fn stream(&self, image: Option<&Image>, loaded: &Loaded, out: &mut dyn Write) -> Result<(), Failure> {
+    fn stream(&self, image: Option<&Image>, guest: &Guest, out: &mut dyn Write) -> Result<(), Failure> {
         let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
         let mut out = BufWriter::with_capacity(CHUNK_BYTES as usize, Watched { job: self, out });
         let Some(image) = image else {
-            let (meta, state) = (&loaded.meta, &loaded.device_state);
-            return stream::export(&meta.machine.machine_type, &meta.ram, &self.pages, state, &mut out)
+            let (machine, state) = (&guest.machine.machine_type, &guest.device_state);
+            return stream::export(machine, &guest.ram, &self.pages, state, &mut out)
                 .map_err(|e| Failure::qemu(&e));
         };
         let mut bytes = vec![0; CHUNK_BYTES as usize];

@@ -22,6 +22,7 @@ const POLL: Duration = Duration::from_millis(50);
   DIR/12/ram.elf        an ELF core for gdb, crash and volatility
   DIR/12/device.state   as QEMU gave it
   DIR/12/info.json      what `show --json` prints
+  DIR/12/MEMBER/        ram.raw, ram.elf, device.state of each VM, where the checkpoint is a group's
   DIR/latest, DIR/TAG   links
 
 Files are made as they are read, so that nothing is copied in advance; new checkpoints appear while a VM runs. Only the

@@ -1,6 +1,6 @@
 //! The tree as FUSE asks for it.
 
-use super::node::{Kind, Node};
+use super::node::{Kind, Node, Place};
 use super::tree::{Denied, Look, Tree};
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner, OpenFlags,
@@ -62,7 +62,11 @@ impl Files {
 
     fn list(&self, node: Node) -> Result<u64, Errno> {
         let names = self.tree.list(node).map_err(errno)?;
-        let around = [(".".to_owned(), node), ("..".to_owned(), Node::Root)];
+        let above = match node {
+            Node::Directory(Place { id, member }) if member > 0 => Node::Directory(Place::of(id)),
+            _ => Node::Root,
+        };
+        let around = [(".".to_owned(), node), ("..".to_owned(), above)];
         let mut listings = self.listings();
         if listings.len() >= LISTINGS_MAX {
             return Err(Errno::EMFILE);
@@ -80,7 +84,7 @@ fn node(number: INodeNo) -> Result<Node, Errno> {
 
 fn kind(node: Node) -> FileType {
     match node {
-        Node::Root | Node::Checkpoint(_) => FileType::Directory,
+        Node::Root | Node::Directory(_) => FileType::Directory,
         Node::File(..) => FileType::RegularFile,
         Node::Link(_) => FileType::Symlink,
     }
@@ -144,8 +148,8 @@ impl Filesystem for Files {
         reply: ReplyData,
     ) {
         match Node::of(ino.0) {
-            Some(Node::File(id, kind)) => {
-                match self.tree.read(id, kind, offset, size.min(READ_BYTES_MAX) as usize) {
+            Some(Node::File(place, kind)) => {
+                match self.tree.read(place, kind, offset, size.min(READ_BYTES_MAX) as usize) {
                     Ok(bytes) => reply.data(&bytes),
                     Err(denied) => reply.error(errno(denied)),
                 }

@@ -7,6 +7,7 @@
 //!       info.json             what `show --json` prints
 //!       device.state          as QEMU gave it
 //!       ram.raw  ram.elf      made as they are read; absent where the checkpoint does not tell where its RAM lies
+//!       MEMBER/               where the checkpoint is a group's: these files but info.json, of each of its VMs
 //!                             (disk-NAME.raw: `node::Kind` is the place, once checkpoints hold disks)
 //! ```
 //!

@@ -1,10 +1,11 @@
 //! What is in the file system, and the numbers of its inodes.
 //!
 //! ```text
-//!   1                        the root
-//!   checkpoint << 8          its directory
-//!   checkpoint << 8 | kind   its files
-//!   1 << 63 | n              the n-th link by name, in the order in which they were first seen
+//!   1                                       the root
+//!   checkpoint << 24                        its directory
+//!   checkpoint << 24 | member << 8          the directory of a group's member, counted from 1 on
+//!   checkpoint << 24 | member << 8 | kind   files; those of the checkpoint have member 0
+//!   1 << 63 | n                             the n-th link by name, in the order in which they were first seen
 //! ```
 
 use keyframe_units::CheckpointId;
@@ -13,6 +14,27 @@ use keyframe_units::CheckpointId;
 pub const ROOT: u64 = 1;
 const LINK: u64 = 1 << 63;
 const KIND_BITS: u32 = 8;
+const MEMBER_BITS: u32 = 16;
+
+/// A directory of files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The checkpoint.
+    pub id: CheckpointId,
+    /// A member of its group, counted from 1 on; 0 is the checkpoint itself.
+    pub member: u16,
+}
+
+impl Place {
+    /// A checkpoint's own.
+    pub fn of(id: CheckpointId) -> Self {
+        Self { id, member: 0 }
+    }
+
+    fn number(self) -> u64 {
+        self.id.0 << (MEMBER_BITS + KIND_BITS) | u64::from(self.member) << KIND_BITS
+    }
+}
 
 /// A file of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,10 +69,10 @@ impl Kind {
 pub enum Node {
     /// The directory of all.
     Root,
-    /// A checkpoint.
-    Checkpoint(CheckpointId),
-    /// A file of a checkpoint.
-    File(CheckpointId, Kind),
+    /// A checkpoint, or a member of its group.
+    Directory(Place),
+    /// A file there.
+    File(Place, Kind),
     /// A link, by its number.
     Link(u64),
 }
@@ -60,10 +82,10 @@ impl Node {
     pub fn number(self) -> u64 {
         match self {
             Self::Root => ROOT,
-            Self::Checkpoint(id) => id.0 << KIND_BITS,
-            Self::File(id, kind) => {
-                let place = Kind::ALL.iter().position(|k| *k == kind).unwrap_or_default();
-                id.0 << KIND_BITS | (place as u64 + 1)
+            Self::Directory(place) => place.number(),
+            Self::File(place, kind) => {
+                let at = Kind::ALL.iter().position(|k| *k == kind).unwrap_or_default();
+                place.number() | (at as u64 + 1)
             }
             Self::Link(n) => LINK | n,
         }
@@ -77,18 +99,19 @@ impl Node {
         if number & LINK != 0 {
             return Some(Self::Link(number & !LINK));
         }
-        let id = CheckpointId(number >> KIND_BITS);
-        let place = (number & ((1 << KIND_BITS) - 1)) as usize;
-        match place.checked_sub(1) {
+        let id = CheckpointId(number >> (MEMBER_BITS + KIND_BITS));
+        let place = Place { id, member: (number >> KIND_BITS) as u16 };
+        let kind = (number & ((1 << KIND_BITS) - 1)) as usize;
+        match kind.checked_sub(1) {
             _ if id.0 == 0 => None,
-            None => Some(Self::Checkpoint(id)),
-            Some(k) => Kind::ALL.get(k).map(|kind| Self::File(id, *kind)),
+            None => Some(Self::Directory(place)),
+            Some(k) => Kind::ALL.get(k).map(|kind| Self::File(place, *kind)),
         }
     }
 
     /// True for a checkpoint's number that has inodes.
     pub fn has_inodes(id: CheckpointId) -> bool {
-        id.0 > 0 && id.0 < 1 << (63 - KIND_BITS)
+        id.0 > 0 && id.0 < 1 << (63 - MEMBER_BITS - KIND_BITS)
     }
 }
 
@@ -98,12 +121,15 @@ mod tests {
 
     #[test]
     fn numbers_stand_for_one_thing_each() {
-        let id = CheckpointId(77);
-        let mut all = vec![Node::Root, Node::Checkpoint(id), Node::Link(0), Node::Link(9)];
-        all.extend(Kind::ALL.map(|k| Node::File(id, k)));
+        let mut all = vec![Node::Root, Node::Link(0), Node::Link(9)];
+        for member in [0, 1, 258, u16::MAX] {
+            let place = Place { id: CheckpointId(77), member };
+            all.push(Node::Directory(place));
+            all.extend(Kind::ALL.map(|k| Node::File(place, k)));
+        }
         for node in &all {
             assert_eq!(Node::of(node.number()), Some(*node));
         }
-        assert_eq!([0, 2, 200, 77 << 8 | 0x63].map(Node::of), [None; 4]);
+        assert_eq!([0, 2, 200, 77 << 24 | 0x63].map(Node::of), [None; 4]);
     }
 }

@@ -1,9 +1,9 @@
 //! The store as directories and files, without FUSE: names, sizes, bytes.
 
-use super::node::{Kind, Node};
+use super::node::{Kind, Node, Place};
 use crate::commands::show;
-use crate::failure::chain;
-use crate::images::{self, StoredPages};
+use crate::failure::{Failure, chain};
+use crate::images::{Guest, StoredPages};
 use keyframe_image::Image;
 use keyframe_store::{Error, Loaded, Store};
 use keyframe_units::CheckpointId;
@@ -15,6 +15,10 @@ use std::time::SystemTime;
 pub const LOADED_MAX: usize = 8;
 /// Different messages that are said.
 const MESSAGES_MAX: usize = 1000;
+/// Members of a group that have inodes.
+const MEMBERS_MAX: usize = u16::MAX as usize;
+/// The longest name that a file may have.
+const NAME_BYTES_MAX: usize = 255;
 const LATEST: &str = "latest";
 
 /// Why something cannot be given.
@@ -40,6 +44,15 @@ pub struct Look {
 /// A checkpoint in use.
 struct Opened {
     loaded: Loaded,
+    /// Its VM, or those of its group.
+    vms: Vec<OpenedVm>,
+}
+
+/// A VM of it.
+struct OpenedVm {
+    guest: Guest,
+    /// The name of its directory, where it is one of a group.
+    directory: Option<String>,
     raw: Option<Image>,
     core: Option<Image>,
 }
@@ -74,13 +87,14 @@ impl Tree {
                     (name, link)
                 });
                 let numbered = ids.iter().filter(|id| Node::has_inodes(**id));
-                let checkpoints = numbered.map(|id| (id.to_string(), Node::Checkpoint(*id)));
+                let checkpoints = numbered.map(|id| (id.to_string(), Node::Directory(Place::of(*id))));
                 Ok(links.chain(checkpoints).collect())
             }
-            Node::Checkpoint(id) => {
-                let opened = self.open(id)?;
-                let there = Kind::ALL.into_iter().filter(|kind| opened.has(*kind));
-                Ok(there.map(|kind| (kind.name().to_owned(), Node::File(id, kind))).collect())
+            Node::Directory(place) => {
+                let opened = self.open(place.id)?;
+                let files = Kind::ALL.into_iter().filter(|kind| opened.has(place, *kind));
+                let files = files.map(|kind| (kind.name().to_owned(), Node::File(place, kind)));
+                Ok(files.chain(opened.directories(place)).collect())
             }
             Node::File(..) | Node::Link(_) => Err(Denied::Absent),
         }
@@ -92,7 +106,7 @@ impl Tree {
             Node::Root => {
                 // A link's target must exist too.
                 let id = self.store.resolve(name).map_err(|e| self.denied(&e))?;
-                match Node::Checkpoint(id) {
+                match Node::Directory(Place::of(id)) {
                     _ if !Node::has_inodes(id) => Err(Denied::Absent),
                     checkpoint if name == id.to_string() => Ok(checkpoint),
                     // 007 is no name of 7.
@@ -100,10 +114,13 @@ impl Tree {
                     _ => Ok(self.link(name)),
                 }
             }
-            Node::Checkpoint(id) => {
-                let kind = Kind::ALL.into_iter().find(|k| k.name() == name).ok_or(Denied::Absent)?;
-                let there = self.open(id)?.has(kind);
-                if there { Ok(Node::File(id, kind)) } else { Err(Denied::Absent) }
+            Node::Directory(place) => {
+                let opened = self.open(place.id)?;
+                let Some(kind) = Kind::ALL.into_iter().find(|k| k.name() == name) else {
+                    let found = opened.directories(place).find(|(directory, _)| directory == name);
+                    return found.map(|(_, node)| node).ok_or(Denied::Absent);
+                };
+                if opened.has(place, kind) { Ok(Node::File(place, kind)) } else { Err(Denied::Absent) }
             }
             Node::File(..) | Node::Link(_) => Err(Denied::Absent),
         }
@@ -117,20 +134,22 @@ impl Tree {
                 let target = self.target(n)?;
                 Ok(Look { len_bytes: target.len() as u64, time: self.store.created().into(), lasts: false })
             }
-            Node::Checkpoint(id) => self.look_at(id, None),
-            Node::File(id, kind) => self.look_at(id, Some(kind)),
+            Node::Directory(place) => self.look_at(place, None),
+            Node::File(place, kind) => self.look_at(place, Some(kind)),
         }
     }
 
-    fn look_at(&self, id: CheckpointId, kind: Option<Kind>) -> Result<Look, Denied> {
+    fn look_at(&self, place: Place, kind: Option<Kind>) -> Result<Look, Denied> {
+        let id = place.id;
         // It may have been forgotten since.
         self.store.resolve(&id.to_string()).map_err(|e| self.denied(&e))?;
         let opened = self.open(id)?;
+        let vm = || opened.vm(place).ok_or(Denied::Absent);
         let len_bytes = match kind {
             None => 0,
             Some(Kind::Info) => self.info(id)?.len() as u64,
-            Some(Kind::Devices) => opened.loaded.device_state.len() as u64,
-            Some(kind) => opened.image(kind).ok_or(Denied::Absent)?.len_bytes(),
+            Some(Kind::Devices) => vm()?.guest.device_state.len() as u64,
+            Some(kind) => vm()?.image(kind).ok_or(Denied::Absent)?.len_bytes(),
         };
         let time = opened.loaded.meta.taken_at.into();
         Ok(Look { len_bytes, time, lasts: kind != Some(Kind::Info) })
@@ -144,7 +163,8 @@ impl Tree {
     }
 
     /// Up to `len` bytes of a file from `offset` on.
-    pub fn read(&self, id: CheckpointId, kind: Kind, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
+    pub fn read(&self, place: Place, kind: Kind, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
+        let id = place.id;
         let part = |bytes: &[u8]| {
             let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
             let end = start.saturating_add(len).min(bytes.len());
@@ -154,9 +174,10 @@ impl Tree {
             return Ok(part(self.info(id)?.as_bytes()));
         }
         let opened = self.open(id)?;
-        let Some(image) = opened.image(kind) else { return Ok(part(&opened.loaded.device_state)) };
+        let vm = opened.vm(place).ok_or(Denied::Absent)?;
+        let Some(image) = vm.image(kind) else { return Ok(part(&vm.guest.device_state)) };
         let mut bytes = vec![0; len];
-        let read = image.read_at(&StoredPages::new(&opened.loaded), offset, &mut bytes);
+        let read = image.read_at(&StoredPages::new(&opened.loaded, &vm.guest), offset, &mut bytes);
         let read = read.map_err(|e| {
             self.say(format!("read {} of checkpoint {id} at {offset:#x}: {e}", kind.name()));
             Denied::Unreadable
@@ -184,11 +205,21 @@ impl Tree {
             }
         }
         let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
-        let made = |image: Result<Image, crate::failure::Failure>, kind: Kind| {
+        let made = |image: Result<Image, Failure>, kind: Kind| {
             image.map_err(|e| self.say(format!("checkpoint {id} has no {}: {e}", kind.name()))).ok()
         };
-        let (raw, core) = (made(images::raw(&loaded), Kind::Raw), made(images::core(&loaded), Kind::Core));
-        let opened = Arc::new(Opened { loaded, raw, core });
+        let vm = |guest: Guest| OpenedVm {
+            directory: guest.member.as_deref().map(directory_name),
+            raw: made(guest.raw(), Kind::Raw),
+            core: made(guest.core(), Kind::Core),
+            guest,
+        };
+        let guests = Guest::all(&loaded).unwrap_or_else(|e| {
+            self.say(e.to_string());
+            Vec::new()
+        });
+        let vms = guests.into_iter().take(MEMBERS_MAX).map(vm).collect();
+        let opened = Arc::new(Opened { loaded, vms });
         let mut all = lock(&self.opened);
         all.push_back(Arc::clone(&opened));
         if all.len() > LOADED_MAX {
@@ -225,6 +256,32 @@ impl Tree {
 }
 
 impl Opened {
+    /// The VM whose files are in a place.
+    fn vm(&self, place: Place) -> Option<&OpenedVm> {
+        let is_group = !self.loaded.meta.members.is_empty();
+        let at = if is_group { usize::from(place.member).checked_sub(1)? } else { 0 };
+        self.vms.get(at).filter(|_| is_group || place.member == 0)
+    }
+
+    /// The directories in a place.
+    fn directories(&self, place: Place) -> impl Iterator<Item = (String, Node)> {
+        let all = if place.member == 0 { &self.vms[..] } else { &[] };
+        let named = (1..).zip(all).filter_map(|(member, vm)| Some((vm.directory.clone()?, member)));
+        named
+            .filter(|(name, _)| (1..=NAME_BYTES_MAX).contains(&name.len()))
+            .map(move |(name, member)| (name, Node::Directory(Place { member, ..place })))
+    }
+
+    fn has(&self, place: Place, kind: Kind) -> bool {
+        match kind {
+            Kind::Info => place.member == 0,
+            Kind::Devices => self.vm(place).is_some(),
+            Kind::Raw | Kind::Core => self.vm(place).is_some_and(|vm| vm.image(kind).is_some()),
+        }
+    }
+}
+
+impl OpenedVm {
     fn image(&self, kind: Kind) -> Option<&Image> {
         match kind {
             Kind::Raw => self.raw.as_ref(),
@@ -232,8 +289,33 @@ impl Opened {
             Kind::Info | Kind::Devices => None,
         }
     }
+}
 
-    fn has(&self, kind: Kind) -> bool {
-        matches!(kind, Kind::Info | Kind::Devices) || self.image(kind).is_some()
+fn hex(digit: u32) -> char {
+    char::from_digit(digit, 16).map_or('0', |c| c.to_ascii_uppercase())
+}
+
+/// A member's name as that of a directory: what no file name may hold, or is a name already, as `%` and two digits.
+fn directory_name(member: &str) -> String {
+    let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
+    let mut name = String::with_capacity(member.len());
+    for c in member.chars() {
+        if matches!(c, '/' | '%' | '\0') || (c == '.' && taken) {
+            name.extend(['%', hex(c as u32 / 16), hex(c as u32 % 16)]);
+        } else {
+            name.push(c);
+        }
+    }
+    name
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_member_has_a_directory_of_its_own() {
+        let names = ["web", "a/b", "a%2Fb", ".", "..", "info.json", "db.1"].map(directory_name);
+        assert_eq!(names, ["web", "a%2Fb", "a%252Fb", "%2E", "%2E%2E", "info%2Ejson", "db.1"]);
     }
 }

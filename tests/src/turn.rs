@@ -1,0 +1,79 @@
+//! Tests run two at a time, but for those that need the machine for themselves.
+//!
+//! ```text
+//!   shared   any number, as the runner has threads    waits while a test is alone, or waits to be
+//!   alone    one                                      waits until all others have ended
+//! ```
+//!
+//! A thread that has a turn gets further ones at once: a test may have several places to work in.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+#[derive(Default)]
+struct State {
+    shared: usize,
+    alone: bool,
+    waiting: usize,
+}
+
+static STATE: Mutex<State> = Mutex::new(State { shared: 0, alone: false, waiting: 0 });
+static CHANGED: Condvar = Condvar::new();
+
+thread_local! {
+    static HELD: Cell<usize> = const { Cell::new(0) };
+}
+
+/// What a test holds while it runs. It is given back where it was taken, on the test's own thread.
+#[derive(Debug)]
+pub struct Turn(PhantomData<*const ()>);
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Turn {
+    /// Beside other tests.
+    pub fn shared() -> Self {
+        Self::take(false)
+    }
+
+    /// While no other test runs. Before anything else that takes a turn.
+    pub fn alone() -> Self {
+        Self::take(true)
+    }
+
+    fn take(alone: bool) -> Self {
+        let held = HELD.get();
+        let mut state = state();
+        if held == 0 {
+            state.waiting += usize::from(alone);
+            let must_wait = |s: &mut State| s.alone || if alone { s.shared > 0 } else { s.waiting > 0 };
+            state = CHANGED.wait_while(state, must_wait).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= usize::from(alone);
+            state.shared += usize::from(!alone);
+            state.alone = alone;
+        }
+        drop(state);
+        HELD.set(held + 1);
+        Self(PhantomData)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        HELD.set(HELD.get() - 1);
+        if HELD.get() > 0 {
+            return;
+        }
+        let mut state = state();
+        if state.alone {
+            state.alone = false;
+        } else {
+            state.shared -= 1;
+        }
+        drop(state);
+        CHANGED.notify_all();
+    }
+}

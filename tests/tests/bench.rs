@@ -1,0 +1,97 @@
+//! Benchmarks as users run them: the keys that others read are there, each a number of that run, and nothing else is.
+
+use keyframe_tests::Bench;
+use serde_json::{Map, Value};
+use std::process::Output;
+use std::time::Duration;
+
+/// How long a benchmark may take on a machine that has other things to do; they take 20 to 40 s.
+const LIMIT: Duration = Duration::from_mins(5);
+
+/// Runs `keyframe bench ARGS`, which must succeed.
+fn report(bench: &Bench, args: &[&str]) -> (Value, Output) {
+    let output = Bench::run_within(bench.command(&[&["bench", "--json"], args].concat()), LIMIT);
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+    for part in ["figures", "ratios"] {
+        // A figure that could not be measured would be null.
+        assert!(values(&report, part).values().all(Value::is_f64), "{report}");
+    }
+    (report, output)
+}
+
+fn values<'a>(report: &'a Value, part: &str) -> &'a Map<String, Value> {
+    report[part].as_object().expect("an object")
+}
+
+#[test]
+fn pauses_are_measured_beside_those_of_peers() {
+    let bench = Bench::alone();
+    let (report, _) = report(&bench, &["pause", "--only", "20k", "--rounds", "1", "--plot", "pause.svg"]);
+    assert_eq!(report["name"], "pause");
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    for key in ["precopy_20k_pause_p50_ns", "precopy_20k_pause_p99_ns", "empty_pause_p50_ns"] {
+        assert!(figures[key].as_f64() > Some(0.0), "{key}: {report}");
+    }
+    let pause = |way: &str| figures[&format!("{way}_20k_pause_p50_ns")].as_f64().unwrap();
+    for way in ["stop_copy", "savevm"] {
+        let ratio = ratios[&format!("{way}_over_precopy_20k")].as_f64().unwrap();
+        assert!((ratio / (pause(way) / pause("precopy")) - 1.0).abs() < 1e-9, "{way}: {report}");
+    }
+    assert!(ratios.contains_key("precopy_20k_over_empty"));
+    let others = figures.keys().chain(ratios.keys()).filter(|k| k.contains("60k") || k.contains("gib"));
+    assert_eq!(others.count(), 0, "keys of what was not measured: {report}");
+    let plot = std::fs::read_to_string(bench.path().join("pause.svg")).expect("the plot");
+    assert!(plot.contains("savevm"));
+}
+
+#[test]
+fn work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
+    let bench = Bench::alone();
+    let only = "compute_1s,compute_100ms,60k_1s,compile";
+    let args =
+        ["overhead", "--quick", "--only", only, "--rounds", "1", "--real-guest", "/nowhere", "--quiet"];
+    let (report, output) = report(&bench, &args);
+    let ratios = values(&report, "ratios");
+    for key in ["work_lost_compute_1s", "work_lost_60k_1s", "work_lost_compute_100ms"] {
+        assert!(ratios.get(key).and_then(Value::as_f64).is_some_and(|lost| lost < 1.0), "{key}: {report}");
+    }
+    assert!(values(&report, "figures")["compute_plain_units_per_s"].as_f64() > Some(0.0));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.contains("compiling is left out") && errors.contains("/nowhere"), "{errors}");
+    let all = values(&report, "figures").keys().chain(ratios.keys());
+    let others: Vec<_> = all.filter(|k| k.contains("compile") || k.contains("200ms")).collect();
+    assert!(others.is_empty(), "figures of what did not run: {others:?}");
+}
+
+#[test]
+fn a_peer_that_cannot_run_is_left_out_aloud() {
+    let bench = Bench::alone();
+    // Without qemu-img there is no image for savevm; the directory has everything else that is needed.
+    let bin = bench.path().join("bin");
+    std::fs::create_dir(&bin).expect("make a directory");
+    let qemu = keyframe_tests::on_path("qemu-system-x86_64");
+    std::os::unix::fs::symlink(qemu, bin.join("qemu-system-x86_64")).expect("link QEMU");
+    let mut command = bench.command(&["bench", "pause", "--json", "--only", "1k", "--rounds", "1"]);
+    command.env("PATH", &bin);
+    let output = Bench::run_within(command, LIMIT);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert!(
+        errors.contains("what QEMU itself offers is left out") && errors.contains("qemu-img"),
+        "{errors}"
+    );
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(values(&report, "figures")["precopy_1k_pause_p50_ns"].as_f64() > Some(0.0), "{report}");
+    assert!(!report.to_string().contains("savevm"), "{report}");
+}
+
+#[test]
+fn what_a_benchmark_does_not_have_is_refused() {
+    let bench = Bench::new();
+    bench.refused(&["bench", "pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
+    bench.refused(&["bench", "overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
+    bench.refused(&["bench", "restore", "--only", "lazy"], 1, &["restore has no --only"]);
+    bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
+}
