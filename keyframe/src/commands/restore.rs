@@ -420,8 +420,12 @@ impl Watch<'_> {
         if let Some(resident_ns) = residency.resident_ns.filter(|_| residency.settled) {
             let after = output::duration(self.before_ns + resident_ns);
             let (waited, fetched) = (residency.served_pages, residency.prefetched_pages);
+            let expected = residency.expected_pages;
             self.restore.say(|| {
-                format!("all of its RAM is there after {after}; it waited for {waited} pages, {fetched} came before it asked")
+                format!(
+                    "all of its RAM is there after {after}; it waited for {waited} pages, {fetched} came before it asked \
+                     ({expected} were expected first)"
+                )
             });
             self.keep_working_set();
             self.told = true;

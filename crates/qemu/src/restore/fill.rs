@@ -56,16 +56,7 @@ impl Memory {
     }
 }
 
-/// How pages come into a file in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    /// Placed where no page is, by all threads at once.
-    Placed,
-    /// Written.
-    Written,
-}
-
-/// A memory, and the means to place pages in it.
+/// A memory, and the means to place pages in it; without, they are written.
 struct Target<'a> {
     memory: &'a Memory,
     fresh: Option<FreshMemory>,
@@ -74,12 +65,11 @@ struct Target<'a> {
 /// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`. Gives back how long it took, in
 /// nanoseconds.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
-    fill_by(Way::Placed, memories, source, cancelled)
+    fill_all(memories.iter().map(Target::new).collect(), source, cancelled)
 }
 
-fn fill_by(way: Way, memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
+fn fill_all(targets: Vec<Target<'_>>, source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
-    let targets: Vec<Target<'_>> = memories.iter().map(|memory| Target::new(memory, way)).collect();
     copy(&targets, source, cancelled)?;
     let filled_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
     // Taking hundreds of thousands of pages out of our page tables is nothing that the VM should wait for.
@@ -118,12 +108,9 @@ fn copy(targets: &[Target<'_>], source: &dyn RamSource, cancelled: &AtomicBool) 
 }
 
 impl<'a> Target<'a> {
-    fn new(memory: &'a Memory, way: Way) -> Self {
+    fn new(memory: &'a Memory) -> Self {
         // Refused, it is a matter of speed.
-        let fresh = match way {
-            Way::Placed => FreshMemory::over(memory.file.as_fd(), memory.pages.len_bytes()).ok(),
-            Way::Written => None,
-        };
+        let fresh = FreshMemory::over(memory.file.as_fd(), memory.pages.len_bytes()).ok();
         Self { memory, fresh }
     }
 
@@ -267,8 +254,11 @@ mod tests {
             let mut order: Vec<_> = std::mem::take(&mut pages).into_iter().zip(keys).collect();
             order.sort_by_key(|(_, key)| *key);
             let source = Listed(order.into_iter().map(|(page, _)| page).collect());
-            let way = if placed { Way::Placed } else { Way::Written };
-            fill_by(way, &memories, &source, &AtomicBool::new(false)).unwrap();
+            let mut targets: Vec<Target<'_>> = memories.iter().map(Target::new).collect();
+            if !placed {
+                targets.iter_mut().for_each(|target| target.fresh = None);
+            }
+            fill_all(targets, &source, &AtomicBool::new(false)).unwrap();
             let mut image = vec![0u8; 200 * PAGE_BYTES];
             let (a, b) = image.split_at_mut(130 * PAGE_BYTES);
             memories[0].file.read_exact_at(a, 0).unwrap();
@@ -280,7 +270,7 @@ mod tests {
     /// Where this fails, the tests of placing test writing.
     #[test]
     fn placing_is_to_be_had_here() {
-        assert!(Target::new(&memory(0, 9), Way::Placed).fresh.is_some());
+        assert!(Target::new(&memory(0, 9)).fresh.is_some());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   QEMU -S, empty memfds ─▶ attach: RAM is missing ─▶ devices are loaded ─▶ cont ─▶ all is there ─▶ settle: on its own
-//!                              │ server: a touched page, at once ─────────────────────────▶ │
+//!                              │ server: a touched page, at once; then its neighbours ────▶ │
 //!                                                                             │ prefetch:   │
 //!                                                               pages wanted first, then all that is not zero
 //! ```
@@ -39,7 +39,9 @@ const TRIES: u32 = 5;
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 /// How often leaving the VM to itself is tried.
 const RELEASE_AGAIN: Duration = Duration::from_secs(1);
-/// Threads that prefetch at most; one core is left to the VM.
+/// Pages around a touched one that come with it: an aligned window.
+const WINDOW_PAGES: u64 = 16;
+/// Threads that prefetch at most; one a core.
 const PREFETCHERS_MAX: usize = 4;
 /// Touched pages that are remembered.
 const TOUCHED_MAX: usize = 1 << 20;
@@ -58,6 +60,8 @@ pub struct Residency {
     pub served_pages: u64,
     /// Pages that were fetched before it touched them.
     pub prefetched_pages: u64,
+    /// Pages that it was expected to touch soon, which were fetched before all others.
+    pub expected_pages: u64,
     /// Pages that cannot be read. The VM ends if it touches one.
     pub unreadable_pages: u64,
     /// The first of them, and why.
@@ -159,12 +163,16 @@ impl Lazy {
     /// Begins to fetch what was not touched yet.
     pub fn prefetch(&mut self) -> Result<()> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = cores.saturating_sub(1).clamp(1, PREFETCHERS_MAX);
+        let threads = cores.min(PREFETCHERS_MAX);
         self.shared.busy.store(threads, Ordering::SeqCst);
         let planned = Arc::new(std::sync::Once::new());
         for number in 0..threads {
             let (shared, planned) = (Arc::clone(&self.shared), Arc::clone(&planned));
             let worker = spawn("prefetch", move || {
+                if number > 0 && number + 1 == cores {
+                    // On the core that the others leave to the VM, when the VM does.
+                    priority::lower();
+                }
                 planned.call_once(|| shared.plan());
                 shared.prefetch();
             });
@@ -270,6 +278,13 @@ fn empty(memory: &Memory) -> Result<()> {
     Ok(())
 }
 
+/// The aligned window around `page`, as far as it is in `within`.
+fn window(within: PageRange, page: PageIndex) -> PageRange {
+    let first = page.0 - page.0 % WINDOW_PAGES;
+    let (from, to) = (first.max(within.first.0), (first + WINDOW_PAGES).min(within.end().0));
+    PageRange::new(PageIndex(from), to.saturating_sub(from))
+}
+
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -312,23 +327,27 @@ impl Shared {
     }
 
     fn serve(&self, stop: &OwnedFd) -> Result<()> {
-        let mut touched = Vec::new();
+        let (mut touched, mut given) = (Vec::new(), Vec::new());
         while self.missing.wait(stop.as_fd(), &mut touched)? {
             for address in touched.drain(..) {
-                self.answer(address)?;
+                given.extend(self.answer(address)?);
+            }
+            // Nobody waits for these, and what cannot be read of them is told by the prefetch.
+            for (place, page) in given.drain(..) {
+                let _ = self.fetch(&Job::Range(window(place.pages, page)));
             }
         }
         Ok(())
     }
 
-    /// Gives the page at `address` to the threads that wait for it.
-    fn answer(&self, address: HostVirt) -> Result<()> {
-        let Some((place, page)) = self.page_at(address) else { return Ok(()) };
+    /// Gives the page at `address` to the threads that wait for it; tells which one, where it had not come before.
+    fn answer(&self, address: HostVirt) -> Result<Option<(&Place, PageIndex)>> {
+        let Some((place, page)) = self.page_at(address) else { return Ok(None) };
         let range = HostRange { start: address, len_bytes: PAGE_BYTES as u64 };
         if self.is_there(page) {
             // It came in the meantime, and stays as it is; or it was discarded.
             self.missing.place_zeros(range)?;
-            return Ok(());
+            return Ok(None);
         }
         match self.read_patiently(place, page)? {
             Some(content) => self.missing.place(address, &content[..])?,
@@ -340,7 +359,7 @@ impl Shared {
         if touched.len() < TOUCHED_MAX {
             touched.push(page);
         }
-        Ok(())
+        Ok(Some((place, page)))
     }
 
     /// A page that the VM waits for; `None` for zeros.
@@ -377,6 +396,7 @@ impl Shared {
     fn plan(&self) {
         let mut wanted = self.source.wanted_first();
         wanted.retain(|page| self.place_of(*page).is_some());
+        self.state().residency.expected_pages = wanted.len() as u64;
         let listed = wanted.chunks(PIECE_PAGES as usize).map(|pages| Job::Listed(pages.to_vec()));
         let ranges = self.places.iter().flat_map(|p| pieces(p.pages, PIECE_PAGES)).map(Job::Range);
         *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = listed.chain(ranges).collect();
@@ -484,5 +504,23 @@ impl Shared {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_has_its_page_and_stays_in_the_block() {
+        for (first, len) in [(0, 100), (5, 100), (32, 16), (40, 1), (47, 2)] {
+            let within = PageRange::new(PageIndex(first), len);
+            for page in within.iter() {
+                let found = window(within, page);
+                assert!(found.first <= page && page < found.end(), "{page:?} of {within:?}: {found:?}");
+                assert!(within.first <= found.first && found.end() <= within.end() && found.len_pages <= WINDOW_PAGES);
+            }
+        }
+        assert_eq!(window(PageRange::new(PageIndex(0), 99), PageIndex(40)).len_pages, WINDOW_PAGES);
     }
 }
