@@ -98,6 +98,11 @@ impl Slots {
         self.advance();
     }
 
+    #[cfg(test)]
+    pub fn nobody_reads(&self) -> bool {
+        self.readers == [0, 0]
+    }
+
     fn newest(&self) -> usize {
         (self.generation % 2) as usize
     }
