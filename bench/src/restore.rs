@@ -8,10 +8,10 @@
 //!                          as many bytes ──▶ memcpy            on all cores
 //! ```
 //!
-//! By turns, all files in the page cache. The disk's part (`ratios.disk_*`) is a file of its own beside `live.rs`, and is
-//! absent until checkpoints hold disks.
+//! By turns, all files in the page cache. What a served disk is against `qemu-nbd` (`disk_*`) is a part of its own.
 
 mod copying;
+mod disk;
 mod live;
 
 use crate::guest::Guest as Files;
@@ -64,7 +64,10 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         rows.memcpy.push(copied.into_new_ns);
         rows.memcpy_resident.push(copied.into_resident_ns);
     }
-    Ok(report(&rows, bytes))
+    let disks = disk::measure(options, dir.path(), rounds)?;
+    let mut report = report(&rows, bytes);
+    disks.tell(&mut report);
+    Ok(report)
 }
 
 /// Leaves one complete checkpoint in `store`; gives back how many bytes of its RAM are not zero.

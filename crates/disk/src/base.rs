@@ -3,7 +3,7 @@
 //! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data file) goes through the
 //! library `imago`. What neither can read is refused with its cause: encryption, other formats, unknown features.
 
-use crate::overlay::medium::{flock, read_or_zero};
+use crate::overlay::medium::{flock, read_now, read_or_zero};
 use crate::{Error, Result, commit};
 use imago::file::File as ImageFile;
 use imago::format::Format;
@@ -157,6 +157,15 @@ impl Base {
             Image::Qcow2(image) => image.read(buf, offset),
         };
         read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
+    }
+
+    /// The same, unless it would take waiting for a device, or nobody knows: then `false`, and `buf` holds anything.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        match &self.image {
+            Image::Raw(file) => read_now(file, offset, buf)
+                .map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e)),
+            Image::Qcow2(_) => Ok(false),
+        }
     }
 
     /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether they are known to be

@@ -70,6 +70,20 @@ impl Disk {
         Ok(())
     }
 
+    /// The same, unless it would take waiting for a device, or may: then `false`, and `buf` holds anything.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        let Some(missing) = self.overlay.read_now(offset, buf)? else { return Ok(false) };
+        for (start, len) in missing {
+            if self.below.layer.is_some() {
+                return Ok(false);
+            }
+            if !self.below.base.read_now(offset + start as u64, &mut buf[start..start + len])? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Writes `data` from byte `offset` on.
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
         self.overlay.write(offset, data, &|at, buf| self.below.read(at, buf))

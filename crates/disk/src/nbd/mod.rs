@@ -3,11 +3,13 @@
 //! ```text
 //!   listener ──▶ connection ──greeting, options──▶ an export is chosen ──▶ requests ──▶ DISC, or the client is gone
 //!                a thread each                                             │ answered in order, replies gathered
-//!                                                                          └ flushes: a second thread, out of order
+//!                                                                          ├ flushes: a second thread, out of order
+//!                                                                          └ slow reads: a few threads, out of order
 //! ```
 //!
 //! Requests are served by the thread that reads them, one after the other: with the page cache behind it that is as fast
-//! as the socket. Only what waits for the medium (flush, FUA) goes to a second thread, so that reads go on meanwhile.
+//! as the socket. Only what waits for the medium goes to others, so that the rest goes on meanwhile: flushes and FUA, and
+//! reads of what is not in the page cache, or of qcow2 and layers, which may be.
 //! Replies are gathered until the client has nothing more to say.
 //!
 //! Invariants: a length is checked before anything is allocated or done for it; every request is answered or the
@@ -20,6 +22,7 @@ mod connection;
 mod handshake;
 mod input;
 mod output;
+mod slow;
 mod transmission;
 pub(crate) mod wire;
 

@@ -96,8 +96,13 @@ impl Output {
         self.gathered()
     }
 
-    /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error.
-    pub fn data(&mut self, request: &Request, read: impl FnOnce(&mut [u8]) -> Result<(), u32>) -> Result<()> {
+    /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error. `false` where that says that
+    /// it put nothing there: then it is still to be answered.
+    pub fn data(
+        &mut self,
+        request: &Request,
+        read: impl FnOnce(&mut [u8]) -> Result<bool, u32>,
+    ) -> Result<bool> {
         let before = self.bytes.len();
         if self.sender.structured {
             chunk(&mut self.bytes, CHUNK_OFFSET_DATA, request.cookie, 8 + request.len);
@@ -107,11 +112,18 @@ impl Output {
         }
         let start = self.bytes.len();
         self.bytes.resize(start + request.len as usize, 0);
-        if let Err(error) = read(&mut self.bytes[start..]) {
-            self.bytes.truncate(before);
-            return self.answer(request.cookie, error);
+        match read(&mut self.bytes[start..]) {
+            Ok(true) => self.gathered()?,
+            Ok(false) => {
+                self.bytes.truncate(before);
+                return Ok(false);
+            }
+            Err(error) => {
+                self.bytes.truncate(before);
+                self.answer(request.cookie, error)?;
+            }
         }
-        self.gathered()
+        Ok(true)
     }
 
     /// Answers a question for the status of blocks: bytes and state of each range.

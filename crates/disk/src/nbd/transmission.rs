@@ -4,6 +4,7 @@ use super::Shared;
 use super::handshake::{Agreed, CONTEXT_ID};
 use super::input::Input;
 use super::output::{Output, Sender};
+use super::slow::Slow;
 use super::wire::{
     CMD_BLOCK_STATUS, CMD_CACHE, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES,
     EINVAL, EIO, ENOSPC, EOVERFLOW, FLAG_DONT_FRAGMENT, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE,
@@ -32,11 +33,12 @@ pub struct Transmission {
     output: Output,
     sender: Sender,
     flusher: Option<(SyncSender<u64>, JoinHandle<()>)>,
+    slow: Option<Slow>,
     payload: Vec<u8>,
 }
 
 /// What a failure is to the client.
-fn number(error: &Error) -> u32 {
+pub fn number(error: &Error) -> u32 {
     if error.is_disk_full() || matches!(error, Error::Limit { .. }) { ENOSPC } else { EIO }
 }
 
@@ -44,10 +46,10 @@ impl Transmission {
     pub fn new(shared: Arc<Shared>, agreed: Agreed, input: Input, stream: UnixStream) -> Self {
         let sender = Sender::new(stream, agreed.structured);
         let output = Output::new(sender.clone());
-        Self { shared, agreed, input, output, sender, flusher: None, payload: Vec::new() }
+        Self { shared, agreed, input, output, sender, flusher: None, slow: None, payload: Vec::new() }
     }
 
-    /// Until the client leaves. Flushes under way are finished.
+    /// Until the client leaves. Flushes and reads under way are finished.
     pub fn run(mut self) -> Result<()> {
         let served = self.serve();
         // What was done is said, to a client that still listens.
@@ -55,6 +57,9 @@ impl Transmission {
         if let Some((orders, thread)) = self.flusher.take() {
             drop(orders);
             let _ = thread.join();
+        }
+        if let Some(slow) = self.slow.take() {
+            slow.end();
         }
         served.and(sent)
     }
@@ -138,7 +143,19 @@ impl Transmission {
         }
         self.shared.traffic.read_bytes.fetch_add(request.len.into(), Ordering::Relaxed);
         let disk = &self.agreed.export.disk;
-        self.output.data(request, |buf| disk.read(request.offset, buf).map_err(|e| number(&e)))
+        let read = |buf: &mut [u8]| disk.read_now(request.offset, buf).map_err(|e| number(&e));
+        if self.output.data(request, read)? {
+            return Ok(());
+        }
+        let slow = match self.slow.take() {
+            Some(slow) => slow,
+            None => Slow::start(disk, &self.sender)?,
+        };
+        // Where many wait already it is this that waits, and what was answered goes out before.
+        self.output.flush()?;
+        let handed = slow.read(*request);
+        self.slow = Some(slow);
+        handed
     }
 
     fn write(&mut self, request: &Request, inside: bool) -> Result<()> {

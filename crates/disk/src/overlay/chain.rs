@@ -19,7 +19,7 @@
 //! Pure: no I/O. A cut swaps two maps and takes constant time; folding goes in steps of bounded size.
 
 use crate::extents::{ExtentMap, Piece};
-use crate::{DiskBlock, DiskEpoch, Slot};
+use crate::{BLOCK, DiskBlock, DiskEpoch, Slot};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
@@ -100,7 +100,22 @@ impl Chain {
         self.each_below(0, start, len, show);
     }
 
-    /// The same, of the current epoch alone.
+    /// Shows where the bytes of a range are now: start in the range, length, place and the first byte in its first block.
+    pub fn parts(&self, offset: u64, len: usize, show: &mut dyn FnMut(usize, usize, Option<(Place, u64)>)) {
+        let end = offset + len as u64;
+        let first = offset / BLOCK;
+        self.each(first, end.div_ceil(BLOCK) - first, &mut |s, n, place| {
+            let from = offset.max(s * BLOCK);
+            let to = end.min((s + n) * BLOCK);
+            show(
+                (from - offset) as usize,
+                (to - from) as usize,
+                place.map(|place| (place, from - s * BLOCK)),
+            );
+        });
+    }
+
+    /// As [`Self::each`], of the current epoch alone.
     pub fn each_current(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
         self.current.each(start, len, show);
     }

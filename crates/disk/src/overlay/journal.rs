@@ -58,6 +58,8 @@ pub struct Journal {
     end: u64,
     /// The length at which it is worth rewriting.
     rewrite_at: u64,
+    /// Below this it never is.
+    rewrite_bytes_min: u64,
 }
 
 fn le32(bytes: &[u8], at: usize) -> u32 {
@@ -103,8 +105,9 @@ impl Journal {
         file.sync()?;
         folder.sync()?;
         let end = HEADER_BYTES as u64;
+        let (rewrite_at, rewrite_bytes_min) = (REWRITE_BYTES_MIN, REWRITE_BYTES_MIN);
         let journal =
-            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at: REWRITE_BYTES_MIN };
+            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at, rewrite_bytes_min };
         Ok((journal, Recovered { disk_bytes, map: ExtentMap::default() }))
     }
 
@@ -115,8 +118,9 @@ impl Journal {
         salt: u64,
         len: u64,
     ) -> Result<(Self, Recovered)> {
+        let (end, rewrite_bytes_min) = (HEADER_BYTES as u64, REWRITE_BYTES_MIN);
         let mut this =
-            Self { folder, file, disk_bytes, salt, next_batch: 1, end: HEADER_BYTES as u64, rewrite_at: 0 };
+            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at: 0, rewrite_bytes_min };
         let map = this.replay(len)?;
         // What lies behind was promised to nobody, and must not look like a batch once others are written over it.
         if len > this.end {
@@ -124,12 +128,18 @@ impl Journal {
         }
         // What was read may be in memory alone.
         this.file.sync()?;
-        this.rewrite_at = Self::worth(&map);
+        this.rewrite_at = this.worth(&map);
         Ok((this, Recovered { disk_bytes, map }))
     }
 
-    fn worth(map: &ExtentMap<Place>) -> u64 {
-        (map.entries() as u64 * RECORD_BYTES as u64 * 4).max(REWRITE_BYTES_MIN)
+    fn worth(&self, map: &ExtentMap<Place>) -> u64 {
+        (map.entries() as u64 * RECORD_BYTES as u64 * 4).max(self.rewrite_bytes_min)
+    }
+
+    /// So that a test need not write megabytes first.
+    #[cfg(test)]
+    pub fn rewrite_from(&mut self, bytes: u64) {
+        (self.rewrite_at, self.rewrite_bytes_min) = (bytes, bytes);
     }
 
     /// Reads batches up to the first that does not hold.
@@ -295,7 +305,8 @@ impl Journal {
         let records: Vec<Record> =
             map.iter().map(|(block, blocks, place)| Record { block, blocks, place }).collect();
         new.append(&records).map_err(|e| e.error)?;
-        new.rewrite_at = Self::worth(map);
+        new.rewrite_bytes_min = self.rewrite_bytes_min;
+        new.rewrite_at = new.worth(map);
         Ok(new)
     }
 }

@@ -2,7 +2,9 @@
 
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::{Errno, ReadWriteFlags};
 use std::fs::{File, OpenOptions};
+use std::io::IoSliceMut;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -13,6 +15,10 @@ use std::time::Duration;
 pub trait Medium: Send + Sync {
     /// Fills `buf` from `offset`; what lies behind the end is zero.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+    /// The same, unless it would take waiting for a device: then `false`, and `buf` holds anything.
+    fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        self.read(offset, buf).map(|()| true)
+    }
     /// Writes all of `buf` at `offset`.
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()>;
     /// Makes everything written durable.
@@ -44,6 +50,10 @@ struct RealFile {
 impl Medium for RealFile {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         read_or_zero(&self.file, offset, buf).map_err(Error::io(&self.name, "read"))
+    }
+
+    fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        read_now(&self.file, offset, buf).map_err(Error::io(&self.name, "read"))
     }
 
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
@@ -80,12 +90,35 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
     Ok(())
 }
 
+/// The same, of what lies in the page cache: `false` where a part does not, whose reading has begun then.
+pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<bool> {
+    let mut done = 0;
+    while done < buf.len() {
+        let part = &mut [IoSliceMut::new(&mut buf[done..])];
+        match rustix::io::preadv2(file, part, offset + done as u64, ReadWriteFlags::NOWAIT) {
+            Ok(0) => {
+                buf[done..].fill(0);
+                return Ok(true);
+            }
+            Ok(len) => done += len,
+            Err(Errno::AGAIN) => return Ok(false),
+            Err(Errno::INTR) => {}
+            // The file system does not tell.
+            Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => {
+                return read_or_zero(file, offset + done as u64, &mut buf[done..]).map(|()| true);
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(true)
+}
+
 /// Locks a file. A process that was just started holds its parent's locks too, until its `exec`: so one that is taken is
 /// tried again for a moment.
 pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<()> {
     for _ in 0..LOCK_TRIES {
         match rustix::fs::flock(&file, operation) {
-            Err(rustix::io::Errno::WOULDBLOCK) => std::thread::sleep(LOCK_EVERY),
+            Err(Errno::WOULDBLOCK) => std::thread::sleep(LOCK_EVERY),
             other => return other,
         }
     }
@@ -118,7 +151,7 @@ impl RealFolder {
         let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::io(&name, "open"))?;
         match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Self { path: path.into(), folder: folder.into() }),
-            Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked { object: name }),
+            Err(Errno::WOULDBLOCK) => Err(Error::Locked { object: name }),
             Err(e) => Err(Error::io(name, "lock")(e)),
         }
     }

@@ -16,7 +16,8 @@
 //! 2. A block's content at the cut of an epoch in flight is not touched until that epoch is released or given back.
 //! 3. After a sync that failed for another reason than want of space nothing more is accepted: the kernel may have
 //!    dropped what was written.
-//! 4. Readers hold the map while they read slots; slots are taken for others only by who holds it alone.
+//! 4. A slot that somebody reads is not taken for another block: readers hold the map, which is for what needs no
+//!    waiting, or have entered a generation of slots.
 //!
 //! Memory: 50 bytes at most for each extent (blocks written side by side are one), in each epoch in flight and in the
 //! settled map, and 32 bytes for each record that waits for a sync, of which there are at most [`WAITING_MAX`].
@@ -181,24 +182,41 @@ impl Overlay {
 
     /// Fills `buf` with what the overlay holds from byte `offset` on; the other parts are returned, unchanged.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<Missing> {
-        let (mut missing, mut result) = (Missing::new(), Ok(()));
-        let end = offset + buf.len() as u64;
-        let first = offset / BLOCK;
-        let state = self.map();
-        state.chain.each(first, end.div_ceil(BLOCK) - first, &mut |s, n, place| {
-            let from = offset.max(s * BLOCK);
-            let to = end.min((s + n) * BLOCK);
-            let part = (from - offset) as usize..(to - offset) as usize;
-            match place {
-                None => missing.push((part.start, part.len())),
-                Some(Place::Zero) => buf[part].fill(0),
-                Some(Place::Slot(slot)) if result.is_ok() => {
-                    result = self.data.read(u64::from(slot) * BLOCK + (from - s * BLOCK), &mut buf[part]);
+        let mut missing = Missing::new();
+        let (mut zero, mut slots) = (Missing::new(), Vec::new());
+        let entered = {
+            let mut state = self.map_alone();
+            state.chain.parts(offset, buf.len(), &mut |start, len, place| match place {
+                None => missing.push((start, len)),
+                Some((Place::Zero, _)) => zero.push((start, len)),
+                Some((Place::Slot(slot), within)) => {
+                    slots.push((start, len, u64::from(slot) * BLOCK + within))
                 }
-                Some(Place::Slot(_)) => {}
-            }
-        });
+            });
+            state.slots.enter()
+        };
+        zero.into_iter().for_each(|(start, len)| buf[start..start + len].fill(0));
+        // Without the map: it may take waiting for a device.
+        let mut parts = slots.into_iter();
+        let result = parts.try_for_each(|(start, len, at)| self.data.read(at, &mut buf[start..start + len]));
+        self.map_alone().slots.leave(entered);
         result.map(|()| missing)
+    }
+
+    /// The same, unless it would take waiting for a device: then `None`, and `buf` holds anything.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Option<Missing>> {
+        let (mut missing, mut result) = (Missing::new(), Ok(true));
+        let state = self.map();
+        state.chain.parts(offset, buf.len(), &mut |start, len, place| match place {
+            None => missing.push((start, len)),
+            Some((Place::Zero, _)) => buf[start..start + len].fill(0),
+            Some((Place::Slot(slot), within)) if matches!(result, Ok(true)) => {
+                let at = u64::from(slot) * BLOCK + within;
+                result = self.data.read_now(at, &mut buf[start..start + len]);
+            }
+            Some((Place::Slot(_), _)) => {}
+        });
+        Ok(result?.then_some(missing))
     }
 
     /// Shows, of the blocks of a range, what the overlay knows: `Some(true)` zero, `Some(false)` data, `None` not here.

@@ -4,8 +4,13 @@
 //!   tail, or free ──take──▶ written ──published──▶ in a map ──superseded──▶ waiting ──sync──▶ free
 //! ```
 //!
-//! Invariant: a slot that the journal on disk may still name is not free. So a superseded one waits for the sync that
-//! makes its successor durable.
+//! Invariants: a slot that the journal on disk may still name is not free. So a superseded one waits for the sync that
+//! makes its successor durable. Nor is one that somebody may still be reading: who reads without holding the map enters a
+//! generation, and what becomes free meanwhile is parked until all who entered that one or the one before have left.
+//!
+//! ```text
+//!   generation 7  ──readers── ──▶ 8 begins once nobody is left in 6; what was parked in 6 is free then
+//! ```
 
 use crate::extents::ExtentMap;
 
@@ -18,7 +23,16 @@ pub struct Slots {
     free: ExtentMap<()>,
     waiting: Vec<(u32, u32)>,
     tail: u32,
+    /// The newest, and the one before: by its last bit.
+    generation: u64,
+    readers: [usize; 2],
+    parked: [Vec<(u32, u32)>; 2],
 }
+
+/// The generation that a reader entered.
+#[derive(Debug)]
+#[must_use]
+pub struct Entered(usize);
 
 impl Slots {
     /// All slots below `tail` but those `used` (start and count, in any order, disjoint) are free.
@@ -28,7 +42,7 @@ impl Slots {
         for (start, len) in used {
             free.remove(start.into(), len.into(), &mut |_, _, ()| {});
         }
-        Self { free, waiting: Vec::new(), tail }
+        Self { free, tail, ..Self::default() }
     }
 
     /// Takes up to `count` neighbouring slots; `None` where there are none left.
@@ -67,8 +81,43 @@ impl Slots {
 
     /// The sync succeeded.
     pub fn set_free(&mut self, slots: Vec<(u32, u32)>) {
-        for (start, len) in slots {
-            self.untake(start, len);
+        self.parked[self.newest()].extend(slots);
+        self.advance();
+    }
+
+    /// Somebody begins to read slots that maps name now.
+    pub fn enter(&mut self) -> Entered {
+        let newest = self.newest();
+        self.readers[newest] += 1;
+        Entered(newest)
+    }
+
+    /// That one is done.
+    pub fn leave(&mut self, entered: Entered) {
+        self.readers[entered.0] -= 1;
+        self.advance();
+    }
+
+    #[cfg(test)]
+    pub fn nobody_reads(&self) -> bool {
+        self.readers == [0, 0]
+    }
+
+    fn newest(&self) -> usize {
+        (self.generation % 2) as usize
+    }
+
+    /// Two steps at most: then both generations are empty, or one has readers.
+    fn advance(&mut self) {
+        for _ in 0..2 {
+            let before = 1 - self.newest();
+            if self.readers[before] > 0 {
+                return;
+            }
+            for (start, len) in std::mem::take(&mut self.parked[before]) {
+                self.untake(start, len);
+            }
+            self.generation += 1;
         }
     }
 
@@ -80,5 +129,30 @@ impl Slots {
     /// Slots that could be taken without growing.
     pub fn free(&self) -> u64 {
         self.free.blocks()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_that_is_read_is_not_free_and_one_that_is_not_is() {
+        let mut slots = Slots::default();
+        assert_eq!(slots.take(3), Some((0, 3)));
+        slots.set_free(vec![(0, 1)]);
+        assert_eq!(slots.free(), 1);
+        let first = slots.enter();
+        slots.set_free(vec![(1, 1)]);
+        assert_eq!(slots.free(), 1);
+        // Others that come and go do not hold it for ever.
+        let second = slots.enter();
+        slots.leave(first);
+        slots.set_free(vec![(2, 1)]);
+        let third = slots.enter();
+        slots.leave(second);
+        assert!(slots.free() >= 2, "nobody who could read slot 1 is left");
+        slots.leave(third);
+        assert_eq!(slots.free(), 3);
     }
 }

@@ -51,6 +51,8 @@ impl SimFile {
 #[derive(Default)]
 struct SimFolder {
     files: Mutex<BTreeMap<String, Arc<SimFile>>>,
+    /// The names before a rename that was not synced.
+    before: Mutex<Option<BTreeMap<String, Arc<SimFile>>>>,
     /// Operations that still succeed; then everything fails.
     budget: Arc<Mutex<Option<u64>>>,
     /// Every failure is a full disk, that lets the next one through.
@@ -135,19 +137,26 @@ impl Folder for SimFolder {
     fn replace(&self, from: &str, to: &str) -> Result<()> {
         spend(&self.budget, &self.full)?;
         let mut files = locked(&self.files);
+        locked(&self.before).get_or_insert_with(|| files.clone());
         let file = files.remove(from).unwrap();
         files.insert(to.into(), file);
         Ok(())
     }
 
     fn sync(&self) -> Result<()> {
+        if !*locked(&self.full) {
+            spend(&self.budget, &self.full)?;
+        }
+        *locked(&self.before) = None;
         Ok(())
     }
 }
 
 impl SimFolder {
     fn crash(&self, keep: &mut impl FnMut() -> bool) -> Arc<Self> {
-        let files = locked(&self.files).iter().map(|(name, file)| (name.clone(), file.crash(keep))).collect();
+        let before = locked(&self.before).clone().filter(|_| keep());
+        let files = before.unwrap_or_else(|| locked(&self.files).clone());
+        let files = files.iter().map(|(name, file)| (name.clone(), file.crash(keep))).collect();
         Arc::new(Self { files: Mutex::new(files), ..Self::default() })
     }
 }
@@ -294,6 +303,13 @@ fn fresh() -> (Arc<SimFolder>, Overlay, Naive) {
     (folder, overlay, Naive { now, dirty: vec![false; BLOCKS as usize], epochs: Vec::new() })
 }
 
+/// Whose journal is rewritten all the time.
+fn fresh_short() -> (Arc<SimFolder>, Overlay, Naive) {
+    let all = fresh();
+    locked(&all.1.syncing).journal.rewrite_from(300);
+    all
+}
+
 /// What the overlay holds counts as written after it was opened.
 fn all_dirty(overlay: &Overlay, naive: &mut Naive) {
     naive.epochs.clear();
@@ -310,7 +326,7 @@ proptest! {
 
     #[test]
     fn agrees_with_a_naive_overlay(steps in prop::collection::vec(step(), 1..60)) {
-        let (folder, mut overlay, mut naive) = fresh();
+        let (folder, mut overlay, mut naive) = fresh_short();
         for step in steps {
             if matches!(step, Step::Reopen) {
                 overlay.sync().unwrap();
@@ -338,7 +354,7 @@ proptest! {
     fn keeps_what_was_synced(
         steps in prop::collection::vec(step(), 1..40), budget in 0u64..120, seed in any::<u64>(),
     ) {
-        let (folder, overlay, mut naive) = fresh();
+        let (folder, overlay, mut naive) = fresh_short();
         *locked(&folder.budget) = Some(budget);
         let sectors = (BYTES / 512) as usize;
         let sector = |bytes: &[u8], i: usize| bytes[i * 512..(i + 1) * 512].to_vec();
@@ -381,7 +397,7 @@ proptest! {
     /// A full disk fails requests, and nothing else: once there is space everything goes on.
     #[test]
     fn a_full_disk_passes(steps in prop::collection::vec(step(), 1..40), budget in 0u64..20) {
-        let (folder, overlay, mut naive) = fresh();
+        let (folder, overlay, mut naive) = fresh_short();
         *locked(&folder.full) = true;
         *locked(&folder.budget) = Some(budget);
         for step in &steps {
@@ -519,4 +535,95 @@ fn epochs_in_flight_are_bounded() {
     assert!(matches!(overlay.cut(), Err(Error::Limit { .. })));
     overlay.release(epochs[0]).unwrap();
     overlay.cut().unwrap();
+}
+
+/// Whose data waits for a device until the gate is open.
+struct SlowFolder {
+    folder: Arc<SimFolder>,
+    gate: Arc<(Mutex<bool>, std::sync::Condvar)>,
+}
+
+struct SlowFile(Arc<dyn Medium>, Arc<(Mutex<bool>, std::sync::Condvar)>);
+
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(20);
+
+impl Medium for SlowFile {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let _open = self.1.1.wait_timeout_while(locked(&self.1.0), PATIENCE, |open| !*open);
+        self.0.read(offset, buf)
+    }
+
+    fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        if *locked(&self.1.0) { self.0.read_now(offset, buf) } else { Ok(false) }
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        self.0.write(offset, buf)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.0.sync()
+    }
+
+    fn len_bytes(&self) -> Result<u64> {
+        self.0.len_bytes()
+    }
+
+    fn set_len(&self, len_bytes: u64) -> Result<()> {
+        self.0.set_len(len_bytes)
+    }
+}
+
+impl Folder for SlowFolder {
+    fn name(&self) -> String {
+        self.folder.name()
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+        let file = self.folder.open(name)?;
+        Ok(if name == DATA { Arc::new(SlowFile(file, Arc::clone(&self.gate))) } else { file })
+    }
+
+    fn replace(&self, from: &str, to: &str) -> Result<()> {
+        self.folder.replace(from, to)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.folder.sync()
+    }
+}
+
+/// Everything else goes on meanwhile, and its slot, though nothing names it any more, goes to no other block.
+#[test]
+fn a_read_that_waits_for_the_device_gets_its_own_block() {
+    let gate: Arc<(Mutex<bool>, std::sync::Condvar)> = Arc::default();
+    let folder = Arc::new(SlowFolder { folder: Arc::default(), gate: Arc::clone(&gate) });
+    let overlay = Overlay::on(folder, Some(BYTES)).unwrap();
+    overlay.write(0, &[1; 4096], &beneath).unwrap();
+    let epoch = overlay.cut().unwrap();
+    let mut buf = [0u8; 4096];
+    assert_eq!(overlay.read_now(0, &mut buf).unwrap(), None);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut buf = [0u8; 4096];
+            overlay.read(0, &mut buf).unwrap();
+            buf
+        });
+        let deadline = std::time::Instant::now() + PATIENCE;
+        while overlay.map().slots.nobody_reads() && std::time::Instant::now() < deadline {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        overlay.write(0, &[2; 4096], &beneath).unwrap();
+        overlay.release(epoch).unwrap();
+        overlay.cut().unwrap();
+        overlay.release_all();
+        overlay.sync().unwrap();
+        assert_eq!(overlay.size().free_bytes, 0, "its slot is free while it is read");
+        overlay.write(8 * BLOCK, &[3; 4096], &beneath).unwrap();
+        assert!(!reader.is_finished(), "it was to wait");
+        *locked(&gate.0) = true;
+        gate.1.notify_all();
+        assert_eq!(reader.join().unwrap(), [1; 4096]);
+    });
+    assert_eq!(overlay.size().free_bytes, BLOCK, "then it is free");
 }

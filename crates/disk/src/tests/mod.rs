@@ -1,6 +1,7 @@
 //! The server with real clients: `qemu-io` and `qemu-img`, and a process that is killed.
 
 mod commit;
+mod raw;
 
 use crate::process::{Disks, Spec};
 use crate::{BLOCK_BYTES, Base, Content, Disk, DiskBlock, ImageFormat, Layer, Result};

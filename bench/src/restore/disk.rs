@@ -1,0 +1,210 @@
+//! A served disk against `qemu-nbd`: QEMU's block layer as the client, so that no slow guest hides the server.
+//!
+//! ```text
+//!   qemu-img bench, 16 requests at once ──unix socket──┬──▶ keyframe __disks   overlay over a raw base
+//!                                                      └──▶ qemu-nbd           a raw image
+//! ```
+//!
+//! By turns, each round on new files: 64 KiB written one behind the other, and read; a checkpoint cut; 4 KiB written all over
+//! the disk, and read. A flush now and then, as guests do. All of it lies in the page cache.
+
+use crate::sample::Sample;
+use crate::{Error, Options, Report};
+use keyframe_disk::{Disks, ImageFormat, Spec};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const DISK_BYTES: u64 = 256 << 20;
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// One way of writing or reading.
+struct Load {
+    key: &'static str,
+    options: &'static [&'static str],
+    request_bytes: u64,
+    /// From one request to the next; past the end it begins anew.
+    step_bytes: u64,
+    requests: u64,
+}
+
+/// 40503 is odd, so that all blocks come before one comes again, and two in a row are far apart.
+const FAR_BYTES: u64 = 40_503 * 4096;
+const SEQ: (u64, u64, u64) = (65_536, 65_536, DISK_BYTES / 65_536);
+const RAND: (u64, u64, u64) = (4096, FAR_BYTES, 32_768);
+
+const LOADS: [Load; 4] = [
+    load("seq_write", &["-w", "--flush-interval=1024"], SEQ),
+    load("seq_read", &[], SEQ),
+    load("rand_write", &["-w", "--flush-interval=8192"], RAND),
+    load("rand_read", &[], RAND),
+];
+
+const fn load(
+    key: &'static str,
+    options: &'static [&'static str],
+    (request_bytes, step_bytes, requests): (u64, u64, u64),
+) -> Load {
+    Load { key, options, request_bytes, step_bytes, requests }
+}
+
+/// Bytes a second of each load, a value a round.
+#[derive(Default)]
+pub struct Rates {
+    ours: [Sample; LOADS.len()],
+    peer: [Sample; LOADS.len()],
+}
+
+/// Measures both servers `rounds` times.
+pub fn measure(options: &Options, dir: &Path, rounds: u32) -> Result<Rates, Error> {
+    let mut rates = Rates::default();
+    for round in 0..rounds {
+        options.say(format!("disks, round {} of {rounds}", round + 1));
+        let place = dir.join(format!("disks-{round}"));
+        std::fs::create_dir(&place).map_err(Error::io("make a directory for disks"))?;
+        // Who goes first changes, lest it be the one that meets a busy disk.
+        if round % 2 == 0 {
+            ours(options, &place, &mut rates.ours)?;
+            peer(&place, &mut rates.peer)?;
+        } else {
+            peer(&place, &mut rates.peer)?;
+            ours(options, &place, &mut rates.ours)?;
+        }
+        std::fs::remove_dir_all(&place).map_err(Error::io("remove the disks of a round"))?;
+    }
+    Ok(rates)
+}
+
+impl Rates {
+    /// Adds its figures and ratios.
+    pub fn tell(&self, report: &mut Report) {
+        let key = |who: &str, load: &Load| format!("disk_{who}_{}_bytes_per_s", load.key);
+        for ((load, ours), peer) in LOADS.iter().zip(&self.ours).zip(&self.peer) {
+            report.figure(key("keyframe", load), ours.median());
+            report.figure(key("qemu_nbd", load), peer.median());
+            let (ours, peer) = (key("keyframe", load), key("qemu_nbd", load));
+            report.ratio_of(format!("disk_{}_over_qemu_nbd", load.key), &ours, &peer);
+        }
+        // Of writing and reading the slower one.
+        for kind in ["seq", "rand"] {
+            let of = |what: &str| report.ratios.get(&format!("disk_{kind}_{what}_over_qemu_nbd")).copied();
+            if let (Some(write), Some(read)) = (of("write"), of("read")) {
+                report.ratio(format!("disk_{kind}_over_qemu_nbd"), write.min(read));
+            }
+        }
+    }
+}
+
+fn image(path: &Path) -> Result<(), Error> {
+    let made = std::fs::File::create(path).and_then(|file| file.set_len(DISK_BYTES));
+    made.map_err(Error::io("make an image"))
+}
+
+fn ours(options: &Options, dir: &Path, rates: &mut [Sample]) -> Result<(), Error> {
+    let failed = |e: keyframe_disk::Error| Error::failed("serve a disk", e);
+    let (base, socket) = (dir.join("base.raw"), dir.join("keyframe.sock"));
+    image(&base)?;
+    let overlay = dir.join("overlay");
+    let spec = Spec { export: "d".into(), base, format: ImageFormat::Raw, overlay, layer: None };
+    let mut command = Command::new(&options.keyframe);
+    let mut disks = Disks::spawn(command.arg("__disks"), &socket, &[spec]).map_err(failed)?;
+    for (number, (load, rate)) in LOADS.iter().zip(rates).enumerate() {
+        if number == 2 {
+            // As a run under checkpoints has it: what is written next needs new places.
+            let epochs = disks.cut().map_err(failed)?;
+            disks.release(&epochs).map_err(failed)?;
+        }
+        rate.push(load.run(&socket)?);
+    }
+    disks.end().map_err(failed)
+}
+
+fn peer(dir: &Path, rates: &mut [Sample]) -> Result<(), Error> {
+    let (file, socket) = (dir.join("peer.raw"), dir.join("qemu-nbd.sock"));
+    image(&file)?;
+    let _server = Peer::start(&file, &socket)?;
+    for (load, rate) in LOADS.iter().zip(rates) {
+        rate.push(load.run(&socket)?);
+    }
+    Ok(())
+}
+
+/// `qemu-nbd`, until it is dropped.
+struct Peer(Child);
+
+impl Peer {
+    fn start(file: &Path, socket: &PathBuf) -> Result<Self, Error> {
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--shared=16", "--discard=unmap", "-f", "raw", "-x", "d", "-k"]);
+        command.arg(socket).arg(file).stdin(Stdio::null()).stdout(Stdio::null());
+        let peer = Self(command.spawn().map_err(Error::io("start qemu-nbd"))?);
+        let started = Instant::now();
+        while !socket.exists() {
+            if started.elapsed() > START_TIMEOUT {
+                return Err(Error::failed("start qemu-nbd", "it opens no socket"));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(peer)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Load {
+    /// Bytes a second, by the clock of `qemu-img`.
+    fn run(&self, socket: &Path) -> Result<f64, Error> {
+        let mut command = Command::new("timeout");
+        command.args(["300", "qemu-img", "bench", "-f", "raw", "-t", "writeback", "-d", "16"]);
+        command.args(["-s", &self.request_bytes.to_string(), "-S", &self.step_bytes.to_string()]);
+        command.args(["-c", &self.requests.to_string()]).args(self.options);
+        command.arg(format!("nbd+unix:///d?socket={}", socket.display()));
+        let output = command.output().map_err(Error::io("run qemu-img bench"))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        match seconds(&text).filter(|_| output.status.success()) {
+            Some(seconds) => Ok((self.requests * self.request_bytes) as f64 / seconds),
+            None => Err(Error::failed(
+                format!("qemu-img bench, {}", self.key),
+                format!("{}{text}", String::from_utf8_lossy(&output.stderr)),
+            )),
+        }
+    }
+}
+
+fn seconds(text: &str) -> Option<f64> {
+    let number = text.split("Run completed in ").nth(1)?.split(' ').next()?;
+    number.parse().ok().filter(|seconds: &f64| *seconds > 0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_is_that_of_the_slower_direction() {
+        let mut rates = Rates::default();
+        for (place, (ours, peer)) in [(9.0, 10.0), (8.0, 4.0), (3.0, 6.0), (5.0, 5.0)].into_iter().enumerate()
+        {
+            rates.ours[place].push(ours);
+            rates.peer[place].push(peer);
+        }
+        let mut report = Report::new("restore");
+        rates.tell(&mut report);
+        let close = |key: &str, value: f64| assert!((report.ratios[key] - value).abs() < 1e-9, "{key}");
+        close("disk_seq_over_qemu_nbd", 0.9);
+        close("disk_rand_over_qemu_nbd", 0.5);
+        close("disk_seq_read_over_qemu_nbd", 2.0);
+    }
+
+    #[test]
+    fn the_time_is_what_qemu_img_says() {
+        let text = "Sending 4096 read requests\nRun completed in 0.512 seconds.\n";
+        assert_eq!(seconds(text), Some(0.512));
+        assert_eq!(seconds("qemu-img: failed"), None);
+    }
+}

@@ -1,0 +1,255 @@
+//! The protocol byte by byte: old and new ways to choose an export, slow reads, and clients that send anything.
+
+use super::Bed;
+use crate::nbd::wire::{
+    CMD_BLOCK_STATUS, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, EINVAL, IHAVEOPT, NBDMAGIC,
+    Numbers, OPT_EXPORT_NAME, OPT_GO, OPT_LIST, OPTION_REPLY, REP_ACK, REP_ERR_UNKNOWN, REP_SERVER, REQUEST,
+    SIMPLE_REPLY,
+};
+use crate::nbd::{Export, Server};
+use crate::{BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Layer, Result};
+use proptest::prelude::*;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A client that says what it is told to.
+struct Raw(UnixStream);
+
+impl Raw {
+    /// Behind the greeting, with `flags` as its answer.
+    fn connect(bed: &Bed, flags: u32) -> Self {
+        let stream = UnixStream::connect(bed.path("s")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        let mut raw = Self(stream);
+        let greeting = raw.take(18);
+        let mut at = Numbers(&greeting);
+        assert_eq!((at.u64(), at.u64(), at.u16()), (Some(NBDMAGIC), Some(IHAVEOPT), Some(3)));
+        raw.send(&[&flags.to_be_bytes()]);
+        raw
+    }
+
+    /// With an export chosen the old way, which takes simple replies.
+    fn on(bed: &Bed, export: &str) -> Self {
+        let mut raw = Self::connect(bed, 3);
+        raw.option(OPT_EXPORT_NAME, export.as_bytes());
+        raw.take(10);
+        raw
+    }
+
+    fn send(&mut self, parts: &[&[u8]]) {
+        self.0.write_all(&parts.concat()).unwrap();
+    }
+
+    fn take(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn is_over(&mut self) -> bool {
+        matches!(self.0.read(&mut [0; 1]), Ok(0)) || self.0.take_error().is_ok_and(|e| e.is_some())
+    }
+
+    fn option(&mut self, option: u32, data: &[u8]) {
+        let len = data.len() as u32;
+        self.send(&[&IHAVEOPT.to_be_bytes(), &option.to_be_bytes(), &len.to_be_bytes(), data]);
+    }
+
+    /// The kind of an answer to an option, and its data.
+    fn answer(&mut self) -> (u32, Vec<u8>) {
+        let header = self.take(20);
+        let mut at = Numbers(&header);
+        assert_eq!(at.u64(), Some(OPTION_REPLY));
+        let (_, kind, len) = (at.u32(), at.u32().unwrap(), at.u32().unwrap());
+        (kind, self.take(len as usize))
+    }
+
+    fn request(&mut self, command: u16, cookie: u64, offset: u64, len: u32, data: &[u8]) {
+        self.send(&[&request(command, cookie, offset, len), data]);
+    }
+
+    /// The cookie and the error of a simple reply.
+    fn reply(&mut self) -> (u64, u32) {
+        let header = self.take(16);
+        let mut at = Numbers(&header);
+        assert_eq!(at.u32(), Some(SIMPLE_REPLY));
+        let error = at.u32().unwrap();
+        (at.u64().unwrap(), error)
+    }
+}
+
+fn request(command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+    let mut bytes = REQUEST.to_be_bytes().to_vec();
+    bytes.extend(0u16.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+    bytes
+}
+
+fn serve(bed: &Bed, names: &[&str], layer: impl Fn() -> Option<Box<dyn Layer>>) -> Server {
+    let export = |name: &&str| {
+        let base = Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap();
+        let disk = Disk::create(&bed.path(&format!("overlay-{name}")), base, layer()).unwrap();
+        Export { name: (*name).into(), disk: Arc::new(disk) }
+    };
+    Server::start(&bed.path("s"), names.iter().map(export).collect()).unwrap()
+}
+
+#[test]
+fn exports_are_listed_and_chosen_by_name_the_old_way_too() {
+    let bed = Bed::new();
+    let image = bed.raw("base.raw", 1 << 20);
+    let _server = serve(&bed, &["a", "b"], || None);
+    let mut raw = Raw::connect(&bed, 1);
+    raw.option(OPT_LIST, b"");
+    let names: Vec<_> = (0..2).map(|_| raw.answer()).collect();
+    assert_eq!(names, [(REP_SERVER, b"\0\0\0\x01a".to_vec()), (REP_SERVER, b"\0\0\0\x01b".to_vec())]);
+    assert_eq!(raw.answer().0, REP_ACK);
+    // Of several none is the default.
+    for name in [&b"\0\0\0\0\0\0"[..], b"\0\0\0\x01c\0\0"] {
+        raw.option(OPT_GO, name);
+        assert_eq!(raw.answer().0, REP_ERR_UNKNOWN);
+    }
+    // The old way, without the flag that leaves out the zeros, and with simple replies.
+    raw.option(OPT_EXPORT_NAME, b"b");
+    let chosen = raw.take(8 + 2 + 124);
+    let mut at = Numbers(&chosen);
+    assert_eq!(at.u64(), Some(1 << 20));
+    assert!(at.u16().unwrap() & 1 == 1 && at.0.iter().all(|byte| *byte == 0));
+    raw.request(CMD_WRITE, 1, 5000, 3, b"abc");
+    raw.request(CMD_FLUSH, 2, 0, 0, b"");
+    raw.request(CMD_READ, 3, 4999, 5, b"");
+    let mut replies = vec![raw.reply()];
+    // A flush is answered out of order.
+    for _ in 0..2 {
+        let reply = raw.reply();
+        if reply.0 == 3 {
+            assert_eq!(raw.take(5), [image[4999], b'a', b'b', b'c', image[5003]]);
+        }
+        replies.push(reply);
+    }
+    replies.sort_unstable();
+    assert_eq!(replies, [(1, 0), (2, 0), (3, 0)]);
+    // Without structured replies there is no status to be had; behind the end there is nothing.
+    raw.request(CMD_BLOCK_STATUS, 4, 0, 4096, b"");
+    raw.request(CMD_READ, 5, (1 << 20) - 1, 2, b"");
+    assert_eq!([raw.reply(), raw.reply()], [(4, EINVAL), (5, EINVAL)]);
+    raw.request(CMD_DISC, 6, 0, 0, b"");
+    assert!(raw.is_over());
+    // What was written to one is in no other.
+    let mut other = Raw::on(&bed, "a");
+    other.request(CMD_READ, 7, 5000, 3, b"");
+    assert_eq!(other.reply(), (7, 0));
+    assert_eq!(other.take(3), image[5000..5003]);
+    let mut none = Raw::connect(&bed, 3);
+    none.option(OPT_EXPORT_NAME, b"c");
+    assert!(none.is_over(), "the old way has no answer but the end");
+}
+
+/// A layer that holds every reader of a block until it is let go.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    change: Condvar,
+}
+
+struct Held(Arc<Gate>);
+
+impl Layer for Held {
+    fn read_block(&self, _: DiskBlock, into: &mut Block) -> Result<Content> {
+        let open = self.0.open.lock().unwrap();
+        let _open = self.0.change.wait_timeout_while(open, PATIENCE, |open| !*open).unwrap();
+        into.fill(77);
+        Ok(Content::Data)
+    }
+
+    fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>> {
+        Ok(Some(from).filter(|block| block.0 < 100))
+    }
+}
+
+#[test]
+fn a_slow_read_holds_nothing_up() {
+    let bed = Bed::new();
+    bed.raw("base.raw", 1 << 20);
+    let gate = Arc::new(Gate::default());
+    let server = serve(&bed, &["d"], || Some(Box::new(Held(Arc::clone(&gate)))));
+    let mut raw = Raw::on(&bed, "d");
+    // More than there are threads for it.
+    for cookie in 0..6 {
+        raw.request(CMD_READ, cookie, cookie * 8192, 4096, b"");
+    }
+    raw.request(CMD_WRITE, 100, 90 * 4096, 4096, &[5; BLOCK_BYTES]);
+    raw.request(CMD_READ, 101, 90 * 4096, 4096, b"");
+    raw.request(CMD_FLUSH, 102, 0, 0, b"");
+    assert_eq!(raw.reply(), (100, 0));
+    assert_eq!(raw.reply(), (101, 0));
+    assert_eq!(raw.take(4096), [5; BLOCK_BYTES]);
+    assert_eq!(raw.reply(), (102, 0));
+    *gate.open.lock().unwrap() = true;
+    gate.change.notify_all();
+    let mut slow: Vec<u64> = (0..6)
+        .map(|_| {
+            let (cookie, error) = raw.reply();
+            assert_eq!((error, raw.take(4096)), (0, vec![77; 4096]));
+            cookie
+        })
+        .collect();
+    slow.sort_unstable();
+    assert_eq!(slow, [0, 1, 2, 3, 4, 5]);
+    server.end();
+}
+
+/// Something that looks like a request, an option, or like nothing.
+fn junk() -> impl Strategy<Value = Vec<u8>> {
+    let number = || prop_oneof![Just(0u64), Just(u64::MAX), Just(1 << 20), any::<u64>(), 0u64..1 << 21];
+    let len = || prop_oneof![Just(0u32), Just(u32::MAX), Just(32 << 20), any::<u32>(), 0u32..9000];
+    let tail = || prop::collection::vec(any::<u8>(), 0..200);
+    let asked = (0u16..9, number(), len(), tail())
+        .prop_map(|(command, offset, len, tail)| [request(command, 9, offset, len), tail].concat());
+    let option = (0u32..12, len(), tail()).prop_map(|(option, len, tail)| {
+        [&IHAVEOPT.to_be_bytes()[..], &option.to_be_bytes(), &len.to_be_bytes(), &tail].concat()
+    });
+    prop_oneof![asked, option, tail()]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
+
+    /// Whatever a client sends, before and after it has an export: the others are served, and the disk is what they made it.
+    #[test]
+    fn a_hostile_client_hurts_itself_alone(chosen in any::<bool>(), sent in prop::collection::vec(junk(), 1..12)) {
+        let bed = Bed::new();
+        bed.raw("base.raw", 1 << 20);
+        let server = serve(&bed, &["d", "e"], || None);
+        let mut good = Raw::on(&bed, "e");
+        good.request(CMD_WRITE, 1, 4096, 4096, &[8; BLOCK_BYTES]);
+        prop_assert_eq!(good.reply(), (1, 0));
+        let mut bad = if chosen { Raw::on(&bed, "d") } else { Raw::connect(&bed, 3) };
+        for bytes in sent {
+            // The server may have ended it already.
+            if bad.0.write_all(&bytes).is_err() {
+                break;
+            }
+        }
+        let _ = bad.0.shutdown(std::net::Shutdown::Write);
+        // It ends, for nothing more comes; what it answers until then is its own affair.
+        let mut answers = Vec::new();
+        let ended = Read::take(&mut bad.0, 512 << 20).read_to_end(&mut answers);
+        prop_assert!(ended.is_ok() || !matches!(ended.unwrap_err().kind(),
+            std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut), "it hangs");
+        good.request(CMD_READ, 2, 4096, 4096, b"");
+        prop_assert_eq!(good.reply(), (2, 0));
+        prop_assert_eq!(good.take(4096), [8; BLOCK_BYTES]);
+        good.request(CMD_TRIM, 3, 4096, 4096, b"");
+        prop_assert_eq!(good.reply(), (3, 0));
+        server.end();
+    }
+}
