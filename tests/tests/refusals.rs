@@ -51,7 +51,12 @@ fn disks_that_cannot_be_served_are_refused_before_the_guest_runs() {
     let image = bench.path().join("disk.raw");
     std::fs::write(&image, vec![7; 1 << 20]).unwrap();
     let drive = |options: &str| small().with(&["-drive", &format!("file={},{options}", image.display())]);
-    run_refused(&bench, &drive("format=vmdk,if=virtio"), 1, &["vmdk", "qemu-img convert", "readonly=on", "fix:"]);
+    run_refused(
+        &bench,
+        &drive("format=vmdk,if=virtio"),
+        1,
+        &["vmdk", "qemu-img convert", "readonly=on", "fix:"],
+    );
     run_refused(&bench, &drive("format=raw,if=virtio,offset=512"), 1, &["offset", "fix:"]);
     run_refused(&bench, &drive("format=qcow2,if=virtio"), 1, &["disk.raw", "qcow2"]);
     run_refused(&bench, &drive("format=raw,if=virtio,readonly=on,cache=none"), 1, &["direct", "cache"]);
