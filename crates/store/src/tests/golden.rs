@@ -45,13 +45,95 @@ fn a_store_of_version_1_still_loads() {
     assert!(report.is_clean() && report.notes.len() == 1, "{report:#?}");
 }
 
-/// Makes the golden store of the present version: `cargo test -p keyframe-store make_golden -- --ignored`, after
+/// Block `block` of the golden disk at an epoch: nothing before it was written, then zeros, then data.
+fn block_at(block: u64, epoch: u64) -> Option<u64> {
+    match epoch.checked_sub(block % 5) {
+        None => None,
+        Some(since) if block % 4 == 1 => (since > 3).then_some(0),
+        Some(since) => Some(2 + 2 * ((block + since / 4) % 3)),
+    }
+}
+
+const BLOCKS: u64 = 20;
+
+#[test]
+fn a_store_of_version_2_still_loads() {
+    let store = Store::open(&golden(2)).unwrap();
+    let sealed = store.checkpoints().unwrap().sealed;
+    assert_eq!(sealed.len() as u64, EPOCHS);
+    for epoch in 0..EPOCHS {
+        let id = sealed[epoch as usize].id;
+        assert_image(&store, id, &image(epoch));
+        let loaded = store.load_disks(id).unwrap();
+        let blocks = loaded.meta.blocks_of(0).unwrap();
+        assert_eq!((blocks.first.0, blocks.len_pages), (PAGES, BLOCKS));
+        for block in 0..BLOCKS {
+            let mut page = ZERO_PAGE;
+            let found = loaded.read_block(PageIndex(PAGES + block), &mut page).unwrap();
+            match block_at(block, epoch) {
+                None => assert_eq!(found, crate::BlockContent::Base, "block {block} at {epoch}"),
+                Some(0) => assert_eq!(found, crate::BlockContent::Zero, "block {block} at {epoch}"),
+                Some(n) => assert_eq!(page, content(n), "block {block} at {epoch}"),
+            }
+        }
+    }
+    let disk = &sealed[4].meta.disks[0];
+    assert_eq!((disk.name.as_str(), disk.base.path.as_str()), ("d", "/images/base.qcow2"));
+    assert_eq!((disk.base.files.len(), disk.base.files[0].modified_ns), (1, 5));
+    assert!(disk.counts.written_blocks > 0);
+    assert!(check(&store).is_clean());
+}
+
+/// Makes the golden store of version 2, as below.
+#[test]
+#[ignore = "writes into the source tree"]
+fn make_golden_with_disks() {
+    let store = Store::init(&golden(2)).unwrap();
+    let file = crate::BaseFile {
+        path: "/images/base.qcow2".into(),
+        len_bytes: 200_000,
+        modified_s: 1_700_000_000,
+        modified_ns: 5,
+        sample_blake3: "00".repeat(32),
+    };
+    let base = crate::BaseMeta { path: file.path.clone(), format: "qcow2".into(), files: vec![file] };
+    let disk = crate::DiskMeta {
+        name: "d".into(),
+        disk_bytes: BLOCKS * PAGE_BYTES as u64 - 512,
+        base,
+        ..crate::DiskMeta::default()
+    };
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let state = crate::DiskState::default();
+    let mut run = writer.begin_run_with("golden", &layout(PAGES), vec![disk], state).unwrap();
+    let mut old = vec![0; PAGES as usize];
+    for epoch in 0..EPOCHS {
+        put_changes(&mut run, &old, &image(epoch)).unwrap();
+        for block in 0..BLOCKS {
+            let before = epoch.checked_sub(1).and_then(|before| block_at(block, before));
+            match block_at(block, epoch) {
+                now if now == before => {}
+                Some(0) => run.put_zero_blocks(0, block, 1).unwrap(),
+                Some(n) => drop(run.put_block(0, block, &content(n)).unwrap()),
+                None => {}
+            }
+        }
+        seal(&mut run, PAGES).unwrap();
+        old = image(epoch);
+    }
+    run.finish().unwrap();
+    drop(writer);
+    std::fs::remove_file(store.path().join("lock")).unwrap();
+    let _ = std::fs::remove_dir(store.path().join("tmp"));
+}
+
+/// Makes the golden store of version 1: `cargo test -p keyframe-store make_golden -- --ignored`, after
 /// removing the old one.
 #[test]
 #[ignore = "writes into the source tree"]
 fn make_golden() {
     std::fs::create_dir_all(golden(0).parent().unwrap()).unwrap();
-    let store = Store::init(&golden(crate::FORMAT_VERSION)).unwrap();
+    let store = Store::init(&golden(1)).unwrap();
     let mut old = vec![0; PAGES as usize];
     let machine = MachineMeta {
         qemu_path: "/usr/bin/qemu-system-x86_64".into(),
