@@ -1,14 +1,15 @@
-//! Tests run two at a time, but for those that need the machine for themselves.
+//! Tests run side by side, half as many as there are processors, but for those that need the machine for themselves.
 //!
 //! ```text
-//!   shared   any number, as the runner has threads    waits while a test is alone, or waits to be
-//!   alone    one                                      waits until all others have ended
+//!   shared   two at least             waits for a place, and while a test is alone or waits to be
+//!   alone    one                      waits until all others have ended
 //! ```
 //!
 //! A thread that has a turn gets further ones at once: a test may have several places to work in.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::num::NonZero;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 #[derive(Default)]
@@ -48,8 +49,11 @@ impl Turn {
         let held = HELD.get();
         let mut state = state();
         if held == 0 {
+            let places = std::thread::available_parallelism().map_or(1, NonZero::get) / 2;
             state.waiting += usize::from(alone);
-            let must_wait = |s: &mut State| s.alone || if alone { s.shared > 0 } else { s.waiting > 0 };
+            let must_wait = |s: &mut State| {
+                s.alone || if alone { s.shared > 0 } else { s.waiting > 0 || s.shared >= places.max(2) }
+            };
             state = CHANGED.wait_while(state, must_wait).unwrap_or_else(PoisonError::into_inner);
             state.waiting -= usize::from(alone);
             state.shared += usize::from(!alone);

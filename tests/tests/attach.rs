@@ -272,7 +272,7 @@ fn domain_is_left_as_it_was(emulator: &str) {
         dir.display()
     );
     let devices = format!("<serial type='file'><source path='{}'/></serial>", serial.display());
-    let Some(pid) = libvirt.create("web", emulator, &inside, &devices) else { return };
+    let pid = libvirt.create("web", emulator, &inside, &devices);
     until("the guest works", || hash_lines(&said(&serial)).len() >= 3);
     let uri = libvirt.uri();
     let monitor = ["--libvirt", "web", "--connect", &uri];
