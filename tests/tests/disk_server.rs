@@ -330,31 +330,30 @@ fn what_a_killed_vm_wrote_is_committed_and_never_by_surprise() {
     let (overlay, base) =
         (bed.path("overlay").display().to_string(), bed.path("base.raw").display().to_string());
     let from = ["commit", "--overlay", &overlay, "--base", &base];
-    let run = |more: &[&str]| [&from[..], more].concat();
-    bed.bench.refused(&run(&["--in-place", "--yes"]), 1, &["in use"]);
+    bed.bench.refused(&more(&from, &["--in-place", "--yes"]), 1, &["in use"]);
     let pids = [disks.pid(), guest.console.pid()];
-    pids.map(kill);
+    pids.into_iter().for_each(kill);
     guest.console.wait();
     drop(disks);
     let synced = synced(&guest.console);
     until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
     // Nobody to ask.
-    bed.bench.refused(&run(&["--in-place"]), 1, &["not agreed", "--yes", "nothing was changed"]);
-    let told = bed.bench.ok(&run(&["--in-place", "--dry-run"]));
+    bed.bench.refused(&more(&from, &["--in-place"]), 1, &["not agreed", "--yes", "nothing was changed"]);
+    let told = bed.bench.ok(&more(&from, &["--in-place", "--dry-run"]));
     assert!(told.contains("would write") && told.contains("MiB"), "{told}");
     bed.assert_base_untouched();
     let (raw, qcow2) = (bed.path("new.raw"), bed.path("new.qcow2"));
-    bed.bench.ok(&run(&["-o", &raw.display().to_string()]));
+    bed.bench.ok(&more(&from, &["-o", &raw.display().to_string()]));
     JournalImage::read(&raw, MIB).assert_whole_to(synced, "a new raw image");
-    bed.bench.ok(&run(&["-o", &qcow2.display().to_string(), "--format", "qcow2"]));
+    bed.bench.ok(&more(&from, &["-o", &qcow2.display().to_string(), "--format", "qcow2"]));
     let images = [raw.as_os_str(), qcow2.as_os_str()];
     let same = std::process::Command::new("qemu-img")
         .args(["compare", "-f", "raw", "-F", "qcow2"])
         .args(images)
         .output();
     assert!(same.expect("run qemu-img").status.success(), "raw and qcow2 differ");
-    bed.bench.refused(&run(&["-o", &raw.display().to_string()]), 1, &["it exists"]);
-    bed.bench.ok(&run(&["--in-place", "--yes"]));
+    bed.bench.refused(&more(&from, &["-o", &raw.display().to_string()]), 1, &["it exists"]);
+    bed.bench.ok(&more(&from, &["--in-place", "--yes"]));
     JournalImage::read(&bed.path("base.raw"), MIB).assert_whole_to(synced, "the base");
     assert!(
         std::fs::read(&raw).expect("read") == std::fs::read(&base).expect("read"),
@@ -367,4 +366,8 @@ fn what_a_killed_vm_wrote_is_committed_and_never_by_surprise() {
     assert_no_errors(&guest.console);
     drop(guest);
     disks.end().expect("end the server");
+}
+
+fn more<'a>(words: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    [words, more].concat()
 }
