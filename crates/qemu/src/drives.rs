@@ -176,7 +176,7 @@ impl Names {
     fn made_up(&mut self, kind: &str) -> String {
         let count = self.0.entry(kind.into()).or_default();
         *count += 1;
-        format!("{kind}#{}", *count - 1)
+        format!("{kind}-{}", *count - 1)
     }
 }
 
@@ -431,8 +431,8 @@ mod tests {
     fn images_without_a_drive_get_one_at_their_index() {
         assert!(rewritten(&["-m", "64", "a.img"]).contains("index=0,media=disk"));
         let text = rewritten(&["-hdc", "a.img", "-hda", "b.img"]);
-        assert!(text.contains("export=a/hd#0") && text.contains("index=2,media=disk"), "{text}");
-        assert!(text.contains("export=a/hd#1"), "{text}");
+        assert!(text.contains("export=a/hd-0") && text.contains("index=2,media=disk"), "{text}");
+        assert!(text.contains("export=a/hd-1"), "{text}");
     }
 
     #[test]

@@ -29,6 +29,12 @@ pub struct Stats {
     pub stored_pages: u64,
     /// Bytes appended to packs for the checkpoints.
     pub stored_bytes: u64,
+    /// Blocks of disks put into checkpoints, in bytes.
+    #[serde(default)]
+    pub disk_dirty_bytes: u64,
+    /// Bytes appended to packs for them.
+    #[serde(default)]
+    pub disk_stored_bytes: u64,
     /// Size of all packs, indexes and unreferenced records included.
     pub pack_bytes: u64,
     /// Size of all map files.
@@ -65,6 +71,10 @@ impl Store {
             stats.stored_pages += counts.stored_pages;
             stats.stored_bytes += counts.stored_bytes;
             stats.device_bytes += counts.device_bytes;
+            for disk in &meta.disks {
+                stats.disk_dirty_bytes += disk.counts.written_blocks * PAGE_BYTES as u64;
+                stats.disk_stored_bytes += disk.counts.stored_bytes;
+            }
             runs.insert(&sealed.meta.run);
         }
         stats.runs = runs.len() as u64;

@@ -46,6 +46,11 @@ impl Stats {
             format!("  zero            {} pages, free", s.zero_pages),
             format!("  deduplicated    {} pages (and {} unchanged)", s.dedup_pages, s.unchanged_pages),
             format!("  stored          {} pages in {}", s.stored_pages, b(s.stored_bytes)),
+            format!(
+                "disks             {} written, stored in {}",
+                b(s.disk_dirty_bytes),
+                b(s.disk_stored_bytes)
+            ),
             format!("packs             {}", b(s.pack_bytes)),
             format!("page maps         {}", b(s.map_bytes)),
             format!("device state etc. {}", b(s.checkpoint_file_bytes)),
