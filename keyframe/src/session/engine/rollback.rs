@@ -50,6 +50,9 @@ impl Engine<'_> {
 
     fn roll_back(&mut self, name: &str) -> Result<RolledBack, Failure> {
         let target = self.rollback_target(name)?;
+        // The VM is not to stand while earlier checkpoints are stored.
+        let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
+        self.take_reports_until(idle).map_err(Failure::new)?;
         let stopped = self.qmp()?.stop().map_err(|e| Failure::qemu(&e))?;
         let began = Instant::now();
         let gone = self.go_back(&target);
@@ -153,17 +156,24 @@ impl Engine<'_> {
         let seq = self.capture("rollback", None, None)?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, sender);
+        self.take_reports_until(|_| match sealed.try_recv() {
+            Ok(Response::Taken(entry)) => Some(Ok(CheckpointId(entry.id))),
+            Ok(Response::Failed(why)) => Some(Err(why)),
+            Ok(_) | Err(TryRecvError::Disconnected) => Some(Err("the encoder has ended".into())),
+            Err(TryRecvError::Empty) => None,
+        })?
+    }
+
+    /// Takes in what the encoder reports, until `done` has an answer. What clients ask meanwhile waits.
+    fn take_reports_until<T>(&mut self, mut done: impl FnMut(&mut Self) -> Option<T>) -> Result<T, String> {
         let deadline = Instant::now() + SEAL_TIMEOUT;
         let mut requests = Vec::new();
         let result = loop {
-            match sealed.try_recv() {
-                Ok(Response::Taken(entry)) => break Ok(CheckpointId(entry.id)),
-                Ok(Response::Failed(why)) => break Err(why),
-                Ok(_) | Err(TryRecvError::Disconnected) => break Err("the encoder has ended".into()),
-                Err(TryRecvError::Empty) if Instant::now() > deadline => {
-                    break Err("the checkpoint was not sealed in time".into());
-                }
-                Err(TryRecvError::Empty) => {}
+            if let Some(answer) = done(self) {
+                break Ok(answer);
+            }
+            if Instant::now() > deadline {
+                break Err("the checkpoint was not sealed in time".into());
             }
             match self.inbox.recv_timeout(LOOK_EVERY) {
                 Ok(Inbox::Report(report)) => self.settle(*report),

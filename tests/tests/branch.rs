@@ -1,0 +1,238 @@
+//! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory that they have not written.
+
+use keyframe_qemu::Qmp;
+use keyframe_tests::{
+    Bench, Boot, Process, Qemu, Sequence, hash_lines, number, qemus, until,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::path::Path;
+use std::time::Duration;
+
+fn checkpoint(bench: &Bench, boot: &Boot) {
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], boot);
+    run.wait_for("KF READY");
+    bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+}
+
+fn hashing(qemu: &Qemu) -> Boot {
+    let mut boot = Boot::new("hash");
+    boot.qemu.clone_from(&qemu.path);
+    boot.mem_mib = 96;
+    boot
+}
+
+/// `keyframe branch seed OPTIONS`, and what it says of its clones.
+fn branch(bench: &Bench, options: &[&str]) -> (Process, Vec<Value>) {
+    let store = bench.store();
+    let words = [&["branch", "--store", &store, "seed", "--json"], options].concat();
+    let mut process = Process::start(bench.command(&words));
+    let whole = process.wait_until(120, |p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
+    (process, clones)
+}
+
+fn text<'a>(clone: &'a Value, key: &str) -> &'a str {
+    clone[key].as_str().unwrap()
+}
+
+fn console(clone: &Value) -> Vec<String> {
+    let log = std::fs::read_to_string(Path::new(text(clone, "directory")).join("console.log"));
+    log.unwrap_or_default().lines().map(str::to_owned).collect()
+}
+
+fn grow(clone: &Value, more: usize) {
+    let count = || hash_lines(&console(clone)).len();
+    let before = count();
+    until("the clone prints on", || count() >= before + more);
+}
+
+fn is_gone(pid: u64) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    status.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
+}
+
+/// What a process has of the checkpoint's RAM: KiB of its own, and KiB that are mapped at all. (A page of the file that one
+/// process alone has mapped counts as private, too, but not as anonymous.)
+fn ram_kib(pid: u64) -> (u64, u64) {
+    let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let (mut of_ram, mut private, mut rss) = (false, 0, 0);
+    for line in smaps.lines() {
+        let value = || line.split_whitespace().nth(1).and_then(|v| v.parse::<u64>().ok()).unwrap_or(0);
+        if line.split_whitespace().next().is_some_and(|first| first.contains('-')) {
+            of_ram = line.contains("memfd:keyframe-ram");
+        } else if of_ram && line.starts_with("Anonymous:") {
+            private += value();
+        } else if of_ram && line.starts_with("Rss:") {
+            rss += value();
+        }
+    }
+    (private, rss)
+}
+
+#[test]
+fn clones_go_on_from_the_checkpoint_each_by_itself() {
+    let mut sequence = Sequence::new(16);
+    for qemu in qemus() {
+        let bench = Bench::new();
+        checkpoint(&bench, &hashing(&qemu));
+        let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
+        assert_eq!(clones.iter().map(|c| text(c, "name")).collect::<Vec<_>>(), ["c-1", "c-2", "c-3"]);
+        clones.iter().for_each(|clone| grow(clone, 4));
+        // One that stands does not hold up the others, nor does one that was killed.
+        let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
+        monitor.stop().unwrap();
+        let stood = hash_lines(&console(&clones[0])).len();
+        let victim = number(&clones[1], "qemu_pid");
+        kill_process(Pid::from_raw(victim as i32).unwrap(), Signal::KILL).unwrap();
+        until("the killed one is missed", || process.errors().contains("clone c-2 ended"));
+        grow(&clones[2], 8);
+        assert!(hash_lines(&console(&clones[0])).len() <= stood + 1);
+        monitor.cont().unwrap();
+        grow(&clones[0], 4);
+        let firsts: Vec<u64> = clones
+            .iter()
+            .map(|clone| {
+                let lines = hash_lines(&console(clone));
+                sequence.check(&lines, 3);
+                lines[0].n
+            })
+            .collect();
+        assert!(firsts.iter().all(|first| *first == firsts[0]), "{firsts:?}: all from one instant");
+        process.signal(Signal::INT);
+        // One of them had not ended well.
+        process.wait();
+        for clone in &clones {
+            until("no clone is left", || is_gone(number(clone, "qemu_pid")));
+            assert!(!Path::new(text(clone, "directory")).exists(), "nothing is left behind");
+        }
+    }
+}
+
+#[test]
+fn pages_that_nobody_wrote_are_shared() {
+    for qemu in qemus() {
+        let bench = Bench::new();
+        let mut boot = Boot::new("hash kf.mib=64");
+        boot.qemu.clone_from(&qemu.path);
+        boot.mem_mib = 192;
+        checkpoint(&bench, &boot);
+        let (mut process, clones) = branch(&bench, &["-n", "4", "--paused"]);
+        for clone in &clones {
+            let (private, _) = ram_kib(number(clone, "qemu_pid"));
+            // Loading its devices writes a few pages; all that the guest holds is some 100 MiB.
+            assert!(private < 2048, "{private} KiB of a clone's RAM are its own before it ran");
+        }
+        // All of RAM is read, as the guest would read it, and it is still the checkpoint's own memory.
+        let pid = number(&clones[0], "qemu_pid");
+        let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
+        let main = keyframe_qemu::find_ram_blocks(&mut monitor, pid as u32).unwrap().remove(0);
+        let target = keyframe_kernel::Process::open(pid as u32).unwrap();
+        let mut all = vec![0; main.block.total_bytes as usize];
+        keyframe_kernel::read_memory(&target, main.host, &mut all).unwrap();
+        let (private, rss) = ram_kib(pid);
+        assert!(rss > 64 << 10, "{rss} KiB were mapped: it was read");
+        assert!(private < 2048, "{private} KiB of {rss} are its own after it was read");
+        // The others do not see what one writes, and what they write is theirs.
+        clones[1..].iter().for_each(|clone| {
+            let mut monitor = Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
+            monitor.cont().unwrap();
+        });
+        clones[1..].iter().for_each(|clone| grow(clone, 3));
+        let mut again = vec![0; all.len()];
+        keyframe_kernel::read_memory(&target, main.host, &mut again).unwrap();
+        assert!(all == again, "the clone that stands saw what another wrote");
+        assert!(ram_kib(number(&clones[1], "qemu_pid")).0 > 2048, "a clone that writes has pages of its own");
+        process.signal(Signal::INT);
+        assert!(process.wait().success(), "{}", process.report());
+    }
+}
+
+#[test]
+fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
+    let mut sequence = Sequence::new(16);
+    for qemu in qemus() {
+        let bench = Bench::new();
+        checkpoint(&bench, &hashing(&qemu));
+        let seed = number(&bench.list()[0], "id");
+        let (mut process, clones) = branch(&bench, &["-n", "2", "--name", "c"]);
+        grow(&clones[0], 2);
+        let pid = number(&clones[0], "qemu_pid") as u32;
+        let options = ["--name", "c-1", "--interval", "300ms", "--count", "3", "--audit", "audit"];
+        let args = bench.attach_args(&["--qmp", text(&clones[0], "monitor")], pid, &options);
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        bench.ok(&args);
+        let list = bench.list();
+        let own: Vec<&Value> = list.iter().filter(|e| e["vm"] == "c-1").collect();
+        assert_eq!(own.len(), 3);
+        assert_eq!(number(own[0], "parent"), seed);
+        assert_eq!(number(own[1], "parent"), number(own[0], "id"));
+        assert!(own[1].get("restored_from").is_none());
+        let tree = bench.ok(&["list", "--tree", "--store", &bench.store()]);
+        assert!(tree.contains("└─") && tree.contains("c-1"), "{tree}");
+        grow(&clones[0], 3);
+        sequence.check(&hash_lines(&console(&clones[0])), 5);
+        // And brought to life again, while both clones live.
+        let (mut again, grand) = branch_of(&bench, &number(own[2], "id").to_string());
+        grow(&grand, 3);
+        sequence.check(&hash_lines(&console(&grand)), 3);
+        for process in [&mut again, &mut process] {
+            process.signal(Signal::INT);
+            assert!(process.wait().success(), "{}", process.report());
+        }
+    }
+}
+
+/// One clone of checkpoint `id`.
+fn branch_of(bench: &Bench, id: &str) -> (Process, Value) {
+    let store = bench.store();
+    let words = ["branch", "--store", &store, id, "--json", "--name", "grand"];
+    let mut process = Process::start(bench.command(&words));
+    let whole = process.wait_until(120, |p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let mut clones = whole.unwrap_or_else(|| panic!("no clone; {}", process.report()));
+    (process, clones.remove(0))
+}
+
+#[test]
+fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
+    let bench = Bench::new();
+    let guid = "324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87";
+    let boot = hashing(&qemus()[0]).with(&["-device", &format!("vmgenid,guid={guid}")]);
+    checkpoint(&bench, &boot);
+    let ids = |clones: &[Value]| -> Vec<String> {
+        let id = |clone: &Value| {
+            let mut monitor =
+                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
+            let answer = monitor.execute("query-vm-generation-id", None).unwrap();
+            answer["guid"].as_str().unwrap().to_owned()
+        };
+        clones.iter().map(id).collect()
+    };
+    let (mut process, clones) = branch(&bench, &["-n", "2"]);
+    let fresh = ids(&clones);
+    assert!(fresh[0] != fresh[1] && !fresh.contains(&guid.to_owned()), "{fresh:?}");
+    let store = bench.store();
+    bench.refused(&["branch", "--store", &store, "seed"], 1, &["guest-1", "--name"]);
+    let (mut exact, clones) = branch(&bench, &["-n", "2", "--exact", "--name", "exact"]);
+    assert_eq!(ids(&clones), [guid, guid]);
+    for process in [&mut exact, &mut process] {
+        process.signal(Signal::INT);
+        assert!(process.wait().success(), "{}", process.report());
+    }
+}
+
+#[test]
+fn half_a_set_of_clones_is_none() {
+    let bench = Bench::new();
+    checkpoint(&bench, &hashing(&qemus()[0]));
+    // The second one's directory for a device is not there.
+    let store = bench.store();
+    std::fs::create_dir(bench.path().join("out-1")).unwrap();
+    let words = ["branch", "--store", &store, "seed", "-n", "2", "--", "-chardev", "file,id=x,path=out-{n}/log"];
+    let said = bench.refused(&words, 1, &["guest-2"]);
+    assert!(!said.contains("running"), "{said}");
+    let left = bench.path().join("keyframe/.clones");
+    assert_eq!(std::fs::read_dir(left).unwrap().count(), 0, "nothing is left behind");
+}
