@@ -4,9 +4,12 @@
 
 mod attach;
 mod bench;
+mod branch;
 mod budgets;
 mod commands;
 mod crash;
+mod disk_server;
+mod disks;
 mod exact;
 mod export;
 mod faults;
@@ -18,6 +21,7 @@ mod main_job;
 mod mount;
 mod profile;
 mod refusals;
+mod rollback;
 mod strategies;
 mod thp;
 

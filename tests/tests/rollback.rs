@@ -2,14 +2,15 @@
 //! as it was.
 
 use keyframe_tests::{
-    Bench, Boot, HashLine, Process, Qemu, Sequence, assert_no_errors, differing_pages, hash_lines, live_ram, number,
-    qemus, until,
+    Bench, Boot, HashLine, Process, Qemu, Sequence, assert_no_errors, differing_pages, hash_lines, live_ram,
+    number, qemus, until,
 };
 use std::path::PathBuf;
 
 fn hashing(bench: &Bench, qemu: &Qemu) -> (Boot, PathBuf) {
     let monitor = bench.path().join("own.sock");
-    let mut boot = Boot::new("hash").with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+    let mut boot =
+        Boot::new("hash").with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
     boot.qemu.clone_from(&qemu.path);
     boot.mem_mib = 96;
     (boot, monitor)
@@ -99,7 +100,10 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
             assert_eq!(number(entry(now), "parent"), target_id);
             assert_eq!(number(entry(now), "restored_from"), target_id);
             assert!(entry(before).get("restored_from").is_none());
-            assert!(number(entry(now), "dirty_pages") < number(entry(1), "ram_bytes") / 4096, "no complete one");
+            assert!(
+                number(entry(now), "dirty_pages") < number(entry(1), "ram_bytes") / 4096,
+                "no complete one"
+            );
         }
         let tree = bench.ok(&["list", "--tree", "--store", &bench.store()]);
         assert_eq!(tree.matches("├─").count() + tree.matches("└─").count(), 5, "{tree}");

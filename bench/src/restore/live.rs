@@ -20,6 +20,14 @@ pub struct Lazy {
     pub resident_ns: f64,
 }
 
+/// An eager restore.
+pub struct Eager {
+    /// Until `cont` was answered.
+    pub first_ns: f64,
+    /// From the start of filling until all RAM was there, as the restore tells it.
+    pub filled_ns: f64,
+}
+
 /// Restores of the one checkpoint of a store.
 pub struct Restores<'a> {
     pub options: &'a Options,
@@ -61,17 +69,20 @@ impl Restores<'_> {
 
     pub fn lazy(&self) -> Result<Lazy, Error> {
         let (_running, started, lines) = self.start(&["--lazy"])?;
-        let first_ns = told(&lines, started, "is running after")?;
-        let resident_ns = told(&lines, started, "all of its RAM is there after")?;
+        let (first_ns, _) = told(&lines, started, "is running after")?;
+        let (resident_ns, _) = told(&lines, started, "all of its RAM is there after")?;
         // It keeps the working set just behind that.
         std::thread::sleep(Duration::from_millis(100));
         Ok(Lazy { first_ns, resident_ns })
     }
 
-    /// Until `cont` was answered.
-    pub fn eager(&self) -> Result<f64, Error> {
+    pub fn eager(&self) -> Result<Eager, Error> {
         let (_running, started, lines) = self.start(&[])?;
-        told(&lines, started, "is running after")
+        let (first_ns, line) = told(&lines, started, "is running after")?;
+        let filled_ns = filled_ns(&line).ok_or_else(|| {
+            Error::failed("read how long its RAM took", format!("nothing of it in {line:?}"))
+        })?;
+        Ok(Eager { first_ns, filled_ns })
     }
 
     fn start(&self, options: &[&str]) -> Result<(Running, Instant, Lines), Error> {
@@ -92,13 +103,27 @@ impl Restores<'_> {
     }
 }
 
-/// When the line with `text` came.
-fn told(lines: &Lines, started: Instant, text: &str) -> Result<f64, Error> {
+/// `1.73 ms` behind "filled in", in nanoseconds.
+fn filled_ns(line: &str) -> Option<f64> {
+    let (_, rest) = line.split_once("its RAM filled in ")?;
+    let mut words = rest.split_whitespace();
+    let value: f64 = words.next()?.parse().ok()?;
+    let unit = match words.next()? {
+        "us" => 1e3,
+        "ms" => 1e6,
+        "s" => 1e9,
+        _ => return None,
+    };
+    Some(value * unit)
+}
+
+/// When the line with `text` came, and all of it.
+fn told(lines: &Lines, started: Instant, text: &str) -> Result<(f64, String), Error> {
     let mut before = Vec::new();
     loop {
         match lines.recv_timeout(RESTORE_TIMEOUT) {
             Ok((at, line)) if line.contains(text) => {
-                return Ok(at.duration_since(started).as_nanos() as f64);
+                return Ok((at.duration_since(started).as_nanos() as f64, line));
             }
             Ok((_, line)) => before.push(line),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
@@ -137,5 +162,19 @@ pub fn loadvm(line: &[String], dir: &Path) -> Result<f64, Error> {
             return Err(Error::failed("-loadvm", "the VM does not run"));
         }
         std::thread::sleep(Duration::from_micros(500));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::filled_ns;
+
+    #[test]
+    fn the_time_of_filling_is_read_in_each_unit() {
+        let line = |time| format!("keyframe: ... is running after 2.0 s, its RAM filled in {time} (QEMU 77)");
+        for (time, ns) in [("850 us", 850e3), ("1.73 ms", 1.73e6), ("2.4 s", 2.4e9)] {
+            assert!((filled_ns(&line(time)).unwrap() - ns).abs() < 1.0, "{time}");
+        }
+        assert!(filled_ns("is running after 2.0 s (QEMU 77)").is_none());
     }
 }

@@ -22,7 +22,7 @@ use super::fill::{Memory, Run, check_within, pieces};
 use crate::{Error, Result};
 use keyframe_kernel::missing::MissingPages;
 use keyframe_kernel::{Process, priority};
-use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange};
+use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 use std::io;
@@ -397,9 +397,17 @@ impl Shared {
         let mut wanted = self.source.wanted_first();
         wanted.retain(|page| self.place_of(*page).is_some());
         self.state().residency.expected_pages = wanted.len() as u64;
+        let wanted = self.with_neighbours(&wanted);
         let listed = wanted.chunks(PIECE_PAGES as usize).map(|pages| Job::Listed(pages.to_vec()));
         let ranges = self.places.iter().flat_map(|p| pieces(p.pages, PIECE_PAGES)).map(Job::Range);
         *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = listed.chain(ranges).collect();
+    }
+
+    /// The pages and those around each, once each: only the first of a window was waited for the last time.
+    fn with_neighbours(&self, pages: &[PageIndex]) -> Vec<PageIndex> {
+        let mut seen = PageSet::new(self.there.len() as u64 * 64);
+        let around = pages.iter().filter_map(|page| Some(window(self.place_of(*page)?.pages, *page)));
+        around.flat_map(PageRange::iter).filter(|page| seen.insert(*page)).collect()
     }
 
     fn job(&self) -> Option<Job> {
@@ -518,7 +526,11 @@ mod tests {
             for page in within.iter() {
                 let found = window(within, page);
                 assert!(found.first <= page && page < found.end(), "{page:?} of {within:?}: {found:?}");
-                assert!(within.first <= found.first && found.end() <= within.end() && found.len_pages <= WINDOW_PAGES);
+                assert!(
+                    within.first <= found.first
+                        && found.end() <= within.end()
+                        && found.len_pages <= WINDOW_PAGES
+                );
             }
         }
         assert_eq!(window(PageRange::new(PageIndex(0), 99), PageIndex(40)).len_pages, WINDOW_PAGES);
