@@ -341,7 +341,9 @@ impl Run {
         self.changed.clear();
         self.undo.clear();
         self.undo_blocks.clear();
-        self.disks.iter_mut().for_each(|disk| disk.counts = DiskCounts::default());
+        for disk in &mut self.disks {
+            disk.counts = DiskCounts::default();
+        }
         self.broken = false;
     }
 
@@ -435,7 +437,9 @@ impl Run {
         match &plan.changed {
             None => self.disk_map.each(0..space_pages, &mut add),
             Some(changed) => {
-                changed.blocks.iter().for_each(|range| self.disk_map.each(range.clone(), &mut add));
+                for range in changed.blocks.iter() {
+                    self.disk_map.each(range.clone(), &mut add);
+                }
             }
         }
         let mut map_chain = vec![id];

@@ -33,5 +33,6 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
         found.push(Found { name, vm, identity, directory, monitor, runs });
     }
     // Where it is refused, the VMs are dropped, which is to detach.
-    prepare(store, writer, run_dir, (name, is_group), (found, None), options).map_err(|(failure, _)| failure)
+    prepare(store, writer, run_dir, (name, is_group), (found, None), options)
+        .map_err(|refused| refused.failure)
 }

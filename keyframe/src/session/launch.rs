@@ -96,12 +96,13 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         });
     // The guests have not run: nothing is lost by ending them.
     match launched {
-        Ok(()) => prepare(store, writer, run_dir, (name, is_group), (found, disks), options).map_err(
-            |(failure, (found, disks))| {
+        Ok(()) => {
+            prepare(store, writer, run_dir, (name, is_group), (found, disks), options).map_err(|refused| {
+                let Refused { failure, found, disks } = *refused;
                 end(found, disks);
                 failure
-            },
-        ),
+            })
+        }
         Err(failure) => {
             end(found, disks);
             Err(failure)
@@ -184,6 +185,14 @@ pub fn lock(store: &Store, command: &str, name: &str) -> Result<Writer, Failure>
     store.lock_writer(&format!("keyframe {command}, VM {name}")).map_err(|e| Failure::store(&e, store.path()))
 }
 
+/// VMs that were refused, and why.
+pub struct Refused {
+    /// Why.
+    pub failure: Failure,
+    found: Vec<Found>,
+    disks: Option<SessionDisks>,
+}
+
 /// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the watchdogs. Those that are
 /// refused are given back.
 pub fn prepare(
@@ -193,7 +202,7 @@ pub fn prepare(
     (name, is_group): (String, bool),
     (mut found, disks): (Vec<Found>, Option<SessionDisks>),
     options: &Options,
-) -> Result<Parts, (Failure, (Vec<Found>, Option<SessionDisks>))> {
+) -> Result<Parts, Box<Refused>> {
     match looked_into(store, &mut writer, (&name, is_group), (&mut found, disks.as_ref()), options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
@@ -206,7 +215,7 @@ pub fn prepare(
             machines.disks = disks;
             Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
         }
-        Err(failure) => Err((failure, (found, disks))),
+        Err(failure) => Err(Box::new(Refused { failure, found, disks })),
     }
 }
 
