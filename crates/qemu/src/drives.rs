@@ -298,23 +298,16 @@ impl Nodes {
         })
     }
 
-    fn is_read_only(&self, keys: &Keys) -> bool {
-        value_of(keys, "read-only").is_some_and(|v| v == "on" || v == "true")
-    }
-
     /// Whether each format node over `name` is read-only.
     fn users_read_only(&self, name: &str) -> bool {
-        self.nodes
-            .values()
-            .filter(|keys| value_of(keys, "file") == Some(name))
-            .all(|keys| self.is_read_only(keys))
+        self.nodes.values().filter(|keys| value_of(keys, "file") == Some(name)).all(is_read_only)
     }
 
     fn fate(&self, at: usize, argument: &Argument) -> Result<Fate> {
         let Some(keys) = self.nodes.get(&at) else { return Ok(Fate::Stays) };
         let driver = value_of(keys, "driver").unwrap_or_default();
         let name = value_of(keys, "node-name").unwrap_or_default();
-        if self.is_read_only(keys) || FILTERS.contains(&driver) {
+        if is_read_only(keys) || FILTERS.contains(&driver) {
             return Ok(Fate::Stays);
         }
         let (protocol, file) = match driver {
@@ -344,6 +337,10 @@ impl Nodes {
             Drive { name: name.into(), image: file.into(), format: Some(format.into()), temporary: false };
         Ok(Fate::Served(drive, kept))
     }
+}
+
+fn is_read_only(node: &Keys) -> bool {
+    value_of(node, "read-only").is_some_and(|v| v == "on" || v == "true")
 }
 
 /// Keys of a node that stay.

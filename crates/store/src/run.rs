@@ -343,7 +343,9 @@ impl Run {
         self.changed.clear();
         self.undo.clear();
         self.undo_blocks.clear();
-        self.disks.iter_mut().for_each(|disk| disk.counts = DiskCounts::default());
+        for disk in &mut self.disks {
+            disk.counts = DiskCounts::default();
+        }
         self.broken = false;
     }
 
@@ -438,7 +440,9 @@ impl Run {
         match &plan.changed {
             None => self.disk_map.each(0..space_pages, &mut add),
             Some(changed) => {
-                changed.blocks.iter().for_each(|range| self.disk_map.each(range.clone(), &mut add));
+                for range in changed.blocks.iter() {
+                    self.disk_map.each(range.clone(), &mut add);
+                }
             }
         }
         let mut map_chain = vec![id];

@@ -105,7 +105,9 @@ impl Writer {
         mut disks: Vec<DiskMeta>,
         state: DiskState,
     ) -> Result<Run> {
-        disks.iter_mut().for_each(|disk| disk.counts = DiskCounts::default());
+        for disk in &mut disks {
+            disk.counts = DiskCounts::default();
+        }
         let space_pages = ram.len_pages();
         if space_pages > SPACE_PAGES_MAX {
             return Err(Error::TooLarge { space_pages });

@@ -43,6 +43,7 @@ Examples:
   keyframe restore --store S latest --accel tcg
   keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64"
 )]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct Restore {
     #[command(flatten)]
     store: StoreArg,

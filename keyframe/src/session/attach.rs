@@ -37,5 +37,5 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
     // Where it is refused, the VMs are dropped, which is to detach.
     let beside = Beside { lans, disks: None };
     prepare(store, writer, run_dir, (name, is_group), (found, beside), options)
-        .map_err(|(failure, _)| failure)
+        .map_err(|refused| refused.failure)
 }

@@ -100,12 +100,13 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         });
     // The guests have not run: nothing is lost by ending them.
     match launched {
-        Ok(()) => prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
-            |(failure, (found, beside))| {
+        Ok(()) => {
+            prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
+                let Refused { failure, found, beside } = *refused;
                 end(found, beside);
                 failure
-            },
-        ),
+            })
+        }
         Err(failure) => {
             end(found, beside);
             Err(failure)
@@ -197,6 +198,14 @@ pub fn open_lans(options: &Options) -> Result<Option<Lans>, Failure> {
     }
 }
 
+/// VMs that were refused, and why.
+pub struct Refused {
+    /// Why.
+    pub failure: Failure,
+    found: Vec<Found>,
+    beside: Beside,
+}
+
 /// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the watchdogs. Those that are
 /// refused are given back.
 pub fn prepare(
@@ -206,9 +215,9 @@ pub fn prepare(
     (name, is_group): (String, bool),
     (mut found, mut beside): (Vec<Found>, Beside),
     options: &Options,
-) -> Result<Parts, (Failure, (Vec<Found>, Beside))> {
+) -> Result<Parts, Box<Refused>> {
     if is_group && let Err(failure) = look_at_links(&mut found, beside.lans.as_mut(), options) {
-        return Err((failure, (found, beside)));
+        return Err(Box::new(Refused { failure, found, beside }));
     }
     let disks = beside.disks.as_ref();
     match looked_into(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
@@ -222,7 +231,7 @@ pub fn prepare(
             let machines = Machines::new(guarded.map(member).collect(), is_group, beside);
             Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
         }
-        Err(failure) => Err((failure, (found, beside))),
+        Err(failure) => Err(Box::new(Refused { failure, found, beside })),
     }
 }
 
