@@ -125,9 +125,21 @@ mod tests {
             "tags": [], "strategy": "x", "round_pages": [], "pause": pause
         });
         for key in [
-            "epoch", "pause_ns", "precopy_rounds", "dirty_pages", "zero_pages", "dedup_pages",
-            "unchanged_pages", "stored_pages", "stored_bytes", "map_bytes", "device_bytes", "interval_ns",
-            "backlog_ns", "encode_ns", "ram_bytes",
+            "epoch",
+            "pause_ns",
+            "precopy_rounds",
+            "dirty_pages",
+            "zero_pages",
+            "dedup_pages",
+            "unchanged_pages",
+            "stored_pages",
+            "stored_bytes",
+            "map_bytes",
+            "device_bytes",
+            "interval_ns",
+            "backlog_ns",
+            "encode_ns",
+            "ram_bytes",
         ] {
             value[key] = json!(0);
         }
@@ -136,7 +148,8 @@ mod tests {
 
     fn shown(mut entries: Vec<Entry>) -> Vec<String> {
         set_parents(&mut entries);
-        let column = |line: &str| line.split("  ").find(|c| !c.is_empty()).unwrap_or_default().trim().to_owned();
+        let column =
+            |line: &str| line.split("  ").find(|c| !c.is_empty()).unwrap_or_default().trim().to_owned();
         tree(&entries).lines().skip(1).map(|line| column(line.trim_end())).collect()
     }
 
@@ -147,7 +160,8 @@ mod tests {
         entries.extend([entry(7, "c", Some(2)), entry(8, "d", None), entry(9, "e", Some(100))]);
         let lines = shown(entries);
         assert_eq!(lines[0], "1-2");
-        for (line, wanted) in lines.iter().zip(["1-2", "├─ 3", "├─ 4-5", "│", "└─ 7", "8", "9"]) {
+        for (line, wanted) in lines.iter().zip(["1-2", "├─ 3", "├─ 4-5", "│", "└─ 7", "8", "9"])
+        {
             assert!(line.starts_with(wanted), "{lines:?}");
         }
         assert_eq!(lines.len(), 7);
@@ -155,8 +169,7 @@ mod tests {
 
     #[test]
     fn a_long_chain_of_rollbacks_is_no_deep_recursion() {
-        let entries: Vec<_> =
-            (1..3000).map(|id| entry(id, "a", (id > 1).then_some(id - 1))).collect();
+        let entries: Vec<_> = (1..3000).map(|id| entry(id, "a", (id > 1).then_some(id - 1))).collect();
         let mut parents = entries;
         set_parents(&mut parents);
         assert_eq!(stretches(&parents).0.len(), 2999);

@@ -1,9 +1,7 @@
 //! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory that they have not written.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{
-    Bench, Boot, Process, Qemu, Sequence, hash_lines, number, qemus, until,
-};
+use keyframe_tests::{Bench, Boot, Process, Qemu, Sequence, hash_lines, number, qemus, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::Path;
@@ -82,7 +80,8 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
         assert_eq!(clones.iter().map(|c| text(c, "name")).collect::<Vec<_>>(), ["c-1", "c-2", "c-3"]);
         clones.iter().for_each(|clone| grow(clone, 4));
         // One that stands does not hold up the others, nor does one that was killed.
-        let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
+        let mut monitor =
+            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
         monitor.stop().unwrap();
         let stood = hash_lines(&console(&clones[0])).len();
         let victim = number(&clones[1], "qemu_pid");
@@ -127,7 +126,8 @@ fn pages_that_nobody_wrote_are_shared() {
         }
         // All of RAM is read, as the guest would read it, and it is still the checkpoint's own memory.
         let pid = number(&clones[0], "qemu_pid");
-        let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
+        let mut monitor =
+            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
         let main = keyframe_qemu::find_ram_blocks(&mut monitor, pid as u32).unwrap().remove(0);
         let target = keyframe_kernel::Process::open(pid as u32).unwrap();
         let mut all = vec![0; main.block.total_bytes as usize];
@@ -137,7 +137,8 @@ fn pages_that_nobody_wrote_are_shared() {
         assert!(private < 2048, "{private} KiB of {rss} are its own after it was read");
         // The others do not see what one writes, and what they write is theirs.
         clones[1..].iter().for_each(|clone| {
-            let mut monitor = Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
+            let mut monitor =
+                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
             monitor.cont().unwrap();
         });
         clones[1..].iter().for_each(|clone| grow(clone, 3));
@@ -230,7 +231,8 @@ fn half_a_set_of_clones_is_none() {
     // The second one's directory for a device is not there.
     let store = bench.store();
     std::fs::create_dir(bench.path().join("out-1")).unwrap();
-    let words = ["branch", "--store", &store, "seed", "-n", "2", "--", "-chardev", "file,id=x,path=out-{n}/log"];
+    let words =
+        ["branch", "--store", &store, "seed", "-n", "2", "--", "-chardev", "file,id=x,path=out-{n}/log"];
     let said = bench.refused(&words, 1, &["guest-2"]);
     assert!(!said.contains("running"), "{said}");
     let left = bench.path().join("keyframe/.clones");

@@ -60,7 +60,8 @@ impl Vm {
             stream::write_some(head, target.device_state, target.layout, (target.ram, target.pages), out)
         })?;
         let gib = target.pages.len() as u64 >> 18;
-        let patience = LOAD_TIMEOUT + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
+        let patience =
+            LOAD_TIMEOUT + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
         load(self.qmp(), &file, patience)
     }
 }
@@ -101,7 +102,8 @@ fn await_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
     loop {
         let answer = qmp.execute("query-jobs", None)?;
         let jobs = answer.as_array().into_iter().flatten();
-        let Some(job) = jobs.into_iter().find(|job| job.get("id").and_then(Value::as_str) == Some(JOB)) else {
+        let Some(job) = jobs.into_iter().find(|job| job.get("id").and_then(Value::as_str) == Some(JOB))
+        else {
             return Err(qmp.unexpected("query-jobs", &answer));
         };
         if job.get("status").and_then(Value::as_str) == Some("concluded") {

@@ -221,7 +221,12 @@ impl Branch {
         Ok(clones)
     }
 
-    fn tell(&self, clones: &[Alive], began: Instant, id: keyframe_store::CheckpointId) -> Result<(), Failure> {
+    fn tell(
+        &self,
+        clones: &[Alive],
+        began: Instant,
+        id: keyframe_store::CheckpointId,
+    ) -> Result<(), Failure> {
         let state = if self.paused { "paused" } else { "running" };
         let shown = |clone: &Alive| Shown {
             name: clone.place.name.clone(),

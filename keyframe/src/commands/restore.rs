@@ -190,7 +190,14 @@ impl Restore {
         }
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         if !meta.members.is_empty() {
-            let group = group::Kept { lineage: &lineage, id, meta: &meta, device_state: &device_state, ram: &ram, began };
+            let group = group::Kept {
+                lineage: &lineage,
+                id,
+                meta: &meta,
+                device_state: &device_state,
+                ram: &ram,
+                began,
+            };
             return group::restore(self, &group, &interrupted);
         }
         let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, &lineage)?;

@@ -74,12 +74,7 @@ pub struct StoreSink {
 
 impl StoreSink {
     /// A sink into `run`, whose VM came from checkpoint `origin`.
-    pub fn new(
-        run: Run,
-        machines: MachinesMeta,
-        fault: Option<Fault>,
-        origin: Option<CheckpointId>,
-    ) -> Self {
+    pub fn new(run: Run, machines: MachinesMeta, fault: Option<Fault>, origin: Option<CheckpointId>) -> Self {
         Self { run, machines, fault, origin }
     }
 

@@ -58,7 +58,9 @@ pub fn line(words: &[String], extra: &[String], clone: Clone<'_>) -> Result<Apar
 /// The chardevs that only monitors use.
 fn monitors(kept: &[Argument]) -> Vec<String> {
     let of_mon = kept.iter().filter(|a| a.name() == "mon");
-    of_mon.filter_map(|a| value_of(&options::keys(a.value(), "chardev"), "chardev").map(str::to_owned)).collect()
+    of_mon
+        .filter_map(|a| value_of(&options::keys(a.value(), "chardev"), "chardev").map(str::to_owned))
+        .collect()
 }
 
 struct Making<'a> {
@@ -74,7 +76,12 @@ fn option(name: &str, value: impl Into<String>) -> Argument {
 }
 
 impl Making<'_> {
-    fn argument(&mut self, argument: &Argument, kept: &[Argument], monitors: &[String]) -> Result<Vec<Argument>> {
+    fn argument(
+        &mut self,
+        argument: &Argument,
+        kept: &[Argument],
+        monitors: &[String],
+    ) -> Result<Vec<Argument>> {
         let same = || vec![argument.clone()];
         Ok(match argument.name() {
             "monitor" | "qmp" | "qmp-pretty" | "mon" | "gdb" | "s" => Vec::new(),
@@ -85,7 +92,9 @@ impl Making<'_> {
             "netdev" => self.netdev(argument)?,
             "nic" | "net" if argument.value() != "none" => return Err(Error::CommandLine {
                 argument: argument.display(),
-                reason: "device and network are one word here, so that clones cannot have networks of their own".into(),
+                reason:
+                    "device and network are one word here, so that clones cannot have networks of their own"
+                        .into(),
                 fix: "start the VM with `-device virtio-net-pci,netdev=n0 -netdev ...,id=n0` instead".into(),
             }),
             "device" => vec![self.device(argument)?],
@@ -97,7 +106,8 @@ impl Making<'_> {
     fn console(&mut self, id: &str) -> Argument {
         self.consoles += 1;
         let name = if self.consoles == 1 { "console".into() } else { format!("console{}", self.consoles) };
-        let path = |suffix: &str| escape(&self.clone.directory.join(format!("{name}.{suffix}")).to_string_lossy());
+        let path =
+            |suffix: &str| escape(&self.clone.directory.join(format!("{name}.{suffix}")).to_string_lossy());
         let (socket, log) = (path("sock"), path("log"));
         option(
             "chardev",
@@ -259,7 +269,8 @@ mod tests {
                 "q -m 1G -chardev socket,id=keyframe-serial-0,{CONSOLE} -serial chardev:keyframe-serial-0"
             )
         );
-        let (line, _) = made("q -chardev stdio,id=a -serial chardev:a -chardev socket,id=m,fd=3 -mon m", "", false);
+        let (line, _) =
+            made("q -chardev stdio,id=a -serial chardev:a -chardev socket,id=m,fd=3 -mon m", "", false);
         assert_eq!(line, format!("q -chardev socket,id=a,{CONSOLE} -serial chardev:a"));
         let (line, _) = made("q -nographic", "", false);
         assert!(line.starts_with("q -display none -monitor none -chardev socket"), "{line}");

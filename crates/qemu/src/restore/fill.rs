@@ -41,8 +41,8 @@ impl Memory {
     /// The same as a file with those flags.
     pub fn with_flags(block: &RamBlock, number: usize, pages: PageRange, flags: MemfdFlags) -> Result<Self> {
         let operation = format!("make {} bytes of memory for RAM block {}", block.total_bytes, block.name);
-        let fd: OwnedFd = rustix::fs::memfd_create("keyframe-ram", flags)
-            .map_err(Error::io(operation.clone()))?;
+        let fd: OwnedFd =
+            rustix::fs::memfd_create("keyframe-ram", flags).map_err(Error::io(operation.clone()))?;
         rustix::fs::ftruncate(&fd, block.total_bytes).map_err(Error::io(operation))?;
         Ok(Self { file: fd.into(), block: number, pages, name: block.name.clone() })
     }

@@ -6,8 +6,8 @@
 //!
 //! QEMU carries the word along and knows nothing of it; `restore::carried` leaves it out of what is run again.
 
-use crate::options::{self, keys, value_of};
 use crate::Vm;
+use crate::options::{self, keys, value_of};
 use keyframe_units::CheckpointId;
 
 /// What begins the word. Like all of ours it begins with `keyframe`.

@@ -321,7 +321,9 @@ impl Starting {
         for word in &plan.words {
             match word {
                 Word::Plain(word) => words.push(word.clone()),
-                Word::Backend(number) => words.extend(backend_words(plan, *number, &memories, self.is_shared)?),
+                Word::Backend(number) => {
+                    words.extend(backend_words(plan, *number, &memories, self.is_shared)?)
+                }
             }
         }
         words.extend(crossing.iter().flat_map(|c| c.words.clone()));

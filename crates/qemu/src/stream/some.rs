@@ -80,7 +80,8 @@ fn write_pages(
 fn read(ram: &dyn RamSource, wanted: &[PageIndex]) -> io::Result<Vec<Page>> {
     let mut contents = vec![ZERO_PAGE; wanted.len()];
     ram.read_some(wanted, &mut |page, content| {
-        let at = wanted.binary_search(&page).map_err(|_| io::Error::other("a page that was not asked for"))?;
+        let at =
+            wanted.binary_search(&page).map_err(|_| io::Error::other("a page that was not asked for"))?;
         if let Some(place) = contents.get_mut(at) {
             *place = *content;
         }

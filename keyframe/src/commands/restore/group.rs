@@ -77,7 +77,8 @@ impl RamSource for MemberRam {
 /// Restores all members of `group` and waits for their ends.
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
     let members = members(command, group)?;
-    let plans = members.iter().map(|member| plan(command, member, group.lineage)).collect::<Result<Vec<_>, _>>()?;
+    let plans =
+        members.iter().map(|member| plan(command, member, group.lineage)).collect::<Result<Vec<_>, _>>()?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
     if !command.paused {
         let ran = restored.iter_mut().try_for_each(|m| m.vm().qmp().cont());

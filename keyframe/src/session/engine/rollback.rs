@@ -60,7 +60,8 @@ impl Engine<'_> {
         if let Err(Stuck::Lost(why)) = gone {
             self.given_up = true;
             let text = format!("{why}; the VM is left paused and no more checkpoints are taken");
-            return Err(Failure::new(text).fix(format!("end it (keyframe stop) and restore: keyframe restore {name}")));
+            return Err(Failure::new(text)
+                .fix(format!("end it (keyframe stop) and restore: keyframe restore {name}")));
         }
         if stopped.was_running {
             self.qmp()?.cont().map_err(|e| Failure::qemu(&e))?;
@@ -94,13 +95,18 @@ impl Engine<'_> {
                 .fix("end it (keyframe stop), and restore the checkpoint: all members come back together"));
         }
         if self.given_up || self.encoding.is_none() {
-            return Err(Failure::new("no more checkpoints are taken of this VM, so that it is not rolled back")
-                .fix("see why with: keyframe status"));
+            return Err(Failure::new(
+                "no more checkpoints are taken of this VM, so that it is not rolled back",
+            )
+            .fix("see why with: keyframe status"));
         }
-        let libvirts = self.machines.members().iter().any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
+        let libvirts =
+            self.machines.members().iter().any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
         if libvirts {
-            return Err(Failure::new("a VM of libvirt's is not rolled back in place: libvirt would not know of it")
-                .fix("end it, and restore the checkpoint"));
+            return Err(Failure::new(
+                "a VM of libvirt's is not rolled back in place: libvirt would not know of it",
+            )
+            .fix("end it, and restore the checkpoint"));
         }
         let store_failure = |e: keyframe_store::Error| Failure::store(&e, self.store.path());
         let id = self.store.resolve(name).map_err(store_failure)?;
