@@ -86,28 +86,22 @@ fn stretches(entries: &[Entry]) -> (Vec<Stretch<'_>>, Vec<usize>) {
     for entry in entries {
         let above = entry.parent.and_then(|parent| Some((parent, *ends.get(&parent)?)));
         let number = match above {
-            Some((parent, number)) => {
-                let goes_on = entry.restored_from.is_none() && children.get(&parent) == Some(&1);
-                if goes_on {
-                    if let Some(stretch) = all.get_mut(number) {
-                        stretch.entries.push(entry);
-                    }
-                    number
-                } else {
-                    let child = all.len();
-                    if let Some(stretch) = all.get_mut(number) {
-                        stretch.children.push(child);
-                    }
-                    all.push(Stretch { entries: vec![entry], children: Vec::new() });
-                    child
-                }
+            Some((parent, above)) if entry.restored_from.is_none() && children.get(&parent) == Some(&1) => {
+                above
             }
-            None => {
-                roots.push(all.len());
-                all.push(Stretch { entries: vec![entry], children: Vec::new() });
-                all.len() - 1
+            _ => {
+                let number = all.len();
+                match above.and_then(|(_, above)| all.get_mut(above)) {
+                    Some(stretch) => stretch.children.push(number),
+                    None => roots.push(number),
+                }
+                all.push(Stretch { entries: Vec::new(), children: Vec::new() });
+                number
             }
         };
+        if let Some(stretch) = all.get_mut(number) {
+            stretch.entries.push(entry);
+        }
         ends.insert(entry.id, number);
     }
     (all, roots)

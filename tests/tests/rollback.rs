@@ -49,13 +49,13 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         let mut run = bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
         run.wait_for("KF READY");
         grow(&mut run, 4);
-        let target = bench.json(&["take", "--name", "guest", "--tag", "good", "--json"]);
-        let target_id = number(&target, "id");
+        let target_id = number(bench.list().last().unwrap(), "id");
+        let good = target_id.to_string();
         let (pid, _) = pid_and_state(&bench);
         let mut befores = Vec::new();
         for _ in 0..3 {
             grow(&mut run, 12);
-            let done = bench.json(&["rollback", "good", "--name", "guest", "--json"]);
+            let done = bench.json(&["rollback", &good, "--name", "guest", "--json"]);
             assert_eq!((number(&done, "checkpoint"), &done["runs"]), (target_id, &true.into()));
             assert!(number(&done, "pages") > 0);
             befores.push((number(&done, "before"), number(&done, "now")));
@@ -68,9 +68,9 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         own.stop().unwrap();
         drop(own);
         until("the engine sees it", || pid_and_state(&bench).1 == "paused");
-        let done = bench.json(&["rollback", "good", "--name", "guest", "--json"]);
+        let done = bench.json(&["rollback", &good, "--name", "guest", "--json"]);
         assert_eq!(done["runs"], false, "a VM that stood is left standing");
-        let shown = bench.json(&["show", "--json", "--store", &bench.store(), "good"]);
+        let shown = bench.json(&["show", "--json", "--store", &bench.store(), &good]);
         let blocks = shown["ram"].as_array().unwrap();
         let names: Vec<String> = blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
         let live = live_ram(pid as u32, &monitor, &names);
@@ -91,7 +91,10 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         for life in &lives {
             sequence.check(life, 1);
         }
-        assert!(lives[1..].iter().all(|life| life[0].n == lives[1][0].n), "one instant, each time");
+        // A line that the rollback cut in two spoils the one that is printed behind it.
+        let firsts: Vec<u64> = lives[1..].iter().map(|life| life[0].n).collect();
+        let (least, most) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
+        assert!(most - least <= 1, "one instant, each time: {firsts:?}");
 
         // The lineage: what came behind a rollback grew from its target, and what was before is there.
         let list = bench.list();

@@ -46,6 +46,7 @@ Examples:
   keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{n},script=no,downscript=no
   keyframe attach --store S --name test-1 --qmp /run/keyframe/.clones/test-1/qmp.sock PID"
 )]
+#[expect(clippy::struct_excessive_bools, reason = "they are flags of a command line")]
 pub struct Branch {
     #[command(flatten)]
     store: StoreArg,

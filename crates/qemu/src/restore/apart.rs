@@ -89,7 +89,7 @@ impl Making<'_> {
             "serial" | "parallel" | "debugcon" => self.serial(argument),
             "chardev" => self.chardev(argument, monitors),
             "vnc" | "spice" => self.display(),
-            "netdev" => self.netdev(argument)?,
+            "netdev" => self.netdev(argument),
             "nic" | "net" if argument.value() != "none" => return Err(Error::CommandLine {
                 argument: argument.display(),
                 reason:
@@ -154,15 +154,15 @@ impl Making<'_> {
         vec![option("vnc", format!("unix:{}", escape(&path.to_string_lossy())))]
     }
 
-    fn netdev(&mut self, argument: &Argument) -> Result<Vec<Argument>> {
+    fn netdev(&mut self, argument: &Argument) -> Vec<Argument> {
         let keys = properties(argument.value(), "type").unwrap_or_default();
         let id = value_of(&keys, "id").unwrap_or_default();
         if self.is_given(&["netdev"], id) {
-            return Ok(Vec::new());
+            return Vec::new();
         }
         let forwards = |key: &str| key == "hostfwd" || key == "guestfwd";
         match value_of(&keys, "type") {
-            Some("user") if argument.value().trim_start().starts_with('{') => Ok(vec![argument.clone()]),
+            Some("user") if argument.value().trim_start().starts_with('{') => vec![argument.clone()],
             Some("user") => {
                 let (gone, stay): (Vec<_>, Vec<_>) = keys.iter().partition(|(key, _)| forwards(key));
                 if !gone.is_empty() {
@@ -175,9 +175,9 @@ impl Making<'_> {
                 // The type stands first, in whichever place it was.
                 let mut words: Vec<_> = stay.iter().filter(|(k, _)| k == "type").map(|kv| word(kv)).collect();
                 words.extend(stay.iter().filter(|(k, _)| k != "type").map(|kv| word(kv)));
-                Ok(vec![option("netdev", words.join(","))])
+                vec![option("netdev", words.join(","))]
             }
-            Some("hubport") => Ok(vec![argument.clone()]),
+            Some("hubport") => vec![argument.clone()],
             _ => {
                 self.notes.push(format!(
                     "network {id}: a clone is connected to nothing; give it a network of its own behind -- (`-netdev tap,id={id},ifname=tap-{{n}},...`; {{n}} is the clone's number)"
@@ -185,7 +185,7 @@ impl Making<'_> {
                 // Beside those of the user's, if he has any.
                 self.hubs += 1;
                 let hub = 1_000_000 + self.hubs;
-                Ok(vec![option("netdev", format!("hubport,id={},hubid={hub}", escape(id)))])
+                vec![option("netdev", format!("hubport,id={},hubid={hub}", escape(id)))]
             }
         }
     }

@@ -27,7 +27,7 @@ mod shared;
 
 pub use lineage::Lineage;
 pub use plan::Plan;
-pub use shared::SharedRam;
+pub use shared::{SharedRam, start_shared};
 
 use crate::accel::{self, Accelerator};
 use crate::drives::DiskServer;
@@ -196,17 +196,6 @@ pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<
     start_with(plan, &Ram::Lazy(ram), device_state)
 }
 
-/// As [`start`], with main RAM that other VMs have too: its pages are this VM's own once it writes them. `ram` gives the small
-/// blocks.
-pub fn start_shared(
-    plan: Plan,
-    shared: &SharedRam,
-    ram: &dyn RamSource,
-    device_state: &[u8],
-) -> Result<Restored> {
-    start_with(plan, &Ram::Shared(shared, ram), device_state)
-}
-
 /// Where RAM comes from, and when.
 enum Ram<'a> {
     Eager(&'a dyn RamSource),
@@ -339,7 +328,7 @@ impl Starting {
             match word {
                 Word::Plain(word) => words.push(word.clone()),
                 Word::Backend(number) => {
-                    words.extend(backend_words(plan, *number, &memories, self.is_shared)?)
+                    words.extend(backend_words(plan, *number, &memories, self.is_shared)?);
                 }
             }
         }

@@ -10,7 +10,7 @@
 //! Left out: small blocks (ROMs, video memory), which each QEMU gets by its stream; they are its own.
 
 use super::fill::{self, Memory};
-use super::{Plan, RamSource};
+use super::{Plan, Ram, RamSource, Restored, start_with};
 use crate::{Error, Result};
 use keyframe_units::{BlockKind, RamLayout};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
@@ -54,4 +54,15 @@ impl SharedRam {
         let copies = self.memories.iter().map(copy).collect::<std::io::Result<_>>();
         copies.map_err(Error::io("duplicate a descriptor of the shared memory"))
     }
+}
+
+/// As [`super::start`], with main RAM that other VMs have too: its pages are this VM's own once it writes them. `ram` gives the small
+/// blocks.
+pub fn start_shared(
+    plan: Plan,
+    shared: &SharedRam,
+    ram: &dyn RamSource,
+    device_state: &[u8],
+) -> Result<Restored> {
+    start_with(plan, &Ram::Shared(shared, ram), device_state)
 }

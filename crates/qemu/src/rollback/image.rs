@@ -58,10 +58,10 @@ fn finish(file: &File, state_bytes: u64) -> io::Result<()> {
 fn header() -> Vec<u8> {
     let mut out = b"QFI\xfb".to_vec();
     let u32s = |out: &mut Vec<u8>, values: &[u32]| {
-        values.iter().for_each(|v| out.extend_from_slice(&v.to_be_bytes()));
+        out.extend(values.iter().flat_map(|v| v.to_be_bytes()));
     };
     let u64s = |out: &mut Vec<u8>, values: &[u64]| {
-        values.iter().for_each(|v| out.extend_from_slice(&v.to_be_bytes()));
+        out.extend(values.iter().flat_map(|v| v.to_be_bytes()));
     };
     u32s(&mut out, &[3]);
     // No backing file.
