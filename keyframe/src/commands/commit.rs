@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Write a disk back to an image: a checkpoint's, or what a VM has written since its start
+#[expect(clippy::struct_excessive_bools, reason = "each is a word of the command line")]
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Into a new image, or into the image that the VM started from, which then is no longer what it was: checkpoints whose

@@ -190,12 +190,14 @@ impl Overlay {
                 None => missing.push((start, len)),
                 Some((Place::Zero, _)) => zero.push((start, len)),
                 Some((Place::Slot(slot), within)) => {
-                    slots.push((start, len, u64::from(slot) * BLOCK + within))
+                    slots.push((start, len, u64::from(slot) * BLOCK + within));
                 }
             });
             state.slots.enter()
         };
-        zero.into_iter().for_each(|(start, len)| buf[start..start + len].fill(0));
+        for (start, len) in zero {
+            buf[start..start + len].fill(0);
+        }
         // Without the map: it may take waiting for a device.
         let mut parts = slots.into_iter();
         let result = parts.try_for_each(|(start, len, at)| self.data.read(at, &mut buf[start..start + len]));
