@@ -71,8 +71,9 @@ fn a_peer_that_cannot_run_is_left_out_aloud() {
     // Without qemu-img there is no image for savevm; the directory has everything else that is needed.
     let bin = bench.path().join("bin");
     std::fs::create_dir(&bin).expect("make a directory");
-    let qemu = keyframe_tests::on_path("qemu-system-x86_64");
-    std::os::unix::fs::symlink(qemu, bin.join("qemu-system-x86_64")).expect("link QEMU");
+    for program in ["qemu-system-x86_64", "cat"] {
+        std::os::unix::fs::symlink(keyframe_tests::on_path(program), bin.join(program)).expect("link it");
+    }
     let mut command = bench.command(&["bench", "pause", "--json", "--only", "1k", "--rounds", "1"]);
     command.env("PATH", &bin);
     let output = Bench::run_within(command, LIMIT);
