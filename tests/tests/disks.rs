@@ -244,7 +244,7 @@ fn each_way_to_give_a_disk() {
             assert_same(&restored_disk_of(&bench, &id, &[], export), &expected, &way.join(" "));
         }
         assert_same(&std::fs::read(&image).expect("the image"), &expected, "the image");
-        assert_eq!(places(&bench), [PathBuf::new(); 0]);
+        assert_eq!(places(&bench), Vec::<PathBuf>::new());
     }
 }
 
@@ -398,7 +398,7 @@ fn an_image_that_has_changed_is_refused() {
     let id = take(&bench);
     bench.ok(&["stop"]);
     run.wait();
-    assert_eq!(places(&bench), [PathBuf::new(); 0], "nothing was written, nothing stays");
+    assert_eq!(places(&bench), Vec::<PathBuf>::new(), "nothing was written, nothing stays");
     let mut bytes = std::fs::read(&image).expect("the image");
     bytes[5] ^= 1;
     std::fs::write(&image, bytes).expect("write the image");

@@ -215,7 +215,9 @@ fn packets_between_members_are_neither_lost_nor_repeated() {
         let bench = Bench::new();
         let lan = bench.path().join("lan").display().to_string();
         let mut members = talking(&bench, &lan);
-        members.iter_mut().for_each(|boot| boot.qemu = qemu.path.clone());
+        for boot in &mut members {
+            boot.qemu.clone_from(&qemu.path);
+        }
         let mut run = start(&bench, &["--interval", "250ms", "--lan", &lan], &members);
         wait_until_ready(&bench, &mut run);
         both_talk_on(&bench, &mut run, 500);

@@ -12,7 +12,7 @@ use super::StoreArg;
 use super::restore::{Accel, source_of};
 use crate::control::OnExit;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::images::StoredPages;
+use crate::images::{Guest, StoredPages};
 use crate::output;
 use crate::rundir::RunDir;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
@@ -196,7 +196,8 @@ impl Branch {
         plans: Vec<Plan>,
         interrupted: &AtomicBool,
     ) -> Result<Vec<Alive>, Failure> {
-        let pages = StoredPages::new(loaded);
+        let guest = Guest::choose(loaded, None)?;
+        let pages = StoredPages::new(loaded, &guest);
         let failure = |e: &keyframe_qemu::Error| match pages.failed() {
             Some(error) => self.store.failure(&error),
             None => Failure::qemu(e),

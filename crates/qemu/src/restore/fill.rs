@@ -256,7 +256,9 @@ mod tests {
             let source = Listed(order.into_iter().map(|(page, _)| page).collect());
             let mut targets: Vec<Target<'_>> = memories.iter().map(Target::new).collect();
             if !placed {
-                targets.iter_mut().for_each(|target| target.fresh = None);
+                for target in &mut targets {
+                    target.fresh = None;
+                }
             }
             fill_all(targets, &source, &AtomicBool::new(false)).unwrap();
             let mut image = vec![0u8; 200 * PAGE_BYTES];

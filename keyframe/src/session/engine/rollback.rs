@@ -18,7 +18,7 @@
 use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel, ns};
 use crate::control::RolledBack;
 use crate::failure::Failure;
-use crate::images::StoredPages;
+use crate::images::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
@@ -191,7 +191,8 @@ impl Engine<'_> {
     fn become_checkpoint(&mut self, to: &Loaded, pages: &mut Vec<PageIndex>) -> Result<(), String> {
         let mut wrong = 0;
         for _ in 0..TRIES {
-            let source = StoredPages::new(to);
+            let guest = Guest::choose(to, None).map_err(|failure| failure.to_string())?;
+            let source = StoredPages::new(to, &guest);
             let target = Target {
                 machine_type: &to.meta.machine.machine_type,
                 layout: &to.meta.ram,
