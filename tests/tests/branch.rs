@@ -78,7 +78,9 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
         checkpoint(&bench, &hashing(&qemu));
         let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
         assert_eq!(clones.iter().map(|c| text(c, "name")).collect::<Vec<_>>(), ["c-1", "c-2", "c-3"]);
-        clones.iter().for_each(|clone| grow(clone, 4));
+        for clone in &clones {
+            grow(clone, 4);
+        }
         // One that stands does not hold up the others, nor does one that was killed.
         let mut monitor =
             Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
@@ -141,7 +143,9 @@ fn pages_that_nobody_wrote_are_shared() {
                 Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
             monitor.cont().unwrap();
         });
-        clones[1..].iter().for_each(|clone| grow(clone, 3));
+        for clone in &clones[1..] {
+            grow(clone, 3);
+        }
         let mut again = vec![0; all.len()];
         keyframe_kernel::read_memory(&target, main.host, &mut again).unwrap();
         assert!(all == again, "the clone that stands saw what another wrote");
