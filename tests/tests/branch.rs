@@ -143,7 +143,9 @@ fn pages_that_nobody_wrote_are_shared() {
                 Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
             monitor.cont().unwrap();
         });
-        clones[1..].iter().for_each(|clone| grow(clone, 3));
+        for clone in &clones[1..] {
+            grow(clone, 3);
+        }
         let mut again = vec![0; all.len()];
         keyframe_kernel::read_memory(&target, main.host, &mut again).unwrap();
         assert!(all == again, "the clone that stands saw what another wrote");
