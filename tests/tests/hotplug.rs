@@ -2,7 +2,7 @@
 //! with that memory in place.
 
 use keyframe_qemu::{Qmp, find_ram_blocks};
-use keyframe_tests::{Bench, Boot, Process, Sequence, assert_restores_exactly, hash_lines, number, until};
+use keyframe_tests::{Bench, Boot, Process, Sequence, assert_restores_exactly, hash_lines, number};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -168,8 +168,9 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
         std::thread::sleep(Duration::from_millis(50));
     }
     vm.must("object-del", json!({ "id": "mem1" }));
-    let count = |p: &Process| p.errors().matches("a new run begins").count();
-    until("a third run begins", || count(&vm.run) == 2);
+    let begun = |p: &Process| p.errors().matches("a new run begins").count();
+    let third = vm.run.wait_until(30, |run| (begun(run) == 2).then_some(()));
+    assert!(third.is_some(), "no third run; {}", vm.run.report());
     let list = vm.more(2);
     assert_eq!(runs(&list).len(), 3, "{list:?}");
     assert_eq!(vm.ram(&newest(&list), "mem1"), vm.ram(&before, "mem1"));

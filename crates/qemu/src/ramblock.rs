@@ -6,6 +6,9 @@
 //! ```
 //!
 //! The last two columns came after 7.2; without them the address is found in QEMU's heap (see the `heap` module).
+//!
+//! A block without a name belongs to a backend that is plugged into no device (not yet, or not any more). The guest does
+//! not see it and QEMU's own migration leaves it out; so does the list here.
 
 use crate::process::{Maps, QemuProcess};
 use crate::{Error, Qmp, Result, heap};
@@ -119,7 +122,7 @@ fn sorted(mut rows: Vec<Row>, backends: &[String]) -> Vec<Row> {
 fn list(qmp: &mut Qmp) -> Result<Vec<Row>> {
     let answer = qmp.execute("x-query-ramblock", None)?;
     match answer.get("human-readable-text").and_then(Value::as_str) {
-        Some(text) => parse(text),
+        Some(text) => Ok(parse(text)?.into_iter().filter(|row| !row.name.is_empty()).collect()),
         None => Err(qmp.unexpected("x-query-ramblock", &answer)),
     }
 }
@@ -151,9 +154,9 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Row>> {
 fn parse_row(line: &str, has_host: bool, has_ro: bool) -> Option<Row> {
     let mut rest = line.trim();
     let mut last = || {
-        let (left, word) = rest.rsplit_once(char::is_whitespace)?;
+        let (left, word) = rest.rsplit_once(char::is_whitespace).unwrap_or(("", rest));
         rest = left.trim_end();
-        Some(word)
+        (!word.is_empty()).then_some(word)
     };
     let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
     if has_ro {
@@ -211,6 +214,9 @@ mod tests {
         let new = parse(NEW).unwrap();
         assert_eq!(new[0].name, "/objects/my ram");
         assert_eq!(new[0].host, Some(HostVirt(0x7fa8_0fe0_0000)));
+        let nameless = "4 KiB  0x000000000a300000 0x0000000008000000 0x0000000008000000";
+        let row = &parse(&format!("{OLD}                            {nameless}")).unwrap()[2];
+        assert_eq!((&*row.name, row.offset, row.total_bytes), ("", 0xa30_0000, 0x800_0000));
     }
 
     #[test]

@@ -75,6 +75,8 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
 
     let mut other = fresh(taken);
     other.source.qemu_version = "6.6.6 (Elsewhere)".into();
+    // The very binary that is known is not asked for its version.
+    other.source.qemu_blake3 = "0".repeat(64);
     let error = try_restore(&other, &[]).unwrap_err();
     assert!(error.to_string().contains("6.6.6") && error.fix().unwrap().contains("--qemu"), "{error}");
 

@@ -89,6 +89,8 @@ pub struct Engine<'a> {
     audited_wrong: u64,
     /// No more checkpoints can be taken.
     given_up: bool,
+    /// A monitor is lost: nobody tells whether its VM runs.
+    is_blind: bool,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
 }
@@ -148,6 +150,7 @@ impl<'a> Engine<'a> {
             failed: 0,
             audited_wrong: 0,
             given_up: false,
+            is_blind: false,
             sealed_at: None,
             said_late: None,
             options,
@@ -233,7 +236,11 @@ impl<'a> Engine<'a> {
     /// What the VM has been up to.
     fn look(&mut self) {
         self.machines.look();
-        let state = if self.machines.run() { "running" } else { "paused" };
+        let state = match (self.is_blind, self.machines.run()) {
+            (true, _) => "unknown",
+            (_, true) => "running",
+            (_, false) => "paused",
+        };
         self.update(|status| state.clone_into(&mut status.state));
     }
 

@@ -63,19 +63,29 @@ struct Target<'a> {
 }
 
 /// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`. Gives back how long it took, in
-/// nanoseconds.
+/// nanoseconds. Our mappings of them may outlive this by a moment.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
-    fill_all(memories.iter().map(Target::new).collect(), source, cancelled)
-}
-
-fn fill_all(targets: Vec<Target<'_>>, source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
-    copy(&targets, source, cancelled)?;
+    let placing = fill_all(memories.iter().map(Target::new).collect(), source, cancelled)?;
     let filled_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
     // Taking hundreds of thousands of pages out of our page tables is nothing that the VM should wait for.
-    let placing: Vec<FreshMemory> = targets.into_iter().filter_map(|target| target.fresh).collect();
     let _ = std::thread::Builder::new().name("unmap-ram".into()).spawn(move || drop(placing));
     Ok(filled_ns)
+}
+
+/// As [`fill`], and no mapping of ours is left: they would keep the memories from being sealed.
+pub fn fill_and_unmap(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {
+    fill_all(memories.iter().map(Target::new).collect(), source, cancelled).map(drop)
+}
+
+/// Gives back the mappings by which the pages were placed.
+fn fill_all(
+    targets: Vec<Target<'_>>,
+    source: &dyn RamSource,
+    cancelled: &AtomicBool,
+) -> Result<Vec<FreshMemory>> {
+    copy(&targets, source, cancelled)?;
+    Ok(targets.into_iter().filter_map(|target| target.fresh).collect())
 }
 
 fn copy(targets: &[Target<'_>], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {

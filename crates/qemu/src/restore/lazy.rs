@@ -403,11 +403,12 @@ impl Shared {
         *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = listed.chain(ranges).collect();
     }
 
-    /// The pages and those around each, once each: only the first of a window was waited for the last time.
+    /// The pages, then those around each, once each: only the first of a window was waited for the last time.
     fn with_neighbours(&self, pages: &[PageIndex]) -> Vec<PageIndex> {
         let mut seen = PageSet::new(self.there.len() as u64 * 64);
         let around = pages.iter().filter_map(|page| Some(window(self.place_of(*page)?.pages, *page)));
-        around.flat_map(PageRange::iter).filter(|page| seen.insert(*page)).collect()
+        let all = pages.iter().copied().chain(around.flat_map(PageRange::iter));
+        all.filter(|page| seen.insert(*page)).collect()
     }
 
     fn job(&self) -> Option<Job> {

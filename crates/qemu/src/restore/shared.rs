@@ -32,7 +32,7 @@ impl SharedRam {
                 Memory::with_flags(block, number, layout.pages_of(number), flags)
             })
             .collect::<Result<Vec<_>>>()?;
-        fill::fill(&memories, source, cancelled)?;
+        fill::fill_and_unmap(&memories, source, cancelled)?;
         for memory in &memories {
             let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
             fcntl_add_seals(&memory.file, seals)

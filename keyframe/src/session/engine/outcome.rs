@@ -124,11 +124,10 @@ impl Engine<'_> {
             };
         }
         if let Some(pid) = self.machines.without_monitor() {
-            self.given_up = true;
+            (self.given_up, self.is_blind) = (true, true);
             let message = format!(
                 "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices are saved"
             );
-            self.update(|status| status.state = "unknown".into());
             return self.failed(&message, 1, true);
         }
         self.failed(&message, 1, false)
