@@ -71,7 +71,7 @@ impl Process {
         assert!(found.is_some(), "no {text:?} on standard error; {}", self.report());
     }
 
-    /// Waits until `probe` answers, or the child has ended, or `seconds` have passed.
+    /// Waits until `probe` answers, or the child has ended, or the guest cannot work, or `seconds` have passed.
     pub fn wait_until<T>(&mut self, seconds: u64, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         loop {
@@ -79,7 +79,8 @@ impl Process {
                 return Some(found);
             }
             let ended = self.child.try_wait().expect("wait for the child").is_some();
-            if ended || Instant::now() > deadline {
+            let is_given_up = held(&self.lines).iter().any(|line| line.starts_with("KF ERROR"));
+            if ended || is_given_up || Instant::now() > deadline {
                 // What it said last may still be in the pipe.
                 std::thread::sleep(Duration::from_millis(100));
                 return probe(self);

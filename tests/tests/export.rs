@@ -54,7 +54,8 @@ fn take_and_stop(bench: &Bench, run: &mut Process, name: &str) {
 fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
     let boot = with_monitor(bench, boot, "qemu");
     let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
-    run.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(())).expect("the guest is silent");
+    let speaks = run.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
+    assert!(speaks.is_some(), "the guest is silent; {}", run.report());
     stop_and_dump(bench, "qemu");
     take_and_stop(bench, &mut run, "guest");
 }

@@ -17,7 +17,7 @@ const RESIDENT: &str = "all of its RAM is there after";
 fn scribble(qemu: &Qemu) -> Boot {
     let mut boot = Boot::new("scribble kf.mib=64 kf.cpus=2");
     boot.qemu.clone_from(&qemu.path);
-    boot.mem_mib = 128;
+    boot.mem_mib = 160;
     boot.cpus = 2;
     boot
 }
@@ -107,6 +107,7 @@ fn under_kvm_it_goes_on_exactly() {
             assert!(done.is_some(), "{}", vm.report());
         };
         passes(&mut run, 5);
+        bench.ok(&["take", "--name", "guest"]);
         bench.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         let mut restored = bench.restore("latest", &["--lazy"]);
