@@ -137,7 +137,8 @@ fn checkpoints_that_cannot_keep_up_wait_and_say_so() {
     run.wait_for("KF READY");
     run.wait_for_error("late: the one before was still being encoded");
     bench.ok(&["stop"]);
-    assert!(run.wait().success(), "{}", run.report());
+    // One that finds its memory still taken fails, which is a warning: its pages are in the next one.
+    assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
     assert!(bench.list().iter().any(|e| number(e, "backlog_ns") > 1_000_000));
 }
 

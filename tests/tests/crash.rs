@@ -119,7 +119,7 @@ fn a_stalled_engine_does_not_hold_the_guest() {
     let mut run = bench.start(&options, &boot());
     run.wait_for("KF READY");
     // It stalls for a minute in a pause; the guest must print on long before that.
-    let stalled = run.wait_until(30, |_| {
+    let stalled = run.wait_until(90, |_| {
         let status = bench.json(&["status", "--json", "--name", "guest"]);
         (number(&status[0], "sealed") >= 11).then_some(())
     });
