@@ -76,8 +76,8 @@ fn scan_error() {
 #[test]
 fn short_read() {
     let mut sequence = Sequence::new(16);
-    costs_one_checkpoint("short-read:25", &[], "guest RAM", &mut sequence);
-    costs_one_checkpoint("short-read:40", &["--strategy", "cow"], "guest RAM", &mut sequence);
+    costs_one_checkpoint("short-read:25", &[], "unexpected end of file", &mut sequence);
+    costs_one_checkpoint("short-read:40", &["--strategy", "cow"], "unexpected end of file", &mut sequence);
 }
 
 #[test]

@@ -184,8 +184,9 @@ fn damage(bench: &Bench) -> Vec<PathBuf> {
         std::fs::read_dir(bench.path().join("store/packs")).unwrap().map(|e| e.unwrap().path()).collect();
     for pack in &packs {
         let file = std::fs::File::options().read(true).write(true).open(pack).unwrap();
-        let middle = file.metadata().unwrap().len() / 2;
-        for at in (0..8).map(|step| middle + step * 5000) {
+        let len = file.metadata().unwrap().len();
+        // So many, as pages that were written again before the seal are in no checkpoint.
+        for at in (12..36).map(|step| len / 48 * step) {
             let mut byte = [0];
             file.read_exact_at(&mut byte, at).unwrap();
             file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
