@@ -178,7 +178,7 @@ fn a_qemu_that_is_killed_ends_the_restore() {
     }
 }
 
-/// Flips a byte in the middle of each pack.
+/// Flips bytes in the middle half of each pack.
 fn damage(bench: &Bench) -> Vec<PathBuf> {
     let packs: Vec<PathBuf> =
         std::fs::read_dir(bench.path().join("store/packs")).unwrap().map(|e| e.unwrap().path()).collect();
