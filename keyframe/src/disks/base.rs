@@ -4,7 +4,7 @@
 //! that has changed since is refused: by the length and the time of change of it and of each image that it stands on.
 
 use crate::failure::Failure;
-use keyframe_disk::ImageFormat;
+use keyframe_disk::{ImageFormat, commit};
 use keyframe_store::{BaseFile, BaseMeta};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -49,6 +49,7 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
         let meta = open.metadata().map_err(|e| failed("look at", path, &e))?;
         let len_bytes = length(&open).map_err(|e| failed("measure", path, &e))?;
         let changed = |how: String| {
+            let how = interrupted(path).unwrap_or(how);
             Failure::new(format!(
                 "{} has changed since the checkpoint, which stands on it: {how}",
                 path.display()
@@ -76,6 +77,14 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
         });
     }
     Ok(())
+}
+
+/// Why an image is neither old nor new.
+fn interrupted(path: &Path) -> Option<String> {
+    let source = commit::interrupted(path)?;
+    Some(format!(
+        "a commit of {source} into it was interrupted; finish it first: run keyframe commit --in-place again"
+    ))
 }
 
 fn failed(operation: &str, path: &Path, error: &std::io::Error) -> Failure {
