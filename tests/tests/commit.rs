@@ -149,7 +149,8 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
     let (id, expected) = &taken[1];
     refused(&bench, &[id, "--in-place"], &["not agreed", "1-3", "--yes", "nothing was changed"]);
     untouched("not agreed");
-    let mut other = start(&bench, &["--interval", "none", "--name", "other"], &boot);
+    let mut other = bench.start(&["--interval", "none", "--name", "other"], &boot);
+    other.wait_for("KF READY");
     refused(&bench, &[id, "--in-place", "--yes"], &["VM other runs over it", "nothing was changed"]);
     untouched("a VM runs");
     let plan = planned(&bench, &[id, "--in-place"]);
@@ -160,7 +161,8 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
     let overlay = bench.path().join("over.qcow2").display().to_string();
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base.display().to_string(), &overlay]);
     let above = shell(&qemus()[0], &words(&virtio(Path::new(&overlay), "qcow2")));
-    let mut other = start(&bench, &["--interval", "none", "--name", "above"], &above);
+    let mut other = bench.start(&["--interval", "none", "--name", "above"], &above);
+    other.wait_for("KF READY");
     refused(&bench, &[id, "--in-place", "--yes"], &["VM above runs over it"]);
     bench.ok(&["stop", "--name", "above"]);
     assert!(other.wait().success(), "{}", other.report());
