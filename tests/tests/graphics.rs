@@ -184,10 +184,10 @@ fn free_display() -> u16 {
 fn draw(vm: &mut Process, word: &str, step: &str) {
     // 7 colours in a row of 80: each line begins with another.
     let blocks = r" \021 \042 \063 \104 \125 \146 \167";
-    let letters: String = word.chars().map(|letter| format!(r"{letter}\0{:o}", 0x1e)).collect();
+    let letters: Vec<String> = word.chars().map(|letter| format!(r"{letter}\036")).collect();
+    let letters = letters.concat();
     let command = format!(
         "(i=0; while [ $i -lt 240 ]; do printf '{blocks}'; i=$((i+1)); done; printf '{letters}') >/tmp/p; \
-         dd if=/tmp/p of=/dev/mem bs=4000 seek=753664 oflag=seek_bytes conv=notrunc 2>/dev/null || \
          dd if=/tmp/p of=/dev/mem bs=32 seek=23552 conv=notrunc 2>/dev/null"
     );
     does(vm, &command, step);

@@ -160,12 +160,11 @@ impl Tree {
             opened.disks(place).into_iter().find(|(number, _)| *number == disk).ok_or(Denied::Absent)?;
         let loaded = {
             let mut loaded = lock(&opened.disks);
-            match &*loaded {
-                Some(disks) => Arc::clone(disks),
-                None => {
-                    let disks = self.store.load_disks(place.id).map_err(|e| self.denied(&e))?;
-                    Arc::clone(loaded.insert(Arc::new(disks)))
-                }
+            if let Some(disks) = &*loaded {
+                Arc::clone(disks)
+            } else {
+                let disks = self.store.load_disks(place.id).map_err(|e| self.denied(&e))?;
+                Arc::clone(loaded.insert(Arc::new(disks)))
             }
         };
         OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id)).map_err(|problem| {
