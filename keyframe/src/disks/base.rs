@@ -49,18 +49,22 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
         let meta = open.metadata().map_err(|e| failed("look at", path, &e))?;
         let len_bytes = length(&open).map_err(|e| failed("measure", path, &e))?;
         let changed = |how: String| {
-            let how = interrupted(path).unwrap_or(how);
             Failure::new(format!(
                 "{} has changed since the checkpoint, which stands on it: {how}",
                 path.display()
             ))
         };
+        let same_time = (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns));
+        if len_bytes == known.len_bytes && same_time {
+            continue;
+        }
+        if let Some(source) = commit::interrupted(path) {
+            let problem = format!("{}: a commit of {source} into it was interrupted", path.display());
+            return Err(Failure::new(problem).fix("finish it first: run keyframe commit --in-place again"));
+        }
         if len_bytes != known.len_bytes {
             let how = format!("it had {} bytes and has {len_bytes}", known.len_bytes);
             return Err(changed(how).fix("put the image back as it was"));
-        }
-        if (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns)) {
-            continue;
         }
         let same = sample(&open, len_bytes).map_err(|e| failed("read", path, &e))? == known.sample_blake3;
         return Err(if same {
@@ -77,14 +81,6 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
         });
     }
     Ok(())
-}
-
-/// Why an image is neither old nor new.
-fn interrupted(path: &Path) -> Option<String> {
-    let source = commit::interrupted(path)?;
-    Some(format!(
-        "a commit of {source} into it was interrupted; finish it first: run keyframe commit --in-place again"
-    ))
 }
 
 fn failed(operation: &str, path: &Path, error: &std::io::Error) -> Failure {
