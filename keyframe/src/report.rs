@@ -2,6 +2,7 @@
 
 use crate::output;
 use keyframe_store::{DiskCounts, DiskMeta, PausePhases, Sealed};
+use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -76,15 +77,22 @@ pub struct DiskEntry {
     pub disk_bytes: u64,
     /// The image beneath.
     pub base: String,
+    /// Bytes of the blocks that were written.
+    #[serde(default)]
+    pub written_bytes: u64,
     /// Its blocks in the checkpoint.
     #[serde(flatten)]
     pub counts: DiskCounts,
+    /// Why it cannot be read now. Only `show` looks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unreadable: Option<String>,
 }
 
 impl DiskEntry {
     fn of(disk: &DiskMeta) -> Self {
         let DiskMeta { name, disk_bytes, base, counts } = disk.clone();
-        Self { name, disk_bytes, base: base.path, counts }
+        let written_bytes = counts.written_blocks * PAGE_BYTES as u64;
+        Self { name, disk_bytes, base: base.path, written_bytes, counts, unreadable: None }
     }
 }
 
@@ -124,12 +132,91 @@ impl Entry {
     }
 }
 
-/// The table of `list`.
+/// What a VM has written to a disk, over many checkpoints.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskSums {
+    /// The VM's name.
+    pub vm: String,
+    /// The disk's; in a group `MEMBER/NAME`.
+    pub name: String,
+    /// The checkpoints' blocks together.
+    #[serde(flatten)]
+    pub counts: DiskCounts,
+    /// Bytes of the blocks that were written.
+    pub written_bytes: u64,
+    /// Each checkpoint with the disk.
+    pub checkpoints: Vec<DiskWritten>,
+}
+
+/// What one checkpoint holds of a disk.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskWritten {
+    /// The checkpoint.
+    pub id: u64,
+    /// Bytes of the blocks written since the one before.
+    pub written_bytes: u64,
+    /// Bytes appended to packs for them.
+    pub stored_bytes: u64,
+}
+
+impl DiskSums {
+    /// Over `entries`: one for each disk of each VM.
+    pub fn of(entries: &[Entry]) -> Vec<Self> {
+        let mut sums: BTreeMap<(&str, &str), Self> = BTreeMap::new();
+        for (entry, disk) in entries.iter().flat_map(|e| e.disks.iter().map(move |disk| (e, disk))) {
+            let sum = sums.entry((&entry.vm, &disk.name)).or_insert_with(|| Self {
+                vm: entry.vm.clone(),
+                name: disk.name.clone(),
+                counts: DiskCounts::default(),
+                written_bytes: 0,
+                checkpoints: Vec::new(),
+            });
+            let (all, one) = (&mut sum.counts, &disk.counts);
+            all.written_blocks += one.written_blocks;
+            all.zero_blocks += one.zero_blocks;
+            all.dedup_blocks += one.dedup_blocks;
+            all.unchanged_blocks += one.unchanged_blocks;
+            all.stored_blocks += one.stored_blocks;
+            all.stored_bytes += one.stored_bytes;
+            sum.written_bytes += disk.written_bytes;
+            let (written_bytes, stored_bytes) = (disk.written_bytes, one.stored_bytes);
+            sum.checkpoints.push(DiskWritten { id: entry.id, written_bytes, stored_bytes });
+        }
+        sums.into_values().collect()
+    }
+}
+
+/// What was written to each disk: in all, and in a checkpoint.
+pub fn disk_table(disks: &[DiskSums]) -> String {
+    let rows: Vec<Vec<String>> = disks
+        .iter()
+        .map(|disk| {
+            let mut sample: Vec<u64> = disk.checkpoints.iter().map(|one| one.written_bytes).collect();
+            sample.sort_unstable();
+            let each = |percent| output::bytes(output::percentile(&sample, percent));
+            vec![
+                format!("{} {}", disk.vm, disk.name),
+                sample.len().to_string(),
+                output::bytes(disk.written_bytes),
+                each(50),
+                each(100),
+                disk.counts.zero_blocks.to_string(),
+                (disk.counts.dedup_blocks + disk.counts.unchanged_blocks).to_string(),
+                output::bytes(disk.counts.stored_bytes),
+            ]
+        })
+        .collect();
+    let header = ["disk", "checkpoints", "written", "p50 each", "most", "zero", "dedup", "stored"];
+    output::table(&header, &rows)
+}
+
+/// The table of `list`. Where VMs have disks, `disk` is what was written to them.
 pub fn table(entries: &[Entry]) -> String {
+    let with_disks = entries.iter().any(|e| !e.disks.is_empty());
     let rows: Vec<Vec<String>> = entries
         .iter()
         .map(|e| {
-            vec![
+            let mut cells = vec![
                 e.id.to_string(),
                 e.vm.clone(),
                 e.epoch.to_string(),
@@ -140,12 +227,18 @@ pub fn table(entries: &[Entry]) -> String {
                 (e.dedup_pages + e.unchanged_pages).to_string(),
                 output::bytes(e.stored_bytes),
                 output::bytes(e.map_bytes),
-                e.tags.join(","),
-            ]
+            ];
+            if with_disks {
+                cells.push(output::bytes(e.disks.iter().map(|disk| disk.written_bytes).sum()));
+            }
+            cells.push(e.tags.join(","));
+            cells
         })
         .collect();
-    let header =
-        ["id", "vm", "epoch", "taken (UTC)", "pause", "dirty", "zero", "dedup", "stored", "map", "tags"];
+    let mut header =
+        vec!["id", "vm", "epoch", "taken (UTC)", "pause", "dirty", "zero", "dedup", "stored", "map"];
+    header.extend(with_disks.then_some("disk"));
+    header.push("tags");
     output::table(&header, &rows)
 }
 

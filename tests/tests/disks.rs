@@ -8,7 +8,7 @@ use std::process::Command;
 const IMAGE_BYTES: u64 = 24 << 20;
 
 /// A raw image whose blocks all differ.
-fn image(bench: &Bench) -> PathBuf {
+pub fn image(bench: &Bench) -> PathBuf {
     let path = bench.path().join("disk.raw");
     let mut bytes = vec![0u8; IMAGE_BYTES as usize];
     for (number, block) in bytes.chunks_exact_mut(4096).enumerate() {
@@ -19,29 +19,29 @@ fn image(bench: &Bench) -> PathBuf {
     path
 }
 
-fn qemu_img(args: &[&str]) {
+pub fn qemu_img(args: &[&str]) {
     let output = Command::new("qemu-img").args(args).output().expect("run qemu-img");
     assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// A shell with a disk of those words.
-fn shell(qemu: &Qemu, words: &[&str]) -> Boot {
+pub fn shell(qemu: &Qemu, words: &[&str]) -> Boot {
     let mut boot = Boot::new("shell").with(words);
     boot.qemu.clone_from(&qemu.path);
     boot.mem_mib = 96;
     boot
 }
 
-fn virtio(image: &Path, format: &str) -> Vec<String> {
+pub fn virtio(image: &Path, format: &str) -> Vec<String> {
     vec!["-drive".into(), format!("file={},format={format},if=virtio,id=d", image.display())]
 }
 
-fn words(owned: &[String]) -> Vec<&str> {
+pub fn words(owned: &[String]) -> Vec<&str> {
     owned.iter().map(String::as_str).collect()
 }
 
 /// Has the guest's shell run `command` and waits for its end.
-fn does(vm: &mut Process, command: &str, step: &str) {
+pub fn does(vm: &mut Process, command: &str, step: &str) {
     let skip = vm.lines().len();
     // The terminal echoes the command: its end is told in two parts.
     vm.say(&format!("{command}; echo KF-\"\"DONE {step}"));
@@ -50,7 +50,7 @@ fn does(vm: &mut Process, command: &str, step: &str) {
     assert!(done.is_some(), "the guest does not end {command:?}; {}", vm.report());
 }
 
-fn start(bench: &Bench, options: &[&str], boot: &Boot) -> Process {
+pub fn start(bench: &Bench, options: &[&str], boot: &Boot) -> Process {
     let mut all = vec!["--name", "guest"];
     all.extend(options);
     let mut run = bench.start(&all, boot);
@@ -58,20 +58,20 @@ fn start(bench: &Bench, options: &[&str], boot: &Boot) -> Process {
     run
 }
 
-fn take(bench: &Bench) -> String {
+pub fn take(bench: &Bench) -> String {
     bench.ok(&["take", "--name", "guest"]);
     number(bench.list().last().expect("a checkpoint"), "id").to_string()
 }
 
 /// The disk `export` as the server at `socket` shows it now.
-fn copy(socket: &Path, export: &str, to: &Path) -> Vec<u8> {
+pub fn copy(socket: &Path, export: &str, to: &Path) -> Vec<u8> {
     let url = format!("nbd+unix:///{export}?socket={}", socket.display());
     qemu_img(&["convert", "-f", "raw", "-O", "raw", &url, &to.display().to_string()]);
     std::fs::read(to).expect("read the copy")
 }
 
 /// The socket that the QEMU with this pid has its disks from.
-fn socket_of(pid: u32) -> PathBuf {
+pub fn socket_of(pid: u32) -> PathBuf {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).expect("the command line of QEMU");
     let line = String::from_utf8_lossy(&line).into_owned();
     let (_, rest) = line.split_once("server.path=").expect("a disk that is served");
@@ -79,7 +79,7 @@ fn socket_of(pid: u32) -> PathBuf {
 }
 
 /// Restores checkpoint `id`, paused, and returns its disk.
-fn restored_disk(bench: &Bench, id: &str, options: &[&str]) -> Vec<u8> {
+pub fn restored_disk(bench: &Bench, id: &str, options: &[&str]) -> Vec<u8> {
     restored_disk_of(bench, id, options, "d")
 }
 
@@ -94,7 +94,7 @@ fn restored_disk_of(bench: &Bench, id: &str, options: &[&str], export: &str) -> 
     disk
 }
 
-fn assert_same(disk: &[u8], expected: &[u8], what: &str) {
+pub fn assert_same(disk: &[u8], expected: &[u8], what: &str) {
     assert_eq!(disk.len(), expected.len(), "{what}");
     let differing: Vec<usize> = (0..disk.len() / 512)
         .filter(|s| disk[s * 512..(s + 1) * 512] != expected[s * 512..(s + 1) * 512])
@@ -102,12 +102,12 @@ fn assert_same(disk: &[u8], expected: &[u8], what: &str) {
     assert!(differing.is_empty(), "{what}: {} sectors differ, first {:?}", differing.len(), &differing[..1]);
 }
 
-fn sock(bench: &Bench) -> PathBuf {
+pub fn sock(bench: &Bench) -> PathBuf {
     bench.path().join("keyframe/guest/disks.sock")
 }
 
 /// Places in the store that hold writes to disks.
-fn places(bench: &Bench) -> Vec<PathBuf> {
+pub fn places(bench: &Bench) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
     entries.map(|e| e.expect("an entry").path()).collect()
 }

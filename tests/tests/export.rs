@@ -1,6 +1,8 @@
 //! What is written for other tools: the same memory and registers as QEMU's own dump of the same instant, streams that stock
 //! QEMU loads, and QEMU's own streams as checkpoints.
 
+use crate::commit::{of_qcow2, three};
+use crate::disks::{assert_same, image, shell, virtio, words};
 use crate::group;
 use keyframe_qemu::Qmp;
 use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, hash_lines, qemus, until};
@@ -189,6 +191,37 @@ fn a_file_is_replaced_only_when_asked_to() {
     bench.refused(&[&args[..], &member].concat(), 1, &["no member a", "leave --member out"]);
     let names: Vec<_> = std::fs::read_dir(bench.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(!names.iter().any(|n| n.to_string_lossy().starts_with(".keyframe-export")), "{names:?}");
+}
+
+#[test]
+fn a_disk_is_exported_as_the_guest_had_it() {
+    for qemu in qemus() {
+        let bench = Bench::new();
+        let drive = virtio(&image(&bench), "raw");
+        let taken = three(&bench, &shell(&qemu, &words(&drive)));
+        let store = bench.store();
+        for (id, expected) in &taken {
+            let args = ["export", id, "--store", &store, "--disk", "d", "--force", "-o"];
+            let with = |more: &[&str]| bench.ok(&[&args[..], more].concat());
+            with(&["d.raw"]);
+            let raw = std::fs::read(bench.path().join("d.raw")).expect("the exported file");
+            assert_same(&raw, expected, &format!("QEMU {}, checkpoint {id}, raw", qemu.label));
+            with(&["d.qcow2", "--format", "qcow2"]);
+            let qcow2 = of_qcow2(&bench.path().join("d.qcow2"), &bench.path().join("again.raw"));
+            assert_same(&qcow2, expected, &format!("QEMU {}, checkpoint {id}, qcow2", qemu.label));
+            let piped = bench.run(&[&args[..], &["-"]].concat());
+            assert!(piped.stdout == *expected, "the pipe has other bytes");
+        }
+        let args = ["export", "latest", "--store", &store, "-o", "d.raw"];
+        let refused = |more: &[&str], expected: &[&str]| {
+            bench.refused(&[&args[..], more].concat(), 1, expected);
+        };
+        refused(&["--disk", "d"], &["exists", "--force"]);
+        refused(&["--disk", "e", "--force"], &["no disk e", "it holds d"]);
+        refused(&["--disk", "d", "--member", "a", "--force"], &["no member a"]);
+        refused(&["--disk", "d", "--format", "elf", "--force"], &["raw or qcow2"]);
+        refused(&["--format", "qcow2", "--force"], &["--disk"]);
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ pub fn hashing(bench: &Bench) -> Vec<Boot> {
 }
 
 /// A member whose console is in the file `NAME.log`.
-fn member(bench: &Bench, name: &str, work: &str, mem_mib: u64) -> Boot {
+pub fn member(bench: &Bench, name: &str, work: &str, mem_mib: u64) -> Boot {
     let mut boot = Boot::new(work);
     boot.mem_mib = mem_mib;
     boot.serial = format!("file:{}", bench.path().join(format!("{name}.log")).display());
@@ -60,7 +60,7 @@ fn both_talk_on(bench: &Bench, vms: &mut Process, least: u64) {
 }
 
 /// What the console of member `name` has said.
-fn console(bench: &Bench, name: &str) -> Vec<String> {
+pub fn console(bench: &Bench, name: &str) -> Vec<String> {
     let text = std::fs::read(bench.path().join(format!("{name}.log"))).unwrap_or_default();
     String::from_utf8_lossy(&text).lines().map(|line| line.trim_end().to_owned()).collect()
 }

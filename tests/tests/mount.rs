@@ -1,12 +1,15 @@
 //! The store as files: the same bytes as an export, checkpoints of a live run as they come, and ends of every kind.
 
+use crate::commit;
+use crate::disks::{assert_same, image, shell, virtio, words};
 use crate::group;
-use keyframe_tests::{Bench, Boot, Process, number, until};
+use keyframe_tests::{Bench, Boot, JournalImage, Process, journal_counter, number, qemus, until};
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::Signal;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// A mount that is gone with its test.
 struct Mounted {
@@ -202,4 +205,106 @@ fn a_damaged_record_hurts_those_who_read_it() {
     assert_eq!(report.status.code(), Some(1));
     assert!(!bench.path().join("x").exists(), "half a file was left");
     assert_eq!(number(&bench.list()[2], "id"), 3);
+}
+
+fn info(mounted: &Mounted, checkpoint: &str) -> serde_json::Value {
+    let text = std::fs::read(mounted.path(checkpoint).join("info.json")).expect("info.json");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
+#[test]
+fn disks_are_as_the_guest_had_them_and_an_error_once_their_image_has_changed() {
+    let bench = Bench::new();
+    let base = image(&bench);
+    let drive = virtio(&base, "raw");
+    let taken = commit::three(&bench, &shell(&qemus()[0], &words(&drive)));
+    let mounted = Mounted::new(&bench);
+    assert_eq!(mounted.names("1"), ["device.state", "disk-d.raw", "info.json", "ram.elf", "ram.raw"]);
+    let disk = |id: &str| mounted.path(id).join("disk-d.raw");
+    for (id, expected) in &taken {
+        assert_eq!(disk(id).metadata().expect("the disk").len(), expected.len() as u64);
+        assert_same(&std::fs::read(disk(id)).expect("the disk"), expected, &format!("checkpoint {id}"));
+    }
+    // Here and there, over the ends of blocks, and behind the end.
+    let (id, expected) = &taken[2];
+    let file = File::open(disk(id)).expect("the disk");
+    for at in [0, 4095, 77 * 3000 - 5, 1500 * 4096 + 100, expected.len() - 10] {
+        let mut part = vec![0; 9000.min(expected.len() - at)];
+        file.read_exact_at(&mut part, at as u64).expect("a part of the disk");
+        assert!(part == expected[at..at + part.len()], "at {at}");
+    }
+    assert_eq!(file.read_at(&mut [0; 10], expected.len() as u64).expect("behind the end"), 0);
+    // Nobody writes to an image that is being read.
+    let store = bench.store();
+    let in_place = ["commit", "--store", &store, id, "--in-place", "--yes"];
+    bench.refused(&in_place, 1, &["in use"]);
+    drop(file);
+    let modified = base.metadata().and_then(|meta| meta.modified()).expect("the image");
+    let image = File::options().write(true).open(&base).expect("the image");
+    image.set_modified(modified + Duration::from_secs(5)).expect("touch the image");
+    let denied = std::fs::read(disk(id)).expect_err("its image has changed");
+    assert_eq!(denied.raw_os_error(), Some(5), "{denied}");
+    let why = info(&mounted, id)["disks"][0]["unreadable"].to_string();
+    assert!(why.contains("disk.raw has changed"), "{why}");
+    assert!(mounted.process.errors().contains("disk-d.raw of checkpoint 3"), "{}", mounted.process.report());
+    assert!(std::fs::read(mounted.path("3/device.state")).expect("the devices").starts_with(b"QEVM"));
+    assert_eq!(std::fs::read(mounted.path("3/ram.raw")).expect("the RAM").len(), 96 << 20);
+    // As it was again.
+    image.set_modified(modified).expect("touch the image");
+    assert_same(&std::fs::read(disk(id)).expect("the disk"), expected, "an image that was put back");
+    assert!(info(&mounted, id)["disks"][0].get("unreadable").is_none());
+    let away = bench.path().join("away.raw");
+    std::fs::rename(&base, &away).expect("move the image");
+    assert_eq!(std::fs::read(disk(id)).expect_err("no image").raw_os_error(), Some(5));
+    std::fs::rename(&away, &base).expect("move the image");
+    // Once nobody has it open.
+    until("the image is free", || bench.run(&in_place).status.success());
+    assert_same(&std::fs::read(&base).expect("the image"), expected, "in place");
+}
+
+#[test]
+fn disks_of_a_group_are_in_the_directories_of_its_members() {
+    const MIB: u64 = 2;
+    let bench = Bench::new();
+    let members: Vec<Boot> = ["a", "b"]
+        .iter()
+        .map(|name| {
+            let path = bench.path().join(format!("{name}.img"));
+            File::create(&path).and_then(|file| file.set_len(MIB << 20)).expect("an image");
+            let work = format!("journal kf.mib={MIB} kf.rate=300");
+            let drive = format!("file={},format=raw,if=none,id=d", path.display());
+            let node = ["-drive", &drive, "-device", "virtio-blk-pci,drive=d"];
+            group::member(&bench, name, &work, 96).with(&node)
+        })
+        .collect();
+    let mut run = group::start(&bench, &["--interval", "none"], &members);
+    group::wait_until_ready(&bench, &mut run);
+    let synced = |name| journal_counter(&group::console(&bench, name), "synced=");
+    let written = run.wait_until(60, |_| (synced("a") > 0 && synced("b") > 0).then_some(()));
+    assert!(written.is_some(), "{}", run.report());
+    let known = ["a", "b"].map(synced);
+    bench.ok(&["take", "--name", "pair"]);
+    bench.ok(&["stop", "--name", "pair"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let mounted = Mounted::new(&bench);
+    let store = bench.store();
+    for (name, known) in ["a", "b"].into_iter().zip(known) {
+        let place = mounted.path("latest").join(name);
+        assert!(mounted.names(&format!("latest/{name}")).contains(&"disk-d.raw".to_owned()));
+        let seen = std::fs::read(place.join("disk-d.raw")).expect("the disk");
+        JournalImage::read(&place.join("disk-d.raw"), MIB).assert_whole_to(known, name);
+        let args =
+            ["export", "latest", "--store", &store, "--member", name, "--disk", "d", "-o", "x", "--force"];
+        bench.ok(&args);
+        assert_same(&std::fs::read(bench.path().join("x")).expect("the export"), &seen, name);
+        let full = format!("{name}/d");
+        bench.ok(&["commit", "--store", &store, "latest", "--disk", &full, "-o", &format!("{name}.new")]);
+        let new = bench.path().join(format!("{name}.new"));
+        assert_same(&std::fs::read(new).expect("the image"), &seen, name);
+    }
+    let both = ["a", "b"].map(|name| std::fs::read(mounted.path("latest").join(name).join("disk-d.raw")));
+    let [a, b] = both.map(|disk| disk.expect("the disk"));
+    assert!(a != b, "both members have the same disk");
+    let args = ["export", "latest", "--store", &store, "--disk", "d", "-o", "y"];
+    bench.refused(&args, 1, &["no disk d", "a/d, b/d"]);
 }

@@ -1,6 +1,6 @@
 //! A disk as a guest sees it: an overlay, and what lies beneath.
 
-use crate::layers::Below;
+use crate::layers::{Below, Range, Readable};
 use crate::overlay::{Overlay, Size};
 use crate::{BLOCK, Base, DiskBlock, Layer, Result};
 use std::path::Path;
@@ -48,7 +48,7 @@ impl Disk {
 
     /// A disk of an overlay that is open.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
-        let below = Below { layer, base };
+        let below = Below::new(base, layer);
         Self { overlay, below, pause: Mutex::default(), owed: AtomicU64::new(0), paid: AtomicU64::new(0) }
     }
 
@@ -173,6 +173,20 @@ impl Disk {
     /// How large the overlay is.
     pub fn size(&self) -> Size {
         self.overlay.size()
+    }
+}
+
+impl Readable for Disk {
+    fn disk_bytes(&self) -> u64 {
+        Self::disk_bytes(self)
+    }
+
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        Self::read(self, offset, buf)
+    }
+
+    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>> {
+        self.status(offset, len, max)
     }
 }
 

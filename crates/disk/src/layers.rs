@@ -1,4 +1,5 @@
-//! What lies beneath the overlay: a checkpoint's blocks, where the VM was restored from one, and the image.
+//! What lies beneath the overlay: a checkpoint's blocks, where the VM was restored from one, and the image. Without an
+//! overlay it is a checkpoint's disk, to be read.
 
 use crate::{BLOCK, BLOCK_BYTES, Base, Block, DiskBlock, Result};
 
@@ -22,13 +23,60 @@ pub trait Layer: Send + Sync {
     fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>>;
 }
 
+/// A range of a disk: its first byte, how many it has, and whether they are known to be zero.
+pub type Range = (u64, u64, bool);
+
+/// A disk that new images are made from.
+pub trait Readable {
+    /// Bytes of the disk.
+    fn disk_bytes(&self) -> u64;
+
+    /// Fills `buf` from byte `offset` on.
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+
+    /// Ranges from `offset` on, one behind the other. At most `max` of them, so perhaps not all of `len`.
+    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>>;
+}
+
 /// The base and the layer above it.
 pub struct Below {
-    pub layer: Option<Box<dyn Layer>>,
-    pub base: Base,
+    pub(crate) layer: Option<Box<dyn Layer>>,
+    pub(crate) base: Base,
+}
+
+impl Readable for Below {
+    fn disk_bytes(&self) -> u64 {
+        self.base.disk_bytes()
+    }
+
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        Self::read(self, offset, buf)
+    }
+
+    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>> {
+        let end = offset.saturating_add(len).min(self.base.disk_bytes());
+        let mut ranges: Vec<Range> = Vec::new();
+        let mut at = offset;
+        while at < end {
+            let (bytes, zero) = self.status(at, end - at)?;
+            let full = ranges.len() >= max.max(1);
+            match ranges.last_mut() {
+                Some(last) if last.2 == zero => last.1 += bytes,
+                _ if full => break,
+                _ => ranges.push((at, bytes, zero)),
+            }
+            at += bytes;
+        }
+        Ok(ranges)
+    }
 }
 
 impl Below {
+    /// `layer` over `base`.
+    pub fn new(base: Base, layer: Option<Box<dyn Layer>>) -> Self {
+        Self { layer, base }
+    }
+
     /// Fills `buf` from byte `offset` on.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let Some(layer) = &self.layer else { return self.base.read(offset, buf) };

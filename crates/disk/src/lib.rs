@@ -33,7 +33,7 @@ mod tests;
 pub use base::{Base, ImageFormat};
 pub use disk::Disk;
 pub use error::{Error, Result};
-pub use layers::{Content, Layer};
+pub use layers::{Below, Content, Layer, Range, Readable};
 pub use overlay::{Extent, Overlay, SlotFile};
 pub use process::{Disks, Spec, Stats, serve};
 

@@ -1,14 +1,20 @@
 //! `keyframe commit`: writes a disk back to an image, a new one or its own.
 
+use crate::disks::base;
+use crate::disks::place;
+use crate::disks::standing::Standing;
+use crate::disks::stored::StoredDisk;
+use crate::disks::writing::{NewFormat, Progress, failure};
 use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::commit::{self, Amount, InPlace};
-use keyframe_disk::{Base, Disk, Error, ImageFormat, Layer, Overlay};
+use keyframe_disk::{Base, Below, Disk, Error, ImageFormat, Layer, Overlay, Readable};
+use keyframe_store::{DiskMeta, Store};
+use keyframe_units::CheckpointId;
+use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Write a disk back to an image: a checkpoint's, or what a VM has written since its start
 #[expect(clippy::struct_excessive_bools, reason = "each is a word of the command line")]
@@ -18,8 +24,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 disks lie over it can no longer be restored. That is asked for, or takes --yes. Where it is interrupted, the image is used by
 nobody until the same command has finished it.
 
+The overlay of a VM that was restored lies over its checkpoint, whose blocks are written first.
+
 Examples:
   keyframe commit --store S 12 --disk vda -o vda.qcow2 --format qcow2
+  keyframe commit --store S latest --in-place --dry-run
+  keyframe commit --store S latest --in-place
   keyframe commit --overlay DIR --base disk.img -o new.img
   keyframe commit --overlay DIR --base disk.img --in-place --dry-run
   keyframe commit --overlay DIR --base disk.img --in-place"
@@ -31,7 +41,7 @@ pub struct Commit {
     /// The store's directory
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: Option<PathBuf>,
-    /// Which disk of the checkpoint, where it has several
+    /// Which disk of the checkpoint, where it has several; in a group MEMBER/NAME
     #[arg(long, value_name = "NAME")]
     disk: Option<String>,
     /// The overlay of a VM that has ended, instead of a checkpoint
@@ -42,13 +52,13 @@ pub struct Commit {
     base: Option<PathBuf>,
     /// How that image is encoded, instead of what its first bytes say
     #[arg(long, value_enum, value_name = "FORMAT", requires = "base")]
-    base_format: Option<Format>,
+    base_format: Option<NewFormat>,
     /// The image to make
     #[arg(long, short, value_name = "FILE", required_unless_present_any = ["in_place", "dry_run"])]
     output: Option<PathBuf>,
     /// How the new image is encoded
     #[arg(long, value_enum, default_value = "raw", requires = "output")]
-    format: Format,
+    format: NewFormat,
     /// Write into the image beneath
     #[arg(long, conflicts_with = "output")]
     in_place: bool,
@@ -58,24 +68,12 @@ pub struct Commit {
     /// Say how much would be written, and write nothing
     #[arg(long)]
     dry_run: bool,
+    /// With --dry-run: print JSON, sizes in bytes
+    #[arg(long, requires = "dry_run")]
+    json: bool,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
-    Raw,
-    Qcow2,
-}
-
-impl From<Format> for ImageFormat {
-    fn from(format: Format) -> Self {
-        match format {
-            Format::Raw => Self::Raw,
-            Format::Qcow2 => Self::Qcow2,
-        }
-    }
 }
 
 /// A disk, as layers over its image.
@@ -85,14 +83,109 @@ struct Source {
     base: PathBuf,
     format: ImageFormat,
     layer: Option<Box<dyn Layer>>,
-    overlay: Option<Overlay>,
+    overlay: Option<(Overlay, PathBuf)>,
     disk_bytes: u64,
+    /// Where others that stand on the image may be.
+    store: Option<Store>,
+    /// The image as it has to be, where a checkpoint says so.
+    known: Option<DiskMeta>,
+}
+
+/// What `--dry-run --json` prints.
+#[derive(Serialize)]
+struct Planned<'a> {
+    source: &'a str,
+    image: &'a Path,
+    /// The image to make; absent where it is written in place.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output: Option<&'a Path>,
+    disk_bytes: u64,
+    data_bytes: u64,
+    zero_bytes: u64,
+    /// This very commit was interrupted.
+    interrupted: bool,
+    /// What stands on the image; absent where no store tells.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    standing: Option<Standing>,
 }
 
 impl Source {
+    /// Disk `name` of a checkpoint.
+    fn of_checkpoint(store: Store, id: CheckpointId, name: Option<&str>) -> Result<Self, Failure> {
+        let disks = store.load_disks(id).map_err(|e| Failure::store(&e, store.path()))?;
+        let disk = StoredDisk::choose(Arc::new(disks), None, name)?;
+        let meta = disk.meta().clone();
+        let source = Self {
+            // The store's path may change until an interrupted commit goes on, its id does not.
+            name: one_line(&format!("disk {} of checkpoint {id} of store {}", meta.name, store.id())),
+            base: disk.image(),
+            format: disk.format()?,
+            layer: Some(disk.layer()?),
+            overlay: None,
+            disk_bytes: meta.disk_bytes,
+            known: Some(meta),
+            store: Some(store),
+        };
+        source.require_base()?;
+        Ok(source)
+    }
+
+    /// What was written to the overlay in `dir`, over `base` and what its VM was restored from.
+    fn of_overlay(dir: &Path, base: &Path, format: ImageFormat) -> Result<Self, Failure> {
+        let overlay = Overlay::open(dir).map_err(|e| failure(&e))?;
+        let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+        let mut source = Self {
+            name: one_line(&format!("overlay {}", dir.display())),
+            base: base.to_owned(),
+            format,
+            layer: None,
+            disk_bytes: overlay.disk_bytes(),
+            overlay: Some((overlay, dir.clone())),
+            store: None,
+            known: None,
+        };
+        let Some((path, info)) = place::of_overlay(&dir) else { return Ok(source) };
+        let store = Store::open(&path);
+        if let Some(id) = info.checkpoint {
+            let store = store.as_ref().map_err(|e| {
+                let problem = format!("{} lies over checkpoint {id}: {}", source.name, chain(e));
+                Failure::new(problem).fix("put it back into the disks/ directory of its store")
+            })?;
+            let own = |(_, overlay): &&(DiskMeta, String)| Path::new(overlay).file_name() == dir.file_name();
+            let own = info.disks.iter().find(own).ok_or_else(|| {
+                Failure::new(format!("{}: what is said beside it does not name it", source.name))
+            })?;
+            let disks = store.load_disks(CheckpointId(id)).map_err(|e| Failure::store(&e, &path))?;
+            let disk = StoredDisk::choose(Arc::new(disks), None, Some(&own.0.name))?;
+            source.layer = Some(disk.layer()?);
+            let is_named = disk.image().canonicalize().ok() == base.canonicalize().ok();
+            source.known = is_named.then(|| disk.meta().clone());
+        }
+        source.store = store.ok();
+        source.require_base()?;
+        Ok(source)
+    }
+
+    /// Refuses another image than the one that the blocks lie over. After an interrupted commit it cannot be what it was:
+    /// then its backing files have to be.
+    fn require_base(&self) -> Result<(), Failure> {
+        let Some(DiskMeta { base: known, .. }) = &self.known else { return Ok(()) };
+        if !self.was_interrupted() {
+            return base::require_unchanged(known);
+        }
+        let mut beneath = known.clone();
+        beneath.files.drain(..beneath.files.len().min(1));
+        base::require_unchanged(&beneath)
+    }
+
+    /// True where this commit was interrupted: what it had written is written again.
+    fn was_interrupted(&self) -> bool {
+        commit::interrupted(&self.base).is_some_and(|source| source == self.name)
+    }
+
     /// Lowest first.
     fn layers(&self) -> impl Iterator<Item = &dyn Layer> {
-        let overlay = self.overlay.as_ref().map(|overlay| overlay as &dyn Layer);
+        let overlay = self.overlay.as_ref().map(|(overlay, _)| overlay as &dyn Layer);
         self.layer.as_deref().into_iter().map(|layer| layer as &dyn Layer).chain(overlay)
     }
 
@@ -103,11 +196,29 @@ impl Source {
             Ok(Amount { data_bytes, zero_bytes: sum.zero_bytes + one.zero_bytes })
         })
     }
-}
 
-fn failure(error: &Error) -> Failure {
-    let failed = Failure::new(chain(error));
-    if error.is_disk_full() { failed.fix("free some space, and run it again") } else { failed }
+    fn standing(&self) -> Result<Option<Standing>, Failure> {
+        let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
+        self.store.as_ref().map(|store| Standing::on(&self.base, store, own)).transpose()
+    }
+
+    /// The disk, to be read.
+    fn open(self) -> Result<Box<dyn Readable>, Failure> {
+        let base = Base::open(&self.base, self.format).map_err(|e| failure(&e))?;
+        if base.disk_bytes() != self.disk_bytes {
+            let (image, disk) = (base.disk_bytes(), self.disk_bytes);
+            return Err(Failure::new(format!(
+                "{}: a disk of {image} bytes, {} is of one of {disk}",
+                self.base.display(),
+                self.name
+            ))
+            .fix("name the image that the VM ran on"));
+        }
+        Ok(match self.overlay {
+            Some((overlay, _)) => Box::new(Disk::new(overlay, base, self.layer)),
+            None => Box::new(Below::new(base, self.layer)),
+        })
+    }
 }
 
 impl Commit {
@@ -117,112 +228,108 @@ impl Commit {
         if self.dry_run {
             return self.say_amount(&source);
         }
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
         match &self.output {
-            Some(output) => self.to_new(source, output, &interrupted),
-            None => self.in_place(source, &interrupted),
+            Some(output) => self.to_new(source, output),
+            None => self.in_place(source),
         }
     }
 
     fn source(&self) -> Result<Source, Failure> {
-        let (Some(dir), Some(base)) = (&self.overlay, &self.base) else { return self.of_checkpoint() };
-        let format = match self.base_format {
-            Some(format) => format.into(),
-            None => ImageFormat::probe(base).map_err(|e| failure(&e))?,
+        if let (Some(dir), Some(base)) = (&self.overlay, &self.base) {
+            let format = match self.base_format {
+                Some(format) => format.into(),
+                None => ImageFormat::probe(base).map_err(|e| failure(&e))?,
+            };
+            return Source::of_overlay(dir, base, format);
+        }
+        let (Some(checkpoint), Some(path)) = (&self.checkpoint, &self.store) else {
+            return Err(Failure::new("neither a checkpoint of a store nor an overlay is named"));
         };
-        let overlay = Overlay::open(dir).map_err(|e| failure(&e))?;
-        let dir = dir.canonicalize().unwrap_or_else(|_| dir.clone());
-        Ok(Source {
-            name: format!("overlay {}", dir.display()),
-            base: base.clone(),
-            format,
-            layer: None,
-            disk_bytes: overlay.disk_bytes(),
-            overlay: Some(overlay),
-        })
-    }
-
-    /// The blocks that a checkpoint holds, as a layer over the image that it names.
-    fn of_checkpoint(&self) -> Result<Source, Failure> {
-        let checkpoint = self.checkpoint.as_deref().unwrap_or("latest");
-        Err(Failure::new(format!("checkpoint {checkpoint}: its disks cannot be read from a store yet"))
-            .fix("commit what the VM wrote, from its overlay: keyframe commit --overlay DIR --base IMAGE"))
+        let store = Store::open(path).map_err(|e| Failure::store(&e, path))?;
+        let id = store.resolve(checkpoint).map_err(|e| Failure::store(&e, path))?;
+        Source::of_checkpoint(store, id, self.disk.as_deref())
     }
 
     fn say_amount(&self, source: &Source) -> Outcome {
         let Amount { data_bytes, zero_bytes } = source.amount()?;
+        let standing = if self.in_place { source.standing()? } else { None };
+        let interrupted = source.was_interrupted();
+        if self.json {
+            output::json(&Planned {
+                source: &source.name,
+                image: &source.base,
+                output: self.output.as_deref(),
+                disk_bytes: source.disk_bytes,
+                data_bytes,
+                zero_bytes,
+                interrupted,
+                standing,
+            })?;
+            return Ok(DONE);
+        }
         let to = match &self.output {
             Some(output) => format!("beside all of {} to {}", source.base.display(), output.display()),
             None => format!("into {}", source.base.display()),
         };
-        output::print_line(&format!(
+        let mut lines = vec![format!(
             "would write {} and {} of zeros {to}, from {}",
             output::bytes(data_bytes),
             output::bytes(zero_bytes),
             source.name
-        ))?;
+        )];
+        if interrupted {
+            lines.push(
+                "This commit was interrupted: the image is used by nobody until it has been finished.".into(),
+            );
+        }
+        if let Some(standing) = &standing {
+            let running =
+                standing.running.iter().map(|vm| format!("VM {vm} runs over it: it would be refused."));
+            lines.extend(running.chain(standing.losses()));
+        }
+        output::print_line(&lines.join("\n"))?;
         Ok(DONE)
     }
 
-    fn to_new(&self, source: Source, path: &Path, interrupted: &AtomicBool) -> Outcome {
-        let base = Base::open(&source.base, source.format).map_err(|e| failure(&e))?;
-        if base.disk_bytes() != source.disk_bytes {
-            let (image, disk) = (base.disk_bytes(), source.disk_bytes);
-            return Err(Failure::new(format!(
-                "{}: a disk of {image} bytes, {} is of one of {disk}",
-                source.base.display(),
-                source.name
-            ))
-            .fix("name the image that the VM ran on"));
-        }
-        let Some(overlay) = source.overlay else {
-            return Err(Failure::new(format!("{}: no overlay", source.name)));
-        };
-        let disk = Disk::new(overlay, base, source.layer);
-        let bar = self.bar(disk.disk_bytes());
+    fn to_new(&self, source: Source, path: &Path) -> Outcome {
+        let (name, known) = (source.name.clone(), source.known.clone());
+        let disk = source.open()?;
+        let progress = Progress::new("committing", path, disk.disk_bytes(), self.quiet)?;
+        let progress = progress.reading(known.map(|disk| disk.base));
         let format = ImageFormat::from(self.format);
-        let written = commit::to_new(&disk, path, format, &mut |done| watch(&bar, interrupted, path, done));
-        bar.finish_and_clear();
+        let written = commit::to_new(&*disk, path, format, &mut |done| progress.reached(done));
+        progress.end();
         written.map_err(|e| failure(&e))?;
-        self.say(&format!("{} is in {} ({format})", source.name, path.display()));
+        self.say(&format!("{name} is in {} ({format})", path.display()));
         Ok(DONE)
     }
 
-    fn in_place(&self, source: Source, interrupted: &AtomicBool) -> Outcome {
+    fn in_place(&self, source: Source) -> Outcome {
         let amount = source.amount()?;
+        let standing = source.standing()?;
+        if let Some(standing) = &standing {
+            standing.require_stopped(&source.base)?;
+        }
         if !self.yes {
-            agreed(&source, amount)?;
+            agreed(&source, amount, standing.as_ref())?;
         }
-        let fail = |e: Error| failure(&e);
-        let image = InPlace::begin(&source.base, source.format, &source.name).map_err(fail)?;
-        let bar = self.bar(amount.data_bytes + amount.zero_bytes);
-        let mut before = 0;
-        for layer in source.layers() {
-            let mut told = |done| watch(&bar, interrupted, &source.base, before + done);
-            let done = image.write(layer, source.disk_bytes, &mut told).map_err(fail)?;
-            before += done.data_bytes + done.zero_bytes;
+        let progress =
+            Progress::new("committing", &source.base, amount.data_bytes + amount.zero_bytes, self.quiet)?;
+        let image = InPlace::begin(&source.base, source.format, source.disk_bytes, &source.name);
+        let image = image.map_err(|e| failure(&e))?;
+        let written = write_layers(&source, &image, &progress);
+        progress.end();
+        written.map_err(|e| {
+            let again = "until the same command has finished it, nobody can use the image: run it again";
+            Failure::new(chain(&e)).fix(again)
+        })?;
+        if let Some((overlay, _)) = source.overlay {
+            overlay.clear().map_err(|e| failure(&e))?;
         }
-        image.finish().map_err(fail)?;
-        bar.finish_and_clear();
-        if let Some(overlay) = source.overlay {
-            overlay.clear().map_err(fail)?;
-        }
-        image.unmark().map_err(fail)?;
+        image.unmark().map_err(|e| failure(&e))?;
         let size = output::bytes(amount.data_bytes + amount.zero_bytes);
         self.say(&format!("{} is in {} ({size})", source.name, source.base.display()));
         Ok(DONE)
-    }
-
-    fn bar(&self, bytes: u64) -> ProgressBar {
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(bytes) };
-        if let Ok(style) = ProgressStyle::with_template("committing {wide_bar} {bytes}/{total_bytes}") {
-            bar.set_style(style);
-        }
-        bar
     }
 
     fn say(&self, text: &str) {
@@ -232,28 +339,40 @@ impl Commit {
     }
 }
 
-fn watch(bar: &ProgressBar, interrupted: &AtomicBool, path: &Path, done: u64) -> Result<(), Error> {
-    bar.set_position(done);
-    if interrupted.load(Ordering::Relaxed) {
-        let source = std::io::Error::other("it was given up");
-        return Err(Error::Io { object: path.display().to_string(), operation: "commit", source });
+fn write_layers(source: &Source, image: &InPlace, progress: &Progress) -> Result<(), Error> {
+    let mut before = 0;
+    for layer in source.layers() {
+        let mut told = |done| progress.reached(before + done);
+        let done = image.write(layer, source.disk_bytes, &mut told)?;
+        before += done.data_bytes + done.zero_bytes;
     }
-    Ok(())
+    image.finish()
+}
+
+/// For a mark, which is one line.
+fn one_line(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 /// Asks whoever sits before the terminal.
-fn agreed(source: &Source, amount: Amount) -> Result<(), Failure> {
+fn agreed(source: &Source, amount: Amount, standing: Option<&Standing>) -> Result<(), Failure> {
     let base = source.base.display();
     let refused = |problem: &str| Failure::new(format!("{base}: {problem}; nothing was changed"));
+    let losses = match standing {
+        Some(standing) => standing.losses(),
+        None => vec!["Checkpoints whose disks lie over it can then no longer be restored.".into()],
+    };
     if !std::io::stdin().is_terminal() {
-        return Err(refused("writing into it was not agreed to, and there is no terminal to ask")
+        let problem = "writing into it was not agreed to, and there is no terminal to ask";
+        return Err(refused(&[&[problem.to_owned()], &losses[..]].concat().join(". "))
             .fix("look with --dry-run, then add --yes; or write a new image with -o FILE"));
     }
-    eprint!(
-        "{} writes {} into {base}. Checkpoints whose disks lie over it can then no longer be restored.\nGo on? [y/N] ",
-        source.name,
-        output::bytes(amount.data_bytes + amount.zero_bytes)
-    );
+    let size = output::bytes(amount.data_bytes + amount.zero_bytes);
+    eprintln!("{} writes {size} into {base}.", source.name);
+    for loss in losses {
+        eprintln!("{loss}");
+    }
+    eprint!("Go on? [y/N] ");
     let _ = std::io::stderr().flush();
     let mut answer = String::new();
     std::io::stdin().read_line(&mut answer).map_err(|e| Failure::new(format!("read the answer: {e}")))?;

@@ -1,12 +1,17 @@
 //! `keyframe export`: a checkpoint as a file that other tools read.
 
 use super::StoreArg;
+use crate::disks::stored::StoredDisk;
+use crate::disks::writing::{Progress, failure};
 use crate::failure::{DONE, Failure, Outcome};
 use crate::images::{Guest, StoredPages};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_disk::{ImageFormat, Readable, commit};
 use keyframe_image::Image;
 use keyframe_qemu::stream;
+use keyframe_store::Store;
+use keyframe_units::CheckpointId;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
@@ -19,17 +24,20 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// Zeros of this length become a hole in a file.
 const HOLE_BYTES: usize = 4096;
 
-/// Write a checkpoint as a file for other tools: raw RAM, ELF core, QEMU migration stream
+/// Write a checkpoint as a file for other tools: raw RAM, ELF core, QEMU migration stream, disk image
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Formats:
   raw        guest-physical RAM from address 0 on; what is no memory is zeros (holes, in a file)
   elf        an ELF core with the registers of all processors, for gdb, crash and volatility
   migration  what QEMU's own migrate writes: QEMU of the same version with the VM's own command line loads it, without Keyframe
 
+With --disk it is a disk, whole: raw (the default; sparse, in a file) or qcow2.
+
 Examples:
   keyframe export --store S latest --format elf -o vm.elf
   keyframe export --store S 12 --format raw -o - | strings
   keyframe export --store S latest --member web --format raw -o web.raw
+  keyframe export --store S latest --disk vda --format qcow2 -o vda.qcow2
   keyframe export --store S latest --format migration -o vm.mig
   qemu-system-x86_64 THE VM'S OWN OPTIONS -incoming 'exec:cat vm.mig'")]
 pub struct Export {
@@ -40,9 +48,12 @@ pub struct Export {
     /// Which VM, where the checkpoint is a group's
     #[arg(long, value_name = "NAME")]
     member: Option<String>,
+    /// A disk, instead of the RAM
+    #[arg(long, value_name = "NAME")]
+    disk: Option<String>,
     /// What to write
-    #[arg(long, value_enum)]
-    format: Format,
+    #[arg(long, value_enum, required_unless_present = "disk")]
+    format: Option<Format>,
     /// The file to make, or - for standard output
     #[arg(long, short, value_name = "FILE")]
     output: PathBuf,
@@ -59,6 +70,8 @@ enum Format {
     Raw,
     Elf,
     Migration,
+    /// With --disk
+    Qcow2,
 }
 
 /// What writing goes on with.
@@ -73,18 +86,26 @@ impl Export {
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
-        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
-        let guest = Guest::choose(&loaded, self.member.as_deref())?;
-        let image = match self.format {
-            Format::Raw => Some(guest.raw()?),
-            Format::Elf => Some(guest.core()?),
-            Format::Migration => None,
-        };
         let to_stdout = self.output == Path::new("-");
         if !to_stdout && !self.force && self.output.exists() {
             return Err(Failure::new(format!("{} exists", self.output.display()))
                 .fix("name another file, or replace it with --force"));
         }
+        let format = self.format.unwrap_or(Format::Raw);
+        if let Some(name) = &self.disk {
+            return self.disk(&store, id, name, format);
+        }
+        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        let guest = Guest::choose(&loaded, self.member.as_deref())?;
+        let image = match format {
+            Format::Raw => Some(guest.raw()?),
+            Format::Elf => Some(guest.core()?),
+            Format::Migration => None,
+            Format::Qcow2 => {
+                return Err(Failure::new("qcow2 is a format of disks, not of RAM")
+                    .fix("say which disk with --disk NAME; for RAM choose raw, elf or migration"));
+            }
+        };
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
@@ -112,6 +133,46 @@ impl Export {
                 "keyframe: checkpoint {id} of VM {} is in {} ({size})",
                 self.member.as_ref().unwrap_or(&loaded.meta.vm),
                 self.output.display()
+            );
+        }
+        Ok(DONE)
+    }
+
+    /// Writes a disk.
+    fn disk(&self, store: &Store, id: CheckpointId, name: &str, format: Format) -> Outcome {
+        let to_stdout = self.output == Path::new("-");
+        let format = match format {
+            Format::Raw => ImageFormat::Raw,
+            Format::Qcow2 if to_stdout => {
+                return Err(Failure::new("qcow2 is not written from its first byte to its last")
+                    .fix("name a file, or write it as raw"));
+            }
+            Format::Qcow2 => ImageFormat::Qcow2,
+            Format::Elf | Format::Migration => {
+                return Err(Failure::new(format!("disk {name}: a disk is written as raw or qcow2"))
+                    .fix("leave --format out, or leave --disk out for the RAM"));
+            }
+        };
+        let disks = store.load_disks(id).map_err(|e| self.store.failure(&e))?;
+        let stored = StoredDisk::choose(Arc::new(disks), self.member.as_deref(), Some(name))?;
+        let disk = stored.open()?;
+        let bytes = disk.disk_bytes();
+        let progress = Progress::new("exporting", &self.output, bytes, self.quiet)?;
+        let progress = progress.reading(Some(stored.meta().base.clone()));
+        let mut watch = |done| progress.reached(done);
+        let written = if to_stdout {
+            commit::to_stream(&disk, &mut io::stdout().lock(), &mut watch)
+        } else {
+            commit::to_file(&disk, &self.output, format, self.force, &mut watch)
+        };
+        progress.end();
+        written.map_err(|e| failure(&e))?;
+        if !to_stdout && !self.quiet {
+            eprintln!(
+                "keyframe: disk {} of checkpoint {id} is in {} ({format}, a disk of {})",
+                stored.meta().name,
+                self.output.display(),
+                output::bytes(bytes)
             );
         }
         Ok(DONE)

@@ -22,7 +22,8 @@ const POLL: Duration = Duration::from_millis(50);
   DIR/12/ram.elf        an ELF core for gdb, crash and volatility
   DIR/12/device.state   as QEMU gave it
   DIR/12/info.json      what `show --json` prints
-  DIR/12/MEMBER/        ram.raw, ram.elf, device.state of each VM, where the checkpoint is a group's
+  DIR/12/disk-NAME.raw  each disk, whole; an error while the image that it stands on is not what it was
+  DIR/12/MEMBER/        these files but info.json of each VM, where the checkpoint is a group's
   DIR/latest, DIR/TAG   links
 
 Files are made as they are read, so that nothing is copied in advance; new checkpoints appear while a VM runs. Only the
@@ -30,6 +31,7 @@ user who mounted it can look in.
 
 Examples:
   keyframe mount /mnt --store S
+  qemu-nbd -r -f raw /mnt/12/disk-vda.raw
   gdb -ex 'info registers' vmlinux /mnt/latest/ram.elf
   umount /mnt")]
 pub struct Mount {

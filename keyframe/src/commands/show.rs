@@ -1,6 +1,7 @@
 //! `keyframe show`: everything that is known of one checkpoint.
 
 use super::StoreArg;
+use crate::disks::base;
 use crate::failure::{DONE, Outcome};
 use crate::output;
 use crate::report::Entry;
@@ -43,10 +44,19 @@ struct Shown<'a> {
     map_chain: &'a [u64],
 }
 
+/// The entry of a checkpoint, with whether its disks can be read.
+fn entry(sealed: &Sealed) -> Entry {
+    let mut entry = Entry::of(sealed);
+    for (shown, disk) in entry.disks.iter_mut().zip(&sealed.meta.disks) {
+        shown.unreadable = base::require_unchanged(&disk.base).err().map(|why| why.message);
+    }
+    entry
+}
+
 /// What `--json` prints of a checkpoint.
 pub fn shown(sealed: &Sealed) -> impl Serialize + '_ {
     Shown {
-        entry: Entry::of(sealed),
+        entry: entry(sealed),
         ram: sealed.meta.ram.blocks(),
         machine: &sealed.meta.machine,
         members: &sealed.meta.members,
@@ -70,7 +80,7 @@ impl Show {
 }
 
 fn text(sealed: &Sealed) -> String {
-    let (e, members) = (Entry::of(sealed), &sealed.meta.members);
+    let (e, members) = (entry(sealed), &sealed.meta.members);
     let ms = output::duration;
     let mut lines = vec![
         format!(
@@ -118,9 +128,10 @@ fn text(sealed: &Sealed) -> String {
     for disk in &e.disks {
         let c = &disk.counts;
         lines.push(format!(
-            "disk       {}, {}: {} blocks written: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
+            "disk       {}, {}: {} written in {} blocks: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
             disk.name,
             output::bytes(disk.disk_bytes),
+            output::bytes(disk.written_bytes),
             c.written_blocks,
             c.zero_blocks,
             c.dedup_blocks,
@@ -129,6 +140,9 @@ fn text(sealed: &Sealed) -> String {
             output::bytes(c.stored_bytes),
             disk.base
         ));
+        if let Some(why) = &disk.unreadable {
+            lines.push(format!("           it cannot be read now: {why}"));
+        }
     }
     if members.is_empty() {
         lines.extend(of_machine(&sealed.meta.machine));

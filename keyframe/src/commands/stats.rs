@@ -3,7 +3,7 @@
 use super::{StoreArg, warn_of_unreadable};
 use crate::failure::Outcome;
 use crate::output;
-use crate::report::{self, Entry, PauseQuantiles};
+use crate::report::{self, DiskSums, Entry, PauseQuantiles};
 use serde::Serialize;
 
 /// Show what a store holds and what deduplication saved
@@ -25,6 +25,9 @@ struct Shown {
     #[serde(flatten)]
     store: keyframe_store::Stats,
     pause: PauseQuantiles,
+    /// Absent where no VM had disks.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    disks: Vec<DiskSums>,
 }
 
 impl Stats {
@@ -35,7 +38,8 @@ impl Stats {
         let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
         let entries: Vec<Entry> = listing.sealed.iter().map(Entry::of).collect();
         if self.json {
-            output::json(&Shown { store: s, pause: PauseQuantiles::of(&entries) })?;
+            let (pause, disks) = (PauseQuantiles::of(&entries), DiskSums::of(&entries));
+            output::json(&Shown { store: s, pause, disks })?;
             return Ok(warn_of_unreadable(&listing));
         }
         let b = output::bytes;
@@ -63,6 +67,10 @@ impl Stats {
             ),
         ];
         output::print_line(&lines.join("\n"))?;
+        let disks = DiskSums::of(&entries);
+        if !disks.is_empty() {
+            output::print_line(&format!("\n{}", report::disk_table(&disks)))?;
+        }
         if !entries.is_empty() {
             output::print_line(&format!("\n{}", report::pause_table(&entries)))?;
         }

@@ -4,7 +4,7 @@
 //! that has changed since is refused: by the length and the time of change of it and of each image that it stands on.
 
 use crate::failure::Failure;
-use keyframe_disk::ImageFormat;
+use keyframe_disk::{ImageFormat, commit};
 use keyframe_store::{BaseFile, BaseMeta};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -54,12 +54,17 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
                 path.display()
             ))
         };
+        let same_time = (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns));
+        if len_bytes == known.len_bytes && same_time {
+            continue;
+        }
+        if let Some(source) = commit::interrupted(path) {
+            let problem = format!("{}: a commit of {source} into it was interrupted", path.display());
+            return Err(Failure::new(problem).fix("finish it first: run keyframe commit --in-place again"));
+        }
         if len_bytes != known.len_bytes {
             let how = format!("it had {} bytes and has {len_bytes}", known.len_bytes);
             return Err(changed(how).fix("put the image back as it was"));
-        }
-        if (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns)) {
-            continue;
         }
         let same = sample(&open, len_bytes).map_err(|e| failed("read", path, &e))? == known.sample_blake3;
         return Err(if same {

@@ -40,16 +40,25 @@ impl Layers {
             }
         };
         *self.last.borrow_mut() = Some((source.store, Arc::clone(&disks)));
-        let blocks = disks.meta.blocks_of(source.disk);
-        let blocks =
-            blocks.ok_or_else(|| refused(format!("checkpoint {} has no disk {}", disks.id, source.disk)))?;
-        Ok(Box::new(StoredLayer { disks, blocks }))
+        let id = disks.id;
+        let layer = StoredLayer::of(disks, source.disk);
+        let layer = layer.ok_or_else(|| refused(format!("checkpoint {id} has no disk {}", source.disk)))?;
+        Ok(Box::new(layer))
     }
 }
 
-struct StoredLayer {
+/// A disk's blocks in a checkpoint.
+pub struct StoredLayer {
     disks: Arc<LoadedDisks>,
     blocks: PageRange,
+}
+
+impl StoredLayer {
+    /// Those of disk number `disk`; none where there is no such disk.
+    pub fn of(disks: Arc<LoadedDisks>, disk: usize) -> Option<Self> {
+        let blocks = disks.meta.blocks_of(disk)?;
+        Some(Self { disks, blocks })
+    }
 }
 
 impl Layer for StoredLayer {

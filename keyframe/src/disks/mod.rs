@@ -4,11 +4,16 @@
 //!   run      -drive file=a.img  ──▶ Wanted ──┐                       image a.img, untouched
 //!   restore  a checkpoint's disks ──▶ Wanted ─┴─serve──▶ __disks ──▶ (blocks of the checkpoint)
 //!                                                           └──────▶ overlay in STORE/disks/NAME.1/
+//!
+//!   commit, export, mount          StoredDisk ──▶ blocks of the checkpoint over image a.img, for reading
 //! ```
 
 pub mod base;
 pub mod layer;
 pub mod place;
+pub mod standing;
+pub mod stored;
+pub mod writing;
 
 use crate::failure::Failure;
 use keyframe_disk::{Disks, ImageFormat, Spec};

@@ -12,7 +12,9 @@
 use crate::failure::Failure;
 use crate::rundir::name_from;
 use keyframe_store::{DiskMeta, Store};
+use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
+use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
@@ -88,21 +90,44 @@ fn failed(operation: &str, path: &Path, error: &std::io::Error) -> Failure {
     Failure::new(format!("{operation} {}: {error}", path.display()))
 }
 
+/// What is said of the place at `path`, if it is one.
+pub fn info(path: &Path) -> Option<Info> {
+    let file = path.join(INFO);
+    let known = std::fs::metadata(&file).ok().filter(|meta| meta.len() <= INFO_BYTES_MAX)?;
+    let text = std::fs::read(file).ok().filter(|_| known.is_file())?;
+    serde_json::from_slice(&text).ok()
+}
+
+/// What is said of the place in which the overlay in `directory` lies, and where its store would be. None where it is in
+/// no place.
+pub fn of_overlay(directory: &Path) -> Option<(PathBuf, Info)> {
+    let place = directory.parent()?;
+    Some((place.parent()?.parent()?.to_owned(), info(place)?))
+}
+
+/// All places of a store.
+pub fn all(store: &Store) -> Vec<(PathBuf, Info)> {
+    let Ok(folder) = std::fs::read_dir(store.path().join("disks")) else { return Vec::new() };
+    let mut found: Vec<_> =
+        folder.flatten().filter_map(|entry| Some((entry.path(), info(&entry.path())?))).collect();
+    found.sort_by(|a, b| a.0.cmp(&b.0));
+    found
+}
+
+/// True while the overlay in `directory` is in use: by a VM that runs, or by somebody who reads it.
+pub fn is_in_use(directory: &Path) -> bool {
+    let locked = |overlay: File| flock(&overlay, FlockOperation::NonBlockingLockShared).is_err();
+    File::open(directory).is_ok_and(locked)
+}
+
 /// The places that hold writes to one of the images `bases`, with the image.
 pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, Info, String)> {
-    let Ok(folder) = std::fs::read_dir(store.path().join("disks")) else { return Vec::new() };
     let mut found = Vec::new();
-    for entry in folder.flatten() {
-        let text = std::fs::metadata(entry.path().join(INFO))
-            .ok()
-            .filter(|meta| meta.len() <= INFO_BYTES_MAX)
-            .and_then(|_| std::fs::read(entry.path().join(INFO)).ok());
-        let Some(info) = text.and_then(|text| serde_json::from_slice::<Info>(&text).ok()) else { continue };
+    for (path, info) in all(store) {
         let base = info.disks.iter().map(|(disk, _)| &disk.base.path).find(|p| bases.contains(&p.as_str()));
         if let Some(base) = base.cloned() {
-            found.push((entry.path(), info, base));
+            found.push((path, info, base));
         }
     }
-    found.sort_by(|a, b| a.0.cmp(&b.0));
     found
 }

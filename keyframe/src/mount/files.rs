@@ -1,5 +1,6 @@
 //! The tree as FUSE asks for it.
 
+use super::disks::OpenDisk;
 use super::node::{Kind, Node, Place};
 use super::tree::{Denied, Look, Tree};
 use fuser::{
@@ -8,7 +9,7 @@ use fuser::{
 };
 use std::collections::HashMap;
 use std::ffi::OsStr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// How long the kernel may go by what it was told of names and sizes: a forgotten checkpoint is gone after that.
@@ -17,12 +18,16 @@ const TRUSTED: Duration = Duration::from_secs(1);
 const READ_BYTES_MAX: u32 = 1 << 20;
 /// Directories that are being listed at once.
 const LISTINGS_MAX: usize = 1024;
+/// Files of disks that are open at once.
+const DISKS_OPEN_MAX: usize = 1024;
 
 /// The file system.
 pub struct Files {
     tree: Tree,
     /// The names of directories that are being listed, each as it was when it was opened.
     listings: Mutex<HashMap<u64, Vec<(String, Node)>>>,
+    /// Disks that are open, by their handles.
+    disks: Mutex<HashMap<u64, Arc<OpenDisk>>>,
     owner: (u32, u32),
 }
 
@@ -30,11 +35,20 @@ impl Files {
     /// Over a tree; files are the calling user's.
     pub fn new(tree: Tree) -> Self {
         let owner = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
-        Self { tree, listings: Mutex::default(), owner }
+        Self { tree, listings: Mutex::default(), disks: Mutex::default(), owner }
     }
 
     fn listings(&self) -> MutexGuard<'_, HashMap<u64, Vec<(String, Node)>>> {
         self.listings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn disks(&self) -> MutexGuard<'_, HashMap<u64, Arc<OpenDisk>>> {
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open_disk(&self, place: Place, disk: u8) -> Result<u64, Errno> {
+        let opened = self.tree.open_disk(place, disk).map_err(errno)?;
+        keep(&mut self.disks(), Arc::new(opened), DISKS_OPEN_MAX)
     }
 
     fn attributes(&self, node: Node) -> Result<(FileAttr, Duration), Errno> {
@@ -67,15 +81,15 @@ impl Files {
             _ => Node::Root,
         };
         let around = [(".".to_owned(), node), ("..".to_owned(), above)];
-        let mut listings = self.listings();
-        if listings.len() >= LISTINGS_MAX {
-            return Err(Errno::EMFILE);
-        }
-        let free =
-            (1..=LISTINGS_MAX as u64).find(|handle| !listings.contains_key(handle)).unwrap_or_default();
-        listings.insert(free, around.into_iter().chain(names).collect());
-        Ok(free)
+        keep(&mut self.listings(), around.into_iter().chain(names).collect(), LISTINGS_MAX)
     }
+}
+
+/// Gives what is opened a handle, of at most `max`.
+fn keep<T>(open: &mut HashMap<u64, T>, opened: T, max: usize) -> Result<u64, Errno> {
+    let free = (1..=max as u64).find(|handle| !open.contains_key(handle)).ok_or(Errno::EMFILE)?;
+    open.insert(free, opened);
+    Ok(free)
 }
 
 fn node(number: INodeNo) -> Result<Node, Errno> {
@@ -85,7 +99,7 @@ fn node(number: INodeNo) -> Result<Node, Errno> {
 fn kind(node: Node) -> FileType {
     match node {
         Node::Root | Node::Directory(_) => FileType::Directory,
-        Node::File(..) => FileType::RegularFile,
+        Node::File(..) | Node::Disk(..) => FileType::RegularFile,
         Node::Link(_) => FileType::Symlink,
     }
 }
@@ -132,6 +146,10 @@ impl Filesystem for Files {
             // Tags come and go, and with them its length.
             Some(Node::File(_, Kind::Info)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO),
             Some(Node::File(..)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE),
+            Some(Node::Disk(place, disk)) => match self.open_disk(place, disk) {
+                Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
+                Err(errno) => reply.error(errno),
+            },
             _ => reply.error(Errno::EISDIR),
         }
     }
@@ -140,7 +158,7 @@ impl Filesystem for Files {
         &self,
         _req: &Request,
         ino: INodeNo,
-        _fh: FileHandle,
+        fh: FileHandle,
         offset: u64,
         size: u32,
         _flags: OpenFlags,
@@ -154,8 +172,35 @@ impl Filesystem for Files {
                     Err(denied) => reply.error(errno(denied)),
                 }
             }
+            Some(Node::Disk(..)) => {
+                let disk = self.disks().get(&fh.0).cloned();
+                let len = size.min(READ_BYTES_MAX) as usize;
+                let read = disk
+                    .ok_or(Errno::EBADF)
+                    .and_then(|disk| self.tree.read_disk(&disk, offset, len).map_err(errno));
+                match read {
+                    Ok(bytes) => reply.data(&bytes),
+                    Err(errno) => reply.error(errno),
+                }
+            }
             _ => reply.error(Errno::EISDIR),
         }
+    }
+
+    fn release(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        if let Some(Node::Disk(..)) = Node::of(ino.0) {
+            self.disks().remove(&fh.0);
+        }
+        reply.ok();
     }
 
     fn opendir(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {

@@ -5,6 +5,7 @@
 //!   checkpoint << 24                        its directory
 //!   checkpoint << 24 | member << 8          the directory of a group's member, counted from 1 on
 //!   checkpoint << 24 | member << 8 | kind   files; those of the checkpoint have member 0
+//!                                           disks: behind the kinds, by their number in the checkpoint
 //!   1 << 63 | n                             the n-th link by name, in the order in which they were first seen
 //! ```
 
@@ -14,6 +15,8 @@ use keyframe_units::CheckpointId;
 pub const ROOT: u64 = 1;
 const LINK: u64 = 1 << 63;
 const KIND_BITS: u32 = 8;
+/// Disks of a checkpoint that have inodes.
+pub const DISKS_MAX: usize = 128;
 const MEMBER_BITS: u32 = 16;
 
 /// A directory of files.
@@ -73,6 +76,8 @@ pub enum Node {
     Directory(Place),
     /// A file there.
     File(Place, Kind),
+    /// A disk there, by its number in the checkpoint.
+    Disk(Place, u8),
     /// A link, by its number.
     Link(u64),
 }
@@ -87,6 +92,7 @@ impl Node {
                 let at = Kind::ALL.iter().position(|k| *k == kind).unwrap_or_default();
                 place.number() | (at as u64 + 1)
             }
+            Self::Disk(place, disk) => place.number() | (Kind::ALL.len() as u64 + 1 + u64::from(disk)),
             Self::Link(n) => LINK | n,
         }
     }
@@ -105,7 +111,10 @@ impl Node {
         match kind.checked_sub(1) {
             _ if id.0 == 0 => None,
             None => Some(Self::Directory(place)),
-            Some(k) => Kind::ALL.get(k).map(|kind| Self::File(place, *kind)),
+            Some(k) => match k.checked_sub(Kind::ALL.len()) {
+                None => Kind::ALL.get(k).map(|kind| Self::File(place, *kind)),
+                Some(disk) => Some(Self::Disk(place, disk as u8)).filter(|_| disk < DISKS_MAX),
+            },
         }
     }
 
@@ -126,10 +135,11 @@ mod tests {
             let place = Place { id: CheckpointId(77), member };
             all.push(Node::Directory(place));
             all.extend(Kind::ALL.map(|k| Node::File(place, k)));
+            all.extend([0, 1, DISKS_MAX as u8 - 1].map(|disk| Node::Disk(place, disk)));
         }
         for node in &all {
             assert_eq!(Node::of(node.number()), Some(*node));
         }
-        assert_eq!([0, 2, 200, 77 << 24 | 0x63].map(Node::of), [None; 4]);
+        assert_eq!([0, 2, 200, 77 << 24 | 0xf3].map(Node::of), [None; 4]);
     }
 }

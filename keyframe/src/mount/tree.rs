@@ -1,11 +1,12 @@
 //! The store as directories and files, without FUSE: names, sizes, bytes.
 
+use super::disks::{self, OpenDisk};
 use super::node::{Kind, Node, Place};
 use crate::commands::show;
 use crate::failure::{Failure, chain};
 use crate::images::{Guest, StoredPages};
 use keyframe_image::Image;
-use keyframe_store::{Error, Loaded, Store};
+use keyframe_store::{Error, Loaded, LoadedDisks, Store};
 use keyframe_units::CheckpointId;
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,6 +47,8 @@ struct Opened {
     loaded: Loaded,
     /// Its VM, or those of its group.
     vms: Vec<OpenedVm>,
+    /// Once one of its disks was opened.
+    disks: Mutex<Option<Arc<LoadedDisks>>>,
 }
 
 /// A VM of it.
@@ -94,9 +97,11 @@ impl Tree {
                 let opened = self.open(place.id)?;
                 let files = Kind::ALL.into_iter().filter(|kind| opened.has(place, *kind));
                 let files = files.map(|kind| (kind.name().to_owned(), Node::File(place, kind)));
-                Ok(files.chain(opened.directories(place)).collect())
+                let disks =
+                    opened.disks(place).into_iter().map(|(disk, name)| (name, Node::Disk(place, disk)));
+                Ok(files.chain(disks).chain(opened.directories(place)).collect())
             }
-            Node::File(..) | Node::Link(_) => Err(Denied::Absent),
+            Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
         }
     }
 
@@ -117,12 +122,15 @@ impl Tree {
             Node::Directory(place) => {
                 let opened = self.open(place.id)?;
                 let Some(kind) = Kind::ALL.into_iter().find(|k| k.name() == name) else {
+                    if let Some((disk, _)) = opened.disks(place).into_iter().find(|(_, file)| file == name) {
+                        return Ok(Node::Disk(place, disk));
+                    }
                     let found = opened.directories(place).find(|(directory, _)| directory == name);
                     return found.map(|(_, node)| node).ok_or(Denied::Absent);
                 };
                 if opened.has(place, kind) { Ok(Node::File(place, kind)) } else { Err(Denied::Absent) }
             }
-            Node::File(..) | Node::Link(_) => Err(Denied::Absent),
+            Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
         }
     }
 
@@ -136,7 +144,41 @@ impl Tree {
             }
             Node::Directory(place) => self.look_at(place, None),
             Node::File(place, kind) => self.look_at(place, Some(kind)),
+            Node::Disk(place, disk) => {
+                let look = self.look_at(place, None)?;
+                let opened = self.open(place.id)?;
+                let known = opened.loaded.meta.disks.get(usize::from(disk));
+                Ok(Look { len_bytes: known.ok_or(Denied::Absent)?.disk_bytes, ..look })
+            }
         }
+    }
+
+    /// Opens a disk.
+    pub fn open_disk(&self, place: Place, disk: u8) -> Result<OpenDisk, Denied> {
+        let opened = self.open(place.id)?;
+        let (_, name) =
+            opened.disks(place).into_iter().find(|(number, _)| *number == disk).ok_or(Denied::Absent)?;
+        let loaded = {
+            let mut loaded = lock(&opened.disks);
+            if let Some(disks) = &*loaded {
+                Arc::clone(disks)
+            } else {
+                let disks = self.store.load_disks(place.id).map_err(|e| self.denied(&e))?;
+                Arc::clone(loaded.insert(Arc::new(disks)))
+            }
+        };
+        OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id)).map_err(|problem| {
+            self.say(problem);
+            Denied::Unreadable
+        })
+    }
+
+    /// Reads up to `len` bytes of a disk from `offset` on.
+    pub fn read_disk(&self, disk: &OpenDisk, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
+        disk.read(offset, len).map_err(|problem| {
+            self.say(problem);
+            Denied::Unreadable
+        })
     }
 
     fn look_at(&self, place: Place, kind: Option<Kind>) -> Result<Look, Denied> {
@@ -219,7 +261,7 @@ impl Tree {
             Vec::new()
         });
         let vms = guests.into_iter().take(MEMBERS_MAX).map(vm).collect();
-        let opened = Arc::new(Opened { loaded, vms });
+        let opened = Arc::new(Opened { loaded, vms, disks: Mutex::default() });
         let mut all = lock(&self.opened);
         all.push_back(Arc::clone(&opened));
         if all.len() > LOADED_MAX {
@@ -272,6 +314,14 @@ impl Opened {
             .map(move |(name, member)| (name, Node::Directory(Place { member, ..place })))
     }
 
+    /// The disks in a place: their numbers in the checkpoint, and the names of their files.
+    fn disks(&self, place: Place) -> Vec<(u8, String)> {
+        let Some(vm) = self.vm(place) else { return Vec::new() };
+        disks::files(&self.loaded.meta.disks, vm.guest.member.as_deref())
+            .filter(|(_, name)| name.len() <= NAME_BYTES_MAX)
+            .collect()
+    }
+
     fn has(&self, place: Place, kind: Kind) -> bool {
         match kind {
             Kind::Info => place.member == 0,
@@ -291,22 +341,10 @@ impl OpenedVm {
     }
 }
 
-fn hex(digit: u32) -> char {
-    char::from_digit(digit, 16).map_or('0', |c| c.to_ascii_uppercase())
-}
-
 /// A member's name as that of a directory: what no file name may hold, or is a name already, as `%` and two digits.
 fn directory_name(member: &str) -> String {
     let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
-    let mut name = String::with_capacity(member.len());
-    for c in member.chars() {
-        if matches!(c, '/' | '%' | '\0') || (c == '.' && taken) {
-            name.extend(['%', hex(c as u32 / 16), hex(c as u32 % 16)]);
-        } else {
-            name.push(c);
-        }
-    }
-    name
+    disks::escaped(member, |c| c == '.' && taken)
 }
 
 #[cfg(test)]

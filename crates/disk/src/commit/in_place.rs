@@ -30,14 +30,15 @@ enum Image {
 }
 
 impl InPlace {
-    /// Begins to write to the image at `path`, or goes on after a kill. `source` names what is written, without line ends.
+    /// Begins to write to the image at `path`, of a disk of `disk_bytes`, or goes on after a kill. `source` names what is
+    /// written, without line ends.
     ///
-    /// Errors: somebody uses the image; a commit of something else was interrupted.
-    pub fn begin(path: &Path, format: ImageFormat, source: &str) -> Result<Self> {
+    /// Errors, which leave no mark: somebody uses the image; it is of another size; a commit of something else was interrupted.
+    pub fn begin(path: &Path, format: ImageFormat, disk_bytes: u64, source: &str) -> Result<Self> {
         let name = path.display().to_string();
         let path = path.canonicalize().map_err(Error::io(&name, "find"))?;
         // The lock comes last: closing a file lets go of what this process has locked of it.
-        let disk_bytes = Base::open_marked(&path, format)?.disk_bytes();
+        of_size(&name, Base::open_marked(&path, format)?.disk_bytes(), disk_bytes)?;
         let file = File::options().read(true).write(true).open(&path);
         let file = file.map_err(Error::io(&name, "open for writing"))?;
         let image = match format {
@@ -63,11 +64,7 @@ impl InPlace {
     /// Writes what `layer`, of a disk of `disk_bytes`, holds; `watch` hears how many bytes were written. Of several layers
     /// the lowest goes first.
     pub fn write(&self, layer: &dyn Layer, disk_bytes: u64, watch: Watch<'_>) -> Result<Amount> {
-        if disk_bytes != self.disk_bytes {
-            let problem =
-                format!("its disk has {} bytes, what is to be written {disk_bytes}", self.disk_bytes);
-            return Err(Error::refused(self.name(), problem, "use the image that the VM ran on"));
-        }
+        of_size(&self.name(), self.disk_bytes, disk_bytes)?;
         let mut amount = Amount::default();
         let mut run = Run { data: Vec::with_capacity(CHUNK_BYTES as usize), start: 0 };
         let mut block = [0; BLOCK_BYTES];
@@ -149,6 +146,14 @@ impl InPlace {
     }
 }
 
+fn of_size(name: &str, image_bytes: u64, disk_bytes: u64) -> Result<()> {
+    if image_bytes == disk_bytes {
+        return Ok(());
+    }
+    let problem = format!("its disk has {image_bytes} bytes, what is to be written {disk_bytes}");
+    Err(Error::refused(name, problem, "use the image that the VM ran on"))
+}
+
 /// Neighbouring blocks that are written at once.
 struct Run {
     data: Vec<u8>,
@@ -171,7 +176,7 @@ pub(crate) fn marker(path: &Path) -> PathBuf {
 }
 
 /// What is being written to the image at `path`, if a commit was interrupted.
-pub(crate) fn interrupted(path: &Path) -> Option<String> {
+pub fn interrupted(path: &Path) -> Option<String> {
     let path = path.canonicalize().ok()?;
     std::fs::read_to_string(marker(&path)).ok().map(|source| source.trim_end().to_owned())
 }

@@ -17,8 +17,8 @@ mod in_place;
 mod new;
 
 pub use in_place::InPlace;
-pub(crate) use in_place::interrupted;
-pub use new::{to_new, to_new_raw};
+pub use in_place::interrupted;
+pub use new::{to_file, to_new, to_new_raw, to_stream};
 
 use crate::{BLOCK, Block, Content, DiskBlock, Layer, Overlay, Result};
 

@@ -1,13 +1,13 @@
 //! A disk as a new image.
 
 use super::{CHUNK_BYTES, Watch};
-use crate::{Disk, Error, ImageFormat, Result};
+use crate::{BLOCK_BYTES, Error, ImageFormat, Readable, Result};
 use imago::file::File as ImageFile;
 use imago::format::gate::DenyImplicitOpenGate;
 use imago::qcow2::{Qcow2, Qcow2CreateBuilder};
 use imago::{FormatAccess, FormatCreateBuilder};
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -17,14 +17,25 @@ const RANGES_MAX: usize = 1024;
 /// Writes `disk` to a new raw image at `path`, sparse where it is zero. It is there whole and durable, or not at all.
 ///
 /// Error: also where something is at `path` already.
-pub fn to_new_raw(disk: &Disk, path: &Path) -> Result<()> {
+pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }
 
 /// The same in either format; `watch` hears how far it has got, of the disk's bytes.
-pub fn to_new(disk: &Disk, path: &Path, format: ImageFormat, watch: Watch<'_>) -> Result<()> {
+pub fn to_new(disk: &dyn Readable, path: &Path, format: ImageFormat, watch: Watch<'_>) -> Result<()> {
+    to_file(disk, path, format, false, watch)
+}
+
+/// The same; with `replace` a file that is there is replaced, by all of the new one at once.
+pub fn to_file(
+    disk: &dyn Readable,
+    path: &Path,
+    format: ImageFormat,
+    replace: bool,
+    watch: Watch<'_>,
+) -> Result<()> {
     let name = path.display().to_string();
-    if path.symlink_metadata().is_ok() {
+    if !replace && path.symlink_metadata().is_ok() {
         return Err(Error::refused(name, "it exists", "name another file"));
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -35,22 +46,37 @@ pub fn to_new(disk: &Disk, path: &Path, format: ImageFormat, watch: Watch<'_>) -
     copy(disk, &target, &name, watch)?;
     target.finish().map_err(Error::io(&name, "finish"))?;
     file.as_file().sync_all().map_err(Error::io(&name, "sync"))?;
-    file.persist_noclobber(path).map_err(|e| Error::io(&name, "put in place")(e.error))?;
+    let placed = if replace { file.persist(path) } else { file.persist_noclobber(path) };
+    placed.map_err(|e| Error::io(&name, "put in place")(e.error))?;
     let folder = File::open(folder).and_then(|folder| folder.sync_all());
     folder.map_err(Error::io(name, "sync the directory of"))
 }
 
-fn copy(disk: &Disk, target: &Target<'_>, name: &str, watch: Watch<'_>) -> Result<()> {
+/// Writes `disk` as raw bytes, from the first to the last, to where there are no holes.
+pub fn to_stream(disk: &dyn Readable, out: &mut dyn Write, watch: Watch<'_>) -> Result<()> {
+    let mut chunk = vec![0; CHUNK_BYTES as usize];
+    let mut at = 0;
+    while at < disk.disk_bytes() {
+        let part = &mut chunk[..(disk.disk_bytes() - at).min(CHUNK_BYTES) as usize];
+        disk.read(at, part)?;
+        out.write_all(part).map_err(Error::io("the new image", "write"))?;
+        at += part.len() as u64;
+        watch(at)?;
+    }
+    out.flush().map_err(Error::io("the new image", "write"))
+}
+
+fn copy(disk: &dyn Readable, target: &Target<'_>, name: &str, watch: Watch<'_>) -> Result<()> {
     let mut at = 0;
     let mut chunk = vec![0; CHUNK_BYTES as usize];
     while at < disk.disk_bytes() {
-        for (start, bytes, zero) in disk.status(at, disk.disk_bytes() - at, RANGES_MAX)? {
+        for (start, bytes, zero) in disk.ranges(at, disk.disk_bytes() - at, RANGES_MAX)? {
             at = start + bytes;
             let mut from = if zero { at } else { start };
             while from < at {
                 let part = &mut chunk[..(at - from).min(CHUNK_BYTES) as usize];
                 disk.read(from, part)?;
-                target.write(part, from).map_err(Error::io(name, "write"))?;
+                target.write_nonzero(part, from).map_err(Error::io(name, "write"))?;
                 from += part.len() as u64;
                 watch(from)?;
             }
@@ -83,6 +109,25 @@ impl<'a> Target<'a> {
                 Ok(Self::Qcow2(Box::new(FormatAccess::new(image))))
             }
         }
+    }
+
+    /// Writes the blocks of `data` that are not zero, those side by side at once.
+    fn write_nonzero(&self, data: &[u8], at: u64) -> io::Result<()> {
+        let end_of = |from: usize| (from + BLOCK_BYTES).min(data.len());
+        let is_zero = |from: usize| data[from..end_of(from)].iter().all(|byte| *byte == 0);
+        let mut from = 0;
+        while from < data.len() {
+            let zero = is_zero(from);
+            let mut end = end_of(from);
+            while end < data.len() && is_zero(end) == zero {
+                end = end_of(end);
+            }
+            if !zero {
+                self.write(&data[from..end], at + from as u64)?;
+            }
+            from = end;
+        }
+        Ok(())
     }
 
     fn write(&self, data: &[u8], at: u64) -> io::Result<()> {

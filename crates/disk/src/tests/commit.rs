@@ -1,8 +1,8 @@
 //! Disks written back: new images as QEMU reads them, and bases that are written while somebody kills the writer.
 
-use super::{Bed, img, run};
+use super::{Bed, Stamp, img, run};
 use crate::commit::{self, InPlace};
-use crate::{Base, Disk, Error, ImageFormat, Overlay, Result};
+use crate::{BLOCK_BYTES, Base, Below, Disk, Error, ImageFormat, Overlay, Result};
 use std::path::Path;
 use std::process::Command;
 
@@ -27,7 +27,7 @@ fn child() {
 
 fn in_place(dir: &Path, format: ImageFormat, watch: commit::Watch<'_>) -> Result<commit::Amount> {
     let overlay = Overlay::open(&dir.join("overlay"))?;
-    let image = InPlace::begin(&dir.join("base"), format, "the overlay")?;
+    let image = InPlace::begin(&dir.join("base"), format, overlay.disk_bytes(), "the overlay")?;
     let amount = image.write(&overlay, overlay.disk_bytes(), watch)?;
     image.finish()?;
     overlay.clear()?;
@@ -102,6 +102,37 @@ fn a_new_image_is_what_the_disk_was() {
     assert!(left.iter().all(|name| name != "never" && !name.to_string_lossy().starts_with('.')), "{left:?}");
 }
 
+/// A checkpoint's disk: a layer over an image, without an overlay.
+#[test]
+fn a_layer_over_an_image_becomes_a_file_or_a_stream() {
+    let bed = Bed::new();
+    base(&bed, ImageFormat::Qcow2);
+    let mut expected = content(&bed.path("base"), ImageFormat::Qcow2);
+    for (number, block) in expected.chunks_mut(BLOCK_BYTES).enumerate() {
+        match number % 4 {
+            1 => block.fill(9),
+            2 => block.fill(0),
+            _ => {}
+        }
+    }
+    let image = Base::open(&bed.path("base"), ImageFormat::Qcow2).unwrap();
+    let disk = Below::new(image, Some(Box::new(Stamp(9))));
+    for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
+        let path = bed.path("new");
+        std::fs::write(&path, "what was there").unwrap();
+        assert!(
+            commit::to_file(&disk, &path, format, false, &mut |_| Ok(())).is_err(),
+            "not asked to replace"
+        );
+        commit::to_file(&disk, &path, format, true, &mut |_| Ok(())).unwrap();
+        assert!(content(&path, format) == expected, "{format}");
+    }
+    img(&["check", "-q", "-f", "qcow2", bed.path("new").to_str().unwrap()]);
+    let mut streamed = Vec::new();
+    commit::to_stream(&disk, &mut streamed, &mut |_| Ok(())).unwrap();
+    assert!(streamed == expected, "the stream differs");
+}
+
 #[test]
 fn a_commit_in_place_that_is_killed_goes_on_and_nobody_reads_half() {
     for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
@@ -117,7 +148,10 @@ fn a_commit_in_place_that_is_killed_goes_on_and_nobody_reads_half() {
             assert!(!status.success(), "{format}: it was to be killed at {limit}");
             let error = Base::open(&bed.path("base"), format).unwrap_err().to_string();
             assert!(error.contains("the overlay") && error.contains("interrupted"), "{error}");
-            let other = InPlace::begin(&bed.path("base"), format, "another").err().unwrap().to_string();
+            let other = InPlace::begin(&bed.path("base"), format, DISK_BYTES as u64, "another")
+                .err()
+                .unwrap()
+                .to_string();
             assert!(other.contains("the overlay"), "{other}");
             if format == ImageFormat::Qcow2 {
                 no_corruption(&bed.path("base"));
@@ -149,7 +183,9 @@ fn an_image_in_use_is_not_written() {
     base(&bed, ImageFormat::Raw);
     overlay(&bed, ImageFormat::Raw);
     let before = std::fs::read(bed.path("base")).unwrap();
-    let begin = || InPlace::begin(&bed.path("base"), ImageFormat::Raw, "the overlay").map(drop);
+    let begin_with =
+        |bytes: u64| InPlace::begin(&bed.path("base"), ImageFormat::Raw, bytes, "the overlay").map(drop);
+    let begin = || begin_with(DISK_BYTES as u64);
     // Another VM of ours that runs over it.
     let served = Base::open(&bed.path("base"), ImageFormat::Raw).unwrap();
     assert!(matches!(begin(), Err(Error::Locked { .. })));
@@ -173,8 +209,12 @@ fn an_image_in_use_is_not_written() {
     holder.wait().unwrap();
     assert!(matches!(locked, Err(Error::Locked { .. })), "{locked:?}");
     assert!(!bed.path("base.keyframe-commit").exists() && std::fs::read(bed.path("base")).unwrap() == before);
+    // One that is of another disk is neither written nor marked.
+    assert!(matches!(begin_with(512), Err(Error::Refused { .. })));
+    assert!(!bed.path("base.keyframe-commit").exists());
     // And while we write, nobody else of ours reads.
-    let image = InPlace::begin(&bed.path("base"), ImageFormat::Raw, "the overlay").unwrap();
+    let image =
+        InPlace::begin(&bed.path("base"), ImageFormat::Raw, DISK_BYTES as u64, "the overlay").unwrap();
     let error = Base::open(&bed.path("base"), ImageFormat::Raw).unwrap_err().to_string();
     assert!(error.contains("under way"), "{error}");
     let wrong = image.write(&Overlay::open(&bed.path("overlay")).unwrap(), 512, &mut |_| Ok(()));
