@@ -189,6 +189,8 @@ impl Qmp {
                         operation: GREETING.into(),
                     });
                 }
+                // Before it greets, QEMU takes a new client for the one before, who was told of events.
+                Ok(message) if message.get("event").is_some() && started.elapsed() < wait => {}
                 other => break other?,
             }
         };
@@ -264,7 +266,9 @@ impl Qmp {
     /// Has the state of all devices written to `target` (a path or `/dev/fdset/N`).
     pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
-        let id = self.send(operation, Some(json!({ "filename": target, "live": true })), None)?;
+        // `live` would only have a VM that stands give up its disks, as if another host took them over: a second time before it
+        // runs again QEMU aborts.
+        let id = self.send(operation, Some(json!({ "filename": target, "live": false })), None)?;
         self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
     }
 
