@@ -8,6 +8,7 @@ mod branch;
 mod budgets;
 mod commands;
 mod crash;
+mod cycles;
 mod disk_server;
 mod disks;
 mod exact;
@@ -22,6 +23,7 @@ mod mount;
 mod profile;
 mod refusals;
 mod rollback;
+mod rollback_disks;
 mod strategies;
 mod thp;
 

@@ -56,7 +56,8 @@ impl Disks {
         let child = command.spawn().map_err(failed)?;
         // The command holds the other end, whose closing must be seen.
         command.stdin(Stdio::null());
-        let mut disks = Self { child, control, specs: specs.to_vec(), staged: Vec::new(), disk_bytes: Vec::new() };
+        let mut disks =
+            Self { child, control, specs: specs.to_vec(), staged: Vec::new(), disk_bytes: Vec::new() };
         let order = Order::Open { socket: socket.into(), specs: specs.to_vec() };
         match disks.ask(&order, OPEN_TIMEOUT) {
             Ok(Answer::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {

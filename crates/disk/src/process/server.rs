@@ -42,10 +42,7 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     }
 }
 
-fn open(
-    specs: &[Spec],
-    open_layer: OpenLayer<'_>,
-) -> Result<(Vec<Export>, Vec<ImageLock>)> {
+fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<ImageLock>)> {
     let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
     if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
         let problem = format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
@@ -134,7 +131,9 @@ impl Serving<'_> {
                 let (extents, next) = export.disk.stack().overlay.pages(*epoch, *from, EXTENTS_MAX)?;
                 return Ok(Answer::Pages { extents, next });
             }
-            Order::Release { epochs } => self.of_each(epochs, |disk, epoch| disk.stack().overlay.release(epoch))?,
+            Order::Release { epochs } => {
+                self.of_each(epochs, |disk, epoch| disk.stack().overlay.release(epoch))?
+            }
             Order::GiveBack { epochs } => {
                 self.of_each(epochs, |disk, epoch| disk.stack().overlay.give_back(epoch))?;
             }
