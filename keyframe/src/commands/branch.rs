@@ -73,7 +73,7 @@ pub struct Branch {
     paused: bool,
     /// Another QEMU binary of the same version
     #[arg(long, value_name = "PATH")]
-    qemu: Option<std::path::PathBuf>,
+    qemu: Option<PathBuf>,
     /// Run them under this accelerator, whichever the VM ran under before
     #[arg(long, value_enum)]
     accel: Option<Accel>,
@@ -321,7 +321,7 @@ impl Branch {
         }
         let killed = kill(&mut clones).map_err(|e| Failure::qemu(&e));
         let closed: Vec<_> = clones.iter_mut().map(|clone| self.end_disks(clone)).collect();
-        killed.and(closed.into_iter().collect())?;
+        killed.and(closed.into_iter().collect::<Result<(), Failure>>())?;
         ended
     }
 
