@@ -53,6 +53,12 @@ pub fn wait_for_records(vm: &mut Process, skip: usize, more: u64) -> u64 {
     grown.unwrap_or_else(|| panic!("the guest writes no more; {}", vm.report()))
 }
 
+/// The same, behind what it has said so far.
+pub fn wait_for_more_records(vm: &mut Process, more: u64) -> u64 {
+    let skip = vm.lines().len();
+    wait_for_records(vm, skip, more)
+}
+
 /// The disk `export` as the server at `socket` shows it now, in the file `to`.
 pub fn copy_disk(socket: &Path, export: &str, to: &Path) {
     let url = format!("nbd+unix:///{export}?socket={}", socket.display());

@@ -302,7 +302,7 @@ fn a_group_comes_back_with_its_disks() {
     let mut restored = bench.restore("latest", &[]);
     // More than a ring: each block is compared with RAM before it is overwritten.
     both_write(&mut restored, before.iter().max().unwrap() + 400);
-    restored.signal(rustix::process::Signal::TERM);
+    restored.signal(Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());
     for image in &images {
         assert!(std::fs::read(image).unwrap().iter().all(|byte| *byte == 0), "an image was written");

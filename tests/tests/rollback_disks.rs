@@ -1,7 +1,7 @@
 //! `keyframe rollback` of a VM with a disk: RAM and disk go back together, or neither does, whoever is killed.
 
 use keyframe_tests::journaling::{
-    blank_image, copy_disk, disks_socket, journaling, records_of, wait_for_records,
+    blank_image, copy_disk, disks_socket, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
     Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, restored_pid, until,
@@ -57,7 +57,7 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
         let target = take(&bench);
         let mut befores = Vec::new();
         for round in 0..3 {
-            let far = wait_for_records(&mut run, run.lines().len(), 400);
+            let far = wait_for_more_records(&mut run, 400);
             let skip = run.lines().len();
             let done = bench.json(&["rollback", &target.to_string(), "--name", "guest", "--json"]);
             befores.push((number(&done, "before"), number(&done, "now")));
@@ -71,7 +71,7 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
                 run.report()
             );
             // All of the ring is read in that time.
-            wait_for_records(&mut run, run.lines().len(), 400);
+            wait_for_more_records(&mut run, 400);
             assert_eq!(overlays(&bench), 1, "what was written before is gone");
         }
         // The next checkpoint holds the disk as it stands there.
@@ -121,7 +121,7 @@ fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
         let far = wait_for_records(&mut run, 0, 300);
         let before = overlays(&bench);
         bench.refused(&["rollback", "other", "--name", "guest"], 1, &["the VM is as it was"]);
-        assert!(wait_for_records(&mut run, run.lines().len(), 400) > far, "the guest goes on");
+        assert!(wait_for_more_records(&mut run, 400) > far, "the guest goes on");
         assert_eq!(overlays(&bench), before, "nothing is left of it");
         let last = take(&bench);
         bench.ok(&["stop", "--name", "guest"]);
@@ -139,7 +139,7 @@ fn an_engine_killed_in_a_rollback_leaves_no_vm_standing() {
         let fault = format!("kill-rollback:{step}");
         let (mut run, _) = start(&bench, &qemus()[0], &["--interval", "none", "--fault", &fault]);
         let target = take(&bench);
-        let far = wait_for_records(&mut run, run.lines().len(), 300);
+        let far = wait_for_more_records(&mut run, 300);
         let qemu = Orphan::of(&bench, &mut run, "guest");
         let skip = run.lines().len();
         let killed = bench.run(&["rollback", &target.to_string(), "--name", "guest"]);
