@@ -292,7 +292,11 @@ fn clones_have_disks_of_their_own() {
         }
 
         let (mut process, clones) = branch(&bench, &["-n", "2", "--name", "k", "--keep-disks"]);
-        clones.iter().for_each(|clone| until("the clone writes", || written(clone) > 0));
+        for clone in &clones {
+            until("the clone says what it wrote before", || written(clone) > 0);
+            let first = written(clone);
+            until("the clone writes", || written(clone) > first);
+        }
         process.signal(Signal::INT);
         assert!(process.wait().success(), "{}", process.report());
         assert_eq!(places(), before + 2);
