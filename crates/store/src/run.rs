@@ -453,9 +453,10 @@ impl Run {
 
     fn encode_map(&self, id: u64) -> (Vec<u8>, Vec<u64>) {
         let complete_pages = self.map.nonzero_pages() + self.disk_map.known_blocks();
-        let plan = match self.taken_over {
-            true => Plan { changed: None, below: Vec::new() },
-            false => self.chain.plan(&self.changed, complete_pages),
+        let plan = if self.taken_over {
+            Plan { changed: None, below: Vec::new() }
+        } else {
+            self.chain.plan(&self.changed, complete_pages)
         };
         // Checked when the run began.
         let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();

@@ -132,7 +132,7 @@ impl Serving<'_> {
                 return Ok(Answer::Pages { extents, next });
             }
             Order::Release { epochs } => {
-                self.of_each(epochs, |disk, epoch| disk.stack().overlay.release(epoch))?
+                self.of_each(epochs, |disk, epoch| disk.stack().overlay.release(epoch))?;
             }
             Order::GiveBack { epochs } => {
                 self.of_each(epochs, |disk, epoch| disk.stack().overlay.give_back(epoch))?;
