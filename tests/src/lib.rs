@@ -8,6 +8,7 @@ mod foreign;
 mod hash;
 mod huge;
 mod journal;
+pub mod journaling;
 mod orphan;
 mod payload;
 mod process;

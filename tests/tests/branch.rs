@@ -1,7 +1,8 @@
 //! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory that they have not written.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, Process, Qemu, Sequence, hash_lines, number, qemus, until};
+use keyframe_tests::journaling::{blank_image, copy_disk_of, journaling, records_of, wait_for_records};
+use keyframe_tests::{Bench, Boot, JournalImage, Process, Qemu, Sequence, hash_lines, number, qemus, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::Path;
@@ -241,4 +242,90 @@ fn half_a_set_of_clones_is_none() {
     assert!(!said.contains("running"), "{said}");
     let left = bench.path().join("keyframe/.clones");
     assert_eq!(std::fs::read_dir(left).unwrap().count(), 0, "nothing is left behind");
+}
+
+/// The console of a clone as the counters of its journal: the records it has written.
+fn written(clone: &Value) -> u64 {
+    records_of(&console(clone))
+}
+
+#[test]
+fn clones_have_disks_of_their_own() {
+    for qemu in qemus() {
+        println!("-- QEMU {}", qemu.label);
+        let bench = Bench::new();
+        let image = blank_image(&bench, "disk");
+        let mut run = bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
+        run.wait_for("KF READY");
+        wait_for_records(&mut run, 0, 300);
+        bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
+        bench.ok(&["stop", "--name", "guest"]);
+        assert!(run.wait().success(), "{}", run.report());
+        let places =
+            || std::fs::read_dir(Path::new(&bench.store()).join("disks")).expect("STORE/disks").count();
+        let before = places();
+
+        let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
+        assert_eq!(places(), before + 3);
+        // One that is ended takes what it wrote along, and nobody else.
+        until("a clone writes", || written(&clones[1]) > 0);
+        kill_process(Pid::from_raw(number(&clones[1], "qemu_pid") as i32).unwrap(), Signal::KILL).unwrap();
+        until("its disk has gone", || places() == before + 2);
+        // All of the ring is compared with RAM before it is overwritten.
+        for clone in [&clones[0], &clones[2]] {
+            until("the clone writes", || written(clone) > 0);
+            let first = written(clone);
+            until("the clone writes on", || written(clone) >= first + 400);
+            let copied = bench.path().join(format!("{}.raw", text(clone, "name")));
+            let socket = Path::new(text(clone, "directory")).join("disks.sock");
+            copy_disk_of(number(clone, "qemu_pid") as u32, &socket, "d", &copied);
+            let found = JournalImage::read(&copied, 1);
+            assert!(found.torn.is_empty() && found.newest > first, "{found:?}");
+        }
+        assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0), "the image was written");
+        process.signal(Signal::INT);
+        process.wait();
+        assert_eq!(places(), before, "what clones wrote is thrown away");
+        for clone in &clones {
+            until("no clone is left", || is_gone(number(clone, "qemu_pid")));
+            assert!(!Path::new(text(clone, "directory")).exists(), "nothing is left behind");
+        }
+
+        let (mut process, clones) = branch(&bench, &["-n", "2", "--name", "k", "--keep-disks"]);
+        for clone in &clones {
+            until("the clone says what it wrote before", || written(clone) > 0);
+            let first = written(clone);
+            until("the clone writes", || written(clone) > first);
+        }
+        process.signal(Signal::INT);
+        assert!(process.wait().success(), "{}", process.report());
+        assert_eq!(places(), before + 2);
+        assert_eq!(
+            process.errors().matches("has written to its disks is in").count(),
+            2,
+            "{}",
+            process.report()
+        );
+    }
+}
+
+/// Where one clone cannot be, nobody's disks stay.
+#[test]
+fn half_a_set_of_clones_with_disks_leaves_nothing() {
+    let bench = Bench::new();
+    let image = blank_image(&bench, "disk");
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemus()[0], &image));
+    run.wait_for("KF READY");
+    bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let places = || std::fs::read_dir(Path::new(&bench.store()).join("disks")).map_or(0, Iterator::count);
+    let before = places();
+    std::fs::create_dir(bench.path().join("out-1")).unwrap();
+    let store = bench.store();
+    let words =
+        ["branch", "--store", &store, "seed", "-n", "2", "--", "-chardev", "file,id=x,path=out-{n}/log"];
+    bench.refused(&words, 1, &["guest-2"]);
+    assert_eq!(places(), before);
+    assert_eq!(std::fs::read_dir(bench.path().join("keyframe/.clones")).unwrap().count(), 0);
 }

@@ -1,5 +1,6 @@
 //! Groups: several VMs in one checkpoint, of one instant, and back to life together.
 
+use keyframe_tests::journaling::{blank_image, journaling, records_of};
 use keyframe_tests::{Bench, Boot, Foreign, HashLine, Process, Sequence, hash_lines, number, qemus, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -258,4 +259,52 @@ fn a_group_is_restored_beside_itself_on_another_network() {
     both_talk_on(&bench, &mut run, 500);
     drop(copy);
     both_talk_on(&bench, &mut run, 500);
+}
+
+/// Each member's disk is of the group's instant, and its own.
+#[test]
+fn a_group_comes_back_with_its_disks() {
+    let bench = Bench::new();
+    let images = ["a", "b"].map(|name| blank_image(&bench, name));
+    let member = |(name, image): (&str, &std::path::PathBuf)| {
+        let mut boot = journaling(&qemus()[0], image);
+        boot.serial = format!("file:{}", bench.path().join(format!("{name}.log")).display());
+        boot.with(&["-name", name])
+    };
+    let members: Vec<Boot> = ["a", "b"].into_iter().zip(&images).map(member).collect();
+    let mut run = start(&bench, &["--interval", "500ms"], &members);
+    wait_until_ready(&bench, &mut run);
+    let both_write = |vms: &mut Process, least: u64| {
+        let done = |name| records_of(&console(&bench, name)) >= least;
+        let both = vms.wait_until(90, |_| (done("a") && done("b")).then_some(()));
+        assert!(
+            both.is_some(),
+            "a: {:?}, b: {:?}; {}",
+            console(&bench, "a"),
+            console(&bench, "b"),
+            vms.report()
+        );
+    };
+    both_write(&mut run, 300);
+    let mark = bench.list().len();
+    until("checkpoints of guests that write", || bench.list().len() >= mark + 2);
+    let before = ["a", "b"].map(|name| records_of(&console(&bench, name)));
+    bench.ok(&["stop", "--name", "pair"]);
+    assert!(run.wait().success(), "{}", run.report());
+    assert!(run.errors().contains(", 0 failed"), "{}", run.report());
+    let shown = bench.json(&["show", "--json", "--store", &bench.store(), "latest"]);
+    let names: Vec<_> =
+        shown["disks"].as_array().unwrap().iter().map(|d| d["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["a/d", "b/d"]);
+    ["a", "b"]
+        .iter()
+        .for_each(|name| std::fs::remove_file(bench.path().join(format!("{name}.log"))).unwrap());
+    let mut restored = bench.restore("latest", &[]);
+    // More than a ring: each block is compared with RAM before it is overwritten.
+    both_write(&mut restored, before.iter().max().unwrap() + 400);
+    restored.signal(Signal::TERM);
+    assert!(restored.wait().success(), "{}", restored.report());
+    for image in &images {
+        assert!(std::fs::read(image).unwrap().iter().all(|byte| *byte == 0), "an image was written");
+    }
 }

@@ -9,6 +9,7 @@ mod budgets;
 mod commands;
 mod commit;
 mod crash;
+mod cycles;
 mod disk_server;
 mod disks;
 mod exact;
@@ -24,6 +25,7 @@ mod mount;
 mod profile;
 mod refusals;
 mod rollback;
+mod rollback_disks;
 mod strategies;
 mod thp;
 

@@ -1,17 +1,35 @@
-//! A disk as a guest sees it: an overlay, and what lies beneath.
+//! A disk as a guest sees it: an overlay, and what lies beneath. Both can be exchanged for others while it is served.
+//!
+//! ```text
+//!   export ──▶ Disk ──▶ Stack: overlay, layer, base        exchange(): requests that come find the other one
+//!                       Stack: another overlay and layer   requests under way end in the one that they began in
+//! ```
 
 use crate::layers::{Below, Range, Readable};
 use crate::overlay::{Overlay, Size};
 use crate::{BLOCK, Base, DiskBlock, Layer, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
+
+/// What a disk holds.
+pub(crate) struct Stack {
+    pub overlay: Overlay,
+    below: Below,
+}
+
+impl Stack {
+    /// On `base`, with its overlay in `dir`, which is made unless it is there.
+    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>) -> Result<Self> {
+        let overlay = Overlay::create(dir, base.disk_bytes())?;
+        Ok(Self { overlay, below: Below::new(base, layer) })
+    }
+}
 
 /// A disk.
 pub struct Disk {
-    overlay: Overlay,
-    below: Below,
+    stack: RwLock<Arc<Stack>>,
     pause: Mutex<Pause>,
     /// Flushes acknowledged in a pause, before their sync.
     owed: AtomicU64,
@@ -42,42 +60,52 @@ pub enum Flushed {
 impl Disk {
     /// A disk on `base`, with its overlay in `dir`, which is made unless it is there.
     pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>) -> Result<Self> {
-        let overlay = Overlay::create(dir, base.disk_bytes())?;
-        Ok(Self::new(overlay, base, layer))
+        Stack::create(dir, base, layer).map(Self::of)
     }
 
     /// A disk of an overlay that is open.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
-        let below = Below::new(base, layer);
-        Self { overlay, below, pause: Mutex::default(), owed: AtomicU64::new(0), paid: AtomicU64::new(0) }
+        Self::of(Stack { overlay, below: Below::new(base, layer) })
     }
 
-    /// Its overlay.
-    pub fn overlay(&self) -> &Overlay {
-        &self.overlay
+    fn of(stack: Stack) -> Self {
+        let stack = RwLock::new(Arc::new(stack));
+        Self { stack, pause: Mutex::default(), owed: AtomicU64::new(0), paid: AtomicU64::new(0) }
+    }
+
+    /// What it holds now.
+    pub(crate) fn stack(&self) -> Arc<Stack> {
+        Arc::clone(&self.stack.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Holds what `other` does from now on, which becomes what it held. Both are disks of one length.
+    pub(crate) fn exchange(&self, other: &mut Arc<Stack>) {
+        std::mem::swap(&mut *self.stack.write().unwrap_or_else(PoisonError::into_inner), other);
     }
 
     /// Bytes of the disk.
     pub fn disk_bytes(&self) -> u64 {
-        self.overlay.disk_bytes()
+        self.stack().overlay.disk_bytes()
     }
 
     /// Fills `buf` from byte `offset` on.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        for (start, len) in self.overlay.read(offset, buf)? {
-            self.below.read(offset + start as u64, &mut buf[start..start + len])?;
+        let stack = self.stack();
+        for (start, len) in stack.overlay.read(offset, buf)? {
+            stack.below.read(offset + start as u64, &mut buf[start..start + len])?;
         }
         Ok(())
     }
 
     /// The same, unless it would take waiting for a device, or may: then `false`, and `buf` holds anything.
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
-        let Some(missing) = self.overlay.read_now(offset, buf)? else { return Ok(false) };
+        let stack = self.stack();
+        let Some(missing) = stack.overlay.read_now(offset, buf)? else { return Ok(false) };
         for (start, len) in missing {
-            if self.below.layer.is_some() {
+            if stack.below.layer.is_some() {
                 return Ok(false);
             }
-            if !self.below.base.read_now(offset + start as u64, &mut buf[start..start + len])? {
+            if !stack.below.base.read_now(offset + start as u64, &mut buf[start..start + len])? {
                 return Ok(false);
             }
         }
@@ -86,23 +114,26 @@ impl Disk {
 
     /// Writes `data` from byte `offset` on.
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
-        self.overlay.write(offset, data, &|at, buf| self.below.read(at, buf))
+        let stack = self.stack();
+        stack.overlay.write(offset, data, &|at, buf| stack.below.read(at, buf))
     }
 
     /// Makes `len` bytes from `offset` on zero.
     pub fn zero(&self, offset: u64, len: u64) -> Result<()> {
-        self.overlay.zero(offset, len, &|at, buf| self.below.read(at, buf))
+        let stack = self.stack();
+        stack.overlay.zero(offset, len, &|at, buf| stack.below.read(at, buf))
     }
 
     /// `len` bytes from `offset` on are no longer needed: whole blocks in there become zero.
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.overlay.discard(offset, len)
+        self.stack().overlay.discard(offset, len)
     }
 
     /// Shows ranges from `offset` on: start, bytes, whether they are known to be zero. At most `max` of them, so perhaps
     /// not all of `len`.
     pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<(u64, u64, bool)>> {
-        let end = offset.saturating_add(len).min(self.disk_bytes());
+        let stack = self.stack();
+        let end = offset.saturating_add(len).min(stack.overlay.disk_bytes());
         let mut ranges: Vec<(u64, u64, bool)> = Vec::new();
         let mut at = offset;
         while at < end {
@@ -110,14 +141,15 @@ impl Disk {
             // Looked at in steps, lest one question holds the map for all of a disk.
             let blocks = (end.div_ceil(BLOCK) - block).min(STATUS_STEP_BLOCKS);
             let mut pieces = Vec::new();
-            self.overlay
+            stack
+                .overlay
                 .status(DiskBlock(block), blocks, &mut |first, n, zero| pieces.push((first, n, zero)));
             for (first, n, zero) in pieces {
                 let stop = end.min((first.0 + n) * BLOCK);
                 while at < stop {
                     let (bytes, zero) = match zero {
                         Some(zero) => (stop - at, zero),
-                        None => self.below.status(at, stop - at)?,
+                        None => stack.below.status(at, stop - at)?,
                     };
                     let full = ranges.len() >= max.max(1);
                     match ranges.last_mut() {
@@ -165,14 +197,14 @@ impl Disk {
     /// Makes everything written durable.
     pub fn sync(&self) -> Result<()> {
         let owed = self.owed.load(Ordering::Acquire);
-        self.overlay.sync()?;
+        self.stack().overlay.sync()?;
         self.paid.fetch_max(owed, Ordering::AcqRel);
         Ok(())
     }
 
     /// How large the overlay is.
     pub fn size(&self) -> Size {
-        self.overlay.size()
+        self.stack().overlay.size()
     }
 }
 

@@ -221,6 +221,11 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The engine died in the middle of a rollback, and the watchdog has ended the VM.
+    #[error(
+        "the engine died in the middle of a rollback: its VM, which was neither what it was nor what it was to be, has been ended"
+    )]
+    PutDown,
 }
 
 impl Error {
@@ -252,6 +257,9 @@ impl Error {
                 "try the same line without keyframe; a device that QEMU calls non-migratable cannot be \
                  checkpointed (keyframe adds -only-migratable so that QEMU itself refuses it)"
                     .into(),
+            ),
+            Self::PutDown => Some(
+                "restore it as it was before the rollback, which is the newest checkpoint: keyframe restore latest".into(),
             ),
             Self::DifferentMachine { .. } => Some(
                 "restore with the binary, the firmware files and the arguments that the checkpoint was taken with"

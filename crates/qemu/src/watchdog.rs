@@ -6,9 +6,10 @@
 //! ```text
 //!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
 //!   engine ──▶ D       disarmed: the pause has ended
+//!   engine ──▶ B       between: the VM is neither what it was nor what it is to be, and must not run
 //!   engine ──▶ E       the engine ends in good order
 //!   engine ◀── F       fired: the pause was ended from here; what was captured in it is torn
-//!   engine ◀── K       the answer to each D, behind any F
+//!   engine ◀── K       the answer to each D and B, behind any F
 //!
 //!            ┌──────────── D ─────────────┐
 //!            ▼                            │
@@ -17,6 +18,8 @@
 //!            └── end of input ─┼──────────┘
 //!                 ▼            ▼ fires for a while
 //!               exit ◀─────────┘ without E: what the engine left in QEMU is taken back
+//!
+//!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ QEMU is ended, exit with an error
 //! ```
 //!
 //! Firing is `cont` where the VM is paused. The `stop` of an engine that stalls or died may still be on its way to QEMU
@@ -25,9 +28,10 @@
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
-//! 2. An engine whose pause was ended by the watchdog learns it when it disarms.
+//! 2. A VM that an engine left between two states never runs, nor does it stand there for good.
+//! 3. An engine whose pause was ended by the watchdog learns it when it disarms.
 //!
-//! Left out: restarting the engine; pauses that anybody else makes.
+//! Left out: restarting the engine; pauses that anybody else makes; an engine that stalls between two states.
 
 mod watched;
 
@@ -60,6 +64,7 @@ const LINE_BYTES_MAX: usize = 64;
 enum Order {
     Arm(Duration),
     Disarm,
+    Between,
     End,
 }
 
@@ -88,6 +93,7 @@ fn parse(line: &str) -> Result<Order> {
     match line.split_at_checked(1) {
         Some(("D", "")) => Ok(Order::Disarm),
         Some(("E", "")) => Ok(Order::End),
+        Some(("B", "")) => Ok(Order::Between),
         Some(("A", ms)) => ms.parse().map(|ms| Order::Arm(Duration::from_millis(ms))).map_err(|_| bad()),
         _ => Err(bad()),
     }
@@ -97,6 +103,7 @@ fn parse(line: &str) -> Result<Order> {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dog {
     deadline: Option<Instant>,
+    between: bool,
 }
 
 impl Dog {
@@ -105,10 +112,13 @@ impl Dog {
         match order {
             // A deadline beyond the clock's end never comes.
             Order::Arm(limit) => self.deadline = now.checked_add(limit),
-            Order::Disarm => self.deadline = None,
+            Order::Disarm | Order::Between => self.deadline = None,
             Order::End => {}
         }
-        order == Order::Disarm
+        if order != Order::End {
+            self.between = order == Order::Between;
+        }
+        matches!(order, Order::Disarm | Order::Between)
     }
 
     /// How long nothing needs to be done; `None` for as long as no order comes.
@@ -136,7 +146,9 @@ pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) ->
     match runner.watch() {
         Err(Error::Gone { .. }) => Ok(()),
         Err(error) => {
-            if runner.dog.deadline.is_some() {
+            if runner.dog.between {
+                runner.put_down()?;
+            } else if runner.dog.deadline.is_some() {
                 runner.rescue()?;
             }
             Err(error)
@@ -174,7 +186,9 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
 
     /// At the end of input.
     fn finish(&mut self) -> Result<()> {
-        if self.dog.deadline.is_some() {
+        if self.dog.between {
+            self.put_down()
+        } else if self.dog.deadline.is_some() {
             self.rescue()
         } else if self.left {
             Ok(())
@@ -247,6 +261,24 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         self.reach.forget_engine()
     }
 
+    /// The engine is gone, and the VM must not run: QEMU is ended. It answers nothing while it loads a state, so that this
+    /// may take a while.
+    fn put_down(&mut self) -> Result<()> {
+        self.reach.take_over()?;
+        let until = Instant::now() + RESCUE_MAX;
+        while Instant::now() < until {
+            match self.reach.quit() {
+                Ok(()) | Err(Error::Timeout { .. }) => {}
+                Err(Error::Gone { .. }) => return Err(Error::PutDown),
+                Err(error) => return Err(error),
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Err(Error::Watchdog {
+            problem: "the VM was left in the middle of a rollback, and does not answer; end its QEMU".into(),
+        })
+    }
+
     fn report(&mut self, text: &str) -> Result<()> {
         let written = self.reports.write_all(text.as_bytes()).and_then(|()| self.reports.flush());
         match written {
@@ -290,7 +322,7 @@ impl Watchdog {
     /// where it ends or does not answer.
     pub fn new(child: Child, stdin: ChildStdin, stdout: ChildStdout) -> Result<Self> {
         let mut watchdog = Self { child, stdin: Some(stdin), stdout, lines: Lines::default() };
-        match watchdog.disarm_within(CONNECT_TIMEOUT + ANSWER_TIMEOUT) {
+        match watchdog.ask("D\n", CONNECT_TIMEOUT + ANSWER_TIMEOUT) {
             Ok(_) => Ok(watchdog),
             Err(e) => {
                 watchdog.finish();
@@ -306,7 +338,13 @@ impl Watchdog {
 
     /// Stops watching, after `cont`. [`Fired`] tells whether the VM was resumed from there since it was armed.
     pub fn disarm(&mut self) -> Result<Fired> {
-        self.disarm_within(ANSWER_TIMEOUT)
+        self.ask("D\n", ANSWER_TIMEOUT)
+    }
+
+    /// The VM, which stands, must not run from here on: where the engine ends, so does QEMU. Until it is armed or disarmed.
+    /// [`Fired`] tells whether the VM was resumed from there since it was armed.
+    pub fn between(&mut self) -> Result<Fired> {
+        self.ask("B\n", ANSWER_TIMEOUT)
     }
 
     /// Ends the watchdog, disarmed.
@@ -330,8 +368,8 @@ impl Watchdog {
         let _ = self.child.wait();
     }
 
-    fn disarm_within(&mut self, timeout: Duration) -> Result<Fired> {
-        self.order("D\n")?;
+    fn ask(&mut self, order: &str, timeout: Duration) -> Result<Fired> {
+        self.order(order)?;
         let deadline = Instant::now() + timeout;
         let mut fired = false;
         loop {

@@ -13,7 +13,7 @@
 
 use crate::backend::LockGuard;
 use crate::bytes::to_hex;
-use crate::chain::{Chain, Changes};
+use crate::chain::{Chain, Changes, Plan};
 use crate::checkpoint::{self, DeviceSection};
 use crate::disk_map::{DiskMap, Former, numbers};
 use crate::disks::{DiskCounts, DiskMeta, blocks_of, space_pages};
@@ -96,6 +96,8 @@ pub struct Run {
     undo_blocks: Vec<Former>,
     /// For each page of `changed`: where it was at the last seal. Not kept before the first seal, where all was zero.
     undo: Vec<(PageIndex, PageRef)>,
+    /// The disks are another checkpoint's: what changed is not known, so that the next map is complete.
+    taken_over: bool,
     broken: bool,
 }
 
@@ -180,6 +182,7 @@ impl Run {
             changed: Changes::none(space_pages),
             undo: Vec::new(),
             undo_blocks: Vec::new(),
+            taken_over: false,
             broken: false,
         }
     }
@@ -267,6 +270,28 @@ impl Run {
         Ok(())
     }
 
+    /// The checkpoint in progress has the disks of checkpoint `id` of this store, beneath the blocks that are put from here on.
+    /// Its map is a complete one.
+    ///
+    /// Error: [`Error::LayoutChanged`] where that has other RAM blocks or disks.
+    pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
+        let meta = self.inner.read_checkpoint(id)?.meta;
+        let same = |(a, b): (&DiskMeta, &DiskMeta)| {
+            (&a.name, a.disk_bytes, &a.base) == (&b.name, b.disk_bytes, &b.base)
+        };
+        let same_disks = meta.disks.len() == self.disks.len() && meta.disks.iter().zip(&self.disks).all(same);
+        if !same_disks || !meta.ram.same_space(&self.ram) {
+            return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
+        }
+        let map = self.inner.read_maps(&meta)?.1;
+        let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
+        let ram_pages = self.ram.len_pages();
+        let all = PageRange::new(PageIndex(ram_pages), space_pages.saturating_sub(ram_pages));
+        self.undo_blocks.push(self.disk_map.former(all));
+        (self.disk_map, self.taken_over) = (map, true);
+        Ok(())
+    }
+
     fn count_blocks(&mut self, disk: usize, count: impl FnOnce(&mut DiskCounts)) {
         if let Some(disk) = self.disks.get_mut(disk) {
             count(&mut disk.counts);
@@ -346,7 +371,7 @@ impl Run {
         for disk in &mut self.disks {
             disk.counts = DiskCounts::default();
         }
-        self.broken = false;
+        (self.taken_over, self.broken) = (false, false);
     }
 
     fn session(&mut self) -> Result<&mut Session> {
@@ -428,7 +453,11 @@ impl Run {
 
     fn encode_map(&self, id: u64) -> (Vec<u8>, Vec<u64>) {
         let complete_pages = self.map.nonzero_pages() + self.disk_map.known_blocks();
-        let plan = self.chain.plan(&self.changed, complete_pages);
+        let plan = if self.taken_over {
+            Plan { changed: None, below: Vec::new() }
+        } else {
+            self.chain.plan(&self.changed, complete_pages)
+        };
         // Checked when the run began.
         let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
         let header = MapHeader { id, parent: plan.below.first().copied(), run: self.id, space_pages };

@@ -4,23 +4,27 @@
 //!   checkpoint ─▶ RAM, filled once ─┬─▶ web-1  QEMU, paused ┐
 //!                                   ├─▶ web-2  QEMU, paused ├─ all loaded? ─▶ all run ─▶ until all have ended, or Ctrl-C
 //!                                   └─▶ web-3  QEMU, paused ┘  one failed: all are ended
+//!                  disks: image and checkpoint in common, an overlay and a process that serves them for each
 //! ```
 //!
-//! Left out: groups.
+//! Left out: groups; checkpoints of clones with disks, which take whoever serves those.
 
 use super::StoreArg;
 use super::restore::{Accel, source_of};
 use crate::control::OnExit;
+use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::images::{Guest, StoredPages};
 use crate::output;
 use crate::rundir::RunDir;
+use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
-use keyframe_store::Loaded;
+use keyframe_store::{Loaded, Store};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -37,6 +41,9 @@ networks other than `user` are disconnected, a vmgenid device gets a fresh id. E
 
 A guest that runs keeps its MAC and IP addresses, host name and machine id; it has to change them itself, where it shares a
 network. One with a vmgenid device is told that it is a clone, and renews its random numbers.
+
+Each clone has disks of its own, as they were at the checkpoint: what it writes to them is seen by nobody else, and is thrown away
+at its end, unless --keep-disks says otherwise.
 
 All clones end with this command (Ctrl-C), unless --on-exit keep; one ends by its monitor or its process id. A clone can be
 checkpointed: its checkpoints grow from this one (keyframe list --tree).
@@ -66,10 +73,13 @@ pub struct Branch {
     paused: bool,
     /// Another QEMU binary of the same version
     #[arg(long, value_name = "PATH")]
-    qemu: Option<std::path::PathBuf>,
+    qemu: Option<PathBuf>,
     /// Run them under this accelerator, whichever the VM ran under before
     #[arg(long, value_enum)]
     accel: Option<Accel>,
+    /// Keep what the clones have written to their disks when they have ended
+    #[arg(long)]
+    keep_disks: bool,
     /// What becomes of clones that still run when this command ends
     #[arg(long, value_enum, default_value = "kill")]
     on_exit: OnExit,
@@ -102,6 +112,44 @@ struct Place {
     number: u32,
     name: String,
     directory: RunDir,
+    disks: OwnDisks,
+}
+
+/// A clone's disks: the checkpoint's, with an overlay of its own. Dropped, what was written to them is thrown away.
+struct OwnDisks(Option<(Served, DiskServer)>);
+
+impl OwnDisks {
+    /// A process of its own for each clone: it ends with it, or outlives this command with it.
+    fn serve(store: &Store, loaded: &Loaded, name: &str, directory: &RunDir) -> Result<Self, Failure> {
+        if loaded.meta.disks.is_empty() {
+            return Ok(Self(None));
+        }
+        let wanted = restored::wanted(store, loaded.id, &loaded.meta)?;
+        let socket = directory.path().join("disks.sock");
+        let served = disks::serve(store, name, Some(loaded.id.0), wanted, &socket)?;
+        Ok(Self(Some((served, DiskServer { socket, prefix: String::new() }))))
+    }
+
+    fn server(&self) -> Option<DiskServer> {
+        self.0.as_ref().map(|(_, server)| server.clone())
+    }
+
+    /// After the clone's end: where what it has written is, if that is kept.
+    fn end(&mut self, keep: bool) -> Result<Option<PathBuf>, Failure> {
+        self.0.take().map_or(Ok(None), |(served, _)| served.end(keep))
+    }
+
+    /// The clone runs on, and so does the process that serves them: where what it writes is.
+    fn leave(&mut self) -> Option<PathBuf> {
+        self.0.take().map(|(served, _)| served.place.path().to_owned())
+    }
+}
+
+impl Drop for OwnDisks {
+    fn drop(&mut self) {
+        // It is the error that led here that is told.
+        let _ = self.end(false);
+    }
 }
 
 /// A clone that is there.
@@ -122,18 +170,12 @@ impl Branch {
             return Err(Failure::new(format!("checkpoint {id} is a group's, which is not branched"))
                 .fix("restore it: all members come to life together"));
         }
-        if !loaded.meta.disks.is_empty() {
-            return Err(Failure::new(format!(
-                "checkpoint {id} has disks, and clones cannot have disks of their own yet"
-            ))
-            .fix("restore it, as often as you like: each restore writes to disks of its own"));
-        }
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
-        let places = self.places(&loaded)?;
+        let places = self.places(&store, &loaded)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let (mut plans, mut notes) = (Vec::with_capacity(places.len()), BTreeSet::new());
         for place in &places {
@@ -144,15 +186,17 @@ impl Branch {
         }
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         self.tell(&clones, began, id)?;
-        let ended = wait(&mut clones, &interrupted);
+        let ended = self.wait(&mut clones, &interrupted);
         self.end(clones, ended)
     }
 
-    fn places(&self, loaded: &Loaded) -> Result<Vec<Place>, Failure> {
+    fn places(&self, store: &Store, loaded: &Loaded) -> Result<Vec<Place>, Failure> {
         let prefix = self.name.clone().unwrap_or_else(|| loaded.meta.vm.clone());
         let place = |number| {
             let name = format!("{prefix}-{number}");
-            Ok(Place { number, directory: RunDir::claim_clone(&name)?, name })
+            let directory = RunDir::claim_clone(&name)?;
+            let disks = OwnDisks::serve(store, loaded, &name, &directory)?;
+            Ok(Place { number, directory, name, disks })
         };
         (1..=self.count).map(place).collect()
     }
@@ -178,7 +222,7 @@ impl Branch {
             // They run when all are there.
             paused: true,
             accelerator: self.accel.map(Into::into),
-            disks: None,
+            disks: place.disks.server(),
             lineage: Some(lineage.clone()),
             monitor: Some(place.directory.path().join("qmp.sock")),
         };
@@ -269,11 +313,43 @@ impl Branch {
                 if !self.quiet {
                     eprintln!("keyframe: clone {name} runs on: QEMU {pid}");
                 }
+                if let Some(path) = clone.place.disks.leave().filter(|_| !self.quiet) {
+                    eprintln!("keyframe: what clone {name} writes to its disks is in {}", path.display());
+                }
             }
             return ended;
         }
-        kill(&mut clones).map_err(|e| Failure::qemu(&e))?;
+        let killed = kill(&mut clones).map_err(|e| Failure::qemu(&e));
+        let closed: Vec<_> = clones.iter_mut().map(|clone| self.end_disks(clone)).collect();
+        killed.and(closed.into_iter().collect::<Result<(), Failure>>())?;
         ended
+    }
+
+    fn end_disks(&self, clone: &mut Alive) -> Result<(), Failure> {
+        if let Some(path) = clone.place.disks.end(self.keep_disks)?.filter(|_| !self.quiet) {
+            let name = &clone.place.name;
+            eprintln!("keyframe: what clone {name} has written to its disks is in {}", path.display());
+        }
+        Ok(())
+    }
+
+    /// Waits until all have ended, or until interrupted.
+    fn wait(&self, clones: &mut [Alive], interrupted: &AtomicBool) -> Outcome {
+        let mut failed = false;
+        while clones.iter().any(|clone| !clone.ended) && !interrupted.load(Ordering::Relaxed) {
+            for clone in clones.iter_mut().filter(|clone| !clone.ended) {
+                // Nobody else reads them, and QEMU keeps what is not read.
+                let _ = clone.vm.vm().qmp().drain_events();
+                if let Some(exit) = clone.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
+                    clone.ended = true;
+                    failed |= !exit.success();
+                    eprintln!("keyframe: clone {} ended with {exit}", clone.place.name);
+                    self.end_disks(clone)?;
+                }
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(if failed { FAILED } else { DONE })
     }
 }
 
@@ -281,22 +357,4 @@ impl Branch {
 fn kill(clones: &mut [Alive]) -> keyframe_qemu::Result<()> {
     let killed: Vec<_> = clones.iter_mut().map(|clone| clone.vm.kill()).collect();
     killed.into_iter().collect()
-}
-
-/// Waits until all have ended, or until interrupted.
-fn wait(clones: &mut [Alive], interrupted: &AtomicBool) -> Outcome {
-    let mut failed = false;
-    while clones.iter().any(|clone| !clone.ended) && !interrupted.load(Ordering::Relaxed) {
-        for clone in clones.iter_mut().filter(|clone| !clone.ended) {
-            // Nobody else reads them, and QEMU keeps what is not read.
-            let _ = clone.vm.vm().qmp().drain_events();
-            if let Some(exit) = clone.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
-                clone.ended = true;
-                failed |= !exit.success();
-                eprintln!("keyframe: clone {} ended with {exit}", clone.place.name);
-            }
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
-    Ok(if failed { FAILED } else { DONE })
 }

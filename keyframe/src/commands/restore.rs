@@ -3,8 +3,7 @@
 mod group;
 
 use super::StoreArg;
-use crate::disks::layer::Source;
-use crate::disks::{self, Served, Wanted, base};
+use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -298,15 +297,7 @@ impl RestoredDisks {
         if meta.disks.is_empty() {
             return Ok(Self(None));
         }
-        let path = std::path::absolute(store.path());
-        let path = path.map_err(|e| Failure::new(format!("resolve {}: {e}", store.path().display())))?;
-        let mut wanted = Vec::with_capacity(meta.disks.len());
-        for (disk, kept) in meta.disks.iter().enumerate() {
-            base::require_unchanged(&kept.base)?;
-            let source = Source { store: path.clone(), checkpoint: id, disk };
-            let layer = serde_json::to_string(&source).map_err(|e| Failure::new(e.to_string()))?;
-            wanted.push(Wanted { meta: kept.clone(), layer: Some(layer), temporary: false });
-        }
+        let wanted = restored::wanted(store, id, meta)?;
         // Paths of sockets have to be short, so it is not in the store.
         let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;

@@ -11,7 +11,7 @@ const PATIENCE: Duration = Duration::from_hours(1);
 /// Put a running VM back to a checkpoint, in place
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The VM that `keyframe run` or `attach` has under checkpoints becomes what it was: RAM, processors and devices, in the
+    after_help = "The VM that `keyframe run` or `attach` has under checkpoints becomes what it was: RAM, processors, devices and disks, in the
 same QEMU, with the same consoles, monitors and networks. A checkpoint of it as it is now is taken first, so that nothing is
 lost, and one of it as it was then; `keyframe list --tree` shows both branches. Where it fails, the VM runs on as it was.
 

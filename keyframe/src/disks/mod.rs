@@ -11,6 +11,7 @@
 pub mod base;
 pub mod layer;
 pub mod place;
+pub mod restored;
 pub mod standing;
 pub mod stored;
 pub mod writing;
@@ -68,6 +69,10 @@ pub struct Served {
     pub metas: Vec<DiskMeta>,
     /// For each, whether its writes are to be thrown away.
     pub temporary: Vec<bool>,
+    /// What is said of the place.
+    info: Info,
+    /// How often the VM was to go back to a checkpoint: each time its overlays are others.
+    round: u32,
 }
 
 /// Starts a process that serves `wanted` on `socket`, with overlays in a place of `vm`'s own in `store`.
@@ -81,7 +86,7 @@ pub fn serve(
     let place = Place::claim(store, vm)?;
     start(&place, vm, checkpoint, wanted, socket)
         .inspect_err(|_| place.remove())
-        .map(|(disks, metas, temporary)| Served { disks, place, metas, temporary })
+        .map(|(disks, metas, temporary, info)| Served { disks, place, metas, temporary, info, round: 0 })
 }
 
 fn start(
@@ -90,21 +95,8 @@ fn start(
     checkpoint: Option<u64>,
     wanted: Vec<Wanted>,
     socket: &Path,
-) -> Result<(Disks, Vec<DiskMeta>, Vec<bool>), Failure> {
-    let mut specs = Vec::with_capacity(wanted.len());
-    for (index, disk) in wanted.iter().enumerate() {
-        let (name, base) = (&disk.meta.name, &disk.meta.base);
-        let format = ImageFormat::named(&base.format);
-        let format =
-            format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))?;
-        specs.push(Spec {
-            export: name.clone(),
-            base: base.path.clone().into(),
-            format,
-            overlay: place.overlay(index, name),
-            layer: disk.layer.clone(),
-        });
-    }
+) -> Result<(Disks, Vec<DiskMeta>, Vec<bool>, Info), Failure> {
+    let specs = specs(place, &wanted, 0)?;
     match std::fs::remove_file(socket) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             return Err(Failure::new(format!("remove {}: {e}", socket.display())));
@@ -126,7 +118,29 @@ fn start(
         disks: metas.iter().cloned().zip(overlays).collect(),
     };
     place.describe(&info)?;
-    Ok((disks, metas, temporary))
+    Ok((disks, metas, temporary, info))
+}
+
+/// What the server is told of them. `round` tells overlays that follow each other in one place apart.
+fn specs(place: &Place, wanted: &[Wanted], round: u32) -> Result<Vec<Spec>, Failure> {
+    let spec = |(index, disk): (usize, &Wanted)| {
+        let (name, base) = (&disk.meta.name, &disk.meta.base);
+        let format = ImageFormat::named(&base.format);
+        let format =
+            format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))?;
+        let mut overlay = place.overlay(index, name);
+        if round > 0 {
+            overlay.set_file_name(format!("{}.{round}", overlay.file_name().unwrap_or_default().display()));
+        }
+        Ok(Spec {
+            export: name.clone(),
+            base: base.path.clone().into(),
+            format,
+            overlay,
+            layer: disk.layer.clone(),
+        })
+    };
+    wanted.iter().enumerate().map(spec).collect()
 }
 
 impl Served {

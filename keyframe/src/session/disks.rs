@@ -13,8 +13,8 @@ use crate::disks::Served;
 use crate::failure::{Failure, chain};
 use keyframe_capture::BoxError;
 use keyframe_disk::{DiskBlock, DiskEpoch, Extent};
-use keyframe_store::{DiskMeta, Run};
-use keyframe_units::PAGE_BYTES;
+use keyframe_store::{DiskMeta, Meta, Run, Store};
+use keyframe_units::{CheckpointId, PAGE_BYTES};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -161,6 +161,31 @@ impl SessionDisks {
                 self.give_back(&epochs);
             }
         }
+    }
+
+    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back to.
+    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+        self.served(|served| served.stage(store, id, meta))
+    }
+
+    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in flight.
+    pub fn exchange(&mut self) -> Result<(), BoxError> {
+        self.shared.ask(keyframe_disk::Disks::exchange)
+    }
+
+    /// What is served from now on comes from checkpoint `id`.
+    pub fn came_from(&mut self, id: CheckpointId) -> Result<(), Failure> {
+        self.served(|served| served.describe(id))
+    }
+
+    /// Removes what is not served.
+    pub fn dismiss(&mut self) -> Result<(), Failure> {
+        self.served(Served::dismiss)
+    }
+
+    fn served<T>(&mut self, ask: impl FnOnce(&mut Served) -> Result<T, Failure>) -> Result<T, Failure> {
+        let mut state = self.shared.lock();
+        ask(state.served.as_mut().ok_or_else(|| Failure::new("the disks are not served any more"))?)
     }
 
     fn give_back(&self, epochs: &[DiskEpoch]) {

@@ -77,8 +77,9 @@ pub struct Engine<'a> {
     last_pages: u64,
     /// The newest checkpoint that was sealed.
     newest: Option<CheckpointId>,
-    /// Where the VM was rolled back to, until a checkpoint says so.
-    came_from: Option<CheckpointId>,
+    /// Where the VM was rolled back to, until a checkpoint says so; and the number of that rollback.
+    came_from: Option<(CheckpointId, u64)>,
+    rollbacks: u64,
     interrupted: Arc<AtomicBool>,
     _socket: server::Socket,
     born: Instant,
@@ -141,6 +142,7 @@ impl<'a> Engine<'a> {
             last_pages: 0,
             newest: None,
             came_from: None,
+            rollbacks: 0,
             interrupted,
             _socket: socket,
             born: Instant::now(),

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!   kill|stall|pause|qmp-lost|qemu-killed : PHASE [:N]
-//!   disk-full|scan-error|short-read|slow-encoder [:N]
+//!   disk-full|scan-error|short-read|slow-encoder|kill-rollback [:N]
 //! ```
 
 use keyframe_capture::{BoxError, PageReader, Phase, Tracker};
@@ -38,10 +38,12 @@ pub enum Kind {
     ShortRead,
     /// Each parcel of pages takes the encoder half a second more.
     SlowEncoder,
+    /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is loaded; it is whole.
+    KillRollback,
 }
 
 impl Kind {
-    const ALL: [(Self, &str); 9] = [
+    const ALL: [(Self, &str); 10] = [
         (Self::Kill, "kill"),
         (Self::Stall, "stall"),
         (Self::Pause, "pause"),
@@ -51,6 +53,7 @@ impl Kind {
         (Self::ScanError, "scan-error"),
         (Self::ShortRead, "short-read"),
         (Self::SlowEncoder, "slow-encoder"),
+        (Self::KillRollback, "kill-rollback"),
     ];
 
     fn has_phase(self) -> bool {
@@ -107,11 +110,7 @@ impl Fault {
             return;
         }
         match self.kind {
-            Kind::Kill => {
-                let _ = kill_process(getpid(), Signal::KILL);
-                // SIGKILL takes effect before this thread runs on; the sleep is for the compiler's peace.
-                std::thread::sleep(Duration::from_secs(60));
-            }
+            Kind::Kill => die(),
             Kind::Stall => std::thread::sleep(Duration::from_secs(60)),
             Kind::Pause => std::thread::sleep(Duration::from_secs(1)),
             Kind::QmpLost => {
@@ -126,6 +125,13 @@ impl Fault {
                 }
             }
             _ => {}
+        }
+    }
+
+    /// Dies at this step of a rollback, where it is due.
+    pub fn rolling_back(&self) {
+        if self.kind == Kind::KillRollback && self.is_due() {
+            die();
         }
     }
 
@@ -146,6 +152,12 @@ impl Fault {
         let count = |left: u32| left.checked_sub(1);
         self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(1)
     }
+}
+
+fn die() {
+    let _ = kill_process(getpid(), Signal::KILL);
+    // SIGKILL takes effect before this thread runs on; the sleep is for the compiler's peace.
+    std::thread::sleep(Duration::from_secs(60));
 }
 
 /// A tracker whose scans fail on purpose: what it found is lost, as where the kernel fails half way.

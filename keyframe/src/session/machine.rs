@@ -6,6 +6,11 @@
 //!                                      connection, since its watchdog shares ours
 //! ```
 //!
+//! ```text
+//!   rollback:   stand ─▶ (checkpoint) ─▶ between ─▶ ... ─▶ is_whole ─▶ (checkpoint) ─▶ go
+//!                  the engine dies: runs    dies: is ended     dies: runs
+//! ```
+//!
 //! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
 use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
@@ -20,6 +25,9 @@ const RESCUE: Duration = Duration::from_millis(300);
 /// How long a new connection to the monitor may take.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// How long a VM may stand for a rollback without a sign of the engine: longer than a checkpoint may take to be sealed.
+const STAND_MAX: Duration = Duration::from_mins(10);
+
 /// The VM and its watchdog.
 pub struct QemuMachine {
     /// The VM.
@@ -29,12 +37,14 @@ pub struct QemuMachine {
     watchdog: Watchdog,
     pause_limit: Duration,
     watches_discards: bool,
+    /// It stands for a rollback: whether it ran before.
+    stands: Option<bool>,
 }
 
 impl QemuMachine {
     /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees discarded RAM.
     pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration, watches_discards: bool) -> Self {
-        Self { vm, monitor: None, watchdog, pause_limit, watches_discards }
+        Self { vm, monitor: None, watchdog, pause_limit, watches_discards, stands: None }
     }
 }
 
@@ -51,6 +61,10 @@ impl Machine for QemuMachine {
     }
 
     fn stop(&mut self) -> Result<Stopped, BoxError> {
+        if self.stands.is_some() {
+            // The watchdog stays as it is.
+            return Ok(Stopped::Already);
+        }
         self.watchdog.arm(self.pause_limit)?;
         match self.vm.qmp().stop() {
             Ok(stopped) if stopped.was_running => Ok(Stopped::ByUs),
@@ -99,6 +113,44 @@ impl Machine for QemuMachine {
 }
 
 impl QemuMachine {
+    /// Stops the VM until [`Self::go`]; checkpoints taken meanwhile are of one instant. Whether it ran. Where the engine dies, it
+    /// runs again.
+    pub fn stand(&mut self) -> Result<bool, BoxError> {
+        let stopped = Machine::stop(self)?;
+        let ran = stopped == Stopped::ByUs;
+        self.stands = Some(ran);
+        if ran { Ok(self.watchdog.arm(STAND_MAX).map(|()| ran)?) } else { Ok(ran) }
+    }
+
+    /// The VM that stands is about to be neither what it was nor what it is to be. Where the engine dies, so does the VM.
+    pub fn between(&mut self) -> Result<(), BoxError> {
+        if self.watchdog.between()?.0 {
+            let _ = self.watchdog.disarm()?;
+            return Err("the watchdog has let the VM run, since the rollback took too long".into());
+        }
+        Ok(())
+    }
+
+    /// What stands there may run again.
+    pub fn is_whole(&mut self) -> Result<(), BoxError> {
+        match self.stands {
+            Some(true) => self.watchdog.arm(STAND_MAX)?,
+            _ => {
+                let _ = self.watchdog.disarm()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The VM runs again, where it did.
+    pub fn go(&mut self) -> Result<(), BoxError> {
+        let Some(true) = self.stands.take() else { return Ok(()) };
+        self.resume(Stopped::ByUs)?;
+        // One that has ended is found at the next checkpoint; the VM runs.
+        let _ = self.watchdog.disarm();
+        Ok(())
+    }
+
     /// Lets the VM run although our monitor does not.
     fn rescue(&mut self) {
         if self.watchdog.arm(Duration::ZERO).is_ok() {

@@ -20,8 +20,8 @@ pub struct Label {
     pub tag: Option<String>,
     /// What its pause cut from the disks.
     pub cut: Option<Cut>,
-    /// The checkpoint that the VM was brought back to since the one before.
-    pub parent: Option<CheckpointId>,
+    /// The checkpoint that the VM was brought back to since the one before, and how often it has been brought back by then.
+    pub parent: Option<(CheckpointId, u64)>,
 }
 
 /// The machines of a session.
@@ -74,6 +74,8 @@ pub struct StoreSink {
     disks: Option<SinkDisks>,
     fault: Option<Fault>,
     origin: Option<CheckpointId>,
+    /// How many rollbacks the newest sealed checkpoint knows of.
+    went_back: u64,
 }
 
 impl StoreSink {
@@ -85,7 +87,7 @@ impl StoreSink {
         fault: Option<Fault>,
         origin: Option<CheckpointId>,
     ) -> Self {
-        Self { run, machines, disks, fault, origin }
+        Self { run, machines, disks, fault, origin, went_back: 0 }
     }
 
     /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
@@ -111,7 +113,13 @@ impl Sink for StoreSink {
     }
 
     fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
+        // A checkpoint may have been taken before the one behind the rollback was sealed: it follows that one.
+        let parent = label.parent.filter(|(_, times)| *times > self.went_back);
         if let (Some(disks), Some(cut)) = (&self.disks, &label.cut) {
+            if let Some((parent, _)) = parent {
+                // The overlay is a new one over that checkpoint.
+                self.run.put_disks_of(parent)?;
+            }
             let fault = self.fault.as_ref();
             disks.put(cut, &mut self.run, &mut || Self::strike(fault))?;
         }
@@ -132,17 +140,21 @@ impl Sink for StoreSink {
             round_pages: t.rounds.iter().map(|r| r.pages).chain([t.pause_pages]).collect(),
             encode_ns: t.encode_ns,
         };
-        Ok(self.run.seal(SealRequest {
+        let sealed = self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,
             reason: label.reason.into(),
-            parent: label.parent.or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
+            parent: parent.map(|(id, _)| id).or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
             ram: captured.ram.clone(),
             machine: self.machines.machine.clone(),
             members: self.machines.members.clone(),
             timing,
             device_state: &captured.device_state,
             tag: label.tag.as_deref(),
-        })?)
+        })?;
+        if let Some((_, times)) = parent {
+            self.went_back = times;
+        }
+        Ok(sealed)
     }
 
     fn abandon(&mut self) {

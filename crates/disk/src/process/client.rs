@@ -38,6 +38,8 @@ pub struct Disks {
     child: Child,
     control: UnixStream,
     specs: Vec<Spec>,
+    /// What is open beside those.
+    staged: Vec<Spec>,
     disk_bytes: Vec<u64>,
 }
 
@@ -54,7 +56,8 @@ impl Disks {
         let child = command.spawn().map_err(failed)?;
         // The command holds the other end, whose closing must be seen.
         command.stdin(Stdio::null());
-        let mut disks = Self { child, control, specs: specs.to_vec(), disk_bytes: Vec::new() };
+        let mut disks =
+            Self { child, control, specs: specs.to_vec(), staged: Vec::new(), disk_bytes: Vec::new() };
         let order = Order::Open { socket: socket.into(), specs: specs.to_vec() };
         match disks.ask(&order, OPEN_TIMEOUT) {
             Ok(Answer::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {
@@ -149,6 +152,27 @@ impl Disks {
     /// The checkpoint with these epochs (of each disk) failed: their blocks count as written again.
     pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         self.done(&Order::GiveBack { epochs: epochs.into() }, ANSWER_TIMEOUT)
+    }
+
+    /// Opens `specs`, of the same exports and lengths, beside the disks that are served.
+    pub fn stage(&mut self, specs: &[Spec]) -> Result<()> {
+        self.done(&Order::Stage { specs: specs.to_vec() }, OPEN_TIMEOUT)?;
+        self.staged = specs.to_vec();
+        Ok(())
+    }
+
+    /// Serves what is open beside in place of what is served, which is then beside: clients notice nothing but the content.
+    /// While the VM stands, and no epoch is in flight. All disks, or none.
+    pub fn exchange(&mut self) -> Result<()> {
+        self.done(&Order::Exchange, ANSWER_TIMEOUT)?;
+        std::mem::swap(&mut self.specs, &mut self.staged);
+        Ok(())
+    }
+
+    /// Closes what is open beside, and tells what that was: its overlays are free.
+    pub fn dismiss(&mut self) -> Result<Vec<Spec>> {
+        self.done(&Order::Dismiss, ANSWER_TIMEOUT)?;
+        Ok(std::mem::take(&mut self.staged))
     }
 
     /// How it is doing.

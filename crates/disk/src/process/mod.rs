@@ -6,6 +6,9 @@
 //!
 //!   serving ──end──▶ clients are cut off ──▶ synced ──▶ exit
 //!      └──engine gone──▶ epochs released, no pause ──last client gone──▶ synced ──▶ exit
+//!
+//!   rollback:   stage ──▶ others open beside ──exchange──▶ served in place of those before ──dismiss──▶ those are closed
+//!                              └──dismiss──▶ closed               └──exchange──▶ back
 //! ```
 //!
 //! It is a process of its own so that the guest keeps its disk when the engine dies.
@@ -109,6 +112,14 @@ enum Order {
         epochs: Vec<DiskEpoch>,
     },
     Stats,
+    /// Opens others for the same exports, beside those that are served.
+    Stage {
+        specs: Vec<Spec>,
+    },
+    /// Serves those, and keeps the ones before.
+    Exchange,
+    /// Closes those that are not served.
+    Dismiss,
     End,
 }
 

@@ -1,6 +1,7 @@
 //! The process itself.
 
 use super::{Answer, DISKS_MAX, EXTENTS_MAX, Order, ServerStats, Spec, Stats, frame};
+use crate::disk::Stack;
 use crate::lock::ImageLock;
 use crate::nbd::{Export, Server};
 use crate::{Base, Disk, DiskEpoch, Error, Layer, Result};
@@ -15,6 +16,9 @@ const FIRST_CLIENT: Duration = Duration::from_secs(10);
 /// How often it looks whether the last one has gone.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+/// Opens the layer that a spec names.
+type OpenLayer<'a> = &'a dyn Fn(&str) -> Result<Box<dyn Layer>>;
+
 /// Serves disks as `control` orders, until it orders the end; or, once it is gone, until the last client is.
 ///
 /// `open_layer` opens the layer that a [`Spec`] names.
@@ -27,7 +31,7 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     };
     match opened {
         Ok((server, exports, locks)) => {
-            let served = Serving { server, exports }.run(control);
+            let served = Serving { server, exports, staged: None, open_layer: &open_layer }.run(control);
             drop(locks);
             served
         }
@@ -38,10 +42,7 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     }
 }
 
-fn open(
-    specs: &[Spec],
-    open_layer: &impl Fn(&str) -> Result<Box<dyn Layer>>,
-) -> Result<(Vec<Export>, Vec<ImageLock>)> {
+fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<ImageLock>)> {
     let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
     if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
         let problem = format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
@@ -62,13 +63,16 @@ fn failed(error: &Error) -> Answer {
     Answer::Failed { problem: error.to_string(), disk_full: error.is_disk_full() }
 }
 
-struct Serving {
+struct Serving<'a> {
     server: Server,
     exports: Vec<Export>,
+    /// What is open beside, one for each export.
+    staged: Option<Vec<Arc<Stack>>>,
+    open_layer: OpenLayer<'a>,
 }
 
-impl Serving {
-    fn run(self, control: &UnixStream) -> Result<()> {
+impl Serving<'_> {
+    fn run(mut self, control: &UnixStream) -> Result<()> {
         let disk_bytes = self.exports.iter().map(|export| export.disk.disk_bytes()).collect();
         let mut sent = frame::send(control, &Answer::Opened { disk_bytes });
         while sent.is_ok() {
@@ -88,7 +92,7 @@ impl Serving {
         self.server.end();
         let synced = each(&self.exports, Disk::sync);
         // Unlocked before the answer: the engine may open the overlays next.
-        drop(self.exports);
+        drop((self.exports, self.staged));
         if let Some(control) = control {
             frame::send(control, &synced.as_ref().map_or_else(failed, |()| Answer::Done))?;
         }
@@ -99,7 +103,7 @@ impl Serving {
         for export in &self.exports {
             // A failed sync is seen again by the next flush of the guest.
             let _ = export.disk.settled();
-            export.disk.overlay().release_all();
+            export.disk.stack().overlay.release_all();
         }
         let traffic = self.server.traffic();
         let began = Instant::now();
@@ -112,7 +116,7 @@ impl Serving {
         }
     }
 
-    fn obey(&self, order: &Order) -> Result<Answer> {
+    fn obey(&mut self, order: &Order) -> Result<Answer> {
         match order {
             Order::Prepare => each(&self.exports, Disk::sync)?,
             Order::Pause { limit_ms } => {
@@ -124,13 +128,18 @@ impl Serving {
                 let export = self.exports.get(*disk);
                 let export =
                     export.ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
-                let (extents, next) = export.disk.overlay().pages(*epoch, *from, EXTENTS_MAX)?;
+                let (extents, next) = export.disk.stack().overlay.pages(*epoch, *from, EXTENTS_MAX)?;
                 return Ok(Answer::Pages { extents, next });
             }
-            Order::Release { epochs } => self.of_each(epochs, |disk, epoch| disk.overlay().release(epoch))?,
-            Order::GiveBack { epochs } => {
-                self.of_each(epochs, |disk, epoch| disk.overlay().give_back(epoch))?;
+            Order::Release { epochs } => {
+                self.of_each(epochs, |disk, epoch| disk.stack().overlay.release(epoch))?;
             }
+            Order::GiveBack { epochs } => {
+                self.of_each(epochs, |disk, epoch| disk.stack().overlay.give_back(epoch))?;
+            }
+            Order::Stage { specs } => self.staged = Some(self.stage(specs)?),
+            Order::Exchange => self.exchange()?,
+            Order::Dismiss => self.staged = None,
             Order::Stats => return Ok(Answer::Stats(self.stats())),
             Order::Open { .. } | Order::End => {
                 return Err(Error::protocol("the engine", "the disks are open already"));
@@ -139,15 +148,47 @@ impl Serving {
         Ok(Answer::Done)
     }
 
+    fn stage(&self, specs: &[Spec]) -> Result<Vec<Arc<Stack>>> {
+        let names = |of: &mut dyn Iterator<Item = &str>| of.map(str::to_owned).collect::<Vec<_>>();
+        let served = names(&mut self.exports.iter().map(|export| export.name.as_str()));
+        if names(&mut specs.iter().map(|spec| spec.export.as_str())) != served {
+            return Err(Error::protocol("the engine", "the disks beside are not those that are served"));
+        }
+        let open = |(spec, export): (&Spec, &Export)| {
+            let base = Base::open(&spec.base, spec.format)?;
+            let (is, wanted) = (base.disk_bytes(), export.disk.disk_bytes());
+            if is != wanted {
+                let problem = format!("{} has {is} bytes, the disk {wanted}", spec.base.display());
+                return Err(Error::protocol("the engine", problem));
+            }
+            let layer = spec.layer.as_deref().map(self.open_layer).transpose()?;
+            Stack::create(&spec.overlay, base, layer).map(Arc::new)
+        };
+        specs.iter().zip(&self.exports).map(open).collect()
+    }
+
+    /// All disks, or none.
+    fn exchange(&mut self) -> Result<()> {
+        let in_flight = self.exports.iter().any(|export| export.disk.size().in_flight > 0);
+        let Some(staged) = self.staged.as_mut().filter(|_| !in_flight) else {
+            let problem = if in_flight { "epochs of the disks are in flight" } else { "no disks are beside" };
+            return Err(Error::protocol("the engine", problem));
+        };
+        for (export, stack) in self.exports.iter().zip(staged) {
+            export.disk.exchange(stack);
+        }
+        Ok(())
+    }
+
     /// All disks, or none: an epoch that only some have is given back.
     fn cut(&self) -> Result<Answer> {
         let mut epochs = Vec::with_capacity(self.exports.len());
         for export in &self.exports {
-            match export.disk.overlay().cut() {
+            match export.disk.stack().overlay.cut() {
                 Ok(epoch) => epochs.push(epoch),
                 Err(error) => {
                     for (export, epoch) in self.exports.iter().zip(epochs) {
-                        export.disk.overlay().give_back(epoch)?;
+                        export.disk.stack().overlay.give_back(epoch)?;
                     }
                     return Err(error);
                 }

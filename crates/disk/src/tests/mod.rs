@@ -309,3 +309,26 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
     assert!(std::fs::read(&out).unwrap() == image);
     assert!(crate::commit::to_new_raw(&disk, &out).is_err(), "nothing is overwritten");
 }
+
+/// As for a rollback: another overlay in the place of the one that is served, and back.
+#[test]
+fn disks_are_exchanged_under_a_client_and_come_back() {
+    let bed = Bed::new();
+    std::fs::write(bed.path("base.raw"), vec![1; 1 << 20]).unwrap();
+    let base = || Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap();
+    let disk = Disk::create(&bed.path("first"), base(), None).unwrap();
+    let block = || {
+        let mut block = [0u8; BLOCK_BYTES];
+        disk.read(8192, &mut block).unwrap();
+        block[0]
+    };
+    disk.write(8192, &[2; BLOCK_BYTES]).unwrap();
+    let other = crate::disk::Stack::create(&bed.path("second"), base(), None).unwrap();
+    let mut other = std::sync::Arc::new(other);
+    disk.exchange(&mut other);
+    assert_eq!(block(), 1);
+    disk.write(8192, &[3; BLOCK_BYTES]).unwrap();
+    assert_eq!((block(), disk.size().dirty_blocks), (3, 1));
+    disk.exchange(&mut other);
+    assert_eq!(block(), 2);
+}

@@ -15,7 +15,8 @@
 //! Words that the user adds himself win: a `-netdev` or `-chardev` of the same id takes the place of the kept one.
 //!
 //! Left out: the MAC addresses. A guest that runs keeps the address that its driver has read, so that another one in the
-//! device would only make it deaf; clones are kept apart by their networks instead. Disks, too.
+//! device would only make it deaf; clones are kept apart by their networks instead.
+//! Disks: the line names the same ones, and each clone has them served by a server of its own.
 
 use crate::options::{self, Argument, escape, properties, value_of};
 use crate::{Error, Result};

@@ -15,6 +15,7 @@ use std::thread::JoinHandle;
 struct Machine {
     running: bool,
     conts: u32,
+    quits: u32,
 }
 
 type Shared = Arc<Mutex<Machine>>;
@@ -39,6 +40,10 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
                     machine.running = true;
                     machine.conts += 1;
                     json!({})
+                }
+                "quit" => {
+                    machine.quits += 1;
+                    return;
                 }
                 _ => json!({}),
             };
@@ -69,6 +74,26 @@ fn wait_for(machine: &Shared, what: impl Fn(&Machine) -> bool) -> bool {
         std::thread::sleep(Duration::from_millis(5));
     }
     false
+}
+
+/// One that it left between two states must not run; one that got over it is as any other.
+#[test]
+fn an_engine_that_dies_between_two_states_takes_its_vm_along() {
+    let (_dir, path, machine) = monitor();
+    let (mut orders, _answers, thread) = runner(&path);
+    orders.write_all(b"A600000\nD\nB\n").unwrap();
+    drop(orders);
+    assert!(matches!(thread.join().unwrap(), Err(Error::PutDown)));
+    let ended = machine.lock().unwrap();
+    assert_eq!((ended.conts, ended.quits), (0, 1));
+    drop(ended);
+
+    let (_dir, path, machine) = monitor();
+    let (mut orders, _answers, _thread) = runner(&path);
+    orders.write_all(b"B\nA600000\n").unwrap();
+    drop(orders);
+    assert!(wait_for(&machine, |m| m.conts == 1), "the VM stays paused");
+    assert_eq!(machine.lock().unwrap().quits, 0);
 }
 
 #[test]

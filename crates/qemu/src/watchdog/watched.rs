@@ -183,6 +183,14 @@ impl Reach {
         Ok(())
     }
 
+    /// Ends QEMU, once the connection is ours. Error: [`Error::Gone`] once it has ended.
+    pub fn quit(&mut self) -> Result<()> {
+        match self {
+            Self::Own(qmp, _) => qmp.execute("quit", None).map(drop),
+            Self::Shared(_) => Ok(()),
+        }
+    }
+
     /// QEMU forgets what the engine gave it.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, Some(set)) = self else { return Ok(()) };

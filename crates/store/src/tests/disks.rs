@@ -54,6 +54,8 @@ enum Op {
     Abandon,
     /// A new run of the same disks.
     Anew,
+    /// The disks of a checkpoint, one of the last.
+    TakeOver(u64),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -64,6 +66,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => Just(Op::Seal),
         1 => Just(Op::Abandon),
         1 => Just(Op::Anew),
+        2 => (0u64..4).prop_map(Op::TakeOver),
     ]
 }
 
@@ -107,6 +110,13 @@ proptest! {
                     run = writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), state).unwrap();
                     (ram, disks) = (vec![0; RAM_PAGES as usize], sealed_disks.clone());
                     sealed_ram = ram.clone();
+                }
+                Op::TakeOver(back) => {
+                    let of = sealed.len().checked_sub(1 + back as usize).and_then(|at| sealed.get(at));
+                    if let Some((id, _, then)) = of {
+                        run.put_disks_of(*id).unwrap();
+                        disks.clone_from(then);
+                    }
                 }
                 Op::Abandon => {
                     run.abandon();

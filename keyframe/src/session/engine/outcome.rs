@@ -39,7 +39,7 @@ impl Engine<'_> {
         self.last_pages = entry.dirty_pages;
         self.sealed += 1;
         self.newest = Some(sealed.id);
-        if sealed.meta.parent == self.came_from {
+        if sealed.meta.parent == self.came_from.map(|(id, _)| id) {
             self.came_from = None;
         }
         self.sealed_at = Some(Instant::now());

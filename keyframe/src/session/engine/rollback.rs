@@ -1,11 +1,17 @@
 //! `keyframe rollback`: the running VM becomes what it was at a checkpoint, in the same QEMU.
 //!
 //! ```text
-//!   runs ─▶ stands ─▶ checkpoint "before" ─▶ RAM and devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
-//!             │ fails: runs on                  │ fails                          │ differs: those pages once more
+//!   runs ─▶ stands ─▶ checkpoint "before" ─▶ disks, RAM, devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
+//!             │ fails: runs on                  │ fails                             │ differs: those pages once more
 //!             ▼                                 ▼
-//!           as it was ◀── runs on ─── RAM and devices of "before"
+//!           as it was ◀── runs on ─── disks, RAM and devices of "before"
+//!
+//!   killed here: runs on as it was    │ here: the VM is ended, "before" is sealed      │ here: runs as the target
 //! ```
+//!
+//! The target's disks are opened beside those that are served while the VM still runs; then the two change places, in constant
+//! time. QEMU keeps its connections, and has nothing of the content itself: its NBD client caches none. What was written
+//! before is removed only when the VM runs again.
 //!
 //! Only pages in which "before" and the target differ are written. QEMU resets the machine on the way, which may write to RAM
 //! too, so all of RAM is compared with the target before the VM runs.
@@ -13,10 +19,12 @@
 //! Invariants: the VM runs only as exactly the target, or as exactly what it was. The run goes on: "after" is one more of its
 //! checkpoints, with the target as its parent, and holds what was written back.
 //!
-//! Left out: an engine that is killed half way leaves the VM paused, and to be restored from a checkpoint. Groups, libvirt.
+//! Left out: groups, libvirt.
 
+use super::super::machine::QemuMachine;
 use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel, ns};
 use crate::control::RolledBack;
+use crate::disks::restored::are_same;
 use crate::failure::Failure;
 use crate::images::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
@@ -53,9 +61,24 @@ impl Engine<'_> {
         // The VM is not to stand while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
         self.take_reports_until(idle).map_err(Failure::new)?;
-        let stopped = self.qmp()?.stop().map_err(|e| Failure::qemu(&e))?;
+        if let Some(disks) = &mut self.machines.disks {
+            disks.stage(self.store, target.id, &target.meta)?;
+        }
+        let done = self.roll_back_to(&target, name);
+        // Of a VM that is neither here nor there both are kept.
+        if !self.given_up
+            && let Some(Err(failure)) = self.machines.disks.as_mut().map(super::SessionDisks::dismiss)
+        {
+            eprintln!("keyframe: warning: remove what was written to the disks before: {failure}");
+        }
+        done
+    }
+
+    fn roll_back_to(&mut self, target: &Loaded, name: &str) -> Result<RolledBack, Failure> {
         let began = Instant::now();
-        let gone = self.go_back(&target);
+        let was_running = self.machine()?.stand().map_err(|e| Failure::new(chain(&*e)))?;
+        self.step();
+        let gone = self.go_back(target);
         keyframe_kernel::priority::lower();
         if let Err(Stuck::Lost(why)) = gone {
             self.given_up = true;
@@ -63,9 +86,7 @@ impl Engine<'_> {
             return Err(Failure::new(text)
                 .fix(format!("end it (keyframe stop) and restore: keyframe restore {name}")));
         }
-        if stopped.was_running {
-            self.qmp()?.cont().map_err(|e| Failure::qemu(&e))?;
-        }
+        self.machine()?.go().map_err(|e| Failure::new(chain(&*e)))?;
         let stood_ns = ns(began.elapsed());
         self.look();
         let (before, now, pages) = gone.map_err(|stuck| match stuck {
@@ -79,13 +100,26 @@ impl Engine<'_> {
             now: now.map(|id| id.0),
             pages,
             stood_ns,
-            runs: stopped.was_running,
+            runs: was_running,
         })
     }
 
-    fn qmp(&mut self) -> Result<&mut keyframe_qemu::Qmp, Failure> {
+    fn machine(&mut self) -> Result<&mut QemuMachine, Failure> {
         let first = self.machines.members_mut().first_mut();
-        first.map(|member| member.machine.vm.qmp()).ok_or_else(|| Failure::new("no VM"))
+        first.map(|member| &mut member.machine).ok_or_else(|| Failure::new("no VM"))
+    }
+
+    /// Where a test kills the engine.
+    fn step(&self) {
+        if let Some(fault) = &self.options.fault {
+            fault.rolling_back();
+        }
+    }
+
+    /// Serves the disks that were not served. The VM stands.
+    fn exchange_disks(&mut self) -> Result<(), String> {
+        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::SessionDisks::exchange);
+        exchanged.map_err(|e| chain(&*e))
     }
 
     /// The checkpoint, where this VM can become it.
@@ -99,12 +133,6 @@ impl Engine<'_> {
                 "no more checkpoints are taken of this VM, so that it is not rolled back",
             )
             .fix("see why with: keyframe status"));
-        }
-        if self.machines.disks.is_some() {
-            return Err(Failure::new(
-                "a VM whose disks are in its checkpoints is not rolled back in place yet",
-            )
-            .fix("end it (keyframe stop), and restore the checkpoint: its disks come back with it"));
         }
         let libvirts =
             self.machines.members().iter().any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
@@ -130,6 +158,10 @@ impl Engine<'_> {
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
             return Err(another(id, "its RAM blocks are others"));
         }
+        let disks = self.machines.disks.as_ref().map_or(&[][..], super::SessionDisks::metas);
+        if !are_same(disks, &target.meta.disks) {
+            return Err(another(id, "its disks, or the images beneath them, are others"));
+        }
         Ok(target)
     }
 
@@ -138,17 +170,45 @@ impl Engine<'_> {
         let before = self.capture_and_seal().map_err(Stuck::Unharmed)?;
         let before = self.store.load(before).map_err(|e| Stuck::Unharmed(chain(&e)))?;
         let mut pages = differing(&before, target);
-        if let Err(why) = self.become_checkpoint(target, &mut pages) {
-            let forward = self.become_checkpoint(&before, &mut pages);
-            return Err(match forward {
-                Ok(()) => Stuck::Unharmed(why),
-                Err(again) => Stuck::Lost(format!("{why}; nor could it be put back to what it was: {again}")),
-            });
+        let between =
+            self.machine().map_err(|e| e.to_string()).and_then(|m| m.between().map_err(|e| chain(&*e)));
+        between.map_err(Stuck::Unharmed)?;
+        let mut exchanged = false;
+        let became = self.exchange_disks().and_then(|()| {
+            exchanged = true;
+            self.step();
+            self.become_checkpoint(target, &mut pages)
+        });
+        if let Err(why) = became {
+            let lost = |again: String| {
+                Stuck::Lost(format!("{why}; nor could it be put back to what it was: {again}"))
+            };
+            if exchanged {
+                self.exchange_disks().map_err(lost)?;
+                self.become_checkpoint(&before, &mut pages).map_err(lost)?;
+            }
+            self.is_whole();
+            return Err(Stuck::Unharmed(why));
         }
-        self.came_from = Some(target.id);
+        self.step();
+        if let Some(Err(failure)) = self.machines.disks.as_mut().map(|disks| disks.came_from(target.id)) {
+            eprintln!("keyframe: warning: {failure}");
+        }
+        self.is_whole();
+        self.step();
+        self.rollbacks += 1;
+        self.came_from = Some((target.id, self.rollbacks));
         // Where this one fails it has been said, and the next one is the first behind the rollback.
         let now = self.capture_and_seal().ok();
         Ok((before.id, now, pages.len() as u64))
+    }
+
+    /// What stands there may run, should the engine die. Without its watchdog it is no less whole.
+    fn is_whole(&mut self) {
+        let told = self.machine().map(|machine| machine.is_whole());
+        if let Ok(Err(error)) = told {
+            eprintln!("keyframe: warning: {}", chain(&*error));
+        }
     }
 
     /// A checkpoint of the standing VM, sealed.
