@@ -74,8 +74,11 @@ pub struct DiskEntry {
     pub name: String,
     /// Its size.
     pub disk_bytes: u64,
-    /// The image beneath.
+    /// The image beneath; `blank` where there is none.
     pub base: String,
+    /// It is no part of the checkpoint.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub left_out: bool,
     /// Its blocks in the checkpoint.
     #[serde(flatten)]
     pub counts: DiskCounts,
@@ -83,8 +86,9 @@ pub struct DiskEntry {
 
 impl DiskEntry {
     fn of(disk: &DiskMeta) -> Self {
-        let DiskMeta { name, disk_bytes, base, counts } = disk.clone();
-        Self { name, disk_bytes, base: base.path, counts }
+        let DiskMeta { name, disk_bytes, base, counts, left_out } = disk.clone();
+        let base = if base.is_blank() { base.format } else { base.path };
+        Self { name, disk_bytes, base, left_out, counts }
     }
 }
 

@@ -89,13 +89,15 @@ fn start(
     let mut specs = Vec::with_capacity(wanted.len());
     for (index, disk) in wanted.iter().enumerate() {
         let (name, base) = (&disk.meta.name, &disk.meta.base);
-        let format = ImageFormat::named(&base.format);
+        let blank_bytes = base.is_blank().then_some(disk.meta.disk_bytes);
+        let format = ImageFormat::named(&base.format).or(blank_bytes.map(|_| ImageFormat::Raw));
         let format =
             format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))?;
         specs.push(Spec {
             export: name.clone(),
             base: base.path.clone().into(),
             format,
+            blank_bytes,
             overlay: place.overlay(index, name),
             layer: disk.layer.clone(),
         });

@@ -18,7 +18,7 @@ mod new;
 
 pub use in_place::InPlace;
 pub(crate) use in_place::interrupted;
-pub use new::{to_new, to_new_raw};
+pub use new::{empty_qcow2, to_new, to_new_raw};
 
 use crate::{BLOCK, Block, Content, DiskBlock, Layer, Overlay, Result};
 
