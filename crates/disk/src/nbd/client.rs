@@ -244,7 +244,7 @@ impl Client {
         let read = Read::by_ref(&mut self.stream).take(u64::from(len)).read_to_end(&mut bytes);
         match read.map_err(Error::io(&self.name, "hear from"))? {
             n if n == len as usize => Ok(bytes),
-            _ => Err(Error::io(&self.name, "hear from")(io::ErrorKind::UnexpectedEof.into())),
+            _ => Err(Error::io(&self.name, "hear from")(io::ErrorKind::UnexpectedEof)),
         }
     }
 

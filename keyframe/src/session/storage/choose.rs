@@ -83,6 +83,8 @@ pub fn own(
     let mut disks = Vec::new();
     for (member, one) in found.iter_mut().enumerate() {
         let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
+        // An engine that was killed may have left nodes above the disks.
+        fleece::sweep(one.vm.qmp()).map_err(|e| Failure::qemu(&e))?;
         let mut of_vm = disks_of(&mut one.vm, &one.directory, member, &prefix)?;
         one.vm.mind_nodes(of_vm.iter().map(|disk| disk.node.node.clone()).collect());
         disks.append(&mut of_vm);

@@ -278,7 +278,7 @@ fn remove_left_over(store: &Store, sources: &[Source]) -> Result<(), Failure> {
     if sources.is_empty() {
         return Ok(());
     }
-    let listing = store.list().map_err(|e| Failure::store(&e, store.path()))?;
+    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
     if !listing.unreadable.is_empty() {
         // What an unreadable checkpoint names is not known.
         return Ok(());

@@ -91,7 +91,7 @@ pub struct Fleeces {
 }
 
 impl Fleeces {
-    /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`. Takes away what an engine that was killed has left.
+    /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`.
     pub fn new(
         store: &Store,
         run_dir: &Path,
@@ -128,7 +128,6 @@ impl Fleeces {
     }
 
     fn start(qmp: &mut Qmp, socket: &Path) -> Result<(), Failure> {
-        fleece::sweep(qmp).map_err(|e| Failure::qemu(&e))?;
         fleece::start_server(qmp, socket).map_err(|e| {
             Failure::new(format!("the VM's disks cannot be read: {}", chain(&e))).fix(
                 "QEMU has one NBD server: where it serves somebody else (a backup, a migration), wait until that ends; where it \
