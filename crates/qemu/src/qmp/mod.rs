@@ -264,7 +264,8 @@ impl Qmp {
     /// Has the state of all devices written to `target` (a path or `/dev/fdset/N`).
     pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
-        let id = self.send(operation, Some(json!({ "filename": target, "live": true })), None)?;
+        // All that `live` does to a VM that stands still is to give its images away, which fails beside a job on them.
+        let id = self.send(operation, Some(json!({ "filename": target, "live": false })), None)?;
         self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
     }
 
