@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const IMAGE_BYTES: u64 = 24 << 20;
+/// How the names of what is ours in QEMU begin, as JSON; the paths of tests have it in their middle.
+const OURS: &str = "\"keyframe-";
 
 /// A raw image with a hole at its end, which is zero.
 fn image(bench: &Bench) -> PathBuf {
@@ -128,7 +130,7 @@ fn assert_no_trace(vm: &Foreign, bench: &Bench) {
     let mut qmp = vm.other();
     for query in ["query-block-exports", "query-jobs", "query-named-block-nodes"] {
         let found = qmp.execute(query, None).expect(query).to_string();
-        assert!(!found.contains("keyframe-"), "{query}: {found}");
+        assert!(!found.contains(OURS), "{query}: {found}");
     }
     assert!(qmp.execute("nbd-server-stop", None).is_err(), "QEMU's NBD server still runs");
     let scratch = std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
@@ -314,7 +316,7 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
         attached.wait();
         until("the guest runs", || vm.runs());
         let left = vm.other().execute("query-named-block-nodes", None).expect("its nodes").to_string();
-        assert!(left.contains("keyframe-"), "{phase}: an engine that was killed leaves something");
+        assert!(left.contains(OURS), "{phase}: an engine that was killed leaves something");
         does(
             &mut vm.console,
             "dd if=/dev/urandom of=/dev/vda bs=4k seek=7 count=9 conv=notrunc,fsync",
@@ -372,7 +374,8 @@ fn an_nbd_server_or_a_job_of_somebody_elses_is_refused() {
     bench.refused(&strs(&args), 1, &["NBD server", "fix:"]);
     vm.other().execute("nbd-server-stop", None).expect("theirs still runs");
     let target = bench.path().join("target.raw").display().to_string();
-    let job = json!({ "device": "d", "job-id": "theirs", "target": target, "sync": "none", "format": "raw" });
+    let job =
+        json!({ "device": "d", "job-id": "theirs", "target": target, "sync": "none", "format": "qcow2" });
     vm.other().execute("drive-backup", Some(job)).expect("start a job");
     bench.refused(&strs(&args), 1, &["a job works on the VM's disk theirs", "fix:"]);
     vm.other().execute("job-cancel", Some(json!({ "id": "theirs" }))).expect("theirs still runs");
