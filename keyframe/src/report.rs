@@ -75,8 +75,11 @@ pub struct DiskEntry {
     pub name: String,
     /// Its size.
     pub disk_bytes: u64,
-    /// The image beneath.
+    /// The image beneath; `blank` where there is none.
     pub base: String,
+    /// It is no part of the checkpoint.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub left_out: bool,
     /// Bytes of the blocks that were written.
     #[serde(default)]
     pub written_bytes: u64,
@@ -90,9 +93,10 @@ pub struct DiskEntry {
 
 impl DiskEntry {
     fn of(disk: &DiskMeta) -> Self {
-        let DiskMeta { name, disk_bytes, base, counts } = disk.clone();
+        let DiskMeta { name, disk_bytes, base, counts, left_out } = disk.clone();
+        let base = if base.is_blank() { base.format } else { base.path };
         let written_bytes = counts.written_blocks * PAGE_BYTES as u64;
-        Self { name, disk_bytes, base: base.path, written_bytes, counts, unreadable: None }
+        Self { name, disk_bytes, base, left_out, written_bytes, counts, unreadable: None }
     }
 }
 

@@ -61,6 +61,7 @@ impl Bed {
             base: self.path("base.raw"),
             format: ImageFormat::Raw,
             overlay: self.path("overlay"),
+            blank_bytes: None,
             layer: None,
         }
     }

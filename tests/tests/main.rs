@@ -3,6 +3,7 @@
 //! A new file is one line below. `cargo test -p keyframe-tests --test end_to_end FILE::` runs the tests of one.
 
 mod attach;
+mod attach_disks;
 mod bench;
 mod branch;
 mod budgets;
@@ -23,6 +24,7 @@ mod lazy;
 mod main_job;
 mod mount;
 mod profile;
+mod reflink;
 mod refusals;
 mod rollback;
 mod rollback_disks;

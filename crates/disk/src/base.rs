@@ -94,9 +94,18 @@ pub struct Base {
 enum Image {
     Raw(File),
     Qcow2(Box<FormatAccess<ImageFile>>),
+    /// None: zeros.
+    Blank,
 }
 
 impl Base {
+    /// No image, but zeros: a disk of `bytes` bytes, all of which lie above.
+    pub fn blank(bytes: u64) -> Result<Self> {
+        let name = String::from("a blank disk");
+        let disk_bytes = whole_sectors(bytes, &name)?;
+        Ok(Self { image: Image::Blank, _lock: None, name, disk_bytes })
+    }
+
     /// Opens the image at `path` for reading.
     ///
     /// Errors: also where a commit into it is under way, or was interrupted.
@@ -133,15 +142,7 @@ impl Base {
                 (Image::Qcow2(Box::new(image)), bytes)
             }
         };
-        // As QEMU does, whose disks are of whole sectors.
-        let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
-        let Some(disk_bytes) = disk_bytes.filter(|bytes| *bytes > 0) else {
-            return Err(Error::refused(
-                name,
-                format!("a disk of {bytes} bytes"),
-                "its size must be from 1 byte to 8 EiB",
-            ));
-        };
+        let disk_bytes = whole_sectors(bytes, &name)?;
         Ok(Self { image, _lock: None, name, disk_bytes })
     }
 
@@ -155,6 +156,10 @@ impl Base {
         let read = match &self.image {
             Image::Raw(file) => read_or_zero(file, offset, buf),
             Image::Qcow2(image) => image.read(buf, offset),
+            Image::Blank => {
+                buf.fill(0);
+                Ok(())
+            }
         };
         read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
     }
@@ -165,6 +170,10 @@ impl Base {
             Image::Raw(file) => read_now(file, offset, buf)
                 .map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e)),
             Image::Qcow2(_) => Ok(false),
+            Image::Blank => {
+                buf.fill(0);
+                Ok(true)
+            }
         }
     }
 
@@ -178,6 +187,7 @@ impl Base {
                 Mapping::Eof { .. } => (len, true),
                 _ => (bytes, false),
             }),
+            Image::Blank => Ok((len, true)),
         };
         let (bytes, zero) =
             status.map_err(|e| Error::io(format!("{} at {offset}", self.name), "look at")(e))?;
@@ -218,6 +228,14 @@ impl Lock {
         }
         Ok(Self { _file: file })
     }
+}
+
+/// As QEMU does, whose disks are of whole sectors.
+fn whole_sectors(bytes: u64, name: &str) -> Result<u64> {
+    let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
+    disk_bytes.filter(|bytes| *bytes > 0).ok_or_else(|| {
+        Error::refused(name, format!("a disk of {bytes} bytes"), "its size must be from 1 byte to 8 EiB")
+    })
 }
 
 /// What an offset in a file can be.

@@ -2,7 +2,7 @@
 //!
 //! | what | why |
 //! |---|---|
-//! | a disk that the guest can write to, and that we do not serve | a checkpoint without the disk's contents at that instant is torn |
+//! | a disk that the guest can write to, and that nobody captures | a checkpoint without the disk's contents at that instant is torn |
 //! | direct disk I/O | the kernel writes into pinned guest pages and no write protection sees it |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
@@ -60,12 +60,18 @@ pub(crate) enum Disks<'a> {
 }
 
 /// All findings about the machine behind `qmp`, whose type is `machine_type`.
-pub(crate) fn audit(qmp: &mut Qmp, machine_type: &str, disks: Disks<'_>) -> Result<Vec<Refusal>> {
+///
+/// The disks behind the nodes `minded` are somebody's business already.
+pub(crate) fn audit(
+    qmp: &mut Qmp,
+    machine_type: &str,
+    (disks, minded): (Disks<'_>, &[String]),
+) -> Result<Vec<Refusal>> {
     let mut found = Vec::new();
     machine(machine_type, &mut found);
     let blocks = qmp.execute("query-block", None)?;
     match blocks.as_array() {
-        Some(blocks) => blocks.iter().for_each(|block| drive(block, disks, &mut found)),
+        Some(blocks) => blocks.iter().for_each(|block| drive(block, (disks, minded), &mut found)),
         None => return Err(qmp.unexpected("query-block", &blocks)),
     }
     let memdevs = qmp.execute("query-memdev", None)?;
@@ -135,7 +141,7 @@ fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
     }
 }
 
-fn drive(block: &Value, disks: Disks<'_>, found: &mut Vec<Refusal>) {
+fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec<Refusal>) {
     let Some(inserted) = block.get("inserted") else { return };
     let text =
         |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -148,7 +154,8 @@ fn drive(block: &Value, disks: Disks<'_>, found: &mut Vec<Refusal>) {
     }
     let file = text(inserted, "file");
     let what = format!("drive {name} ({file})");
-    let served = matches!(disks, Disks::Launched(Some(socket)) if drives::is_served(&file, socket));
+    let served = matches!(disks, Disks::Launched(Some(socket)) if drives::is_served(&file, socket))
+        || minded.contains(&text(inserted, "node-name"));
     // What is not said to be read-only is not.
     if !served && inserted.get("ro").and_then(Value::as_bool) != Some(true) {
         let (reason, fix) = match disks {
@@ -157,8 +164,8 @@ fn drive(block: &Value, disks: Disks<'_>, found: &mut Vec<Refusal>) {
                 "give it by -drive file=...,format=... or -blockdev, or add readonly=on (-blockdev: read-only=on)",
             ),
             Disks::Foreign => (
-                "the guest can write to it, and a disk is captured only where Keyframe serves it",
-                "start the VM with `keyframe run`, or add readonly=on to the drive (-blockdev: read-only=on)",
+                "the guest can write to it, and the VM's command line does not make it: no restore could",
+                "unplug it, or start the VM with it",
             ),
         };
         found.push(refused(&what, reason, fix));
@@ -220,24 +227,31 @@ mod tests {
     #[test]
     fn each_reason_is_told_of_the_same_drive() {
         let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img", "cache": {"direct": true}}});
-        let found = of(|f| drive(&block, Disks::Launched(None), f));
+        let found = of(|f| drive(&block, (Disks::Launched(None), &[]), f));
         assert_eq!(found.len(), 2);
         assert!(
             found
                 .iter()
                 .all(|r| r.what.contains("ide0-hd0") && r.what.contains("a.img") && !r.fix.is_empty())
         );
-        let found = of(|f| drive(&block, Disks::Foreign, f));
-        assert!(found[0].fix.contains("keyframe run"));
+        let found = of(|f| drive(&block, (Disks::Foreign, &[]), f));
+        assert!(found[0].fix.contains("unplug"));
+        let minded = [String::from("n")];
+        let captured = json!({"device": "d", "inserted": {"ro": false, "file": "a.img", "node-name": "n"}});
+        assert_eq!(of(|f| drive(&captured, (Disks::Foreign, &minded), f)), []);
         let ours =
             json!({"device": "d", "inserted": {"ro": false, "file": "nbd+unix:///d?socket=/r/d.sock"}});
-        assert_eq!(of(|f| drive(&ours, Disks::Launched(Some(Path::new("/r/d.sock"))), f)), []);
-        assert_eq!(of(|f| drive(&ours, Disks::Launched(Some(Path::new("/r/e.sock"))), f)).len(), 1);
-        assert_eq!(of(|f| drive(&ours, Disks::Foreign, f)).len(), 1);
+        assert_eq!(of(|f| drive(&ours, (Disks::Launched(Some(Path::new("/r/d.sock"))), &[]), f)), []);
+        assert_eq!(of(|f| drive(&ours, (Disks::Launched(Some(Path::new("/r/e.sock"))), &[]), f)).len(), 1);
+        assert_eq!(of(|f| drive(&ours, (Disks::Foreign, &[]), f)).len(), 1);
         let fine =
             json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
-        assert_eq!(of(|f| drive(&fine, Disks::Foreign, f)), []);
-        assert_eq!(of(|f| drive(&json!({"device": "floppy0"}), Disks::Foreign, f)), [], "an empty drive");
+        assert_eq!(of(|f| drive(&fine, (Disks::Foreign, &[]), f)), []);
+        assert_eq!(
+            of(|f| drive(&json!({"device": "floppy0"}), (Disks::Foreign, &[]), f)),
+            [],
+            "an empty drive"
+        );
     }
 
     #[test]

@@ -60,6 +60,8 @@ pub struct Vm {
     full_command: Vec<String>,
     origin: Origin,
     backends: Option<Vec<String>>,
+    /// Nodes of disks that are captured, or left out knowingly.
+    minded: Vec<String>,
 }
 
 /// Where a VM came from, as far as that is left to be known.
@@ -149,7 +151,7 @@ impl Vm {
         (user_command, full_command): (Vec<String>, Vec<String>),
         origin: Origin,
     ) -> Self {
-        Self { lifetime, qmp, state, user_command, full_command, origin, backends: None }
+        Self { lifetime, qmp, state, user_command, full_command, origin, backends: None, minded: Vec::new() }
     }
 
     /// QEMU's pid.
@@ -199,13 +201,18 @@ impl Vm {
             Origin::Launched { disks, .. } => audit::Disks::Launched(disks.as_deref()),
             _ => audit::Disks::Foreign,
         };
-        let mut found = audit::audit(&mut self.qmp, &machine_type, disks)?;
+        let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &self.minded))?;
         if self.is_attached() {
             // Started without -only-migratable.
             found.extend(audit::blockers(&mut self.qmp)?);
             found.extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
         }
         Ok(found)
+    }
+
+    /// The disks behind these nodes are captured by the caller, or left out knowingly: they are no reason to refuse the VM.
+    pub fn mind_nodes(&mut self, nodes: Vec<String>) {
+        self.minded = nodes;
     }
 
     /// Whether the machine has a device that discards guest RAM (balloon, virtio-mem).

@@ -24,6 +24,9 @@ pub struct DiskMeta {
     pub base: BaseMeta,
     /// Blocks put into this checkpoint.
     pub counts: DiskCounts,
+    /// It is no part of the checkpoint, as the user wanted it; `base` is then where it was.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub left_out: bool,
 }
 
 impl DiskMeta {
@@ -36,12 +39,27 @@ impl DiskMeta {
 /// The image beneath a disk, as it was when the run began.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BaseMeta {
-    /// Its absolute path.
+    /// Its absolute path; empty where there is none.
     pub path: String,
-    /// `raw` or `qcow2`.
+    /// `raw`, `qcow2`, or `blank`: no image, but zeros up to the disk's size.
     pub format: String,
     /// It and the images that it stands on: the first is the image itself.
     pub files: Vec<BaseFile>,
+}
+
+/// The format of a base that is no image.
+pub const BLANK: &str = "blank";
+
+impl BaseMeta {
+    /// No image, but zeros.
+    pub fn blank() -> Self {
+        Self { format: BLANK.into(), ..Self::default() }
+    }
+
+    /// Whether it is no image, but zeros.
+    pub fn is_blank(&self) -> bool {
+        self.format == BLANK
+    }
 }
 
 /// A file of an image.

@@ -53,7 +53,7 @@ mod worksets;
 mod writer;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
-pub use disks::{BaseFile, BaseMeta, BlockContent, DiskCounts, DiskMeta, LoadedDisks};
+pub use disks::{BLANK, BaseFile, BaseMeta, BlockContent, DiskCounts, DiskMeta, LoadedDisks};
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};

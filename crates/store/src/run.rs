@@ -16,7 +16,7 @@ use crate::bytes::to_hex;
 use crate::chain::{Chain, Changes, Plan};
 use crate::checkpoint::{self, DeviceSection};
 use crate::disk_map::{DiskMap, Former, numbers};
-use crate::disks::{DiskCounts, DiskMeta, blocks_of, space_pages};
+use crate::disks::{BaseMeta, DiskCounts, DiskMeta, blocks_of, space_pages};
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
 use crate::meta::{Counts, MachineMeta, MemberMeta, Meta, Sealed, Timing};
@@ -289,6 +289,15 @@ impl Run {
         let all = PageRange::new(PageIndex(ram_pages), space_pages.saturating_sub(ram_pages));
         self.undo_blocks.push(self.disk_map.former(all));
         (self.disk_map, self.taken_over) = (map, true);
+        Ok(())
+    }
+
+    /// The disk's image from the checkpoint in progress on: what it was before stays with the checkpoints that are sealed.
+    pub fn set_base(&mut self, disk: usize, base: BaseMeta) -> Result<()> {
+        self.admit_blocks(disk, 0, 0)?;
+        if let Some(disk) = self.disks.get_mut(disk) {
+            disk.base = base;
+        }
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
 use crate::failure::{Failure, Outcome};
-use crate::session::{self, LanChoice};
+use crate::session::{self, LanChoice, LeaveOut};
 use keyframe_qemu::{AttachOptions, Monitor};
 use std::path::PathBuf;
 
@@ -15,7 +15,9 @@ use std::path::PathBuf;
 `keyframe stop`. QEMU needs a QMP socket that nobody else uses (-qmp unix:/run/vm.sock,server=on,wait=off), or libvirt.
 Through libvirt a pause is some ten milliseconds longer: each command goes through libvirtd.
 
-The guest's disks must be read-only for now.
+Disks that the guest can write to are part of each checkpoint: by clones of their images where the file system makes them
+(btrfs, XFS), else by QEMU's dirty bitmaps, for which the first checkpoint reads all of each disk. Meanwhile what the guest
+overwrites is kept in STORE/disks: where that is full, its writes fail.
 
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)
@@ -38,6 +40,9 @@ pub struct Attach {
     /// The control socket of the `keyframe switch` that connects several VMs: packets on their way are in the checkpoint
     #[arg(long, value_name = "SOCKET")]
     lan_control: Option<PathBuf>,
+    /// Leave a disk out of the checkpoints, by its id or node name, or `all`: it is not captured, and `restore` says what it lacks
+    #[arg(long, value_name = "NAME")]
+    leave_out_disk: Vec<String>,
     #[command(flatten)]
     checkpoints: Checkpoints,
     /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one instant
@@ -61,6 +66,7 @@ impl Attach {
         let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
         let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
         let mut session = self.checkpoints.options(OnExit::Keep);
+        session.leave_out = LeaveOut(self.leave_out_disk);
         if let Some(control) = self.lan_control {
             session.lans = LanChoice::Control(control);
         }

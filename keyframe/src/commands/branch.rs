@@ -124,6 +124,7 @@ impl OwnDisks {
         if loaded.meta.disks.is_empty() {
             return Ok(Self(None));
         }
+        restored::require_all(loaded.id, &loaded.meta)?;
         let wanted = restored::wanted(store, loaded.id, &loaded.meta)?;
         let socket = directory.path().join("disks.sock");
         let served = disks::serve(store, name, Some(loaded.id.0), wanted, &socket)?;

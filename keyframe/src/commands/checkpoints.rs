@@ -1,7 +1,7 @@
 //! What `run` and `attach` have in common: when checkpoints are taken, and how.
 
 use crate::control::{OnExit, Strategy, TrackerKind};
-use crate::session::{self, LanChoice, Options};
+use crate::session::{self, DiskWay, LanChoice, LeaveOut, Options};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -38,6 +38,9 @@ pub struct Checkpoints {
     /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that checkpoint is dropped
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pause_limit: Duration,
+    /// How disks that the guest can write to get into checkpoints
+    #[arg(long, value_enum, default_value = "auto", value_name = "WAY")]
+    disk: DiskWay,
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
@@ -70,6 +73,8 @@ impl Checkpoints {
             verbose: self.verbose,
             quiet: self.quiet,
             audit: self.audit,
+            disk: self.disk,
+            leave_out: LeaveOut::default(),
             lans: LanChoice::None,
             fault: self.fault,
         }

@@ -202,9 +202,16 @@ impl Source {
         self.store.as_ref().map(|store| Standing::on(&self.base, store, own)).transpose()
     }
 
+    /// True where the checkpoint holds all of the disk.
+    fn is_whole(&self) -> bool {
+        self.known.as_ref().is_some_and(|disk| disk.base.is_blank())
+    }
+
     /// The disk, to be read.
     fn open(self) -> Result<Box<dyn Readable>, Failure> {
-        let base = Base::open(&self.base, self.format).map_err(|e| failure(&e))?;
+        let base =
+            if self.is_whole() { Base::blank(self.disk_bytes) } else { Base::open(&self.base, self.format) };
+        let base = base.map_err(|e| failure(&e))?;
         if base.disk_bytes() != self.disk_bytes {
             let (image, disk) = (base.disk_bytes(), self.disk_bytes);
             return Err(Failure::new(format!(
@@ -305,6 +312,10 @@ impl Commit {
     }
 
     fn in_place(&self, source: Source) -> Outcome {
+        if source.is_whole() {
+            let problem = format!("{} has no image beneath: the checkpoint holds all of it", source.name);
+            return Err(Failure::new(problem).fix("write a new image: -o FILE"));
+        }
         let amount = source.amount()?;
         let standing = source.standing()?;
         if let Some(standing) = &standing {

@@ -29,7 +29,7 @@ relative path are looked for in the directory that the VM was started in.
 With --lazy the VM runs before its RAM is there: each page comes when the VM touches it, and the rest meanwhile, those first
 that it touched the last time. Until all is there (it is said when) the VM lives and dies with this command.
 
-The VM's disks are as they were at the checkpoint. What it writes to them goes neither to their images nor to the
+The VM's disks are as they were at the checkpoint; those that were left out of it are missing (see --left-out-as-now). What it writes to them goes neither to their images nor to the
 checkpoint, and is thrown away at its end, unless --keep-disks says otherwise.
 
 With --accel a checkpoint taken under KVM goes on under TCG, or the other way. What could not be right is refused: a guest
@@ -66,6 +66,9 @@ pub struct Restore {
     /// Keep what the VM writes to its disks when it has ended
     #[arg(long)]
     keep_disks: bool,
+    /// Give the VM disks that were left out of the checkpoint as their images are now, which need not fit its RAM
+    #[arg(long)]
+    left_out_as_now: bool,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,
@@ -199,6 +202,7 @@ impl Restore {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
+        self.mind_left_out(id, &meta)?;
         let disks = RestoredDisks::serve(&store, id, &meta)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let what = (id, &meta, &*device_state, &lineage);
@@ -242,6 +246,19 @@ impl Restore {
         let ended = watch.until_the_end(interrupted);
         watch.keep_working_set();
         ended
+    }
+
+    /// Says which disks the checkpoint lacks, and refuses unless it was told to do without.
+    fn mind_left_out(&self, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+        let Err(lacking) = restored::require_all(id, meta) else { return Ok(()) };
+        if self.left_out_as_now {
+            eprintln!("keyframe: warning: {lacking}; they are as their images are now");
+            return Ok(());
+        }
+        Err(lacking.fix(
+            "where what the images hold now will do, say so by --left-out-as-now; a VM that writes to them is likely to find \
+             them damaged",
+        ))
     }
 
     fn say(&self, line: impl FnOnce() -> String) {

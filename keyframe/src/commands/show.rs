@@ -127,6 +127,14 @@ fn text(sealed: &Sealed) -> String {
     ]);
     for disk in &e.disks {
         let c = &disk.counts;
+        if disk.left_out {
+            let size = output::bytes(disk.disk_bytes);
+            lines.push(format!(
+                "disk       {}, {size}: LEFT OUT of the checkpoint; its image is {}",
+                disk.name, disk.base
+            ));
+            continue;
+        }
         lines.push(format!(
             "disk       {}, {}: {} written in {} blocks: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
             disk.name,

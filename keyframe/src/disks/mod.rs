@@ -125,7 +125,8 @@ fn start(
 fn specs(place: &Place, wanted: &[Wanted], round: u32) -> Result<Vec<Spec>, Failure> {
     let spec = |(index, disk): (usize, &Wanted)| {
         let (name, base) = (&disk.meta.name, &disk.meta.base);
-        let format = ImageFormat::named(&base.format);
+        let blank_bytes = base.is_blank().then_some(disk.meta.disk_bytes);
+        let format = ImageFormat::named(&base.format).or(blank_bytes.map(|_| ImageFormat::Raw));
         let format =
             format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))?;
         let mut overlay = place.overlay(index, name);
@@ -136,6 +137,7 @@ fn specs(place: &Place, wanted: &[Wanted], round: u32) -> Result<Vec<Spec>, Fail
             export: name.clone(),
             base: base.path.clone().into(),
             format,
+            blank_bytes,
             overlay,
             layer: disk.layer.clone(),
         })

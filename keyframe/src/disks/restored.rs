@@ -29,6 +29,16 @@ pub fn wanted(store: &Store, id: CheckpointId, meta: &Meta) -> Result<Vec<Wanted
     Ok(wanted)
 }
 
+/// Refuses a checkpoint that lacks disks.
+pub fn require_all(id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+    let lacking: Vec<_> = meta.disks.iter().filter(|disk| disk.left_out).collect();
+    if lacking.is_empty() {
+        return Ok(());
+    }
+    let named: Vec<_> = lacking.iter().map(|disk| format!("{} ({})", disk.name, disk.base.path)).collect();
+    Err(Failure::new(format!("checkpoint {id} lacks disks, which were left out of it: {}", named.join(", "))))
+}
+
 /// Whether two lists are the same disks over the same images.
 pub fn are_same(these: &[DiskMeta], those: &[DiskMeta]) -> bool {
     let same =

@@ -91,12 +91,20 @@ impl StoredDisk {
     /// How that is encoded.
     pub fn format(&self) -> Result<ImageFormat, Failure> {
         let DiskMeta { name, base, .. } = &self.meta;
-        let format = ImageFormat::named(&base.format);
+        let format = if base.is_blank() { Some(ImageFormat::Raw) } else { ImageFormat::named(&base.format) };
         format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))
     }
 
     /// What the checkpoint holds of it.
+    ///
+    /// Error: it was left out of the checkpoint.
     pub fn layer(&self) -> Result<Box<dyn Layer>, Failure> {
+        if self.meta.left_out {
+            return Err(Failure::new(format!(
+                "disk {} was left out of checkpoint {}, as whoever took it wished",
+                self.meta.name, self.disks.id
+            )));
+        }
         let layer = StoredLayer::of(Arc::clone(&self.disks), self.number);
         let layer = layer.ok_or_else(|| {
             Failure::new(format!("checkpoint {}: its disks are larger than they can be", self.disks.id))
@@ -109,6 +117,10 @@ impl StoredDisk {
     /// Errors: the image has changed, or a commit into it is under way.
     pub fn open(&self) -> Result<Below, Failure> {
         let DiskMeta { name, disk_bytes, base: known, .. } = &self.meta;
+        if known.is_blank() {
+            let blank = Base::blank(*disk_bytes).map_err(|e| failure(&e))?;
+            return Ok(Below::new(blank, Some(self.layer()?)));
+        }
         let image = Base::open(&self.image(), self.format()?).map_err(|e| match &e {
             // It says what to do about one that is not there.
             Error::Io { .. } => base::require_unchanged(known).err().unwrap_or_else(|| failure(&e)),

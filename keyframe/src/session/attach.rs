@@ -1,8 +1,9 @@
 //! Takes hold of VMs that somebody else started: everything up to their first checkpoint. They run on meanwhile.
 
 use super::Options;
-use super::launch::{Found, Parts, lock, names, open_lans, prepare, require_kernel};
+use super::launch::{Found, Parts, Refused, lock, names, open_lans, prepare, require_kernel};
 use super::machines::Beside;
+use super::storage;
 use crate::failure::Failure;
 use crate::rundir::RunDir;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
@@ -34,8 +35,15 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
         let runs = vm.qmp().status().map_err(|e| Failure::qemu(&e))?.is_running();
         found.push(Found { name, vm, identity, directory, monitor, runs });
     }
+    let place = (store, &*name, run_dir.path());
+    let disks = storage::choose::own(place, (&mut found, is_group), options.disk, &options.leave_out)?;
+    let beside = Beside { lans, disks };
     // Where it is refused, the VMs are dropped, which is to detach.
-    let beside = Beside { lans, disks: None };
-    prepare(store, writer, run_dir, (name, is_group), (found, beside), options)
-        .map_err(|refused| refused.failure)
+    prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
+        let Refused { failure, mut found, beside } = *refused;
+        if let Some(disks) = beside.disks {
+            disks.undo(&mut found.iter_mut().map(|one| &mut one.vm).collect::<Vec<_>>());
+        }
+        failure
+    })
 }

@@ -10,11 +10,11 @@ mod rollback;
 use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
-use super::disks::SessionDisks;
 use super::encoding::Encoding;
 use super::launch::Parts;
 use super::machines::{Machines, Member};
 use super::sink::{Label, MachinesMeta, StoreSink};
+use super::storage::Storage;
 use super::tuning::Tuning;
 use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
@@ -217,6 +217,9 @@ impl<'a> Engine<'a> {
         if in_flight == 0 {
             return true;
         }
+        if self.machines.disks.as_ref().is_some_and(Storage::is_busy) {
+            return false;
+        }
         // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is exact.
         let enough = self.options.count.is_some_and(|count| self.sealed + in_flight >= count);
         let pool = self.copying.cycle.pool();
@@ -304,8 +307,9 @@ impl<'a> Engine<'a> {
             }
             (None, _) => 0,
         };
-        let cut = self.machines.disks.as_mut().map(SessionDisks::begin).transpose();
-        let cut = cut.map_err(|e| self.failed(&format!("sync the VM's disks: {}", chain(&*e)), 1, false))?;
+        let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
+        let cut =
+            cut.map_err(|e| self.failed(&format!("prepare the VM's disks: {}", chain(&*e)), 1, false))?;
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|failure| failure.to_string())?;
@@ -314,8 +318,8 @@ impl<'a> Engine<'a> {
         let result =
             copying.cycle.capture(&mut self.machines, &mut self.watch, strategy, encoding.queue(), label);
         keyframe_kernel::priority::lower();
-        if let Some(disks) = &mut self.machines.disks {
-            disks.captured(result.as_ref().ok().copied());
+        if let Some((disks, vms)) = self.machines.storage() {
+            disks.captured(result.as_ref().ok().copied(), vms);
         }
         let queued = self.copying.cycle.in_flight();
         self.update(|status| {

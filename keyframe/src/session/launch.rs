@@ -5,6 +5,7 @@ use super::disks::SessionDisks;
 use super::machine::QemuMachine;
 use super::machines::{Beside, Machines, Member};
 use super::sink::{MachinesMeta, StoreSink};
+use super::storage::{self, DiskWay, Storage};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
 use crate::disks::place::left_over;
@@ -13,7 +14,7 @@ use crate::failure::Failure;
 use crate::lans::{self, Lans};
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
-use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
+use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
 use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Writer};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
@@ -84,9 +85,14 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let writer = lock(store, "run", &name)?;
     // Before the VMs: they connect as they start.
     let lans = open_lans(options)?;
-    let served = serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?;
-    let disks = served.map(|served| SessionDisks::new(served, options.pause_limit));
-    let beside = Beside { lans, disks };
+    let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
+    let served = if way == DiskWay::Served {
+        serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?
+    } else {
+        None
+    };
+    let disks = served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let mut beside = Beside { lans, disks };
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
     let launched =
         starting.into_iter().zip(members).enumerate().try_for_each(|(number, ((line, identity), name))| {
@@ -99,6 +105,13 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             Ok(())
         });
     // The guests have not run: nothing is lost by ending them.
+    let launched = launched.and_then(|()| {
+        if way != DiskWay::Served {
+            let place = (store, &*name, run_dir.path());
+            beside.disks = storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
+        }
+        Ok(())
+    });
     match launched {
         Ok(()) => {
             prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
@@ -112,6 +125,16 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             Err(failure)
         }
     }
+}
+
+/// The disks of all lines, by paths that hold anywhere.
+fn all_drives(starting: &[(Invocation, QemuIdentity)], directory: &Path) -> Result<Vec<Drive>, Failure> {
+    let mut all = Vec::new();
+    for (line, _) in starting {
+        let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+        all.extend(drives.into_iter().map(|drive| Drive { image: directory.join(&drive.image), ..drive }));
+    }
+    Ok(all)
 }
 
 /// Has all disks that the guests can write to served, and the lines name the server.
@@ -202,8 +225,10 @@ pub fn open_lans(options: &Options) -> Result<Option<Lans>, Failure> {
 pub struct Refused {
     /// Why.
     pub failure: Failure,
-    found: Vec<Found>,
-    beside: Beside,
+    /// The VMs.
+    pub found: Vec<Found>,
+    /// What stands beside them.
+    pub beside: Beside,
 }
 
 /// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the watchdogs. Those that are
@@ -253,7 +278,7 @@ fn looked_into(
     store: &Store,
     writer: &mut Writer,
     (name, is_group): (&str, bool),
-    (found, disks): (&mut [Found], Option<&SessionDisks>),
+    (found, disks): (&mut [Found], Option<&Storage>),
     options: &Options,
 ) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>), Failure> {
     for one in found.iter_mut() {
@@ -275,8 +300,7 @@ fn looked_into(
     // A group's members come from one checkpoint.
     let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
     let origin = lineage.map(|l| l.checkpoint);
-    let disks = disks.map(SessionDisks::for_sink);
-    let sink = StoreSink::new(run, meta.clone(), disks, options.fault.clone(), origin);
+    let sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);

@@ -12,8 +12,8 @@
 //!
 //! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran is left standing.
 
-use super::disks::SessionDisks;
 use super::machine::QemuMachine;
+use super::storage::Storage;
 use crate::failure::Failure;
 use crate::lans::Lans;
 use keyframe_capture::group::join_states;
@@ -53,8 +53,8 @@ impl Member {
 pub struct Beside {
     /// The networks between them.
     pub lans: Option<Lans>,
-    /// The disks that we serve.
-    pub disks: Option<SessionDisks>,
+    /// Their disks.
+    pub disks: Option<Storage>,
 }
 
 /// All VMs of a session.
@@ -63,8 +63,8 @@ pub struct Machines {
     is_group: bool,
     /// The networks between them.
     lans: Option<Lans>,
-    /// Those that we serve.
-    pub disks: Option<SessionDisks>,
+    /// Their disks.
+    pub disks: Option<Storage>,
 }
 
 impl Machines {
@@ -81,6 +81,11 @@ impl Machines {
     /// Each of them.
     pub fn members_mut(&mut self) -> &mut [Member] {
         &mut self.members
+    }
+
+    /// Their disks, and the VMs whose they are.
+    pub fn storage(&mut self) -> Option<(&mut Storage, &mut [Member])> {
+        self.disks.as_mut().map(|disks| (disks, &mut self.members[..]))
     }
 
     /// Whether they are a group.
@@ -233,7 +238,7 @@ impl Machine for Machines {
         if let Some(lans) = &mut self.lans {
             lans.hold()?;
         }
-        let ready = self.disks.as_mut().map_or(Ok(()), SessionDisks::before_stop);
+        let ready = self.disks.as_mut().map_or(Ok(()), Storage::before_stop);
         if ready.is_err() {
             self.release();
         }
@@ -247,8 +252,11 @@ impl Machine for Machines {
             stopped
         });
         let stopped = self.all(results);
-        let cut =
-            if stopped.is_ok() { self.disks.as_mut().map_or(Ok(()), SessionDisks::cut) } else { Ok(()) };
+        let cut = if stopped.is_ok() {
+            self.storage().map_or(Ok(()), |(disks, vms)| disks.cut(vms))
+        } else {
+            Ok(())
+        };
         match cut.and(stopped) {
             Ok(stopped) if stopped.contains(&Stopped::ByUs) => Ok(Stopped::ByUs),
             Ok(_) => Ok(Stopped::Already),
@@ -275,7 +283,7 @@ impl Machine for Machines {
     }
 
     fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
-        let settled = self.disks.as_mut().map_or(Ok(()), SessionDisks::settled);
+        let settled = self.disks.as_mut().map_or(Ok(()), Storage::settled);
         // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is worse.
         let resumed = self.each(|member| match member.stopped {
             Some(stopped) => member.machine.resume(stopped),
@@ -291,10 +299,9 @@ impl Machine for Machines {
             Some(stopped) => member.machine.resumed(stopped),
             None => Ok(Resumed::ByUs),
         });
-        if let Some(disks) = &mut self.disks {
-            disks.resumed();
-        }
+        let exported = self.storage().map_or(Ok(()), |(disks, vms)| disks.resumed(vms));
         let by = self.all(by)?;
+        exported?;
         Ok(if by.contains(&Resumed::ByOther) { Resumed::ByOther } else { Resumed::ByUs })
     }
 }

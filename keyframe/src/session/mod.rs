@@ -19,11 +19,13 @@ mod launch;
 mod machine;
 mod machines;
 mod sink;
+mod storage;
 mod tuning;
 mod watch;
 
 pub use faults::Fault;
 pub use launch::{Commands, machine_meta, refuse};
+pub use storage::{DiskWay, LeaveOut};
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::{Failure, Outcome};
@@ -74,6 +76,10 @@ pub struct Options {
     pub quiet: bool,
     /// Full copies for comparison.
     pub audit: Option<PathBuf>,
+    /// How disks get into checkpoints.
+    pub disk: DiskWay,
+    /// Disks that stay out of them.
+    pub leave_out: LeaveOut,
     /// The networks between the members of a group.
     pub lans: LanChoice,
     /// A fault to suffer.

@@ -1,8 +1,8 @@
 //! The store as the checkpoint cycle's sink.
 
-use super::disks::{Cut, SinkDisks};
 use super::faults::{Fault, Kind};
 use super::launch::lines_now;
+use super::storage::Cut;
 use crate::failure::Failure;
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_qemu::Vm;
@@ -71,7 +71,6 @@ fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<(), Failure> {
 pub struct StoreSink {
     run: Run,
     machines: MachinesMeta,
-    disks: Option<SinkDisks>,
     fault: Option<Fault>,
     origin: Option<CheckpointId>,
     /// How many rollbacks the newest sealed checkpoint knows of.
@@ -80,14 +79,8 @@ pub struct StoreSink {
 
 impl StoreSink {
     /// A sink into `run`, whose VM came from checkpoint `origin`.
-    pub fn new(
-        run: Run,
-        machines: MachinesMeta,
-        disks: Option<SinkDisks>,
-        fault: Option<Fault>,
-        origin: Option<CheckpointId>,
-    ) -> Self {
-        Self { run, machines, disks, fault, origin, went_back: 0 }
+    pub fn new(run: Run, machines: MachinesMeta, fault: Option<Fault>, origin: Option<CheckpointId>) -> Self {
+        Self { run, machines, fault, origin, went_back: 0 }
     }
 
     /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
@@ -115,13 +108,13 @@ impl Sink for StoreSink {
     fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
         // A checkpoint may have been taken before the one behind the rollback was sealed: it follows that one.
         let parent = label.parent.filter(|(_, times)| *times > self.went_back);
-        if let (Some(disks), Some(cut)) = (&self.disks, &label.cut) {
+        if let Some(cut) = &label.cut {
             if let Some((parent, _)) = parent {
                 // The overlay is a new one over that checkpoint.
                 self.run.put_disks_of(parent)?;
             }
             let fault = self.fault.as_ref();
-            disks.put(cut, &mut self.run, &mut || Self::strike(fault))?;
+            cut.put(&mut self.run, &mut || Self::strike(fault))?;
         }
         let t = &captured.timeline;
         let timing = Timing {

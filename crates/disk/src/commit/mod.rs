@@ -18,7 +18,7 @@ mod new;
 
 pub use in_place::InPlace;
 pub use in_place::interrupted;
-pub use new::{to_file, to_new, to_new_raw, to_stream};
+pub use new::{empty_qcow2, to_file, to_new, to_new_raw, to_stream};
 
 use crate::{BLOCK, Block, Content, DiskBlock, Layer, Overlay, Result};
 

@@ -66,6 +66,17 @@ pub fn to_stream(disk: &dyn Readable, out: &mut dyn Write, watch: Watch<'_>) -> 
     out.flush().map_err(Error::io("the new image", "write"))
 }
 
+/// Makes an empty qcow2 image of a disk of `disk_bytes` at `path`, for whoever puts another beneath it.
+///
+/// Error: also where something is at `path` already.
+pub fn empty_qcow2(path: &Path, disk_bytes: u64) -> Result<()> {
+    let name = path.display().to_string();
+    let file = File::options().read(true).write(true).create_new(true).open(path);
+    let file = file.map_err(Error::io(&name, "make"))?;
+    let made = Target::new(&file, ImageFormat::Qcow2, disk_bytes).and_then(Target::finish);
+    made.map_err(Error::io(name, "make a qcow2 image of"))
+}
+
 fn copy(disk: &dyn Readable, target: &Target<'_>, name: &str, watch: Watch<'_>) -> Result<()> {
     let mut at = 0;
     let mut chunk = vec![0; CHUNK_BYTES as usize];

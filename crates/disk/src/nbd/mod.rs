@@ -18,6 +18,7 @@
 //!
 //! Left out: TLS (the socket is a file with permissions), resizing, extended headers.
 
+pub mod client;
 mod connection;
 mod handshake;
 mod input;

@@ -38,6 +38,9 @@ pub struct Spec {
     pub base: PathBuf,
     /// How it is encoded.
     pub format: ImageFormat,
+    /// No image, but so many bytes of zeros: `base` and `format` say nothing.
+    #[serde(default)]
+    pub blank_bytes: Option<u64>,
     /// The directory of the overlay; made unless it is there.
     pub overlay: PathBuf,
     /// The layer between them, as `open_layer` of [`serve`] understands it.

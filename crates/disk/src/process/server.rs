@@ -42,15 +42,20 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     }
 }
 
-fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<ImageLock>)> {
+fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<Option<ImageLock>>)> {
     let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
     if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
         let problem = format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
         return Err(Error::protocol("the engine", problem));
     }
     let open = |spec: &Spec| {
-        let lock = ImageLock::take(&spec.base)?;
-        let base = Base::open(&spec.base, spec.format)?;
+        let (base, lock) = match spec.blank_bytes {
+            Some(bytes) => (Base::blank(bytes)?, None),
+            None => {
+                let lock = ImageLock::take(&spec.base)?;
+                (Base::open(&spec.base, spec.format)?, Some(lock))
+            }
+        };
         let layer = spec.layer.as_deref().map(open_layer).transpose()?;
         let disk = Arc::new(Disk::create(&spec.overlay, base, layer)?);
         Ok((Export { name: spec.export.clone(), disk }, lock))
@@ -155,7 +160,10 @@ impl Serving<'_> {
             return Err(Error::protocol("the engine", "the disks beside are not those that are served"));
         }
         let open = |(spec, export): (&Spec, &Export)| {
-            let base = Base::open(&spec.base, spec.format)?;
+            let base = match spec.blank_bytes {
+                Some(bytes) => Base::blank(bytes)?,
+                None => Base::open(&spec.base, spec.format)?,
+            };
             let (is, wanted) = (base.disk_bytes(), export.disk.disk_bytes());
             if is != wanted {
                 let problem = format!("{} has {is} bytes, the disk {wanted}", spec.base.display());

@@ -55,7 +55,14 @@ impl Bed {
     }
 
     fn spec(&self, base: &str, format: ImageFormat) -> Spec {
-        Spec { export: "d".into(), base: self.path(base), format, overlay: self.path("overlay"), layer: None }
+        Spec {
+            export: "d".into(),
+            base: self.path(base),
+            format,
+            overlay: self.path("overlay"),
+            blank_bytes: None,
+            layer: None,
+        }
     }
 
     fn url(&self) -> String {

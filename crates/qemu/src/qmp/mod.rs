@@ -266,8 +266,8 @@ impl Qmp {
     /// Has the state of all devices written to `target` (a path or `/dev/fdset/N`).
     pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
-        // `live` would only have a VM that stands give up its disks, as if another host took them over: a second time before it
-        // runs again QEMU aborts.
+        // All that `live` does to a VM that stands still is to give its images away, as if another host took them over: that
+        // fails beside a job on them, and a second time before it runs again QEMU aborts.
         let id = self.send(operation, Some(json!({ "filename": target, "live": false })), None)?;
         self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
     }

@@ -203,3 +203,19 @@ fn a_bad_record_of_a_disk_hurts_the_checkpoints_that_hold_it() {
     let hurts = check(&Store::open(&dir.path().join("s")).unwrap()).hurt_checkpoints();
     assert_eq!(hurts.into_iter().collect::<Vec<_>>(), [hurt]);
 }
+
+#[test]
+fn a_base_is_that_of_the_checkpoint_that_it_was_set_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::init(&dir.path().join("s")).unwrap();
+    let mut writer = store.lock_writer("test").unwrap();
+    let mut run =
+        writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+    let first = seal(&mut run, RAM_PAGES).unwrap().id;
+    run.set_base(1, BaseMeta::blank()).unwrap();
+    assert!(matches!(run.set_base(2, BaseMeta::blank()), Err(Error::BlockOutside { disk: 2, .. })));
+    let second = seal(&mut run, RAM_PAGES).unwrap().id;
+    let blank =
+        |id| store.sealed(id).unwrap().meta.disks.iter().map(|d| d.base.is_blank()).collect::<Vec<_>>();
+    assert_eq!((blank(first), blank(second)), (vec![false, false], vec![false, true]));
+}

@@ -34,6 +34,9 @@ impl Engine<'_> {
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
         let (is_attached, is_group) = (self.machines.is_attached(), self.machines.is_group());
+        if let Some((disks, vms)) = self.machines.storage() {
+            disks.detach(vms);
+        }
         let (vms, beside) = self.machines.into_vms();
         let quiet = self.options.quiet;
         let say = |text: &str| {

@@ -10,8 +10,8 @@ impl Engine<'_> {
     pub(super) fn settle(&mut self, report: Report<Sealed>) {
         match self.copying.cycle.settle(report) {
             Settled::Sealed { seq, sealed } => {
-                if let Some(disks) = &mut self.machines.disks {
-                    disks.sealed(seq);
+                if let Some((disks, vms)) = self.machines.storage() {
+                    disks.sealed(seq, vms);
                 }
                 let entry = self.succeeded(seq, &sealed);
                 if let Some(taker) = self.takers.remove(&seq) {
@@ -19,8 +19,8 @@ impl Engine<'_> {
                 }
             }
             Settled::Failed { lost, error } => {
-                if let Some(disks) = &mut self.machines.disks {
-                    disks.failed(&lost);
+                if let Some((disks, vms)) = self.machines.storage() {
+                    disks.failed(&lost, vms);
                 }
                 let text = self.failed(&chain(&error), lost.len().max(1) as u64, false);
                 for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
@@ -154,8 +154,7 @@ impl Engine<'_> {
             .begin_run_with(&self.name, &self.copying.layout, metas, known)
             .map_err(|e| Failure::store(&e, self.store.path()))?;
         let fault = self.options.fault.clone();
-        let disks = disks.map(super::super::disks::SessionDisks::for_sink);
-        let sink = StoreSink::new(run, self.meta.clone(), disks, fault.clone(), self.newest);
+        let sink = StoreSink::new(run, self.meta.clone(), fault.clone(), self.newest);
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);

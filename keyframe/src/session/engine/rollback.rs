@@ -67,7 +67,7 @@ impl Engine<'_> {
         let done = self.roll_back_to(&target, name);
         // Of a VM that is neither here nor there both are kept.
         if !self.given_up
-            && let Some(Err(failure)) = self.machines.disks.as_mut().map(super::SessionDisks::dismiss)
+            && let Some(Err(failure)) = self.machines.disks.as_mut().map(super::Storage::dismiss)
         {
             eprintln!("keyframe: warning: remove what was written to the disks before: {failure}");
         }
@@ -118,7 +118,7 @@ impl Engine<'_> {
 
     /// Serves the disks that were not served. The VM stands.
     fn exchange_disks(&mut self) -> Result<(), String> {
-        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::SessionDisks::exchange);
+        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::Storage::exchange);
         exchanged.map_err(|e| chain(&*e))
     }
 
@@ -158,7 +158,7 @@ impl Engine<'_> {
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
             return Err(another(id, "its RAM blocks are others"));
         }
-        let disks = self.machines.disks.as_ref().map_or(&[][..], super::SessionDisks::metas);
+        let disks = self.machines.disks.as_ref().map_or(&[][..], super::Storage::metas);
         if !are_same(disks, &target.meta.disks) {
             return Err(another(id, "its disks, or the images beneath them, are others"));
         }

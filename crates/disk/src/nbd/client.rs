@@ -1,0 +1,267 @@
+//! A reader of exports that somebody else serves: what is allocated or dirty of a disk, and its bytes.
+//!
+//! ```text
+//!   connect ─▶ structured replies ─▶ one metadata context ─▶ go ─▶ status, read, ... ─▶ drop: disconnect
+//! ```
+//!
+//! Invariants: one request is under way at a time; every wait ends; nothing that the server says is allocated or believed
+//! beyond what was asked for.
+//!
+//! Left out: writing, encryption, requests side by side, extended headers.
+
+use super::wire::{
+    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, CMD_BLOCK_STATUS, CMD_DISC, CMD_READ, FIXED_NEWSTYLE,
+    IHAVEOPT, INFO_EXPORT, NBDMAGIC, NO_ZEROES, Numbers, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY,
+    OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT, REQUEST, STRUCTURED_REPLY,
+};
+use crate::{Error, Result};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// How long one answer may take.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest answer to an option, and the longest status.
+const ANSWER_BYTES_MAX: u32 = 1 << 20;
+/// Answers to one option, or chunks of one reply.
+const PARTS_MAX: usize = 1 << 16;
+/// A hole in a reply to a read.
+const CHUNK_OFFSET_HOLE: u16 = 2;
+const CHUNK_IS_ERROR: u16 = 0x8000;
+/// The longest status that is asked for: a multiple of every block size.
+const STATUS_BYTES_MAX: u64 = 1 << 30;
+
+/// A part of a disk, and what the metadata context says of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// Its first byte.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Of `base:allocation` bit 0: not allocated, bit 1: zeros. Of a dirty bitmap bit 0: dirty.
+    pub flags: u32,
+}
+
+/// An export that is being read.
+#[derive(Debug)]
+pub struct Client {
+    stream: UnixStream,
+    name: String,
+    len_bytes: u64,
+    context: u32,
+    cookie: u64,
+}
+
+impl Client {
+    /// Opens `export` at `socket`, with the metadata context `context`.
+    pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
+        let name = format!("export {export} at {}", socket.display());
+        let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
+        let timed =
+            stream.set_read_timeout(Some(TIMEOUT)).and_then(|()| stream.set_write_timeout(Some(TIMEOUT)));
+        timed.map_err(Error::io(&name, "set the timeouts of"))?;
+        let mut client = Self { stream, name, len_bytes: 0, context: 0, cookie: 0 };
+        client.greet()?;
+        client.option(OPT_STRUCTURED_REPLY, &[])?;
+        let mut asked = string(export);
+        asked.extend(1u32.to_be_bytes());
+        asked.extend(string(context));
+        let answers = client.option(OPT_SET_META_CONTEXT, &asked)?;
+        let id = answers.iter().find(|(kind, _)| *kind == REP_META_CONTEXT);
+        client.context = id
+            .and_then(|(_, bytes)| Numbers(bytes).u32())
+            .ok_or_else(|| client.wrong(format!("it does not know {context}")))?;
+        let mut asked = string(export);
+        asked.extend(0u16.to_be_bytes());
+        let answers = client.option(OPT_GO, &asked)?;
+        let len_bytes = answers.iter().filter(|(kind, _)| *kind == REP_INFO).find_map(|(_, bytes)| {
+            let mut at = Numbers(bytes);
+            (at.u16()? == INFO_EXPORT).then(|| at.u64())?
+        });
+        client.len_bytes = len_bytes.ok_or_else(|| client.wrong("it has no size".into()))?;
+        Ok(client)
+    }
+
+    /// Bytes of the disk.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// What the context says from `offset` on: parts end to end, at least one, perhaps not up to the disk's end.
+    pub fn status(&mut self, offset: u64) -> Result<Vec<Status>> {
+        let len = self.len_bytes.saturating_sub(offset).min(STATUS_BYTES_MAX);
+        let mut found = Vec::new();
+        self.request(CMD_BLOCK_STATUS, offset, len as u32)?;
+        let (context, end) = (self.context, offset + len);
+        self.replies(&mut |_, kind, bytes| {
+            let mut at = Numbers(bytes);
+            if kind != CHUNK_BLOCK_STATUS || at.u32() != Some(context) {
+                return None;
+            }
+            let mut from = offset;
+            while !at.0.is_empty() {
+                let (len, flags) = (u64::from(at.u32()?), at.u32()?);
+                // The last one may tell of more than was asked for.
+                let len = len.min(end.saturating_sub(from));
+                if len > 0 {
+                    found.push(Status { offset: from, len, flags });
+                }
+                from += len;
+            }
+            Some(())
+        })?;
+        if found.is_empty() {
+            Err(self.wrong(format!("it says nothing of byte {offset}")))
+        } else {
+            Ok(found)
+        }
+    }
+
+    /// Fills `into` from byte `offset` on.
+    pub fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let len =
+            u32::try_from(into.len()).ok().filter(|_| into.len() <= super::wire::PAYLOAD_BYTES_MAX as usize);
+        let len = len.ok_or_else(|| self.wrong(format!("a read of {} bytes", into.len())))?;
+        self.request(CMD_READ, offset, len)?;
+        let mut filled = 0u64;
+        self.replies(&mut |_, kind, bytes| {
+            let mut at = Numbers(bytes);
+            let start = usize::try_from(at.u64()?.checked_sub(offset)?).ok()?;
+            let part = match kind {
+                CHUNK_OFFSET_DATA => {
+                    let part = into.get_mut(start..start.checked_add(at.0.len())?)?;
+                    part.copy_from_slice(at.0);
+                    part.len()
+                }
+                CHUNK_OFFSET_HOLE => {
+                    let part = into.get_mut(start..start.checked_add(at.u32()? as usize)?)?;
+                    part.fill(0);
+                    part.len()
+                }
+                _ => return None,
+            };
+            filled += part as u64;
+            Some(())
+        })?;
+        if filled == u64::from(len) {
+            return Ok(());
+        }
+        Err(self.wrong(format!("{filled} of {len} bytes from {offset} on came")))
+    }
+
+    fn greet(&mut self) -> Result<()> {
+        let start = self.take::<18>()?;
+        let mut at = Numbers(&start);
+        let (magic, option, flags) = (at.u64(), at.u64(), at.u16().unwrap_or_default());
+        if magic != Some(NBDMAGIC) || option != Some(IHAVEOPT) || flags & FIXED_NEWSTYLE == 0 {
+            return Err(self.wrong("it does not greet as an NBD server does".into()));
+        }
+        self.send(&u32::from(FIXED_NEWSTYLE | NO_ZEROES & flags).to_be_bytes())
+    }
+
+    /// Asks for an option; the answers before the acknowledgement.
+    fn option(&mut self, option: u32, data: &[u8]) -> Result<Vec<(u32, Vec<u8>)>> {
+        let mut message = IHAVEOPT.to_be_bytes().to_vec();
+        message.extend(option.to_be_bytes());
+        message.extend((data.len() as u32).to_be_bytes());
+        message.extend(data);
+        self.send(&message)?;
+        let mut answers = Vec::new();
+        while answers.len() < PARTS_MAX {
+            let header = self.take::<20>()?;
+            let mut at = Numbers(&header);
+            let (magic, about) = (at.u64(), at.u32());
+            let (kind, len) = (at.u32().unwrap_or_default(), at.u32().unwrap_or_default());
+            if magic != Some(OPTION_REPLY) || about != Some(option) || len > ANSWER_BYTES_MAX {
+                return Err(self.wrong(format!("an answer to option {option} that is none")));
+            }
+            let bytes = self.take_some(len)?;
+            match kind {
+                REP_ACK => return Ok(answers),
+                refused if refused & 0x8000_0000 != 0 => {
+                    let why = String::from_utf8_lossy(&bytes).into_owned();
+                    return Err(self.wrong(format!("it refuses option {option} ({refused:#x}) {why}")));
+                }
+                _ => answers.push((kind, bytes)),
+            }
+        }
+        Err(self.wrong(format!("too many answers to option {option}")))
+    }
+
+    fn request(&mut self, command: u16, offset: u64, len: u32) -> Result<()> {
+        self.cookie += 1;
+        let mut message = REQUEST.to_be_bytes().to_vec();
+        message.extend(0u16.to_be_bytes());
+        message.extend(command.to_be_bytes());
+        message.extend(self.cookie.to_be_bytes());
+        message.extend(offset.to_be_bytes());
+        message.extend(len.to_be_bytes());
+        self.send(&message)
+    }
+
+    /// Takes the chunks of one reply; `take` gets flags, kind and content of each, and says `None` to what makes no sense.
+    fn replies(&mut self, take: &mut dyn FnMut(u16, u16, &[u8]) -> Option<()>) -> Result<()> {
+        for _ in 0..PARTS_MAX {
+            let header = self.take::<20>()?;
+            let mut at = Numbers(&header);
+            let magic = at.u32();
+            let (flags, kind) = (at.u16().unwrap_or_default(), at.u16().unwrap_or_default());
+            let (cookie, len) = (at.u64(), at.u32().unwrap_or_default());
+            let longest = super::wire::PAYLOAD_BYTES_MAX + ANSWER_BYTES_MAX;
+            if magic != Some(STRUCTURED_REPLY) || cookie != Some(self.cookie) || len > longest {
+                return Err(self.wrong("a reply that is none".into()));
+            }
+            let bytes = self.take_some(len)?;
+            if kind & CHUNK_IS_ERROR != 0 {
+                let mut at = Numbers(&bytes);
+                let errno = at.u32().unwrap_or_default();
+                let why = String::from_utf8_lossy(at.0.get(2..).unwrap_or_default()).into_owned();
+                return Err(self.wrong(format!("it answers with error {errno} {why}")));
+            }
+            if kind != 0 && take(flags, kind, &bytes).is_none() {
+                return Err(self.wrong(format!("a reply of kind {kind} that makes no sense")));
+            }
+            if flags & CHUNK_DONE != 0 {
+                return Ok(());
+            }
+        }
+        Err(self.wrong("a reply of too many parts".into()))
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<()> {
+        self.stream.write_all(bytes).map_err(Error::io(&self.name, "ask"))
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.stream.read_exact(&mut bytes).map_err(Error::io(&self.name, "hear from"))?;
+        Ok(bytes)
+    }
+
+    fn take_some(&mut self, len: u32) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        let read = Read::by_ref(&mut self.stream).take(u64::from(len)).read_to_end(&mut bytes);
+        match read.map_err(Error::io(&self.name, "hear from"))? {
+            n if n == len as usize => Ok(bytes),
+            _ => Err(Error::io(&self.name, "hear from")(io::ErrorKind::UnexpectedEof)),
+        }
+    }
+
+    fn wrong(&self, problem: String) -> Error {
+        Error::protocol(&self.name, problem)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.request(CMD_DISC, 0, 0);
+    }
+}
+
+/// A length of 32 bits, and the text.
+fn string(text: &str) -> Vec<u8> {
+    let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
+    bytes.extend(text.as_bytes());
+    bytes
+}

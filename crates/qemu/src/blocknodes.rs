@@ -1,0 +1,140 @@
+//! The disks that a guest can write to, as QEMU has them, and which words of the VM's line each of them is.
+//!
+//! ```text
+//!   the line      -drive file=a.img,id=d ─┐ by name, or by the file that both name
+//!   query-block   device d, node #block1 ─┴─▶ LineDisk: the drive's name for checkpoints, the node for the monitor
+//! ```
+//!
+//! Invariant: a disk that the line does not make has no name here, as no restore could make it.
+
+use crate::{Drive, Qmp, Result, Vm, drives, options};
+use serde_json::Value;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// A disk that the guest can write to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WritableNode {
+    /// The name of its block backend; empty where it has none.
+    pub device: String,
+    /// Its topmost node.
+    pub node: String,
+    /// The image, as QEMU opened it.
+    pub file: String,
+    /// Its driver: `raw`, `qcow2`, ...
+    pub driver: String,
+    /// Bytes of the disk.
+    pub disk_bytes: u64,
+}
+
+impl WritableNode {
+    fn of(block: &Value) -> Option<Self> {
+        let inserted = block.get("inserted")?;
+        // What is not said to be read-only is not.
+        if inserted.get("ro").and_then(Value::as_bool) == Some(true) {
+            return None;
+        }
+        let text =
+            |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        Some(Self {
+            device: text(block, "device"),
+            node: text(inserted, "node-name"),
+            file: text(inserted, "file"),
+            driver: text(inserted, "drv"),
+            disk_bytes: inserted.get("image")?.get("virtual-size")?.as_u64()?,
+        })
+    }
+}
+
+/// A disk that the guest can write to, and what the VM's line calls it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LineDisk {
+    /// As the line has it; none where the line does not make it.
+    pub drive: Option<Drive>,
+    /// As QEMU has it.
+    pub node: WritableNode,
+}
+
+/// The disks that the guest can write to.
+pub(crate) fn writable(qmp: &mut Qmp) -> Result<Vec<WritableNode>> {
+    let blocks = qmp.execute("query-block", None)?;
+    let Some(all) = blocks.as_array() else { return Err(qmp.unexpected("query-block", &blocks)) };
+    Ok(all.iter().filter_map(WritableNode::of).collect())
+}
+
+impl Vm {
+    /// The disks that the guest can write to now.
+    pub fn writable_nodes(&mut self) -> Result<Vec<WritableNode>> {
+        writable(self.qmp())
+    }
+
+    /// The disks that the guest can write to, each with its drive of the line, whose relative paths begin at `directory`.
+    ///
+    /// Error: [`crate::Error::CommandLine`] where the line has one that no restore could serve.
+    pub fn line_disks(&mut self, directory: &Path) -> Result<Vec<LineDisk>> {
+        let nodes = writable(self.qmp())?;
+        if nodes.is_empty() {
+            return Ok(Vec::new());
+        }
+        let line = options::parse(self.user_command().get(1..).unwrap_or_default())?;
+        Ok(matched(drives::find(&line)?, nodes, directory))
+    }
+}
+
+fn matched(mut drives: Vec<Drive>, nodes: Vec<WritableNode>, directory: &Path) -> Vec<LineDisk> {
+    let mut disks: Vec<LineDisk> = nodes.into_iter().map(|node| LineDisk { drive: None, node }).collect();
+    // By name first: two nodes can be over one file, where the guest sees it through an overlay of QEMU's.
+    for disk in &mut disks {
+        let is = |drive: &Drive| drive.name == disk.node.device || drive.name == disk.node.node;
+        disk.drive = drives.iter().position(is).map(|at| drives.remove(at));
+    }
+    for disk in disks.iter_mut().filter(|disk| disk.drive.is_none()) {
+        let same = |drive: &Drive| same_file(&directory.join(&drive.image), &directory.join(&disk.node.file));
+        disk.drive = drives.iter().position(same).map(|at| drives.remove(at));
+    }
+    for drive in disks.iter_mut().filter_map(|disk| disk.drive.as_mut()) {
+        drive.image = directory.join(&drive.image);
+    }
+    disks
+}
+
+fn same_file(a: &PathBuf, b: &PathBuf) -> bool {
+    let number = |path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    a == b || number(a).is_some_and(|of_a| number(b) == Some(of_a))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn node(device: &str, file: &str) -> WritableNode {
+        let image = json!({ "virtual-size": 512 });
+        let inserted =
+            json!({ "ro": false, "file": file, "drv": "raw", "node-name": "#block1", "image": image });
+        WritableNode::of(&json!({ "device": device, "inserted": inserted })).unwrap()
+    }
+
+    fn drive(name: &str, image: &str) -> Drive {
+        Drive { name: name.into(), image: image.into(), format: None, temporary: false }
+    }
+
+    #[test]
+    fn disks_are_found_in_the_line_by_name_or_by_file() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("b.img"), "b").unwrap();
+        std::os::unix::fs::symlink("b.img", dir.path().join("link")).unwrap();
+        let nodes = vec![node("virtio0", "link"), node("d", "/tmp/vl.x"), node("plugged", "c.img")];
+        let drives = vec![drive("d", "a.img"), drive("virtio-0", "b.img")];
+        let found = matched(drives, nodes, dir.path());
+        let names: Vec<_> = found.iter().map(|disk| disk.drive.as_ref().map(|d| d.name.as_str())).collect();
+        assert_eq!(names, [Some("virtio-0"), Some("d"), None]);
+        assert_eq!(found[0].drive.as_ref().unwrap().image, dir.path().join("b.img"));
+    }
+
+    #[test]
+    fn what_is_read_only_or_empty_is_no_disk_to_write_to() {
+        assert_eq!(WritableNode::of(&json!({ "device": "floppy0" })), None);
+        assert_eq!(WritableNode::of(&json!({ "device": "d", "inserted": { "ro": true } })), None);
+    }
+}

@@ -1,0 +1,198 @@
+//! A VM's disks at one instant, through its monitor: dirty bitmaps and point-in-time exports, as libvirt's backups make them.
+//!
+//! ```text
+//!   guest ──writes──▶ copy-before-write ──▶ disk's node ◀──backing── scratch ◀── export (NBD)
+//!                            └── what was there ──────────────────────▶ │            └ bitmap: what changed
+//!                                                                       └ a file of ours
+//!   scratch added ─▶ VM stands still ─▶ one transaction: new bitmap, old one frozen, backup job ─▶ VM runs ─▶ export ─▶ read
+//!     ─▶ export, job, scratch taken away ─▶ frozen bitmap removed; or merged into the present one where the checkpoint failed
+//! ```
+//!
+//! Invariants: everything made here has a name that begins with `keyframe-`, by which [`sweep`] finds what an engine that was
+//! killed has left; a bitmap is frozen and its successor begun as one step, so no write falls between them.
+//!
+//! Left out: reading the exports (the disk crate), and the file beneath the scratch node.
+
+use crate::{Error, Qmp, Result, WritableNode};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// What all names begin with.
+const OURS: &str = "keyframe-";
+/// How long QEMU may take to let go of an export, a job or a node.
+const GONE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Bytes behind one bit of a bitmap: a block of ours; more for disks whose bitmaps would be large.
+const GRANULARITY_BYTES: u64 = 4096;
+const GRANULARITY_LARGE_BYTES: u64 = 64 << 10;
+const LARGE_BYTES: u64 = 1 << 40;
+
+/// What is cut of a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct Point<'a> {
+    /// The disk.
+    pub disk: &'a WritableNode,
+    /// Its number, by which scratch node, job and export are known.
+    pub number: usize,
+    /// The bitmap that is frozen; none at the first cut.
+    pub frozen: Option<u64>,
+    /// The bitmap that begins.
+    pub begun: u64,
+}
+
+fn name(number: usize) -> String {
+    format!("{OURS}fleece-{number}")
+}
+
+/// The name of bitmap number `bitmap`.
+pub fn bitmap_name(bitmap: u64) -> String {
+    format!("{OURS}{bitmap}")
+}
+
+/// The name of the export of disk `number`.
+pub fn export_name(number: usize) -> String {
+    name(number)
+}
+
+/// Has QEMU listen for readers at `socket`. Error: [`Error::Refused`] also where somebody else has it listen already.
+pub fn start_server(qmp: &mut Qmp, socket: &Path) -> Result<()> {
+    let address = json!({ "type": "unix", "data": { "path": socket } });
+    qmp.execute("nbd-server-start", Some(json!({ "addr": address }))).map(drop)
+}
+
+/// Adds a scratch node of disk `number` over the empty qcow2 image `file`, which QEMU keeps open.
+pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNode) -> Result<()> {
+    let below = json!({ "driver": "file", "filename": file });
+    let node = json!({ "driver": "qcow2", "node-name": name(number), "file": below, "backing": disk.node });
+    qmp.execute("blockdev-add", Some(node)).map(drop)
+}
+
+/// Cuts all `points` at one instant. The VM should stand still, and each has its scratch node.
+pub fn cut(qmp: &mut Qmp, points: &[Point<'_>]) -> Result<()> {
+    let mut actions = Vec::with_capacity(points.len() * 3);
+    for point in points {
+        let (node, large) = (&point.disk.node, point.disk.disk_bytes > LARGE_BYTES);
+        let granularity = if large { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES };
+        let begun = bitmap_name(point.begun);
+        let begun = json!({ "node": node, "name": begun, "granularity": granularity, "persistent": false });
+        actions.push(json!({ "type": "block-dirty-bitmap-add", "data": begun }));
+        if let Some(frozen) = point.frozen.map(bitmap_name) {
+            let frozen = json!({ "node": node, "name": frozen });
+            actions.push(json!({ "type": "block-dirty-bitmap-disable", "data": frozen }));
+        }
+        let id = name(point.number);
+        let job = json!({ "device": node, "job-id": id, "target": id, "sync": "none" });
+        actions.push(json!({ "type": "blockdev-backup", "data": job }));
+    }
+    qmp.execute("transaction", Some(json!({ "actions": actions }))).map(drop)
+}
+
+/// Lets the disk be read as it was at its cut, with bitmap `frozen`.
+pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
+    let id = name(number);
+    let bitmaps: Vec<String> = frozen.map(bitmap_name).into_iter().collect();
+    let export = json!({
+        "type": "nbd", "id": id, "node-name": id, "name": id, "writable": false, "bitmaps": bitmaps,
+    });
+    qmp.execute("block-export-add", Some(export)).map(drop)
+}
+
+/// What is written to `disk` from here on belongs to a checkpoint that has succeeded: forgets bitmap `frozen`.
+pub fn forget(qmp: &mut Qmp, disk: &WritableNode, frozen: u64) -> Result<()> {
+    let bitmap = json!({ "node": disk.node, "name": bitmap_name(frozen) });
+    qmp.execute("block-dirty-bitmap-remove", Some(bitmap)).map(drop)
+}
+
+/// The checkpoint has failed: what bitmap `frozen` knows, `present` knows too.
+pub fn give_back(qmp: &mut Qmp, disk: &WritableNode, frozen: u64, present: u64) -> Result<()> {
+    let merge =
+        json!({ "node": disk.node, "target": bitmap_name(present), "bitmaps": [bitmap_name(frozen)] });
+    qmp.execute("block-dirty-bitmap-merge", Some(merge))?;
+    forget(qmp, disk, frozen)
+}
+
+/// Takes exports, jobs and scratch nodes away.
+pub fn take_away(qmp: &mut Qmp) -> Result<()> {
+    for id in named(qmp, "query-block-exports", None, "id")? {
+        qmp.execute("block-export-del", Some(json!({ "id": id, "mode": "hard" })))?;
+    }
+    gone(qmp, "query-block-exports", "id")?;
+    for id in named(qmp, "query-jobs", None, "id")? {
+        // One that is on its way out takes no more orders.
+        let _ = qmp.execute("job-cancel", Some(json!({ "id": id })));
+    }
+    gone(qmp, "query-jobs", "id")?;
+    let deadline = Instant::now() + GONE_TIMEOUT;
+    for node in named(qmp, "query-named-block-nodes", Some(json!({ "flat": true })), "node-name")? {
+        // It is in use for a moment after the job's end.
+        while let Err(error) = qmp.execute("blockdev-del", Some(json!({ "node-name": node }))) {
+            if Instant::now() > deadline || !matches!(error, Error::Refused { .. }) {
+                return Err(error);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    Ok(())
+}
+
+/// Takes away all that is ours, also of an engine that was killed. True where there was something.
+pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
+    take_away(qmp)?;
+    let nodes = qmp.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
+    let mut found = false;
+    for node in nodes.as_array().into_iter().flatten() {
+        let bitmaps = node.get("dirty-bitmaps").and_then(Value::as_array);
+        for bitmap in bitmaps.into_iter().flatten().filter_map(|b| b.get("name")?.as_str()) {
+            if bitmap.starts_with(OURS) {
+                let name = json!({ "node": node.get("node-name"), "name": bitmap });
+                qmp.execute("block-dirty-bitmap-remove", Some(name))?;
+                found = true;
+            }
+        }
+    }
+    if found {
+        // Where there are bitmaps of ours, the server is ours too: it was started before them, and QEMU has but one.
+        stop_server(qmp)?;
+    }
+    Ok(found)
+}
+
+/// QEMU listens no more.
+pub fn stop_server(qmp: &mut Qmp) -> Result<()> {
+    match qmp.execute("nbd-server-stop", None) {
+        // It does not run.
+        Ok(_) | Err(Error::Refused { .. }) => Ok(()),
+        Err(other) => Err(other),
+    }
+}
+
+/// A job on the VM's disks that is somebody else's.
+pub fn other_job(qmp: &mut Qmp) -> Result<Option<String>> {
+    let jobs = qmp.execute("query-block-jobs", None)?;
+    let names = jobs.as_array().into_iter().flatten().filter_map(|job| job.get("device")?.as_str());
+    Ok(names.filter(|name| !name.starts_with(OURS)).map(str::to_owned).next())
+}
+
+/// The names of ours that `query` lists.
+fn named(qmp: &mut Qmp, query: &str, arguments: Option<Value>, key: &str) -> Result<Vec<String>> {
+    let answer = qmp.execute(query, arguments)?;
+    let Some(all) = answer.as_array() else { return Err(qmp.unexpected(query, &answer)) };
+    let names = all.iter().filter_map(|one| one.get(key)?.as_str());
+    Ok(names.filter(|name| name.starts_with(OURS)).map(str::to_owned).collect())
+}
+
+fn gone(qmp: &mut Qmp, query: &str, key: &str) -> Result<()> {
+    let deadline = Instant::now() + GONE_TIMEOUT;
+    loop {
+        let left = named(qmp, query, None, key)?;
+        let Some(first) = left.first() else { return Ok(()) };
+        if Instant::now() > deadline {
+            return Err(Error::Timeout {
+                monitor: first.clone(),
+                operation: format!("wait until {query} does not list it"),
+                waited_ms: u64::try_from(GONE_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
+            });
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
