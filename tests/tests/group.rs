@@ -296,9 +296,9 @@ fn a_group_comes_back_with_its_disks() {
     let names: Vec<_> =
         shown["disks"].as_array().unwrap().iter().map(|d| d["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["a/d", "b/d"]);
-    ["a", "b"]
-        .iter()
-        .for_each(|name| std::fs::remove_file(bench.path().join(format!("{name}.log"))).unwrap());
+    for name in ["a", "b"] {
+        std::fs::remove_file(bench.path().join(format!("{name}.log"))).unwrap();
+    }
     let mut restored = bench.restore("latest", &[]);
     // More than a ring: each block is compared with RAM before it is overwritten.
     both_write(&mut restored, before.iter().max().unwrap() + 400);

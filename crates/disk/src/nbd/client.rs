@@ -32,6 +32,9 @@ const CHUNK_IS_ERROR: u16 = 0x8000;
 /// The longest status that is asked for: a multiple of every block size.
 const STATUS_BYTES_MAX: u64 = 1 << 30;
 
+/// Gets flags, kind and content of a chunk of a reply; says `None` to what makes no sense.
+type Take<'a> = &'a mut dyn FnMut(u16, u16, &[u8]) -> Option<()>;
+
 /// A part of a disk, and what the metadata context says of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
@@ -200,8 +203,8 @@ impl Client {
         self.send(&message)
     }
 
-    /// Takes the chunks of one reply; `take` gets flags, kind and content of each, and says `None` to what makes no sense.
-    fn replies(&mut self, take: &mut dyn FnMut(u16, u16, &[u8]) -> Option<()>) -> Result<()> {
+    /// Takes the chunks of one reply.
+    fn replies(&mut self, take: Take<'_>) -> Result<()> {
         for _ in 0..PARTS_MAX {
             let header = self.take::<20>()?;
             let mut at = Numbers(&header);

@@ -49,12 +49,11 @@ fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<O
         return Err(Error::protocol("the engine", problem));
     }
     let open = |spec: &Spec| {
-        let (base, lock) = match spec.blank_bytes {
-            Some(bytes) => (Base::blank(bytes)?, None),
-            None => {
-                let lock = ImageLock::take(&spec.base)?;
-                (Base::open(&spec.base, spec.format)?, Some(lock))
-            }
+        let (base, lock) = if let Some(bytes) = spec.blank_bytes {
+            (Base::blank(bytes)?, None)
+        } else {
+            let lock = ImageLock::take(&spec.base)?;
+            (Base::open(&spec.base, spec.format)?, Some(lock))
         };
         let layer = spec.layer.as_deref().map(open_layer).transpose()?;
         let disk = Arc::new(Disk::create(&spec.overlay, base, layer)?);
