@@ -124,6 +124,12 @@ pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &
             link.option
         );
     }
+    for option in if lans.is_empty() { Vec::new() } else { network::detours(words) } {
+        eprintln!(
+            "keyframe: warning: VM {vm}: {option}: packets that wait in it at a checkpoint are lost at a restore; leave it out, or \
+             connect the NIC to a --lan without it"
+        );
+    }
 }
 
 /// A path as the switch names its LANs and QEMU's lines should.

@@ -1,26 +1,15 @@
 //! Whatever happens to the engine: the guest runs on, the store is readable, every sealed checkpoint restores.
 
-use keyframe_tests::{Bench, Boot, Process, Sequence, hash_lines, number};
+use keyframe_tests::{Bench, Boot, Orphan, Process, Sequence, hash_lines, number};
 use rustix::process::Signal;
 use std::time::Duration;
 
 const PHASES: [&str; 9] =
     ["precopy", "stopping", "paused", "copied", "device-state", "resumed", "encoding", "sealing", "sealed"];
 
-/// The pid of the QEMU that `status` names.
-fn qemu_pid(bench: &Bench) -> i32 {
-    let status = bench.json(&["status", "--json", "--name", "guest"]);
-    number(&status[0], "qemu_pid") as i32
-}
-
-fn kill_qemu(pid: i32) {
-    let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
-    let _ = rustix::process::kill_process(pid, Signal::KILL);
-}
-
 /// The engine is gone; its console pipe now belongs to QEMU alone. The guest must still print, the store must be whole, the
 /// newest checkpoint must restore and go on exactly.
-fn assert_survived(bench: &Bench, run: &mut Process, qemu: i32, sequence: &mut Sequence, context: &str) {
+fn assert_survived(bench: &Bench, run: &mut Process, qemu: &Orphan, sequence: &mut Sequence, context: &str) {
     let before = run.lines().len();
     let alive = {
         let deadline = std::time::Instant::now() + Duration::from_secs(30);
@@ -35,7 +24,7 @@ fn assert_survived(bench: &Bench, run: &mut Process, qemu: i32, sequence: &mut S
         }
     };
     let console = run.lines();
-    kill_qemu(qemu);
+    qemu.kill();
     assert!(alive, "{context}: the guest stands still; {}", run.report());
     sequence.check(&hash_lines(&console), 3);
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
@@ -76,11 +65,11 @@ fn an_engine_killed_at_any_phase_loses_nothing() {
         let fault = format!("kill:{phase}:{}", 12 + k % 3);
         let mut run = bench.start(&["--interval", "10m", "--name", "guest", "--fault", &fault], &boot());
         run.wait_for("KF READY");
-        let qemu = qemu_pid(&bench);
+        let qemu = Orphan::of(&bench, &mut run, "guest");
         take_until_it_ends(&bench, &mut run);
         let exit = run.wait();
         assert!(!exit.success(), "it was not killed; {}", run.report());
-        assert_survived(&bench, &mut run, qemu, &mut sequence, phase);
+        assert_survived(&bench, &mut run, &qemu, &mut sequence, phase);
         if k % 3 == 0 {
             assert_newest_goes_on(&bench, &mut sequence, phase);
         }
@@ -98,14 +87,14 @@ fn an_engine_killed_at_random_moments_loses_nothing() {
     for round in 0..6 {
         let mut run = bench.start(&["--interval", "50ms", "--name", "guest"], &boot());
         run.wait_for("KF READY");
-        let qemu = qemu_pid(&bench);
+        let qemu = Orphan::of(&bench, &mut run, "guest");
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         std::thread::sleep(Duration::from_micros(200_000 + state % 400_000));
         run.signal(Signal::KILL);
         run.wait();
-        assert_survived(&bench, &mut run, qemu, &mut sequence, &format!("round {round}"));
+        assert_survived(&bench, &mut run, &qemu, &mut sequence, &format!("round {round}"));
     }
     assert_newest_goes_on(&bench, &mut sequence, "after six kills");
 }
@@ -128,10 +117,10 @@ fn a_stalled_engine_does_not_hold_the_guest() {
     let before = hash_lines(&run.lines()).len();
     let printed = run.wait_until(10, |p| (hash_lines(&p.lines()).len() >= before + 5).then_some(()));
     assert!(printed.is_some(), "the guest is held by a stalled engine; {}", run.report());
-    let qemu = qemu_pid(&bench);
+    let qemu = Orphan::of(&bench, &mut run, "guest");
     run.signal(Signal::KILL);
     run.wait();
-    kill_qemu(qemu);
+    qemu.kill();
     sequence.check(&hash_lines(&run.lines()), 5);
     let sealed = bench.list().len();
     assert!(sealed >= 11, "{sealed} checkpoints");
@@ -177,7 +166,7 @@ fn a_vm_that_ends_in_a_checkpoint_ends_the_run_cleanly() {
     // Killed from outside, in the middle of back-to-back checkpoints.
     let mut run = bench.start(&["--interval", "10ms", "--name", "guest"], &boot());
     run.wait_for("KF READY");
-    kill_qemu(qemu_pid(&bench));
+    Orphan::of(&bench, &mut run, "guest").kill();
     let exit = run.wait();
     assert_eq!(exit.code(), Some(1), "{}", run.report());
     assert!(run.errors().contains("QEMU ended"), "{}", run.report());

@@ -141,8 +141,8 @@ fn each_checkpoint_has_a_clone_of_its_disk() {
         let image = image(&mounted.dir);
         let before = std::fs::read(&image).expect("the image");
         let drive = format!("file={},format=raw,if=virtio,id=d", image.display());
-        // Found out by itself.
-        let mut run = bench.start(&["--name", "guest", "--interval", "none"], &shell(&qemu, &drive));
+        let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
+        let mut run = bench.start(&options, &shell(&qemu, &drive));
         run.wait_for("KF READY");
         let mut ids = vec![take(&bench)];
         for step in 1..=2 {
@@ -176,7 +176,8 @@ fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
         Foreign::start(&bench, &shell(&qemus()[0], &format!("file={over},if=virtio,format=qcow2,id=d")));
     vm.console.wait_for("KF READY");
     let monitor = vm.socket("a");
-    let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
+    // Reflink is found out by itself.
+    let options = ["--name", "guest", "--interval", "none"];
     let args = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let mut attached = Process::start(bench.command(&args));

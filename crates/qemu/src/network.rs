@@ -27,6 +27,23 @@ pub fn links(words: &[String]) -> Vec<Link> {
     options::parse(words).unwrap_or_default().iter().filter_map(link).collect()
 }
 
+/// The options that put something before a network in which packets wait within QEMU: filters that hold or pass on, and hubs.
+pub fn detours(words: &[String]) -> Vec<String> {
+    let is_detour = |argument: &&Argument| {
+        let key = if argument.name() == "object" { "qom-type" } else { "type" };
+        let kind = options::properties(argument.value(), key)
+            .and_then(|keys| value_of(&keys, key).map(str::to_owned));
+        let Some(kind) = kind else { return false };
+        match argument.name() {
+            // It only writes down what passes.
+            "object" => kind.starts_with("filter-") && kind != "filter-dump" || kind == "colo-compare",
+            "netdev" | "net" => kind == "hubport",
+            _ => false,
+        }
+    };
+    options::parse(words).unwrap_or_default().iter().filter(is_detour).map(Argument::display).collect()
+}
+
 fn link(argument: &Argument) -> Option<Link> {
     if !matches!(argument.name(), "netdev" | "nic" | "net") {
         return None;
@@ -90,6 +107,27 @@ mod tests {
         assert_eq!(lans, [Some("/run/lan,1.sock"), Some("/run/lan2"), None, None, None, None]);
         let meets: Vec<_> = found.iter().map(Link::may_meet_others).collect();
         assert_eq!(meets, [true, true, true, true, false, true]);
+    }
+
+    #[test]
+    fn what_holds_packets_is_found() {
+        let line = words(&[
+            "-object",
+            "filter-buffer,id=f,netdev=a,interval=1000",
+            "-object",
+            r#"{"qom-type":"filter-redirector","id":"r","netdev":"a"}"#,
+            "-object",
+            "filter-dump,id=d,netdev=a,file=x",
+            "-object",
+            "memory-backend-ram,id=m,size=1G",
+            "-netdev",
+            "hubport,id=h,hubid=0",
+            "-netdev",
+            "user,id=u",
+        ]);
+        let found = detours(&line);
+        assert_eq!(found.len(), 3, "{found:?}");
+        assert!(found[0].contains("filter-buffer") && found[2].contains("hubport"), "{found:?}");
     }
 
     #[test]

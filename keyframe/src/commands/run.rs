@@ -17,7 +17,8 @@ for the device state and -only-migratable. QEMU's standard streams are passed th
 --count checkpoints, at Ctrl-C or by `keyframe stop`; what is in progress is sealed first.
 
 Disks that the guest can write to (raw and qcow2 images: -drive, -blockdev, -hda) are part of each checkpoint. Their images
-are never written: what the guest writes goes to STORE/disks.
+are never written: what the guest writes goes to STORE/disks, and `keyframe commit` brings it to an image. With --disk bitmap or
+--disk reflink QEMU writes to the images itself, as it does without Keyframe.
 
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0

@@ -24,8 +24,12 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest answer to an option, and the longest status.
 const ANSWER_BYTES_MAX: u32 = 1 << 20;
-/// Answers to one option, or chunks of one reply.
-const PARTS_MAX: usize = 1 << 16;
+/// Answers to one option.
+const ANSWERS_MAX: usize = 64;
+/// Chunks of one reply.
+const CHUNKS_MAX: usize = 1 << 16;
+/// Parts of one status: each of its sectors another one.
+const STATUS_PARTS_MAX: usize = (STATUS_BYTES_MAX / 512) as usize;
 /// A hole in a reply to a read.
 const CHUNK_OFFSET_HOLE: u16 = 2;
 const CHUNK_IS_ERROR: u16 = 0x8000;
@@ -107,6 +111,9 @@ impl Client {
                 let (len, flags) = (u64::from(at.u32()?), at.u32()?);
                 // The last one may tell of more than was asked for.
                 let len = len.min(end.saturating_sub(from));
+                if found.len() >= STATUS_PARTS_MAX {
+                    return None;
+                }
                 if len > 0 {
                     found.push(Status { offset: from, len, flags });
                 }
@@ -127,10 +134,14 @@ impl Client {
             u32::try_from(into.len()).ok().filter(|_| into.len() <= super::wire::PAYLOAD_BYTES_MAX as usize);
         let len = len.ok_or_else(|| self.wrong(format!("a read of {} bytes", into.len())))?;
         self.request(CMD_READ, offset, len)?;
-        let mut filled = 0u64;
+        // QEMU's chunks come in order. A reply whose chunks overlap would leave bytes out that seem to be there.
+        let mut filled = 0;
         self.replies(&mut |_, kind, bytes| {
             let mut at = Numbers(bytes);
             let start = usize::try_from(at.u64()?.checked_sub(offset)?).ok()?;
+            if start != filled {
+                return None;
+            }
             let part = match kind {
                 CHUNK_OFFSET_DATA => {
                     let part = into.get_mut(start..start.checked_add(at.0.len())?)?;
@@ -144,10 +155,10 @@ impl Client {
                 }
                 _ => return None,
             };
-            filled += part as u64;
+            filled += part;
             Some(())
         })?;
-        if filled == u64::from(len) {
+        if filled == into.len() {
             return Ok(());
         }
         Err(self.wrong(format!("{filled} of {len} bytes from {offset} on came")))
@@ -171,7 +182,7 @@ impl Client {
         message.extend(data);
         self.send(&message)?;
         let mut answers = Vec::new();
-        while answers.len() < PARTS_MAX {
+        while answers.len() < ANSWERS_MAX {
             let header = self.take::<20>()?;
             let mut at = Numbers(&header);
             let (magic, about) = (at.u64(), at.u32());
@@ -205,7 +216,7 @@ impl Client {
 
     /// Takes the chunks of one reply.
     fn replies(&mut self, take: Take<'_>) -> Result<()> {
-        for _ in 0..PARTS_MAX {
+        for _ in 0..CHUNKS_MAX {
             let header = self.take::<20>()?;
             let mut at = Numbers(&header);
             let magic = at.u32();

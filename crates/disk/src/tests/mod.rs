@@ -1,5 +1,6 @@
 //! The server with real clients: `qemu-io` and `qemu-img`, and a process that is killed.
 
+mod client;
 mod commit;
 mod raw;
 

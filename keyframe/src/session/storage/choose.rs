@@ -5,7 +5,9 @@
 //! | `served` | the line names our server; images are never written | refused: QEMU has its images open |
 //! | `reflink` | QEMU writes to its images, which are cloned | the same |
 //! | `bitmap` | QEMU writes to its images, and is asked what changed | the same |
-//! | `auto` | reflink where it is cheap for all of them, else served | reflink where it is cheap, else bitmap |
+//! | `auto` | served | reflink where it is cheap, else bitmap |
+//!
+//! Under `run`, `auto` never depends on the file system: whether an image is written is nothing to find out afterwards.
 
 use super::own::OwnDisk;
 use super::{Clones, Fleeces, Storage};
@@ -20,7 +22,7 @@ use std::path::Path;
 /// How disks get into checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum DiskWay {
-    /// Reflink where that is cheap for all images; else served under `run`, and bitmap under `attach`.
+    /// Served under `run`; under `attach` reflink where that is cheap for all images, else bitmap.
     #[default]
     Auto,
     /// Keyframe serves them, and leaves the images as they are (`run` alone).
@@ -41,24 +43,26 @@ impl LeaveOut {
     }
 }
 
-/// What `auto` comes to for the disks of VMs that are to be launched.
+/// What `way` comes to for the disks of VMs that are to be launched.
 pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay, Failure> {
-    if drives.is_empty() || matches!(way, DiskWay::Served | DiskWay::Bitmap) {
-        return Ok(if way == DiskWay::Bitmap { way } else { DiskWay::Served });
-    }
-    for drive in drives {
-        let objection = if drive.temporary {
-            Some(format!("what is written to {} is not to last (snapshot=on)", drive.name))
-        } else {
-            super::clones::objection(&drive.image, format_of(drive), way == DiskWay::Auto)
-        };
-        match objection {
-            Some(why) if way == DiskWay::Reflink => return Err(not_cloned(&why)),
-            Some(_) => return Ok(DiskWay::Served),
-            None => {}
+    match way {
+        DiskWay::Auto | DiskWay::Served => Ok(DiskWay::Served),
+        DiskWay::Bitmap => Ok(DiskWay::Bitmap),
+        DiskWay::Reflink if drives.is_empty() => Ok(DiskWay::Served),
+        DiskWay::Reflink => {
+            for drive in drives {
+                let objection = if drive.temporary {
+                    Some(format!("what is written to {} is not to last (snapshot=on)", drive.name))
+                } else {
+                    super::clones::objection(&drive.image, format_of(drive), false)
+                };
+                if let Some(why) = objection {
+                    return Err(not_cloned(&why));
+                }
+            }
+            Ok(DiskWay::Reflink)
         }
     }
-    Ok(DiskWay::Reflink)
 }
 
 fn not_cloned(why: &str) -> Failure {
