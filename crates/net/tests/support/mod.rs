@@ -4,7 +4,7 @@
 
 pub mod ping;
 
-use rustix::net::RecvFlags;
+use rustix::net::{RecvFlags, SendFlags};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -70,10 +70,10 @@ impl Peer {
         if self.rest.is_empty() {
             self.rest = wire(frame);
         }
-        self.stream.set_nonblocking(true)?;
-        let written = self.stream.write(&self.rest);
-        self.stream.set_nonblocking(false)?;
-        self.rest.drain(..written?);
+        // Without O_NONBLOCK, which the thread that reads would have, too.
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let written = rustix::net::send(&self.stream, &self.rest, flags)?;
+        self.rest.drain(..written);
         if self.rest.is_empty() { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
