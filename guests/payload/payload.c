@@ -398,10 +398,13 @@ static uint64_t visit(uint64_t pass, uint32_t page)
     return first;
 }
 
-/* By the keyboard controller; where there is none (microvm), by a page fault that no handler can take. */
+/* By the keyboard controller; where there is none (microvm), by a page fault that no handler can take. The fault waits, for
+ * a reset that is asked for again while the first one is done comes as a second one. */
 static void reset_machine(void)
 {
     outb(0x64, 0xfe);
+    for (uint32_t i = 0; i < 200000; i++)
+        inb(0x64);
     load_idt(idt, 1);
     *(volatile uint64_t *)(1ull << 40) = 0;
 }
