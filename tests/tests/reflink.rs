@@ -216,7 +216,8 @@ fn a_checkpoint_that_fails_leaves_no_clone() {
     qemu.kill();
     assert!(clones(&mounted.dir) >= 1);
     // Whoever comes next removes what no checkpoint names, and nothing else.
-    let mut anew = bench.start(&["--name", "guest", "--interval", "none"], &shell(&qemus()[0], &drive));
+    let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
+    let mut anew = bench.start(&options, &shell(&qemus()[0], &drive));
     anew.wait_for("KF READY");
     until("what the killed engine left is gone", || clones(&mounted.dir) == 1);
     bench.ok(&["stop", "--name", "guest"]);

@@ -2,6 +2,7 @@
 
 use super::Bed;
 use crate::ImageFormat;
+use crate::nbd::client::{Client, Status};
 use crate::nbd::wire::{
     CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, IHAVEOPT, INFO_EXPORT, NBDMAGIC, OPT_GO,
     OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
