@@ -7,12 +7,15 @@
 //!                                                           QEMU's: on its own, for savevm needs an image
 //!   1, 2, 4 GiB at 20k   all RAM was written, and is        precopy, stop-copy, fork; QEMU's
 //!                        written all over
+//!   disk                 20k, and a disk that is idle,      precopy
+//!                        or written to
 //! ```
 //!
 //! A checkpoint follows the one before by a second, or as soon as that one is sealed. Quick runs measure QEMU's ways at
 //! one load alone: saving RAM takes them seconds.
 
 mod chart;
+mod disk;
 mod rows;
 
 use crate::guest::Guest as Files;
@@ -49,6 +52,8 @@ struct Plan {
     sizes: usize,
     /// QEMU's ways at each size.
     peers_of_sizes: bool,
+    /// Checkpoints with an idle disk, and with one that is written to.
+    disk: usize,
 }
 
 const FULL: Plan = Plan {
@@ -58,6 +63,7 @@ const FULL: Plan = Plan {
     peers: [1, 1, 3, 1],
     sizes: 4,
     peers_of_sizes: true,
+    disk: 16,
 };
 const QUICK: Plan = Plan {
     strategies: [1, 1, 2, 1],
@@ -66,6 +72,7 @@ const QUICK: Plan = Plan {
     peers: [0, 0, 1, 0],
     sizes: 1,
     peers_of_sizes: false,
+    disk: 3,
 };
 
 impl Plan {
@@ -80,6 +87,7 @@ impl Plan {
                 empty: 3 * rounds,
                 peers: often,
                 sizes: rounds,
+                disk: 2 * rounds,
                 ..plan
             };
         }
@@ -97,6 +105,9 @@ impl Plan {
     }
 }
 
+/// As `--only` takes the disk's part.
+const DISK: &str = "disk";
+
 /// As `--only` takes a size.
 fn size_name(gib: u64) -> String {
     format!("{gib}gib")
@@ -104,7 +115,7 @@ fn size_name(gib: u64) -> String {
 
 pub fn run(options: &Options) -> Result<Report, Error> {
     let rates = RATES.map(|rate| Load { rate, gib: None }.label());
-    let all = rates.into_iter().chain(SIZES.map(size_name));
+    let all = rates.into_iter().chain(SIZES.map(size_name)).chain([DISK.to_owned()]);
     let parts = Parts::choose("pause", &options.only, all)?;
     let files = Files::find(options)?;
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
@@ -118,7 +129,14 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     for gib in SIZES.into_iter().filter(|gib| parts.has(&size_name(*gib))) {
         bench.size(gib, &mut rows)?;
     }
-    Ok(report(&rows, &empty))
+    let mut report = report(&rows, &empty);
+    if parts.has(DISK) {
+        match disk::measure(options, &files, dir.path(), bench.plan.disk) {
+            Ok(pauses) => pauses.tell(&mut report),
+            Err(e) => options.left_out("a disk under load", &e),
+        }
+    }
+    Ok(report)
 }
 
 /// What the parts have in common.

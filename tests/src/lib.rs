@@ -96,6 +96,19 @@ pub fn qemus() -> Vec<Qemu> {
     all
 }
 
+/// The one of them that this test's name falls to: half of the tests run on each. All with `KEYFRAME_EVERY_QEMU=1`.
+pub fn a_qemu() -> Vec<Qemu> {
+    let mut all = qemus();
+    if std::env::var_os("KEYFRAME_EVERY_QEMU").is_some_and(|value| value != "0") {
+        return all;
+    }
+    let thread = std::thread::current();
+    let letters: usize = thread.name().unwrap_or_default().bytes().map(usize::from).sum();
+    let chosen = all.remove(letters % all.len());
+    println!("QEMU {} alone; with KEYFRAME_EVERY_QEMU=1 on each", chosen.label);
+    vec![chosen]
+}
+
 /// As guests/run-lib.sh has them, with the reasons.
 fn microvm_parameters() -> String {
     let measured = Command::new(guest_dir().join("tsc-khz")).output().expect("run the guest's tsc-khz");

@@ -1,7 +1,7 @@
 //! Disks under `keyframe attach`, by QEMU's dirty bitmaps: each checkpoint has the disk of its instant, nothing is lost where
 //! one fails, and QEMU is left without a trace.
 
-use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, number, qemus, restored_pid, until};
+use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, a_qemu, number, qemus, restored_pid, until};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -186,7 +186,7 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, words: &[&str], imag
 
 #[test]
 fn a_raw_image() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
         each_checkpoint_has_its_disk(&qemu, &bench, &strs(&drive(&image)), &image, "raw");
@@ -195,7 +195,7 @@ fn a_raw_image() {
 
 #[test]
 fn a_qcow2_image_on_another_as_a_node() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let below = image(&bench).display().to_string();
         let over = bench.path().join("over.qcow2");
@@ -252,7 +252,7 @@ fn assert_goes_on(bench: &Bench, id: &str) {
 
 #[test]
 fn ram_and_disk_are_of_one_instant() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
         let mut vm = foreign(&bench, &shell(&qemu, &strs(&drive(&image))));

@@ -2,7 +2,9 @@
 
 use keyframe_qemu::Qmp;
 use keyframe_tests::journaling::{blank_image, copy_disk_of, journaling, records_of, wait_for_records};
-use keyframe_tests::{Bench, Boot, JournalImage, Process, Qemu, Sequence, hash_lines, number, qemus, until};
+use keyframe_tests::{
+    Bench, Boot, JournalImage, Process, Qemu, Sequence, a_qemu, hash_lines, number, qemus, until,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::Path;
@@ -74,7 +76,7 @@ fn ram_kib(pid: u64) -> (u64, u64) {
 #[test]
 fn clones_go_on_from_the_checkpoint_each_by_itself() {
     let mut sequence = Sequence::new(16);
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         checkpoint(&bench, &hashing(&qemu));
         let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
@@ -115,7 +117,7 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
 
 #[test]
 fn pages_that_nobody_wrote_are_shared() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let mut boot = Boot::new("hash kf.mib=64");
         boot.qemu.clone_from(&qemu.path);
@@ -159,7 +161,7 @@ fn pages_that_nobody_wrote_are_shared() {
 #[test]
 fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
     let mut sequence = Sequence::new(16);
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         checkpoint(&bench, &hashing(&qemu));
         let seed = number(&bench.list()[0], "id");
@@ -251,7 +253,7 @@ fn written(clone: &Value) -> u64 {
 
 #[test]
 fn clones_have_disks_of_their_own() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let image = blank_image(&bench, "disk");

@@ -5,7 +5,7 @@ use crate::disks::{
     assert_same, copy, does, image, places, qemu_img, restored_disk, shell, sock, socket_of, start, take,
     virtio, words,
 };
-use keyframe_tests::{Bench, Boot, JournalImage, Qemu, journal_counter, number, qemus, restored_pid};
+use keyframe_tests::{Bench, Boot, JournalImage, Qemu, a_qemu, journal_counter, number, qemus, restored_pid};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::os::unix::fs::MetadataExt;
@@ -88,7 +88,7 @@ fn each_checkpoint_is_an_image(bench: &Bench, boot: &Boot) {
 
 #[test]
 fn a_new_image_is_what_the_guest_had() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let drive = virtio(&image(&bench), "raw");
         each_checkpoint_is_an_image(&bench, &shell(&qemu, &words(&drive)));
@@ -102,7 +102,7 @@ fn a_new_image_is_what_the_guest_had() {
 #[test]
 fn a_guest_that_never_rests_has_its_records_in_each_image() {
     const MIB: u64 = 8;
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let path = bench.path().join("journal.raw");
         std::fs::File::create(&path).and_then(|file| file.set_len(MIB << 20)).expect("an image");
@@ -218,7 +218,7 @@ fn a_commit_that_is_killed_is_finished_by_the_same_command_and_by_no_other() {
 
 #[test]
 fn a_qcow2_image_is_written_and_the_one_beneath_is_not() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let overlay = over(&bench);
         let beneath = std::fs::read(bench.path().join("disk.raw")).expect("the image");

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The guest's `journal` is the file system check: it knows from RAM what each block of the disk must hold. `KEYFRAME_CYCLES` says
-//! how many cycles (12), `KEYFRAME_SEED` which; both are printed.
+//! how many cycles (4), `KEYFRAME_SEED` which; both are printed.
 
 use keyframe_disk::{Base, Disk, ImageFormat, Overlay, commit};
 use keyframe_tests::journaling::{
@@ -38,7 +38,7 @@ fn from_environment(name: &str, otherwise: u64) -> u64 {
 
 #[test]
 fn random_cycles_of_checkpoints_kills_and_restores() {
-    let cycles = from_environment("KEYFRAME_CYCLES", 12);
+    let cycles = from_environment("KEYFRAME_CYCLES", 4);
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock");
     let seed = from_environment("KEYFRAME_SEED", clock.as_secs());
     println!("KEYFRAME_CYCLES={cycles} KEYFRAME_SEED={seed}");

@@ -4,7 +4,8 @@
 
 use keyframe_disk::{Base, Disk, Disks, ImageFormat, Overlay, Slot, SlotFile, Spec, commit};
 use keyframe_tests::{
-    Bench, Boot, Foreign, JournalImage, Process, Qemu, assert_no_errors, journal_counter, qemus, until,
+    Bench, Boot, Foreign, JournalImage, Process, Qemu, a_qemu, assert_no_errors, journal_counter, qemus,
+    until,
 };
 use rustix::process::Signal;
 use std::fs::File;
@@ -123,7 +124,7 @@ fn synced(guest: &Process) -> u64 {
 
 #[test]
 fn every_bus_writes_discards_and_zeroes() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         for (bus, how) in BUSES.iter().zip(["direct", "fsync", "dsync", "fsync"]) {
             let context = format!("{} on QEMU {}, {how}", bus.name, qemu.label);
             println!("-- {context}");
@@ -149,7 +150,7 @@ fn every_bus_writes_discards_and_zeroes() {
 
 #[test]
 fn what_was_flushed_survives_the_end_of_everything() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bed = Bed::new();
         let mut before = 0;
         for round in 0..6 {
@@ -247,7 +248,7 @@ fn read_over_nbd(bed: &Bed, to: &Path) -> Vec<u8> {
 
 #[test]
 fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         for bus in [&BUSES[0], &BUSES[3]] {
             println!("-- {} on QEMU {}", bus.name, qemu.label);
             let bed = Bed::new();
@@ -298,7 +299,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
 /// Without `reconnect-delay` QEMU does not connect again, so that a guest never sees a disk that lost what it had not flushed.
 #[test]
 fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bed = Bed::new();
         let disks = bed.serve();
         let stopping =

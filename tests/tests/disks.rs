@@ -1,7 +1,7 @@
 //! Disks in checkpoints, on real QEMUs: each comes back as it was at its checkpoint, whoever fails, and the image beneath
 //! is never written.
 
-use keyframe_tests::{Bench, Boot, Orphan, Process, Qemu, number, qemus, restored_pid, until};
+use keyframe_tests::{Bench, Boot, Orphan, Process, Qemu, a_qemu, number, qemus, restored_pid, until};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -156,7 +156,7 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
 
 #[test]
 fn a_raw_image() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
         let before = std::fs::read(&image).expect("the image");
@@ -168,7 +168,7 @@ fn a_raw_image() {
 
 #[test]
 fn a_qcow2_image_on_another_as_a_node() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
         let before = std::fs::read(&image).expect("the image");
@@ -196,7 +196,7 @@ fn a_qcow2_image_on_another_as_a_node() {
 /// Whatever the way in which a disk is given, QEMU takes our line, and a restore has the disk.
 #[test]
 fn each_way_to_give_a_disk() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
         let expected = std::fs::read(&image).expect("the image");
@@ -286,7 +286,7 @@ fn assert_goes_on(bench: &Bench, id: &str) {
 
 #[test]
 fn ram_and_disk_are_of_one_instant() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let image = image(&bench);

@@ -5,7 +5,7 @@ use crate::commit::{of_qcow2, three};
 use crate::disks::{assert_same, image, shell, virtio, words};
 use crate::group;
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, hash_lines, qemus, until};
+use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, a_qemu, hash_lines, qemus, until};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -91,7 +91,7 @@ fn core(bytes: &[u8]) -> (&[u8], BTreeMap<u64, &[u8]>) {
 
 #[test]
 fn memory_and_registers_are_those_of_qemus_own_dump() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         for machine in ["pc", "q35", "microvm"] {
             let bench = Bench::new();
             checkpoint_and_dump(&bench, &boot(&qemu, machine));
@@ -195,7 +195,7 @@ fn a_file_is_replaced_only_when_asked_to() {
 
 #[test]
 fn a_disk_is_exported_as_the_guest_had_it() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let drive = virtio(&image(&bench), "raw");
         let taken = three(&bench, &shell(&qemu, &words(&drive)));
@@ -226,7 +226,7 @@ fn a_disk_is_exported_as_the_guest_had_it() {
 
 #[test]
 fn stock_qemu_loads_an_exported_stream_and_the_guest_goes_on() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         for machine in ["pc", "q35"] {
             let bench = Bench::new();
             let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
@@ -269,7 +269,7 @@ fn import(bench: &Bench, file: &str, boot: &Boot) -> Vec<String> {
 
 #[test]
 fn qemus_own_stream_becomes_a_checkpoint_that_goes_on() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         for machine in ["pc", "q35"] {
             let bench = Bench::new();
             let boot = boot(&qemu, machine).with(&["-device", "VGA"]);

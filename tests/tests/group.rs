@@ -1,7 +1,9 @@
 //! Groups: several VMs in one checkpoint, of one instant, and back to life together.
 
 use keyframe_tests::journaling::{blank_image, journaling, records_of};
-use keyframe_tests::{Bench, Boot, Foreign, HashLine, Process, Sequence, hash_lines, number, qemus, until};
+use keyframe_tests::{
+    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, hash_lines, number, qemus, until,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -212,7 +214,7 @@ fn what_is_no_group_is_refused() {
 
 #[test]
 fn packets_between_members_are_neither_lost_nor_repeated() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let lan = bench.path().join("lan").display().to_string();
         let mut members = talking(&bench, &lan);

@@ -4,8 +4,8 @@
 use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
-    Bench, Boot, PassSequence, Process, Qemu, assert_no_errors, assert_restores_exactly_with, audited,
-    has_kvm, number, pass_lines, qemus, restored_pid, until,
+    Bench, Boot, PassSequence, Process, Qemu, a_qemu, assert_no_errors, assert_restores_exactly_with,
+    audited, has_kvm, number, pass_lines, qemus, restored_pid, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -54,7 +54,7 @@ fn told(restored: &Process) -> (u64, u64) {
 
 #[test]
 fn ram_is_the_checkpoints_at_its_instant() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let id = checkpoint(&bench, &scribble(&qemu));
         assert_restores_exactly_with(&bench, &id, &["--lazy"]);
@@ -97,7 +97,7 @@ fn under_kvm_it_goes_on_exactly() {
         return;
     }
     let mut sequence = PassSequence::new(1024, 300);
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", 300) };
         let mut run = bench.start(&["--interval", "300ms", "--name", "guest"], &boot);

@@ -1,7 +1,7 @@
 //! `profile` on real guests: counts within what is physically true, files that can be read, a VM that notices nothing.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, Process, number, qemus, until};
+use keyframe_tests::{Bench, Boot, Process, a_qemu, number, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -152,7 +152,7 @@ fn a_launched_vm_is_measured_and_ended() {
 
 #[test]
 fn a_running_vm_is_measured_and_left_as_it_was() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::without_store();
         let socket = bench.path().join("qmp.sock");

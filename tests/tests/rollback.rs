@@ -2,8 +2,8 @@
 //! as it was.
 
 use keyframe_tests::{
-    Bench, Boot, HashLine, Process, Qemu, Sequence, assert_no_errors, differing_pages, hash_lines, live_ram,
-    number, qemus, until,
+    Bench, Boot, HashLine, Process, Qemu, Sequence, a_qemu, assert_no_errors, differing_pages, hash_lines,
+    live_ram, number, qemus, until,
 };
 use std::path::PathBuf;
 
@@ -43,7 +43,7 @@ fn pid_and_state(bench: &Bench) -> (u64, String) {
 #[test]
 fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
     let mut sequence = Sequence::new(16);
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let (boot, monitor) = hashing(&bench, &qemu);
         let mut run = bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
@@ -118,7 +118,7 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
     let mut sequence = Sequence::new(16);
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let (boot, _) = hashing(&bench, &qemu);
         let other = boot.clone().with(&["-device", "virtio-rng-pci"]);

@@ -4,7 +4,7 @@ use keyframe_tests::journaling::{
     blank_image, copy_disk, disks_socket, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, restored_pid, until,
+    Bench, JournalImage, Orphan, Process, Qemu, a_qemu, journal_counter, number, qemus, restored_pid, until,
 };
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -49,7 +49,7 @@ fn restored(bench: &Bench, id: u64) -> Vec<u8> {
 
 #[test]
 fn a_disk_goes_back_with_its_vm_again_and_again() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let (mut run, monitor) = start(&bench, &qemu, &["--interval", "700ms"]);
@@ -106,7 +106,7 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
 /// QEMU finds devices that it does not have: disk and RAM are again what they were.
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
-    for qemu in qemus() {
+    for qemu in a_qemu() {
         let bench = Bench::new();
         let image = blank_image(&bench, "disk");
         let other = journaling(&qemu, &image).with(&["-device", "virtio-rng-pci"]);

@@ -37,7 +37,7 @@ pub struct Bench {
     /// Fewer repetitions: a look, not a measurement
     #[arg(long)]
     quick: bool,
-    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib, or compute 60k_1s compile ...
+    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// How often each thing is measured [default: what it takes for a stable median]
