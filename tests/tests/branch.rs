@@ -311,6 +311,42 @@ fn clones_have_disks_of_their_own() {
     }
 }
 
+#[test]
+fn a_clone_with_a_disk_can_be_checkpointed() {
+    let bench = Bench::new();
+    let image = blank_image(&bench, "disk");
+    let qemu = a_qemu().remove(0);
+    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
+    run.wait_for("KF READY");
+    wait_for_records(&mut run, 0, 300);
+    bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let seed = number(&bench.list()[0], "id");
+    let (mut process, clones) = branch(&bench, &["-n", "1", "--name", "c"]);
+    until("the clone writes", || written(&clones[0]) > 0);
+    let pid = number(&clones[0], "qemu_pid") as u32;
+    let options = ["--name", "c-1", "--interval", "500ms", "--count", "3", "--audit", "audit"];
+    let args = bench.attach_args(&["--qmp", text(&clones[0], "monitor")], pid, &options);
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    bench.ok(&args);
+    let list = bench.list();
+    let own: Vec<&Value> = list.iter().filter(|e| e["vm"] == "c-1").collect();
+    assert_eq!((own.len(), number(own[0], "parent")), (3, seed));
+    let then = written(&clones[0]);
+    until("the clone writes on", || written(&clones[0]) >= then + 100);
+    process.signal(Signal::INT);
+    assert!(process.wait().success(), "{}", process.report());
+    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    // Neither the clone's disk nor its server is needed: the whole ring is compared with RAM before it is overwritten.
+    let console = ["--", "-chardev", "stdio,id=keyframe-serial-0"];
+    let mut restored = bench.restore(&number(own[2], "id").to_string(), &console);
+    wait_for_records(&mut restored, 0, 600);
+    restored.signal(Signal::TERM);
+    assert!(restored.wait().success(), "{}", restored.report());
+    assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0), "the image was written");
+}
+
 /// Where one clone cannot be, nobody's disks stay.
 #[test]
 fn half_a_set_of_clones_with_disks_leaves_nothing() {

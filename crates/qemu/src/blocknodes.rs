@@ -92,7 +92,7 @@ fn matched(mut drives: Vec<Drive>, nodes: Vec<WritableNode>, directory: &Path) -
         let same = |drive: &Drive| same_file(&directory.join(&drive.image), &directory.join(&disk.node.file));
         disk.drive = drives.iter().position(same).map(|at| drives.remove(at));
     }
-    for drive in disks.iter_mut().filter_map(|disk| disk.drive.as_mut()) {
+    for drive in disks.iter_mut().filter_map(|disk| disk.drive.as_mut()).filter(|drive| !drive.remote) {
         drive.image = directory.join(&drive.image);
     }
     disks
@@ -116,7 +116,7 @@ mod tests {
     }
 
     fn drive(name: &str, image: &str) -> Drive {
-        Drive { name: name.into(), image: image.into(), format: None, temporary: false }
+        Drive { name: name.into(), image: image.into(), format: None, temporary: false, remote: false }
     }
 
     #[test]

@@ -26,6 +26,8 @@ pub struct Drive {
     pub format: Option<String>,
     /// The line wants what is written thrown away at the end (`-snapshot`).
     pub temporary: bool,
+    /// It is no file but an export that QEMU reaches by NBD, and `image` is its address: QEMU alone can read it.
+    pub remote: bool,
 }
 
 /// Who serves the disks of a line.
@@ -182,7 +184,8 @@ impl Names {
 
 /// `-hda` and its like.
 fn on_index(path: &str, index: u8, temporary: bool, names: &mut Names) -> Fate {
-    let drive = Drive { name: names.made_up("hd"), image: path.into(), format: None, temporary };
+    let name = names.made_up("hd");
+    let drive = Drive { name, image: path.into(), format: None, temporary, remote: false };
     Fate::Served(drive, vec![("index".into(), index.to_string()), ("media".into(), "disk".into())])
 }
 
@@ -193,9 +196,13 @@ fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fa
         return Ok(Fate::Stays);
     }
     let file = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
-    let Some(file) = file.filter(|file| !file.is_empty()).map(str::to_owned) else { return Ok(Fate::Stays) };
-    let image = local(argument, &file)?;
-    if let Some(protocol) = value_of(&keys, "file.driver").filter(|d| !is_local(d)) {
+    let remote = value_of(&keys, "file.driver") == Some(NBD);
+    let image = match file.filter(|file| !file.is_empty()) {
+        _ if remote => address(&keys, "file."),
+        None => return Ok(Fate::Stays),
+        Some(file) => local(argument, file)?,
+    };
+    if let Some(protocol) = value_of(&keys, "file.driver").filter(|d| !remote && !is_local(d)) {
         return Err(foreign(argument, protocol));
     }
     let temporary = snapshot || on(&keys, "snapshot");
@@ -214,7 +221,7 @@ fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fa
         }
     }
     let name = id.unwrap_or_else(|| names.made_up(&kind));
-    Ok(Fate::Served(Drive { name, image, format, temporary }, kept))
+    Ok(Fate::Served(Drive { name, image, format, temporary, remote }, kept))
 }
 
 fn is_one_of(key: &str, whole: &[&str], prefixes: &[&str]) -> bool {
@@ -231,6 +238,19 @@ fn cache(argument: &Argument, keys: &Keys) -> Result<Option<Keys>> {
         _ => return Err(unknown(argument, &format!("cache={mode}"))),
     };
     Ok(Some(vec![("cache.writeback".into(), writeback.into()), ("cache.no-flush".into(), no_flush.into())]))
+}
+
+/// The driver of exports that QEMU reaches by NBD.
+const NBD: &str = "nbd";
+
+/// Where the export is that keys which begin with `prefix` lead to, as QEMU writes it.
+fn address(keys: &Keys, prefix: &str) -> PathBuf {
+    let of = |key: &str| value_of(keys, &format!("{prefix}{key}")).unwrap_or_default();
+    let export = of("export");
+    match (of("server.path"), of("path")) {
+        ("", "") => format!("nbd://{}:{}/{export}", of("server.host"), of("server.port")).into(),
+        ("", path) | (path, _) => format!("nbd+unix:///{export}?socket={path}").into(),
+    }
 }
 
 fn is_local(driver: &str) -> bool {
@@ -310,7 +330,7 @@ impl Nodes {
         if is_read_only(keys) || FILTERS.contains(&driver) {
             return Ok(Fate::Stays);
         }
-        let (protocol, file) = match driver {
+        let (protocol, image) = match driver {
             "raw" | "qcow2" => match value_of(keys, "file") {
                 Some(below) => {
                     let below = self.named(below).ok_or_else(|| Error::CommandLine {
@@ -318,25 +338,33 @@ impl Nodes {
                         reason: format!("no -blockdev of the line has the node name {below}"),
                         fix: "define it with -blockdev too".into(),
                     })?;
-                    (value_of(below, "driver"), value_of(below, "filename"))
+                    (value_of(below, "driver"), image_of(below, ""))
                 }
-                None => (value_of(keys, "file.driver"), value_of(keys, "file.filename")),
+                None => (value_of(keys, "file.driver"), image_of(keys, "file.")),
             },
-            _ if is_local(driver) && self.is_file_of_another(name) => {
+            _ if (is_local(driver) || driver == NBD) && self.is_file_of_another(name) => {
                 return Ok(if self.users_read_only(name) { Fate::Stays } else { Fate::Goes });
             }
-            other => (Some(other), value_of(keys, "filename")),
+            other => (Some(other), image_of(keys, "")),
         };
         let protocol = protocol.unwrap_or_default();
-        let Some(file) = file.filter(|_| is_local(protocol)) else {
+        let remote = protocol == NBD;
+        let Some(image) = image.filter(|_| remote || is_local(protocol)) else {
             return Err(foreign(argument, protocol));
         };
         let kept = node_keys(argument, keys)?;
-        let format = if is_local(driver) { "raw" } else { driver };
-        let drive =
-            Drive { name: name.into(), image: file.into(), format: Some(format.into()), temporary: false };
-        Ok(Fate::Served(drive, kept))
+        let format = if matches!(driver, "raw" | "qcow2") { driver } else { "raw" };
+        let format = Some(format.to_owned());
+        Ok(Fate::Served(Drive { name: name.into(), image, format, temporary: false, remote }, kept))
     }
+}
+
+/// The file of a node, of its keys that begin with `prefix`; or the address of an export.
+fn image_of(keys: &Keys, prefix: &str) -> Option<PathBuf> {
+    if value_of(keys, &format!("{prefix}driver")) == Some(NBD) {
+        return Some(address(keys, prefix));
+    }
+    value_of(keys, &format!("{prefix}filename")).map(PathBuf::from)
 }
 
 fn is_read_only(node: &Keys) -> bool {
@@ -348,11 +376,18 @@ fn node_keys(argument: &Argument, keys: &Keys) -> Result<Keys> {
     const NODE_KEPT: &[&str] = &["node-name", "discard", "detect-zeroes", "cache.no-flush"];
     const NODE_OPENING: &[&str] =
         &["filename", "locking", "drop-cache", "aio-max-batch", "pr-manager", "x-check-cache-dropped"];
+    const EXPORT: &[&str] =
+        &["export", "path", "reconnect-delay", "open-timeout", "tls-creds", "tls-hostname"];
+    let is_export = value_of(keys, "driver") == Some(NBD);
+    let opens_export = |key: &str| is_export && is_one_of(key, EXPORT, &["server."]);
     let mut kept = Vec::new();
     for (key, value) in keys {
         if NODE_KEPT.contains(&key.as_str()) {
             kept.push((key.clone(), value.clone()));
-        } else if !is_one_of(key, OPENING, OPENING_PREFIXES) && !NODE_OPENING.contains(&key.as_str()) {
+        } else if !is_one_of(key, OPENING, OPENING_PREFIXES)
+            && !NODE_OPENING.contains(&key.as_str())
+            && !opens_export(key)
+        {
             return Err(unknown(argument, key));
         }
     }
@@ -463,6 +498,28 @@ mod tests {
         let words = ["-snapshot", "-drive", "file=a,id=d"];
         assert!(!rewritten(&words).contains("snapshot"));
         assert!(find(&line(&words)).unwrap()[0].temporary);
+    }
+
+    #[test]
+    fn exports_that_qemu_reaches_are_disks_too() {
+        let served = "-drive format=raw,file.driver=nbd,file.server.type=unix,file.server.path=/run/a.sock,file.export=d,id=d";
+        let node = "-blockdev driver=nbd,server.type=unix,server.path=/run/a.sock,export=n,node-name=n";
+        let json = r#"{"driver":"raw","node-name":"n","file":{"driver":"nbd","server":{"type":"inet","host":"h","port":"9"}}}"#;
+        let below = ["-blockdev", "nbd,node-name=f,path=/run/a.sock", "-blockdev", "raw,node-name=n,file=f"];
+        let words = |text: &'static str| text.split(' ').collect::<Vec<_>>();
+        for (line_words, name, image) in [
+            (words(served), "d", "nbd+unix:///d?socket=/run/a.sock"),
+            (words(node), "n", "nbd+unix:///n?socket=/run/a.sock"),
+            (vec!["-blockdev", json], "n", "nbd://h:9/"),
+            (below.to_vec(), "n", "nbd+unix:///?socket=/run/a.sock"),
+        ] {
+            let found = find(&line(&line_words)).unwrap();
+            assert_eq!(found.len(), 1, "{line_words:?}");
+            assert!(found[0].remote && found[0].name == name, "{found:?}");
+            assert_eq!(found[0].image, PathBuf::from(image));
+            let text = rewritten(&line_words);
+            assert!(text.contains("server.path=/run/d.sock") && !text.contains("a.sock"), "{text}");
+        }
     }
 
     #[test]

@@ -39,6 +39,17 @@ pub struct Wanted {
 impl Wanted {
     /// The disk that `drive` of a line says. `prefix` is what its name begins with.
     pub fn of_drive(drive: &Drive, prefix: &str) -> Result<Self, Failure> {
+        if drive.remote {
+            let (name, address) = (&drive.name, drive.image.display());
+            return Err(Failure::new(format!(
+                "drive {name}: the guest can write to it, and it is no file but an export ({address}): Keyframe serves images that \
+                 are files (raw or qcow2) and block devices"
+            ))
+            .fix(
+                "let QEMU tell what is written to it (--disk bitmap), copy it to a file (qemu-img convert), or make the drive \
+                 read-only (readonly=on)",
+            ));
+        }
         let format = match drive.format.as_deref() {
             Some(name) => ImageFormat::named(name).ok_or_else(|| {
                 Failure::new(format!("drive {}: images in format {name} cannot be served", drive.name)).fix(

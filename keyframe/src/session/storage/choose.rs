@@ -53,6 +53,8 @@ pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay, Failure> {
             for drive in drives {
                 let objection = if drive.temporary {
                     Some(format!("what is written to {} is not to last (snapshot=on)", drive.name))
+                } else if drive.remote {
+                    Some(no_file(&drive.name))
                 } else {
                     super::clones::objection(&drive.image, format_of(drive), false)
                 };
@@ -63,6 +65,10 @@ pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay, Failure> {
             Ok(DiskWay::Reflink)
         }
     }
+}
+
+fn no_file(disk: &str) -> String {
+    format!("{disk} is no file, but an export that QEMU reaches by NBD")
 }
 
 fn not_cloned(why: &str) -> Failure {
@@ -109,6 +115,9 @@ pub fn own(
     let objection = kept().find_map(|disk| {
         if disk.temporary {
             return Some(format!("what is written to {} is not in its image (snapshot=on)", disk.meta.name));
+        }
+        if disk.remote {
+            return Some(no_file(&disk.meta.name));
         }
         super::clones::objection(&disk.image, disk.format, way == DiskWay::Auto)
     });
@@ -163,10 +172,11 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
             base: BaseMeta::blank(),
             ..DiskMeta::default()
         };
-        let format = format_of(&drive);
+        let format = if drive.remote { Some(ImageFormat::Raw) } else { format_of(&drive) };
         // With -snapshot QEMU writes to a file of its own.
-        let temporary = drive.temporary;
-        disks.push(OwnDisk { member, node, meta, image: drive.image, format, temporary, left_out: false });
+        let (temporary, remote) = (drive.temporary, drive.remote);
+        let image = drive.image;
+        disks.push(OwnDisk { member, node, meta, image, format, temporary, remote, left_out: false });
     }
     Ok(disks)
 }

@@ -22,6 +22,8 @@ pub struct OwnDisk {
     pub format: Option<ImageFormat>,
     /// What is written is thrown away at the end: it is not in the image.
     pub temporary: bool,
+    /// It is no file but an export, which QEMU alone reads.
+    pub remote: bool,
     /// It is no part of checkpoints.
     pub left_out: bool,
 }
