@@ -339,8 +339,7 @@ fn a_clone_with_a_disk_can_be_checkpointed() {
     assert!(process.wait().success(), "{}", process.report());
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
     // Neither the clone's disk nor its server is needed: the whole ring is compared with RAM before it is overwritten.
-    let console = ["--", "-chardev", "stdio,id=keyframe-serial-0"];
-    let mut restored = bench.restore(&number(own[2], "id").to_string(), &console);
+    let mut restored = bench.restore(&number(own[2], "id").to_string(), &[]);
     wait_for_records(&mut restored, 0, 600);
     restored.signal(Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());

@@ -7,7 +7,7 @@
 //!                  disks: image and checkpoint in common, an overlay and a process that serves them for each
 //! ```
 //!
-//! Left out: groups; checkpoints of clones with disks, which take whoever serves those.
+//! Left out: groups.
 
 use super::StoreArg;
 use super::restore::{Accel, source_of};

@@ -7,6 +7,7 @@
 //! | `-mem-path`, `-mem-prealloc` | the restored RAM is our own | left out, and said |
 //! | `-mon` over a socket given as a descriptor | whoever listened has gone | left out |
 //! | another `-chardev` given as a descriptor | the same | becomes `null`, and said |
+//! | a console in the directory of a clone that has gone | nobody would find it there | the first becomes the terminal, others `null`, and said |
 //! | `-netdev` given as a descriptor | a network is not to be silently without a peer | refused, unless the restore's own words have one of that id |
 //! | `-chardev`, `-netdev` whose id the restore's own words give again | the restore says where they go | left out |
 //! | `-serial`, `-parallel` where the restore's own words give as many | the same | left out |
@@ -37,6 +38,9 @@ const DESCRIPTORS: &[&str] = &["fd", "fds", "vhostfd", "vhostfds"];
 
 /// What QEMU opens as one of its own descriptors.
 const FDSET: &str = "/dev/fdset/";
+
+/// The directory with a directory for each clone.
+const CLONES: &str = ".clones";
 
 /// The id that libvirt gives its monitor.
 const LIBVIRT_MONITOR: &str = "charmonitor";
@@ -81,6 +85,7 @@ impl Line<'_> {
             _ if self.is_replaced(argument) => Ok(Fate::Goes(None)),
             "mon" if self.is_over_descriptor(argument) => Ok(Fate::Goes(None)),
             "chardev" if by_descriptor(argument) => Ok(self.chardev(argument)),
+            "chardev" if of_gone_clone(argument) => Ok(self.console(argument)),
             "netdev" if by_descriptor(argument) => self.netdev(argument),
             "readconfig" => self.config(argument),
             "object" => self.object(argument),
@@ -116,6 +121,18 @@ impl Line<'_> {
              (give it anew with `-chardev ...,id={id}`)"
         );
         Fate::Becomes(Argument::Option("chardev".into(), format!("null,id={}", escape(&id))), note)
+    }
+
+    /// A console of a clone.
+    fn console(&self, argument: &Argument) -> Fate {
+        let is_first = self.all.iter().find(|a| a.name() == "chardev" && of_gone_clone(a)) == Some(argument);
+        let (backend, place) = if is_first { ("stdio", "the terminal") } else { ("null", "nowhere") };
+        let id = id(argument);
+        let note = format!(
+            "console {id} was a socket in the directory of a clone, which is gone: it is on {place} now (elsewhere with \
+             `-- -chardev ...,id={id}`)"
+        );
+        Fate::Becomes(Argument::Option("chardev".into(), format!("{backend},id={}", escape(&id))), note)
     }
 
     fn netdev(&self, argument: &Argument) -> Result<Fate> {
@@ -199,6 +216,13 @@ fn refused(argument: &Argument, reason: &str, fix: &str) -> Error {
 fn by_descriptor(argument: &Argument) -> bool {
     let keys = properties(argument.value(), "type").unwrap_or_default();
     keys.iter().any(|(key, value)| DESCRIPTORS.contains(&key.as_str()) || value.starts_with(FDSET))
+}
+
+/// Whether it lies in the directory of a clone, and that is no more.
+fn of_gone_clone(argument: &Argument) -> bool {
+    let keys = properties(argument.value(), "type").unwrap_or_default();
+    let place = value_of(&keys, "path").map(Path::new).and_then(Path::parent);
+    place.is_some_and(|place| place.parent().is_some_and(|all| all.ends_with(CLONES)) && !place.is_dir())
 }
 
 fn id(argument: &Argument) -> String {
@@ -288,6 +312,30 @@ mod tests {
         let (carried, notes) = carried(kept, "").unwrap();
         assert_eq!(carried, "-m 64 -no-shutdown");
         assert_eq!(notes.len(), 2, "{notes:?}");
+    }
+
+    #[test]
+    fn the_console_of_a_clone_that_has_gone_is_the_terminal() {
+        let console = |dir: &str, n: u32| {
+            format!("-chardev socket,id=keyframe-serial-{n},path={dir}/console{n}.sock,server=on,wait=off")
+        };
+        let gone = "/no/such/.clones/c-1";
+        let kept =
+            format!("-m 64 {} {} -serial chardev:keyframe-serial-0", console(gone, 0), console(gone, 1));
+        let (text, notes) = carried(&kept, "").unwrap();
+        let expected = "-m 64 -chardev stdio,id=keyframe-serial-0 -chardev null,id=keyframe-serial-1 -serial chardev:keyframe-serial-0";
+        assert_eq!(text, expected);
+        assert_eq!(notes.len(), 2, "{notes:?}");
+        // One that is being made has its directory; other places are the user's affair.
+        let dir = tempfile::tempdir().unwrap();
+        let clone = dir.path().join(".clones/c-2");
+        std::fs::create_dir_all(&clone).unwrap();
+        for place in [clone.to_str().unwrap(), "/no/such/place"] {
+            let kept = console(place, 0);
+            assert_eq!(carried(&kept, "").unwrap(), (kept, Vec::new()));
+        }
+        let given = carried(&console(gone, 0), "-chardev null,id=keyframe-serial-0").unwrap();
+        assert_eq!(given, (String::new(), Vec::new()));
     }
 
     #[test]
