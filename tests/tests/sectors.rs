@@ -32,7 +32,11 @@ fn disk_of(bench: &Bench, id: &str) -> Value {
 fn assert_adds_up(breakdown: &Value, written_bytes: u64) {
     let mut sum = 0;
     for kind in ["zero", "unchanged", "not_deduplicated", "not_counted", "against_disk", "against_ram"] {
-        assert_eq!(number(&breakdown[kind], "bytes"), 512 * number(&breakdown[kind], "sectors"), "{breakdown}");
+        assert_eq!(
+            number(&breakdown[kind], "bytes"),
+            512 * number(&breakdown[kind], "sectors"),
+            "{breakdown}"
+        );
         sum += number(&breakdown[kind], "bytes");
     }
     assert_eq!(sum, written_bytes, "{breakdown}");
@@ -85,7 +89,11 @@ fn a_shifted_partition_is_found_in_the_page_cache() {
         bench.ok(&["check", "--quiet", "--store", &bench.store()]);
         for (id, copied) in &expected {
             for options in [&[][..], &["--lazy"]] {
-                assert_same(&restored_disk(&bench, id, options), copied, &format!("checkpoint {id} {options:?}"));
+                assert_same(
+                    &restored_disk(&bench, id, options),
+                    copied,
+                    &format!("checkpoint {id} {options:?}"),
+                );
             }
         }
     }

@@ -16,7 +16,8 @@ use keyframe_units::{Page, ZERO_PAGE};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const SLOTS: usize = 4;
-const BITS_MIN: u32 = 6;
+/// A table begins with 2^12 buckets: 256 KiB.
+const BITS_FIRST: u32 = 12;
 /// Pages kept as they were read: a shifted file needs each for two blocks in a row, one with small blocks for more.
 const RECENT_PAGES: usize = 32;
 
@@ -154,9 +155,10 @@ struct Table {
 
 impl Table {
     fn new(bytes_max: usize) -> Option<Self> {
-        let bits_max =
-            (bytes_max / size_of::<[Slot; SLOTS]>()).checked_ilog2().filter(|bits| *bits >= BITS_MIN)?;
-        Some(Self { buckets: vec![[EMPTY; SLOTS]; 1 << BITS_MIN], bits: BITS_MIN, bits_max, used: 0 })
+        let buckets_max = bytes_max / size_of::<[Slot; SLOTS]>();
+        let bits_max = buckets_max.checked_ilog2().filter(|bits| *bits > 0)?;
+        let bits = bits_max.min(BITS_FIRST);
+        Some(Self { buckets: vec![[EMPTY; SLOTS]; 1 << bits], bits, bits_max, used: 0 })
     }
 
     fn clear(&mut self) {
@@ -178,7 +180,8 @@ impl Table {
         if self.find(tag).is_some() {
             return;
         }
-        if self.used * 2 >= self.buckets.len() * SLOTS && self.bits < self.bits_max {
+        // With one in four filled, some 4 of 1000 sectors have met a bucket that was full.
+        if self.used * 4 >= self.buckets.len() * SLOTS && self.bits < self.bits_max {
             self.grow();
         }
         let at = self.bucket(tag);

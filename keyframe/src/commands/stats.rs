@@ -99,9 +99,8 @@ fn of_sectors(sectors: &Breakdown) -> Vec<String> {
             b(found.parts.bytes)
         )
     };
-    let plain = |label: &str, what: &Sectors| {
-        format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes))
-    };
+    let plain =
+        |label: &str, what: &Sectors| format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes));
     let mut lines = vec![
         plain("zero", &sectors.zero),
         plain("unchanged", &sectors.unchanged),
