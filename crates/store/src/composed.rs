@@ -178,7 +178,7 @@ mod tests {
     use crate::codec::tests::noise;
     use proptest::prelude::*;
 
-    const PLACE: PageRef = PageRef(3 << 40 | 10_000);
+    const PLACE: PageRef = PageRef((3 << 40) + 10_000);
 
     fn part() -> impl Strategy<Value = Part> {
         let record = (1u64..4, 64u64..9000).prop_map(|(pack, offset)| PageRef(pack << 40 | offset));

@@ -267,14 +267,15 @@ impl PackWriter {
     fn count(&self, page: &Page, composition: Option<&Composition>) -> SectorCounts {
         let mut counts = SectorCounts::default();
         for (at, sector) in sectors(page).iter().enumerate() {
-            match composition.and_then(|c| c.0.get(at)) {
+            let counted = match composition.and_then(|c| c.0.get(at)) {
                 Some(Part::Of(record, _)) if self.kind(*record) == Kind::Page => {
-                    counts.against_ram_part_sectors += 1
+                    &mut counts.against_ram_part_sectors
                 }
-                Some(Part::Of(..)) => counts.against_disk_part_sectors += 1,
-                _ if *sector == [0; PART_BYTES] => counts.zero_sectors += 1,
-                _ => counts.not_deduplicated_sectors += 1,
-            }
+                Some(Part::Of(..)) => &mut counts.against_disk_part_sectors,
+                _ if *sector == [0; PART_BYTES] => &mut counts.zero_sectors,
+                _ => &mut counts.not_deduplicated_sectors,
+            };
+            *counted += 1;
         }
         counts
     }
