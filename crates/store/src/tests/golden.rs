@@ -133,6 +133,65 @@ fn a_store_of_version_3_still_loads() {
     assert!(report.is_clean(), "{report:#?}");
 }
 
+/// A copy of a golden store that can be written to, as far as there is one.
+fn copied(version: u32) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for folder in ["", "packs", "maps", "checkpoints", "tags", "tmp", "worksets"] {
+        let to = dir.path().join(folder);
+        std::fs::create_dir_all(&to).unwrap();
+        let Ok(entries) = std::fs::read_dir(golden(version).join(folder)) else { continue };
+        for file in entries.map(|entry| entry.unwrap()).filter(|entry| entry.file_type().unwrap().is_file()) {
+            std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
+        }
+    }
+    dir
+}
+
+/// A writer of today goes on with a store of any version: sectors are found in what that holds, which stays as it is.
+#[test]
+fn stores_of_all_versions_are_gone_on_with() {
+    for version in 1..=3 {
+        let dir = copied(version);
+        let store = Store::open(dir.path()).unwrap();
+        let old: Vec<_> = store.ids().unwrap();
+        let images: Vec<_> = old.iter().map(|id| read_image(&store.load(*id).unwrap()).unwrap()).collect();
+        let disk = crate::DiskMeta {
+            name: "d".into(),
+            disk_bytes: BLOCKS * PAGE_BYTES as u64,
+            base: crate::BaseMeta::blank(),
+            ..crate::DiskMeta::default()
+        };
+        let mut writer = store.lock_writer("test").unwrap();
+        let state = crate::DiskState::default();
+        let mut run = writer.begin_run_with("golden", &layout(PAGES), vec![disk], state).unwrap();
+        // What the old store holds, again in RAM; then a block with parts of it, and noise that is new.
+        let last = images.last().unwrap();
+        for (page, content) in last {
+            assert_eq!(run.put_page(PageIndex(*page), content).unwrap(), crate::Put::Dedup);
+        }
+        let mut block = content(909);
+        let known = last.values().next().unwrap();
+        block[512..2048].copy_from_slice(&known[..1536]);
+        block[2560..3584].copy_from_slice(&known[..1024]);
+        run.put_block(0, 0, &block).unwrap();
+        let sealed = seal(&mut run, PAGES).unwrap();
+        run.finish().unwrap();
+        let counts = sealed.meta.disks[0].counts;
+        assert_eq!(
+            (counts.composed_blocks, counts.sectors.not_deduplicated_sectors),
+            (1, 3),
+            "version {version}"
+        );
+        let mut page = ZERO_PAGE;
+        store.load_disks(sealed.id).unwrap().read_block(PageIndex(PAGES), &mut page).unwrap();
+        assert!(page == block, "version {version}");
+        for (id, image) in old.iter().zip(&images) {
+            assert!(read_image(&store.load(*id).unwrap()).unwrap() == *image, "version {version}, {id}");
+        }
+        assert!(check(&store).is_clean());
+    }
+}
+
 /// Makes the golden store of version 3, as below.
 #[test]
 #[ignore = "writes into the source tree"]
