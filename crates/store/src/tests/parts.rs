@@ -211,7 +211,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
     /// Each checkpoint gives back every byte, over runs, writers and packs that stay unfinished; every sector is counted once.
     #[test]
     fn every_sector_comes_back(ops in prop::collection::vec(op(), 1..120), forgetful in any::<bool>()) {
