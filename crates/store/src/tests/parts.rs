@@ -453,6 +453,32 @@ fn what_stands_on_a_pack_that_is_gone_is_stored_anew() {
     assert_eq!(check(&store).hurt_checkpoints(), hurt);
 }
 
+/// No map refers to the pages any more, only composed blocks do: a check that reads no pages must look at those.
+#[test]
+fn a_check_that_reads_no_pages_sees_that_what_blocks_refer_to_is_gone() {
+    let medium = Faulty::default();
+    let store = init_on(&medium).unwrap();
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let mut run = begin(&mut writer);
+    shifted(&mut run, 2);
+    for page in 0..11 {
+        run.put_zero(PageIndex(page)).unwrap();
+    }
+    let id = seal(&mut run, RAM_PAGES).unwrap().id;
+    run.finish().unwrap();
+    drop(writer);
+    let first_composed = records(&medium).into_iter().find(|(_, kind)| *kind == Kind::Composed).unwrap().0;
+    assert!(first_composed.pack() > 1);
+    let quick = |medium: &Faulty| {
+        let report = on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();
+        report.hurt_checkpoints().into_iter().collect::<Vec<_>>()
+    };
+    assert_eq!(quick(&medium), []);
+    medium.overwrite("packs/00000001.pack", None);
+    assert_eq!(quick(&medium), [id]);
+    assert!(read_blocks(&on(&medium).unwrap(), id).is_err());
+}
+
 /// Pages and blocks of a session; blocks are shifted against the pages.
 fn play(
     store: &Store,
