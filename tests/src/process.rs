@@ -1,18 +1,25 @@
 //! A child process with its console collected. Dropping it ends it, and QEMU with it.
+//!
+//! Whoever asks for what it said reads what is in the pipe first: of a process that has ended, that is all it ever said. A thread
+//! only keeps the pipe from filling up meanwhile.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-type Collected = Arc<Mutex<Vec<String>>>;
+/// More than a pipe holds; who writes faster than this reads waits for the next look.
+const READS_MAX: usize = 64;
 
 /// The running child.
 pub struct Process {
     child: Child,
     input: ChildStdin,
-    lines: Collected,
-    errors: Collected,
+    lines: Arc<Collected>,
+    errors: Arc<Collected>,
 }
 
 impl Process {
@@ -26,8 +33,8 @@ impl Process {
             .spawn()
             .unwrap_or_else(|e| panic!("start {command:?}: {e}"));
         let input = child.stdin.take().expect("standard input");
-        let lines = collect(child.stdout.take().expect("standard output"));
-        let errors = collect(child.stderr.take().expect("standard error"));
+        let lines = Collected::of(child.stdout.take().expect("standard output").into());
+        let errors = Collected::of(child.stderr.take().expect("standard error").into());
         Self { child, input, lines, errors }
     }
 
@@ -38,12 +45,12 @@ impl Process {
 
     /// Console lines so far, without their line ends. The last one may be incomplete where the guest was cut off.
     pub fn lines(&self) -> Vec<String> {
-        held(&self.lines).clone()
+        self.lines.said().lines.clone()
     }
 
     /// What it said on standard error so far.
     pub fn errors(&self) -> String {
-        held(&self.errors).join("\n")
+        self.errors.said().lines.join("\n")
     }
 
     /// Writes a line to the console.
@@ -60,8 +67,8 @@ impl Process {
 
     /// Waits for a console line that contains `text` behind the first `skip` lines.
     pub fn wait_for_after(&mut self, skip: usize, text: &str) -> String {
-        let found =
-            self.wait_until(120, |p| held(&p.lines).iter().skip(skip).find(|l| l.contains(text)).cloned());
+        let found = self
+            .wait_until(120, |p| p.lines.said().lines.iter().skip(skip).find(|l| l.contains(text)).cloned());
         found.unwrap_or_else(|| panic!("no line with {text:?}; {}", self.report()))
     }
 
@@ -79,10 +86,9 @@ impl Process {
                 return Some(found);
             }
             let ended = self.child.try_wait().expect("wait for the child").is_some();
-            let is_given_up = held(&self.lines).iter().any(|line| line.starts_with("KF ERROR"));
+            let is_given_up = self.lines.said().lines.iter().any(|line| line.starts_with("KF ERROR"));
             if ended || is_given_up || Instant::now() > deadline {
-                // What it said last may still be in the pipe.
-                std::thread::sleep(Duration::from_millis(100));
+                // It may have said it since.
                 return probe(self);
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -114,7 +120,7 @@ impl Process {
 
     /// What it said, for a failed test.
     pub fn report(&self) -> String {
-        let lines = held(&self.lines);
+        let lines = self.lines();
         let tail = lines[lines.len().saturating_sub(20)..].join("\n");
         format!("standard error:\n{}\nlast lines of the console:\n{tail}", self.errors())
     }
@@ -138,21 +144,68 @@ impl Drop for Process {
     }
 }
 
-fn held(lines: &Collected) -> MutexGuard<'_, Vec<String>> {
-    lines.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+/// What comes out of a pipe.
+struct Collected {
+    pipe: OwnedFd,
+    said: Mutex<Said>,
 }
 
-fn collect(from: impl Read + Send + 'static) -> Collected {
-    let lines = Collected::default();
-    let collected = Arc::clone(&lines);
-    std::thread::spawn(move || {
-        let mut reader = BufReader::new(from);
-        let mut line = Vec::new();
-        while reader.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
-            let text = String::from_utf8_lossy(&line).trim_end_matches(['\r', '\n']).to_owned();
-            held(&collected).push(text);
-            line.clear();
+#[derive(Default)]
+struct Said {
+    lines: Vec<String>,
+    /// A line without its end.
+    begun: Vec<u8>,
+    has_ended: bool,
+}
+
+impl Collected {
+    fn of(pipe: OwnedFd) -> Arc<Self> {
+        rustix::io::ioctl_fionbio(&pipe, true).expect("a pipe that does not block");
+        let collected = Arc::new(Self { pipe, said: Mutex::default() });
+        let other = Arc::clone(&collected);
+        std::thread::spawn(move || {
+            while !other.said().has_ended {
+                let _ = poll(&mut [PollFd::new(&other.pipe, PollFlags::IN)], None);
+            }
+        });
+        collected
+    }
+
+    /// All that was said until now.
+    fn said(&self) -> MutexGuard<'_, Said> {
+        let mut said = self.said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut buffer = [0; 4096];
+        for _ in 0..READS_MAX {
+            match rustix::io::read(&self.pipe, &mut buffer) {
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
+                Ok(0) | Err(_) => {
+                    said.has_ended = true;
+                    break;
+                }
+                Ok(len) => said.take(&buffer[..len]),
+            }
         }
-    });
-    lines
+        if said.has_ended && !said.begun.is_empty() {
+            said.end_line();
+        }
+        said
+    }
+}
+
+impl Said {
+    fn take(&mut self, bytes: &[u8]) {
+        for part in bytes.split_inclusive(|byte| *byte == b'\n') {
+            self.begun.extend(part);
+            if part.ends_with(b"\n") {
+                self.end_line();
+            }
+        }
+    }
+
+    fn end_line(&mut self) {
+        let text = String::from_utf8_lossy(&self.begun).trim_end_matches(['\r', '\n']).to_owned();
+        self.begun.clear();
+        self.lines.push(text);
+    }
 }

@@ -197,7 +197,7 @@ impl Branch {
             let name = format!("{prefix}-{number}");
             let directory = RunDir::claim_clone(&name)?;
             let disks = OwnDisks::serve(store, loaded, &name, &directory)?;
-            Ok(Place { number, directory, name, disks })
+            Ok(Place { number, name, directory, disks })
         };
         (1..=self.count).map(place).collect()
     }

@@ -4,9 +4,9 @@ use super::StoreArg;
 use crate::disks::base;
 use crate::failure::{DONE, Outcome};
 use crate::output;
-use crate::report::Entry;
+use crate::report::{DiskEntry, Entry};
 use keyframe_store::{MachineMeta, MemberMeta, Sealed};
-use keyframe_units::{BlockKind, RamBlock};
+use keyframe_units::{BlockKind, RamBlock, RamLayout};
 use serde::Serialize;
 
 /// Show one checkpoint: its VM, RAM, pause by phase, pages
@@ -125,33 +125,7 @@ fn text(sealed: &Sealed) -> String {
             output::bytes(e.device_bytes)
         ),
     ]);
-    for disk in &e.disks {
-        let c = &disk.counts;
-        if disk.left_out {
-            let size = output::bytes(disk.disk_bytes);
-            lines.push(format!(
-                "disk       {}, {size}: LEFT OUT of the checkpoint; its image is {}",
-                disk.name, disk.base
-            ));
-            continue;
-        }
-        lines.push(format!(
-            "disk       {}, {}: {} written in {} blocks: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
-            disk.name,
-            output::bytes(disk.disk_bytes),
-            output::bytes(disk.written_bytes),
-            c.written_blocks,
-            c.zero_blocks,
-            c.dedup_blocks,
-            c.unchanged_blocks,
-            c.stored_blocks,
-            output::bytes(c.stored_bytes),
-            disk.base
-        ));
-        if let Some(why) = &disk.unreadable {
-            lines.push(format!("           it cannot be read now: {why}"));
-        }
-    }
+    lines.extend(e.disks.iter().flat_map(of_disk));
     if members.is_empty() {
         lines.extend(of_machine(&sealed.meta.machine));
     }
@@ -159,31 +133,62 @@ fn text(sealed: &Sealed) -> String {
         lines.push(format!("member     {}", member.name));
         lines.extend(of_machine(&member.machine));
     }
-    lines.push(format!(
-        "RAM        {} in {} blocks:",
-        output::bytes(e.ram_bytes),
-        sealed.meta.ram.blocks().len()
-    ));
-    let rows: Vec<Vec<String>> = sealed
-        .meta
-        .ram
-        .blocks()
-        .iter()
-        .map(|b| {
-            let kind = match b.kind {
-                BlockKind::Backend => "backend",
-                BlockKind::Stream => "stream",
-            };
-            vec![
-                format!("  {}", b.name),
-                kind.into(),
-                output::bytes(b.used_bytes),
-                output::bytes(b.total_bytes),
-            ]
-        })
-        .collect();
-    lines.push(output::table(&["  block", "given back by", "used", "reserved"], &rows));
+    lines.extend(of_ram(e.ram_bytes, &sealed.meta.ram));
     lines.join("\n")
+}
+
+fn of_disk(disk: &DiskEntry) -> Vec<String> {
+    let (size, c, b) = (output::bytes(disk.disk_bytes), &disk.counts, output::bytes);
+    if disk.left_out {
+        return vec![format!(
+            "disk       {}, {size}: LEFT OUT of the checkpoint; its image is {}",
+            disk.name, disk.base
+        )];
+    }
+    let mut lines = vec![
+        format!(
+            "disk       {}, {size}: {} written in {} blocks: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
+            disk.name,
+            b(disk.written_bytes),
+            c.written_blocks,
+            c.zero_blocks,
+            c.dedup_blocks,
+            c.unchanged_blocks,
+            c.stored_blocks,
+            b(c.stored_bytes),
+            disk.base
+        ),
+        format!(
+            "           in sectors: {} found in RAM, {} on disks, {} are new",
+            b(disk.dedup.against_ram.bytes),
+            b(disk.dedup.against_disk.bytes),
+            b(disk.dedup.not_deduplicated.bytes)
+        ),
+    ];
+    if let Some(why) = &disk.unreadable {
+        lines.push(format!("           it cannot be read now: {why}"));
+    }
+    lines
+}
+
+fn of_ram(ram_bytes: u64, layout: &RamLayout) -> [String; 2] {
+    let row = |block: &RamBlock| {
+        let kind = match block.kind {
+            BlockKind::Backend => "backend",
+            BlockKind::Stream => "stream",
+        };
+        vec![
+            format!("  {}", block.name),
+            kind.into(),
+            output::bytes(block.used_bytes),
+            output::bytes(block.total_bytes),
+        ]
+    };
+    let rows: Vec<_> = layout.blocks().iter().map(row).collect();
+    [
+        format!("RAM        {} in {} blocks:", output::bytes(ram_bytes), rows.len()),
+        output::table(&["  block", "given back by", "used", "reserved"], &rows),
+    ]
 }
 
 fn of_machine(machine: &MachineMeta) -> [String; 2] {

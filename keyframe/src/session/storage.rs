@@ -209,8 +209,8 @@ impl Storage {
 
     /// The VMs were refused before their first checkpoint.
     pub fn undo(self, vms: &mut [&mut Vm]) {
-        if let Self::Fleeced(fleeces) = self {
-            fleeces.undo(vms);
+        if let Self::Fleeced(_) = self {
+            Fleeces::undo(vms);
         }
     }
 

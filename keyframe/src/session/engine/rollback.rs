@@ -205,7 +205,7 @@ impl Engine<'_> {
 
     /// What stands there may run, should the engine die. Without its watchdog it is no less whole.
     fn is_whole(&mut self) {
-        let told = self.machine().map(|machine| machine.is_whole());
+        let told = self.machine().map(QemuMachine::is_whole);
         if let Ok(Err(error)) = told {
             eprintln!("keyframe: warning: {}", chain(&*error));
         }

@@ -250,7 +250,9 @@ impl Fleeces {
             }
             (_, pending) => {
                 self.close(members);
-                pending.into_iter().for_each(|pending| self.give_back(pending, members));
+                if let Some(pending) = pending {
+                    self.give_back(pending, members);
+                }
             }
         }
     }
@@ -346,7 +348,7 @@ impl Fleeces {
     }
 
     /// The same of VMs that were refused before their first checkpoint.
-    pub fn undo(self, vms: &mut [&mut Vm]) {
+    pub fn undo(vms: &mut [&mut Vm]) {
         for vm in vms {
             let _ = fleece::stop_server(vm.qmp());
         }
