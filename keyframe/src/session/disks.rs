@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   engine     begin: sync ─▶ before_stop: sync, pause ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed
-//!   encoder                                                        └─ the label's epochs ─▶ blocks ─▶ seal
+//!   encoder                                        the label's epochs ◀─────────┘  ─▶ blocks ─▶ seal
 //!   engine     captured ─▶ in flight ─▶ sealed: released      failed: it and all behind it given back
 //! ```
 //!
@@ -116,21 +116,39 @@ impl SessionDisks {
         ready
     }
 
-    /// The VM stands still.
+    /// The VM stands still. The server cuts while its devices are saved.
     pub fn cut(&mut self) -> Result<(), BoxError> {
-        let Some(current) = &self.current else { return Ok(()) };
-        let epochs = self.shared.ask(keyframe_disk::Disks::cut)?;
-        current.set(epochs).map_err(|_| "the disks were cut twice in a capture".into())
+        if self.current.is_none() {
+            return Ok(());
+        }
+        self.shared.ask(keyframe_disk::Disks::begin_cut)
     }
 
-    /// The VM is about to run: what it was told is durable, is.
+    /// The VM is about to run: the disks are cut, and what it was told is durable, is.
     pub fn settled(&mut self) -> Result<(), BoxError> {
-        // Once more: space may have come free.
-        self.shared.ask(|disks| disks.settled().or_else(|_| disks.settled()))
+        let mut epochs = None;
+        let settled = self.shared.ask(|disks| {
+            let settled = match disks.finish_cut() {
+                Some((cut, settled)) => {
+                    epochs = Some(cut);
+                    settled
+                }
+                None => disks.settled(),
+            };
+            // Once more: space may have come free.
+            settled.or_else(|_| disks.settled())
+        });
+        if let (Some(epochs), Some(current)) = (epochs, &self.current) {
+            let twice = |_| BoxError::from("the disks were cut twice in a capture");
+            current.set(epochs?).map_err(twice)?;
+        }
+        settled
     }
 
     /// It runs again, or was never stopped.
     pub fn resumed(&mut self) {
+        // A server that does not hear us is found out by whoever needs it.
+        let _ = self.shared.ask(keyframe_disk::Disks::resumed);
         self.shared.lock().pausing = false;
         self.shared.idle.notify_all();
     }

@@ -27,10 +27,10 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 ///   prepare()                  the guest runs: what is dirty is synced
 ///   pause(limit)               flushes are acknowledged before their sync from here on
 ///   QMP stop                   drains and flushes
-///   cut()                      constant time
-///   ...                        device state, RAM
-///   settled()                  what was acknowledged is durable; where this fails the VM must not run
-///   QMP cont
+///   begin_cut()                constant time: the server cuts, and makes durable what was acknowledged,
+///   ...                        device state, RAM                                    while this goes on
+///   finish_cut()               both are done; where the second fails the VM must not run
+///   QMP cont, resumed()
 ///   pages(), SlotFile          the content, while the guest runs
 ///   release() or give_back()   sealed, or failed
 /// ```
@@ -41,7 +41,19 @@ pub struct Disks {
     /// What is open beside those.
     staged: Vec<Spec>,
     disk_bytes: Vec<u64>,
+    begun: Begun,
 }
+
+/// A cut that was asked for and not waited for.
+enum Begun {
+    Nothing,
+    Asked,
+    /// Somebody else had to wait for the answers.
+    Answered(CutAnswers),
+}
+
+/// Epochs of all disks; and whether all that was acknowledged is durable.
+type CutAnswers = (Result<Vec<DiskEpoch>>, Result<()>);
 
 impl Disks {
     /// Starts the server as `command`, whose standard input is the connection, and waits until it listens on `socket`.
@@ -56,8 +68,8 @@ impl Disks {
         let child = command.spawn().map_err(failed)?;
         // The command holds the other end, whose closing must be seen.
         command.stdin(Stdio::null());
-        let mut disks =
-            Self { child, control, specs: specs.to_vec(), staged: Vec::new(), disk_bytes: Vec::new() };
+        let (staged, disk_bytes, begun) = (Vec::new(), Vec::new(), Begun::Nothing);
+        let mut disks = Self { child, control, specs: specs.to_vec(), staged, disk_bytes, begun };
         let order = Order::Open { socket: socket.into(), specs: specs.to_vec() };
         match disks.ask(&order, OPEN_TIMEOUT) {
             Ok(Answer::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {
@@ -105,9 +117,42 @@ impl Disks {
 
     /// Cuts all disks, after `stop`; an epoch of each, in the order of the specs.
     pub fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
-        match self.ask(&Order::Cut, ANSWER_TIMEOUT)? {
+        let answer = self.ask(&Order::Cut, ANSWER_TIMEOUT)?;
+        self.epochs(answer)
+    }
+
+    fn epochs(&self, answer: Answer) -> Result<Vec<DiskEpoch>> {
+        match answer {
             Answer::Cut { epochs } if epochs.len() == self.specs.len() => Ok(epochs),
             other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Asks for [`Self::cut`] and [`Self::settled`], and waits for neither: the server is done before the rest of the pause is.
+    pub fn begin_cut(&mut self) -> Result<()> {
+        if let Some((Ok(epochs), _)) = self.finish_cut() {
+            // Nobody took them: this cut has their blocks.
+            self.give_back(&epochs)?;
+        }
+        self.send(&Order::Cut, ANSWER_TIMEOUT)?;
+        self.begun = Begun::Asked;
+        self.send(&Order::Settled, SYNC_TIMEOUT)
+    }
+
+    /// The answers to [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` where it was not called.
+    pub fn finish_cut(&mut self) -> Option<CutAnswers> {
+        self.wait_for_cut();
+        match std::mem::replace(&mut self.begun, Begun::Nothing) {
+            Begun::Answered(answers) => Some(answers),
+            Begun::Nothing | Begun::Asked => None,
+        }
+    }
+
+    fn wait_for_cut(&mut self) {
+        if matches!(self.begun, Begun::Asked) {
+            let epochs = self.receive().and_then(|answer| self.epochs(answer));
+            let settled = self.receive().and_then(is_done);
+            self.begun = Begun::Answered((epochs, settled));
         }
     }
 
@@ -115,6 +160,11 @@ impl Disks {
     /// a checkpoint that failed. Where this fails the VM must not run; it can be tried again once there is space.
     pub fn settled(&mut self) -> Result<()> {
         self.done(&Order::Settled, SYNC_TIMEOUT)
+    }
+
+    /// The VM runs, or was not stopped after all: the server's threads are no more urgent than others.
+    pub fn resumed(&mut self) -> Result<()> {
+        self.done(&Order::Resumed, ANSWER_TIMEOUT)
     }
 
     /// All blocks that `epoch` of the disk at `index` covers, rising: those written since the cut before, and those of
@@ -200,28 +250,44 @@ impl Disks {
     }
 
     fn done(&mut self, order: &Order, timeout: Duration) -> Result<()> {
-        match self.ask(order, timeout)? {
-            Answer::Done => Ok(()),
-            other => Err(unexpected(&other)),
-        }
+        self.ask(order, timeout).and_then(is_done)
     }
 
     fn ask(&mut self, order: &Order, timeout: Duration) -> Result<Answer> {
+        self.wait_for_cut();
+        self.send(order, timeout)?;
+        self.receive()
+    }
+
+    /// Sends an order whose answer may take so long.
+    fn send(&mut self, order: &Order, timeout: Duration) -> Result<()> {
         let limit = |e| Error::io("the process that serves the disks", "bound the wait for")(e);
         self.control.set_read_timeout(Some(timeout)).map_err(limit)?;
         self.control.set_write_timeout(Some(timeout)).map_err(limit)?;
-        let sent = frame::send(&self.control, order);
-        match sent.and_then(|()| frame::receive(&self.control)) {
+        frame::send(&self.control, order).map_err(|error| self.lost(error))
+    }
+
+    fn receive(&mut self) -> Result<Answer> {
+        match frame::receive(&self.control) {
             Ok(Some(Answer::Failed { problem, disk_full: true })) => Err(Error::ServerFull { problem }),
             Ok(Some(Answer::Failed { problem, disk_full: false })) => Err(Error::Server { problem }),
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(Error::Server { problem: "it has ended".into() }),
-            Err(error) => {
-                // A late answer would be taken for the next one's.
-                let _ = self.control.shutdown(std::net::Shutdown::Both);
-                Err(error)
-            }
+            Err(error) => Err(self.lost(error)),
         }
+    }
+
+    /// A late answer would be taken for the next one's.
+    fn lost(&self, error: Error) -> Error {
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        error
+    }
+}
+
+fn is_done(answer: Answer) -> Result<()> {
+    match answer {
+        Answer::Done => Ok(()),
+        other => Err(unexpected(&other)),
     }
 }
 

@@ -103,6 +103,8 @@ enum Order {
     },
     Cut,
     Settled,
+    /// The VM runs.
+    Resumed,
     Pages {
         disk: usize,
         epoch: DiskEpoch,

@@ -5,6 +5,7 @@ use crate::disk::Stack;
 use crate::lock::ImageLock;
 use crate::nbd::{Export, Server};
 use crate::{Base, Disk, DiskEpoch, Error, Layer, Result};
+use keyframe_kernel::priority;
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -104,6 +105,7 @@ impl Serving<'_> {
     }
 
     fn without_engine(self) -> Result<()> {
+        priority::restore_all();
         for export in &self.exports {
             // A failed sync is seen again by the next flush of the guest.
             let _ = export.disk.settled();
@@ -124,9 +126,12 @@ impl Serving<'_> {
         match order {
             Order::Prepare => each(&self.exports, Disk::sync)?,
             Order::Pause { limit_ms } => {
+                // The pause waits for flushes of QEMU's: a thread that is not run at once makes it longer by milliseconds.
+                priority::raise_all();
                 self.exports.iter().for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
             }
             Order::Settled => each(&self.exports, Disk::settled)?,
+            Order::Resumed => priority::restore_all(),
             Order::Cut => return self.cut(),
             Order::Pages { disk, epoch, from } => {
                 let export = self.exports.get(*disk);

@@ -240,6 +240,40 @@ fn epochs_come_over_the_connection_and_failed_ones_come_again() {
 }
 
 #[test]
+fn a_cut_that_nobody_waits_for_is_answered_all_the_same() {
+    let bed = Bed::new();
+    bed.raw("base.raw", 4 << 20);
+    let mut disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
+    assert!(disks.finish_cut().is_none());
+    bed.io(&["write -P 1 0 8192"]);
+    disks.pause(Duration::from_secs(10)).unwrap();
+    disks.begin_cut().unwrap();
+    let (epochs, settled) = disks.finish_cut().unwrap();
+    settled.unwrap();
+    let blocks = |disks: &mut Disks, epoch| {
+        disks
+            .pages(0, epoch)
+            .map(|extent| extent.unwrap())
+            .map(|extent| (extent.block.0, extent.blocks))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(blocks(&mut disks, epochs.unwrap()[0]), [(0, 2)]);
+    assert!(disks.finish_cut().is_none());
+    // Other questions come after it, and its answers are not theirs.
+    bed.io(&["write -P 2 4096 4096"]);
+    disks.begin_cut().unwrap();
+    assert_eq!(disks.stats().unwrap().disks[0].in_flight, 2);
+    let (epochs, settled) = disks.finish_cut().unwrap();
+    settled.unwrap();
+    assert_eq!(blocks(&mut disks, epochs.unwrap()[0]), [(1, 1)]);
+    disks.begin_cut().unwrap();
+    disks.begin_cut().unwrap();
+    assert!(disks.finish_cut().is_some_and(|(epochs, settled)| epochs.is_ok() && settled.is_ok()));
+    assert_eq!(disks.stats().unwrap().disks[0].in_flight, 3, "what nobody took was given back");
+    disks.end().unwrap();
+}
+
+#[test]
 fn what_a_flush_acknowledged_survives_kill() {
     let bed = Bed::new();
     let mut image = bed.raw("base.raw", 2 << 20);
