@@ -149,9 +149,11 @@ fn what_is_not_that_vm_is_refused_and_no_vm_is_harmed() {
     let (bench, other) = (Bench::new(), Bench::new());
     let vm = start(&bench, &hashing());
     let before = vm.traces();
-    let image = other.path().join("disk.raw");
-    std::fs::write(&image, vec![7; 1 << 20]).unwrap();
-    let drive = format!("file={},if=virtio,format=raw", image.display());
+    // A disk that nothing of ours could serve at a restore.
+    let files = other.path().join("files");
+    std::fs::create_dir(&files).unwrap();
+    std::fs::write(files.join("a"), [7; 5000]).unwrap();
+    let drive = format!("file=fat:rw:{},if=virtio,format=raw", files.display());
     let with_disk = Foreign::start(&other, &hashing().with(&["-drive", &drive]));
     let refused = |pid: u32, socket: &str, words: &[&str]| {
         bench.refused(&as_str(&bench.attach_args(&["--qmp", socket], pid, &["--count", "1"])), 1, words);
@@ -164,12 +166,12 @@ fn what_is_not_that_vm_is_refused_and_no_vm_is_harmed() {
     let busy = Qmp::connect(Path::new(&vm.socket("a")), Duration::from_secs(20)).unwrap();
     refused(pid, &vm.socket("a"), &[&vm.socket("a"), "fix:"]);
     drop(busy);
-    refused(with_disk.console.pid(), &with_disk.socket("a"), &["read-only", "fix:"]);
+    refused(with_disk.console.pid(), &with_disk.socket("a"), &["reached by fat", "read-only", "fix:"]);
     bench.refused(&["attach", "--store", &bench.store(), &pid.to_string()], 2, &["--qmp", "--libvirt"]);
     assert!(bench.list().is_empty());
     vm.assert_left_as(&before);
     assert!(with_disk.runs());
-    assert_eq!(std::fs::read(&image).unwrap(), vec![7; 1 << 20], "the image was written to");
+    assert_eq!(std::fs::read(files.join("a")).unwrap(), [7; 5000], "the disk was written to");
     assert_runs_on(&vm, &mut sequence);
 }
 

@@ -48,7 +48,7 @@ fn pauses_are_measured_beside_those_of_peers() {
 
 #[test]
 fn work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
-    let bench = Bench::alone();
+    let bench = Bench::new();
     let only = "compute_1s,compute_100ms,60k_1s,compile";
     let args =
         ["overhead", "--quick", "--only", only, "--rounds", "1", "--real-guest", "/nowhere", "--quiet"];
@@ -67,7 +67,7 @@ fn work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
 
 #[test]
 fn a_peer_that_cannot_run_is_left_out_aloud() {
-    let bench = Bench::alone();
+    let bench = Bench::new();
     // Without qemu-img there is no image for savevm; the directory has everything else that is needed.
     let bin = bench.path().join("bin");
     std::fs::create_dir(&bin).expect("make a directory");

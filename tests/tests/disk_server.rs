@@ -153,7 +153,7 @@ fn what_was_flushed_survives_the_end_of_everything() {
     for qemu in a_qemu() {
         let bed = Bed::new();
         let mut before = 0;
-        for round in 0..6 {
+        for round in 0..4 {
             let context = format!("kill {round} on QEMU {}", qemu.label);
             println!("-- {context}");
             let disks = bed.serve();
