@@ -3,7 +3,6 @@
 
 use crate::{Bench, Boot, Process, Qemu, journal_counter};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// MiB of the ring of records, and of the disk.
 pub const RING_MIB: u64 = 1;
@@ -57,30 +56,4 @@ pub fn wait_for_records(vm: &mut Process, skip: usize, more: u64) -> u64 {
 pub fn wait_for_more_records(vm: &mut Process, more: u64) -> u64 {
     let skip = vm.lines().len();
     wait_for_records(vm, skip, more)
-}
-
-/// The disk `export` as the server at `socket` shows it now, in the file `to`.
-pub fn copy_disk(socket: &Path, export: &str, to: &Path) {
-    let url = format!("nbd+unix:///{export}?socket={}", socket.display());
-    let convert = ["convert", "-f", "raw", "-O", "raw", &url, &to.display().to_string()];
-    let output = Command::new("qemu-img").args(convert).output().expect("run qemu-img");
-    assert!(output.status.success(), "{convert:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// The same of a VM that runs, whose QEMU stands still meanwhile: a block that is being written is neither old nor new.
-pub fn copy_disk_of(qemu_pid: u32, socket: &Path, export: &str, to: &Path) {
-    let pid = rustix::process::Pid::from_raw(qemu_pid.cast_signed()).expect("a pid");
-    rustix::process::kill_process(pid, rustix::process::Signal::STOP).expect("stop QEMU");
-    // The copy's requests come behind those that are under way, or nearly so.
-    std::thread::sleep(std::time::Duration::from_millis(100));
-    copy_disk(socket, export, to);
-    rustix::process::kill_process(pid, rustix::process::Signal::CONT).expect("continue QEMU");
-}
-
-/// The socket that the QEMU with this pid has its disks from.
-pub fn disks_socket(pid: u32) -> PathBuf {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).expect("the command line of QEMU");
-    let line = String::from_utf8_lossy(&line).into_owned();
-    let (_, rest) = line.split_once("server.path=").expect("a disk that is served");
-    rest.split([',', '\0']).next().expect("a path").into()
 }

@@ -3,6 +3,7 @@
 //! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
 //! failing test prints the commands it ran and keeps the directory.
 
+pub mod disks;
 mod exact;
 mod foreign;
 mod hash;
@@ -27,7 +28,7 @@ pub use foreign::{Foreign, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
 pub use huge::HugePages;
 pub use journal::{JournalImage, journal_counter};
-pub use orphan::Orphan;
+pub use orphan::{Orphan, is_gone};
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;
 pub use ram::{differing_pages, live_ram};

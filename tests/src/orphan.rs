@@ -69,3 +69,9 @@ impl Drop for Orphan {
         self.kill();
     }
 }
+
+/// Whether the process has ended. A zombie is for its parent, whoever that is now.
+pub fn is_gone(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    status.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
+}

@@ -1,55 +1,25 @@
 //! Disks under `keyframe attach`, by QEMU's dirty bitmaps: each checkpoint has the disk of its instant, nothing is lost where
 //! one fails, and QEMU is left without a trace.
 
+use keyframe_tests::disks::{
+    self, IMAGE_BYTES, RECORDS, assert_goes_on, assert_same, copy, does, qemu_img, restored_disk, shell,
+    socket_of, take, virtio, wait_for_records, words,
+};
 use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, a_qemu, number, qemus, restored_pid, until};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-const IMAGE_BYTES: u64 = 24 << 20;
 /// How the names of what is ours in QEMU begin, as JSON; the paths of tests have it in their middle.
 const OURS: &str = "\"keyframe-";
 
-/// A raw image with a hole at its end, which is zero.
+/// An image with a hole at its end, which is zero.
 fn image(bench: &Bench) -> PathBuf {
-    let path = bench.path().join("disk.raw");
-    let mut bytes = vec![0u8; IMAGE_BYTES as usize - (4 << 20)];
-    for (number, block) in bytes.chunks_exact_mut(4096).enumerate() {
-        block[..8].copy_from_slice(&number.to_le_bytes());
-        block[4000] = 7;
-    }
-    std::fs::write(&path, bytes).expect("write the image");
+    let path = disks::image(bench);
     let file = std::fs::File::options().write(true).open(&path).expect("the image");
-    file.set_len(IMAGE_BYTES).expect("lengthen the image");
+    for bytes in [IMAGE_BYTES - (4 << 20), IMAGE_BYTES] {
+        file.set_len(bytes).expect("change the image's length");
+    }
     path
-}
-
-fn qemu_img(args: &[&str]) {
-    let output = Command::new("qemu-img").args(args).output().expect("run qemu-img");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn shell(qemu: &Qemu, words: &[&str]) -> Boot {
-    let mut boot = Boot::new("shell").with(words);
-    boot.qemu.clone_from(&qemu.path);
-    boot.mem_mib = 96;
-    boot
-}
-
-fn drive(image: &Path) -> [String; 2] {
-    ["-drive".into(), format!("file={},format=raw,if=virtio,id=d", image.display())]
-}
-
-fn strs(words: &[String]) -> Vec<&str> {
-    words.iter().map(String::as_str).collect()
-}
-
-fn does(vm: &mut Process, command: &str, step: &str) {
-    let skip = vm.lines().len();
-    vm.say(&format!("{command}; echo KF-\"\"DONE {step}"));
-    let end = format!("KF-DONE {step}");
-    let done = vm.wait_until(60, |p| p.lines().iter().skip(skip).any(|l| l.trim() == end).then_some(()));
-    assert!(done.is_some(), "the guest does not end {command:?}; {}", vm.report());
 }
 
 fn foreign(bench: &Bench, boot: &Boot) -> Foreign {
@@ -63,14 +33,9 @@ fn attach(bench: &Bench, vm: &Foreign, options: &[&str]) -> Process {
     let monitor = vm.socket("a");
     let options = [&["--name", "guest", "--disk", "bitmap"], options].concat();
     let args = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);
-    let mut attached = Process::start(bench.command(&strs(&args)));
+    let mut attached = Process::start(bench.command(&words(&args)));
     attached.wait_for_error("VM guest");
     attached
-}
-
-fn take(bench: &Bench) -> String {
-    bench.ok(&["take", "--name", "guest"]);
-    number(bench.list().last().expect("a checkpoint"), "id").to_string()
 }
 
 /// What a reader of the guest's disk sees, from outside, while the guest does not write.
@@ -89,40 +54,6 @@ fn disk_now(vm: &Foreign, image: &Path, format: &str, bench: &Bench) -> Vec<u8> 
         &to.display().to_string(),
     ]);
     std::fs::read(to).expect("read the copy")
-}
-
-fn socket_of(pid: u32) -> PathBuf {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).expect("the command line of QEMU");
-    let line = String::from_utf8_lossy(&line).into_owned();
-    let (_, rest) = line.split_once("server.path=").expect("a disk that is served");
-    rest.split([',', '\0']).next().expect("a path").into()
-}
-
-fn copy(socket: &Path, to: &Path) -> Vec<u8> {
-    let url = format!("nbd+unix:///d?socket={}", socket.display());
-    qemu_img(&["convert", "-f", "raw", "-O", "raw", &url, &to.display().to_string()]);
-    std::fs::read(to).expect("read the copy")
-}
-
-fn restored_disk(bench: &Bench, id: &str) -> Vec<u8> {
-    let mut restored = bench.restore(id, &["--paused"]);
-    restored.wait_for_error("is paused after");
-    let disk = copy(&socket_of(restored_pid(&restored)), &bench.path().join("restored.raw"));
-    restored.signal(rustix::process::Signal::TERM);
-    assert!(restored.wait().success(), "{}", restored.report());
-    disk
-}
-
-fn assert_same(disk: &[u8], expected: &[u8], what: &str) {
-    assert_eq!(disk.len(), expected.len(), "{what}");
-    let differs = |s: &usize| disk[s * 512..(s + 1) * 512] != expected[s * 512..(s + 1) * 512];
-    let differing: Vec<usize> = (0..disk.len() / 512).filter(differs).collect();
-    assert!(
-        differing.is_empty(),
-        "{what}: {} sectors differ, first {:?}",
-        differing.len(),
-        differing.first()
-    );
 }
 
 /// Nothing of ours is in QEMU, nor beside the store's own files.
@@ -179,7 +110,7 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, words: &[&str], imag
     // Nor is the image needed any more.
     std::fs::remove_file(image).expect("remove the image");
     for (id, disk) in &expected {
-        assert_same(&restored_disk(bench, id), disk, &format!("checkpoint {id}"));
+        assert_same(&restored_disk(bench, id, &[]), disk, &format!("checkpoint {id}"));
     }
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
 }
@@ -189,7 +120,7 @@ fn a_raw_image() {
     for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
-        each_checkpoint_has_its_disk(&qemu, &bench, &strs(&drive(&image)), &image, "raw");
+        each_checkpoint_has_its_disk(&qemu, &bench, &words(&virtio(&image, "raw")), &image, "raw");
     }
 }
 
@@ -214,48 +145,12 @@ fn a_qcow2_image_on_another_as_a_node() {
     }
 }
 
-/// Each record is read back past the page cache, and the one before it too.
-const RECORDS: &str = "i=0; while :; do i=$((i+1)); echo \"record $i \" | dd of=/dev/vda bs=4096 seek=$i conv=notrunc,fsync,sync 2>/dev/null; \
-echo 3 >/proc/sys/vm/drop_caches; w=$(dd if=/dev/vda bs=4096 skip=$i count=1 2>/dev/null | head -n1); \
-l=$(dd if=/dev/vda bs=4096 skip=$((i-1)) count=1 2>/dev/null | head -n1 | tr -d '\\0'); \
-[ \"$w\" = \"record $i \" ] && { [ $i = 1 ] || [ \"$l\" = \"record $((i-1)) \" ]; } && echo KF-\"\"OK $i || echo KF-\"\"BAD $i; done";
-
-fn records(vm: &Process) -> Vec<u64> {
-    let bad: Vec<_> = vm.lines().into_iter().filter(|l| l.contains("KF-BAD")).collect();
-    assert!(bad.is_empty(), "the guest's disk is not what its RAM says: {bad:?}; {}", vm.report());
-    vm.lines().iter().filter_map(|l| l.trim().strip_prefix("KF-OK ")?.parse().ok()).collect()
-}
-
-fn wait_for_records(vm: &mut Process, more: usize) {
-    let before = records(vm).len();
-    let grown = vm.wait_until(60, |p| (records(p).len() >= before + more).then_some(()));
-    assert!(grown.is_some(), "the guest writes no more; {}", vm.report());
-}
-
-/// That a VM restored from `id` goes on with its next record, and finds those before on its disk.
-fn assert_goes_on(bench: &Bench, id: &str) {
-    let mut restored = bench.restore(id, &[]);
-    wait_for_records(&mut restored, 3);
-    let all = records(&restored);
-    assert!(all.windows(2).all(|pair| pair[1] == pair[0] + 1), "{all:?}");
-    let disk = copy(&socket_of(restored_pid(&restored)), &bench.path().join("restored.raw"));
-    for number in 1..all[0] {
-        let (record, at) = (format!("record {number} \n"), number as usize * 4096);
-        assert_eq!(
-            &disk[at..at + record.len()],
-            record.as_bytes(),
-            "checkpoint {id}, which is at {}",
-            all[0]
-        );
-    }
-}
-
 #[test]
 fn ram_and_disk_are_of_one_instant() {
     for qemu in a_qemu() {
         let bench = Bench::new();
         let image = image(&bench);
-        let mut vm = foreign(&bench, &shell(&qemu, &strs(&drive(&image))));
+        let mut vm = foreign(&bench, &shell(&qemu, &words(&virtio(&image, "raw"))));
         vm.console.say(RECORDS);
         wait_for_records(&mut vm.console, 5);
         let mut attached = attach(&bench, &vm, &["--interval", "300ms"]);
@@ -274,7 +169,7 @@ fn ram_and_disk_are_of_one_instant() {
 fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
     let bench = Bench::new();
     let image = image(&bench);
-    let mut vm = foreign(&bench, &shell(&qemus()[0], &strs(&drive(&image))));
+    let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
     // The first, complete checkpoint has fewer pages and blocks than that, and each further one some hundred.
     let mut attached = attach(&bench, &vm, &["--interval", "none", "--fault", "disk-full:33000"]);
     let mut failed = false;
@@ -299,7 +194,7 @@ fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
     assert_no_trace(&vm, &bench);
     vm.console.signal(rustix::process::Signal::KILL);
     vm.console.wait();
-    assert_same(&restored_disk(&bench, &id), &now, "the checkpoint behind the failed one");
+    assert_same(&restored_disk(&bench, &id, &[]), &now, "the checkpoint behind the failed one");
 }
 
 #[test]
@@ -307,7 +202,7 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
     for phase in ["paused", "copied", "sealing"] {
         let bench = Bench::new();
         let image = image(&bench);
-        let mut vm = foreign(&bench, &shell(&qemus()[0], &strs(&drive(&image))));
+        let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
         let before = vm.traces();
         let fault = format!("kill:{phase}:2");
         let mut attached = attach(&bench, &vm, &["--interval", "none", "--fault", &fault]);
@@ -331,7 +226,7 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
         vm.assert_left_as(&before);
         vm.console.signal(rustix::process::Signal::KILL);
         vm.console.wait();
-        assert_same(&restored_disk(&bench, &id), &now, phase);
+        assert_same(&restored_disk(&bench, &id, &[]), &now, phase);
     }
 }
 
@@ -339,10 +234,10 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
 fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     let bench = Bench::new();
     let image = image(&bench);
-    let mut vm = foreign(&bench, &shell(&qemus()[0], &strs(&drive(&image))));
+    let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
     let monitor = vm.socket("a");
     let refused = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &["--leave-out-disk", "other"]);
-    bench.refused(&strs(&refused), 1, &["other", "its disks are d"]);
+    bench.refused(&words(&refused), 1, &["other", "its disks are d"]);
     let mut attached = attach(&bench, &vm, &["--interval", "none", "--leave-out-disk", "d"]);
     let id = take(&bench);
     bench.ok(&["stop", "--name", "guest"]);
@@ -355,7 +250,7 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     bench.refused(&["restore", "--store", &store, &id], 1, &["lacks", "disk.raw", "--left-out-as-now"]);
     let mut restored = bench.restore(&id, &["--paused", "--left-out-as-now"]);
     restored.wait_for_error("is paused after");
-    let disk = copy(&socket_of(restored_pid(&restored)), &bench.path().join("restored.raw"));
+    let disk = copy(&socket_of(restored_pid(&restored)), "d", &bench.path().join("restored.raw"));
     assert_same(&disk, &std::fs::read(&image).expect("the image"), "the image as it is now");
     assert!(restored.errors().contains("lacks"), "{}", restored.report());
 }
@@ -364,20 +259,20 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
 fn an_nbd_server_or_a_job_of_somebody_elses_is_refused() {
     let bench = Bench::new();
     let image = image(&bench);
-    let vm = foreign(&bench, &shell(&qemus()[0], &strs(&drive(&image))));
+    let vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
     let monitor = vm.socket("a");
     let options = ["--disk", "bitmap"];
     let args = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);
     let socket = bench.path().join("theirs").display().to_string();
     let address = json!({ "addr": { "type": "unix", "data": { "path": socket } } });
     vm.other().execute("nbd-server-start", Some(address)).expect("start an NBD server");
-    bench.refused(&strs(&args), 1, &["NBD server", "fix:"]);
+    bench.refused(&words(&args), 1, &["NBD server", "fix:"]);
     vm.other().execute("nbd-server-stop", None).expect("theirs still runs");
     let target = bench.path().join("target.raw").display().to_string();
     let job =
         json!({ "device": "d", "job-id": "theirs", "target": target, "sync": "none", "format": "qcow2" });
     vm.other().execute("drive-backup", Some(job)).expect("start a job");
-    bench.refused(&strs(&args), 1, &["a job works on the VM's disk theirs", "fix:"]);
+    bench.refused(&words(&args), 1, &["a job works on the VM's disk theirs", "fix:"]);
     vm.other().execute("job-cancel", Some(json!({ "id": "theirs" }))).expect("theirs still runs");
     assert!(vm.runs());
 }

@@ -1,9 +1,10 @@
 //! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory that they have not written.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::journaling::{blank_image, copy_disk_of, journaling, records_of, wait_for_records};
+use keyframe_tests::disks::{copy_of_running, words};
+use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, Boot, JournalImage, Process, Qemu, Sequence, a_qemu, hash_lines, number, qemus, until,
+    Bench, Boot, JournalImage, Process, Qemu, Sequence, a_qemu, hash_lines, is_gone, number, qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -48,11 +49,6 @@ fn grow(clone: &Value, more: usize) {
     let count = || hash_lines(&console(clone)).len();
     let before = count();
     until("the clone prints on", || count() >= before + more);
-}
-
-fn is_gone(pid: u64) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    status.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
 
 /// What a process has of the checkpoint's RAM: KiB of its own, and KiB that are mapped at all. (A page of the file that one
@@ -109,7 +105,7 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
         // One of them had not ended well.
         process.wait();
         for clone in &clones {
-            until("no clone is left", || is_gone(number(clone, "qemu_pid")));
+            until("no clone is left", || is_gone(number(clone, "qemu_pid") as u32));
             assert!(!Path::new(text(clone, "directory")).exists(), "nothing is left behind");
         }
     }
@@ -158,6 +154,17 @@ fn pages_that_nobody_wrote_are_shared() {
     }
 }
 
+/// Three audited checkpoints of a clone, as VM `c-1`.
+fn checkpoint_clone(bench: &Bench, clone: &Value) -> Vec<Value> {
+    let pid = number(clone, "qemu_pid") as u32;
+    let options = ["--name", "c-1", "--interval", "300ms", "--count", "3", "--audit", "audit"];
+    let args = bench.attach_args(&["--qmp", text(clone, "monitor")], pid, &options);
+    bench.ok(&words(&args));
+    let own: Vec<Value> = bench.list().into_iter().filter(|e| e["vm"] == "c-1").collect();
+    assert_eq!(own.len(), 3);
+    own
+}
+
 #[test]
 fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
     let mut sequence = Sequence::new(16);
@@ -167,23 +174,16 @@ fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
         let seed = number(&bench.list()[0], "id");
         let (mut process, clones) = branch(&bench, &["-n", "2", "--name", "c"]);
         grow(&clones[0], 2);
-        let pid = number(&clones[0], "qemu_pid") as u32;
-        let options = ["--name", "c-1", "--interval", "300ms", "--count", "3", "--audit", "audit"];
-        let args = bench.attach_args(&["--qmp", text(&clones[0], "monitor")], pid, &options);
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        bench.ok(&args);
-        let list = bench.list();
-        let own: Vec<&Value> = list.iter().filter(|e| e["vm"] == "c-1").collect();
-        assert_eq!(own.len(), 3);
-        assert_eq!(number(own[0], "parent"), seed);
-        assert_eq!(number(own[1], "parent"), number(own[0], "id"));
+        let own = checkpoint_clone(&bench, &clones[0]);
+        assert_eq!(number(&own[0], "parent"), seed);
+        assert_eq!(number(&own[1], "parent"), number(&own[0], "id"));
         assert!(own[1].get("restored_from").is_none());
         let tree = bench.ok(&["list", "--tree", "--store", &bench.store()]);
         assert!(tree.contains("└─") && tree.contains("c-1"), "{tree}");
         grow(&clones[0], 3);
         sequence.check(&hash_lines(&console(&clones[0])), 5);
         // And brought to life again, while both clones live.
-        let (mut again, grand) = branch_of(&bench, &number(own[2], "id").to_string());
+        let (mut again, grand) = branch_of(&bench, &number(&own[2], "id").to_string());
         grow(&grand, 3);
         sequence.check(&hash_lines(&console(&grand)), 3);
         for process in [&mut again, &mut process] {
@@ -280,7 +280,7 @@ fn clones_have_disks_of_their_own() {
             until("the clone writes on", || written(clone) >= first + 400);
             let copied = bench.path().join(format!("{}.raw", text(clone, "name")));
             let socket = Path::new(text(clone, "directory")).join("disks.sock");
-            copy_disk_of(number(clone, "qemu_pid") as u32, &socket, "d", &copied);
+            copy_of_running(number(clone, "qemu_pid") as u32, &socket, "d", &copied);
             let found = JournalImage::read(&copied, 1);
             assert!(found.torn.is_empty() && found.newest > first, "{found:?}");
         }
@@ -289,7 +289,7 @@ fn clones_have_disks_of_their_own() {
         process.wait();
         assert_eq!(places(), before, "what clones wrote is thrown away");
         for clone in &clones {
-            until("no clone is left", || is_gone(number(clone, "qemu_pid")));
+            until("no clone is left", || is_gone(number(clone, "qemu_pid") as u32));
             assert!(!Path::new(text(clone, "directory")).exists(), "nothing is left behind");
         }
 
@@ -325,21 +325,15 @@ fn a_clone_with_a_disk_can_be_checkpointed() {
     let seed = number(&bench.list()[0], "id");
     let (mut process, clones) = branch(&bench, &["-n", "1", "--name", "c"]);
     until("the clone writes", || written(&clones[0]) > 0);
-    let pid = number(&clones[0], "qemu_pid") as u32;
-    let options = ["--name", "c-1", "--interval", "500ms", "--count", "3", "--audit", "audit"];
-    let args = bench.attach_args(&["--qmp", text(&clones[0], "monitor")], pid, &options);
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    bench.ok(&args);
-    let list = bench.list();
-    let own: Vec<&Value> = list.iter().filter(|e| e["vm"] == "c-1").collect();
-    assert_eq!((own.len(), number(own[0], "parent")), (3, seed));
+    let own = checkpoint_clone(&bench, &clones[0]);
+    assert_eq!(number(&own[0], "parent"), seed);
     let then = written(&clones[0]);
     until("the clone writes on", || written(&clones[0]) >= then + 100);
     process.signal(Signal::INT);
     assert!(process.wait().success(), "{}", process.report());
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
     // Neither the clone's disk nor its server is needed: the whole ring is compared with RAM before it is overwritten.
-    let mut restored = bench.restore(&number(own[2], "id").to_string(), &[]);
+    let mut restored = bench.restore(&number(&own[2], "id").to_string(), &[]);
     wait_for_records(&mut restored, 0, 600);
     restored.signal(Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());

@@ -1,7 +1,7 @@
 //! A checkpoint's disks as images: each is, byte for byte, what the guest had then; and an image is written in place only
 //! when somebody said so, whoever is killed meanwhile.
 
-use crate::disks::{
+use keyframe_tests::disks::{
     assert_same, copy, does, image, places, qemu_img, restored_disk, shell, sock, socket_of, start, take,
     virtio, words,
 };

@@ -11,9 +11,8 @@
 //! how many cycles (4), `KEYFRAME_SEED` which; both are printed.
 
 use keyframe_disk::{Base, Disk, ImageFormat, Overlay, commit};
-use keyframe_tests::journaling::{
-    RING_MIB, blank_image, copy_disk_of, disks_socket, journaling, records_of, wait_for_records,
-};
+use keyframe_tests::disks::{copy_of_running, socket_of};
+use keyframe_tests::journaling::{RING_MIB, blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, until};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
@@ -152,7 +151,7 @@ fn a_checkpoint_goes_on(bench: &Bench, random: &mut Random) {
     // All of the ring is compared before it is overwritten; a checkpoint of the guest's boot has its boot before it.
     let last = wait_for_records(&mut restored, 0, 300);
     let copied = bench.path().join("restored.raw");
-    copy_disk_of(pid, &disks_socket(pid), "d", &copied);
+    copy_of_running(pid, &socket_of(pid), "d", &copied);
     let found = JournalImage::read(&copied, RING_MIB);
     assert!(found.torn.is_empty() && found.newest >= last, "checkpoint {id}: {found:?}, written {last}");
     // And it may be killed, too.

@@ -2,9 +2,9 @@
 //! QEMU loads, and QEMU's own streams as checkpoints.
 
 use crate::commit::{of_qcow2, three};
-use crate::disks::{assert_same, image, shell, virtio, words};
 use crate::group;
 use keyframe_qemu::Qmp;
+use keyframe_tests::disks::{assert_same, image, shell, virtio, words};
 use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, a_qemu, hash_lines, qemus, until};
 use serde_json::json;
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
 //! A VM with a display, on real QEMUs: a viewer that connects after the restore sees, pixel by pixel, what one saw at the
 //! checkpoint, and what the guest draws next.
 
-use crate::disks::does;
 use keyframe_qemu::Qmp;
+use keyframe_tests::disks::does;
 use keyframe_tests::{Bench, Boot, Process, Qemu, qemus, restored_pid};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -5,7 +5,7 @@ use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
     Bench, Boot, PassSequence, Process, Qemu, a_qemu, assert_no_errors, assert_restores_exactly_with,
-    audited, has_kvm, number, pass_lines, qemus, restored_pid, until,
+    audited, has_kvm, is_gone, number, pass_lines, qemus, restored_pid, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -24,12 +24,6 @@ fn scribble(qemu: &Qemu) -> Boot {
 /// A checkpoint of a guest that checks itself, and the audit's copy of its RAM.
 fn checkpoint(bench: &Bench, boot: &Boot) -> String {
     audited(bench, boot, &["--interval", "600ms"], 4).1
-}
-
-fn is_gone(pid: u32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // A zombie is for its parent, whoever that is now.
-    status.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
 
 /// Lines of the guest's until there are `more` of them.

@@ -1,8 +1,8 @@
 //! The store as files: the same bytes as an export, checkpoints of a live run as they come, and ends of every kind.
 
 use crate::commit;
-use crate::disks::{assert_same, image, shell, virtio, words};
 use crate::group;
+use keyframe_tests::disks::{assert_same, image, shell, virtio, words};
 use keyframe_tests::{Bench, Boot, JournalImage, Process, journal_counter, number, qemus, until};
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::Signal;

@@ -1,10 +1,9 @@
 //! `--disk reflink`: QEMU writes to its own images on btrfs and XFS, and each checkpoint has clones of them.
 
-use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, number, qemus, restored_pid, until};
+use keyframe_tests::disks::{does, image_in, qemu_img, restored_disk, shell, take, virtio, words};
+use keyframe_tests::{Bench, Foreign, Process, number, qemus, until};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-const IMAGE_BYTES: u64 = 24 << 20;
 
 /// A file system in a file, mounted; both are gone when it is dropped.
 struct Mounted {
@@ -48,37 +47,6 @@ impl Drop for Mounted {
     }
 }
 
-fn image(dir: &Path) -> PathBuf {
-    let path = dir.join("disk.raw");
-    let mut bytes = vec![0u8; IMAGE_BYTES as usize];
-    for (number, block) in bytes.chunks_exact_mut(4096).enumerate() {
-        block[..8].copy_from_slice(&number.to_le_bytes());
-        block[4000] = 7;
-    }
-    std::fs::write(&path, bytes).expect("write the image");
-    path
-}
-
-fn qemu_img(args: &[&str]) {
-    let output = Command::new("qemu-img").args(args).output().expect("run qemu-img");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn shell(qemu: &Qemu, drive: &str) -> Boot {
-    let mut boot = Boot::new("shell").with(&["-drive", drive]);
-    boot.qemu.clone_from(&qemu.path);
-    boot.mem_mib = 96;
-    boot
-}
-
-fn does(vm: &mut Process, command: &str, step: &str) {
-    let skip = vm.lines().len();
-    vm.say(&format!("{command}; echo KF-\"\"DONE {step}"));
-    let end = format!("KF-DONE {step}");
-    let done = vm.wait_until(60, |p| p.lines().iter().skip(skip).any(|l| l.trim() == end).then_some(()));
-    assert!(done.is_some(), "the guest does not end {command:?}; {}", vm.report());
-}
-
 /// What the guest writes at `step`, and where that is on the disk.
 fn write(vm: &mut Process, step: usize) {
     let command = format!(
@@ -99,34 +67,6 @@ fn expected(before: &[u8], steps: usize) -> Vec<u8> {
     disk
 }
 
-fn take(bench: &Bench) -> String {
-    bench.ok(&["take", "--name", "guest"]);
-    number(bench.list().last().expect("a checkpoint"), "id").to_string()
-}
-
-/// Restores checkpoint `id`, paused, and returns its disk.
-fn restored_disk(bench: &Bench, id: &str) -> Vec<u8> {
-    let mut restored = bench.restore(id, &["--paused"]);
-    restored.wait_for_error("is paused after");
-    let line = std::fs::read(format!("/proc/{}/cmdline", restored_pid(&restored))).expect("the line of QEMU");
-    let line = String::from_utf8_lossy(&line).into_owned();
-    let (_, rest) = line.split_once("server.path=").expect("a disk that is served");
-    let socket = rest.split([',', '\0']).next().expect("a path");
-    let copy = bench.path().join("restored.raw");
-    qemu_img(&[
-        "convert",
-        "-f",
-        "raw",
-        "-O",
-        "raw",
-        &format!("nbd+unix:///d?socket={socket}"),
-        &copy.display().to_string(),
-    ]);
-    restored.signal(rustix::process::Signal::TERM);
-    assert!(restored.wait().success(), "{}", restored.report());
-    std::fs::read(copy).expect("read the copy")
-}
-
 fn clones(dir: &Path) -> usize {
     let names = std::fs::read_dir(dir).expect("list the directory");
     names.flatten().filter(|e| e.file_name().to_string_lossy().contains(".keyframe-")).count()
@@ -138,11 +78,11 @@ fn each_checkpoint_has_a_clone_of_its_disk() {
         let bench = Bench::new();
         let Some(mounted) = Mounted::new(&bench, kind) else { continue };
         println!("-- {kind}, QEMU {}", qemu.label);
-        let image = image(&mounted.dir);
+        let image = image_in(&mounted.dir);
         let before = std::fs::read(&image).expect("the image");
         let drive = format!("file={},format=raw,if=virtio,id=d", image.display());
         let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
-        let mut run = bench.start(&options, &shell(&qemu, &drive));
+        let mut run = bench.start(&options, &shell(&qemu, &["-drive", &drive]));
         run.wait_for("KF READY");
         let mut ids = vec![take(&bench)];
         for step in 1..=2 {
@@ -156,7 +96,7 @@ fn each_checkpoint_has_a_clone_of_its_disk() {
         assert_eq!(number(&shown["disks"][0], "written_blocks"), 0, "{shown}");
         assert!(std::fs::read(&image).expect("the image") == expected(&before, 2), "QEMU wrote to its image");
         for (steps, id) in ids.iter().enumerate() {
-            assert!(restored_disk(&bench, id) == expected(&before, steps), "checkpoint {id}");
+            assert!(restored_disk(&bench, id, &[]) == expected(&before, steps), "checkpoint {id}");
         }
         assert_eq!(clones(&mounted.dir), 3, "restores leave nothing");
         bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
@@ -167,13 +107,13 @@ fn each_checkpoint_has_a_clone_of_its_disk() {
 fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
     let bench = Bench::new();
     let Some(mounted) = Mounted::new(&bench, "btrfs") else { return };
-    let image = image(&mounted.dir);
+    let image = image_in(&mounted.dir);
     let before = std::fs::read(&image).expect("the image");
     let over = mounted.dir.join("over.qcow2").display().to_string();
     // By a relative name, which is looked for beside the clone.
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "disk.raw", &over]);
-    let mut vm =
-        Foreign::start(&bench, &shell(&qemus()[0], &format!("file={over},if=virtio,format=qcow2,id=d")));
+    let drive = virtio(Path::new(&over), "qcow2");
+    let mut vm = Foreign::start(&bench, &shell(&qemus()[0], &words(&drive)));
     vm.console.wait_for("KF READY");
     let monitor = vm.socket("a");
     // Reflink is found out by itself.
@@ -192,8 +132,8 @@ fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
     write(&mut vm.console, 3);
     vm.console.signal(rustix::process::Signal::KILL);
     vm.console.wait();
-    assert!(restored_disk(&bench, &first) == expected(&before, 1), "the first checkpoint");
-    assert!(restored_disk(&bench, &second) == expected(&before, 2), "the second checkpoint");
+    assert!(restored_disk(&bench, &first, &[]) == expected(&before, 1), "the first checkpoint");
+    assert!(restored_disk(&bench, &second, &[]) == expected(&before, 2), "the second checkpoint");
     // A clone that somebody takes away is missed.
     let clone =
         bench.list().last().expect("a checkpoint")["disks"][0]["base"].as_str().expect("a path").to_owned();
@@ -205,9 +145,9 @@ fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
 fn a_checkpoint_that_fails_leaves_no_clone() {
     let bench = Bench::new();
     let Some(mounted) = Mounted::new(&bench, "btrfs") else { return };
-    let drive = format!("file={},format=raw,if=virtio,id=d", image(&mounted.dir).display());
+    let drive = format!("file={},format=raw,if=virtio,id=d", image_in(&mounted.dir).display());
     let options = ["--name", "guest", "--interval", "none", "--disk", "reflink", "--fault", "kill:sealing:2"];
-    let mut run = bench.start(&options, &shell(&qemus()[0], &drive));
+    let mut run = bench.start(&options, &shell(&qemus()[0], &["-drive", &drive]));
     run.wait_for("KF READY");
     let qemu = keyframe_tests::Orphan::of(&bench, &mut run, "guest");
     let kept = take(&bench);
@@ -217,20 +157,20 @@ fn a_checkpoint_that_fails_leaves_no_clone() {
     assert!(clones(&mounted.dir) >= 1);
     // Whoever comes next removes what no checkpoint names, and nothing else.
     let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
-    let mut anew = bench.start(&options, &shell(&qemus()[0], &drive));
+    let mut anew = bench.start(&options, &shell(&qemus()[0], &["-drive", &drive]));
     anew.wait_for("KF READY");
     until("what the killed engine left is gone", || clones(&mounted.dir) == 1);
     bench.ok(&["stop", "--name", "guest"]);
     assert!(anew.wait().success(), "{}", anew.report());
-    restored_disk(&bench, &kept);
+    restored_disk(&bench, &kept, &[]);
 }
 
 #[test]
 fn a_file_system_that_does_not_clone_is_refused_by_name() {
     let bench = Bench::new();
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    let drive = format!("file={},format=raw,if=virtio,id=d", image(dir.path()).display());
-    let line = shell(&qemus()[0], &drive).command();
+    let drive = format!("file={},format=raw,if=virtio,id=d", image_in(dir.path()).display());
+    let line = shell(&qemus()[0], &["-drive", &drive]).command();
     let store = bench.store();
     let mut args = vec!["run", "--store", &store, "--disk", "reflink", "--"];
     args.extend(line.iter().map(String::as_str));

@@ -1,7 +1,8 @@
 //! `keyframe rollback` of a VM with a disk: RAM and disk go back together, or neither does, whoever is killed.
 
+use keyframe_tests::disks::{copy, socket_of};
 use keyframe_tests::journaling::{
-    blank_image, copy_disk, disks_socket, journaling, records_of, wait_for_more_records, wait_for_records,
+    blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
     Bench, JournalImage, Orphan, Process, Qemu, a_qemu, journal_counter, number, qemus, restored_pid, until,
@@ -39,7 +40,7 @@ fn restored(bench: &Bench, id: u64) -> Vec<u8> {
     let id = id.to_string();
     let mut paused = bench.restore(&id, &["--paused"]);
     paused.wait_for_error("is paused after");
-    copy_disk(&disks_socket(restored_pid(&paused)), "d", &out);
+    copy(&socket_of(restored_pid(&paused)), "d", &out);
     drop(paused);
     let mut vm = bench.restore(&id, &[]);
     // More than the ring: each block is compared before it is overwritten.
@@ -79,7 +80,7 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
         own.stop().expect("stop");
         let last = take(&bench);
         let (served, copied) = (bench.path().join("keyframe/guest/disks.sock"), bench.path().join("now.raw"));
-        copy_disk(&served, "d", &copied);
+        copy(&served, "d", &copied);
         own.cont().expect("cont");
         drop(own);
         records_of(&run.lines());

@@ -1,7 +1,9 @@
 //! Sectors of disks that are found in RAM, on real QEMUs: a partition that begins at an odd sector, as old tools make them,
 //! lies across the 4 KiB blocks of its disk, and the guest's page cache across its.
 
-use crate::disks::{assert_same, copy, does, restored_disk, shell, sock, start, take, virtio, words};
+use keyframe_tests::disks::{
+    assert_same, copy, does, restored_disk, shell, sock, start, take, virtio, words,
+};
 use keyframe_tests::{Bench, number, qemus};
 use serde_json::Value;
 use std::path::PathBuf;

@@ -58,27 +58,34 @@ fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
 mod tests {
     use super::*;
 
+    /// Whether each of `wanted` runs in real time.
+    fn urgent(wanted: [Pid; 2]) -> [bool; 2] {
+        wanted.map(|thread| {
+            // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
+            let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };
+            policy >= 0 && policy & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR
+        })
+    }
+
     #[test]
     fn all_threads_of_a_process_go_up_and_come_back() {
+        let (told, hears) = std::sync::mpsc::channel();
         let (sender, receiver) = std::sync::mpsc::channel::<()>();
-        let other = std::thread::spawn(move || receiver.recv());
-        let policies = || {
-            // SAFETY: a number of no thread is an error, which is a policy that nothing below expects.
-            threads()
-                .map(|t| unsafe { libc::sched_getscheduler(t.as_raw_nonzero().get()) })
-                .collect::<Vec<_>>()
-        };
+        let other = std::thread::spawn(move || {
+            told.send(rustix::thread::gettid()).unwrap();
+            receiver.recv()
+        });
+        let both = [rustix::thread::gettid(), hears.recv().unwrap()];
+        assert_eq!(urgent(both), [false; 2]);
         raise_all();
-        let up = policies();
+        let up = urgent(both);
         restore_all();
-        let down = policies();
+        let down = urgent(both);
         drop(sender);
         let _ = other.join();
-        assert!(up.len() >= 2 && down.iter().all(|policy| *policy == libc::SCHED_OTHER), "{up:?}, {down:?}");
-        if raise_thread(None) {
-            restore_all();
-        } else {
-            println!("skipped: priorities may not be raised here");
-        }
+        assert_eq!(down, [false; 2]);
+        let is_permitted = set_policy(None, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1);
+        restore_all();
+        assert_eq!(up, [is_permitted; 2]);
     }
 }
