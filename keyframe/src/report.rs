@@ -1,7 +1,7 @@
 //! A checkpoint as `list --json` prints it, and tables over many.
 
 use crate::output;
-use keyframe_store::{DiskCounts, DiskMeta, PausePhases, Sealed};
+use keyframe_store::{Breakdown, DiskCounts, DiskMeta, PausePhases, Sealed};
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -45,7 +45,10 @@ pub struct Entry {
     pub zero_pages: u64,
     /// Of these: found in the store already.
     pub dedup_pages: u64,
-    /// Of these: written, but with what they held before.
+    /// Of the deduplicated ones: what a disk had brought into the store.
+    #[serde(default)]
+    pub dedup_disk_pages: u64,
+    /// Of the dirty ones: written, but with what they held before.
     pub unchanged_pages: u64,
     /// Of these: new, and stored.
     pub stored_pages: u64,
@@ -86,6 +89,9 @@ pub struct DiskEntry {
     /// Its blocks in the checkpoint.
     #[serde(flatten)]
     pub counts: DiskCounts,
+    /// What deduplication did for them, in sectors of 512 bytes.
+    #[serde(default)]
+    pub dedup: Breakdown,
     /// Why it cannot be read now. Only `show` looks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
@@ -96,7 +102,8 @@ impl DiskEntry {
         let DiskMeta { name, disk_bytes, base, counts, left_out } = disk.clone();
         let base = if base.is_blank() { base.format } else { base.path };
         let written_bytes = counts.written_blocks * PAGE_BYTES as u64;
-        Self { name, disk_bytes, base, left_out, written_bytes, counts, unreadable: None }
+        let dedup = Breakdown::of(&counts);
+        Self { name, disk_bytes, base, left_out, written_bytes, counts, dedup, unreadable: None }
     }
 }
 
@@ -122,6 +129,7 @@ impl Entry {
             dirty_pages: counts.dirty_pages,
             zero_pages: counts.zero_pages,
             dedup_pages: counts.dedup_pages,
+            dedup_disk_pages: counts.dedup_disk_pages,
             unchanged_pages: counts.unchanged_pages,
             stored_pages: counts.stored_pages,
             stored_bytes: counts.stored_bytes,
@@ -175,15 +183,9 @@ impl DiskSums {
                 written_bytes: 0,
                 checkpoints: Vec::new(),
             });
-            let (all, one) = (&mut sum.counts, &disk.counts);
-            all.written_blocks += one.written_blocks;
-            all.zero_blocks += one.zero_blocks;
-            all.dedup_blocks += one.dedup_blocks;
-            all.unchanged_blocks += one.unchanged_blocks;
-            all.stored_blocks += one.stored_blocks;
-            all.stored_bytes += one.stored_bytes;
+            sum.counts += disk.counts;
             sum.written_bytes += disk.written_bytes;
-            let (written_bytes, stored_bytes) = (disk.written_bytes, one.stored_bytes);
+            let (written_bytes, stored_bytes) = (disk.written_bytes, disk.counts.stored_bytes);
             sum.checkpoints.push(DiskWritten { id: entry.id, written_bytes, stored_bytes });
         }
         sums.into_values().collect()

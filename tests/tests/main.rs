@@ -28,6 +28,7 @@ mod reflink;
 mod refusals;
 mod rollback;
 mod rollback_disks;
+mod sectors;
 mod strategies;
 mod thp;
 

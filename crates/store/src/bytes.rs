@@ -27,6 +27,11 @@ impl<'a> Cursor<'a> {
         self.left.is_empty()
     }
 
+    /// All that is left.
+    pub fn rest(self) -> &'a [u8] {
+        self.left
+    }
+
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], Problem> {
         let (head, tail) = self
             .left

@@ -18,7 +18,7 @@ pub enum Codec {
 }
 
 /// Less than this saved is not worth a decompression at each read.
-const SAVING_BYTES_MIN: usize = 64;
+pub const SAVING_BYTES_MIN: usize = 64;
 /// LZ4 expresses at most 255 bytes per byte of input.
 const LZ4_EXPANSION_MAX: u64 = 255;
 
@@ -44,6 +44,17 @@ impl PageCompressor {
         }
         (Codec::Raw, page)
     }
+
+    /// The bytes to store for less than a page.
+    pub fn compress_part<'a>(&'a mut self, bytes: &'a [u8]) -> (Codec, &'a [u8]) {
+        if let Ok(len) = compress_into_with_table(bytes, &mut self.buffer, &mut self.table)
+            && len + SAVING_BYTES_MIN <= bytes.len()
+            && let Some(coded) = self.buffer.get(..len)
+        {
+            return (Codec::Lz4, coded);
+        }
+        (Codec::Raw, bytes)
+    }
 }
 
 impl std::fmt::Debug for PageCompressor {
@@ -54,13 +65,18 @@ impl std::fmt::Debug for PageCompressor {
 
 /// Restores a page from its payload.
 pub fn decompress_page(codec: Codec, payload: &[u8], page: &mut Page) -> Result<(), String> {
+    decompress_exactly(codec, payload, page)
+}
+
+/// Restores what fills `out` from what is stored for it.
+pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result<(), String> {
     match codec {
-        Codec::Raw if payload.len() == PAGE_BYTES => page.copy_from_slice(payload),
-        Codec::Raw => return Err(format!("a raw page of {} bytes", payload.len())),
+        Codec::Raw if stored.len() == out.len() => out.copy_from_slice(stored),
+        Codec::Raw => return Err(format!("{} bytes as they are for {}", stored.len(), out.len())),
         Codec::Lz4 => {
-            let len = decompress_into(payload, page).map_err(|e| format!("LZ4: {e}"))?;
-            if len != PAGE_BYTES {
-                return Err(format!("LZ4 gave {len} bytes for a page"));
+            let len = decompress_into(stored, out).map_err(|e| format!("LZ4: {e}"))?;
+            if len != out.len() {
+                return Err(format!("LZ4 gave {len} bytes for {}", out.len()));
             }
         }
     }

@@ -4,6 +4,7 @@
 //! So it is worth as much as that image: what is told here is enough to see that another is in its place.
 
 use crate::checkpoint::CheckpointFile;
+use crate::composed::{PART_BYTES, PARTS};
 use crate::disk_map::{DiskMap, SPACE_PAGES_MAX};
 use crate::identity::PageRef;
 use crate::meta::Meta;
@@ -11,6 +12,7 @@ use crate::store::Inner;
 use crate::{Error, Result, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange};
 use serde::{Deserialize, Serialize};
+use std::ops::AddAssign;
 use std::sync::Arc;
 
 /// A disk that the guest can write to.
@@ -92,6 +94,128 @@ pub struct DiskCounts {
     pub stored_blocks: u64,
     /// Bytes appended to packs for them.
     pub stored_bytes: u64,
+    /// Of the stored blocks: put together from parts that the store held already.
+    #[serde(default)]
+    pub composed_blocks: u64,
+    /// What became of the sectors: eight for each block written. All 0 in checkpoints of early versions.
+    #[serde(default)]
+    pub sectors: SectorCounts,
+}
+
+/// Sectors of 512 bytes of a disk, by what became of them. Each block written adds eight. `whole`: as one of a block that
+/// the store held as a whole; `part`: alone, in a composed record. Whether it is of a disk or of RAM is told by what
+/// brought the content into the store first; packs of version 1 know of RAM alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SectorCounts {
+    /// All zeros: nothing is stored.
+    pub zero_sectors: u64,
+    /// In blocks that had this content already at the checkpoint before.
+    pub unchanged_sectors: u64,
+    /// Stored.
+    pub not_deduplicated_sectors: u64,
+    /// Found in blocks of disks.
+    pub against_disk_whole_sectors: u64,
+    /// Found in blocks of disks.
+    pub against_disk_part_sectors: u64,
+    /// Found in pages of RAM.
+    pub against_ram_whole_sectors: u64,
+    /// Found in pages of RAM.
+    pub against_ram_part_sectors: u64,
+}
+
+impl AddAssign for SectorCounts {
+    fn add_assign(&mut self, more: Self) {
+        self.zero_sectors += more.zero_sectors;
+        self.unchanged_sectors += more.unchanged_sectors;
+        self.not_deduplicated_sectors += more.not_deduplicated_sectors;
+        self.against_disk_whole_sectors += more.against_disk_whole_sectors;
+        self.against_disk_part_sectors += more.against_disk_part_sectors;
+        self.against_ram_whole_sectors += more.against_ram_whole_sectors;
+        self.against_ram_part_sectors += more.against_ram_part_sectors;
+    }
+}
+
+impl AddAssign for DiskCounts {
+    fn add_assign(&mut self, more: Self) {
+        self.written_blocks += more.written_blocks;
+        self.zero_blocks += more.zero_blocks;
+        self.dedup_blocks += more.dedup_blocks;
+        self.unchanged_blocks += more.unchanged_blocks;
+        self.stored_blocks += more.stored_blocks;
+        self.stored_bytes += more.stored_bytes;
+        self.composed_blocks += more.composed_blocks;
+        self.sectors += more.sectors;
+    }
+}
+
+/// Sectors, and bytes of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sectors {
+    /// How many.
+    pub sectors: u64,
+    /// 512 each.
+    pub bytes: u64,
+}
+
+/// Sectors that the store held already.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Found {
+    /// In blocks found as a whole.
+    pub whole: Sectors,
+    /// Alone.
+    pub parts: Sectors,
+    /// Both.
+    pub sectors: u64,
+    /// Of both.
+    pub bytes: u64,
+}
+
+/// What deduplication did for disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Breakdown {
+    /// All zeros: nothing is stored.
+    pub zero: Sectors,
+    /// What the block had already at the checkpoint before.
+    pub unchanged: Sectors,
+    /// Stored.
+    pub not_deduplicated: Sectors,
+    /// What a disk had brought into the store.
+    pub against_disk: Found,
+    /// What RAM had brought into the store.
+    pub against_ram: Found,
+    /// Written in checkpoints of early versions, which did not count sectors.
+    pub not_counted: Sectors,
+}
+
+impl From<u64> for Sectors {
+    fn from(sectors: u64) -> Self {
+        Self { sectors, bytes: sectors * PART_BYTES as u64 }
+    }
+}
+
+impl Breakdown {
+    /// Of what was counted.
+    pub fn of(counts: &DiskCounts) -> Self {
+        let c = &counts.sectors;
+        let found = |whole: u64, parts: u64| {
+            let Sectors { sectors, bytes } = Sectors::from(whole + parts);
+            Found { whole: whole.into(), parts: parts.into(), sectors, bytes }
+        };
+        let against_disk = found(c.against_disk_whole_sectors, c.against_disk_part_sectors);
+        let against_ram = found(c.against_ram_whole_sectors, c.against_ram_part_sectors);
+        let stored_or_not = c.zero_sectors + c.unchanged_sectors + c.not_deduplicated_sectors;
+        let counted = stored_or_not + against_disk.sectors + against_ram.sectors;
+        let written = counts.written_blocks * PARTS as u64;
+        Self {
+            zero: c.zero_sectors.into(),
+            unchanged: c.unchanged_sectors.into(),
+            not_deduplicated: c.not_deduplicated_sectors.into(),
+            against_disk,
+            against_ram,
+            not_counted: written.saturating_sub(counted).into(),
+        }
+    }
 }
 
 impl Meta {

@@ -1,4 +1,4 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 and 2 (with disks).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 3 (2 has disks, 3 composed blocks of them).
 //!
 //! ```text
 //!   STORE/
@@ -23,12 +23,14 @@
 //! The bytes are described in `docs/formats/store.md`. Not here: when to take a checkpoint, what a page's number means
 //! (see `keyframe-units`), and forgetting checkpoints.
 
+mod assemble;
 pub mod backend;
 mod bytes;
 mod chain;
 mod check;
 mod checkpoint;
 mod codec;
+mod composed;
 mod config;
 mod disk_map;
 mod disks;
@@ -44,6 +46,7 @@ mod pack_writer;
 mod page_map;
 mod record;
 mod run;
+mod sectors;
 mod stats;
 mod store;
 mod tags;
@@ -53,7 +56,10 @@ mod worksets;
 mod writer;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
-pub use disks::{BLANK, BaseFile, BaseMeta, BlockContent, DiskCounts, DiskMeta, LoadedDisks};
+pub use disks::{
+    BLANK, BaseFile, BaseMeta, BlockContent, Breakdown, DiskCounts, DiskMeta, Found, LoadedDisks,
+    SectorCounts, Sectors,
+};
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
@@ -64,5 +70,5 @@ pub use stats::Stats;
 pub use store::{Listing, Store};
 pub use writer::{Tuning, Writer};
 
-/// The version of the store format that this program writes, and the highest that it reads.
-pub const FORMAT_VERSION: u32 = envelope::WITH_DISKS;
+/// The highest version of the store format that this program writes and reads.
+pub const FORMAT_VERSION: u32 = record::WITH_PARTS;

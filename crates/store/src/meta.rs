@@ -152,8 +152,8 @@ pub struct PausePhases {
     pub resume: u64,
 }
 
-/// Pages and bytes of one checkpoint. `dirty_pages` is the sum of the four page counts that follow it: a page that was
-/// put more than once counts with its last put.
+/// Pages and bytes of one checkpoint. `dirty_pages` is the sum of zero, deduplicated, unchanged and stored pages: a page that
+/// was put more than once counts with its last put.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Distinct pages put into the checkpoint.
@@ -162,7 +162,10 @@ pub struct Counts {
     pub zero_pages: u64,
     /// Of these: content that the store already held (elsewhere).
     pub dedup_pages: u64,
-    /// Of these: content that the page already had at the previous checkpoint.
+    /// Of the deduplicated ones: content that a disk had brought into the store.
+    #[serde(default)]
+    pub dedup_disk_pages: u64,
+    /// Of the dirty ones: content that the page already had at the previous checkpoint.
     pub unchanged_pages: u64,
     /// Of these: content new to the store.
     pub stored_pages: u64,

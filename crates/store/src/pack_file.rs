@@ -6,10 +6,10 @@
 //!   unreadable   the header is not right                         nothing of it is used
 //! ```
 
-use crate::identity::{HashKey, PageRef};
+use crate::identity::PageRef;
 use crate::record::{
-    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header, decode_trailer,
-    parse_footer,
+    Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header,
+    decode_trailer, parse_footer,
 };
 use crate::store::Inner;
 use crate::{Error, Result, backend::Readable, names};
@@ -39,6 +39,15 @@ pub enum Ending {
     Unfinished,
     /// Something that was a trailer.
     Damaged(String),
+}
+
+/// What a record holds.
+#[derive(Debug)]
+pub enum Content<'a> {
+    /// A page.
+    Plain(&'a Page),
+    /// A composed block, which is still to be put together.
+    Composed(&'a Record<'a>),
 }
 
 impl PackFile {
@@ -81,15 +90,16 @@ impl PackFile {
         Ok(Ending::Closed { entries, records_end: footer.records_end })
     }
 
-    /// Walks whole, verified records from `from` on, up to `end` or the first that does not hold. Returns where it
-    /// stopped and, short of `end`, why. Bytes that the medium does not give are as bad as wrong ones.
+    /// Walks the records from `from` on, up to `end` or the first whose bytes are not whole; returns where that is, and
+    /// why. `visit` hears of each verified one, and of those whose bytes are whole but not what they stand for: offset and
+    /// problem. Bytes that the medium does not give are as bad as wrong ones.
     pub fn walk(
         &self,
-        key: &HashKey,
+        inner: &Inner,
         from: u64,
         end: u64,
-        visit: &mut dyn FnMut(Entry),
-    ) -> (u64, Option<String>) {
+        visit: &mut dyn FnMut(Result<Entry, (u64, String)>),
+    ) -> Option<(u64, String)> {
         let mut page = ZERO_PAGE;
         let mut buffer = Vec::new();
         let (mut at, mut buffer_at) = (from, from);
@@ -103,31 +113,32 @@ impl PackFile {
                     // The bad place may lie further on: ask for no more than this record can take.
                     buffer.resize(want as usize, 0);
                     if let Err(error) = self.file.read_at(at, &mut buffer) {
-                        return (at, Some(error.to_string()));
+                        return Some((at, error.to_string()));
                     }
                 }
             }
             let bytes = buffer.get((at - buffer_at) as usize..).unwrap_or_default();
-            let held = Record::parse(bytes, PageRef::new(self.number, at))
-                .and_then(|record| record.decode(key, &mut page).map(|()| record));
-            match held {
-                Ok(record) => {
-                    visit((record.hash, at));
-                    at += record.len_bytes() as u64;
-                }
-                Err(problem) => return (at, Some(problem)),
-            }
+            let place = PageRef::new(self.number, at);
+            let record = match Record::parse(bytes, place) {
+                Ok(record) => record,
+                Err(problem) => return Some((at, problem)),
+            };
+            visit(match inner.restore(&record, place, &mut page) {
+                Ok(()) => Ok(Entry::new(record.hash, at, record.kind)),
+                Err(problem) => Err((at, problem)),
+            });
+            at += record.len_bytes() as u64;
         }
-        (at, None)
+        None
     }
 
     /// Reads the records that `wanted` lists (rising references, all of this pack, each with something of the
-    /// caller's), in few large reads, and gives each page to `sink`.
-    fn read_records<T: Copy, E: From<Error>>(
+    /// caller's), in few large reads, and gives each to `sink`.
+    pub fn read_records<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
         buffer: &mut Vec<u8>,
-        sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
+        sink: &mut dyn FnMut(PageRef, T, Content<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let len_bytes = self.file.len_bytes()?;
         let mut page = ZERO_PAGE;
@@ -147,16 +158,21 @@ impl PackFile {
             let (group, behind) = rest.split_at(count);
             rest = behind;
             for (to, what) in group {
-                if decoded != *to {
-                    let bytes = buffer.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
-                    Record::parse(bytes, *to).and_then(|record| record.decompress(&mut page)).map_err(
-                        |problem| {
-                            Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
-                        },
-                    )?;
-                    decoded = *to;
+                if decoded == *to {
+                    sink(*to, *what, Content::Plain(&page))?;
+                    continue;
                 }
-                sink(*what, &page)?;
+                let damaged =
+                    |problem| Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem);
+                let bytes = buffer.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
+                let record = Record::parse(bytes, *to).map_err(damaged)?;
+                if record.kind == Kind::Composed {
+                    sink(*to, *what, Content::Composed(&record))?;
+                    continue;
+                }
+                record.decompress(&mut page).map_err(damaged)?;
+                decoded = *to;
+                sink(*to, *what, Content::Plain(&page))?;
             }
         }
         Ok(())
@@ -196,21 +212,5 @@ impl Inner {
         let pack = Arc::new(PackFile::open(self, number)?);
         packs.insert(number, pack.clone());
         Ok(pack)
-    }
-
-    /// Reads the pages at `wanted` (rising references, none of them zero) and gives each to `sink` with what the caller
-    /// attached to it.
-    pub fn read_pages<T: Copy, E: From<Error>>(
-        &self,
-        wanted: &[(PageRef, T)],
-        sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let mut buffer = Vec::new();
-        for group in wanted.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
-            let number = group.first().map_or(0, |(to, _)| to.pack());
-            let pack = self.pack(number)?;
-            pack.read_records(group, &mut buffer, sink)?;
-        }
-        Ok(())
     }
 }

@@ -3,34 +3,51 @@
 //! ```text
 //!             put                    buffer full             seal, or pack full
 //!   page ──▶ index knows it? ──no──▶ buffer ──append──▶ file ──────sync──────▶ durable
-//!                 │yes               |<- entries from `flushed` ->|<- from `synced` ->|
-//!                 ▼
+//!                 │yes      │        |<- entries from `flushed` ->|<- from `synced` ->|
+//!                 ▼         └─▶ a block of a disk: are its sectors known? then composed, where that is smaller
 //!              its PageRef
 //! ```
 //!
 //! Invariants: the index holds only records that are verified (an unfinished pack, walked), under a trailer, or in the
 //! open pack and due to become durable with the next sync; a record that failed to get there leaves the index before the
-//! error is returned. Only one pack is open, so that one sync makes all of a checkpoint durable.
+//! error is returned. Only one pack is open, so that one sync makes all of a checkpoint durable. A composed record refers
+//! only to plain records before it that were read and compared in that moment; one of an earlier writer is read once
+//! before it is relied on. Where the run has no disks, none of this costs anything.
 
 use crate::backend::Growing;
-use crate::codec::PageCompressor;
+use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
+use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
+use crate::config::FORMAT_VERSION;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
-use crate::record::{Entry, PACK_HEADER_BYTES, append_record, encode_pack_header, encode_trailer};
+use crate::record::{
+    Entry, Kind, PACK_HEADER_BYTES, Record, WITH_PARTS, append_record, encode_pack_header, encode_trailer,
+};
+use crate::sectors::{SectorFinder, Tags};
 use crate::store::Inner;
 use crate::writer::Tuning;
-use crate::{Error, Result, names};
+use crate::{Error, Result, SectorCounts, names};
 use keyframe_units::Page;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
 /// Where a page went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placed {
-    /// Its content was in the store already.
-    Known(PageRef),
+    /// Its content was in the store already, in a record of this kind.
+    Known(PageRef, Kind),
     /// A new record of this many bytes.
     New(PageRef, u64),
+}
+
+/// Where a block of a disk went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlacedBlock {
+    pub placed: Placed,
+    /// It was put together from parts.
+    pub composed: bool,
+    /// What became of its sectors.
+    pub sectors: SectorCounts,
 }
 
 /// The packs of a store, as their one writer sees them.
@@ -38,15 +55,27 @@ pub enum Placed {
 pub struct PackWriter {
     inner: Arc<Inner>,
     index: FxHashMap<PageHash, PageRef>,
+    /// The records that disks brought: all that are not of the kind [`Kind::Page`].
+    of_disks: FxHashMap<PageRef, Kind>,
+    /// Composed records of earlier writers: what they stand on may be gone.
+    unproven: FxHashSet<PageRef>,
+    /// The run has disks: packs are of the version that knows of them.
+    with_disks: bool,
+    /// Present where it has, and memory for it.
+    finder: Option<SectorFinder>,
+    /// The pack from which on `finder` has learnt all pages when they were put.
+    learnt_from: u32,
     next_pack: u32,
     open: Option<OpenPack>,
     compressor: PageCompressor,
+    composed: Vec<u8>,
     tuning: Tuning,
 }
 
 #[derive(Debug)]
 struct OpenPack {
     number: u32,
+    version: u32,
     file: Box<dyn Growing>,
     header: [u8; PACK_HEADER_BYTES],
     /// Records that the file does not have yet; they belong at `flushed`.
@@ -67,8 +96,20 @@ impl PackWriter {
             inner.backend.list(names::PACKS)?.iter().filter_map(|file| names::parse_pack(file)).collect();
         numbers.sort_unstable();
         let next_pack = numbers.last().map_or(1, |last| last + 1);
-        let compressor = PageCompressor::new();
-        let mut this = Self { inner, index: FxHashMap::default(), next_pack, open: None, compressor, tuning };
+        let mut this = Self {
+            inner,
+            index: FxHashMap::default(),
+            of_disks: FxHashMap::default(),
+            unproven: FxHashSet::default(),
+            with_disks: false,
+            finder: None,
+            learnt_from: next_pack,
+            next_pack,
+            open: None,
+            compressor: PageCompressor::new(),
+            composed: Vec::new(),
+            tuning,
+        };
         for number in numbers {
             this.learn(number)?;
         }
@@ -88,45 +129,155 @@ impl PackWriter {
             Ending::Unfinished | Ending::Damaged(_) => {
                 let mut entries = Vec::new();
                 let from = PACK_HEADER_BYTES as u64;
-                pack.walk(&self.inner.config.key, from, len_bytes, &mut |entry| entries.push(entry));
+                pack.walk(&self.inner, from, len_bytes, &mut |entry| entries.extend(entry));
                 if !entries.is_empty() {
                     self.inner.backend.sync(&names::pack(number))?;
                 }
                 entries
             }
         };
-        for (hash, offset) in entries {
-            self.index.entry(hash).or_insert(PageRef::new(number, offset));
+        for entry in entries {
+            let place = PageRef::new(number, entry.offset());
+            if *self.index.entry(entry.hash).or_insert(place) != place {
+                continue;
+            }
+            if entry.kind() != Kind::Page {
+                self.of_disks.insert(place, entry.kind());
+            }
+            if entry.kind() == Kind::Composed {
+                self.unproven.insert(place);
+            }
         }
         Ok(())
     }
 
-    /// Makes sure that the store holds the page, which is not zero. It is durable after the next [`Self::sync`].
+    /// The next run has disks, or has none.
+    pub fn begin_run(&mut self, with_disks: bool) {
+        self.with_disks = with_disks;
+        if !with_disks {
+            self.finder = None;
+        } else if self.finder.is_none() {
+            let Tuning { sector_index_bytes, sector_parts_min, .. } = self.tuning;
+            self.finder = SectorFinder::new(&self.inner.config.key, sector_index_bytes, sector_parts_min);
+            self.learnt_from = self.next_pack;
+        }
+    }
+
+    /// Makes sure that the store holds the page of RAM, which is not zero. It is durable after the next [`Self::sync`].
     pub fn put(&mut self, page: &Page) -> Result<Placed> {
         let hash = PageHash::of(&self.inner.config.key, page);
-        if let Some(known) = self.index.get(&hash) {
-            return Ok(Placed::Known(*known));
+        if let Some(known) = self.known(hash, page) {
+            return Ok(known);
         }
-        if self.open.as_ref().is_some_and(|pack| pack.end() >= self.tuning.pack_bytes_max) {
-            self.close()?;
-        }
-        let mut pack = match self.open.take() {
-            Some(pack) => pack,
-            None => self.create()?,
-        };
+        let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
-        let before = pack.buffer.len();
-        let (codec, payload) = self.compressor.compress(page);
-        append_record(&mut pack.buffer, place, hash, codec, payload);
-        let len_bytes = (pack.buffer.len() - before) as u64;
-        pack.entries.push((hash, place.offset()));
-        self.index.insert(hash, place);
-        let full = pack.buffer.len() >= self.tuning.buffer_bytes;
-        self.open = Some(pack);
-        if full {
-            self.flush()?;
+        let len_bytes = pack.append(hash, Kind::Page, self.compressor.compress(page));
+        if let Some(finder) = &mut self.finder {
+            let tags = finder.tags(page);
+            finder.learn(&tags, place);
         }
+        self.index.insert(hash, place);
+        self.give_back(pack)?;
         Ok(Placed::New(place, len_bytes))
+    }
+
+    /// The same for a block of a disk, which may become a composed record.
+    pub fn put_block(&mut self, page: &Page) -> Result<PlacedBlock> {
+        let hash = PageHash::of(&self.inner.config.key, page);
+        if let Some(placed) = self.known(hash, page) {
+            let whole = PARTS as u64;
+            let mut sectors = SectorCounts::default();
+            match placed {
+                Placed::Known(_, Kind::Page) => sectors.against_ram_whole_sectors = whole,
+                _ => sectors.against_disk_whole_sectors = whole,
+            }
+            return Ok(PlacedBlock { placed, composed: false, sectors });
+        }
+        self.with_disks = true;
+        let mut pack = self.take_pack()?;
+        let place = PageRef::new(pack.number, pack.end());
+        let tags = self.finder.as_ref().map(|finder| finder.tags(page));
+        let composition = tags.as_ref().and_then(|tags| self.compose(page, tags, &pack));
+        let codec = composition.and_then(|composition| self.encode_composed(&composition, page));
+        let (kind, payload) = match codec {
+            Some(codec) => (Kind::Composed, (codec, self.composed.as_slice())),
+            None => (Kind::Block, self.compressor.compress(page)),
+        };
+        let len_bytes = pack.append(hash, kind, payload);
+        let composed = kind == Kind::Composed;
+        if let (Some(finder), Some(tags), Kind::Block) = (&mut self.finder, &tags, kind) {
+            finder.learn(tags, place);
+        }
+        let sectors = self.count(page, composition.as_ref().filter(|_| composed));
+        self.index.insert(hash, place);
+        self.of_disks.insert(place, kind);
+        self.give_back(pack)?;
+        Ok(PlacedBlock { placed: Placed::New(place, len_bytes), composed, sectors })
+    }
+
+    /// Where the store holds this content already.
+    fn known(&mut self, hash: PageHash, page: &Page) -> Option<Placed> {
+        let place = *self.index.get(&hash)?;
+        let kind = self.kind(place);
+        if kind == Kind::Composed && self.unproven.remove(&place) {
+            // Compared with its hash as it is read.
+            let read = self.inner.read_pages(&[(place, ())], &mut |(), _| Ok::<_, Error>(()));
+            if read.is_err() {
+                self.index.remove(&hash);
+                self.of_disks.remove(&place);
+                return None;
+            }
+        }
+        if let Some(finder) = self.finder.as_mut().filter(|_| place.pack() < self.learnt_from)
+            && kind != Kind::Composed
+        {
+            let tags = finder.tags(page);
+            finder.learn(&tags, place);
+        }
+        Some(Placed::Known(place, kind))
+    }
+
+    fn kind(&self, place: PageRef) -> Kind {
+        if self.of_disks.is_empty() {
+            return Kind::Page;
+        }
+        self.of_disks.get(&place).copied().unwrap_or(Kind::Page)
+    }
+
+    /// How a block can be put together from what is in the store, `pack` included.
+    fn compose(&mut self, page: &Page, tags: &Tags, pack: &OpenPack) -> Option<Composition> {
+        let inner = &self.inner;
+        self.finder.as_mut()?.compose(page, tags, &mut |record, into| {
+            if record.pack() == pack.number && record.offset() >= pack.flushed {
+                let bytes = pack.buffer.get((record.offset() - pack.flushed) as usize..).unwrap_or_default();
+                return Record::parse(bytes, record).and_then(|record| record.decompress(into)).is_ok();
+            }
+            inner.read_plain(record, into).is_ok()
+        })
+    }
+
+    /// Encodes it into `self.composed`, if it is smaller there than what is stored otherwise.
+    fn encode_composed(&mut self, composition: &Composition, page: &Page) -> Option<Codec> {
+        let plain_len = self.compressor.compress(page).1.len();
+        self.composed.clear();
+        let codec = composition.encode(page, &mut self.compressor, &mut self.composed);
+        (self.composed.len() + SAVING_BYTES_MIN <= plain_len).then_some(codec)
+    }
+
+    fn count(&self, page: &Page, composition: Option<&Composition>) -> SectorCounts {
+        let mut counts = SectorCounts::default();
+        for (at, sector) in sectors(page).iter().enumerate() {
+            let counted = match composition.and_then(|c| c.0.get(at)) {
+                Some(Part::Of(record, _)) if self.kind(*record) == Kind::Page => {
+                    &mut counts.against_ram_part_sectors
+                }
+                Some(Part::Of(..)) => &mut counts.against_disk_part_sectors,
+                _ if *sector == [0; PART_BYTES] => &mut counts.zero_sectors,
+                _ => &mut counts.not_deduplicated_sectors,
+            };
+            *counted += 1;
+        }
+        counts
     }
 
     /// Makes everything put so far durable.
@@ -169,6 +320,26 @@ impl PackWriter {
         written
     }
 
+    /// The pack that the next record goes to; [`Self::give_back`] it.
+    fn take_pack(&mut self) -> Result<OpenPack> {
+        let is_over = |pack: &OpenPack| {
+            pack.end() >= self.tuning.pack_bytes_max || self.with_disks && pack.version < WITH_PARTS
+        };
+        if self.open.as_ref().is_some_and(is_over) {
+            self.close()?;
+        }
+        match self.open.take() {
+            Some(pack) => Ok(pack),
+            None => self.create(),
+        }
+    }
+
+    fn give_back(&mut self, pack: OpenPack) -> Result<()> {
+        let full = pack.buffer.len() >= self.tuning.buffer_bytes;
+        self.open = Some(pack);
+        if full { self.flush() } else { Ok(()) }
+    }
+
     fn create(&mut self) -> Result<OpenPack> {
         let number = self.next_pack;
         if number > PACK_NUMBER_MAX {
@@ -178,14 +349,15 @@ impl PackWriter {
         self.next_pack += 1;
         let name = names::pack(number);
         let mut file = self.inner.backend.create(&name)?;
-        let header = encode_pack_header(self.inner.config.id, number);
+        let version = if self.with_disks { WITH_PARTS } else { FORMAT_VERSION };
+        let header = encode_pack_header(self.inner.config.id, number, version);
         if let Err(error) = file.append(&header) {
             let _ = self.inner.backend.remove(&name);
             return Err(error);
         }
         let buffer = Vec::with_capacity(self.tuning.buffer_bytes);
         let flushed = header.len() as u64;
-        Ok(OpenPack { number, file, header, buffer, flushed, synced: 0, entries: Vec::new() })
+        Ok(OpenPack { number, version, file, header, buffer, flushed, synced: 0, entries: Vec::new() })
     }
 
     /// Brings the buffer into the file; on failure its records are forgotten.
@@ -218,9 +390,14 @@ impl PackWriter {
     /// Forgets the records of the open pack from `offset` on.
     fn forget_from(&mut self, offset: u64) {
         let Some(pack) = self.open.as_mut() else { return };
-        let keep = pack.entries.partition_point(|(_, at)| *at < offset);
-        for (hash, _) in pack.entries.drain(keep..) {
-            self.index.remove(&hash);
+        let keep = pack.entries.partition_point(|entry| entry.offset() < offset);
+        for entry in pack.entries.drain(keep..) {
+            self.index.remove(&entry.hash);
+            self.of_disks.remove(&PageRef::new(pack.number, entry.offset()));
+        }
+        // What can still be read of them must not be referred to.
+        if let Some(finder) = &mut self.finder {
+            finder.clear();
         }
     }
 }
@@ -229,5 +406,14 @@ impl OpenPack {
     /// Where the next record goes.
     fn end(&self) -> u64 {
         self.flushed + self.buffer.len() as u64
+    }
+
+    /// Appends a record; returns its length.
+    fn append(&mut self, hash: PageHash, kind: Kind, payload: (Codec, &[u8])) -> u64 {
+        let place = PageRef::new(self.number, self.end());
+        let before = self.buffer.len();
+        append_record(&mut self.buffer, place, hash, kind, payload);
+        self.entries.push(Entry::new(hash, place.offset(), kind));
+        (self.buffer.len() - before) as u64
     }
 }

@@ -6,8 +6,9 @@
 //!   header    0  8 magic "KFPACK\r\n"     8  4 version    12  4 zero    16 16 store id
 //!            32  8 pack number           40  8 zero       48 16 BLAKE3(bytes 0..48)[0..16]
 //!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
-//!             8  1 kind 'P'    9  1 codec (0 raw, 1 LZ4)   10  2 payload length    12 16 hash    28 .. payload
-//!   entry     0 16 hash       16  8 offset of the record; rising offsets
+//!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on)
+//!             9  1 codec (0 raw, 1 LZ4)   10  2 payload length    12 16 hash    28 .. payload
+//!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C'
 //!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
 //! ```
@@ -15,10 +16,12 @@
 //! All integers are little-endian. The zeros bring the footer to a multiple of 64 bytes, so that it lies in one disk
 //! sector and appears whole or not at all.
 //!
-//! Invariants: the check of a record covers all its bytes and the place it was written for; the hash names its content.
+//! Invariants: the check of a record covers all its bytes and the place it was written for; the hash names its content,
+//! also that of a composed block, whose payload is not the content ([`crate::composed`]).
 
 use crate::bytes::{Cursor, Problem};
 use crate::codec::{Codec, decompress_page};
+use crate::composed::Composition;
 use crate::config::{FORMAT_VERSION, StoreId};
 use crate::identity::{HashKey, PageHash, PageRef};
 use crate::{Error, Result};
@@ -38,14 +41,43 @@ pub const ENTRY_BYTES: usize = 24;
 
 const PACK_MAGIC: &[u8; 8] = b"KFPACK\r\n";
 const FOOTER_MAGIC: &[u8; 8] = b"KFPACKED";
-const KIND_PAGE: u8 = b'P';
 const CHECK_BYTES: usize = 8;
+/// Where the kind is in an entry's last word.
+const KIND_SHIFT: u32 = 56;
+
+/// The version of packs that know of disks: of blocks and composed blocks. Those without are written as before.
+pub const WITH_PARTS: u32 = 3;
+
+/// What a record is; and whether RAM or a disk brought its content into the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A page of RAM. (In packs of version 1 it may be a disk's.)
+    Page,
+    /// A block of a disk.
+    Block,
+    /// A block of a disk, put together from parts of records of the other two kinds.
+    Composed,
+}
+
+impl Kind {
+    fn letter(self) -> u8 {
+        match self {
+            Self::Page => b'P',
+            Self::Block => b'B',
+            Self::Composed => b'C',
+        }
+    }
+
+    fn of_letter(letter: u8) -> Option<Self> {
+        [Self::Page, Self::Block, Self::Composed].into_iter().find(|kind| kind.letter() == letter)
+    }
+}
 
 /// The header of pack `number`.
-pub fn encode_pack_header(id: StoreId, number: u32) -> [u8; PACK_HEADER_BYTES] {
+pub fn encode_pack_header(id: StoreId, number: u32, version: u32) -> [u8; PACK_HEADER_BYTES] {
     let mut bytes = Vec::with_capacity(PACK_HEADER_BYTES);
     bytes.extend_from_slice(PACK_MAGIC);
-    bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+    bytes.extend_from_slice(&version.to_le_bytes());
     bytes.extend_from_slice(&[0; 4]);
     bytes.extend_from_slice(&id.0);
     bytes.extend_from_slice(&u64::from(number).to_le_bytes());
@@ -58,8 +90,7 @@ pub fn encode_pack_header(id: StoreId, number: u32) -> [u8; PACK_HEADER_BYTES] {
 
 /// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it.
 pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<()> {
-    let expected = encode_pack_header(id, number);
-    if bytes == expected {
+    if [FORMAT_VERSION, WITH_PARTS].iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
         return Ok(());
     }
     let damaged = |problem: &str| Err(Error::damaged(object, problem));
@@ -72,19 +103,25 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
     }
     let mut cursor = Cursor::new(covered);
     match (cursor.array::<8>(), cursor.u32()) {
-        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > FORMAT_VERSION => {
-            Err(Error::LaterVersion { object: object.into(), found, known: FORMAT_VERSION })
+        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > WITH_PARTS => {
+            Err(Error::LaterVersion { object: object.into(), found, known: WITH_PARTS })
         }
         _ => damaged("its header is that of another pack or another store"),
     }
 }
 
 /// Appends the record that will lie at `place`.
-pub fn append_record(out: &mut Vec<u8>, place: PageRef, hash: PageHash, codec: Codec, payload: &[u8]) {
+pub fn append_record(
+    out: &mut Vec<u8>,
+    place: PageRef,
+    hash: PageHash,
+    kind: Kind,
+    (codec, payload): (Codec, &[u8]),
+) {
     debug_assert!((1..=PAGE_BYTES).contains(&payload.len()));
     let start = out.len();
     out.extend_from_slice(&[0; CHECK_BYTES]);
-    out.extend_from_slice(&[KIND_PAGE, u8::from(codec == Codec::Lz4)]);
+    out.extend_from_slice(&[kind.letter(), u8::from(codec == Codec::Lz4)]);
     out.extend_from_slice(&(payload.len() as u16).to_le_bytes());
     out.extend_from_slice(&hash.to_bytes());
     out.extend_from_slice(payload);
@@ -93,9 +130,11 @@ pub fn append_record(out: &mut Vec<u8>, place: PageRef, hash: PageHash, codec: C
 }
 
 /// A record whose check held.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Record<'a> {
     pub hash: PageHash,
+    pub kind: Kind,
+    place: PageRef,
     codec: Codec,
     payload: &'a [u8],
 }
@@ -108,9 +147,9 @@ impl<'a> Record<'a> {
         let [kind, codec] = cursor.array()?;
         let payload_len = usize::from(u16::from_le_bytes(cursor.array()?));
         let hash = PageHash::from_bytes(cursor.array()?);
-        if kind != KIND_PAGE || payload_len > PAGE_BYTES {
+        let Some(kind) = Kind::of_letter(kind).filter(|_| payload_len <= PAGE_BYTES) else {
             return Err("no page record".into());
-        }
+        };
         let payload = cursor.take(payload_len)?;
         let covered = bytes.get(CHECK_BYTES..cursor.position()).unwrap_or_default();
         if xxh3_64_with_seed(covered, place.0) != check {
@@ -121,7 +160,7 @@ impl<'a> Record<'a> {
             1 => Codec::Lz4,
             other => return Err(format!("unknown codec {other}")),
         };
-        Ok(Self { hash, codec, payload })
+        Ok(Self { hash, kind, place, codec, payload })
     }
 
     /// The length of the whole record.
@@ -129,23 +168,79 @@ impl<'a> Record<'a> {
         RECORD_HEADER_BYTES + self.payload.len()
     }
 
-    /// Restores the page. Its bytes are those that were written: the record's check held.
+    /// Restores the page of a record that is not composed. Its bytes are those that were written: the record's check held.
     pub fn decompress(&self, page: &mut Page) -> Result<(), Problem> {
+        if self.kind == Kind::Composed {
+            return Err("a composed block where only a plain record can be".into());
+        }
         decompress_page(self.codec, self.payload, page)
     }
 
-    /// Restores the page and checks it against its hash.
-    pub fn decode(&self, key: &HashKey, page: &mut Page) -> Result<(), Problem> {
-        self.decompress(page)?;
-        if PageHash::of(key, page) != self.hash {
-            return Err("the page does not match its hash".into());
+    /// How a composed block is put together. `page` gets the parts that are in this record.
+    pub fn composition(&self, page: &mut Page) -> Result<Composition, Problem> {
+        Composition::decode(self.codec, self.payload, self.place, page)
+    }
+
+    /// Either of the two, as its kind is.
+    pub fn composition_or_page(&self, page: &mut Page) -> Result<Option<Composition>, Problem> {
+        match self.kind {
+            Kind::Composed => self.composition(page).map(Some),
+            Kind::Page | Kind::Block => self.decompress(page).map(|()| None),
         }
-        Ok(())
+    }
+
+    /// Checks the page that was restored against its hash.
+    pub fn verify(&self, key: &HashKey, page: &Page) -> Result<(), Problem> {
+        verify(self.hash, key, page)
     }
 }
 
+/// Checks a page against the hash that its record has.
+pub fn verify(hash: PageHash, key: &HashKey, page: &Page) -> Result<(), Problem> {
+    if PageHash::of(key, page) == hash { Ok(()) } else { Err("the page does not match its hash".into()) }
+}
+
 /// One line of a closed pack's index.
-pub type Entry = (PageHash, u64);
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Of the page.
+    pub hash: PageHash,
+    /// Offset of the record, and its kind above it.
+    word: u64,
+}
+
+impl Entry {
+    /// The line of a record. The offset is below 2^40, as in every reference.
+    pub fn new(hash: PageHash, offset: u64, kind: Kind) -> Self {
+        let kind = match kind {
+            Kind::Page => 0,
+            Kind::Block => 1,
+            Kind::Composed => 2,
+        };
+        Self { hash, word: offset | kind << KIND_SHIFT }
+    }
+
+    /// Where the record begins in its pack.
+    pub fn offset(&self) -> u64 {
+        self.word & ((1 << KIND_SHIFT) - 1)
+    }
+
+    /// What it is; `None`: no kind that there is.
+    fn known_kind(&self) -> Option<Kind> {
+        match self.word >> KIND_SHIFT {
+            0 => Some(Kind::Page),
+            1 => Some(Kind::Block),
+            2 => Some(Kind::Composed),
+            _ => None,
+        }
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> Kind {
+        // An entry that is read has a kind, or is refused.
+        self.known_kind().unwrap_or(Kind::Page)
+    }
+}
 
 /// What comes behind the records of a closed pack: first the part to write and sync, then the footer that makes it
 /// valid.
@@ -157,9 +252,9 @@ pub struct Trailer {
 /// The trailer of a pack with header `header` whose records end at `records_end`.
 pub fn encode_trailer(header: &[u8], entries: &[Entry], records_end: u64) -> Trailer {
     let mut index = Vec::with_capacity(entries.len() * ENTRY_BYTES + FOOTER_BYTES);
-    for (hash, offset) in entries {
-        index.extend_from_slice(&hash.to_bytes());
-        index.extend_from_slice(&offset.to_le_bytes());
+    for entry in entries {
+        index.extend_from_slice(&entry.hash.to_bytes());
+        index.extend_from_slice(&entry.word.to_le_bytes());
     }
     let end = records_end + index.len() as u64;
     let padded = end.next_multiple_of(FOOTER_BYTES as u64);
@@ -214,13 +309,13 @@ pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec
     let mut entries = Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
     let mut least = PACK_HEADER_BYTES as u64;
     for _ in 0..footer.entries {
-        let hash = PageHash::from_bytes(cursor.array()?);
-        let offset = cursor.u64()?;
-        if offset < least || offset >= footer.records_end {
+        let entry = Entry { hash: PageHash::from_bytes(cursor.array()?), word: cursor.u64()? };
+        let offset = entry.offset();
+        if offset < least || offset >= footer.records_end || entry.known_kind().is_none() {
             return Err(format!("its trailer lists an impossible record at offset {offset}"));
         }
         least = offset + 1;
-        entries.push((hash, offset));
+        entries.push(entry);
     }
     Ok(entries)
 }
@@ -237,8 +332,7 @@ mod tests {
     fn record(page: &Page, place: PageRef) -> Vec<u8> {
         let mut out = Vec::new();
         let mut compressor = PageCompressor::new();
-        let (codec, payload) = compressor.compress(page);
-        append_record(&mut out, place, PageHash::of(&KEY, page), codec, payload);
+        append_record(&mut out, place, PageHash::of(&KEY, page), Kind::Page, compressor.compress(page));
         out
     }
 
@@ -250,8 +344,9 @@ mod tests {
         let bytes = record(&page, place);
         let mut back = [1; PAGE_BYTES];
         let parsed = Record::parse(&bytes, place).unwrap();
-        parsed.decode(&KEY, &mut back).unwrap();
-        assert_eq!((back, parsed.len_bytes()), (page, bytes.len()));
+        parsed.decompress(&mut back).unwrap();
+        parsed.verify(&KEY, &back).unwrap();
+        assert_eq!((back, parsed.len_bytes(), parsed.kind), (page, bytes.len(), Kind::Page));
         assert!(Record::parse(&bytes, PageRef::new(3, 641)).is_err());
         assert!(Record::parse(&bytes, PageRef::new(2, 640)).is_err());
         for bit in 0..bytes.len() * 8 {
@@ -267,14 +362,22 @@ mod tests {
         let bytes = record(&noise(4), place);
         let mut page = [0; PAGE_BYTES];
         let parsed = Record::parse(&bytes, place).unwrap();
-        assert!(parsed.decode(&HashKey([8; 32]), &mut page).is_err());
+        parsed.decompress(&mut page).unwrap();
+        assert!(parsed.verify(&HashKey([8; 32]), &page).is_err());
+        assert!(parsed.verify(&KEY, &page).is_ok());
     }
 
     #[test]
     fn every_flipped_bit_of_header_and_trailer_is_noticed() {
         let id = StoreId([5; 16]);
-        let header = encode_pack_header(id, 7);
-        check_pack_header(&header, id, 7, "p").unwrap();
+        for version in [FORMAT_VERSION, WITH_PARTS] {
+            check_pack_header(&encode_pack_header(id, 7, version), id, 7, "p").unwrap();
+        }
+        let never = check_pack_header(&encode_pack_header(id, 7, 2), id, 7, "p");
+        assert!(matches!(never, Err(Error::Damaged { .. })));
+        let later = check_pack_header(&encode_pack_header(id, 7, 4), id, 7, "p");
+        assert!(matches!(later, Err(Error::LaterVersion { found: 4, known: WITH_PARTS, .. })));
+        let header = encode_pack_header(id, 7, WITH_PARTS);
         assert!(check_pack_header(&header, id, 8, "p").is_err());
         assert!(check_pack_header(&header, StoreId([6; 16]), 7, "p").is_err());
         for bit in 0..header.len() * 8 {
@@ -285,7 +388,11 @@ mod tests {
                 "bit {bit}"
             );
         }
-        let entries = vec![(PageHash([1, 2]), 64), (PageHash([3, 4]), 100), (PageHash([5, 6]), 900)];
+        let entries = vec![
+            Entry::new(PageHash([1, 2]), 64, Kind::Page),
+            Entry::new(PageHash([3, 4]), 100, Kind::Composed),
+            Entry::new(PageHash([5, 6]), 900, Kind::Block),
+        ];
         let Trailer { index, footer } = encode_trailer(&header, &entries, 1000);
         let tail = [&index[..], &footer].concat();
         let len = 1000 + tail.len() as u64;
@@ -309,6 +416,18 @@ mod tests {
             bytes in prop::collection::vec(any::<u8>(), 0..300), len in any::<u64>(), entries in any::<u64>(),
         ) {
             let _ = Record::parse(&bytes, PageRef(len));
+            // With a true check before it.
+            let place = PageRef(len);
+            let mut record = vec![0; CHECK_BYTES];
+            record.extend_from_slice(&[b"PBC"[(entries % 3) as usize], (entries % 2) as u8]);
+            record.extend_from_slice(&(bytes.len() as u16).to_le_bytes());
+            record.extend_from_slice(&[0; 16]);
+            record.extend_from_slice(&bytes);
+            let check = xxh3_64_with_seed(&record[CHECK_BYTES..], place.0);
+            record[..CHECK_BYTES].copy_from_slice(&check.to_le_bytes());
+            let parsed = Record::parse(&record, place).unwrap();
+            let mut page = [0; PAGE_BYTES];
+            let _ = (parsed.decompress(&mut page), parsed.composition(&mut page));
             let _ = check_pack_header(&bytes, StoreId([0; 16]), 1, "p");
             let _ = parse_footer(&bytes, len);
             let mut marked = FOOTER_MAGIC.to_vec();

@@ -15,13 +15,15 @@ use crate::backend::LockGuard;
 use crate::bytes::to_hex;
 use crate::chain::{Chain, Changes, Plan};
 use crate::checkpoint::{self, DeviceSection};
+use crate::composed::PARTS;
 use crate::disk_map::{DiskMap, Former, numbers};
-use crate::disks::{BaseMeta, DiskCounts, DiskMeta, blocks_of, space_pages};
+use crate::disks::{BaseMeta, DiskCounts, DiskMeta, SectorCounts, blocks_of, space_pages};
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
 use crate::meta::{Counts, MachineMeta, MemberMeta, Meta, Sealed, Timing};
-use crate::pack_writer::Placed;
+use crate::pack_writer::{Placed, PlacedBlock};
 use crate::page_map::PageMap;
+use crate::record::Kind;
 use crate::store::Inner;
 use crate::writer::{Session, Slot};
 use crate::{Error, Result, names};
@@ -108,24 +110,32 @@ struct Puts {
     zero: PageSet,
     unchanged: PageSet,
     dedup: PageSet,
+    /// Of these: content that a disk brought.
+    dedup_disk: PageSet,
     stored_bytes: u64,
 }
 
 impl Puts {
     fn new(space_pages: u64) -> Self {
         let set = || PageSet::new(space_pages);
-        Self { all: set(), zero: set(), unchanged: set(), dedup: set(), stored_bytes: 0 }
+        Self { all: set(), zero: set(), unchanged: set(), dedup: set(), dedup_disk: set(), stored_bytes: 0 }
     }
 
     fn clear(&mut self) {
-        for set in [&mut self.all, &mut self.zero, &mut self.unchanged, &mut self.dedup] {
+        let Self { all, zero, unchanged, dedup, dedup_disk, .. } = self;
+        for set in [all, zero, unchanged, dedup, dedup_disk] {
             set.clear();
         }
         self.stored_bytes = 0;
     }
 
-    fn note(&mut self, page: PageIndex, put: Put) {
+    fn note(&mut self, page: PageIndex, put: Put, of_disk: bool) {
         self.all.insert(page);
+        if of_disk && put == Put::Dedup {
+            self.dedup_disk.insert(page);
+        } else {
+            self.dedup_disk.remove(page);
+        }
         for (set, kind) in [
             (&mut self.zero, Put::Zero),
             (&mut self.unchanged, Put::Unchanged),
@@ -146,6 +156,7 @@ impl Puts {
             dirty_pages,
             zero_pages,
             dedup_pages,
+            dedup_disk_pages: self.dedup_disk.len(),
             unchanged_pages,
             stored_pages: dirty_pages - zero_pages - dedup_pages - unchanged_pages,
             stored_bytes: self.stored_bytes,
@@ -205,19 +216,19 @@ impl Run {
             return self.put_zero(page);
         }
         let placed = self.session()?.packs.put(content).inspect_err(|_| self.broken = true)?;
-        let (to, put) = match placed {
-            Placed::New(to, bytes) => (to, Put::Stored { bytes }),
-            Placed::Known(to) if to == self.map.get(page) => (to, Put::Unchanged),
-            Placed::Known(to) => (to, Put::Dedup),
+        let (to, put, of_disk) = match placed {
+            Placed::New(to, bytes) => (to, Put::Stored { bytes }, false),
+            Placed::Known(to, _) if to == self.map.get(page) => (to, Put::Unchanged, false),
+            Placed::Known(to, kind) => (to, Put::Dedup, kind != Kind::Page),
         };
-        self.place(page, to, put);
+        self.place(page, to, put, of_disk);
         Ok(put)
     }
 
     /// Puts a page of zeros.
     pub fn put_zero(&mut self, page: PageIndex) -> Result<Put> {
         self.admit(page)?;
-        self.place(page, PageRef::ZERO, Put::Zero);
+        self.place(page, PageRef::ZERO, Put::Zero, false);
         Ok(Put::Zero)
     }
 
@@ -229,19 +240,24 @@ impl Run {
             return Ok(Put::Zero);
         }
         let range = self.admit_blocks(disk, block, 1)?;
-        let placed = self.session()?.packs.put(content).inspect_err(|_| self.broken = true)?;
+        let PlacedBlock { placed, composed, mut sectors } =
+            self.session()?.packs.put_block(content).inspect_err(|_| self.broken = true)?;
         let (to, put) = match placed {
             Placed::New(to, bytes) => (to, Put::Stored { bytes }),
-            Placed::Known(to) if Some(to) == self.disk_map.get(range.first) => (to, Put::Unchanged),
-            Placed::Known(to) => (to, Put::Dedup),
+            Placed::Known(to, _) if Some(to) == self.disk_map.get(range.first) => (to, Put::Unchanged),
+            Placed::Known(to, _) => (to, Put::Dedup),
         };
-        if put != Put::Unchanged {
+        if put == Put::Unchanged {
+            sectors = SectorCounts { unchanged_sectors: PARTS as u64, ..SectorCounts::default() };
+        } else {
             self.undo_blocks.push(self.disk_map.former(range));
             self.disk_map.set(range.first, to);
             self.changed.blocks.insert(numbers(range));
         }
         self.count_blocks(disk, |counts| {
             counts.written_blocks += 1;
+            counts.composed_blocks += u64::from(composed);
+            counts.sectors += sectors;
             match put {
                 Put::Zero => counts.zero_blocks += 1,
                 Put::Unchanged => counts.unchanged_blocks += 1,
@@ -266,6 +282,7 @@ impl Run {
         self.count_blocks(disk, |counts| {
             counts.written_blocks += blocks;
             counts.zero_blocks += blocks;
+            counts.sectors.zero_sectors += blocks * PARTS as u64;
         });
         Ok(())
     }
@@ -399,14 +416,14 @@ impl Run {
         Ok(())
     }
 
-    fn place(&mut self, page: PageIndex, to: PageRef, put: Put) {
+    fn place(&mut self, page: PageIndex, to: PageRef, put: Put, of_disk: bool) {
         if let Put::Stored { bytes } = put {
             self.puts.stored_bytes += bytes;
         }
         let was = self.map.get(page);
         // The same content put twice into one checkpoint keeps what became of it the first time.
         if was != to || !self.puts.all.contains(page) {
-            self.puts.note(page, put);
+            self.puts.note(page, put, of_disk);
         }
         if was != to {
             self.map.set(page, to);

@@ -1,6 +1,6 @@
 //! What a store holds, in numbers.
 
-use crate::{Result, Store, names};
+use crate::{Breakdown, DiskCounts, Result, Store, names};
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -23,6 +23,9 @@ pub struct Stats {
     pub zero_pages: u64,
     /// Of the pages put: content that the store already held.
     pub dedup_pages: u64,
+    /// Of these: content that a disk had brought into the store.
+    #[serde(default)]
+    pub dedup_disk_pages: u64,
     /// Of the pages put: content that the page held already.
     pub unchanged_pages: u64,
     /// Of the pages put: content new to the store.
@@ -35,6 +38,9 @@ pub struct Stats {
     /// Bytes appended to packs for them.
     #[serde(default)]
     pub disk_stored_bytes: u64,
+    /// What became of the blocks' sectors.
+    #[serde(default)]
+    pub disk_sectors: Breakdown,
     /// Size of all packs, indexes and unreferenced records included.
     pub pack_bytes: u64,
     /// Size of all map files.
@@ -59,7 +65,7 @@ impl Store {
     pub fn stats(&self) -> Result<Stats> {
         let listing = self.checkpoints()?;
         let mut stats = Stats { unreadable: listing.unreadable.len() as u64, ..Stats::default() };
-        let mut runs = BTreeSet::new();
+        let (mut runs, mut disks) = (BTreeSet::new(), DiskCounts::default());
         for sealed in &listing.sealed {
             let (meta, counts) = (&sealed.meta, &sealed.meta.counts);
             stats.checkpoints += 1;
@@ -67,16 +73,17 @@ impl Store {
             stats.dirty_bytes += counts.dirty_pages * PAGE_BYTES as u64;
             stats.zero_pages += counts.zero_pages;
             stats.dedup_pages += counts.dedup_pages;
+            stats.dedup_disk_pages += counts.dedup_disk_pages;
             stats.unchanged_pages += counts.unchanged_pages;
             stats.stored_pages += counts.stored_pages;
             stats.stored_bytes += counts.stored_bytes;
             stats.device_bytes += counts.device_bytes;
-            for disk in &meta.disks {
-                stats.disk_dirty_bytes += disk.counts.written_blocks * PAGE_BYTES as u64;
-                stats.disk_stored_bytes += disk.counts.stored_bytes;
-            }
+            meta.disks.iter().for_each(|disk| disks += disk.counts);
             runs.insert(&sealed.meta.run);
         }
+        stats.disk_dirty_bytes = disks.written_blocks * PAGE_BYTES as u64;
+        stats.disk_stored_bytes = disks.stored_bytes;
+        stats.disk_sectors = Breakdown::of(&disks);
         stats.runs = runs.len() as u64;
         stats.pack_bytes = self.folder_bytes(names::PACKS)?;
         stats.map_bytes = self.folder_bytes(names::MAPS)?;

@@ -31,11 +31,24 @@ pub struct Tuning {
     pub buffer_bytes: usize,
     /// The base of the map chain rule, at least 2: a restore reads at most this many maps per digit of the epoch.
     pub chain_base: u64,
+    /// In a run with disks: at most so much memory for finding the sectors of blocks; too little for anything: none are
+    /// looked for.
+    pub sector_index_bytes: usize,
+    /// Of the eight sectors of a block, at least so many must be found before it is put together from them. Each saves a
+    /// ninth of the block or so; what it costs, half of the speed at which the block is put and read, is the same for one
+    /// and for eight (`examples/sectors.rs`).
+    pub sector_parts_min: usize,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self { pack_bytes_max: 256 << 20, buffer_bytes: 1 << 20, chain_base: 16 }
+        Self {
+            pack_bytes_max: 256 << 20,
+            buffer_bytes: 1 << 20,
+            chain_base: 16,
+            sector_index_bytes: 64 << 20,
+            sector_parts_min: 2,
+        }
     }
 }
 
@@ -117,7 +130,8 @@ impl Writer {
         }
         let id = random()?;
         let session = self.slot.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let session = session.ok_or(Error::RunOpen)?;
+        let mut session = session.ok_or(Error::RunOpen)?;
+        session.packs.begin_run(disks.iter().any(|disk| !disk.left_out));
         let home = (self.slot.clone(), self.lock.clone());
         Ok(Run::new(self.inner.clone(), session, home, self.tuning.chain_base, vm, id, (ram, disks, state)))
     }

@@ -4,6 +4,7 @@ use super::{StoreArg, warn_of_unreadable};
 use crate::failure::Outcome;
 use crate::output;
 use crate::report::{self, DiskSums, Entry, PauseQuantiles};
+use keyframe_store::{Breakdown, Found, Sectors};
 use serde::Serialize;
 
 /// Show what a store holds and what deduplication saved
@@ -43,18 +44,26 @@ impl Stats {
             return Ok(warn_of_unreadable(&listing));
         }
         let b = output::bytes;
-        let lines = [
+        let mut lines = vec![
             format!("checkpoints       {} in {} runs", s.checkpoints, s.runs),
             format!("full images       {} if each were stored whole", b(s.raw_bytes)),
             format!("dirty pages       {} captured", b(s.dirty_bytes)),
             format!("  zero            {} pages, free", s.zero_pages),
-            format!("  deduplicated    {} pages (and {} unchanged)", s.dedup_pages, s.unchanged_pages),
+            format!(
+                "  deduplicated    {} pages, {} of them against disks (and {} unchanged)",
+                s.dedup_pages, s.dedup_disk_pages, s.unchanged_pages
+            ),
             format!("  stored          {} pages in {}", s.stored_pages, b(s.stored_bytes)),
             format!(
                 "disks             {} written, stored in {}",
                 b(s.disk_dirty_bytes),
                 b(s.disk_stored_bytes)
             ),
+        ];
+        if s.disk_dirty_bytes > 0 {
+            lines.extend(of_sectors(&s.disk_sectors));
+        }
+        lines.extend([
             format!("packs             {}", b(s.pack_bytes)),
             format!("page maps         {}", b(s.map_bytes)),
             format!("device state etc. {}", b(s.checkpoint_file_bytes)),
@@ -65,7 +74,7 @@ impl Stats {
                 times(s.compression_ratio),
                 times(s.reduction_ratio)
             ),
-        ];
+        ]);
         output::print_line(&lines.join("\n"))?;
         let disks = DiskSums::of(&entries);
         if !disks.is_empty() {
@@ -76,6 +85,33 @@ impl Stats {
         }
         Ok(warn_of_unreadable(&listing))
     }
+}
+
+/// What became of the sectors of disks.
+fn of_sectors(sectors: &Breakdown) -> Vec<String> {
+    let b = output::bytes;
+    let found = |label: &str, found: &Found| {
+        format!(
+            "  {label:<15} {} sectors, {} (whole blocks {}, single sectors {})",
+            found.sectors,
+            b(found.bytes),
+            b(found.whole.bytes),
+            b(found.parts.bytes)
+        )
+    };
+    let plain =
+        |label: &str, what: &Sectors| format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes));
+    let mut lines = vec![
+        plain("zero", &sectors.zero),
+        plain("unchanged", &sectors.unchanged),
+        found("against disk", &sectors.against_disk),
+        found("against RAM", &sectors.against_ram),
+        plain("new", &sectors.not_deduplicated),
+    ];
+    if sectors.not_counted.sectors > 0 {
+        lines.push(plain("not counted", &sectors.not_counted) + ", by an early version");
+    }
+    lines
 }
 
 fn times(ratio: Option<f64>) -> String {

@@ -1,9 +1,10 @@
 //! Checks one pack against what maps want of it.
 
+use crate::Error;
 use crate::identity::PageRef;
 use crate::names;
 use crate::pack_file::{Ending, PackFile};
-use crate::record::{Entry, PACK_HEADER_BYTES};
+use crate::record::{Entry, Kind, PACK_HEADER_BYTES};
 use crate::store::Inner;
 use std::collections::BTreeMap;
 
@@ -65,7 +66,7 @@ pub fn check_pack(
     match ending {
         Ending::Closed { entries, records_end } => {
             if read_data {
-                let resume: Vec<u64> = entries.iter().map(|(_, at)| *at).collect();
+                let resume: Vec<u64> = entries.iter().map(Entry::offset).collect();
                 walk.run(start, records_end, &resume);
                 if walk.problems.is_empty() && walk.good != entries {
                     let problem = "its index does not list the records that it holds".into();
@@ -76,6 +77,7 @@ pub fn check_pack(
                 expected.dedup();
             } else {
                 walk.good = entries;
+                walk.composed(wanted);
             }
         }
         Ending::Unfinished => {
@@ -97,7 +99,7 @@ pub fn check_pack(
     }
     findings.records = walk.good.len() as u64;
     let (good, problems) = (walk.good, walk.problems);
-    expected.retain(|at| good.binary_search_by_key(at, |(_, g)| *g).is_err());
+    expected.retain(|at| good.binary_search_by_key(at, Entry::offset).is_err());
     findings.bad = group(&pack, &expected, &problems);
     findings
 }
@@ -118,16 +120,20 @@ impl Walk<'_> {
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
         loop {
-            let (good, told, tell) = (&mut self.good, &mut self.told, &mut *self.tell);
-            let mut visit = |entry: Entry| {
-                good.push(entry);
-                if entry.1 - *told > TELL_BYTES {
-                    *told = entry.1;
-                    tell(entry.1);
+            let Self { good, problems, told, tell, .. } = self;
+            let mut visit = |held: Result<Entry, (u64, String)>| match held {
+                Ok(entry) => {
+                    good.push(entry);
+                    if entry.offset() - *told > TELL_BYTES {
+                        *told = entry.offset();
+                        tell(*told);
+                    }
                 }
+                Err((at, problem)) => drop(problems.insert(at, problem)),
             };
-            let (stop, problem) = self.pack.walk(&self.inner.config.key, at, end, &mut visit);
-            let Some(problem) = problem else { return skipped };
+            let Some((stop, problem)) = self.pack.walk(self.inner, at, end, &mut visit) else {
+                return skipped;
+            };
             let is_known = resume.binary_search(&stop).is_ok();
             self.problems.insert(stop, problem);
             let next = resume.get(resume.partition_point(|known| *known <= stop)).copied();
@@ -140,6 +146,26 @@ impl Walk<'_> {
                 None => return skipped,
             }
         }
+    }
+
+    /// Reads the composed ones among the `wanted` records of the index, and with them what they refer to: that it is
+    /// there, no index of this pack tells.
+    fn composed(&mut self, wanted: &[u64]) {
+        let is_asked =
+            |entry: &Entry| entry.kind() == Kind::Composed && wanted.binary_search(&entry.offset()).is_ok();
+        let (inner, number, problems) = (self.inner, self.pack.number, &mut self.problems);
+        self.good.retain(|entry| {
+            let place = [(PageRef::new(number, entry.offset()), ())];
+            let read = if is_asked(entry) {
+                inner.read_pages(&place, &mut |(), _| Ok::<_, Error>(()))
+            } else {
+                Ok(())
+            };
+            if let Err(error) = &read {
+                problems.insert(entry.offset(), error.to_string());
+            }
+            read.is_ok()
+        });
     }
 }
 

@@ -10,6 +10,7 @@ mod full_disk;
 mod golden;
 mod lock;
 mod oracle;
+mod parts;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
@@ -29,7 +30,13 @@ use std::sync::Arc;
 type Image = Vec<u64>;
 
 /// Small limits, so that small tests cross them: packs of a few records, three chain levels in a few epochs.
-const TINY: Tuning = Tuning { pack_bytes_max: 20_000, buffer_bytes: 6_000, chain_base: 3 };
+const TINY: Tuning = Tuning {
+    pack_bytes_max: 20_000,
+    buffer_bytes: 6_000,
+    chain_base: 3,
+    sector_index_bytes: 1 << 16,
+    sector_parts_min: 1,
+};
 
 /// The page of a content number: odd ones are noise, even ones compress.
 fn content(number: u64) -> Page {
