@@ -45,6 +45,14 @@ pub enum Error {
         /// Who holds it, as far as the lock file tells.
         holder: String,
     },
+    /// A run that goes on builds upon the checkpoint.
+    #[error("checkpoint {id} is the newest, and a run builds upon it: {holder} writes to the store")]
+    InUse {
+        /// The checkpoint.
+        id: CheckpointId,
+        /// Who holds the store.
+        holder: String,
+    },
     /// No checkpoint answers to this name.
     #[error("no checkpoint \"{name}\" in the store{}", newest.map_or(" (it holds none)".into(), |n| format!("; the newest is {n}")))]
     UnknownCheckpoint {

@@ -147,6 +147,13 @@ impl Writer {
     }
 }
 
+impl Inner {
+    /// Who writes to the store now, if somebody does, for messages.
+    pub(crate) fn holder(&self) -> Result<Option<String>> {
+        Ok(self.backend.holder()?.map(|text| describe_holder(&text)))
+    }
+}
+
 fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner }) => format!("{owner} (process {pid} on {host}, since {since})"),

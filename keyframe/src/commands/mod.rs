@@ -9,6 +9,7 @@ pub mod commit;
 pub mod disks;
 pub mod doctor;
 pub mod export;
+pub mod forget;
 pub mod import;
 pub mod init;
 pub mod list;

@@ -327,6 +327,10 @@ impl Backend for Faulty {
         Ok(guard)
     }
 
+    fn holder(&self) -> Result<Option<String>> {
+        Ok(self.state().locked.then(|| "another".into()))
+    }
+
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
         let mut state = self.state();
         let inode = state.create(name)?;

@@ -9,10 +9,13 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 const LOCK: &str = "lock";
 const HOLDER_BYTES_MAX: u64 = 4096;
+const LOCK_ATTEMPTS: u32 = 5;
+const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 /// A directory on this host.
 #[derive(Debug)]
@@ -74,17 +77,8 @@ impl Backend for Local {
             .mode(0o600)
             .open(&path)
             .map_err(|e| io_error(&path, "open", e))?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let mut text = Vec::new();
-                (&file)
-                    .take(HOLDER_BYTES_MAX)
-                    .read_to_end(&mut text)
-                    .map_err(|e| io_error(&path, "read", e))?;
-                return Err(Error::Locked { holder: String::from_utf8_lossy(&text).into_owned() });
-            }
-            Err(e) => return Err(io_error(&path, "lock", e.into())),
+        if !exclude(&file, &path)? {
+            return Err(Error::Locked { holder: holder_in(&file, &path)? });
         }
         // The text is for messages only; a crash in the middle of writing it harms nobody.
         file.set_len(0)
@@ -95,6 +89,20 @@ impl Backend for Local {
             self.remove(&format!("tmp/{leftover}"))?;
         }
         Ok(Box::new(Flock { file }))
+    }
+
+    fn holder(&self) -> Result<Option<String>> {
+        let path = self.root.join(LOCK);
+        let file = match File::open(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(|e| io_error(&path, "open", e))?,
+        };
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            // Released as the file closes.
+            Ok(()) => Ok(None),
+            Err(rustix::io::Errno::WOULDBLOCK) => holder_in(&file, &path).map(Some),
+            Err(e) => Err(io_error(&path, "lock", e.into())),
+        }
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
@@ -158,6 +166,20 @@ impl Backend for Local {
             Err(e) => Err(io_error(&path, "remove", e)),
             Ok(()) => self.sync_parent(&path),
         }
+    }
+
+    fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+        let mut removed = false;
+        for path in names.iter().map(|name| self.root.join(name)) {
+            match std::fs::remove_file(&path) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                other => {
+                    other.map_err(|e| io_error(&path, "remove", e))?;
+                    removed = true;
+                }
+            }
+        }
+        if removed { sync_folder(&self.root.join(folder)) } else { Ok(()) }
     }
 
     fn sync(&self, name: &str) -> Result<()> {
@@ -231,6 +253,27 @@ impl Readable for LocalReadable {
             source,
         })
     }
+}
+
+/// Takes the lock; false where another has it. Whoever looks whether it is held has it for a moment ([`Local::holder`]).
+fn exclude(file: &File, path: &Path) -> Result<bool> {
+    for attempt in 0..LOCK_ATTEMPTS {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(true),
+            Err(rustix::io::Errno::WOULDBLOCK) if attempt + 1 < LOCK_ATTEMPTS => {
+                std::thread::sleep(LOCK_PAUSE);
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {}
+            Err(e) => return Err(io_error(path, "lock", e.into())),
+        }
+    }
+    Ok(false)
+}
+
+fn holder_in(file: &File, path: &Path) -> Result<String> {
+    let mut text = Vec::new();
+    file.take(HOLDER_BYTES_MAX).read_to_end(&mut text).map_err(|e| io_error(path, "read", e))?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 fn sync_folder(path: &Path) -> Result<()> {
