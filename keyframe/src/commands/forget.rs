@@ -23,9 +23,10 @@ use std::time::Duration;
 #[command(
     group(clap::ArgGroup::new("which").required(true).multiple(true)
         .args(["checkpoints", "keep_last", "keep_within", "keep_every", "keep_tag"])),
-    after_help = "Of each VM, what any rule keeps is kept. Always kept, unless named: its newest checkpoint, on which a run that goes on
-builds, and those with a tag (with --keep-tag: with one of these tags). Never forgotten: a checkpoint that the writes in
-a directory of STORE/disks stand on, and the newest one of a store while a run writes to it.
+    after_help = "Of each VM, what any rule keeps is kept. Always kept, unless named: the newest of each VM, on
+which a run that goes on builds, and those with a tag (with --keep-tag: with one of these tags).
+Never forgotten: one that the writes in a directory of STORE/disks stand on, and the newest of a
+store while a run writes to it.
 
 A run may go on meanwhile. The space comes back with: keyframe prune
 

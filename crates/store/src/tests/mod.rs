@@ -6,6 +6,7 @@
 mod crash;
 mod damage;
 mod disks;
+mod forget;
 mod full_disk;
 mod golden;
 mod lock;
