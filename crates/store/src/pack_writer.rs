@@ -14,12 +14,15 @@
 //! only to plain records before it that were read and compared in that moment; one of an earlier writer is read once
 //! before it is relied on. Where the run has no disks, none of this costs anything.
 
+mod keep;
+
 use crate::backend::Growing;
 use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
 use crate::config::FORMAT_VERSION;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
+use crate::prune::moves::Moves;
 use crate::record::{
     Entry, Kind, PACK_HEADER_BYTES, Record, WITH_PARTS, append_record, encode_pack_header, encode_trailer,
 };
@@ -30,6 +33,9 @@ use crate::{Error, Result, SectorCounts, names};
 use keyframe_units::Page;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
+
+/// Packs that others may have begun while this one was at work.
+const TAKEN_MAX: u32 = 1 << 16;
 
 /// Where a page went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,26 +96,14 @@ struct OpenPack {
 
 impl PackWriter {
     /// Reads the indexes of all packs. Unfinished ones are read whole, and synced: what can be read of them now may
-    /// still be in memory alone.
-    pub fn new(inner: Arc<Inner>, tuning: Tuning) -> Result<Self> {
+    /// still be in memory alone. Packs that a prune gives up are left out.
+    pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
+        let mut this = Self::empty(inner, tuning)?;
+        let listed = this.inner.backend.list(names::PACKS)?;
+        let is_going = |number: &u32| moves.is_some_and(|moves| moves.victims.contains(number));
         let mut numbers: Vec<u32> =
-            inner.backend.list(names::PACKS)?.iter().filter_map(|file| names::parse_pack(file)).collect();
+            listed.iter().filter_map(|file| names::parse_pack(file)).filter(|n| !is_going(n)).collect();
         numbers.sort_unstable();
-        let next_pack = numbers.last().map_or(1, |last| last + 1);
-        let mut this = Self {
-            inner,
-            index: FxHashMap::default(),
-            of_disks: FxHashMap::default(),
-            unproven: FxHashSet::default(),
-            with_disks: false,
-            finder: None,
-            learnt_from: next_pack,
-            next_pack,
-            open: None,
-            compressor: PageCompressor::new(),
-            composed: Vec::new(),
-            tuning,
-        };
         for number in numbers {
             this.learn(number)?;
         }
@@ -340,15 +334,22 @@ impl PackWriter {
         if full { self.flush() } else { Ok(()) }
     }
 
+    /// Begins a pack. Others, a run or a prune, may have begun some meanwhile.
     fn create(&mut self) -> Result<OpenPack> {
-        let number = self.next_pack;
-        if number > PACK_NUMBER_MAX {
-            return Err(Error::PacksExhausted { object: self.inner.backend.describe(names::PACKS) });
-        }
-        // Never tried twice: a failed attempt may have left a file.
-        self.next_pack += 1;
-        let name = names::pack(number);
-        let mut file = self.inner.backend.create(&name)?;
+        let mut taken = 0;
+        let (number, name, mut file) = loop {
+            let number = self.next_pack;
+            if number > PACK_NUMBER_MAX {
+                return Err(Error::PacksExhausted { object: self.inner.backend.describe(names::PACKS) });
+            }
+            // Never tried twice: a failed attempt may have left a file.
+            self.next_pack += 1;
+            let name = names::pack(number);
+            match self.inner.backend.create(&name) {
+                Err(error) if error.already_exists() && taken < TAKEN_MAX => taken += 1,
+                file => break (number, name, file?),
+            }
+        };
         let version = if self.with_disks { WITH_PARTS } else { FORMAT_VERSION };
         let header = encode_pack_header(self.inner.config.id, number, version);
         if let Err(error) = file.append(&header) {

@@ -327,6 +327,10 @@ impl Backend for Faulty {
         Ok(guard)
     }
 
+    fn lock_prune(&self, _holder: &str) -> Result<Box<dyn LockGuard>> {
+        Ok(Box::new(NoGuard))
+    }
+
     fn holder(&self) -> Result<Option<String>> {
         Ok(self.state().locked.then(|| "another".into()))
     }
@@ -381,6 +385,12 @@ struct Guard {
 }
 
 impl LockGuard for Guard {}
+
+/// Tests prune one at a time.
+#[derive(Debug)]
+struct NoGuard;
+
+impl LockGuard for NoGuard {}
 
 impl Drop for Guard {
     fn drop(&mut self) {

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 const LOCK: &str = "lock";
+const PRUNE_LOCK: &str = "prune.lock";
 const HOLDER_BYTES_MAX: u64 = 4096;
 const LOCK_ATTEMPTS: u32 = 5;
 const LOCK_PAUSE: Duration = Duration::from_millis(2);
@@ -68,27 +69,15 @@ impl Backend for Local {
     }
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
-        let path = self.root.join(LOCK);
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|e| io_error(&path, "open", e))?;
-        if !exclude(&file, &path)? {
-            return Err(Error::Locked { holder: holder_in(&file, &path)? });
-        }
-        // The text is for messages only; a crash in the middle of writing it harms nobody.
-        file.set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| file.write_all(holder.as_bytes()))
-            .map_err(|e| io_error(&path, "write", e))?;
+        let lock = take_lock(&self.root.join(LOCK), holder)?;
         for leftover in self.list("tmp")? {
             self.remove(&format!("tmp/{leftover}"))?;
         }
-        Ok(Box::new(Flock { file }))
+        Ok(Box::new(lock))
+    }
+
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        Ok(Box::new(take_lock(&self.root.join(PRUNE_LOCK), holder)?))
     }
 
     fn holder(&self) -> Result<Option<String>> {
@@ -253,6 +242,26 @@ impl Readable for LocalReadable {
             source,
         })
     }
+}
+
+fn take_lock(path: &Path, holder: &str) -> Result<Flock> {
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(|e| io_error(path, "open", e))?;
+    if !exclude(&file, path)? {
+        return Err(Error::Locked { holder: holder_in(&file, path)? });
+    }
+    // The text is for messages only; a crash in the middle of writing it harms nobody.
+    file.set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| file.write_all(holder.as_bytes()))
+        .map_err(|e| io_error(path, "write", e))?;
+    Ok(Flock { file })
 }
 
 /// Takes the lock; false where another has it. Whoever looks whether it is held has it for a moment ([`Local::holder`]).

@@ -31,7 +31,10 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// what an earlier writer left unfinished. Answers [`Error::Locked`] with the text of the present holder.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// The text of the present holder of the lock, if somebody holds it.
+    /// The same for the one that prunes, beside the writer; removes nothing.
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
+
+    /// The text of the present holder of the writer's lock, if somebody holds it.
     fn holder(&self) -> Result<Option<String>>;
 
     /// Makes a new, empty file; an error where the name is taken.

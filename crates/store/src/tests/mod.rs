@@ -5,6 +5,7 @@
 
 mod crash;
 mod damage;
+mod diff;
 mod disks;
 mod forget;
 mod full_disk;
@@ -12,6 +13,7 @@ mod golden;
 mod lock;
 mod oracle;
 mod parts;
+mod prune;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;

@@ -1,0 +1,115 @@
+//! Taking over records of packs that go, and leaving such packs: the two ends of a prune.
+
+use super::{OpenPack, PackWriter};
+use crate::codec::PageCompressor;
+use crate::composed::Composition;
+use crate::identity::{PageHash, PageRef};
+use crate::prune::moves::{Moves, Place};
+use crate::record::{Kind, verify};
+use crate::store::Inner;
+use crate::writer::Tuning;
+use crate::{Error, Result, names};
+use keyframe_units::Page;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::sync::Arc;
+
+impl PackWriter {
+    /// Of packs that are above all there are. It knows no record, whoever else writes.
+    pub fn empty(inner: Arc<Inner>, tuning: Tuning) -> Result<Self> {
+        let listed = inner.backend.list(names::PACKS)?;
+        let newest = listed.iter().filter_map(|file| names::parse_pack(file)).max();
+        let next_pack = newest.map_or(1, |newest| newest + 1);
+        Ok(Self {
+            inner,
+            index: FxHashMap::default(),
+            of_disks: FxHashMap::default(),
+            unproven: FxHashSet::default(),
+            with_disks: false,
+            finder: None,
+            learnt_from: next_pack,
+            next_pack,
+            open: None,
+            compressor: PageCompressor::new(),
+            composed: Vec::new(),
+            tuning,
+        })
+    }
+
+    /// Writes a page that has `hash`; where it is, and how many bytes it took. [`Error::Damaged`] where it has another one.
+    pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<(PageRef, u64)> {
+        verify(hash, &self.inner.config.key, page).map_err(|problem| Error::damaged("a page", problem))?;
+        match self.index.get(&hash) {
+            // Not a composed one: others may be composed of this.
+            Some(known) if self.kind(*known) != Kind::Composed => return Ok((*known, 0)),
+            _ => {}
+        }
+        self.with_disks |= kind != Kind::Page;
+        let mut pack = self.take_pack()?;
+        let place = PageRef::new(pack.number, pack.end());
+        let len_bytes = pack.append(hash, kind, self.compressor.compress(page));
+        self.took(pack, hash, place, kind)?;
+        Ok((place, len_bytes))
+    }
+
+    /// The same for a block, which is written as `composition` says.
+    pub fn keep_composed(&mut self, composition: &Composition, page: &Page) -> Result<(PageRef, u64)> {
+        let hash = PageHash::of(&self.inner.config.key, page);
+        if let Some(known) = self.index.get(&hash) {
+            return Ok((*known, 0));
+        }
+        self.with_disks = true;
+        let mut pack = self.take_pack()?;
+        let place = PageRef::new(pack.number, pack.end());
+        self.composed.clear();
+        let codec = composition.encode(page, &mut self.compressor, &mut self.composed);
+        let len_bytes = pack.append(hash, Kind::Composed, (codec, &self.composed));
+        self.took(pack, hash, place, Kind::Composed)?;
+        Ok((place, len_bytes))
+    }
+
+    fn took(&mut self, pack: OpenPack, hash: PageHash, place: PageRef, kind: Kind) -> Result<()> {
+        self.index.insert(hash, place);
+        if kind != Kind::Page {
+            self.of_disks.insert(place, kind);
+        }
+        self.give_back(pack)
+    }
+
+    /// Makes a pack without records, with a number above all there are.
+    pub fn reserve(&mut self) -> Result<()> {
+        self.close()?;
+        let pack = self.create()?;
+        self.open = Some(pack);
+        self.close()
+    }
+
+    /// Knows nothing any more in the packs that go, but where their records are now.
+    pub fn follow(&mut self, moves: &Moves) -> Result<()> {
+        // A composed record lies behind what it refers to: what comes from here on lies behind what has moved.
+        self.close()?;
+        let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
+        self.next_pack = self.next_pack.max(newest + 1);
+        self.index.retain(|_, place| match moves.place(*place) {
+            Place::Same => true,
+            Place::Moved(to) => {
+                *place = to;
+                true
+            }
+            Place::Gone => false,
+        });
+        let moved = |of: PageRef| match moves.place(of) {
+            Place::Same => Some(of),
+            Place::Moved(to) => Some(to),
+            Place::Gone => None,
+        };
+        let of_disks = std::mem::take(&mut self.of_disks).into_iter();
+        self.of_disks = of_disks.filter_map(|(of, kind)| Some((moved(of)?, kind))).collect();
+        self.unproven = std::mem::take(&mut self.unproven).into_iter().filter_map(moved).collect();
+        if let Some(finder) = &mut self.finder {
+            finder.clear();
+        }
+        // The sectors of what is known already are learnt anew, as it is met.
+        self.learnt_from = self.next_pack;
+        Ok(())
+    }
+}
