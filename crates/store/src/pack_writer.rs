@@ -96,7 +96,7 @@ struct OpenPack {
 
 impl PackWriter {
     /// Reads the indexes of all packs. Unfinished ones are read whole, and synced: what can be read of them now may
-    /// still be in memory alone. Packs that a prune gives up are left out.
+    /// still be in memory alone. Packs that a prune gives up are left out, and unfinished ones while one is at work.
     pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
         let listed = this.inner.backend.list(names::PACKS)?;
@@ -104,13 +104,17 @@ impl PackWriter {
         let mut numbers: Vec<u32> =
             listed.iter().filter_map(|file| names::parse_pack(file)).filter(|n| !is_going(n)).collect();
         numbers.sort_unstable();
+        // A prune takes back what it could not make durable.
+        let is_pruned = this.inner.backend.is_pruned()?;
         for number in numbers {
-            this.learn(number)?;
+            this.learn(number, is_pruned, moves.is_some())?;
         }
         Ok(this)
     }
 
-    fn learn(&mut self, number: u32) -> Result<()> {
+    /// Learns what is in a pack. Of records that are not relied on (of an unfinished pack, where `closed_only`; composed ones,
+    /// where `plain_only`) only what they are.
+    fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match PackFile::open(&self.inner, number) {
             Ok(pack) => pack,
             // Nothing of it is used; `check` tells whom that hurts.
@@ -118,13 +122,15 @@ impl PackWriter {
             Err(error) => return Err(error),
         };
         let len_bytes = pack.file.len_bytes()?;
-        let entries = match pack.ending(len_bytes) {
+        let ending = pack.ending(len_bytes);
+        let is_closed = matches!(ending, Ending::Closed { .. });
+        let entries = match ending {
             Ending::Closed { entries, .. } => entries,
             Ending::Unfinished | Ending::Damaged(_) => {
                 let mut entries = Vec::new();
                 let from = PACK_HEADER_BYTES as u64;
                 pack.walk(&self.inner, from, len_bytes, &mut |entry| entries.extend(entry));
-                if !entries.is_empty() {
+                if !entries.is_empty() && !closed_only {
                     self.inner.backend.sync(&names::pack(number))?;
                 }
                 entries
@@ -132,13 +138,12 @@ impl PackWriter {
         };
         for entry in entries {
             let place = PageRef::new(number, entry.offset());
-            if *self.index.entry(entry.hash).or_insert(place) != place {
-                continue;
-            }
+            let is_composed = entry.kind() == Kind::Composed;
             if entry.kind() != Kind::Page {
                 self.of_disks.insert(place, entry.kind());
             }
-            if entry.kind() == Kind::Composed {
+            let is_relied_on = (is_closed || !closed_only) && !(is_composed && plain_only);
+            if is_relied_on && *self.index.entry(entry.hash).or_insert(place) == place && is_composed {
                 self.unproven.insert(place);
             }
         }

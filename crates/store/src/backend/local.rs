@@ -81,17 +81,11 @@ impl Backend for Local {
     }
 
     fn holder(&self) -> Result<Option<String>> {
-        let path = self.root.join(LOCK);
-        let file = match File::open(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(|e| io_error(&path, "open", e))?,
-        };
-        match flock(&file, FlockOperation::NonBlockingLockShared) {
-            // Released as the file closes.
-            Ok(()) => Ok(None),
-            Err(rustix::io::Errno::WOULDBLOCK) => holder_in(&file, &path).map(Some),
-            Err(e) => Err(io_error(&path, "lock", e.into())),
-        }
+        holder_of(&self.root.join(LOCK))
+    }
+
+    fn is_pruned(&self) -> Result<bool> {
+        Ok(holder_of(&self.root.join(PRUNE_LOCK))?.is_some())
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
@@ -277,6 +271,20 @@ fn exclude(file: &File, path: &Path) -> Result<bool> {
         }
     }
     Ok(false)
+}
+
+/// What the holder of a lock says, if somebody has it.
+fn holder_of(path: &Path) -> Result<Option<String>> {
+    let file = match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(|e| io_error(path, "open", e))?,
+    };
+    match flock(&file, FlockOperation::NonBlockingLockShared) {
+        // Released as the file closes.
+        Ok(()) => Ok(None),
+        Err(rustix::io::Errno::WOULDBLOCK) => holder_in(&file, path).map(Some),
+        Err(e) => Err(io_error(path, "lock", e.into())),
+    }
 }
 
 fn holder_in(file: &File, path: &Path) -> Result<String> {

@@ -37,6 +37,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// The text of the present holder of the writer's lock, if somebody holds it.
     fn holder(&self) -> Result<Option<String>>;
 
+    /// True while somebody prunes.
+    fn is_pruned(&self) -> Result<bool>;
+
     /// Makes a new, empty file; an error where the name is taken.
     fn create(&self, name: &str) -> Result<Box<dyn Growing>>;
 

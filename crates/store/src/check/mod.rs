@@ -343,6 +343,11 @@ impl Check<'_> {
         }
         for (bounds, victims) in bad.into_iter().zip(victims) {
             let mut problem = bounds.problem;
+            if victims.is_empty() && bounds.stale {
+                let object = bounds.object;
+                self.report.notes.push(format!("{object}: {problem}; no checkpoint needs it, as a prune leaves it"));
+                continue;
+            }
             if victims.is_empty() {
                 problem.push_str("; no checkpoint needs it");
             }

@@ -16,9 +16,7 @@ use std::sync::Arc;
 impl PackWriter {
     /// Of packs that are above all there are. It knows no record, whoever else writes.
     pub fn empty(inner: Arc<Inner>, tuning: Tuning) -> Result<Self> {
-        let listed = inner.backend.list(names::PACKS)?;
-        let newest = listed.iter().filter_map(|file| names::parse_pack(file)).max();
-        let next_pack = newest.map_or(1, |newest| newest + 1);
+        let next_pack = newest(&inner)? + 1;
         Ok(Self {
             inner,
             index: FxHashMap::default(),
@@ -75,36 +73,50 @@ impl PackWriter {
         self.give_back(pack)
     }
 
+    /// The next pack is above all there are now.
+    pub fn raise(&mut self) -> Result<()> {
+        self.close()?;
+        self.next_pack = self.next_pack.max(newest(&self.inner)? + 1);
+        Ok(())
+    }
+
     /// Makes a pack without records, with a number above all there are.
     pub fn reserve(&mut self) -> Result<()> {
-        self.close()?;
+        self.raise()?;
         let pack = self.create()?;
         self.open = Some(pack);
         self.close()
     }
 
-    /// Knows nothing any more in the packs that go, but where their records are now.
+    /// Whether this is a composed record.
+    pub fn is_composed(&self, place: PageRef) -> bool {
+        self.kind(place) == Kind::Composed
+    }
+
+    /// Knows nothing any more in the packs that go, but where their records are now; and of composed records only those that
+    /// have moved.
     pub fn follow(&mut self, moves: &Moves) -> Result<()> {
         // A composed record lies behind what it refers to: what comes from here on lies behind what has moved.
         self.close()?;
         let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
         self.next_pack = self.next_pack.max(newest + 1);
+        let of_disks = &self.of_disks;
         self.index.retain(|_, place| match moves.place(*place) {
-            Place::Same => true,
+            // What a composed one refers to may go.
+            Place::Same => of_disks.get(place) != Some(&Kind::Composed),
             Place::Moved(to) => {
                 *place = to;
                 true
             }
             Place::Gone => false,
         });
-        let moved = |of: PageRef| match moves.place(of) {
-            Place::Same => Some(of),
-            Place::Moved(to) => Some(to),
+        let moved = |(of, kind): (PageRef, Kind)| match moves.place(of) {
+            Place::Same => Some((of, kind)),
+            Place::Moved(to) => Some((to, kind)),
             Place::Gone => None,
         };
-        let of_disks = std::mem::take(&mut self.of_disks).into_iter();
-        self.of_disks = of_disks.filter_map(|(of, kind)| Some((moved(of)?, kind))).collect();
-        self.unproven = std::mem::take(&mut self.unproven).into_iter().filter_map(moved).collect();
+        self.of_disks = std::mem::take(&mut self.of_disks).into_iter().filter_map(moved).collect();
+        self.unproven.clear();
         if let Some(finder) = &mut self.finder {
             finder.clear();
         }
@@ -112,4 +124,10 @@ impl PackWriter {
         self.learnt_from = self.next_pack;
         Ok(())
     }
+}
+
+/// The highest number of a pack; 0 where there is none.
+fn newest(inner: &Inner) -> Result<u32> {
+    let listed = inner.backend.list(names::PACKS)?;
+    Ok(listed.iter().filter_map(|file| names::parse_pack(file)).max().unwrap_or(0))
 }

@@ -118,28 +118,15 @@ impl Live {
     }
 
     /// Adds what live records of `shape` are composed of, and returns these with what each refers to. What they refer to is
-    /// not composed: one step is all.
+    /// not composed, and lies before them: one step, through packs in rising order, is all.
     pub fn close(&mut self, inner: &Inner, shape: &Shape) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let live = self.offsets(shape.number);
         let composed = shape.entries.iter().filter(|entry| entry.kind() == Kind::Composed);
-        let wanted: Vec<(PageRef, ())> = composed
+        let wanted: Vec<PageRef> = composed
             .filter(|entry| live.binary_search(&entry.offset()).is_ok())
-            .map(|entry| (PageRef::new(shape.number, entry.offset()), ()))
+            .map(|entry| PageRef::new(shape.number, entry.offset()))
             .collect();
-        let mut found = Vec::with_capacity(wanted.len());
-        if wanted.is_empty() {
-            return Ok(found);
-        }
-        let mut page = ZERO_PAGE;
-        let object = inner.backend.describe(&names::pack(shape.number));
-        inner.pack(shape.number)?.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
-            let Content::Composed(record) = content else { return Ok(()) };
-            let composition = record.composition(&mut page);
-            let composition = composition
-                .map_err(|problem| Error::damaged(format!("{object} at offset {}", at.offset()), problem))?;
-            found.push((at, composition.records()));
-            Ok::<_, Error>(())
-        })?;
+        let found = inner.parts_of(&wanted)?;
         for to in found.iter().flat_map(|(_, records)| records) {
             self.wanted.entry(to.pack()).or_default().push(to.offset());
         }
@@ -171,16 +158,39 @@ impl Live {
             if let Some(parent) = node.parent {
                 let mut below = visible.clone();
                 run.ranges().for_each(|range| hide(&mut below, range));
-                match pending.entry(parent) {
-                    std::collections::btree_map::Entry::Vacant(entry) => drop(entry.insert(below)),
-                    std::collections::btree_map::Entry::Occupied(mut entry) => {
-                        entry.get_mut().union_with(&below);
+                match pending.get_mut(&parent) {
+                    Some(visible) => visible.union_with(&below),
+                    None => {
+                        pending.insert(parent, below);
                     }
                 }
             }
             visit(*id, node, &run, &visible)?;
         }
         Ok(())
+    }
+}
+
+impl Inner {
+    /// What composed records (rising) refer to; those that are not composed are left out.
+    pub fn parts_of(&self, wanted: &[PageRef]) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
+        let mut found = Vec::with_capacity(wanted.len());
+        let mut page = ZERO_PAGE;
+        for of_pack in wanted.chunk_by(|a, b| a.pack() == b.pack()) {
+            let number = of_pack.first().map_or(0, |of| of.pack());
+            let object = self.backend.describe(&names::pack(number));
+            let places: Vec<(PageRef, ())> = of_pack.iter().map(|of| (*of, ())).collect();
+            self.pack(number)?.read_records(&places, &mut Vec::new(), &mut |at, (), content| {
+                if let Content::Composed(record) = content {
+                    let composition = record.composition(&mut page).map_err(|problem| {
+                        Error::damaged(format!("{object} at offset {}", at.offset()), problem)
+                    })?;
+                    found.push((at, composition.records()));
+                }
+                Ok::<_, Error>(())
+            })?;
+        }
+        Ok(found)
     }
 }
 

@@ -338,6 +338,7 @@ impl Prune<'_> {
             composed.extend(found.into_iter().filter(|(of, to)| refers(&of.pack(), to)).map(|(of, _)| of));
         }
         live.settle();
+        self.copier.raise()?;
         for victim in moves.victims.clone() {
             if let Err(problem) = self.copier.plain(victim, live.offsets(victim), moves)? {
                 moves.victims.remove(&victim);

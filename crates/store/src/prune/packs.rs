@@ -114,7 +114,7 @@ pub fn choose(packs: &[Usage], max_unused: f64) -> Vec<u32> {
     victims
 }
 
-/// Cuts the victims into rounds of at most `bytes_max` and `records_max` to move, so that an interruption costs one of them.
+/// Cuts the victims, in the order of [`choose`], into rounds of at most `bytes_max` and `records_max` to move, so that an interruption costs one of them.
 pub fn rounds(packs: &[Usage], victims: &[u32], bytes_max: u64, records_max: usize) -> Vec<BTreeSet<u32>> {
     let mut rounds = vec![BTreeSet::new()];
     let (mut bytes, mut records) = (0, 0);
@@ -122,7 +122,9 @@ pub fn rounds(packs: &[Usage], victims: &[u32], bytes_max: u64, records_max: usi
         let usage = packs.iter().find(|pack| pack.number == *victim);
         let (more_bytes, more_records) = usage.map_or((0, 0), |u| (u.live_bytes, u.live_records));
         let full = bytes + more_bytes > bytes_max || records + more_records > records_max;
-        if full && rounds.last().is_some_and(|round| !round.is_empty()) {
+        // Those of which nothing is needed go first: on a full disk they make the room.
+        let first_to_copy = records == 0 && more_records > 0;
+        if (full || first_to_copy) && rounds.last().is_some_and(|round| !round.is_empty()) {
             rounds.push(BTreeSet::new());
             (bytes, records) = (0, 0);
         }

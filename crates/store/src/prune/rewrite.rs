@@ -95,12 +95,16 @@ impl Copier {
                 continue;
             }
             match self.compose_anew(*place, moves) {
-                Ok(to) => drop(moves.to.insert(*place, to)),
+                Ok(to) => {
+                    moves.to.insert(*place, to);
+                }
                 Err(error @ Error::Damaged { .. }) => {
                     damaged.push(error.to_string());
                     moves.victims.remove(&place.pack());
                     let records = self.composition(*place).map(|composition| composition.records());
-                    records.unwrap_or_default().iter().for_each(|to| drop(moves.victims.remove(&to.pack())));
+                    for to in records.unwrap_or_default() {
+                        moves.victims.remove(&to.pack());
+                    }
                 }
                 Err(error) => return Err(error),
             }
@@ -129,20 +133,25 @@ impl Copier {
     }
 
     fn composition(&self, place: PageRef) -> Result<Composition> {
-        let mut found = None;
+        let (mut found, mut scratch) = (None, ZERO_PAGE);
         let object = || format!("{} at offset {}", names::pack(place.pack()), place.offset());
         self.inner.pack(place.pack())?.read_records(
             &[(place, ())],
             &mut Vec::new(),
             &mut |_, (), content| {
                 if let Content::Composed(record) = content {
-                    let composition = record.composition(&mut ZERO_PAGE.clone());
+                    let composition = record.composition(&mut scratch);
                     found = Some(composition.map_err(|problem| Error::damaged(object(), problem))?);
                 }
                 Ok::<_, Error>(())
             },
         )?;
         found.ok_or_else(|| Error::damaged(object(), "it is not composed"))
+    }
+
+    /// What is copied from here on lies behind everything that there is.
+    pub fn raise(&mut self) -> Result<()> {
+        self.packs.as_mut().map_or(Ok(()), PackWriter::raise)
     }
 
     /// Makes all copies durable.
@@ -166,7 +175,7 @@ pub fn maps(inner: &Inner, live: &Live, moves: &Moves) -> Result<u64> {
         let mut lost = None;
         let moved = run.moved(&mut |page, to| match moves.place(to) {
             Place::Same => Some(to),
-            Place::Moved(to) => Some(to),
+            Place::Moved(now) => Some(now),
             Place::Gone => {
                 if shows(visible, page) {
                     lost = Some(to);

@@ -5,11 +5,13 @@
 //! sealed from then on does.
 
 use super::Run;
+use crate::disk_map::{DiskMap, Former};
 use crate::identity::PageRef;
+use crate::page_map::PageMap;
 use crate::pack_writer::Placed;
 use crate::prune::moves::{Moves, Place};
 use crate::{Error, Result};
-use keyframe_units::{Page, ZERO_PAGE};
+use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 use rustc_hash::FxHashMap;
 
 impl Run {
@@ -23,10 +25,18 @@ impl Run {
             Err(error) => return Err(error),
         };
         self.session()?.packs.follow(&moves)?;
-        let mut going = Vec::new();
-        self.repoint(&mut |to| going.extend((moves.place(*to) != Place::Same).then_some(*to)));
-        let places = self.places(going, &moves)?;
-        self.repoint(&mut |to| *to = places.get(to).copied().unwrap_or(*to));
+        let mut all = Vec::new();
+        let packs = self.session.as_deref().map(|session| &session.packs);
+        let is_asked = |to: PageRef| {
+            moves.place(to) != Place::Same || packs.is_some_and(|packs| packs.is_composed(to))
+        };
+        Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
+            all.extend(is_asked(*to).then_some(*to));
+        });
+        let places = self.places(all, &moves)?;
+        Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
+            *to = places.get(to).copied().unwrap_or(*to);
+        });
         self.session()?.packs.sync()?;
         self.inner.put_seen(moves.generation)?;
         self.session()?.moves = Some(moves);
@@ -37,22 +47,29 @@ impl Run {
     /// before.
     pub(super) fn places_now(&mut self, records: Vec<PageRef>) -> Result<FxHashMap<PageRef, PageRef>> {
         let Some(moves) = self.session()?.moves.take() else { return Ok(FxHashMap::default()) };
-        let going = records.into_iter().filter(|to| moves.place(*to) != Place::Same).collect();
+        let packs = &self.session()?.packs;
+        let is_asked = |to: &PageRef| moves.place(*to) != Place::Same || packs.is_composed(*to);
+        let going = records.into_iter().filter(is_asked).collect();
         let places = self.places(going, &moves);
         self.session()?.moves = Some(moves);
         places
     }
 
-    /// Where each of `going` is now; what was not moved is put anew.
-    fn places(&mut self, mut going: Vec<PageRef>, moves: &Moves) -> Result<FxHashMap<PageRef, PageRef>> {
-        going.sort_unstable();
-        going.dedup();
+    /// Where those of `all` are now that are not where they were. What was not moved is put anew; so is what is composed of
+    /// something that moves or goes, and was in no checkpoint yet when that was moved.
+    fn places(&mut self, mut all: Vec<PageRef>, moves: &Moves) -> Result<FxHashMap<PageRef, PageRef>> {
+        all.sort_unstable();
+        all.dedup();
         let mut places = FxHashMap::default();
-        for of in going {
+        let (still, going): (Vec<PageRef>, Vec<PageRef>) =
+            all.into_iter().partition(|of| moves.place(*of) == Place::Same);
+        let broken = |parts: &[PageRef]| parts.iter().any(|to| moves.place(*to) != Place::Same);
+        let composed = self.inner.parts_of(&still)?.into_iter();
+        let broken: Vec<PageRef> = composed.filter(|(_, parts)| broken(parts)).map(|(of, _)| of).collect();
+        for of in going.into_iter().chain(broken) {
             let now = match moves.place(of) {
-                Place::Same => of,
                 Place::Moved(to) => to,
-                Place::Gone => self.put_anew(of)?,
+                Place::Same | Place::Gone => self.put_anew(of)?,
             };
             places.insert(of, now);
         }
@@ -71,10 +88,15 @@ impl Run {
     }
 
     /// Shows every record that the run refers to.
-    fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
-        self.map.repoint(place);
-        self.disk_map.repoint(place);
-        self.undo.iter_mut().map(|(_, to)| to).filter(|to| **to != PageRef::ZERO).for_each(&mut *place);
-        self.undo_blocks.iter_mut().for_each(|former| former.repoint(place));
+    fn each(
+        map: &mut PageMap,
+        disk_map: &mut DiskMap,
+        (undo, undo_blocks): (&mut [(PageIndex, PageRef)], &mut [Former]),
+        show: &mut dyn FnMut(&mut PageRef),
+    ) {
+        map.repoint(show);
+        disk_map.repoint(show);
+        undo.iter_mut().map(|(_, to)| to).filter(|to| **to != PageRef::ZERO).for_each(&mut *show);
+        undo_blocks.iter_mut().for_each(|former| former.repoint(show));
     }
 }
