@@ -60,7 +60,8 @@ fn with_half_forgotten_the_rest_is_what_it_was_whenever_a_prune_is_killed() {
     assert_eq!(would["forgotten"].as_array().map(Vec::len), Some(all.len() - 3), "{would}");
     assert_eq!(ids(&bench), all);
 
-    let half: Vec<String> = all.iter().skip(1).step_by(2).take(all.len() / 2 - 1).map(u64::to_string).collect();
+    let half: Vec<String> =
+        all.iter().skip(1).step_by(2).take(all.len() / 2 - 1).map(u64::to_string).collect();
     let done = forget(&bench, &half.iter().map(String::as_str).collect::<Vec<_>>());
     assert_eq!(done["forgotten"].as_array().map(Vec::len), Some(half.len()), "{done}");
     images.retain(|id, _| !half.contains(&id.to_string()));
@@ -112,9 +113,8 @@ fn assert_counts(diff: &Value, first: &[u8], second: &[u8]) {
     let ram = blocks.iter().max_by_key(|block| number(block, "pages")).expect("a block");
     let len = (number(ram, "pages") * 4096) as usize;
     let (first, second) = (&first[..len.min(first.len())], &second[..len.min(second.len())]);
-    let differ = |size: usize| {
-        first.chunks(size).zip(second.chunks(size)).filter(|(a, b)| a != b).count() as u64
-    };
+    let differ =
+        |size: usize| first.chunks(size).zip(second.chunks(size)).filter(|(a, b)| a != b).count() as u64;
     // The raw image has holes, and ROMs over RAM: the block has at least what both show, and few pages more.
     let (pages, bytes) = (differ(4096), differ(1));
     let (changed_pages, changed_bytes) = (number(ram, "changed_pages"), number(ram, "changed_bytes"));

@@ -109,7 +109,10 @@ impl Store {
 }
 
 /// The regions of two checkpoints, by name.
-fn regions(first: &[(&str, PageRange)], second: &[(&str, PageRange)]) -> Vec<(RegionDiff, PageRange, PageRange)> {
+fn regions(
+    first: &[(&str, PageRange)],
+    second: &[(&str, PageRange)],
+) -> Vec<(RegionDiff, PageRange, PageRange)> {
     let none = PageRange::new(PageIndex(0), 0);
     let of = |all: &[(&str, PageRange)], name: &str| {
         all.iter().find(|(other, _)| *other == name).map_or(none, |(_, range)| *range)

@@ -1,7 +1,7 @@
 //! What a store holds, in numbers.
 
-use crate::{Breakdown, DiskCounts, Result, Store, names};
 use crate::store::Inner;
+use crate::{Breakdown, DiskCounts, Result, Store, names};
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -101,7 +101,6 @@ impl Store {
         stats.reduction_ratio = ratio(stats.raw_bytes, stats.total_bytes);
         Ok(stats)
     }
-
 }
 
 impl Inner {

@@ -50,7 +50,11 @@ impl Diff {
         };
         let diff = store.diff(first, second, &mut progress).map_err(|e| self.store.failure(&e))?;
         bar.finish_and_clear();
-        if self.json { output::json(&diff)? } else { print(&diff)? }
+        if self.json {
+            output::json(&diff)?
+        } else {
+            print(&diff)?
+        }
         Ok(DONE)
     }
 }

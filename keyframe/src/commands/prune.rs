@@ -81,7 +81,11 @@ impl Prune {
                 humantime::format_duration(wait)
             );
         }
-        if self.json { output::json(&report)? } else { print(&report)? }
+        if self.json {
+            output::json(&report)?
+        } else {
+            print(&report)?
+        }
         Ok(if report.damaged.is_empty() && report.postponed_packs == 0 { DONE } else { WARNED })
     }
 
@@ -139,7 +143,10 @@ mod tests {
 
     #[test]
     fn parts_are_read_as_people_write_them() {
-        assert_eq!((parse_unused("5%"), parse_unused("0"), parse_unused("100%")), (Ok(0.05), Ok(0.0), Ok(1.0)));
+        assert_eq!(
+            (parse_unused("5%"), parse_unused("0"), parse_unused("100%")),
+            (Ok(0.05), Ok(0.0), Ok(1.0))
+        );
         assert!(["-1%", "101%", "x", "NaN", ""].iter().all(|bad| parse_unused(bad).is_err()));
     }
 }

@@ -345,7 +345,9 @@ impl Check<'_> {
             let mut problem = bounds.problem;
             if victims.is_empty() && bounds.stale {
                 let object = bounds.object;
-                self.report.notes.push(format!("{object}: {problem}; no checkpoint needs it, as a prune leaves it"));
+                self.report
+                    .notes
+                    .push(format!("{object}: {problem}; no checkpoint needs it, as a prune leaves it"));
                 continue;
             }
             if victims.is_empty() {

@@ -80,12 +80,13 @@ impl PackWriter {
         Ok(())
     }
 
-    /// Makes a pack without records, with a number above all there are.
-    pub fn reserve(&mut self) -> Result<()> {
+    /// Makes a pack without records, with a number above all there are, which is returned.
+    pub fn reserve(&mut self) -> Result<u32> {
         self.raise()?;
         let pack = self.create()?;
+        let number = pack.number;
         self.open = Some(pack);
-        self.close()
+        self.close().map(|()| number)
     }
 
     /// Whether this is a composed record.

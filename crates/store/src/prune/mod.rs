@@ -290,6 +290,7 @@ impl Prune<'_> {
                 self.count_pack(usage);
             }
         }
+        self.copier.tidy()?;
         let stays = |usage: &&Usage| !plan.victims.contains(&usage.number);
         self.report.unused_bytes = plan.packs.iter().filter(stays).map(Usage::unused_bytes).sum();
         Ok(())

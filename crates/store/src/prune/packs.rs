@@ -163,7 +163,8 @@ mod tests {
 
     #[test]
     fn the_emptiest_packs_go_until_little_is_unused() {
-        let packs = [usage(1, 10_000, 0), usage(2, 10_000, 9000), usage(3, 10_000, 1000), usage(4, 10_000, 5000)];
+        let packs =
+            [usage(1, 10_000, 0), usage(2, 10_000, 9000), usage(3, 10_000, 1000), usage(4, 10_000, 5000)];
         assert_eq!(choose(&packs, 0.3), [1, 3]);
         assert_eq!(choose(&packs, 0.1), [1, 3, 4]);
         assert_eq!(choose(&packs, 0.0), [1, 3, 4, 2]);

@@ -6,7 +6,7 @@
 
 use super::live::{Live, shows};
 use super::moves::{Moves, Place};
-use super::packs::{Shape, places};
+use super::packs::{self, Shape, places};
 use crate::composed::{Composition, Part};
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
@@ -24,12 +24,13 @@ pub struct Copier {
     inner: Arc<Inner>,
     tuning: Tuning,
     packs: Option<PackWriter>,
+    reserved: BTreeSet<u32>,
     pub copied_bytes: u64,
 }
 
 impl Copier {
     pub fn new(inner: Arc<Inner>, tuning: Tuning) -> Self {
-        Self { inner, tuning, packs: None, copied_bytes: 0 }
+        Self { inner, tuning, packs: None, reserved: BTreeSet::new(), copied_bytes: 0 }
     }
 
     fn packs(&mut self) -> Result<&mut PackWriter> {
@@ -64,12 +65,14 @@ impl Copier {
         let mut copied_bytes = 0;
         let copied = pack.read_records(&wanted, &mut Vec::new(), &mut |place, at, content| {
             if let (Content::Plain(page), Some(entry)) = (content, shape.entries.get(at)) {
-                let (to, bytes) = packs.keep(page, entry.hash, entry.kind()).map_err(|error| match error {
-                    Error::Damaged { problem, .. } => {
-                        Error::damaged(format!("{} at offset {}", names::pack(victim), place.offset()), problem)
-                    }
-                    other => other,
-                })?;
+                let (to, bytes) =
+                    packs.keep(page, entry.hash, entry.kind()).map_err(|error| match error {
+                        Error::Damaged { problem, .. } => Error::damaged(
+                            format!("{} at offset {}", names::pack(victim), place.offset()),
+                            problem,
+                        ),
+                        other => other,
+                    })?;
                 copied_bytes += bytes;
                 moves.to.insert(place, to);
             }
@@ -161,7 +164,16 @@ impl Copier {
 
     /// Makes a pack without records, so that no number below its own is used again.
     pub fn reserve(&mut self) -> Result<()> {
-        self.packs()?.reserve()
+        let number = self.packs()?.reserve()?;
+        self.reserved.insert(number);
+        Ok(())
+    }
+
+    /// Removes those of [`Self::reserve`] that others lie above by now.
+    pub fn tidy(&mut self) -> Result<()> {
+        let newest = packs::numbers(&self.inner)?.last().copied();
+        self.reserved.retain(|number| Some(*number) != newest);
+        self.inner.remove_packs(&std::mem::take(&mut self.reserved))
     }
 }
 
@@ -185,7 +197,10 @@ pub fn maps(inner: &Inner, live: &Live, moves: &Moves) -> Result<u64> {
         });
         if let Some(to) = lost {
             let object = inner.backend.describe(&names::map(id));
-            return Err(Error::damaged(object, format!("prune: it needs record {to:?}, which was not moved")));
+            return Err(Error::damaged(
+                object,
+                format!("prune: it needs record {to:?}, which was not moved"),
+            ));
         }
         rewritten += 1;
         inner.put_again(&names::map(id), &moved.encode(inner.config.id, node.disks))
@@ -224,7 +239,10 @@ impl Inner {
     /// Puts a map without pages in place of one that no checkpoint needs, so that its number is not used again.
     pub fn empty_map(&self, id: u64) -> Result<()> {
         let header = MapHeader { id, parent: None, run: [0; 16], space_pages: 0 };
-        self.put_again(&names::map(id), &MapRun::new(header, std::iter::empty()).encode(self.config.id, false))
+        self.put_again(
+            &names::map(id),
+            &MapRun::new(header, std::iter::empty()).encode(self.config.id, false),
+        )
     }
 
     /// True of what [`Self::empty_map`] put.

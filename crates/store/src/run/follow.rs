@@ -7,8 +7,8 @@
 use super::Run;
 use crate::disk_map::{DiskMap, Former};
 use crate::identity::PageRef;
-use crate::page_map::PageMap;
 use crate::pack_writer::Placed;
+use crate::page_map::PageMap;
 use crate::prune::moves::{Moves, Place};
 use crate::{Error, Result};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
@@ -27,9 +27,8 @@ impl Run {
         self.session()?.packs.follow(&moves)?;
         let mut all = Vec::new();
         let packs = self.session.as_deref().map(|session| &session.packs);
-        let is_asked = |to: PageRef| {
-            moves.place(to) != Place::Same || packs.is_some_and(|packs| packs.is_composed(to))
-        };
+        let is_asked =
+            |to: PageRef| moves.place(to) != Place::Same || packs.is_some_and(|packs| packs.is_composed(to));
         Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
             all.extend(is_asked(*to).then_some(*to));
         });

@@ -29,7 +29,10 @@ fn assert_kept(medium: &Faulty, known: &BTreeMap<CheckpointId, Image>, context: 
     let store = on(medium).unwrap();
     assert_eq!(store.ids().unwrap(), known.keys().copied().collect::<Vec<_>>(), "{context}");
     for (id, image) in known {
-        assert!(image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}")), "{context}: {id}");
+        assert!(
+            image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}")),
+            "{context}: {id}"
+        );
     }
     let report = check(&store);
     assert!(report.is_clean(), "{context}: {report:#?}");
@@ -42,7 +45,9 @@ fn files(medium: &Faulty, folder: &str) -> Vec<String> {
 
 #[test]
 fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
-    for (max_unused, gone) in [(0.0, [2, 3, 4, 5, 6, 9]), (0.3, [2, 3, 4, 5, 6, 9]), (0.0, [1, 10, 11, 12, 13, 20])] {
+    for (max_unused, gone) in
+        [(0.0, [2, 3, 4, 5, 6, 9]), (0.3, [2, 3, 4, 5, 6, 9]), (0.0, [1, 10, 11, 12, 13, 20])]
+    {
         let medium = Faulty::default();
         let mut known = store_of(&medium, 14);
         add_run(&medium, 6, &mut known);
