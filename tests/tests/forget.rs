@@ -81,7 +81,7 @@ fn with_half_forgotten_the_rest_is_what_it_was_whenever_a_prune_is_killed() {
         let store = bench.store();
         let mut command = bench.command(&["prune", "--quiet", "--max-unused", "0%", "--store", &store]);
         let mut prune = command.spawn().expect("start a prune");
-        std::thread::sleep(Duration::from_micros(1000 + state % 150_000));
+        std::thread::sleep(Duration::from_micros(1000 + state % 500_000));
         let _ = prune.kill();
         killed += usize::from(!prune.wait().expect("wait for it").success());
         bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
