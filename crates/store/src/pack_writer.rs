@@ -63,6 +63,8 @@ pub struct PackWriter {
     index: FxHashMap<PageHash, PageRef>,
     /// The records that disks brought: all that are not of the kind [`Kind::Page`].
     of_disks: FxHashMap<PageRef, Kind>,
+    /// Packs of others whose records are all known, at least as what they are.
+    learnt: FxHashSet<u32>,
     /// Composed records of earlier writers: what they stand on may be gone.
     unproven: FxHashSet<PageRef>,
     /// The run has disks: packs are of the version that knows of them.
@@ -136,6 +138,7 @@ impl PackWriter {
                 entries
             }
         };
+        self.learnt.insert(number);
         for entry in entries {
             let place = PageRef::new(number, entry.offset());
             let is_composed = entry.kind() == Kind::Composed;

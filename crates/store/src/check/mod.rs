@@ -94,17 +94,17 @@ impl Store {
     ) -> Result<CheckReport> {
         for _ in 1..ATTEMPTS {
             let before = self.inner().removable()?;
-            let report = self.check_once(options, progress)?;
+            let report = self.check_once(*options, progress)?;
             if report.is_clean() || before.is_subset(&self.inner().removable()?) {
                 return Ok(report);
             }
         }
-        self.check_once(options, progress)
+        self.check_once(*options, progress)
     }
 
     fn check_once(
         &self,
-        options: &CheckOptions,
+        options: CheckOptions,
         progress: &mut dyn FnMut(CheckProgress),
     ) -> Result<CheckReport> {
         let inner = self.inner();

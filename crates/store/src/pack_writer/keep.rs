@@ -21,6 +21,7 @@ impl PackWriter {
             inner,
             index: FxHashMap::default(),
             of_disks: FxHashMap::default(),
+            learnt: FxHashSet::default(),
             unproven: FxHashSet::default(),
             with_disks: false,
             finder: None,
@@ -73,10 +74,13 @@ impl PackWriter {
         self.give_back(pack)
     }
 
-    /// The next pack is above all there are now.
+    /// The next pack is above all there are now. No composed record is relied on again.
     pub fn raise(&mut self) -> Result<()> {
         self.close()?;
         self.next_pack = self.next_pack.max(newest(&self.inner)? + 1);
+        // What a composed one refers to may go by now.
+        let of_disks = &self.of_disks;
+        self.index.retain(|_, place| of_disks.get(place) != Some(&Kind::Composed));
         Ok(())
     }
 
@@ -89,6 +93,17 @@ impl PackWriter {
         self.close().map(|()| number)
     }
 
+    /// Learns of packs that others, prunes, have begun meanwhile what their records are.
+    pub fn learn_others(&mut self, moves: &Moves) -> Result<()> {
+        let own = self.open.as_ref().map(|pack| pack.number);
+        let listed = self.inner.backend.list(names::PACKS)?;
+        let is_new = |number: &u32| {
+            !self.learnt.contains(number) && Some(*number) != own && !moves.victims.contains(number)
+        };
+        let new: Vec<u32> = listed.iter().filter_map(|file| names::parse_pack(file)).filter(is_new).collect();
+        new.into_iter().try_for_each(|number| self.learn(number, true, true))
+    }
+
     /// Whether this is a composed record.
     pub fn is_composed(&self, place: PageRef) -> bool {
         self.kind(place) == Kind::Composed
@@ -99,6 +114,7 @@ impl PackWriter {
     pub fn follow(&mut self, moves: &Moves) -> Result<()> {
         // A composed record lies behind what it refers to: what comes from here on lies behind what has moved.
         self.close()?;
+        self.learn_others(moves)?;
         let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
         self.next_pack = self.next_pack.max(newest + 1);
         let of_disks = &self.of_disks;

@@ -95,7 +95,7 @@ impl Usage {
 /// The packs to give up, in an order that frees much for little: at most `max_unused` (0 to 1) of what stays is unused then.
 pub fn choose(packs: &[Usage], max_unused: f64) -> Vec<u32> {
     let newest = packs.iter().map(|pack| pack.number).max();
-    let may_go = |pack: &&Usage| !pack.untouchable && !(pack.holds_none && Some(pack.number) == newest);
+    let may_go = |pack: &&Usage| !(pack.untouchable || pack.holds_none && Some(pack.number) == newest);
     let (dead, mut partly): (Vec<&Usage>, Vec<&Usage>) =
         packs.iter().filter(may_go).partition(|pack| pack.live_records == 0);
     let mut victims: Vec<u32> = dead.iter().map(|pack| pack.number).collect();

@@ -12,6 +12,7 @@ use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
 use crate::pack_file::Content;
 use crate::pack_writer::PackWriter;
+use crate::record::Entry;
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Error, Result, names};
@@ -53,7 +54,7 @@ impl Copier {
         };
         let mut wanted = Vec::with_capacity(missing.len());
         for place in missing {
-            match shape.entries.binary_search_by_key(&place.offset(), |entry| entry.offset()) {
+            match shape.entries.binary_search_by_key(&place.offset(), Entry::offset) {
                 Ok(at) => wanted.push((place, at)),
                 Err(_) => {
                     return Ok(Err(format!("{}: no record at {}", names::pack(victim), place.offset())));
@@ -253,7 +254,7 @@ impl Inner {
     /// Removes packs that nothing needs.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
         let mut packs = self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        numbers.iter().for_each(|number| drop(packs.remove(number)));
+        packs.retain(|number, _| !numbers.contains(number));
         drop(packs);
         let names: Vec<String> = numbers.iter().map(|number| names::pack(*number)).collect();
         self.backend.remove_all(names::PACKS, &names)

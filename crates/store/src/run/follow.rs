@@ -46,6 +46,11 @@ impl Run {
     /// before.
     pub(super) fn places_now(&mut self, records: Vec<PageRef>) -> Result<FxHashMap<PageRef, PageRef>> {
         let Some(moves) = self.session()?.moves.take() else { return Ok(FxHashMap::default()) };
+        let learnt = self.session()?.packs.learn_others(&moves);
+        if let Err(error) = learnt {
+            self.session()?.moves = Some(moves);
+            return Err(error);
+        }
         let packs = &self.session()?.packs;
         let is_asked = |to: &PageRef| moves.place(*to) != Place::Same || packs.is_composed(*to);
         let going = records.into_iter().filter(is_asked).collect();
@@ -96,6 +101,8 @@ impl Run {
         map.repoint(show);
         disk_map.repoint(show);
         undo.iter_mut().map(|(_, to)| to).filter(|to| **to != PageRef::ZERO).for_each(&mut *show);
-        undo_blocks.iter_mut().for_each(|former| former.repoint(show));
+        for former in undo_blocks {
+            former.repoint(show);
+        }
     }
 }

@@ -415,7 +415,7 @@ impl Subject {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
     /// A writer, prunes and forgetting in any order and at once: every checkpoint that is kept is what was put.
     #[test]
     fn a_run_goes_on_while_what_it_knows_moves(seed in any::<u64>(), rounds in 1usize..4) {
