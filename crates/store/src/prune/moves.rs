@@ -27,10 +27,10 @@ const MOVES: &str = "moves";
 const SEEN: &str = "moves.seen";
 /// Where the generation is.
 const GENERATION_AT: u64 = 28;
-/// Records that may move at once.
+/// Records that move at once, where they are of more than one pack.
 pub const RECORDS_MAX: usize = 2 << 20;
-/// Twice ten bytes a record, and five a pack.
-const BYTES_MAX: u64 = 128 << 20;
+/// Above what all records of the largest pack that a writer makes take; what is beyond is refused before it is read.
+const BYTES_MAX: u64 = 1 << 30;
 
 /// Tells one set of moves from another.
 pub type Generation = [u8; 16];
