@@ -79,6 +79,7 @@ impl Failure {
                 "find out what else is hurt with: keyframe check --read-data --store {}",
                 path.display()
             )),
+            Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
             Error::Exists { .. } => failure.fix("use it as it is, or name another directory"),
             Error::UnknownCheckpoint { .. } => {
                 failure.fix(format!("see what there is with: keyframe list --store {}", path.display()))

@@ -16,6 +16,7 @@ mod disks;
 mod exact;
 mod export;
 mod faults;
+mod forget;
 mod graphics;
 mod group;
 mod hotplug;

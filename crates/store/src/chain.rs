@@ -48,7 +48,8 @@ impl Changes {
         self.pages.len() + count(&self.blocks)
     }
 
-    fn union_with(&mut self, other: &Self) {
+    /// Adds what changed besides.
+    pub fn union_with(&mut self, other: &Self) {
         self.pages.union_with(&other.pages);
         self.blocks.extend(other.blocks.iter().cloned());
     }

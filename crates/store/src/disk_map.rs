@@ -34,6 +34,13 @@ pub struct Former {
     zeros: Vec<Range<u64>>,
 }
 
+impl Former {
+    /// As [`DiskMap::repoint`].
+    pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
+        self.records.iter_mut().map(|(_, to)| to).filter(|to| **to != PageRef::ZERO).for_each(place);
+    }
+}
+
 /// The numbers of a range.
 pub fn numbers(range: PageRange) -> Range<u64> {
     range.first.0..range.end().0
@@ -84,6 +91,11 @@ impl DiskMap {
             self.records.clear_range(range);
             self.zeros.insert(numbers(range));
         }
+    }
+
+    /// Shows every record that some block is in, to be changed into another one.
+    pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
+        self.records.repoint(place);
     }
 
     /// What a range holds now, for [`Self::put_back`].

@@ -268,7 +268,7 @@ impl Store {
     pub fn load_disks(&self, id: CheckpointId) -> Result<LoadedDisks> {
         let inner = Arc::clone(self.inner());
         let CheckpointFile { meta, .. } = inner.read_checkpoint(id)?;
-        let map = inner.read_maps(&meta)?.1;
+        let map = inner.hold_maps(id, &meta)?.1;
         Ok(LoadedDisks { id, meta, inner, map })
     }
 }
@@ -287,6 +287,11 @@ impl LoadedDisks {
                 Ok(BlockContent::Data)
             }
         }
+    }
+
+    /// Where a block is; `None`: nothing is known of it. Two of one record hold the same.
+    pub(crate) fn record(&self, block: PageIndex) -> Option<PageRef> {
+        self.map.get(block)
     }
 
     /// The first block, at or behind `from`, of which something is known.

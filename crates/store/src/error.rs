@@ -45,6 +45,22 @@ pub enum Error {
         /// Who holds it, as far as the lock file tells.
         holder: String,
     },
+    /// A run that goes on builds upon the checkpoint.
+    #[error("checkpoint {id} is the newest, and a run builds upon it: {holder} writes to the store")]
+    InUse {
+        /// The checkpoint.
+        id: CheckpointId,
+        /// Who holds the store.
+        holder: String,
+    },
+    /// What a checkpoint needs cannot be told, so that nothing can be removed.
+    #[error("prune: checkpoint {id} cannot be read, so that what it needs is not known: {source}")]
+    Unreadable {
+        /// The checkpoint.
+        id: CheckpointId,
+        /// Why.
+        source: Box<Error>,
+    },
     /// No checkpoint answers to this name.
     #[error("no checkpoint \"{name}\" in the store{}", newest.map_or(" (it holds none)".into(), |n| format!("; the newest is {n}")))]
     UnknownCheckpoint {
@@ -151,6 +167,11 @@ impl Error {
             Self::TagNotSet { source, .. } => source.is_disk_full(),
             _ => false,
         }
+    }
+
+    /// True where a name is taken.
+    pub(crate) fn already_exists(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)
     }
 
     /// True where the object is not there at all.

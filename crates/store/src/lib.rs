@@ -13,7 +13,8 @@
 //!     tmp/                          files being written
 //!
 //!   Store ──lock_writer──▶ Writer ──begin_run──▶ Run ──put_page*, seal──▶ Sealed        (one writer)
-//!     └────load──────────▶ Loaded ──read_pages──▶ pages                                  (any number of readers)
+//!     ├────load──────────▶ Loaded ──read_pages──▶ pages                                  (any number of readers)
+//!     └────forget, prune                                                                 (beside all of them)
 //! ```
 //!
 //! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is invisible; a crash at any
@@ -21,7 +22,7 @@
 //! two pages that the store takes for one.
 //!
 //! The bytes are described in `docs/formats/store.md`. Not here: when to take a checkpoint, what a page's number means
-//! (see `keyframe-units`), and forgetting checkpoints.
+//! (see `keyframe-units`).
 
 mod assemble;
 pub mod backend;
@@ -32,10 +33,13 @@ mod checkpoint;
 mod codec;
 mod composed;
 mod config;
+mod diff;
 mod disk_map;
 mod disks;
 mod envelope;
 mod error;
+mod forget;
+mod hold;
 mod identity;
 mod loaded;
 mod map_run;
@@ -44,7 +48,9 @@ mod names;
 mod pack_file;
 mod pack_writer;
 mod page_map;
+mod prune;
 mod record;
+mod retention;
 mod run;
 mod sectors;
 mod stats;
@@ -56,6 +62,7 @@ mod worksets;
 mod writer;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
+pub use diff::{Diff, RegionDiff};
 pub use disks::{
     BLANK, BaseFile, BaseMeta, BlockContent, Breakdown, DiskCounts, DiskMeta, Found, LoadedDisks,
     SectorCounts, Sectors,
@@ -65,6 +72,8 @@ pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
 pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
 pub use names::check_tag;
+pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
+pub use retention::{Moment, Reason, Retention, Verdict};
 pub use run::{DiskState, Put, Run, SealRequest};
 pub use stats::Stats;
 pub use store::{Listing, Store};

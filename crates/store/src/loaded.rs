@@ -43,7 +43,7 @@ impl Unmapped {
     /// Reads the page map.
     pub fn load(self) -> Result<Loaded> {
         let Self { id, meta, device_state, inner } = self;
-        let map = inner.read_maps(&meta)?.0;
+        let map = inner.hold_maps(id, &meta)?.0;
         Ok(Loaded { id, meta, device_state, inner, map })
     }
 }

@@ -74,7 +74,7 @@ impl MapRun {
         Self { header, extents, refs }
     }
 
-    /// Adds blocks of disks, behind all that it holds: a record each, or zero.
+    /// Adds pages, or blocks of disks, behind all that it holds: a record each, or zero.
     pub fn extend(&mut self, range: PageRange, to: PageRef) {
         let zero = to == PageRef::ZERO;
         match self.extents.last_mut() {
@@ -91,6 +91,35 @@ impl MapRun {
     /// The references it holds.
     pub fn refs(&self) -> &[PageRef] {
         &self.refs
+    }
+
+    /// The ranges that it says something about, rising.
+    pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
+        self.extents.iter().map(|extent| extent.range)
+    }
+
+    /// The pages that have records, rising, and where those are.
+    pub fn records(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
+        let pages = self.extents.iter().filter(|extent| !extent.zero).flat_map(|extent| extent.range.iter());
+        pages.zip(self.refs.iter().copied())
+    }
+
+    /// The same map with records elsewhere: `place` says where each is now. It says nothing any more of a page that has none.
+    pub fn moved(&self, place: &mut dyn FnMut(PageIndex, PageRef) -> Option<PageRef>) -> Self {
+        let mut moved = Self { header: self.header, extents: Vec::new(), refs: Vec::new() };
+        let mut refs = self.refs.iter();
+        for extent in &self.extents {
+            if extent.zero {
+                moved.extend(extent.range, PageRef::ZERO);
+                continue;
+            }
+            for (page, to) in extent.range.iter().zip(refs.by_ref()) {
+                if let Some(to) = place(page, *to) {
+                    moved.extend(PageRange::new(page, 1), to);
+                }
+            }
+        }
+        moved
     }
 
     /// The pages that it says something about, rising.

@@ -30,6 +30,12 @@ pub fn workset(id: CheckpointId) -> String {
     format!("{WORKSETS}/{:010}.wset", id.0)
 }
 
+/// The checkpoint of a working set's file name.
+pub fn parse_workset(file: &str) -> Option<CheckpointId> {
+    let id = CheckpointId(file.strip_suffix(".wset")?.parse().ok()?);
+    (workset(id).strip_prefix(WORKSETS)?.strip_prefix('/')? == file).then_some(id)
+}
+
 pub fn tag(tag: &str) -> String {
     format!("{TAGS}/{tag}")
 }

@@ -14,12 +14,15 @@
 //! only to plain records before it that were read and compared in that moment; one of an earlier writer is read once
 //! before it is relied on. Where the run has no disks, none of this costs anything.
 
+mod keep;
+
 use crate::backend::Growing;
 use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
 use crate::config::FORMAT_VERSION;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
+use crate::prune::moves::Moves;
 use crate::record::{
     Entry, Kind, PACK_HEADER_BYTES, Record, WITH_PARTS, append_record, encode_pack_header, encode_trailer,
 };
@@ -30,6 +33,9 @@ use crate::{Error, Result, SectorCounts, names};
 use keyframe_units::Page;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
+
+/// Packs that others may have begun while this one was at work.
+const TAKEN_MAX: u32 = 1 << 16;
 
 /// Where a page went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +63,8 @@ pub struct PackWriter {
     index: FxHashMap<PageHash, PageRef>,
     /// The records that disks brought: all that are not of the kind [`Kind::Page`].
     of_disks: FxHashMap<PageRef, Kind>,
+    /// Packs of others whose records are all known, at least as what they are.
+    learnt: FxHashSet<u32>,
     /// Composed records of earlier writers: what they stand on may be gone.
     unproven: FxHashSet<PageRef>,
     /// The run has disks: packs are of the version that knows of them.
@@ -90,33 +98,25 @@ struct OpenPack {
 
 impl PackWriter {
     /// Reads the indexes of all packs. Unfinished ones are read whole, and synced: what can be read of them now may
-    /// still be in memory alone.
-    pub fn new(inner: Arc<Inner>, tuning: Tuning) -> Result<Self> {
+    /// still be in memory alone. Packs that a prune gives up are left out, and unfinished ones while one is at work.
+    pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
+        let mut this = Self::empty(inner, tuning)?;
+        let listed = this.inner.backend.list(names::PACKS)?;
+        let is_going = |number: &u32| moves.is_some_and(|moves| moves.victims.contains(number));
         let mut numbers: Vec<u32> =
-            inner.backend.list(names::PACKS)?.iter().filter_map(|file| names::parse_pack(file)).collect();
+            listed.iter().filter_map(|file| names::parse_pack(file)).filter(|n| !is_going(n)).collect();
         numbers.sort_unstable();
-        let next_pack = numbers.last().map_or(1, |last| last + 1);
-        let mut this = Self {
-            inner,
-            index: FxHashMap::default(),
-            of_disks: FxHashMap::default(),
-            unproven: FxHashSet::default(),
-            with_disks: false,
-            finder: None,
-            learnt_from: next_pack,
-            next_pack,
-            open: None,
-            compressor: PageCompressor::new(),
-            composed: Vec::new(),
-            tuning,
-        };
+        // A prune takes back what it could not make durable.
+        let is_pruned = this.inner.backend.is_pruned()?;
         for number in numbers {
-            this.learn(number)?;
+            this.learn(number, is_pruned, moves.is_some())?;
         }
         Ok(this)
     }
 
-    fn learn(&mut self, number: u32) -> Result<()> {
+    /// Learns what is in a pack. Of records that are not relied on (of an unfinished pack, where `closed_only`; composed ones,
+    /// where `plain_only`) only what they are.
+    fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match PackFile::open(&self.inner, number) {
             Ok(pack) => pack,
             // Nothing of it is used; `check` tells whom that hurts.
@@ -124,27 +124,29 @@ impl PackWriter {
             Err(error) => return Err(error),
         };
         let len_bytes = pack.file.len_bytes()?;
-        let entries = match pack.ending(len_bytes) {
+        let ending = pack.ending(len_bytes);
+        let is_closed = matches!(ending, Ending::Closed { .. });
+        let entries = match ending {
             Ending::Closed { entries, .. } => entries,
             Ending::Unfinished | Ending::Damaged(_) => {
                 let mut entries = Vec::new();
                 let from = PACK_HEADER_BYTES as u64;
                 pack.walk(&self.inner, from, len_bytes, &mut |entry| entries.extend(entry));
-                if !entries.is_empty() {
+                if !entries.is_empty() && !closed_only {
                     self.inner.backend.sync(&names::pack(number))?;
                 }
                 entries
             }
         };
+        self.learnt.insert(number);
         for entry in entries {
             let place = PageRef::new(number, entry.offset());
-            if *self.index.entry(entry.hash).or_insert(place) != place {
-                continue;
-            }
+            let is_composed = entry.kind() == Kind::Composed;
             if entry.kind() != Kind::Page {
                 self.of_disks.insert(place, entry.kind());
             }
-            if entry.kind() == Kind::Composed {
+            let is_relied_on = (is_closed || !closed_only) && !(is_composed && plain_only);
+            if is_relied_on && *self.index.entry(entry.hash).or_insert(place) == place && is_composed {
                 self.unproven.insert(place);
             }
         }
@@ -340,15 +342,22 @@ impl PackWriter {
         if full { self.flush() } else { Ok(()) }
     }
 
+    /// Begins a pack. Others, a run or a prune, may have begun some meanwhile.
     fn create(&mut self) -> Result<OpenPack> {
-        let number = self.next_pack;
-        if number > PACK_NUMBER_MAX {
-            return Err(Error::PacksExhausted { object: self.inner.backend.describe(names::PACKS) });
-        }
-        // Never tried twice: a failed attempt may have left a file.
-        self.next_pack += 1;
-        let name = names::pack(number);
-        let mut file = self.inner.backend.create(&name)?;
+        let mut taken = 0;
+        let (number, name, mut file) = loop {
+            let number = self.next_pack;
+            if number > PACK_NUMBER_MAX {
+                return Err(Error::PacksExhausted { object: self.inner.backend.describe(names::PACKS) });
+            }
+            // Never tried twice: a failed attempt may have left a file.
+            self.next_pack += 1;
+            let name = names::pack(number);
+            match self.inner.backend.create(&name) {
+                Err(error) if error.already_exists() && taken < TAKEN_MAX => taken += 1,
+                file => break (number, name, file?),
+            }
+        };
         let version = if self.with_disks { WITH_PARTS } else { FORMAT_VERSION };
         let header = encode_pack_header(self.inner.config.id, number, version);
         if let Err(error) = file.append(&header) {

@@ -44,6 +44,12 @@ impl PageMap {
         was
     }
 
+    /// Shows every record that some page is in, to be changed into another one.
+    pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
+        let entries = self.leaves.values_mut().flat_map(|leaf| leaf.iter_mut());
+        entries.filter(|to| **to != PageRef::ZERO).for_each(place);
+    }
+
     /// Sets all pages of a range to zero, at the cost of the leaves there are.
     pub fn clear_range(&mut self, range: PageRange) {
         let (first, end) = (range.first.0, range.end().0);

@@ -5,11 +5,13 @@
 //!     │                 │                          only `abandon` (or `finish`) goes on from there
 //!     └──── abandon ◀───┘  back to the last sealed checkpoint; the caller puts those pages again
 //!
-//!   seal:  packs synced ─▶ map file durable ─▶ checkpoint file durable ─▶ in-memory state moves on ─▶ tag
+//!   seal:  a prune at work followed ─▶ packs synced ─▶ map file durable ─▶ checkpoint file durable ─▶ in-memory state moves on ─▶ tag
 //! ```
 //!
 //! Invariants: the page map in memory is the last sealed one plus the puts since; `undo` leads back. A checkpoint file is
 //! written only after everything that it needs is durable. Epochs of a run count its sealed checkpoints.
+
+mod follow;
 
 use crate::backend::LockGuard;
 use crate::bytes::to_hex;
@@ -300,7 +302,10 @@ impl Run {
         if !same_disks || !meta.ram.same_space(&self.ram) {
             return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
         }
-        let map = self.inner.read_maps(&meta)?.1;
+        let mut map = self.inner.read_maps(&meta)?.1;
+        // Read before a prune at work has rewritten it.
+        let places = self.places_now(map.records().collect())?;
+        map.repoint(&mut |to| *to = places.get(to).copied().unwrap_or(*to));
         let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
         let ram_pages = self.ram.len_pages();
         let all = PageRange::new(PageIndex(ram_pages), space_pages.saturating_sub(ram_pages));
@@ -435,6 +440,7 @@ impl Run {
 
     /// Everything of a seal that goes to disk, in the order that keeps a crash harmless.
     fn write_checkpoint(&mut self, request: SealRequest<'_>) -> Result<(CheckpointId, Meta)> {
+        self.follow_prune()?;
         let session = self.session()?;
         session.packs.sync()?;
         let id = session.next_checkpoint;

@@ -1,5 +1,6 @@
 //! What a store holds, in numbers.
 
+use crate::store::Inner;
 use crate::{Breakdown, DiskCounts, Result, Store, names};
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
@@ -85,13 +86,14 @@ impl Store {
         stats.disk_stored_bytes = disks.stored_bytes;
         stats.disk_sectors = Breakdown::of(&disks);
         stats.runs = runs.len() as u64;
-        stats.pack_bytes = self.folder_bytes(names::PACKS)?;
-        stats.map_bytes = self.folder_bytes(names::MAPS)?;
-        stats.checkpoint_file_bytes = self.folder_bytes(names::CHECKPOINTS)?;
+        let inner = self.inner();
+        stats.pack_bytes = inner.folder_bytes(names::PACKS)?;
+        stats.map_bytes = inner.folder_bytes(names::MAPS)?;
+        stats.checkpoint_file_bytes = inner.folder_bytes(names::CHECKPOINTS)?;
         stats.total_bytes = stats.pack_bytes
             + stats.map_bytes
             + stats.checkpoint_file_bytes
-            + self.folder_bytes(names::TAGS)?;
+            + inner.folder_bytes(names::TAGS)?;
         let ratio = |part: u64, whole: u64| (whole > 0).then(|| part as f64 / whole as f64);
         let nonzero_pages = stats.dirty_bytes / PAGE_BYTES as u64 - stats.zero_pages;
         stats.dedup_ratio = ratio(nonzero_pages, stats.stored_pages);
@@ -99,9 +101,12 @@ impl Store {
         stats.reduction_ratio = ratio(stats.raw_bytes, stats.total_bytes);
         Ok(stats)
     }
+}
 
-    fn folder_bytes(&self, folder: &str) -> Result<u64> {
-        let backend = &self.inner().backend;
+impl Inner {
+    /// The size of all files of a folder.
+    pub fn folder_bytes(&self, folder: &str) -> Result<u64> {
+        let backend = &self.backend;
         let mut sum = 0;
         for file in backend.list(folder)? {
             match backend.open(&format!("{folder}/{file}")) {

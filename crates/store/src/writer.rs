@@ -12,6 +12,7 @@ use crate::backend::LockGuard;
 use crate::config::{now, random};
 use crate::disks::{self, DiskCounts, DiskMeta};
 use crate::pack_writer::PackWriter;
+use crate::prune::moves::Moves;
 use crate::run::{DiskState, Run};
 use crate::store::Inner;
 use crate::{Error, Result, names};
@@ -70,6 +71,8 @@ pub(crate) struct Session {
     pub packs: PackWriter,
     /// The number that the next seal tries.
     pub next_checkpoint: u64,
+    /// The prune that was followed last.
+    pub moves: Option<Moves>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -83,14 +86,13 @@ struct Holder {
 impl Writer {
     pub(crate) fn lock(inner: Arc<Inner>, owner: &str, tuning: Tuning) -> Result<Self> {
         let tuning = Tuning { pack_bytes_max: tuning.pack_bytes_max.min(1 << 39), ..tuning };
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let holder = Holder { pid: std::process::id(), host, since: now(), owner: owner.into() };
-        let holder = serde_json::to_string(&holder).unwrap_or_default();
-        let lock = inner.backend.lock(&holder).map_err(|error| match error {
-            Error::Locked { holder } => Error::Locked { holder: describe_holder(&holder) },
-            other => other,
-        })?;
-        let packs = PackWriter::new(inner.clone(), tuning)?;
+        let lock = inner.backend.lock(&holder(owner)).map_err(named)?;
+        // What a prune gives up is not relied on from the beginning.
+        let moves = inner.moves(None)?;
+        let packs = PackWriter::new(inner.clone(), tuning, moves.as_ref())?;
+        if let Some(moves) = &moves {
+            inner.put_seen(moves.generation)?;
+        }
         // A map without a checkpoint may be left by a crash; its number is not used again either.
         let maps = inner.backend.list(names::MAPS)?;
         let newest_map = maps.iter().filter_map(|file| names::parse_map(file)).max();
@@ -100,7 +102,7 @@ impl Writer {
             inner.backend.sync(&names::checkpoint(newest))?;
         }
         let next_checkpoint = newest_map.max(newest.map(|id| id.0)).unwrap_or(0) + 1;
-        let session = Box::new(Session { packs, next_checkpoint });
+        let session = Box::new(Session { packs, next_checkpoint, moves });
         Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning })
     }
 
@@ -144,6 +146,32 @@ impl Writer {
             return Err(Error::UnknownCheckpoint { name: id.to_string(), newest: ids.last().copied() });
         }
         self.inner.write_tag(tag, id)
+    }
+}
+
+impl Inner {
+    /// Becomes the one that prunes.
+    pub(crate) fn lock_prune(&self) -> Result<Box<dyn LockGuard>> {
+        self.backend.lock_prune(&holder("keyframe prune")).map_err(named)
+    }
+
+    /// Who writes to the store now, if somebody does, for messages.
+    pub(crate) fn holder(&self) -> Result<Option<String>> {
+        Ok(self.backend.holder()?.map(|text| describe_holder(&text)))
+    }
+}
+
+/// What the lock file tells others.
+fn holder(owner: &str) -> String {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let holder = Holder { pid: std::process::id(), host, since: now(), owner: owner.into() };
+    serde_json::to_string(&holder).unwrap_or_default()
+}
+
+fn named(error: Error) -> Error {
+    match error {
+        Error::Locked { holder } => Error::Locked { holder: describe_holder(&holder) },
+        other => other,
     }
 }
 

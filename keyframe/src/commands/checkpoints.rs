@@ -85,7 +85,8 @@ impl Checkpoints {
 #[derive(Clone, Copy, Debug)]
 struct Interval(Option<Duration>);
 
-fn parse_duration(text: &str) -> Result<Duration, String> {
+/// A time as people write it, more than none.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration = humantime::parse_duration(text)
         .map_err(|e| format!("{e}; write a number and a unit, as in 500ms, 1s, 2m"))?;
     if duration.is_zero() { Err("must be more than 0".into()) } else { Ok(duration) }

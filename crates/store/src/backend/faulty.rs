@@ -59,6 +59,7 @@ struct State {
     fail_sync_at: Option<u64>,
     capacity_bytes: Option<usize>,
     locked: bool,
+    pruned: bool,
 }
 
 /// The medium. Clones share it.
@@ -327,6 +328,21 @@ impl Backend for Faulty {
         Ok(guard)
     }
 
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        if std::mem::replace(&mut self.state().pruned, true) {
+            return Err(Error::Locked { holder: holder.into() });
+        }
+        Ok(Box::new(PruneGuard { state: self.state.clone() }))
+    }
+
+    fn is_pruned(&self) -> Result<bool> {
+        Ok(self.state().pruned)
+    }
+
+    fn holder(&self) -> Result<Option<String>> {
+        Ok(self.state().locked.then(|| "another".into()))
+    }
+
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
         let mut state = self.state();
         let inode = state.create(name)?;
@@ -377,6 +393,19 @@ struct Guard {
 }
 
 impl LockGuard for Guard {}
+
+#[derive(Debug)]
+struct PruneGuard {
+    state: Arc<Mutex<State>>,
+}
+
+impl LockGuard for PruneGuard {}
+
+impl Drop for PruneGuard {
+    fn drop(&mut self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).pruned = false;
+    }
+}
 
 impl Drop for Guard {
     fn drop(&mut self) {

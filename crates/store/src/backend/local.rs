@@ -9,10 +9,14 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 const LOCK: &str = "lock";
+const PRUNE_LOCK: &str = "prune.lock";
 const HOLDER_BYTES_MAX: u64 = 4096;
+const LOCK_ATTEMPTS: u32 = 5;
+const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 /// A directory on this host.
 #[derive(Debug)]
@@ -65,36 +69,23 @@ impl Backend for Local {
     }
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
-        let path = self.root.join(LOCK);
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|e| io_error(&path, "open", e))?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let mut text = Vec::new();
-                (&file)
-                    .take(HOLDER_BYTES_MAX)
-                    .read_to_end(&mut text)
-                    .map_err(|e| io_error(&path, "read", e))?;
-                return Err(Error::Locked { holder: String::from_utf8_lossy(&text).into_owned() });
-            }
-            Err(e) => return Err(io_error(&path, "lock", e.into())),
-        }
-        // The text is for messages only; a crash in the middle of writing it harms nobody.
-        file.set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| file.write_all(holder.as_bytes()))
-            .map_err(|e| io_error(&path, "write", e))?;
+        let lock = take_lock(&self.root.join(LOCK), holder)?;
         for leftover in self.list("tmp")? {
             self.remove(&format!("tmp/{leftover}"))?;
         }
-        Ok(Box::new(Flock { file }))
+        Ok(Box::new(lock))
+    }
+
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        Ok(Box::new(take_lock(&self.root.join(PRUNE_LOCK), holder)?))
+    }
+
+    fn holder(&self) -> Result<Option<String>> {
+        holder_of(&self.root.join(LOCK))
+    }
+
+    fn is_pruned(&self) -> Result<bool> {
+        Ok(holder_of(&self.root.join(PRUNE_LOCK))?.is_some())
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
@@ -158,6 +149,20 @@ impl Backend for Local {
             Err(e) => Err(io_error(&path, "remove", e)),
             Ok(()) => self.sync_parent(&path),
         }
+    }
+
+    fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+        let mut removed = false;
+        for path in names.iter().map(|name| self.root.join(name)) {
+            match std::fs::remove_file(&path) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                other => {
+                    other.map_err(|e| io_error(&path, "remove", e))?;
+                    removed = true;
+                }
+            }
+        }
+        if removed { sync_folder(&self.root.join(folder)) } else { Ok(()) }
     }
 
     fn sync(&self, name: &str) -> Result<()> {
@@ -231,6 +236,61 @@ impl Readable for LocalReadable {
             source,
         })
     }
+}
+
+fn take_lock(path: &Path, holder: &str) -> Result<Flock> {
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(|e| io_error(path, "open", e))?;
+    if !exclude(&file, path)? {
+        return Err(Error::Locked { holder: holder_in(&file, path)? });
+    }
+    // The text is for messages only; a crash in the middle of writing it harms nobody.
+    file.set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| file.write_all(holder.as_bytes()))
+        .map_err(|e| io_error(path, "write", e))?;
+    Ok(Flock { file })
+}
+
+/// Takes the lock; false where another has it. Whoever looks whether it is held has it for a moment ([`Local::holder`]).
+fn exclude(file: &File, path: &Path) -> Result<bool> {
+    for attempt in 0..LOCK_ATTEMPTS {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(true),
+            Err(rustix::io::Errno::WOULDBLOCK) if attempt + 1 < LOCK_ATTEMPTS => {
+                std::thread::sleep(LOCK_PAUSE);
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {}
+            Err(e) => return Err(io_error(path, "lock", e.into())),
+        }
+    }
+    Ok(false)
+}
+
+/// What the holder of a lock says, if somebody has it.
+fn holder_of(path: &Path) -> Result<Option<String>> {
+    let file = match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(|e| io_error(path, "open", e))?,
+    };
+    match flock(&file, FlockOperation::NonBlockingLockShared) {
+        // Released as the file closes.
+        Ok(()) => Ok(None),
+        Err(rustix::io::Errno::WOULDBLOCK) => holder_in(&file, path).map(Some),
+        Err(e) => Err(io_error(path, "lock", e.into())),
+    }
+}
+
+fn holder_in(file: &File, path: &Path) -> Result<String> {
+    let mut text = Vec::new();
+    file.take(HOLDER_BYTES_MAX).read_to_end(&mut text).map_err(|e| io_error(path, "read", e))?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 fn sync_folder(path: &Path) -> Result<()> {

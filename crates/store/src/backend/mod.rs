@@ -31,6 +31,15 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// what an earlier writer left unfinished. Answers [`Error::Locked`] with the text of the present holder.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
+    /// The same for the one that prunes, beside the writer; removes nothing.
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
+
+    /// The text of the present holder of the writer's lock, if somebody holds it.
+    fn holder(&self) -> Result<Option<String>>;
+
+    /// True while somebody prunes.
+    fn is_pruned(&self) -> Result<bool>;
+
     /// Makes a new, empty file; an error where the name is taken.
     fn create(&self, name: &str) -> Result<Box<dyn Growing>>;
 
@@ -45,6 +54,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
     /// Removes a file durably; fine if it is not there.
     fn remove(&self, name: &str) -> Result<()>;
+
+    /// Removes files of one folder durably, in any order; fine if some are not there.
+    fn remove_all(&self, _folder: &str, names: &[String]) -> Result<()> {
+        names.iter().try_for_each(|name| self.remove(name))
+    }
 
     /// Makes sure that what can be read of an existing file now is durable.
     fn sync(&self, name: &str) -> Result<()>;

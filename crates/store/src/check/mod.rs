@@ -21,6 +21,9 @@ use packs::{PackBounds, check_pack};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Prunes that may come to an end while a store is checked.
+const ATTEMPTS: u32 = 4;
+
 /// How thorough a check is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckOptions {
@@ -82,10 +85,26 @@ pub struct Damage {
 }
 
 impl Store {
-    /// Checks everything in the store. Errors only where the store cannot be looked at; damage is in the report.
+    /// Checks everything in the store. Errors only where the store cannot be looked at; damage is in the report. What seems
+    /// damaged while a prune is at work is looked at again.
     pub fn check(
         &self,
         options: &CheckOptions,
+        progress: &mut dyn FnMut(CheckProgress),
+    ) -> Result<CheckReport> {
+        for _ in 1..ATTEMPTS {
+            let before = self.inner().removable()?;
+            let report = self.check_once(*options, progress)?;
+            if report.is_clean() || before.is_subset(&self.inner().removable()?) {
+                return Ok(report);
+            }
+        }
+        self.check_once(*options, progress)
+    }
+
+    fn check_once(
+        &self,
+        options: CheckOptions,
         progress: &mut dyn FnMut(CheckProgress),
     ) -> Result<CheckReport> {
         let inner = self.inner();
@@ -106,6 +125,17 @@ impl Store {
         check.tags(&ids)?;
         check.leftovers()?;
         Ok(check.report)
+    }
+}
+
+impl Inner {
+    /// What a prune can remove.
+    fn removable(&self) -> Result<BTreeSet<String>> {
+        let mut names = BTreeSet::new();
+        for folder in [names::CHECKPOINTS, names::MAPS, names::PACKS] {
+            names.extend(self.backend.list(folder)?);
+        }
+        Ok(names)
     }
 }
 
@@ -313,6 +343,13 @@ impl Check<'_> {
         }
         for (bounds, victims) in bad.into_iter().zip(victims) {
             let mut problem = bounds.problem;
+            if victims.is_empty() && bounds.stale {
+                let object = bounds.object;
+                self.report
+                    .notes
+                    .push(format!("{object}: {problem}; no checkpoint needs it, as a prune leaves it"));
+                continue;
+            }
             if victims.is_empty() {
                 problem.push_str("; no checkpoint needs it");
             }

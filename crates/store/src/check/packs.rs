@@ -6,7 +6,7 @@ use crate::names;
 use crate::pack_file::{Ending, PackFile};
 use crate::record::{Entry, Kind, PACK_HEADER_BYTES};
 use crate::store::Inner;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Bad records next to each other, with one problem.
 #[derive(Debug)]
@@ -15,6 +15,8 @@ pub struct PackBounds {
     pub problem: String,
     /// The records, rising.
     pub refs: Vec<PageRef>,
+    /// Their bytes are whole: it is what they are composed of that is not there. A prune may leave such where nothing needs it.
+    pub stale: bool,
 }
 
 /// What a pack's check found.
@@ -55,12 +57,13 @@ pub fn check_pack(
                 findings.notes.push(format!("{name}: unfinished ({problem}); nothing refers to it"));
             } else {
                 let refs = wanted.iter().map(|at| PageRef(u64::from(number) << 40 | at)).collect();
-                findings.bad.push(PackBounds { object, problem, refs });
+                findings.bad.push(PackBounds { object, problem, refs, stale: false });
             }
             return findings;
         }
     };
-    let mut walk = Walk { inner, pack: &pack, good: Vec::new(), problems: BTreeMap::new(), told: 0, tell };
+    let (problems, stale) = (BTreeMap::new(), BTreeSet::new());
+    let mut walk = Walk { inner, pack: &pack, good: Vec::new(), problems, stale, told: 0, tell };
     let start = PACK_HEADER_BYTES as u64;
     let mut expected: Vec<u64> = wanted.to_vec();
     match ending {
@@ -98,9 +101,11 @@ pub fn check_pack(
         }
     }
     findings.records = walk.good.len() as u64;
-    let (good, problems) = (walk.good, walk.problems);
+    let Walk { good, problems, stale, .. } = walk;
     expected.retain(|at| good.binary_search_by_key(at, Entry::offset).is_err());
-    findings.bad = group(&pack, &expected, &problems);
+    let (whole, broken): (Vec<u64>, Vec<u64>) = expected.into_iter().partition(|at| stale.contains(at));
+    findings.bad = group(&pack, &broken, &problems, false);
+    findings.bad.extend(group(&pack, &whole, &problems, true));
     findings
 }
 
@@ -110,6 +115,8 @@ struct Walk<'a> {
     pack: &'a PackFile,
     good: Vec<Entry>,
     problems: BTreeMap<u64, String>,
+    /// Of these: records whose bytes are whole.
+    stale: BTreeSet<u64>,
     told: u64,
     tell: &'a mut dyn FnMut(u64),
 }
@@ -120,7 +127,7 @@ impl Walk<'_> {
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
         loop {
-            let Self { good, problems, told, tell, .. } = self;
+            let Self { good, problems, stale, told, tell, .. } = self;
             let mut visit = |held: Result<Entry, (u64, String)>| match held {
                 Ok(entry) => {
                     good.push(entry);
@@ -129,7 +136,10 @@ impl Walk<'_> {
                         tell(*told);
                     }
                 }
-                Err((at, problem)) => drop(problems.insert(at, problem)),
+                Err((at, problem)) => {
+                    stale.insert(at);
+                    problems.insert(at, problem);
+                }
             };
             let Some((stop, problem)) = self.pack.walk(self.inner, at, end, &mut visit) else {
                 return skipped;
@@ -153,7 +163,8 @@ impl Walk<'_> {
     fn composed(&mut self, wanted: &[u64]) {
         let is_asked =
             |entry: &Entry| entry.kind() == Kind::Composed && wanted.binary_search(&entry.offset()).is_ok();
-        let (inner, number, problems) = (self.inner, self.pack.number, &mut self.problems);
+        let (inner, number) = (self.inner, self.pack.number);
+        let (problems, stale) = (&mut self.problems, &mut self.stale);
         self.good.retain(|entry| {
             let place = [(PageRef::new(number, entry.offset()), ())];
             let read = if is_asked(entry) {
@@ -163,6 +174,7 @@ impl Walk<'_> {
             };
             if let Err(error) = &read {
                 problems.insert(entry.offset(), error.to_string());
+                stale.insert(entry.offset());
             }
             read.is_ok()
         });
@@ -170,7 +182,7 @@ impl Walk<'_> {
 }
 
 /// Bad offsets that follow each other with the same problem become one.
-fn group(pack: &PackFile, bad: &[u64], problems: &BTreeMap<u64, String>) -> Vec<PackBounds> {
+fn group(pack: &PackFile, bad: &[u64], problems: &BTreeMap<u64, String>, stale: bool) -> Vec<PackBounds> {
     let problem_at =
         |at: &u64| problems.get(at).map_or("a map refers to it, but no record begins there", String::as_str);
     let groups = bad.chunk_by(|a, b| problem_at(a) == problem_at(b));
@@ -186,6 +198,7 @@ fn group(pack: &PackFile, bad: &[u64], problems: &BTreeMap<u64, String>) -> Vec<
             object: describe(group),
             problem: group.first().map(problem_at).unwrap_or_default().into(),
             refs: group.iter().map(|at| PageRef::new(pack.number, *at)).collect(),
+            stale,
         })
         .collect()
 }

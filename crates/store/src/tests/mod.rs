@@ -5,12 +5,15 @@
 
 mod crash;
 mod damage;
+mod diff;
 mod disks;
+mod forget;
 mod full_disk;
 mod golden;
 mod lock;
 mod oracle;
 mod parts;
+mod prune;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;

@@ -1,0 +1,34 @@
+//! Forgetting checkpoints: they are not found any more; what they alone needed goes with the next prune.
+//!
+//! ```text
+//!   tags of it ─▶ its seal ─▶ its working set          (maps and records stay: others may need them, `prune` knows)
+//! ```
+//!
+//! Invariants: a tag never outlives its checkpoint, so that a crash in between leaves no tag that points to nothing. Numbers
+//! are not used again: maps stay for that. A writer at work and readers do not mind: a run builds upon the newest checkpoint
+//! alone, which is not forgotten while the store is locked, and who has loaded a checkpoint needs its seal no more.
+
+use crate::{Error, Result, Store, names};
+use keyframe_units::CheckpointId;
+use std::collections::BTreeSet;
+
+impl Store {
+    /// Forgets checkpoints, with their tags and working sets; those that are not there are none.
+    ///
+    /// Error: [`Error::InUse`] where the newest of the store is among them and a writer is at work.
+    pub fn forget(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
+        let inner = self.inner();
+        let newest = inner.checkpoint_ids()?.last().copied();
+        if let Some(newest) = newest.filter(|newest| ids.contains(newest))
+            && let Some(holder) = inner.holder()?
+        {
+            return Err(Error::InUse { id: newest, holder });
+        }
+        for (tag, _) in self.tags()?.into_iter().filter(|(_, id)| ids.contains(id)) {
+            inner.backend.remove(&names::tag(&tag))?;
+        }
+        let named = |of: fn(CheckpointId) -> String| ids.iter().map(|id| of(*id)).collect::<Vec<_>>();
+        inner.backend.remove_all(names::CHECKPOINTS, &named(names::checkpoint))?;
+        inner.backend.remove_all(names::WORKSETS, &named(names::workset))
+    }
+}

@@ -1,0 +1,222 @@
+//! What sealed checkpoints need: maps, and of their records those that some image shows.
+//!
+//! ```text
+//!   chains of two checkpoints that are kept     [9 8 0]  [7 6 0]         map 0 ◀── 6 ◀── 7 (sealed)
+//!                                                                          ▲
+//!   newest map first:  visible(9) = all                                    └───── 8 ◀── 9 (sealed)
+//!                      visible(8) = visible(9) without the pages of 9
+//!                      visible(0) = visible(8) without those of 8, and visible(6) without those of 6
+//! ```
+//!
+//! Invariants: a record is live where a live map shows it at a visible page, or where a live record is composed of it
+//! ([`Live::close`]): live records are closed over references. A map of a run that goes on hides nothing that a later
+//! checkpoint of it shows: what it builds upon are maps of the newest checkpoint's chain, under a map with all that changed
+//! since.
+
+use crate::chain::Changes;
+use crate::identity::PageRef;
+use crate::map_run::MapRun;
+use crate::pack_file::Content;
+use crate::prune::packs::Shape;
+use crate::record::Kind;
+use crate::store::Inner;
+use crate::{Error, Result, names};
+use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A map that a checkpoint needs.
+#[derive(Debug)]
+pub struct Node {
+    parent: Option<u64>,
+    /// Its own checkpoint is there: all that it gives is visible.
+    sealed: bool,
+    ram_pages: u64,
+    /// Its page space has blocks of disks.
+    pub disks: bool,
+}
+
+/// Offsets of a pack's live records.
+#[derive(Debug, Default)]
+pub struct Offsets {
+    all: Vec<u64>,
+    sorted: usize,
+}
+
+impl Offsets {
+    fn push(&mut self, offset: u64) {
+        self.all.push(offset);
+        // Many maps mention a record: sorted now and then, it takes memory once.
+        if self.all.len() > self.sorted * 2 + 1024 {
+            self.settle();
+        }
+    }
+
+    fn settle(&mut self) {
+        self.all.sort_unstable();
+        self.all.dedup();
+        self.sorted = self.all.len();
+    }
+}
+
+/// What sealed checkpoints need.
+#[derive(Debug, Default)]
+pub struct Live {
+    nodes: BTreeMap<u64, Node>,
+    wanted: BTreeMap<u32, Offsets>,
+    /// Checkpoints that there are.
+    pub ids: BTreeSet<CheckpointId>,
+}
+
+impl Live {
+    /// Looks at all checkpoints and their maps. Error: [`Error::Unreadable`] where what one needs cannot be known.
+    pub fn find(inner: &Inner) -> Result<Self> {
+        let mut live = Self::default();
+        for id in inner.checkpoint_ids()? {
+            let meta = match inner.read_checkpoint(id) {
+                // Forgotten since it was listed.
+                Err(Error::UnknownCheckpoint { .. }) => continue,
+                Err(source) => return Err(Error::Unreadable { id, source: Box::new(source) }),
+                Ok(file) => file.meta,
+            };
+            live.ids.insert(id);
+            for (at, map) in meta.map_chain.iter().enumerate() {
+                let node = live.nodes.entry(*map).or_insert_with(|| Node {
+                    parent: meta.map_chain.get(at + 1).copied(),
+                    sealed: false,
+                    ram_pages: meta.ram.len_pages(),
+                    disks: !meta.disks.is_empty(),
+                });
+                node.sealed |= at == 0;
+            }
+        }
+        let mut wanted = BTreeMap::<u32, Offsets>::new();
+        live.each_map(inner, &mut |_, _, run, visible| {
+            for (page, to) in run.records().filter(|(page, _)| shows(visible, *page)) {
+                debug_assert!(to != PageRef::ZERO, "page {page:?}");
+                wanted.entry(to.pack()).or_default().push(to.offset());
+            }
+            Ok(())
+        })?;
+        wanted.values_mut().for_each(Offsets::settle);
+        live.wanted = wanted;
+        Ok(live)
+    }
+
+    /// The maps that are needed.
+    pub fn has_map(&self, id: u64) -> bool {
+        self.nodes.contains_key(&id)
+    }
+
+    /// Offsets of the live records of a pack, rising.
+    pub fn offsets(&self, pack: u32) -> &[u64] {
+        self.wanted.get(&pack).map_or(&[], |offsets| &offsets.all)
+    }
+
+    /// Packs that have live records.
+    pub fn packs(&self) -> impl Iterator<Item = u32> + '_ {
+        self.wanted.keys().copied()
+    }
+
+    /// Adds what live records of `shape` are composed of, and returns these with what each refers to. What they refer to is
+    /// not composed, and lies before them: one step, through packs in rising order, is all.
+    pub fn close(&mut self, inner: &Inner, shape: &Shape) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
+        let live = self.offsets(shape.number);
+        let composed = shape.entries.iter().filter(|entry| entry.kind() == Kind::Composed);
+        let wanted: Vec<PageRef> = composed
+            .filter(|entry| live.binary_search(&entry.offset()).is_ok())
+            .map(|entry| PageRef::new(shape.number, entry.offset()))
+            .collect();
+        let found = inner.parts_of(&wanted)?;
+        for to in found.iter().flat_map(|(_, records)| records) {
+            self.wanted.entry(to.pack()).or_default().push(to.offset());
+        }
+        Ok(found)
+    }
+
+    /// After [`Self::close`] of all packs.
+    pub fn settle(&mut self) {
+        self.wanted.values_mut().for_each(Offsets::settle);
+    }
+
+    /// Shows every map, the newest first, with what of it some checkpoint shows.
+    pub fn each_map(
+        &self,
+        inner: &Inner,
+        visit: &mut dyn FnMut(u64, &Node, &MapRun, &Changes) -> Result<()>,
+    ) -> Result<()> {
+        let mut pending = BTreeMap::<u64, Changes>::new();
+        for (id, node) in self.nodes.iter().rev() {
+            let run = inner.read_map(*id)?;
+            if run.header.parent != node.parent || run.header.space_pages < node.ram_pages {
+                let object = inner.backend.describe(&names::map(*id));
+                return Err(Error::damaged(object, "it does not belong where a checkpoint's chain has it"));
+            }
+            let mut visible = pending.remove(id).unwrap_or_else(|| Changes::none(node.ram_pages));
+            if node.sealed {
+                show_all(&mut visible, node.ram_pages, run.header.space_pages);
+            }
+            if let Some(parent) = node.parent {
+                let mut below = visible.clone();
+                run.ranges().for_each(|range| hide(&mut below, range));
+                match pending.get_mut(&parent) {
+                    Some(visible) => visible.union_with(&below),
+                    None => {
+                        pending.insert(parent, below);
+                    }
+                }
+            }
+            visit(*id, node, &run, &visible)?;
+        }
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// What composed records (rising) refer to; those that are not composed are left out.
+    pub fn parts_of(&self, wanted: &[PageRef]) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
+        let mut found = Vec::with_capacity(wanted.len());
+        let mut page = ZERO_PAGE;
+        for of_pack in wanted.chunk_by(|a, b| a.pack() == b.pack()) {
+            let number = of_pack.first().map_or(0, |of| of.pack());
+            let object = self.backend.describe(&names::pack(number));
+            let places: Vec<(PageRef, ())> = of_pack.iter().map(|of| (*of, ())).collect();
+            self.pack(number)?.read_records(&places, &mut Vec::new(), &mut |at, (), content| {
+                if let Content::Composed(record) = content {
+                    let composition = record.composition(&mut page).map_err(|problem| {
+                        Error::damaged(format!("{object} at offset {}", at.offset()), problem)
+                    })?;
+                    found.push((at, composition.records()));
+                }
+                Ok::<_, Error>(())
+            })?;
+        }
+        Ok(found)
+    }
+}
+
+/// Whether a page, or a block, is among them.
+pub fn shows(visible: &Changes, page: PageIndex) -> bool {
+    if page.0 < visible.pages.space_pages() {
+        visible.pages.contains(page)
+    } else {
+        visible.blocks.contains(&page.0)
+    }
+}
+
+fn show_all(visible: &mut Changes, ram_pages: u64, space_pages: u64) {
+    visible.pages.insert_range(PageRange::new(PageIndex(0), ram_pages));
+    if ram_pages < space_pages {
+        visible.blocks.insert(ram_pages..space_pages);
+    }
+}
+
+fn hide(visible: &mut Changes, range: PageRange) {
+    let (first, end) = (range.first.0, range.end().0);
+    let border = visible.pages.space_pages().clamp(first, end);
+    for page in first..border {
+        visible.pages.remove(PageIndex(page));
+    }
+    if border < end {
+        visible.blocks.remove(border..end);
+    }
+}

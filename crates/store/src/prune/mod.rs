@@ -1,0 +1,372 @@
+//! Freeing what no checkpoint needs: maps, records, whole packs.
+//!
+//! ```text
+//!   what is needed ─▶ plan ─▶ dead maps removed ─▶ rounds of packs:
+//!
+//!     live records copied, new pack closed ─▶ moves put ─▶ the writer follows ─▶ maps rewritten ─▶ packs removed ─▶ moves removed
+//!         crash: a pack that nobody needs      crash: each map names records that are there, in one place or the other
+//! ```
+//!
+//! Invariants: a file is removed only after everything that names it has been replaced durably; a number is not used again.
+//! Copies are verified before they stand for anything. A run may go on meanwhile: it says itself when it needs a pack no more
+//! ([`moves`]), and what does not come to an end is left to the next prune. So are packs in which a needed record is damaged.
+//! Readers that have loaded a checkpoint have its packs open; those that load one read the maps again where a pack has gone.
+//!
+//! Not here: which checkpoints are forgotten ([`crate::Retention`]).
+
+mod live;
+pub(crate) mod moves;
+mod packs;
+mod rewrite;
+
+use crate::store::Inner;
+use crate::writer::Tuning;
+use crate::{Result, Store, names};
+use keyframe_units::CheckpointId;
+use live::Live;
+use moves::{Generation, Moves, RECORDS_MAX};
+use packs::{Shape, Usage};
+use rewrite::Copier;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// What one round copies at most: what an interruption costs.
+const ROUND_BYTES_MAX: u64 = 1 << 30;
+/// How often a writer at work is looked at.
+const POLL: Duration = Duration::from_millis(20);
+
+/// How to prune.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PruneOptions {
+    /// At most this part, 0 to 1, of the packs that stay may be unused: less means more copying.
+    pub max_unused: f64,
+    /// Change nothing.
+    pub dry_run: bool,
+    /// How long to wait for a run that goes on: it answers with its next checkpoint.
+    pub wait: Duration,
+}
+
+impl Default for PruneOptions {
+    fn default() -> Self {
+        Self { max_unused: 0.05, dry_run: false, wait: Duration::from_secs(60) }
+    }
+}
+
+/// What a prune is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PruneStep {
+    /// Finding out what is needed.
+    Looking,
+    /// Copying records.
+    Copying,
+    /// Waiting for the next checkpoint of a run that goes on.
+    Waiting,
+    /// Rewriting maps, and removing.
+    Removing,
+}
+
+/// How far a prune is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PruneProgress {
+    /// What it is at.
+    pub step: PruneStep,
+    /// Bytes of packs that are done with.
+    pub done_bytes: u64,
+    /// Bytes of packs that are to be removed.
+    pub total_bytes: u64,
+}
+
+/// What a prune did, or would do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PruneReport {
+    /// Nothing was changed; the figures are what would be.
+    pub dry_run: bool,
+    /// Packs and maps before.
+    pub before_bytes: u64,
+    /// Packs and maps after; in a dry run as far as it can be told.
+    pub after_bytes: u64,
+    /// Maps that no checkpoint needed.
+    pub removed_maps: u64,
+    /// Maps that name other places now; not known before.
+    pub rewritten_maps: u64,
+    /// Working sets of checkpoints that are gone.
+    pub removed_worksets: u64,
+    /// Packs of which nothing was needed.
+    pub removed_packs: u64,
+    /// Packs of which a part was needed, which is elsewhere now.
+    pub rewritten_packs: u64,
+    /// Bytes of the records that were copied.
+    pub copied_bytes: u64,
+    /// Bytes that stay unused in packs that stay, as `--max-unused` allows.
+    pub unused_bytes: u64,
+    /// Packs that stay because a run did not answer in time.
+    pub postponed_packs: u64,
+    /// What stays because it is damaged, or needs what is not there.
+    pub damaged: Vec<String>,
+}
+
+impl Store {
+    /// Frees what no checkpoint needs. May be killed at any instant.
+    ///
+    /// Errors: [`crate::Error::Locked`] where another prune is at work; [`crate::Error::Unreadable`] where a checkpoint cannot be
+    /// read, and [`crate::Error::Damaged`] where a map that is needed cannot: then nothing is removed.
+    pub fn prune(
+        &self,
+        options: &PruneOptions,
+        progress: &mut dyn FnMut(PruneProgress),
+    ) -> Result<PruneReport> {
+        self.prune_tuned(options, Tuning::default(), progress)
+    }
+
+    /// As [`Store::prune`], with limits of the caller's choice for the packs that are written.
+    pub fn prune_tuned(
+        &self,
+        options: &PruneOptions,
+        tuning: Tuning,
+        progress: &mut dyn FnMut(PruneProgress),
+    ) -> Result<PruneReport> {
+        let inner = self.inner();
+        let lock = if options.dry_run { None } else { Some(inner.lock_prune()?) };
+        let copier = Copier::new(inner.clone(), tuning);
+        let report = PruneReport { dry_run: options.dry_run, ..PruneReport::default() };
+        let mut prune = Prune { inner, options, copier, report, progress, done_bytes: 0, total_bytes: 0 };
+        prune.report.before_bytes = prune.size()?;
+        let plan = prune.plan()?;
+        if options.dry_run {
+            prune.foretell(&plan);
+        } else {
+            // Left by one that was killed. Nobody needs it.
+            inner.remove_moves()?;
+            prune.carry_out(&plan, tuning)?;
+            prune.report.after_bytes = prune.size()?;
+        }
+        drop(lock);
+        Ok(prune.report)
+    }
+}
+
+/// What is to be done, before anything is.
+struct Plan {
+    maps: Vec<u64>,
+    maps_bytes: u64,
+    /// The number of this map must not be used again: an empty one takes its place.
+    emptied_map: Option<u64>,
+    worksets: Vec<CheckpointId>,
+    packs: Vec<Usage>,
+    victims: Vec<u32>,
+}
+
+struct Prune<'a> {
+    inner: &'a Inner,
+    options: &'a PruneOptions,
+    copier: Copier,
+    report: PruneReport,
+    progress: &'a mut dyn FnMut(PruneProgress),
+    done_bytes: u64,
+    total_bytes: u64,
+}
+
+impl Prune<'_> {
+    fn tell(&mut self, step: PruneStep) {
+        let (done_bytes, total_bytes) = (self.done_bytes, self.total_bytes);
+        (self.progress)(PruneProgress { step, done_bytes, total_bytes });
+    }
+
+    fn size(&self) -> Result<u64> {
+        let folder = |folder| self.inner.folder_bytes(folder);
+        Ok(folder(names::PACKS)? + folder(names::MAPS)?)
+    }
+
+    fn plan(&mut self) -> Result<Plan> {
+        self.tell(PruneStep::Looking);
+        // In this order: what a writer adds from here on is in neither list, and what one has in hand that ends in between
+        // is sealed by then, or never.
+        let maps = self.inner.map_ids()?;
+        let numbers = packs::numbers(self.inner)?;
+        let at_work = self.inner.holder()?.is_some();
+        let mut live = Live::find(self.inner)?;
+        let newest = live.ids.last().map_or(0, |id| id.0);
+        let dead = |id: &u64| !live.has_map(*id) && (!at_work || *id < newest);
+        let emptied_map =
+            maps.last().copied().filter(|id| dead(id) && *id > newest && !self.inner.is_empty_map(*id));
+        let keeps_number = |id: &u64| *id > newest && maps.last() == Some(id);
+        let maps: Vec<u64> = maps.iter().copied().filter(|id| dead(id) && !keeps_number(id)).collect();
+        let is_gone = |id: &CheckpointId| !live.ids.contains(id) && (!at_work || id.0 <= newest);
+        let worksets = self.inner.workset_ids()?.into_iter().filter(is_gone).collect();
+        let packs = self.usages(&mut live, &numbers, at_work)?;
+        let victims = packs::choose(&packs, self.options.max_unused);
+        let maps_bytes = maps.iter().map(|id| self.inner.len_of(&names::map(*id))).sum();
+        Ok(Plan { maps, maps_bytes, emptied_map, worksets, packs, victims })
+    }
+
+    /// How much of each pack is needed.
+    fn usages(&mut self, live: &mut Live, numbers: &[u32], at_work: bool) -> Result<Vec<Usage>> {
+        for number in numbers {
+            if let Some(shape) = Shape::of(self.inner, *number)? {
+                live.close(self.inner, &shape)?;
+            }
+        }
+        live.settle();
+        let mut packs = Vec::with_capacity(numbers.len());
+        for number in numbers {
+            let wanted = live.offsets(*number);
+            let usage = match Shape::of(self.inner, *number)? {
+                Some(shape) => {
+                    let mut usage = shape.usage(wanted);
+                    if usage.untouchable {
+                        let object = self.inner.backend.describe(&names::pack(*number));
+                        self.report.damaged.push(format!("{object}: lacks records that checkpoints need"));
+                    }
+                    usage.untouchable |= at_work && !shape.closed;
+                    usage
+                }
+                // No header: begun by a writer that died.
+                None => Usage {
+                    number: *number,
+                    len_bytes: self.inner.len_of(&names::pack(*number)),
+                    live_bytes: 0,
+                    live_records: 0,
+                    untouchable: at_work || !wanted.is_empty(),
+                    holds_none: false,
+                },
+            };
+            packs.push(usage);
+        }
+        // Not one that a writer has begun since.
+        let is_lost = |number: &u32| {
+            numbers.binary_search(number).is_err() && self.inner.len_of(&names::pack(*number)) == 0
+        };
+        let lost = live.packs().filter(is_lost).map(|number| format!("{}: is missing", names::pack(number)));
+        self.report.damaged.extend(lost);
+        Ok(packs)
+    }
+
+    fn foretell(&mut self, plan: &Plan) {
+        let (mut gone_bytes, mut copied_bytes) = (plan.maps_bytes, 0);
+        for usage in &plan.packs {
+            if !plan.victims.contains(&usage.number) {
+                self.report.unused_bytes += usage.unused_bytes();
+                continue;
+            }
+            gone_bytes += usage.len_bytes;
+            copied_bytes += usage.live_bytes;
+            self.count_pack(usage);
+        }
+        self.report.removed_maps = plan.maps.len() as u64;
+        self.report.removed_worksets = plan.worksets.len() as u64;
+        self.report.copied_bytes = copied_bytes;
+        self.report.after_bytes = self.report.before_bytes.saturating_sub(gone_bytes) + copied_bytes;
+    }
+
+    fn count_pack(&mut self, usage: &Usage) {
+        let removed = usage.live_records == 0;
+        *(if removed { &mut self.report.removed_packs } else { &mut self.report.rewritten_packs }) += 1;
+    }
+
+    fn carry_out(&mut self, plan: &Plan, tuning: Tuning) -> Result<()> {
+        let usage = |number: &u32| plan.packs.iter().find(|usage| usage.number == *number);
+        self.total_bytes = plan.victims.iter().filter_map(usage).map(|usage| usage.len_bytes).sum();
+        self.tell(PruneStep::Removing);
+        // Maps before the records that they name.
+        if let Some(id) = plan.emptied_map {
+            self.inner.empty_map(id)?;
+        }
+        let map_names: Vec<String> = plan.maps.iter().map(|id| names::map(*id)).collect();
+        self.inner.backend.remove_all(names::MAPS, &map_names)?;
+        self.report.removed_maps = map_names.len() as u64;
+        let worksets: Vec<String> = plan.worksets.iter().map(|id| names::workset(*id)).collect();
+        self.inner.backend.remove_all(names::WORKSETS, &worksets)?;
+        self.report.removed_worksets = worksets.len() as u64;
+        let bytes_max = ROUND_BYTES_MAX.min(tuning.pack_bytes_max.saturating_mul(4));
+        let rounds = packs::rounds(&plan.packs, &plan.victims, bytes_max, RECORDS_MAX);
+        for (at, round) in rounds.iter().enumerate() {
+            let Some(removed) = self.round(round)? else {
+                self.report.postponed_packs = rounds.iter().skip(at).map(|round| round.len() as u64).sum();
+                break;
+            };
+            for usage in removed.iter().filter_map(usage) {
+                self.done_bytes += usage.len_bytes;
+                self.count_pack(usage);
+            }
+        }
+        self.copier.tidy()?;
+        let stays = |usage: &&Usage| !plan.victims.contains(&usage.number);
+        self.report.unused_bytes = plan.packs.iter().filter(stays).map(Usage::unused_bytes).sum();
+        Ok(())
+    }
+
+    /// Gives up packs; returns those that went. `None` where a run did not answer in time.
+    fn round(&mut self, victims: &BTreeSet<u32>) -> Result<Option<BTreeSet<u32>>> {
+        let mut moves =
+            Moves { generation: crate::config::random()?, victims: victims.clone(), ..Moves::default() };
+        let mut live = self.cover(&mut moves)?;
+        if moves.victims.is_empty() {
+            return Ok(Some(moves.victims));
+        }
+        self.inner.put_moves(&moves)?;
+        if !self.is_followed(moves.generation)? {
+            self.inner.remove_moves()?;
+            return Ok(None);
+        }
+        // What was sealed, or forgotten, before the writer followed.
+        let now: BTreeSet<CheckpointId> = self.inner.checkpoint_ids()?.into_iter().collect();
+        if now != live.ids {
+            live = self.cover(&mut moves)?;
+        }
+        self.tell(PruneStep::Removing);
+        self.report.rewritten_maps += rewrite::maps(self.inner, &live, &moves)?;
+        let newest = packs::numbers(self.inner)?.last().copied();
+        if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
+            self.copier.reserve()?;
+        }
+        self.inner.remove_packs(&moves.victims)?;
+        self.inner.remove_moves()?;
+        Ok(Some(moves.victims))
+    }
+
+    /// Copies all that is needed of the packs that go and was not copied yet.
+    fn cover(&mut self, moves: &mut Moves) -> Result<Live> {
+        self.tell(PruneStep::Copying);
+        let mut live = Live::find(self.inner)?;
+        let mut composed = Vec::new();
+        for number in packs::numbers(self.inner)? {
+            let Some(shape) = Shape::of(self.inner, number)? else { continue };
+            let refers = |of: &u32, to: &[crate::identity::PageRef]| {
+                moves.victims.contains(of) || to.iter().any(|to| moves.victims.contains(&to.pack()))
+            };
+            let found = live.close(self.inner, &shape)?;
+            composed.extend(found.into_iter().filter(|(of, to)| refers(&of.pack(), to)).map(|(of, _)| of));
+        }
+        live.settle();
+        self.copier.raise()?;
+        for victim in moves.victims.clone() {
+            if let Err(problem) = self.copier.plain(victim, live.offsets(victim), moves)? {
+                moves.victims.remove(&victim);
+                self.report.damaged.push(problem);
+            }
+            self.tell(PruneStep::Copying);
+        }
+        composed.sort_unstable();
+        self.copier.composed(&composed, moves, &mut self.report.damaged)?;
+        self.copier.close()?;
+        self.report.copied_bytes = self.copier.copied_bytes;
+        Ok(live)
+    }
+
+    /// Waits until no writer knows those packs.
+    fn is_followed(&mut self, generation: Generation) -> Result<bool> {
+        let deadline = Instant::now() + self.options.wait;
+        loop {
+            // Who becomes the writer from now on reads the moves first.
+            if self.inner.holder()?.is_none() || self.inner.is_seen(generation)? {
+                return Ok(true);
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            self.tell(PruneStep::Waiting);
+            std::thread::sleep(POLL);
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! Which checkpoints are worth keeping: pure policy, from what is known of each and nothing else.
+//!
+//! ```text
+//!   of each VM, newest first      t0      t1   t2  t3 |             t4 |        t5        t6
+//!   --keep-last 2                 last    last         |                |
+//!   --keep-within 10m             within  within within                |
+//!   --keep-every 1h               every                | every          | every
+//!   tagged                                                                               tagged
+//!   forgotten                                      t3
+//! ```
+//!
+//! Invariants: what any rule keeps is kept. The newest checkpoint of a VM is kept whatever the rules say: a run that goes on
+//! builds upon it. So is one that a disk's overlay stands on, and one with a tag (with one of the tags that were named, where
+//! some were).
+//!
+//! Not here: checkpoints that the user names are forgotten without being asked for reasons.
+
+use crate::Sealed;
+use jiff::Timestamp;
+use keyframe_units::CheckpointId;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// The rules.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Retention {
+    /// So many of the newest.
+    pub last: Option<u64>,
+    /// Those taken no longer than this before the newest of their VM: a VM that has ended loses none by the passing of time.
+    pub within: Option<Duration>,
+    /// The newest of each such interval, counted from 1970 on.
+    pub every: Option<Duration>,
+    /// Of the tagged ones only those with one of these tags; `None`: all that have any.
+    pub tags: Option<BTreeSet<String>>,
+}
+
+/// What is known of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// Its number.
+    pub id: CheckpointId,
+    /// The VM, or the group.
+    pub vm: String,
+    /// When its pause began.
+    pub taken_at: Timestamp,
+    /// Its tags.
+    pub tags: Vec<String>,
+}
+
+impl From<&Sealed> for Moment {
+    fn from(sealed: &Sealed) -> Self {
+        let meta = &sealed.meta;
+        Self { id: sealed.id, vm: meta.vm.clone(), taken_at: meta.taken_at, tags: sealed.tags.clone() }
+    }
+}
+
+/// Why a checkpoint is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// It is the newest of its VM.
+    Newest,
+    /// One of the last.
+    Last,
+    /// Young enough.
+    Within,
+    /// The newest of its interval.
+    Every,
+    /// It has a tag.
+    Tagged,
+    /// What was written to a disk since stands on it.
+    Disk,
+}
+
+/// What the rules say of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// Its number.
+    pub id: CheckpointId,
+    /// Why it is kept; none: it is forgotten.
+    pub kept: Vec<Reason>,
+}
+
+impl Retention {
+    /// True where no rule was given.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Judges all checkpoints of a store, which are given in any order; the verdicts rise by number. `standing`: those that
+    /// overlays of disks stand on.
+    pub fn judge(&self, moments: &[Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
+        let mut vms = BTreeMap::<&str, Vec<&Moment>>::new();
+        for moment in moments {
+            vms.entry(&moment.vm).or_default().push(moment);
+        }
+        let mut verdicts = Vec::with_capacity(moments.len());
+        for of_vm in vms.values_mut() {
+            // By number: clocks go back, and the newest checkpoint is what the next one builds upon.
+            of_vm.sort_unstable_by_key(|moment| std::cmp::Reverse(moment.id));
+            verdicts.extend(self.judge_vm(of_vm, standing));
+        }
+        verdicts.sort_unstable_by_key(|verdict| verdict.id);
+        verdicts
+    }
+
+    /// Judges those of one VM, newest first.
+    fn judge_vm(&self, of_vm: &[&Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
+        let newest_at = of_vm.first().map_or(Timestamp::UNIX_EPOCH, |moment| moment.taken_at);
+        let mut intervals = BTreeSet::new();
+        let judge = |(rank, moment): (usize, &&Moment)| {
+            let interval = self.every.map(|every| interval_of(moment.taken_at, every));
+            let age = newest_at.duration_since(moment.taken_at);
+            let rules = [
+                (Reason::Newest, rank == 0),
+                (Reason::Last, self.last.is_some_and(|last| (rank as u64) < last)),
+                (Reason::Within, self.within.is_some_and(|within| age <= signed(within))),
+                (Reason::Every, interval.is_some_and(|interval| intervals.insert(interval))),
+                (Reason::Tagged, self.keeps_tags(&moment.tags)),
+                (Reason::Disk, standing.contains(&moment.id)),
+            ];
+            let kept = rules.into_iter().filter(|(_, holds)| *holds).map(|(reason, _)| reason).collect();
+            Verdict { id: moment.id, kept }
+        };
+        of_vm.iter().enumerate().map(judge).collect()
+    }
+
+    fn keeps_tags(&self, tags: &[String]) -> bool {
+        match &self.tags {
+            None => !tags.is_empty(),
+            Some(named) => tags.iter().any(|tag| named.contains(tag)),
+        }
+    }
+}
+
+/// Longer ones than a jiff duration can be are as long as that.
+fn signed(duration: Duration) -> jiff::SignedDuration {
+    jiff::SignedDuration::try_from(duration).unwrap_or(jiff::SignedDuration::MAX)
+}
+
+/// The number of the interval that a time falls into.
+fn interval_of(at: Timestamp, every: Duration) -> i128 {
+    let every_ns = i128::try_from(every.as_nanos()).unwrap_or(i128::MAX).max(1);
+    at.as_nanosecond().div_euclid(every_ns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn moment(id: u64, vm: &str, second: i64, tags: &[&str]) -> Moment {
+        Moment {
+            id: CheckpointId(id),
+            vm: vm.into(),
+            taken_at: Timestamp::from_second(second).unwrap(),
+            tags: tags.iter().map(|tag| String::from(*tag)).collect(),
+        }
+    }
+
+    fn kept(rules: &Retention, moments: &[Moment]) -> Vec<u64> {
+        let verdicts = rules.judge(moments, &BTreeSet::new());
+        verdicts.into_iter().filter(|v| !v.kept.is_empty()).map(|v| v.id.0).collect()
+    }
+
+    #[test]
+    fn each_rule_keeps_what_it_says() {
+        let seconds = [0, 10, 3599, 3600, 3700, 7199, 9000];
+        let moments: Vec<_> = (1..).zip(seconds).map(|(id, at)| moment(id, "web", at, &[])).collect();
+        let with = |last, within, every| Retention {
+            last,
+            within: Option::map(within, Duration::from_secs),
+            every: Option::map(every, Duration::from_secs),
+            tags: None,
+        };
+        assert_eq!(kept(&with(Some(3), None, None), &moments), [5, 6, 7]);
+        assert_eq!(kept(&with(Some(0), None, None), &moments), [7]);
+        assert_eq!(kept(&with(None, Some(5300), None), &moments), [5, 6, 7]);
+        assert_eq!(kept(&with(None, None, Some(3600)), &moments), [3, 6, 7]);
+        assert_eq!(kept(&with(Some(2), Some(1), Some(3600)), &moments), [3, 6, 7]);
+        assert_eq!(kept(&with(None, Some(u64::MAX), None), &moments).len(), 7);
+        assert_eq!(kept(&with(None, None, Some(u64::MAX)), &moments), [7]);
+    }
+
+    #[test]
+    fn tags_vms_and_disks_are_told_apart() {
+        let moments = [
+            moment(1, "web", 0, &["boot"]),
+            moment(2, "db", 1, &[]),
+            moment(3, "web", 2, &["a", "b"]),
+            moment(4, "web", 3, &[]),
+        ];
+        let last = Retention { last: Some(1), ..Retention::default() };
+        assert_eq!(kept(&last, &moments), [1, 2, 3, 4]);
+        let tags = Retention { tags: Some(BTreeSet::from(["b".to_owned()])), ..last.clone() };
+        assert_eq!(kept(&tags, &moments), [2, 3, 4]);
+        let untagged = [moment(1, "web", 0, &[]), moment(2, "web", 1, &[])];
+        let verdicts = last.judge(&untagged, &BTreeSet::from([CheckpointId(1)]));
+        assert_eq!(verdicts[0].kept, [Reason::Disk]);
+        assert_eq!(verdicts[1].kept, [Reason::Newest, Reason::Last]);
+    }
+
+    fn moments() -> impl Strategy<Value = Vec<Moment>> {
+        let one = (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2));
+        prop::collection::vec(one, 0..40).prop_map(|all| {
+            let moment = |(id, (vm, at, tags)): (u64, (u8, i64, Vec<String>))| Moment {
+                tags,
+                ..moment(id, &vm.to_string(), at, &[])
+            };
+            (1..).zip(all).map(moment).collect()
+        })
+    }
+
+    proptest! {
+        /// Against each rule written once more, the slow way; and in any order that the checkpoints come.
+        #[test]
+        fn what_is_kept_has_exactly_these_reasons(
+            moments in moments(), last in prop::option::of(0u64..6), within in prop::option::of(0u64..3000),
+            every in prop::option::of(1u64..2000), tags in prop::option::of(prop::collection::btree_set("[abc]", 0..2)),
+        ) {
+            let seconds = |n: Option<u64>| n.map(Duration::from_secs);
+            let rules = Retention { last, within: seconds(within), every: seconds(every), tags: tags.clone() };
+            let verdicts = rules.judge(&moments, &BTreeSet::new());
+            let mut turned = moments.clone();
+            turned.reverse();
+            prop_assert_eq!(&rules.judge(&turned, &BTreeSet::new()), &verdicts);
+            prop_assert_eq!(verdicts.len(), moments.len());
+            for (moment, verdict) in moments.iter().zip(&verdicts) {
+                let at = |m: &Moment| m.taken_at.as_second();
+                let newer: Vec<_> = moments.iter().filter(|m| m.vm == moment.vm && m.id > moment.id).collect();
+                let newest = newer.last().copied().unwrap_or(moment);
+                let mut expected = Vec::new();
+                if newer.is_empty() {
+                    expected.push(Reason::Newest);
+                }
+                if last.is_some_and(|last| (newer.len() as u64) < last) {
+                    expected.push(Reason::Last);
+                }
+                if within.is_some_and(|within| at(newest) - at(moment) <= within as i64) {
+                    expected.push(Reason::Within);
+                }
+                if every.is_some_and(|n| newer.iter().all(|m| at(m) / n as i64 != at(moment) / n as i64)) {
+                    expected.push(Reason::Every);
+                }
+                let wanted = |tag: &String| tags.as_ref().is_none_or(|tags| tags.contains(tag));
+                if moment.tags.iter().any(wanted) {
+                    expected.push(Reason::Tagged);
+                }
+                prop_assert_eq!(&verdict.kept, &expected, "checkpoint {}", moment.id);
+            }
+        }
+
+        /// Rules only add: with another one, nothing is forgotten that was kept.
+        #[test]
+        fn another_rule_forgets_nothing_more(moments in moments(), last in 0u64..6, every in 1u64..2000) {
+            let one = Retention { last: Some(last), ..Retention::default() };
+            let two = Retention { every: Some(Duration::from_secs(every)), ..one.clone() };
+            let more = kept(&two, &moments);
+            prop_assert!(kept(&one, &moments).iter().all(|id| more.contains(id)));
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Forgetting checkpoints: what is left is whole, at every instant.
+
+use super::*;
+use std::collections::BTreeSet;
+
+const PAGES: u64 = 20;
+
+/// A store of one run with `count` checkpoints, each fifth page of which differs from the one before; what each holds.
+pub fn store_of(medium: &Faulty, count: u64) -> BTreeMap<CheckpointId, Image> {
+    init_on(medium).unwrap();
+    let mut known = BTreeMap::new();
+    add_run(medium, count, &mut known);
+    known
+}
+
+/// Another run behind what is there.
+pub fn add_run(medium: &Faulty, count: u64, known: &mut BTreeMap<CheckpointId, Image>) {
+    let mut writer = on(medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
+    let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+    let mut old = vec![0; PAGES as usize];
+    let first = known.len() as u64 * 1000;
+    for epoch in 0..count {
+        let image = next_image(&old, first + epoch);
+        put_changes(&mut run, &old, &image).unwrap();
+        known.insert(seal(&mut run, PAGES).unwrap().id, image.clone());
+        old = image;
+    }
+    run.finish().unwrap();
+}
+
+/// Some pages new, one zero, one that another page had before.
+pub fn next_image(old: &[u64], epoch: u64) -> Image {
+    let mut image = old.to_vec();
+    let pages = image.len();
+    for step in 0..4 {
+        image[((epoch * 7 + step * 5) as usize) % pages] = 1 + epoch * 10 + step;
+    }
+    image[(epoch as usize * 3) % pages] = 0;
+    image[(epoch as usize * 11 + 1) % pages] = old[(epoch as usize + 2) % pages];
+    image
+}
+
+fn ids(numbers: impl IntoIterator<Item = u64>) -> BTreeSet<CheckpointId> {
+    numbers.into_iter().map(CheckpointId).collect()
+}
+
+#[test]
+fn what_is_forgotten_is_gone_with_its_tags_and_the_rest_is_whole() {
+    let medium = Faulty::default();
+    let known = store_of(&medium, 12);
+    let store = on(&medium).unwrap();
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    writer.set_tag("boot", CheckpointId(1)).unwrap();
+    writer.set_tag("later", CheckpointId(7)).unwrap();
+    store.load(CheckpointId(1)).unwrap().keep_working_set(&[PageIndex(3)]).unwrap();
+    let gone = ids([1, 2, 5, 6, 99]);
+    store.forget(&gone).unwrap();
+    assert!(matches!(store.resolve("boot"), Err(Error::UnknownCheckpoint { .. })));
+    assert_eq!(store.resolve("later").unwrap(), CheckpointId(7));
+    assert!(!medium.files().keys().any(|name| name.starts_with("worksets/")));
+    for (id, image) in &known {
+        if gone.contains(id) {
+            assert!(matches!(store.load(*id), Err(Error::UnknownCheckpoint { .. })));
+        } else {
+            assert_image(&store, *id, image);
+        }
+    }
+    assert_clean(&store);
+    // The newest is what a run may build upon.
+    let refused = store.forget(&ids([3, 12]));
+    assert!(matches!(refused, Err(Error::InUse { id: CheckpointId(12), .. })), "{refused:?}");
+    assert_image(&store, CheckpointId(3), &known[&CheckpointId(3)]);
+    drop(writer);
+    store.forget(&ids([12])).unwrap();
+    assert_clean(&store);
+    // Its number is not used again.
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+    assert_eq!(seal(&mut run, PAGES).unwrap().id, CheckpointId(13));
+}
+
+#[test]
+fn a_crash_while_forgetting_leaves_whole_checkpoints_and_no_tag_of_none() {
+    let base = Faulty::default();
+    let known = store_of(&base, 6);
+    let mut writer = on(&base).unwrap().lock_writer("test").unwrap();
+    writer.set_tag("a", CheckpointId(2)).unwrap();
+    writer.set_tag("b", CheckpointId(2)).unwrap();
+    drop(writer);
+    for operation in 1.. {
+        let medium = base.copy();
+        medium.crash_at(operation);
+        let forgot = on(&medium).unwrap().forget(&ids([2, 3])).is_ok();
+        for seed in 0..4 {
+            let after = medium.after_power_loss(seed * 100 + operation);
+            let store = on(&after).unwrap();
+            assert_clean(&store);
+            let there = store.ids().unwrap();
+            for (id, image) in known.iter().filter(|(id, _)| there.contains(id)) {
+                assert_image(&store, *id, image);
+            }
+            assert!(there.len() == 4 || !forgot && there.len() >= 4, "{there:?}");
+            assert!([1, 4, 5, 6].iter().all(|id| there.contains(&CheckpointId(*id))));
+        }
+        if forgot {
+            assert!(operation > 6, "only {operation} operations");
+            return;
+        }
+    }
+}

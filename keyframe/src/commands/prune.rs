@@ -1,0 +1,152 @@
+//! `keyframe prune`: space back from what no checkpoint needs.
+
+use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome, WARNED};
+use crate::output;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_store::{PruneOptions, PruneProgress, PruneReport, PruneStep};
+use std::time::Duration;
+
+/// Free the space of what no checkpoint needs any more
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "Packs of which nothing is needed are removed. Of the others, the emptiest are copied without what is not
+needed, until at most --max-unused of the packs is. It may be killed at any instant: what it had
+not finished, the next one does.
+
+Checkpoints can be restored, mounted and checked meanwhile, and a run may go on: it answers with its
+next checkpoint. Where none comes within --wait, what depends on it is left to the next prune.
+
+Exit code 0: done. 3: some of it was left, as is said.
+
+Examples:
+  keyframe forget --store S --keep-last 100
+  keyframe prune --store S
+  keyframe prune --store S --max-unused 20% --dry-run --json"
+)]
+pub struct Prune {
+    #[command(flatten)]
+    store: StoreArg,
+    /// So much of the packs may stay unused, in percent: 0% copies most, 100% nothing
+    #[arg(long, value_name = "PART", default_value = "5%", value_parser = parse_unused)]
+    max_unused: f64,
+    /// Wait so long for the next checkpoint of a run that goes on
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
+    wait: Duration,
+    /// Only say what would be freed
+    #[arg(long, short = 'n')]
+    dry_run: bool,
+    /// Print JSON: sizes in bytes
+    #[arg(long)]
+    json: bool,
+    /// No progress
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+fn parse_unused(text: &str) -> Result<f64, String> {
+    let number = |text: &str| text.trim().parse::<f64>().map_err(|_| "write 5% or 0.05".to_owned());
+    let part = match text.strip_suffix('%') {
+        Some(percent) => number(percent)? / 100.0,
+        None => number(text)?,
+    };
+    if (0.0..=1.0).contains(&part) { Ok(part) } else { Err("must be 0% to 100%".into()) }
+}
+
+impl Prune {
+    /// Prunes and reports.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
+        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
+            bar.set_style(style);
+        }
+        let mut progress = |p: PruneProgress| {
+            bar.set_message(word(p.step));
+            bar.set_length(p.total_bytes);
+            bar.set_position(p.done_bytes);
+        };
+        let Self { max_unused, dry_run, wait, .. } = *self;
+        let options = PruneOptions { max_unused, dry_run, wait };
+        let report = store.prune(&options, &mut progress).map_err(|e| self.failure(&e))?;
+        bar.finish_and_clear();
+        for damaged in &report.damaged {
+            eprintln!("keyframe: left as it is: {damaged}; see whom it hurts: keyframe check --read-data");
+        }
+        if report.postponed_packs > 0 {
+            eprintln!(
+                "keyframe: {} packs stay for now: the run that writes to the store took no checkpoint within {}; run keyframe \
+                 prune again, with a longer --wait",
+                report.postponed_packs,
+                humantime::format_duration(wait)
+            );
+        }
+        if self.json {
+            output::json(&report)?;
+        } else {
+            print(&report)?;
+        }
+        Ok(if report.damaged.is_empty() && report.postponed_packs == 0 { DONE } else { WARNED })
+    }
+
+    fn failure(&self, error: &keyframe_store::Error) -> Failure {
+        use keyframe_store::Error;
+        let failure = self.store.failure(error);
+        match error {
+            Error::Unreadable { id, .. } => {
+                failure.fix(format!("if it is lost, forget it (keyframe forget {id}), then prune again"))
+            }
+            Error::Locked { .. } => failure.fix("wait until the other prune ends"),
+            _ if error.is_disk_full() => {
+                failure.fix("free some space, or allow more to stay unused: --max-unused 100% copies nothing")
+            }
+            _ => failure,
+        }
+    }
+}
+
+fn print(report: &PruneReport) -> Result<(), Failure> {
+    let b = output::bytes;
+    let freed_bytes = report.before_bytes.saturating_sub(report.after_bytes);
+    let (would, freed) = if report.dry_run { ("would be ", "would free") } else { ("", "freed") };
+    let lines = [
+        format!("maps     {} {would}removed, {} rewritten", report.removed_maps, report.rewritten_maps),
+        format!(
+            "packs    {} {would}removed, {} {would}rewritten ({} copied)",
+            report.removed_packs,
+            report.rewritten_packs,
+            b(report.copied_bytes)
+        ),
+        format!("unused   {} in packs that stay", b(report.unused_bytes)),
+        format!(
+            "{freed}    {} ({} before, {} after)",
+            b(freed_bytes),
+            b(report.before_bytes),
+            b(report.after_bytes)
+        ),
+    ];
+    output::print_line(&lines.join("\n"))
+}
+
+fn word(step: PruneStep) -> &'static str {
+    match step {
+        PruneStep::Looking => "looking what is needed",
+        PruneStep::Copying => "copying",
+        PruneStep::Waiting => "waiting for the run's next checkpoint",
+        PruneStep::Removing => "removing",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_read_as_people_write_them() {
+        assert_eq!(
+            (parse_unused("5%"), parse_unused("0"), parse_unused("100%")),
+            (Ok(0.05), Ok(0.0), Ok(1.0))
+        );
+        assert!(["-1%", "101%", "x", "NaN", ""].iter().all(|bad| parse_unused(bad).is_err()));
+    }
+}
