@@ -189,6 +189,8 @@ pub struct Cycle {
     reader: Arc<dyn PageReader>,
     space: RamLayout,
     first: Precopy,
+    /// Pages that a pause had no memory for; what the next one has at least.
+    lacked_pages: u64,
     generation: u64,
     next_seq: u64,
     /// When the newest sealed checkpoint's pause began, and those of the checkpoints in flight.
@@ -226,6 +228,7 @@ impl Cycle {
             reader,
             space,
             first: Precopy::default(),
+            lacked_pages: 0,
             generation: 0,
             next_seq: 0,
             sealed_at: None,
@@ -254,7 +257,8 @@ impl Cycle {
     }
 
     /// Captures one checkpoint and hands it to the encoder; its number is in the report that follows. On an error the VM
-    /// goes on as it was and the pages are owed to the next checkpoint.
+    /// goes on as it was and the pages are owed to the next checkpoint. Where a pause found more pages than there was memory
+    /// for at that moment, it is tried once more with that much made free.
     pub fn capture<M: Machine, O: Observer, L>(
         &mut self,
         machine: &mut M,
@@ -267,23 +271,29 @@ impl Cycle {
         let complete = self.sealed_at.is_none() && self.in_flight.is_empty();
         let mut first = std::mem::take(&mut self.first);
         let strategy = if complete { &mut first } else { strategy };
-        let mut handed_over = false;
         let generation = self.generation;
-        let result = self.attempt(machine, observer, strategy, complete, &mut |parcel| {
-            handed_over = true;
-            outlet.send(Message::Pages { generation, parcel })
-        });
-        strategy.release();
-        let (captured, parcel) = match result {
-            Ok(captured) => captured,
-            Err(error) => {
-                if handed_over {
-                    // Where nobody takes it any more, nothing is put either.
-                    let _ = outlet.send(Message::Abandon { generation });
+        let (captured, parcel) = loop {
+            let (mut handed_over, lacked_pages) = (false, self.lacked_pages);
+            let result = self.attempt(machine, observer, strategy, complete, &mut |parcel| {
+                handed_over = true;
+                outlet.send(Message::Pages { generation, parcel })
+            });
+            strategy.release();
+            match result {
+                Ok(captured) => break captured,
+                Err(error) => {
+                    if handed_over {
+                        // Where nobody takes it any more, nothing is put either.
+                        let _ = outlet.send(Message::Abandon { generation });
+                    }
+                    // A burst just before the pause: the next attempt makes that much room for it.
+                    if !(lacked_pages == 0 && (1..=self.pool.capacity_pages()).contains(&self.lacked_pages)) {
+                        return Err(error);
+                    }
                 }
-                return Err(error);
             }
         };
+        self.lacked_pages = 0;
         let seq = self.next_seq;
         let paused_at = captured.paused_at;
         let sent = match parcel {
@@ -343,12 +353,17 @@ impl Cycle {
             held: PageSet::new(self.space.len_pages()),
             timeline: Timeline::default(),
             complete,
+            lacked_pages: self.lacked_pages,
             expected: OnceCell::new(),
             outlet,
         };
         strategy.before(&mut hands)?;
         let before = self.in_flight.back().map(|(_, at)| *at).or(self.sealed_at);
-        let mut captured = pause(&mut hands, machine, observer, strategy, &ram, before)?;
+        let paused = pause(&mut hands, machine, observer, strategy, &ram, before);
+        if let Err(CycleError::Staging(StagingError::Full { needed_pages, .. })) = &paused {
+            self.lacked_pages = *needed_pages;
+        }
+        let mut captured = paused?;
         let collect = Instant::now();
         strategy.collect(&mut hands)?;
         hands.timeline.collect_ns = ns(collect.elapsed());

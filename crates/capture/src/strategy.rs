@@ -80,6 +80,8 @@ pub struct Hands<'a> {
     pub timeline: Timeline,
     /// True for the first checkpoint, which is complete: its pages are handed over as they are copied.
     pub complete: bool,
+    /// Pages that the pause before had no memory for; 0 where it had.
+    pub(crate) lacked_pages: u64,
     /// What [`Hands::expected_pages`] has found.
     pub(crate) expected: OnceCell<Option<u64>>,
     pub(crate) outlet: &'a mut dyn FnMut(Parcel) -> Result<(), BoxError>,
@@ -181,7 +183,8 @@ impl Hands<'_> {
         // A pause may find as much as a round did: large pages, and guests that work in bursts.
         let skipped = usize::from(self.complete);
         let bursts = self.timeline.rounds.iter().skip(skipped).map(|round| round.pages).max().unwrap_or(0);
-        let wanted = pages.max(bursts + bursts / 4).min(self.pool.capacity_pages());
+        let least = bursts.max(self.lacked_pages);
+        let wanted = pages.max(least + least / 4).min(self.pool.capacity_pages());
         if self.parcel.room_pages() < wanted {
             self.hand_over()?;
             self.pool.wait_free(wanted, MEMORY_TIMEOUT);

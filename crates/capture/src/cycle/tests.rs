@@ -22,6 +22,8 @@ struct World {
     writes_per_call: u64,
     seed: u64,
     calls_until_failure: Option<u32>,
+    /// Pages that the guest writes just before each stop.
+    burst_pages: u64,
     at_pause: Option<Vec<u64>>,
     /// Copy-on-write: whom to tell of writes, and those that wait until it was told.
     hook: Option<FirstWriteHook>,
@@ -167,8 +169,12 @@ impl Machine for Vm {
         Ok(Self::layout())
     }
     fn stop(&mut self) -> Result<Stopped, BoxError> {
-        self.world().call("stop")?;
-        self.world().running = false;
+        let mut world = self.world();
+        world.call("stop")?;
+        for page in 0..world.burst_pages {
+            world.land(page, 4);
+        }
+        world.running = false;
         Ok(Stopped::ByUs)
     }
     fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
@@ -285,6 +291,8 @@ struct Queue {
     encoder: Encoder<Image>,
     reports: Vec<Report<()>>,
     at_once: bool,
+    /// Busy until a capture is given up.
+    idle_at_abandon: bool,
 }
 
 impl Queue {
@@ -297,6 +305,7 @@ impl Queue {
 
 impl Outlet<Vec<u64>> for Queue {
     fn send(&mut self, message: Message<Vec<u64>>) -> Result<(), BoxError> {
+        self.at_once |= self.idle_at_abandon && matches!(message, Message::Abandon { .. });
         self.messages.push_back(message);
         if self.at_once {
             self.handle(usize::MAX);
@@ -325,6 +334,7 @@ impl Bench {
             writes_per_call,
             seed: seed | 1,
             calls_until_failure: None,
+            burst_pages: 0,
             at_pause: None,
             hook: None,
             faulting: Vec::new(),
@@ -335,7 +345,7 @@ impl Bench {
         let cycle = Cycle::new(Vm::layout(), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
         let image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new(), broken: false };
         let encoder = Encoder::new(image, PAGES, Box::new(|_| {}));
-        let queue = Queue { messages: VecDeque::new(), encoder, reports: Vec::new(), at_once: false };
+        let queue = Queue { messages: VecDeque::new(), encoder, reports: Vec::new(), at_once: false, idle_at_abandon: false };
         Self { vm, cycle, queue, expected: BTreeMap::new() }
     }
 
@@ -456,4 +466,20 @@ fn a_failure_at_each_single_call_loses_nothing() {
         assert_eq!(bench.encode(usize::MAX), (1, 0), "after call {call} failed, strategy {which}");
     }
     assert!(failures > 1000, "only {failures} of the injected failures were met");
+}
+
+#[test]
+fn a_burst_that_a_pause_had_no_memory_for_is_captured_at_the_second_attempt() {
+    let mut bench = Bench::new(7, 0);
+    bench.vm.world().burst_pages = 20;
+    bench.queue.idle_at_abandon = true;
+    bench.capture(&mut StopCopy).unwrap();
+    assert!(bench.queue.at_once, "there was memory enough: nothing was tested");
+    assert_eq!(bench.encode(usize::MAX), (1, 0));
+    // Where there is never enough it is an error.
+    let mut bench = Bench::new(7, 0);
+    bench.vm.world().burst_pages = 20;
+    let error = bench.capture(&mut StopCopy).unwrap_err();
+    assert!(matches!(error, CycleError::Staging(StagingError::Full { .. })), "{error}");
+    assert!(bench.vm.world().running);
 }
