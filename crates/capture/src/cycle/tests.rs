@@ -345,7 +345,13 @@ impl Bench {
         let cycle = Cycle::new(Vm::layout(), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
         let image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new(), broken: false };
         let encoder = Encoder::new(image, PAGES, Box::new(|_| {}));
-        let queue = Queue { messages: VecDeque::new(), encoder, reports: Vec::new(), at_once: false, idle_at_abandon: false };
+        let queue = Queue {
+            messages: VecDeque::new(),
+            encoder,
+            reports: Vec::new(),
+            at_once: false,
+            idle_at_abandon: false,
+        };
         Self { vm, cycle, queue, expected: BTreeMap::new() }
     }
 
