@@ -1,14 +1,14 @@
-//! Reading pages, composed ones among them: those are put together behind the others, many at a time.
+//! Reading pages, derived ones (composed blocks, deltas) among them: those are put together behind the others, many at a time.
 //!
 //! ```text
 //!   wanted, rising ──▶ records, pack by pack ──▶ plain ──────────────────────────────────────────────▶ sink
-//!                                            └─▶ composed ─▶ Waiting ──full, or the end──▶ their records, rising ─▶ sink
+//!                                            └─▶ derived ─▶ Waiting  ──full, or the end──▶ their records, rising ─▶ sink
 //! ```
 //!
-//! Invariants: what a composed block refers to must be plain, else it is damaged: one step, whatever a damaged store says.
-//! A composed block is compared with its hash, for it comes from several places. [`Waiting`] is bounded.
+//! Invariants: what a derived record stands on must be plain, else it is damaged: one step, whatever a damaged store says.
+//! Its content is compared with its hash, for it comes from several places. [`Waiting`] is bounded.
 
-use crate::composed::Composition;
+use crate::derived::Derivation;
 use crate::identity::{PageHash, PageRef};
 use crate::pack_file::Content;
 use crate::record::{Record, verify};
@@ -21,7 +21,7 @@ const BLOCKS_MAX: usize = 256;
 /// And how often they may be wanted.
 const WANTED_MAX: usize = 4096;
 
-/// Composed blocks of which the parts that lie elsewhere are still missing.
+/// Derived pages of which what lies elsewhere is still missing.
 struct Waiting<T> {
     blocks: Vec<Block>,
     /// Of which block, and what the caller attached to it.
@@ -31,7 +31,7 @@ struct Waiting<T> {
 struct Block {
     at: PageRef,
     hash: PageHash,
-    composition: Composition,
+    derivation: Derivation,
     page: Box<Page>,
 }
 
@@ -48,8 +48,8 @@ impl<T: Copy> Waiting<T> {
     fn add(&mut self, at: PageRef, what: T, record: &Record<'_>) -> Result<(), String> {
         if self.blocks.last().is_none_or(|last| last.at != at) {
             let mut page = Box::new(ZERO_PAGE);
-            let composition = record.composition(&mut page)?;
-            self.blocks.push(Block { at, hash: record.hash, composition, page });
+            let derivation = record.derivation(&mut page)?;
+            self.blocks.push(Block { at, hash: record.hash, derivation, page });
         }
         self.wanted.push((self.blocks.len() - 1, what));
         Ok(())
@@ -58,7 +58,7 @@ impl<T: Copy> Waiting<T> {
 
 impl Inner {
     /// Reads the pages at `wanted` (rising references, none of them zero) and gives each to `sink` with what the caller
-    /// attached to it; composed ones a little later than their place.
+    /// attached to it; derived ones a little later than their place.
     pub fn read_pages<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -66,8 +66,8 @@ impl Inner {
     ) -> Result<(), E> {
         let mut waiting = Waiting::new();
         self.read_records(wanted, &mut |at, what, content| match content {
-            Content::Plain(page) => sink(what, page),
-            Content::Composed(record) => {
+            Content::Plain(page, _) => sink(what, page),
+            Content::Derived(record) => {
                 waiting.add(at, what, record).map_err(|problem| self.damaged_at(at, problem))?;
                 if waiting.is_full() { self.assemble(&mut waiting, sink) } else { Ok(()) }
             }
@@ -78,20 +78,20 @@ impl Inner {
     /// Reads the page of a record that must be plain.
     pub fn read_plain(&self, at: PageRef, into: &mut Page) -> Result<()> {
         self.read_records(&[(at, ())], &mut |at, (), content| match content {
-            Content::Plain(page) => {
+            Content::Plain(page, _) => {
                 *into = *page;
                 Ok(())
             }
-            Content::Composed(_) => Err(self.damaged_at(at, COMPOSED_OF_COMPOSED)),
+            Content::Derived(_) => Err(self.damaged_at(at, DERIVED_OF_DERIVED)),
         })
     }
 
     /// Restores the page of a record, of whatever kind, and checks it against its hash.
     pub fn restore(&self, record: &Record<'_>, at: PageRef, page: &mut Page) -> Result<(), String> {
-        match record.composition_or_page(page)? {
+        match record.derivation_or_page(page)? {
             None => record.verify(&self.config.key, page),
-            Some(composition) => {
-                let block = Block { at, hash: record.hash, composition, page: Box::new(*page) };
+            Some(derivation) => {
+                let block = Block { at, hash: record.hash, derivation, page: Box::new(*page) };
                 let mut waiting = Waiting { blocks: vec![block], wanted: vec![(0, ())] };
                 self.assemble(&mut waiting, &mut |(), content| {
                     *page = *content;
@@ -124,16 +124,17 @@ impl Inner {
     ) -> Result<(), E> {
         let mut blocks = std::mem::take(&mut waiting.blocks);
         let records = |(number, block): (usize, &Block)| {
-            block.composition.records().into_iter().map(move |record| (record, number))
+            block.derivation.records().into_iter().map(move |record| (record, number))
         };
         let mut missing: Vec<(PageRef, usize)> = blocks.iter().enumerate().flat_map(records).collect();
         missing.sort_unstable();
         self.read_records(&missing, &mut |at, number, content| {
-            let Content::Plain(page) = content else {
-                return Err(E::from(self.damaged_at(at, COMPOSED_OF_COMPOSED)));
+            let Content::Plain(page, hash) = content else {
+                return Err(E::from(self.damaged_at(at, DERIVED_OF_DERIVED)));
             };
             if let Some(block) = blocks.get_mut(number) {
-                block.composition.fill(at, page, &mut block.page);
+                let Block { derivation, page: into, at: of, .. } = block;
+                derivation.fill(at, hash, page, into).map_err(|problem| self.damaged_at(*of, problem))?;
             }
             Ok(())
         })?;
@@ -155,4 +156,4 @@ impl Inner {
     }
 }
 
-const COMPOSED_OF_COMPOSED: &str = "it is composed, and a composed block refers to it";
+const DERIVED_OF_DERIVED: &str = "it stands on other records, and a record stands on it";

@@ -83,6 +83,22 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
     Ok(())
 }
 
+/// Restores a patch of at most `len_bytes_max`.
+pub fn decompress_patch(codec: Codec, stored: &[u8], len_bytes_max: usize) -> Result<Vec<u8>, String> {
+    let mut out = vec![0; len_bytes_max];
+    let len = match codec {
+        Codec::Raw => {
+            let into =
+                out.get_mut(..stored.len()).ok_or_else(|| format!("a patch of {} bytes", stored.len()))?;
+            into.copy_from_slice(stored);
+            stored.len()
+        }
+        Codec::Lz4 => decompress_into(stored, &mut out).map_err(|e| format!("LZ4: {e}"))?,
+    };
+    out.truncate(len);
+    Ok(out)
+}
+
 /// Among 512 bytes drawn from noise about 221 of the 256 values occur (standard deviation below 5). Text, code, tables
 /// and pointers stay far below. A wrong guess costs space, nothing else.
 fn looks_like_noise(page: &Page) -> bool {

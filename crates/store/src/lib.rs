@@ -1,4 +1,4 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 3 (2 has disks, 3 composed blocks of them).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 4 (2 has disks, 3 composed blocks of them, 4 deltas).
 //!
 //! ```text
 //!   STORE/
@@ -26,6 +26,7 @@
 
 mod assemble;
 pub mod backend;
+mod bases;
 mod bytes;
 mod chain;
 mod check;
@@ -33,6 +34,8 @@ mod checkpoint;
 mod codec;
 mod composed;
 mod config;
+mod delta;
+mod derived;
 mod diff;
 mod disk_map;
 mod disks;
@@ -80,4 +83,4 @@ pub use store::{Listing, Store};
 pub use writer::{Tuning, Writer};
 
 /// The highest version of the store format that this program writes and reads.
-pub const FORMAT_VERSION: u32 = record::WITH_PARTS;
+pub const FORMAT_VERSION: u32 = record::WITH_DELTAS;

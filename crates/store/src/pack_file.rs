@@ -6,10 +6,10 @@
 //!   unreadable   the header is not right                         nothing of it is used
 //! ```
 
-use crate::identity::PageRef;
+use crate::identity::{PageHash, PageRef};
 use crate::record::{
-    Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header,
-    decode_trailer, parse_footer,
+    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header, decode_trailer,
+    parse_footer,
 };
 use crate::store::Inner;
 use crate::{Error, Result, backend::Readable, names};
@@ -44,10 +44,10 @@ pub enum Ending {
 /// What a record holds.
 #[derive(Debug)]
 pub enum Content<'a> {
-    /// A page.
-    Plain(&'a Page),
-    /// A composed block, which is still to be put together.
-    Composed(&'a Record<'a>),
+    /// A page, and the hash that its record says.
+    Plain(&'a Page, PageHash),
+    /// A page that is still to be made from other records.
+    Derived(&'a Record<'a>),
 }
 
 impl PackFile {
@@ -142,7 +142,7 @@ impl PackFile {
     ) -> Result<(), E> {
         let len_bytes = self.file.len_bytes()?;
         let mut page = ZERO_PAGE;
-        let mut decoded = PageRef::ZERO;
+        let mut decoded = (PageRef::ZERO, PageHash([0; 2]));
         let mut rest = wanted;
         while let Some((start, _)) = rest.first() {
             let mut count = group_len(rest);
@@ -158,21 +158,21 @@ impl PackFile {
             let (group, behind) = rest.split_at(count);
             rest = behind;
             for (to, what) in group {
-                if decoded == *to {
-                    sink(*to, *what, Content::Plain(&page))?;
+                if decoded.0 == *to {
+                    sink(*to, *what, Content::Plain(&page, decoded.1))?;
                     continue;
                 }
                 let damaged =
                     |problem| Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem);
                 let bytes = buffer.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
                 let record = Record::parse(bytes, *to).map_err(damaged)?;
-                if record.kind == Kind::Composed {
-                    sink(*to, *what, Content::Composed(&record))?;
+                if record.kind.is_derived() {
+                    sink(*to, *what, Content::Derived(&record))?;
                     continue;
                 }
                 record.decompress(&mut page).map_err(damaged)?;
-                decoded = *to;
-                sink(*to, *what, Content::Plain(&page))?;
+                decoded = (*to, record.hash);
+                sink(*to, *what, Content::Plain(&page, record.hash))?;
             }
         }
         Ok(())

@@ -4,33 +4,36 @@
 //!             put                    buffer full             seal, or pack full
 //!   page ──▶ index knows it? ──no──▶ buffer ──append──▶ file ──────sync──────▶ durable
 //!                 │yes      │        |<- entries from `flushed` ->|<- from `synced` ->|
-//!                 ▼         └─▶ a block of a disk: are its sectors known? then composed, where that is smaller
-//!              its PageRef
+//!                 ▼         ├─▶ a page of RAM: has it a base? then a delta, where that is smaller ([`pages`])
+//!              its PageRef  └─▶ a block of a disk: are its sectors known? then composed, where that is smaller
 //! ```
 //!
 //! Invariants: the index holds only records that are verified (an unfinished pack, walked), under a trailer, or in the
 //! open pack and due to become durable with the next sync; a record that failed to get there leaves the index before the
-//! error is returned. Only one pack is open, so that one sync makes all of a checkpoint durable. A composed record refers
-//! only to plain records before it that were read and compared in that moment; one of an earlier writer is read once
-//! before it is relied on. Where the run has no disks, none of this costs anything.
+//! error is returned. Only one pack is open, so that one sync makes all of a checkpoint durable. A derived record (composed,
+//! or a delta) stands only on plain records before it that were read and compared in that moment, or whose content was kept
+//! since; one of an earlier writer is read once before it is relied on. Where the run has no disks, no sector costs anything.
 
 mod keep;
+mod pages;
 
 use crate::backend::Growing;
+use crate::bases::Bases;
 use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
-use crate::config::FORMAT_VERSION;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::moves::Moves;
 use crate::record::{
-    Entry, Kind, PACK_HEADER_BYTES, Record, WITH_PARTS, append_record, encode_pack_header, encode_trailer,
+    Entry, Kind, PACK_HEADER_BYTES, Record, WITH_DELTAS, append_record, encode_pack_header, encode_trailer,
 };
 use crate::sectors::{SectorFinder, Tags};
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Error, Result, SectorCounts, names};
 use keyframe_units::Page;
+pub use pages::Input;
+use pages::Scratch;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 
@@ -61,21 +64,23 @@ pub struct PlacedBlock {
 pub struct PackWriter {
     inner: Arc<Inner>,
     index: FxHashMap<PageHash, PageRef>,
-    /// The records that disks brought: all that are not of the kind [`Kind::Page`].
-    of_disks: FxHashMap<PageRef, Kind>,
+    /// The kinds of all records that are not of the kind [`Kind::Page`].
+    kinds: FxHashMap<PageRef, Kind>,
     /// Packs of others whose records are all known, at least as what they are.
     learnt: FxHashSet<u32>,
-    /// Composed records of earlier writers: what they stand on may be gone.
+    /// Derived records of earlier writers: what they stand on may be gone.
     unproven: FxHashSet<PageRef>,
-    /// The run has disks: packs are of the version that knows of them.
-    with_disks: bool,
-    /// Present where it has, and memory for it.
+    /// Present where the run has disks, and memory for it.
     finder: Option<SectorFinder>,
     /// The pack from which on `finder` has learnt all pages when they were put.
     learnt_from: u32,
     next_pack: u32,
     open: Option<OpenPack>,
-    compressor: PageCompressor,
+    /// What deltas are made on.
+    bases: Bases,
+    /// One for each thread.
+    compressors: Vec<PageCompressor>,
+    scratch: Vec<Scratch>,
     composed: Vec<u8>,
     tuning: Tuning,
 }
@@ -83,7 +88,6 @@ pub struct PackWriter {
 #[derive(Debug)]
 struct OpenPack {
     number: u32,
-    version: u32,
     file: Box<dyn Growing>,
     header: [u8; PACK_HEADER_BYTES],
     /// Records that the file does not have yet; they belong at `flushed`.
@@ -114,7 +118,7 @@ impl PackWriter {
         Ok(this)
     }
 
-    /// Learns what is in a pack. Of records that are not relied on (of an unfinished pack, where `closed_only`; composed ones,
+    /// Learns what is in a pack. Of records that are not relied on (of an unfinished pack, where `closed_only`; derived ones,
     /// where `plain_only`) only what they are.
     fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match PackFile::open(&self.inner, number) {
@@ -141,12 +145,12 @@ impl PackWriter {
         self.learnt.insert(number);
         for entry in entries {
             let place = PageRef::new(number, entry.offset());
-            let is_composed = entry.kind() == Kind::Composed;
+            let is_derived = entry.kind().is_derived();
             if entry.kind() != Kind::Page {
-                self.of_disks.insert(place, entry.kind());
+                self.kinds.insert(place, entry.kind());
             }
-            let is_relied_on = (is_closed || !closed_only) && !(is_composed && plain_only);
-            if is_relied_on && *self.index.entry(entry.hash).or_insert(place) == place && is_composed {
+            let is_relied_on = (is_closed || !closed_only) && !(is_derived && plain_only);
+            if is_relied_on && *self.index.entry(entry.hash).or_insert(place) == place && is_derived {
                 self.unproven.insert(place);
             }
         }
@@ -155,7 +159,7 @@ impl PackWriter {
 
     /// The next run has disks, or has none.
     pub fn begin_run(&mut self, with_disks: bool) {
-        self.with_disks = with_disks;
+        self.bases.clear();
         if !with_disks {
             self.finder = None;
         } else if self.finder.is_none() {
@@ -165,37 +169,18 @@ impl PackWriter {
         }
     }
 
-    /// Makes sure that the store holds the page of RAM, which is not zero. It is durable after the next [`Self::sync`].
-    pub fn put(&mut self, page: &Page) -> Result<Placed> {
-        let hash = PageHash::of(&self.inner.config.key, page);
-        if let Some(known) = self.known(hash, page) {
-            return Ok(known);
-        }
-        let mut pack = self.take_pack()?;
-        let place = PageRef::new(pack.number, pack.end());
-        let len_bytes = pack.append(hash, Kind::Page, self.compressor.compress(page));
-        if let Some(finder) = &mut self.finder {
-            let tags = finder.tags(page);
-            finder.learn(&tags, place);
-        }
-        self.index.insert(hash, place);
-        self.give_back(pack)?;
-        Ok(Placed::New(place, len_bytes))
-    }
-
-    /// The same for a block of a disk, which may become a composed record.
+    /// Makes sure that the store holds a block of a disk, which is not zero. It is durable after the next [`Self::sync`].
     pub fn put_block(&mut self, page: &Page) -> Result<PlacedBlock> {
         let hash = PageHash::of(&self.inner.config.key, page);
         if let Some(placed) = self.known(hash, page) {
             let whole = PARTS as u64;
             let mut sectors = SectorCounts::default();
             match placed {
-                Placed::Known(_, Kind::Page) => sectors.against_ram_whole_sectors = whole,
+                Placed::Known(_, kind) if kind.is_of_ram() => sectors.against_ram_whole_sectors = whole,
                 _ => sectors.against_disk_whole_sectors = whole,
             }
             return Ok(PlacedBlock { placed, composed: false, sectors });
         }
-        self.with_disks = true;
         let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
         let tags = self.finder.as_ref().map(|finder| finder.tags(page));
@@ -203,7 +188,7 @@ impl PackWriter {
         let codec = composition.and_then(|composition| self.encode_composed(&composition, page));
         let (kind, payload) = match codec {
             Some(codec) => (Kind::Composed, (codec, self.composed.as_slice())),
-            None => (Kind::Block, self.compressor.compress(page)),
+            None => (Kind::Block, self.compressors[0].compress(page)),
         };
         let len_bytes = pack.append(hash, kind, payload);
         let composed = kind == Kind::Composed;
@@ -212,7 +197,7 @@ impl PackWriter {
         }
         let sectors = self.count(page, composition.as_ref().filter(|_| composed));
         self.index.insert(hash, place);
-        self.of_disks.insert(place, kind);
+        self.kinds.insert(place, kind);
         self.give_back(pack)?;
         Ok(PlacedBlock { placed: Placed::New(place, len_bytes), composed, sectors })
     }
@@ -221,17 +206,17 @@ impl PackWriter {
     fn known(&mut self, hash: PageHash, page: &Page) -> Option<Placed> {
         let place = *self.index.get(&hash)?;
         let kind = self.kind(place);
-        if kind == Kind::Composed && self.unproven.remove(&place) {
+        if kind.is_derived() && self.unproven.remove(&place) {
             // Compared with its hash as it is read.
             let read = self.inner.read_pages(&[(place, ())], &mut |(), _| Ok::<_, Error>(()));
             if read.is_err() {
                 self.index.remove(&hash);
-                self.of_disks.remove(&place);
+                self.kinds.remove(&place);
                 return None;
             }
         }
         if let Some(finder) = self.finder.as_mut().filter(|_| place.pack() < self.learnt_from)
-            && kind != Kind::Composed
+            && !kind.is_derived()
         {
             let tags = finder.tags(page);
             finder.learn(&tags, place);
@@ -240,10 +225,10 @@ impl PackWriter {
     }
 
     fn kind(&self, place: PageRef) -> Kind {
-        if self.of_disks.is_empty() {
+        if self.kinds.is_empty() {
             return Kind::Page;
         }
-        self.of_disks.get(&place).copied().unwrap_or(Kind::Page)
+        self.kinds.get(&place).copied().unwrap_or(Kind::Page)
     }
 
     /// How a block can be put together from what is in the store, `pack` included.
@@ -260,9 +245,9 @@ impl PackWriter {
 
     /// Encodes it into `self.composed`, if it is smaller there than what is stored otherwise.
     fn encode_composed(&mut self, composition: &Composition, page: &Page) -> Option<Codec> {
-        let plain_len = self.compressor.compress(page).1.len();
+        let plain_len = self.compressors[0].compress(page).1.len();
         self.composed.clear();
-        let codec = composition.encode(page, &mut self.compressor, &mut self.composed);
+        let codec = composition.encode(page, &mut self.compressors[0], &mut self.composed);
         (self.composed.len() + SAVING_BYTES_MIN <= plain_len).then_some(codec)
     }
 
@@ -270,7 +255,7 @@ impl PackWriter {
         let mut counts = SectorCounts::default();
         for (at, sector) in sectors(page).iter().enumerate() {
             let counted = match composition.and_then(|c| c.0.get(at)) {
-                Some(Part::Of(record, _)) if self.kind(*record) == Kind::Page => {
+                Some(Part::Of(record, _)) if self.kind(*record).is_of_ram() => {
                     &mut counts.against_ram_part_sectors
                 }
                 Some(Part::Of(..)) => &mut counts.against_disk_part_sectors,
@@ -324,9 +309,7 @@ impl PackWriter {
 
     /// The pack that the next record goes to; [`Self::give_back`] it.
     fn take_pack(&mut self) -> Result<OpenPack> {
-        let is_over = |pack: &OpenPack| {
-            pack.end() >= self.tuning.pack_bytes_max || self.with_disks && pack.version < WITH_PARTS
-        };
+        let is_over = |pack: &OpenPack| pack.end() >= self.tuning.pack_bytes_max;
         if self.open.as_ref().is_some_and(is_over) {
             self.close()?;
         }
@@ -358,15 +341,14 @@ impl PackWriter {
                 file => break (number, name, file?),
             }
         };
-        let version = if self.with_disks { WITH_PARTS } else { FORMAT_VERSION };
-        let header = encode_pack_header(self.inner.config.id, number, version);
+        let header = encode_pack_header(self.inner.config.id, number, WITH_DELTAS);
         if let Err(error) = file.append(&header) {
             let _ = self.inner.backend.remove(&name);
             return Err(error);
         }
         let buffer = Vec::with_capacity(self.tuning.buffer_bytes);
         let flushed = header.len() as u64;
-        Ok(OpenPack { number, version, file, header, buffer, flushed, synced: 0, entries: Vec::new() })
+        Ok(OpenPack { number, file, header, buffer, flushed, synced: 0, entries: Vec::new() })
     }
 
     /// Brings the buffer into the file; on failure its records are forgotten.
@@ -402,9 +384,10 @@ impl PackWriter {
         let keep = pack.entries.partition_point(|entry| entry.offset() < offset);
         for entry in pack.entries.drain(keep..) {
             self.index.remove(&entry.hash);
-            self.of_disks.remove(&PageRef::new(pack.number, entry.offset()));
+            self.kinds.remove(&PageRef::new(pack.number, entry.offset()));
         }
         // What can still be read of them must not be referred to.
+        self.bases.clear();
         if let Some(finder) = &mut self.finder {
             finder.clear();
         }

@@ -6,9 +6,9 @@
 //!   header    0  8 magic "KFPACK\r\n"     8  4 version    12  4 zero    16 16 store id
 //!            32  8 pack number           40  8 zero       48 16 BLAKE3(bytes 0..48)[0..16]
 //!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
-//!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on)
+//!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on), 'D' delta (from 4 on)
 //!             9  1 codec (0 raw, 1 LZ4)   10  2 payload length    12 16 hash    28 .. payload
-//!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C'
+//!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C', 3 'D'
 //!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
 //! ```
@@ -17,12 +17,14 @@
 //! sector and appears whole or not at all.
 //!
 //! Invariants: the check of a record covers all its bytes and the place it was written for; the hash names its content,
-//! also that of a composed block, whose payload is not the content ([`crate::composed`]).
+//! also that of a composed block or a delta, whose payload is not the content ([`crate::composed`], [`crate::delta`]).
 
 use crate::bytes::{Cursor, Problem};
 use crate::codec::{Codec, decompress_page};
 use crate::composed::Composition;
 use crate::config::{FORMAT_VERSION, StoreId};
+use crate::delta::Delta;
+use crate::derived::Derivation;
 use crate::identity::{HashKey, PageHash, PageRef};
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page};
@@ -45,8 +47,13 @@ const CHECK_BYTES: usize = 8;
 /// Where the kind is in an entry's last word.
 const KIND_SHIFT: u32 = 56;
 
-/// The version of packs that know of disks: of blocks and composed blocks. Those without are written as before.
+/// The version of packs that know of disks: of blocks and composed blocks.
+#[cfg(test)]
 pub const WITH_PARTS: u32 = 3;
+/// The version of packs that know of deltas, too: the one that is written.
+pub const WITH_DELTAS: u32 = 4;
+/// All versions that there are.
+const VERSIONS: [u32; 3] = [FORMAT_VERSION, 3, WITH_DELTAS];
 
 /// What a record is; and whether RAM or a disk brought its content into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,19 +64,34 @@ pub enum Kind {
     Block,
     /// A block of a disk, put together from parts of records of the other two kinds.
     Composed,
+    /// A page of RAM, as what differs from a record of one of the first two kinds.
+    Delta,
 }
 
 impl Kind {
+    const ALL: [Self; 4] = [Self::Page, Self::Block, Self::Composed, Self::Delta];
+
+    /// Its content is made from that of other records.
+    pub fn is_derived(self) -> bool {
+        matches!(self, Self::Composed | Self::Delta)
+    }
+
+    /// RAM brought the content into the store.
+    pub fn is_of_ram(self) -> bool {
+        matches!(self, Self::Page | Self::Delta)
+    }
+
     fn letter(self) -> u8 {
         match self {
             Self::Page => b'P',
             Self::Block => b'B',
             Self::Composed => b'C',
+            Self::Delta => b'D',
         }
     }
 
     fn of_letter(letter: u8) -> Option<Self> {
-        [Self::Page, Self::Block, Self::Composed].into_iter().find(|kind| kind.letter() == letter)
+        Self::ALL.into_iter().find(|kind| kind.letter() == letter)
     }
 }
 
@@ -90,7 +112,7 @@ pub fn encode_pack_header(id: StoreId, number: u32, version: u32) -> [u8; PACK_H
 
 /// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it.
 pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<()> {
-    if [FORMAT_VERSION, WITH_PARTS].iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
+    if VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
         return Ok(());
     }
     let damaged = |problem: &str| Err(Error::damaged(object, problem));
@@ -103,8 +125,8 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
     }
     let mut cursor = Cursor::new(covered);
     match (cursor.array::<8>(), cursor.u32()) {
-        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > WITH_PARTS => {
-            Err(Error::LaterVersion { object: object.into(), found, known: WITH_PARTS })
+        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > WITH_DELTAS => {
+            Err(Error::LaterVersion { object: object.into(), found, known: WITH_DELTAS })
         }
         _ => damaged("its header is that of another pack or another store"),
     }
@@ -168,25 +190,28 @@ impl<'a> Record<'a> {
         RECORD_HEADER_BYTES + self.payload.len()
     }
 
-    /// Restores the page of a record that is not composed. Its bytes are those that were written: the record's check held.
+    /// Restores the page of a record that is not derived. Its bytes are those that were written: the record's check held.
     pub fn decompress(&self, page: &mut Page) -> Result<(), Problem> {
-        if self.kind == Kind::Composed {
-            return Err("a composed block where only a plain record can be".into());
+        if self.kind.is_derived() {
+            return Err("a composed block or a delta where only a plain record can be".into());
         }
         decompress_page(self.codec, self.payload, page)
     }
 
-    /// How a composed block is put together. `page` gets the parts that are in this record.
-    pub fn composition(&self, page: &mut Page) -> Result<Composition, Problem> {
-        Composition::decode(self.codec, self.payload, self.place, page)
+    /// How the content of a derived record is made. `page` gets what is in this record.
+    pub fn derivation(&self, page: &mut Page) -> Result<Derivation, Problem> {
+        match self.kind {
+            Kind::Delta => Delta::decode(self.codec, self.payload, self.place).map(Derivation::Delta),
+            _ => Composition::decode(self.codec, self.payload, self.place, page).map(Derivation::Parts),
+        }
     }
 
     /// Either of the two, as its kind is.
-    pub fn composition_or_page(&self, page: &mut Page) -> Result<Option<Composition>, Problem> {
-        match self.kind {
-            Kind::Composed => self.composition(page).map(Some),
-            Kind::Page | Kind::Block => self.decompress(page).map(|()| None),
+    pub fn derivation_or_page(&self, page: &mut Page) -> Result<Option<Derivation>, Problem> {
+        if self.kind.is_derived() {
+            return self.derivation(page).map(Some);
         }
+        self.decompress(page).map(|()| None)
     }
 
     /// Checks the page that was restored against its hash.
@@ -216,6 +241,7 @@ impl Entry {
             Kind::Page => 0,
             Kind::Block => 1,
             Kind::Composed => 2,
+            Kind::Delta => 3,
         };
         Self { hash, word: offset | kind << KIND_SHIFT }
     }
@@ -231,6 +257,7 @@ impl Entry {
             0 => Some(Kind::Page),
             1 => Some(Kind::Block),
             2 => Some(Kind::Composed),
+            3 => Some(Kind::Delta),
             _ => None,
         }
     }
@@ -370,13 +397,13 @@ mod tests {
     #[test]
     fn every_flipped_bit_of_header_and_trailer_is_noticed() {
         let id = StoreId([5; 16]);
-        for version in [FORMAT_VERSION, WITH_PARTS] {
+        for version in VERSIONS {
             check_pack_header(&encode_pack_header(id, 7, version), id, 7, "p").unwrap();
         }
         let never = check_pack_header(&encode_pack_header(id, 7, 2), id, 7, "p");
         assert!(matches!(never, Err(Error::Damaged { .. })));
-        let later = check_pack_header(&encode_pack_header(id, 7, 4), id, 7, "p");
-        assert!(matches!(later, Err(Error::LaterVersion { found: 4, known: WITH_PARTS, .. })));
+        let later = check_pack_header(&encode_pack_header(id, 7, 5), id, 7, "p");
+        assert!(matches!(later, Err(Error::LaterVersion { found: 5, known: WITH_DELTAS, .. })));
         let header = encode_pack_header(id, 7, WITH_PARTS);
         assert!(check_pack_header(&header, id, 8, "p").is_err());
         assert!(check_pack_header(&header, StoreId([6; 16]), 7, "p").is_err());
@@ -392,6 +419,7 @@ mod tests {
             Entry::new(PageHash([1, 2]), 64, Kind::Page),
             Entry::new(PageHash([3, 4]), 100, Kind::Composed),
             Entry::new(PageHash([5, 6]), 900, Kind::Block),
+            Entry::new(PageHash([7, 6]), 990, Kind::Delta),
         ];
         let Trailer { index, footer } = encode_trailer(&header, &entries, 1000);
         let tail = [&index[..], &footer].concat();
@@ -419,7 +447,7 @@ mod tests {
             // With a true check before it.
             let place = PageRef(len);
             let mut record = vec![0; CHECK_BYTES];
-            record.extend_from_slice(&[b"PBC"[(entries % 3) as usize], (entries % 2) as u8]);
+            record.extend_from_slice(&[b"PBCD"[(entries % 4) as usize], (entries % 2) as u8]);
             record.extend_from_slice(&(bytes.len() as u16).to_le_bytes());
             record.extend_from_slice(&[0; 16]);
             record.extend_from_slice(&bytes);
@@ -427,7 +455,7 @@ mod tests {
             record[..CHECK_BYTES].copy_from_slice(&check.to_le_bytes());
             let parsed = Record::parse(&record, place).unwrap();
             let mut page = [0; PAGE_BYTES];
-            let _ = (parsed.decompress(&mut page), parsed.composition(&mut page));
+            let _ = (parsed.decompress(&mut page), parsed.derivation(&mut page));
             let _ = check_pack_header(&bytes, StoreId([0; 16]), 1, "p");
             let _ = parse_footer(&bytes, len);
             let mut marked = FOOTER_MAGIC.to_vec();

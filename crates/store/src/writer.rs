@@ -39,6 +39,11 @@ pub struct Tuning {
     /// ninth of the block or so; what it costs, half of the speed at which the block is put and read, is the same for one
     /// and for eight (`examples/sectors.rs`).
     pub sector_parts_min: usize,
+    /// At most so much memory for what deltas are made on: the pages written again and again. What is beyond is read from
+    /// the store each time.
+    pub base_bytes: usize,
+    /// Threads that hash and compress pages, at least one.
+    pub encode_threads: usize,
 }
 
 impl Default for Tuning {
@@ -49,6 +54,8 @@ impl Default for Tuning {
             chain_base: 16,
             sector_index_bytes: 64 << 20,
             sector_parts_min: 2,
+            base_bytes: 256 << 20,
+            encode_threads: 1,
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::Error;
 use crate::identity::PageRef;
 use crate::names;
 use crate::pack_file::{Ending, PackFile};
-use crate::record::{Entry, Kind, PACK_HEADER_BYTES};
+use crate::record::{Entry, PACK_HEADER_BYTES};
 use crate::store::Inner;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -162,7 +162,7 @@ impl Walk<'_> {
     /// there, no index of this pack tells.
     fn composed(&mut self, wanted: &[u64]) {
         let is_asked =
-            |entry: &Entry| entry.kind() == Kind::Composed && wanted.binary_search(&entry.offset()).is_ok();
+            |entry: &Entry| entry.kind().is_derived() && wanted.binary_search(&entry.offset()).is_ok();
         let (inner, number) = (self.inner, self.pack.number);
         let (problems, stale) = (&mut self.problems, &mut self.stale);
         self.good.retain(|entry| {

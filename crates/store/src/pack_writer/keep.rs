@@ -1,8 +1,9 @@
 //! Taking over records of packs that go, and leaving such packs: the two ends of a prune.
 
 use super::{OpenPack, PackWriter};
-use crate::codec::PageCompressor;
-use crate::composed::Composition;
+use crate::bases::Bases;
+use crate::codec::{Codec, PageCompressor};
+use crate::derived::Derivation;
 use crate::identity::{PageHash, PageRef};
 use crate::prune::moves::{Moves, Place};
 use crate::record::{Kind, verify};
@@ -20,15 +21,16 @@ impl PackWriter {
         Ok(Self {
             inner,
             index: FxHashMap::default(),
-            of_disks: FxHashMap::default(),
+            kinds: FxHashMap::default(),
             learnt: FxHashSet::default(),
             unproven: FxHashSet::default(),
-            with_disks: false,
             finder: None,
             learnt_from: next_pack,
             next_pack,
             open: None,
-            compressor: PageCompressor::new(),
+            bases: Bases::new(tuning.base_bytes),
+            compressors: (0..tuning.encode_threads.max(1)).map(|_| PageCompressor::new()).collect(),
+            scratch: Vec::new(),
             composed: Vec::new(),
             tuning,
         })
@@ -38,49 +40,56 @@ impl PackWriter {
     pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<(PageRef, u64)> {
         verify(hash, &self.inner.config.key, page).map_err(|problem| Error::damaged("a page", problem))?;
         match self.index.get(&hash) {
-            // Not a composed one: others may be composed of this.
-            Some(known) if self.kind(*known) != Kind::Composed => return Ok((*known, 0)),
+            // Not a derived one: others may stand on this.
+            Some(known) if !self.kind(*known).is_derived() => return Ok((*known, 0)),
             _ => {}
         }
-        self.with_disks |= kind != Kind::Page;
         let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
-        let len_bytes = pack.append(hash, kind, self.compressor.compress(page));
+        let len_bytes = pack.append(hash, kind, self.compressors[0].compress(page));
         self.took(pack, hash, place, kind)?;
         Ok((place, len_bytes))
     }
 
-    /// The same for a block, which is written as `composition` says.
-    pub fn keep_composed(&mut self, composition: &Composition, page: &Page) -> Result<(PageRef, u64)> {
+    /// The same for what is written as `derivation` says.
+    pub fn keep_derived(&mut self, derivation: &Derivation, page: &Page) -> Result<(PageRef, u64)> {
         let hash = PageHash::of(&self.inner.config.key, page);
         if let Some(known) = self.index.get(&hash) {
             return Ok((*known, 0));
         }
-        self.with_disks = true;
         let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
         self.composed.clear();
-        let codec = composition.encode(page, &mut self.compressor, &mut self.composed);
-        let len_bytes = pack.append(hash, Kind::Composed, (codec, &self.composed));
-        self.took(pack, hash, place, Kind::Composed)?;
+        let (kind, codec) = match derivation {
+            Derivation::Parts(composition) => {
+                let codec = composition.encode(page, &mut self.compressors[0], &mut self.composed);
+                (Kind::Composed, codec)
+            }
+            Derivation::Delta(delta) => {
+                delta.encode(&mut self.composed);
+                (Kind::Delta, Codec::Raw)
+            }
+        };
+        let len_bytes = pack.append(hash, kind, (codec, &self.composed));
+        self.took(pack, hash, place, kind)?;
         Ok((place, len_bytes))
     }
 
     fn took(&mut self, pack: OpenPack, hash: PageHash, place: PageRef, kind: Kind) -> Result<()> {
         self.index.insert(hash, place);
         if kind != Kind::Page {
-            self.of_disks.insert(place, kind);
+            self.kinds.insert(place, kind);
         }
         self.give_back(pack)
     }
 
-    /// The next pack is above all there are now. No composed record is relied on again.
+    /// The next pack is above all there are now. No derived record is relied on again.
     pub fn raise(&mut self) -> Result<()> {
         self.close()?;
         self.next_pack = self.next_pack.max(newest(&self.inner)? + 1);
-        // What a composed one refers to may go by now.
-        let of_disks = &self.of_disks;
-        self.index.retain(|_, place| of_disks.get(place) != Some(&Kind::Composed));
+        // What a derived one stands on may go by now.
+        let kinds = &self.kinds;
+        self.index.retain(|_, place| !kinds.get(place).is_some_and(|kind| kind.is_derived()));
         Ok(())
     }
 
@@ -104,23 +113,23 @@ impl PackWriter {
         new.into_iter().try_for_each(|number| self.learn(number, true, true))
     }
 
-    /// Whether this is a composed record.
-    pub fn is_composed(&self, place: PageRef) -> bool {
-        self.kind(place) == Kind::Composed
+    /// Whether this is a record that stands on others.
+    pub fn is_derived(&self, place: PageRef) -> bool {
+        self.kind(place).is_derived()
     }
 
-    /// Knows nothing any more in the packs that go, but where their records are now; and of composed records only those that
+    /// Knows nothing any more in the packs that go, but where their records are now; and of derived records only those that
     /// have moved.
     pub fn follow(&mut self, moves: &Moves) -> Result<()> {
-        // A composed record lies behind what it refers to: what comes from here on lies behind what has moved.
+        // A derived record lies behind what it stands on: what comes from here on lies behind what has moved.
         self.close()?;
         self.learn_others(moves)?;
         let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
         self.next_pack = self.next_pack.max(newest + 1);
-        let of_disks = &self.of_disks;
+        let kinds = &self.kinds;
         self.index.retain(|_, place| match moves.place(*place) {
-            // What a composed one refers to may go.
-            Place::Same => of_disks.get(place) != Some(&Kind::Composed),
+            // What a derived one stands on may go.
+            Place::Same => !kinds.get(place).is_some_and(|kind| kind.is_derived()),
             Place::Moved(to) => {
                 *place = to;
                 true
@@ -132,8 +141,9 @@ impl PackWriter {
             Place::Moved(to) => Some((to, kind)),
             Place::Gone => None,
         };
-        self.of_disks = std::mem::take(&mut self.of_disks).into_iter().filter_map(moved).collect();
+        self.kinds = std::mem::take(&mut self.kinds).into_iter().filter_map(moved).collect();
         self.unproven.clear();
+        self.bases.clear();
         if let Some(finder) = &mut self.finder {
             finder.clear();
         }

@@ -18,7 +18,6 @@ use crate::identity::PageRef;
 use crate::map_run::MapRun;
 use crate::pack_file::Content;
 use crate::prune::packs::Shape;
-use crate::record::Kind;
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
@@ -121,7 +120,7 @@ impl Live {
     /// not composed, and lies before them: one step, through packs in rising order, is all.
     pub fn close(&mut self, inner: &Inner, shape: &Shape) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let live = self.offsets(shape.number);
-        let composed = shape.entries.iter().filter(|entry| entry.kind() == Kind::Composed);
+        let composed = shape.entries.iter().filter(|entry| entry.kind().is_derived());
         let wanted: Vec<PageRef> = composed
             .filter(|entry| live.binary_search(&entry.offset()).is_ok())
             .map(|entry| PageRef::new(shape.number, entry.offset()))
@@ -181,11 +180,11 @@ impl Inner {
             let object = self.backend.describe(&names::pack(number));
             let places: Vec<(PageRef, ())> = of_pack.iter().map(|of| (*of, ())).collect();
             self.pack(number)?.read_records(&places, &mut Vec::new(), &mut |at, (), content| {
-                if let Content::Composed(record) = content {
-                    let composition = record.composition(&mut page).map_err(|problem| {
+                if let Content::Derived(record) = content {
+                    let derivation = record.derivation(&mut page).map_err(|problem| {
                         Error::damaged(format!("{object} at offset {}", at.offset()), problem)
                     })?;
-                    found.push((at, composition.records()));
+                    found.push((at, derivation.records()));
                 }
                 Ok::<_, Error>(())
             })?;

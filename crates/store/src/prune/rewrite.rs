@@ -7,7 +7,7 @@
 use super::live::{Live, shows};
 use super::moves::{Moves, Place};
 use super::packs::{self, Shape, places};
-use crate::composed::{Composition, Part};
+use crate::derived::Derivation;
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
 use crate::pack_file::Content;
@@ -65,7 +65,7 @@ impl Copier {
         let packs = self.packs()?;
         let mut copied_bytes = 0;
         let copied = pack.read_records(&wanted, &mut Vec::new(), &mut |place, at, content| {
-            if let (Content::Plain(page), Some(entry)) = (content, shape.entries.get(at)) {
+            if let (Content::Plain(page, _), Some(entry)) = (content, shape.entries.get(at)) {
                 let (to, bytes) =
                     packs.keep(page, entry.hash, entry.kind()).map_err(|error| match error {
                         Error::Damaged { problem, .. } => Error::damaged(
@@ -105,7 +105,7 @@ impl Copier {
                 Err(error @ Error::Damaged { .. }) => {
                     damaged.push(error.to_string());
                     moves.victims.remove(&place.pack());
-                    let records = self.composition(*place).map(|composition| composition.records());
+                    let records = self.derivation(*place).map(|derivation| derivation.records());
                     for to in records.unwrap_or_default() {
                         moves.victims.remove(&to.pack());
                     }
@@ -117,40 +117,38 @@ impl Copier {
     }
 
     fn compose_anew(&mut self, place: PageRef, moves: &Moves) -> Result<PageRef> {
-        let mut composition = self.composition(place)?;
-        for part in &mut composition.0 {
-            if let Part::Of(record, _) = part
-                && let Place::Moved(to) = moves.place(*record)
-            {
+        let mut derivation = self.derivation(place)?;
+        derivation.repoint(&mut |record| {
+            if let Place::Moved(to) = moves.place(*record) {
                 *record = to;
             }
-        }
+        });
         let mut page = ZERO_PAGE;
         // Compared with its hash.
         self.inner.read_pages(&[(place, ())], &mut |(), content| {
             page = *content;
             Ok::<_, Error>(())
         })?;
-        let (to, bytes) = self.packs()?.keep_composed(&composition, &page)?;
+        let (to, bytes) = self.packs()?.keep_derived(&derivation, &page)?;
         self.copied_bytes += bytes;
         Ok(to)
     }
 
-    fn composition(&self, place: PageRef) -> Result<Composition> {
+    fn derivation(&self, place: PageRef) -> Result<Derivation> {
         let (mut found, mut scratch) = (None, ZERO_PAGE);
         let object = || format!("{} at offset {}", names::pack(place.pack()), place.offset());
         self.inner.pack(place.pack())?.read_records(
             &[(place, ())],
             &mut Vec::new(),
             &mut |_, (), content| {
-                if let Content::Composed(record) = content {
-                    let composition = record.composition(&mut scratch);
-                    found = Some(composition.map_err(|problem| Error::damaged(object(), problem))?);
+                if let Content::Derived(record) = content {
+                    let derivation = record.derivation(&mut scratch);
+                    found = Some(derivation.map_err(|problem| Error::damaged(object(), problem))?);
                 }
                 Ok::<_, Error>(())
             },
         )?;
-        found.ok_or_else(|| Error::damaged(object(), "it is not composed"))
+        found.ok_or_else(|| Error::damaged(object(), "it stands on no other record"))
     }
 
     /// What is copied from here on lies behind everything that there is.

@@ -7,7 +7,7 @@
 use super::Run;
 use crate::disk_map::{DiskMap, Former};
 use crate::identity::PageRef;
-use crate::pack_writer::Placed;
+use crate::pack_writer::{Input, Placed};
 use crate::page_map::PageMap;
 use crate::prune::moves::{Moves, Place};
 use crate::{Error, Result};
@@ -28,7 +28,7 @@ impl Run {
         let mut all = Vec::new();
         let packs = self.session.as_deref().map(|session| &session.packs);
         let is_asked =
-            |to: PageRef| moves.place(to) != Place::Same || packs.is_some_and(|packs| packs.is_composed(to));
+            |to: PageRef| moves.place(to) != Place::Same || packs.is_some_and(|packs| packs.is_derived(to));
         Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
             all.extend(is_asked(*to).then_some(*to));
         });
@@ -52,7 +52,7 @@ impl Run {
             return Err(error);
         }
         let packs = &self.session()?.packs;
-        let is_asked = |to: &PageRef| moves.place(*to) != Place::Same || packs.is_composed(*to);
+        let is_asked = |to: &PageRef| moves.place(*to) != Place::Same || packs.is_derived(*to);
         let going = records.into_iter().filter(is_asked).collect();
         let places = self.places(going, &moves);
         self.session()?.moves = Some(moves);
@@ -86,8 +86,9 @@ impl Run {
             page = *content;
             Ok::<_, Error>(())
         })?;
-        Ok(match self.session()?.packs.put(&page)? {
-            Placed::Known(to, _) | Placed::New(to, _) => to,
+        Ok(match self.session()?.packs.put(Input { content: &page, home: None })? {
+            None => PageRef::ZERO,
+            Some(Placed::Known(to, _) | Placed::New(to, _)) => to,
         })
     }
 

@@ -4,6 +4,7 @@
 use super::*;
 use crate::codec::PageCompressor;
 use crate::composed::{Composition, PART_BYTES, PARTS, Part};
+use crate::derived::Derivation;
 use crate::identity::PageRef;
 use crate::record::{Kind, Record, append_record};
 use crate::{BaseMeta, BlockContent, Breakdown, DiskMeta, DiskState, Put, SectorCounts, Writer};
@@ -164,26 +165,6 @@ fn what_does_not_pay_is_stored_as_it_is() {
     let mut run = begin(&mut writer);
     shifted(&mut run, 3);
     assert_eq!(seal(&mut run, RAM_PAGES).unwrap().meta.disks[0].counts.composed_blocks, 0);
-}
-
-#[test]
-fn runs_without_disks_write_what_they_always_wrote() {
-    let medium = Faulty::default();
-    let store = init_on(&medium).unwrap();
-    let mut writer = store.lock_writer_tuned("test", Tuning::default()).unwrap();
-    let mut run = writer.begin_run("vm", &layout(RAM_PAGES)).unwrap();
-    run.put_page(PageIndex(0), &file_page(0)).unwrap();
-    seal(&mut run, RAM_PAGES).unwrap();
-    // Not finished: its pack is still open when the next run comes, and must not be gone on with.
-    drop(run);
-    let mut run = begin(&mut writer);
-    shifted(&mut run, 1);
-    seal(&mut run, RAM_PAGES).unwrap();
-    run.finish().unwrap();
-    let version = |name: &str| medium.files()[name][8];
-    assert_eq!((version("packs/00000001.pack"), version("packs/00000002.pack")), (1, 3));
-    assert!(records(&medium).iter().all(|(at, kind)| at.pack() > 1 || *kind == Kind::Page));
-    assert_clean(&store);
 }
 
 #[derive(Clone, Debug)]
@@ -375,7 +356,9 @@ fn recompose(medium: &Faulty, at: PageRef, change: impl FnOnce(&mut [Part; PARTS
     let offset = at.offset() as usize;
     let record = Record::parse(&bytes[offset..], at).unwrap();
     let mut page = ZERO_PAGE;
-    let Composition(mut parts) = record.composition(&mut page).unwrap();
+    let Ok(Derivation::Parts(Composition(mut parts))) = record.derivation(&mut page) else {
+        panic!("not composed")
+    };
     change(&mut parts);
     let mut payload = Vec::new();
     let codec = Composition(parts).encode(&page, &mut PageCompressor::new(), &mut payload);
