@@ -18,6 +18,9 @@ use crate::ports::{BoxError, Sink};
 use keyframe_units::PageSet;
 use std::time::Instant;
 
+/// Pages handed to the sink at a time: enough for several threads.
+const PUT_PAGES: usize = 8192;
+
 /// What the capture sends.
 pub enum Message<L> {
     /// Pages of the checkpoint in progress.
@@ -155,10 +158,15 @@ impl<S: Sink> Encoder<S> {
     fn put(&mut self, parcel: &Parcel) -> Result<(), EncodeError> {
         (self.watch)(Phase::Encoding);
         let started = Instant::now();
-        for (page, content) in parcel.pages(&mut self.seen) {
+        let mut pages = parcel.pages(&mut self.seen);
+        loop {
+            let some: Vec<_> = pages.by_ref().take(PUT_PAGES).collect();
+            if some.is_empty() {
+                break;
+            }
             self.sink
-                .put(page, content)
-                .map_err(|source| EncodeError::Sink { operation: "store a page", source })?;
+                .put(&some)
+                .map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
         }
         self.encode_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(())

@@ -107,8 +107,8 @@ pub trait Sink: Send {
     /// What sealing tells.
     type Sealed;
 
-    /// A page of the checkpoint in progress; a later put of the same page replaces an earlier one.
-    fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
+    /// Pages of the checkpoint in progress, each once; a later put of the same page replaces an earlier one.
+    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError>;
 
     /// Makes the checkpoint durable and visible.
     fn seal(&mut self, captured: &Captured, label: Self::Label) -> Result<Self::Sealed, BoxError>;

@@ -35,6 +35,12 @@ pub struct Checkpoints {
     /// Memory for pages between the copy and the store, in MiB [default: the RAM's size, at most a quarter of the free memory]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
     staging: Option<u64>,
+    /// Threads that hash, compare and compress pages behind the pause [default: a quarter of the cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
+    encode_threads: Option<u64>,
+    /// Memory for the pages that changes are stored against, in MiB: a page written again and again costs its changed words only
+    #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    encode_memory: u64,
     /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that checkpoint is dropped
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pause_limit: Duration,
@@ -69,6 +75,8 @@ impl Checkpoints {
             max_overhead: self.max_overhead,
             copy_threads: self.copy_threads.map(|n| n as usize),
             staging_mib: self.staging,
+            encode_threads: self.encode_threads.map(|n| n as usize),
+            encode_memory_mib: self.encode_memory,
             pause_limit: self.pause_limit,
             verbose: self.verbose,
             quiet: self.quiet,

@@ -15,7 +15,7 @@ use crate::lans::{self, Lans};
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
-use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Writer};
+use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -82,7 +82,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let wanted: Vec<_> = starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
-    let writer = lock(store, "run", &name)?;
+    let writer = lock(store, "run", &name, options)?;
     // Before the VMs: they connect as they start.
     let lans = open_lans(options)?;
     let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
@@ -208,8 +208,16 @@ pub fn names(
 }
 
 /// The right to write into `store`.
-pub fn lock(store: &Store, command: &str, name: &str) -> Result<Writer, Failure> {
-    store.lock_writer(&format!("keyframe {command}, VM {name}")).map_err(|e| Failure::store(&e, store.path()))
+pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer, Failure> {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let tuning = Tuning {
+        encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
+        base_bytes: (options.encode_memory_mib as usize) << 20,
+        ..Tuning::default()
+    };
+    store
+        .lock_writer_tuned(&format!("keyframe {command}, VM {name}"), tuning)
+        .map_err(|e| Failure::store(&e, store.path()))
 }
 
 /// The networks that `options` name.

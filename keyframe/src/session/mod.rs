@@ -68,6 +68,10 @@ pub struct Options {
     pub copy_threads: Option<usize>,
     /// Staging memory.
     pub staging_mib: Option<u64>,
+    /// Threads that encode; none: as many as suit the machine.
+    pub encode_threads: Option<usize>,
+    /// Memory for what changes are stored against.
+    pub encode_memory_mib: u64,
     /// The watchdog's patience.
     pub pause_limit: Duration,
     /// A line for each checkpoint.

@@ -99,9 +99,15 @@ impl Sink for StoreSink {
     type Label = Label;
     type Sealed = Sealed;
 
-    fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
-        Self::strike(self.fault.as_ref())?;
-        self.run.put_page(page, content)?;
+    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
+        let fault = self.fault.as_ref();
+        for (at, _) in pages.iter().enumerate().filter(|_| fault.is_some()) {
+            if let Err(error) = Self::strike(fault) {
+                self.run.put_pages(pages.get(..at).unwrap_or_default(), &mut |_, _| ())?;
+                return Err(error);
+            }
+        }
+        self.run.put_pages(pages, &mut |_, _| ())?;
         Ok(())
     }
 

@@ -267,10 +267,12 @@ impl Image {
 impl Sink for Image {
     type Label = Vec<u64>;
     type Sealed = ();
-    fn put(&mut self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
-        assert!(self.vm.world().running, "the sink was used while the VM was paused");
-        self.call("put")?;
-        self.put.insert(page.0, u64::from_le_bytes(content[..8].try_into().unwrap()));
+    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
+        for (page, content) in pages {
+            assert!(self.vm.world().running, "the sink was used while the VM was paused");
+            self.call("put")?;
+            self.put.insert(page.0, u64::from_le_bytes(content[..8].try_into().unwrap()));
+        }
         Ok(())
     }
     fn seal(&mut self, captured: &Captured, _: Vec<u64>) -> Result<(), BoxError> {

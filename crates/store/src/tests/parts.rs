@@ -21,7 +21,8 @@ type Numbers = [u64; PARTS];
 fn mixed(numbers: Numbers) -> Page {
     let mut page = ZERO_PAGE;
     for (sector, number) in page.as_chunks_mut::<PART_BYTES>().0.iter_mut().zip(numbers) {
-        sector.copy_from_slice(&content(number)[..PART_BYTES]);
+        let page = if number % 2 == 1 { noise(number) } else { content(number) };
+        sector.copy_from_slice(&page[..PART_BYTES]);
     }
     page
 }
