@@ -18,6 +18,7 @@ mod session;
 
 use clap::{Parser, Subcommand};
 use failure::Outcome;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
 
 /// Continuous checkpoints for stock QEMU virtual machines
@@ -104,7 +105,15 @@ impl Command {
     }
 }
 
+/// A store of many packs needs as many open files.
+fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // Where that is refused, opening the one too many says so.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}
+
 fn main() -> ExitCode {
+    raise_open_files();
     match Cli::parse().command.run() {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {

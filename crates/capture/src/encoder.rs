@@ -164,9 +164,7 @@ impl<S: Sink> Encoder<S> {
             if some.is_empty() {
                 break;
             }
-            self.sink
-                .put(&some)
-                .map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
+            self.sink.put(&some).map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
         }
         self.encode_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(())

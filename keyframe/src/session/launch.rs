@@ -209,7 +209,7 @@ pub fn names(
 
 /// The right to write into `store`.
 pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer, Failure> {
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
         base_bytes: (options.encode_memory_mib as usize) << 20,

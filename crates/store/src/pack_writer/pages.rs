@@ -26,7 +26,7 @@ pub const PAGES_PER_THREAD: usize = 32;
 /// And where there are several, for whom beginning and ending costs more.
 pub const PAGES_PER_THREAD_OF_MANY: usize = 512;
 /// A patch of so many bytes is taken without a look at what compressing the page would give.
-const PATCH_BYTES_SMALL: usize = 256;
+const PATCH_BYTES_SMALL: usize = 512;
 
 /// A page to put.
 #[derive(Clone, Copy, Debug)]
@@ -208,16 +208,13 @@ impl PackWriter {
     fn read_record<'a>(&self, at: PageRef, bytes: &'a mut Vec<u8>) -> Option<Record<'a>> {
         bytes.clear();
         let open = self.open.as_ref().filter(|pack| pack.number == at.pack());
-        match open.and_then(|pack| pack.unflushed(at)) {
-            Some(unflushed) => {
-                bytes.extend_from_slice(unflushed.get(..RECORD_BYTES_MAX).unwrap_or(unflushed));
-            }
-            None => {
-                let pack = self.inner.pack(at.pack()).ok()?;
-                let len = pack.file.len_bytes().ok()?.saturating_sub(at.offset());
-                bytes.resize(len.min(RECORD_BYTES_MAX as u64) as usize, 0);
-                pack.file.read_at(at.offset(), bytes).ok()?;
-            }
+        if let Some(unflushed) = open.and_then(|pack| pack.unflushed(at)) {
+            bytes.extend_from_slice(unflushed.get(..RECORD_BYTES_MAX).unwrap_or(unflushed));
+        } else {
+            let pack = self.inner.pack(at.pack()).ok()?;
+            let len = pack.file.len_bytes().ok()?.saturating_sub(at.offset());
+            bytes.resize(len.min(RECORD_BYTES_MAX as u64) as usize, 0);
+            pack.file.read_at(at.offset(), bytes).ok()?;
         }
         Record::parse(bytes, at).ok()
     }

@@ -16,7 +16,7 @@
 
 mod live;
 pub(crate) mod moves;
-mod packs;
+pub(crate) mod packs;
 mod rewrite;
 
 use crate::store::Inner;

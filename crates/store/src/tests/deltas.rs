@@ -11,10 +11,10 @@ use proptest::prelude::*;
 const PAGES: u64 = 12;
 
 /// Room for the bases of all pages.
-const ROOMY: Tuning = Tuning { base_bytes: 1 << 20, pack_bytes_max: 1 << 30, ..TINY };
+pub const ROOMY: Tuning = Tuning { base_bytes: 1 << 20, pack_bytes_max: 1 << 30, ..TINY };
 
 /// How many records there are of each kind.
-fn kinds(store: &Store) -> BTreeMap<char, usize> {
+pub fn kinds(store: &Store) -> BTreeMap<char, usize> {
     let inner = store.inner();
     let mut counts = BTreeMap::new();
     for file in inner.backend.list(names::PACKS).unwrap() {
@@ -34,7 +34,7 @@ fn kinds(store: &Store) -> BTreeMap<char, usize> {
 }
 
 /// The page after so many seconds: some counters run, and from `drifts` on they leave their old values behind.
-fn counting(seconds: u64, drifts: bool) -> Page {
+pub fn counting(seconds: u64, drifts: bool) -> Page {
     let mut page = noise(7);
     for at in 0..seconds * 40 {
         if drifts {

@@ -326,6 +326,8 @@ impl Subject {
             }
             3 => {
                 let page = self.chance.next() % RAM_PAGES;
+                // Half of them are like each other.
+                let n = if n % 2 == 0 { n } else { 11 + 4 * n };
                 run.put_page(PageIndex(page), &content(n)).unwrap();
                 self.now.ram[page as usize] = content(n);
             }
