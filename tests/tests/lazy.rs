@@ -5,7 +5,7 @@ use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
     Bench, Boot, PassSequence, Process, Qemu, a_qemu, assert_no_errors, assert_restores_exactly_with,
-    audited, has_kvm, is_gone, number, pass_lines, qemus, restored_pid, until,
+    audited, has_kvm, is_gone, number, pass_lines, restored_pid, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -45,20 +45,32 @@ fn told(restored: &Process) -> (u64, u64) {
     (waited, expected)
 }
 
+type Step = fn(&Bench, &str);
+
+/// Of one checkpoint, whose making takes longer than any of these.
 #[test]
-fn ram_is_the_checkpoints_at_its_instant() {
+fn a_checkpoint_is_restored_exactly_whoever_is_killed() {
+    let steps: [(&str, Step); 5] = [
+        ("the guest goes on, and what it touched comes first the next time", goes_on),
+        ("a restore that is killed takes its VM along", restore_is_killed),
+        ("a VM that has all of its RAM outlives the restore", outlives),
+        ("a QEMU that is killed ends the restore", qemu_is_killed),
+        ("a store that lost its packs is an error and leaves nothing", lost_packs),
+    ];
     for qemu in a_qemu() {
         let bench = Bench::new();
         let id = checkpoint(&bench, &scribble(&qemu));
         assert_restores_exactly_with(&bench, &id, &["--lazy"]);
+        for (what, step) in steps {
+            println!("{what}");
+            step(&bench, &id);
+        }
     }
 }
 
 /// Without a working set (the next checkpoint is the guess), with one, with a damaged one, and without its folder.
-#[test]
-fn the_guest_goes_on_and_what_it_touched_comes_first_the_next_time() {
-    let bench = Bench::new();
-    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+fn goes_on(bench: &Bench, id: &str) {
+    let _ = std::fs::remove_dir_all(bench.path().join("store/worksets"));
     let set = bench.path().join(format!("store/worksets/{id:0>10}.wset"));
     let mut touched = 0;
     for round in 0..4 {
@@ -67,7 +79,7 @@ fn the_guest_goes_on_and_what_it_touched_comes_first_the_next_time() {
             3 => std::fs::remove_dir_all(set.parent().unwrap()).unwrap(),
             _ => {}
         }
-        let mut restored = bench.restore(&id, &["--lazy"]);
+        let mut restored = bench.restore(id, &["--lazy"]);
         restored.wait_for_error(RESIDENT);
         let (waited, expected) = told(&restored);
         if round == 1 {
@@ -112,15 +124,12 @@ fn under_kvm_it_goes_on_exactly() {
 }
 
 /// At any instant, until all is there: QEMU ends with the restore, and until then the guest found nothing wrong.
-#[test]
-fn a_restore_that_is_killed_takes_its_vm_along() {
-    let bench = Bench::new();
-    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+fn restore_is_killed(bench: &Bench, id: &str) {
     let mut caught = 0;
     for kill in 0..6_u64 {
         // Read ahead in another order each time.
         let _ = std::fs::remove_dir_all(bench.path().join("store/worksets"));
-        let mut restored = bench.restore(&id, &["--lazy"]);
+        let mut restored = bench.restore(id, &["--lazy"]);
         restored.wait_for_error("is running after");
         let pid = restored_pid(&restored);
         std::thread::sleep(Duration::from_millis(kill * 15));
@@ -138,11 +147,8 @@ fn a_restore_that_is_killed_takes_its_vm_along() {
     assert!(caught > 0, "each restore was done before it was killed");
 }
 
-#[test]
-fn a_vm_that_has_all_of_its_ram_outlives_the_restore() {
-    let bench = Bench::new();
-    let id = checkpoint(&bench, &scribble(&qemus()[0]));
-    let mut restored = bench.restore(&id, &["--lazy"]);
+fn outlives(bench: &Bench, id: &str) {
+    let mut restored = bench.restore(id, &["--lazy"]);
     restored.wait_for_error(RESIDENT);
     let pid = restored_pid(&restored);
     restored.signal(Signal::KILL);
@@ -157,12 +163,9 @@ fn a_vm_that_has_all_of_its_ram_outlives_the_restore() {
     assert_no_errors(&restored);
 }
 
-#[test]
-fn a_qemu_that_is_killed_ends_the_restore() {
-    let bench = Bench::new();
-    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+fn qemu_is_killed(bench: &Bench, id: &str) {
     for wait_ms in [0, 40] {
-        let mut restored = bench.restore(&id, &["--lazy"]);
+        let mut restored = bench.restore(id, &["--lazy"]);
         restored.wait_for_error("is running after");
         std::thread::sleep(Duration::from_millis(wait_ms));
         kill_process(Pid::from_raw(restored_pid(&restored) as i32).unwrap(), Signal::KILL).unwrap();
@@ -230,14 +233,11 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     }
 }
 
-#[test]
-fn a_store_that_lost_its_packs_is_an_error_and_leaves_nothing() {
-    let bench = Bench::new();
-    let id = checkpoint(&bench, &scribble(&qemus()[0]));
+fn lost_packs(bench: &Bench, id: &str) {
     for pack in std::fs::read_dir(bench.path().join("store/packs")).unwrap() {
         std::fs::remove_file(pack.unwrap().path()).unwrap();
     }
     let text =
-        bench.refused(&["restore", "--store", &bench.store(), &id, "--lazy"], 1, &["the pack is missing"]);
+        bench.refused(&["restore", "--store", &bench.store(), id, "--lazy"], 1, &["the pack is missing"]);
     assert!(text.contains("fix:"), "{text}");
 }

@@ -11,7 +11,7 @@
 //! the one here. When records are lost or move, [`Bases::clear`].
 
 use crate::identity::{PageHash, PageRef};
-use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex};
 
 /// Deltas that have cost so much more than the first one are worth a new base: about what that costs.
 const DRIFT_BYTES_MAX: u32 = 2048;
@@ -55,7 +55,8 @@ struct Slot {
 /// The bases.
 pub struct Bases {
     slots: Vec<Option<Slot>>,
-    contents: Vec<Page>,
+    /// One page after the other, in memory that the kernel gives when it is written.
+    contents: Vec<u8>,
     batch: u64,
 }
 
@@ -67,7 +68,7 @@ impl Bases {
     /// In at most `budget_bytes`; with less than a page, none.
     pub fn new(budget_bytes: usize) -> Self {
         let slots = budget_bytes / (PAGE_BYTES + size_of::<Option<Slot>>());
-        Self { slots: vec![None; slots], contents: vec![ZERO_PAGE; slots], batch: 0 }
+        Self { slots: vec![None; slots], contents: vec![0; slots * PAGE_BYTES], batch: 0 }
     }
 
     /// From here on what was found is not needed any more.
@@ -91,14 +92,14 @@ impl Bases {
             return None;
         }
         *slot = Some(Slot { page, base, batch });
-        *self.contents.get_mut(at)? = *content;
+        *self.contents.as_chunks_mut::<PAGE_BYTES>().0.get_mut(at)? = *content;
         Some(At(at))
     }
 
     /// What [`Self::find`] found in this batch.
     pub fn get(&self, at: At) -> Option<(Base, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
-        Some((slot.base, self.contents.get(at.0)?))
+        Some((slot.base, self.contents.as_chunks::<PAGE_BYTES>().0.get(at.0)?))
     }
 
     /// A delta of so many bytes was made on the base of `page`.

@@ -279,6 +279,8 @@ fn side_by_side<'a, 'b>(
         for (share, compressor) in shares {
             scope.spawn(move || share.iter_mut().for_each(|item| work(item, compressor)));
         }
-        first.iter_mut().for_each(|item| work(item, compressor));
+        for item in first {
+            work(item, compressor);
+        }
     });
 }
