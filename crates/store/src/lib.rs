@@ -33,6 +33,7 @@ mod checkpoint;
 mod codec;
 mod composed;
 mod config;
+mod copy;
 mod diff;
 mod disk_map;
 mod disks;
@@ -62,6 +63,7 @@ mod worksets;
 mod writer;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
+pub use copy::{Copied, CopyProgress, CopyReport, NotCopied};
 pub use diff::{Diff, RegionDiff};
 pub use disks::{
     BLANK, BaseFile, BaseMeta, BlockContent, Breakdown, DiskCounts, DiskMeta, Found, LoadedDisks,
@@ -70,7 +72,7 @@ pub use disks::{
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
-pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
+pub use meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Sealed, Timing};
 pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};

@@ -26,7 +26,7 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
     let wanted: Vec<_> = attached.iter_mut().map(|(vm, _)| Some(own(vm))).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
-    let writer = lock(store, "attach", &name)?;
+    let writer = lock(store, "attach", &name, options)?;
     let lans = open_lans(options)?;
     let mut found = Vec::with_capacity(vms.len());
     for ((mut vm, monitor), name) in attached.into_iter().zip(members) {

@@ -4,6 +4,7 @@ use super::copying::Copying;
 use super::disks::SessionDisks;
 use super::machine::QemuMachine;
 use super::machines::{Beside, Machines, Member};
+use super::recorder;
 use super::sink::{MachinesMeta, StoreSink};
 use super::storage::{self, DiskWay, Storage};
 use super::{LanChoice, Options};
@@ -82,7 +83,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let wanted: Vec<_> = starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
-    let writer = lock(store, "run", &name)?;
+    let writer = lock(store, "run", &name, options)?;
     // Before the VMs: they connect as they start.
     let lans = open_lans(options)?;
     let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
@@ -208,8 +209,13 @@ pub fn names(
 }
 
 /// The right to write into `store`.
-pub fn lock(store: &Store, command: &str, name: &str) -> Result<Writer, Failure> {
-    store.lock_writer(&format!("keyframe {command}, VM {name}")).map_err(|e| Failure::store(&e, store.path()))
+pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer, Failure> {
+    let mut tuning = keyframe_store::Tuning::default();
+    if options.keep_within.is_some() {
+        tuning.pack_bytes_max = recorder::PACK_BYTES_MAX;
+    }
+    let owner = format!("keyframe {command}, VM {name}");
+    store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))
 }
 
 /// The networks that `options` name.
