@@ -6,7 +6,7 @@ use std::path::Path;
 
 fn boot(work: &str) -> Boot {
     let mut boot = Boot::new(work);
-    boot.mem_mib = 64;
+    boot.mem_mib = 96;
     boot
 }
 

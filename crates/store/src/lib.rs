@@ -59,6 +59,7 @@ mod store;
 mod tags;
 #[cfg(test)]
 mod tests;
+mod unlock;
 mod worksets;
 mod writer;
 

@@ -29,6 +29,7 @@ pub mod stop;
 pub mod switch;
 pub mod tag;
 pub mod take;
+pub mod unlock;
 pub mod watchdog;
 
 use crate::failure::{DONE, Failure, WARNED, chain};
