@@ -63,7 +63,7 @@ mod unlock;
 mod worksets;
 mod writer;
 
-pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
+pub use check::{CheckOptions, CheckProgress, CheckReport, Damage, Lost, RepairReport, SetAside};
 pub use copy::{Copied, CopyProgress, CopyReport, NotCopied};
 pub use diff::{Diff, RegionDiff};
 pub use disks::{

@@ -16,17 +16,19 @@
 
 mod live;
 pub(crate) mod moves;
-mod packs;
+pub(crate) mod packs;
 mod rewrite;
 
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Result, Store, names};
 use keyframe_units::CheckpointId;
-use live::Live;
-use moves::{Generation, Moves, RECORDS_MAX};
-use packs::{Shape, Usage};
-use rewrite::Copier;
+pub(crate) use live::Live;
+pub(crate) use moves::Moves;
+use moves::{Generation, RECORDS_MAX};
+pub(crate) use packs::Shape;
+use packs::Usage;
+pub(crate) use rewrite::{Copier, maps as rewrite_maps};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

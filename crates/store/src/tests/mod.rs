@@ -15,6 +15,7 @@ mod lock;
 mod oracle;
 mod parts;
 mod prune;
+mod repair;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
