@@ -79,6 +79,12 @@ impl Failure {
                 "find out what else is hurt with: keyframe check --read-data --store {}",
                 path.display()
             )),
+            Error::UnknownTag { .. } => {
+                failure.fix(format!("see what tags there are with: keyframe list --store {}", path.display()))
+            }
+            Error::Pinned { id } => {
+                failure.fix(format!("unpin it first (keyframe pin --remove {id}), or name it with --force"))
+            }
             Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
             Error::Exists { .. } => failure.fix("use it as it is, or name another directory"),
             Error::UnknownCheckpoint { .. } => {

@@ -65,7 +65,8 @@ fn row(stretch: &Stretch<'_>, prefix: &str, all: &[Entry]) -> Vec<String> {
         format!("{} to {}", time(first), time(last).get(11..).unwrap_or_default())
     };
     let tags = stretch.entries.iter().flat_map(|e| e.tags.iter().map(|tag| format!("{tag}={}", e.id)));
-    let mut tags: Vec<String> = tags.collect();
+    let pinned = stretch.entries.iter().filter(|e| e.pinned).map(|e| format!("(pinned)={}", e.id));
+    let mut tags: Vec<String> = tags.chain(pinned).collect();
     // The parent of a branch stands at the end of the line above it, except where it is not listed.
     if let Some(parent) = first.parent.filter(|parent| all.binary_search_by_key(parent, |e| e.id).is_err()) {
         tags.push(format!("(from {parent}, not listed)"));

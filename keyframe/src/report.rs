@@ -29,6 +29,9 @@ pub struct Entry {
     pub parent: Option<u64>,
     /// Names given to it.
     pub tags: Vec<String>,
+    /// No rule forgets it.
+    #[serde(default)]
+    pub pinned: bool,
     /// How its pages were copied.
     pub strategy: String,
     /// From before the request to stop until QEMU confirmed that the VM runs.
@@ -120,7 +123,8 @@ impl Entry {
             epoch: meta.epoch.0,
             restored_from: meta.parent.map(|id| id.0),
             parent: None,
-            tags: sealed.tags.clone(),
+            tags: sealed.names().cloned().collect(),
+            pinned: sealed.is_pinned(),
             strategy: timing.strategy.clone(),
             pause_ns: timing.pause_ns,
             pause: timing.pause,
@@ -237,7 +241,8 @@ pub fn table(entries: &[Entry]) -> String {
             if with_disks {
                 cells.push(output::bytes(e.disks.iter().map(|disk| disk.written_bytes).sum()));
             }
-            cells.push(e.tags.join(","));
+            let pinned = e.pinned.then(|| "(pinned)".to_owned());
+            cells.push(e.tags.iter().cloned().chain(pinned).collect::<Vec<_>>().join(","));
             cells
         })
         .collect();

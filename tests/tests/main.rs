@@ -24,6 +24,7 @@ mod kvm;
 mod lazy;
 mod main_job;
 mod mount;
+mod ops;
 mod profile;
 mod reflink;
 mod refusals;

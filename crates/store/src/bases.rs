@@ -149,7 +149,7 @@ mod tests {
         bases.clear();
         assert!(bases.find(PageIndex(4)).is_none());
         let mut none = Bases::new(per_slot - 1);
-        assert!(none.insert(PageIndex(0), base(1), &ZERO_PAGE).is_none());
+        assert!(none.insert(PageIndex(0), base(1), &[0; PAGE_BYTES]).is_none());
     }
 
     #[test]

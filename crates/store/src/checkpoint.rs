@@ -113,6 +113,7 @@ mod tests {
 
     fn meta(map_chain: Vec<u64>) -> Meta {
         Meta {
+            origin: None,
             vm: "vm".into(),
             run: "00".repeat(16),
             epoch: Epoch(3),

@@ -294,6 +294,11 @@ impl LoadedDisks {
         self.map.get(block)
     }
 
+    /// Shows all that is known of a range of blocks, rising: a record, or blocks that are zero.
+    pub(crate) fn each(&self, range: PageRange, show: &mut dyn FnMut(PageRange, PageRef)) {
+        self.map.each(range.first.0..range.end().0, show);
+    }
+
     /// The first block, at or behind `from`, of which something is known.
     pub fn next_block(&self, from: PageIndex) -> Option<PageIndex> {
         self.map.next(from)

@@ -69,9 +69,27 @@ pub enum Error {
         /// The newest checkpoint there is.
         newest: Option<CheckpointId>,
     },
+    /// No tag of this name.
+    #[error("no tag \"{tag}\" in the store")]
+    UnknownTag {
+        /// The name that was asked for.
+        tag: String,
+    },
+    /// A pinned checkpoint is not forgotten unless that is asked for by name.
+    #[error("checkpoint {id} is pinned")]
+    Pinned {
+        /// The checkpoint.
+        id: CheckpointId,
+    },
+    /// Checkpoints were to be copied into the store that they are in.
+    #[error("{object}: the checkpoints are in this store already: it is the one to copy from")]
+    SameStore {
+        /// The store.
+        object: String,
+    },
     /// Not usable as a tag.
     #[error(
-        "\"{tag}\" cannot be a tag: 1 to 64 letters, digits, dots, dashes or underscores, not digits or dots alone, not \"latest\""
+        "\"{tag}\" cannot be a tag: 1 to 64 letters, digits, dots, dashes or underscores, not digits or dots alone, not \"latest\", not beginning with \"pin.\""
     )]
     InvalidTag {
         /// The name refused.

@@ -15,8 +15,18 @@ use std::collections::BTreeSet;
 impl Store {
     /// Forgets checkpoints, with their tags and working sets; those that are not there are none.
     ///
-    /// Error: [`Error::InUse`] where the newest of the store is among them and a writer is at work.
+    /// Errors: [`Error::InUse`] where the newest of the store is among them and a writer is at work; [`Error::Pinned`] where one
+    /// is pinned. Then none is forgotten.
     pub fn forget(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
+        let pinned = self.tags()?.into_iter().find(|(tag, id)| ids.contains(id) && *tag == names::pin(*id));
+        match pinned {
+            Some((_, id)) => Err(Error::Pinned { id }),
+            None => self.forget_even_pinned(ids),
+        }
+    }
+
+    /// The same, and pinned ones too.
+    pub fn forget_even_pinned(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let inner = self.inner();
         let newest = inner.checkpoint_ids()?.last().copied();
         if let Some(newest) = newest.filter(|newest| ids.contains(newest))

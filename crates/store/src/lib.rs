@@ -34,6 +34,7 @@ mod checkpoint;
 mod codec;
 mod composed;
 mod config;
+mod copy;
 mod delta;
 mod derived;
 mod diff;
@@ -61,10 +62,12 @@ mod store;
 mod tags;
 #[cfg(test)]
 mod tests;
+mod unlock;
 mod worksets;
 mod writer;
 
-pub use check::{CheckOptions, CheckProgress, CheckReport, Damage};
+pub use check::{CheckOptions, CheckProgress, CheckReport, Damage, Lost, RepairReport, SetAside};
+pub use copy::{Copied, CopyProgress, CopyReport, NotCopied};
 pub use diff::{Diff, RegionDiff};
 pub use disks::{
     BLANK, BaseFile, BaseMeta, BlockContent, Breakdown, DiskCounts, DiskMeta, Found, LoadedDisks,
@@ -73,7 +76,7 @@ pub use disks::{
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
-pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
+pub use meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Sealed, Timing};
 pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};

@@ -47,6 +47,9 @@ pub struct Meta {
     pub timing: Timing,
     /// How many pages and bytes it took.
     pub counts: Counts,
+    /// The checkpoint that this one is a copy of, in another store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
     /// The map runs that together give the page map, newest first; the first one is this checkpoint's own.
     pub map_chain: Vec<u64>,
 }
@@ -72,6 +75,15 @@ impl Meta {
         }
         (first_block == self.ram.blocks().len()).then_some(all)
     }
+}
+
+/// A checkpoint where it was taken: the same for it and for all copies of it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Origin {
+    /// The id of that store.
+    pub store: String,
+    /// Its number there.
+    pub checkpoint: CheckpointId,
 }
 
 /// One VM of a group.

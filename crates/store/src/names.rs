@@ -10,6 +10,8 @@ pub const TAGS: &str = "tags";
 pub const WORKSETS: &str = "worksets";
 pub const TMP: &str = "tmp";
 
+/// Tags that begin so are the store's own: `pin.12` keeps checkpoint 12.
+const PIN: &str = "pin.";
 const TAG_CHARS_MAX: usize = 64;
 /// The word that always names the newest checkpoint.
 pub const LATEST: &str = "latest";
@@ -78,10 +80,15 @@ pub fn is_tag(text: &str) -> bool {
     (1..=TAG_CHARS_MAX).contains(&text.len()) && chars_fit && !dots && !digits && text != LATEST
 }
 
-/// Refuses what cannot be a tag ([`Error::InvalidTag`]): 1 to 64 letters, digits, dots, dashes or underscores, not digits or
-/// dots alone, not `latest`.
+/// The tag that pins a checkpoint.
+pub fn pin(id: CheckpointId) -> String {
+    format!("{PIN}{id}")
+}
+
+/// Refuses what a user cannot choose as a tag ([`Error::InvalidTag`]): 1 to 64 letters, digits, dots, dashes or underscores, not
+/// digits or dots alone, not `latest`, not beginning with `pin.`.
 pub fn check_tag(text: &str) -> Result<()> {
-    if is_tag(text) { Ok(()) } else { Err(Error::InvalidTag { tag: text.into() }) }
+    if is_tag(text) && !text.starts_with(PIN) { Ok(()) } else { Err(Error::InvalidTag { tag: text.into() }) }
 }
 
 #[cfg(test)]

@@ -6,12 +6,13 @@
 //!   --keep-within 10m             within  within within                |
 //!   --keep-every 1h               every                | every          | every
 //!   tagged                                                                               tagged
+//!   pinned                                                                                         pinned
 //!   forgotten                                      t3
 //! ```
 //!
 //! Invariants: what any rule keeps is kept. The newest checkpoint of a VM is kept whatever the rules say: a run that goes on
 //! builds upon it. So is one that a disk's overlay stands on, and one with a tag (with one of the tags that were named, where
-//! some were).
+//! some were), and one that is pinned, in any case.
 //!
 //! Not here: checkpoints that the user names are forgotten without being asked for reasons.
 
@@ -44,14 +45,17 @@ pub struct Moment {
     pub vm: String,
     /// When its pause began.
     pub taken_at: Timestamp,
-    /// Its tags.
+    /// Its tags, pins left out.
     pub tags: Vec<String>,
+    /// It is pinned.
+    pub pinned: bool,
 }
 
 impl From<&Sealed> for Moment {
     fn from(sealed: &Sealed) -> Self {
         let meta = &sealed.meta;
-        Self { id: sealed.id, vm: meta.vm.clone(), taken_at: meta.taken_at, tags: sealed.tags.clone() }
+        let (tags, pinned) = (sealed.names().cloned().collect(), sealed.is_pinned());
+        Self { id: sealed.id, vm: meta.vm.clone(), taken_at: meta.taken_at, tags, pinned }
     }
 }
 
@@ -69,6 +73,8 @@ pub enum Reason {
     Every,
     /// It has a tag.
     Tagged,
+    /// It is pinned.
+    Pinned,
     /// What was written to a disk since stands on it.
     Disk,
 }
@@ -118,6 +124,7 @@ impl Retention {
                 (Reason::Within, self.within.is_some_and(|within| age <= signed(within))),
                 (Reason::Every, interval.is_some_and(|interval| intervals.insert(interval))),
                 (Reason::Tagged, self.keeps_tags(&moment.tags)),
+                (Reason::Pinned, moment.pinned),
                 (Reason::Disk, standing.contains(&moment.id)),
             ];
             let kept = rules.into_iter().filter(|(_, holds)| *holds).map(|(reason, _)| reason).collect();
@@ -156,6 +163,7 @@ mod tests {
             vm: vm.into(),
             taken_at: Timestamp::from_second(second).unwrap(),
             tags: tags.iter().map(|tag| String::from(*tag)).collect(),
+            pinned: false,
         }
     }
 
@@ -202,10 +210,11 @@ mod tests {
     }
 
     fn moments() -> impl Strategy<Value = Vec<Moment>> {
-        let one = (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2));
+        let one = (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2), prop::bool::weighted(0.1));
         prop::collection::vec(one, 0..40).prop_map(|all| {
-            let moment = |(id, (vm, at, tags)): (u64, (u8, i64, Vec<String>))| Moment {
+            let moment = |(id, (vm, at, tags, pinned)): (u64, (u8, i64, Vec<String>, bool))| Moment {
                 tags,
+                pinned,
                 ..moment(id, &vm.to_string(), at, &[])
             };
             (1..).zip(all).map(moment).collect()
@@ -246,6 +255,9 @@ mod tests {
                 let wanted = |tag: &String| tags.as_ref().is_none_or(|tags| tags.contains(tag));
                 if moment.tags.iter().any(wanted) {
                     expected.push(Reason::Tagged);
+                }
+                if moment.pinned {
+                    expected.push(Reason::Pinned);
                 }
                 prop_assert_eq!(&verdict.kept, &expected, "checkpoint {}", moment.id);
             }

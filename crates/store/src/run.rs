@@ -22,7 +22,7 @@ use crate::disk_map::{DiskMap, Former, numbers};
 use crate::disks::{BaseMeta, DiskCounts, DiskMeta, SectorCounts, blocks_of, space_pages};
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
-use crate::meta::{Counts, MachineMeta, MemberMeta, Meta, Sealed, Timing};
+use crate::meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, Sealed, Timing};
 use crate::pack_writer::{Input, Placed, PlacedBlock};
 use crate::page_map::PageMap;
 use crate::store::Inner;
@@ -101,6 +101,8 @@ pub struct Run {
     undo: Vec<(PageIndex, PageRef)>,
     /// The disks are another checkpoint's: what changed is not known, so that the next map is complete.
     taken_over: bool,
+    /// What the checkpoint in progress is a copy of.
+    origin: Option<Origin>,
     broken: bool,
 }
 
@@ -195,8 +197,14 @@ impl Run {
             undo: Vec::new(),
             undo_blocks: Vec::new(),
             taken_over: false,
+            origin: None,
             broken: false,
         }
+    }
+
+    /// The next checkpoint that is sealed is a copy of this one.
+    pub(crate) fn set_origin(&mut self, origin: Origin) {
+        self.origin = Some(origin);
     }
 
     /// The id of the run: 32 hexadecimal digits.
@@ -485,6 +493,7 @@ impl Run {
             members: request.members,
             timing: request.timing,
             counts,
+            origin: self.origin.take(),
             map_chain,
         };
         let file = checkpoint::encode(id, self.inner.config.id, &meta, &device)?;

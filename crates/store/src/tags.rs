@@ -2,11 +2,17 @@
 //!
 //! `tags/NAME` holds one line: the number in decimal, a space, and the first 16 hexadecimal digits of
 //! `BLAKE3("keyframe tag STORE-ID NAME NUMBER")`, so that neither a flipped bit nor a copied or renamed file passes.
+//!
+//! A pin is the tag `pin.NUMBER` of the checkpoint of that number: no rule takes it ([`crate::Retention`]), nor does
+//! [`Store::forget`] unless it is told to.
+//!
+//! Invariant: who sets a tag looks afterwards whether the checkpoint is still there, and takes the tag back where it is not;
+//! who forgets removes tags before the checkpoint. Tags need no lock: each is put whole.
 
 use crate::bytes::to_hex;
 use crate::config::StoreId;
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, Result, Sealed, Store, names};
 use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
@@ -49,8 +55,85 @@ impl Inner {
 
     /// Points a tag to a checkpoint, which must be there.
     pub fn write_tag(&self, tag: &str, id: CheckpointId) -> Result<()> {
-        names::check_tag(tag)?;
         self.backend.put(&names::tag(tag), encode(self.config.id, tag, id).as_bytes())
+    }
+}
+
+impl Store {
+    /// Points a tag, new or old, to a checkpoint; returns what it pointed to before. Beside a writer and a prune.
+    ///
+    /// Errors: [`Error::InvalidTag`], [`Error::UnknownCheckpoint`].
+    pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {
+        names::check_tag(tag)?;
+        // A damaged tag can be set anew.
+        let before = self.inner().read_tag(tag).unwrap_or_default();
+        self.point(tag, id)?;
+        Ok(before)
+    }
+
+    /// Removes a tag; returns what it pointed to, where that can be read.
+    ///
+    /// Error: [`Error::UnknownTag`].
+    pub fn remove_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
+        names::check_tag(tag)?;
+        let before = match self.inner().read_tag(tag) {
+            Ok(None) => return Err(Error::UnknownTag { tag: tag.into() }),
+            Ok(before) => before,
+            Err(Error::Damaged { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        self.inner().backend.remove(&names::tag(tag))?;
+        Ok(before)
+    }
+
+    /// Keeps a checkpoint whatever rules say, until it is unpinned.
+    pub fn pin(&self, id: CheckpointId) -> Result<()> {
+        self.point(&names::pin(id), id)
+    }
+
+    /// Takes a pin away; false where there was none.
+    pub fn unpin(&self, id: CheckpointId) -> Result<bool> {
+        let tag = names::pin(id);
+        // A damaged one too.
+        let was = !matches!(self.inner().read_tag(&tag), Ok(None));
+        self.inner().backend.remove(&names::tag(&tag))?;
+        Ok(was)
+    }
+
+    fn point(&self, tag: &str, id: CheckpointId) -> Result<()> {
+        let inner = self.inner();
+        let unknown = |newest| Error::UnknownCheckpoint { name: id.to_string(), newest };
+        let ids = inner.checkpoint_ids()?;
+        if ids.binary_search(&id).is_err() {
+            return Err(unknown(ids.last().copied()));
+        }
+        inner.write_tag(tag, id)?;
+        // Forgotten in this moment.
+        let ids = inner.checkpoint_ids()?;
+        if ids.binary_search(&id).is_err() {
+            inner.backend.remove(&names::tag(tag))?;
+            return Err(unknown(ids.last().copied()));
+        }
+        Ok(())
+    }
+}
+
+impl Sealed {
+    /// No rule takes it.
+    pub fn is_pinned(&self) -> bool {
+        self.tags.contains(&names::pin(self.id))
+    }
+
+    /// Of all tags of checkpoint `id`: those that the user gave, and whether it is pinned.
+    pub fn split_tags(id: CheckpointId, tags: &[String]) -> (Vec<String>, bool) {
+        let pin = names::pin(id);
+        (tags.iter().filter(|tag| **tag != pin).cloned().collect(), tags.contains(&pin))
+    }
+
+    /// The tags that the user gave.
+    pub fn names(&self) -> impl Iterator<Item = &String> {
+        let pin = names::pin(self.id);
+        self.tags.iter().filter(move |tag| **tag != pin)
     }
 }
 

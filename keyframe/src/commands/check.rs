@@ -1,10 +1,10 @@
 //! `keyframe check`: is every sealed checkpoint whole?
 
 use super::StoreArg;
-use crate::failure::{DONE, FAILED, Outcome};
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_store::{CheckOptions, CheckProgress, CheckReport};
+use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport};
 
 /// Check a store: is every checkpoint whole?
 #[derive(clap::Args, Debug)]
@@ -12,11 +12,16 @@ use keyframe_store::{CheckOptions, CheckProgress, CheckReport};
     after_help = "Without --read-data: every checkpoint, map and pack is there, well-formed and of the right size.
 With it: every stored page is read and compared with its hash, so that any flipped bit is found.
 
-Exit code 0: whole. 1: damaged; the checkpoints that are hurt are named.
+With --repair what can be saved is saved: indexes are built anew, bad pages are replaced by the same content elsewhere in the
+store, and what others need of a damaged pack is moved. What cannot be saved goes to STORE/quarantine and is listed; nothing
+is deleted. Afterwards the store is whole. Neither a run nor a prune may be at work, but it may be killed at any instant.
+
+Exit code 0: whole. 1: damaged; the checkpoints that are hurt are named. 3: it was damaged and is repaired.
 
 Examples:
   keyframe check --store S
-  keyframe check --store S --read-data --json"
+  keyframe check --store S --read-data --json
+  keyframe check --store S --repair"
 )]
 pub struct Check {
     #[command(flatten)]
@@ -24,6 +29,9 @@ pub struct Check {
     /// Read and verify every stored page
     #[arg(long)]
     read_data: bool,
+    /// Save what can be saved, set aside what cannot, and list both; reads every page
+    #[arg(long)]
+    repair: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -45,6 +53,11 @@ impl Check {
             bar.set_length(p.total_bytes);
             bar.set_position(p.done_bytes);
         };
+        if self.repair {
+            let report = store.repair(&mut progress).map_err(|e| self.repair_failure(&e))?;
+            bar.finish_and_clear();
+            return self.repaired(&report);
+        }
         let options = CheckOptions { read_data: self.read_data };
         let report = store.check(&options, &mut progress).map_err(|e| self.store.failure(&e))?;
         bar.finish_and_clear();
@@ -54,6 +67,54 @@ impl Check {
             print(&report, self.read_data)?;
         }
         Ok(if report.is_clean() { DONE } else { FAILED })
+    }
+
+    fn repair_failure(&self, error: &keyframe_store::Error) -> Failure {
+        let failure = self.store.failure(error);
+        match error {
+            keyframe_store::Error::Damaged { .. } => failure
+                .fix("what is whole can still be copied to another store: keyframe copy --all --to STORE2"),
+            _ => failure,
+        }
+    }
+
+    fn repaired(&self, report: &RepairReport) -> Outcome {
+        let code = match &report.after {
+            None => DONE,
+            Some(after) if after.is_clean() => WARNED,
+            Some(_) => FAILED,
+        };
+        if self.json {
+            output::json(report)?;
+            return Ok(code);
+        }
+        let Some(after) = &report.after else {
+            print(&report.found, true)?;
+            output::print_line("nothing to repair")?;
+            return Ok(code);
+        };
+        for damage in &report.found.damages {
+            output::print_line(&format!("was damaged: {}: {}", damage.object, damage.problem))?;
+        }
+        for name in &report.rebuilt {
+            output::print_line(&format!("built anew: {name}"))?;
+        }
+        for file in &report.set_aside {
+            let to = file.to.as_deref().unwrap_or("nothing was left of it");
+            output::print_line(&format!("set aside: {} ({to}): {}", file.name, file.problem))?;
+        }
+        output::print_line(&format!(
+            "saved: {} pages of damaged packs, {} of them by the same content elsewhere",
+            report.saved_records, report.relinked_records
+        ))?;
+        for lost in &report.lost {
+            let tags =
+                if lost.tags.is_empty() { String::new() } else { format!(" ({})", lost.tags.join(", ")) };
+            output::print_line(&format!("LOST checkpoint {}{tags}: {}", lost.id, lost.problem))?;
+        }
+        output::print_line(&format!("{} checkpoints lost", report.lost.len()))?;
+        print(after, true)?;
+        Ok(code)
     }
 }
 

@@ -56,6 +56,10 @@ pub struct Checkpoints {
     /// Prove exactness: copy all RAM in each pause (which grows by that), write it to DIR, and compare the sealed checkpoint with it; the newest 8 copies are kept
     #[arg(long, value_name = "DIR")]
     audit: Option<PathBuf>,
+    /// Flight recorder: forget this run's checkpoints that are so much older than its newest, and give their space back, as
+    /// it goes. Tagged and pinned ones stay (keyframe tag, keyframe pin), and all that was in the store before
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    keep_within: Option<Duration>,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
     #[arg(long, hide = true, value_name = "FAULT")]
     fault: Option<session::Fault>,
@@ -84,6 +88,7 @@ impl Checkpoints {
             disk: self.disk,
             leave_out: LeaveOut::default(),
             lans: LanChoice::None,
+            keep_within: self.keep_within,
             fault: self.fault,
         }
     }

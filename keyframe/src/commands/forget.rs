@@ -25,6 +25,7 @@ use std::time::Duration;
         .args(["checkpoints", "keep_last", "keep_within", "keep_every", "keep_tag"])),
     after_help = "Of each VM, what any rule keeps is kept. Always kept, unless named: the newest of each VM, on
 which a run that goes on builds, and those with a tag (with --keep-tag: with one of these tags).
+A pinned one (keyframe pin) is kept by all rules, and where it is named only --force takes it.
 Never forgotten: one that the writes in a directory of STORE/disks stand on, and the newest of a
 store while a run writes to it.
 
@@ -57,6 +58,9 @@ pub struct Forget {
     /// Only those of this VM
     #[arg(long, value_name = "NAME")]
     vm: Option<String>,
+    /// Also pinned ones
+    #[arg(long, requires = "checkpoints")]
+    force: bool,
     /// Only say what would be forgotten
     #[arg(long, short = 'n')]
     dry_run: bool,
@@ -108,8 +112,12 @@ impl Forget {
         if self.dry_run {
             report.removed_clones = clones;
         } else {
-            store.forget(&forgotten).map_err(|e| self.store.failure(&e))?;
-            report.removed_clones = clones.into_iter().filter(|clone| remove(clone, &mut code)).collect();
+            let forget = if self.force { Store::forget_even_pinned } else { Store::forget };
+            forget(&store, &forgotten).map_err(|e| self.store.failure(&e))?;
+            report.removed_clones = removed(clones, &mut |clone, why| {
+                eprintln!("keyframe: warning: remove {}: {why}", clone.display());
+                code = WARNED;
+            });
         }
         if unknown {
             eprintln!(
@@ -151,6 +159,10 @@ impl Forget {
                 ))
                 .fix("save the disk with keyframe commit, or remove that directory, then forget the checkpoint"));
             }
+            let pinned = || listing.sealed.iter().any(|sealed| sealed.id == id && sealed.is_pinned());
+            if !self.force && pinned() {
+                return Err(self.store.failure(&keyframe_store::Error::Pinned { id }));
+            }
             ids.insert(id);
         }
         let is_held = |(id, _): &&(CheckpointId, _)| !ids.contains(id);
@@ -162,7 +174,7 @@ impl Forget {
 }
 
 /// The checkpoints that overlays of disks stand on, each with one of these.
-fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failure> {
+pub fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failure> {
     let folder = store.path().join("disks");
     let places = place::all(store);
     let known: BTreeSet<&Path> = places.iter().map(|(path, _)| path.as_path()).collect();
@@ -215,16 +227,37 @@ fn clones_of(store: &Store, listing: &Listing, forgotten: &BTreeSet<CheckpointId
     if hidden && !clones.is_empty() { (Vec::new(), true) } else { (clones, false) }
 }
 
-fn remove(clone: &Path, code: &mut u8) -> bool {
-    match std::fs::remove_file(clone) {
+/// Forgets checkpoints of which none is pinned, and removes the clones of images that none names any more; `warn` hears of
+/// those that cannot be removed.
+pub fn forget(
+    store: &Store,
+    ids: &BTreeSet<CheckpointId>,
+    warn: &mut dyn FnMut(&Path, &std::io::Error),
+) -> Result<(), Failure> {
+    let failure = |e| Failure::store(&e, store.path());
+    // Without disks there are no clones, and what the others name needs no look.
+    let has_disks = |id: &CheckpointId| store.sealed(*id).map_or(true, |s| !s.meta.disks.is_empty());
+    let clones = if ids.iter().any(has_disks) {
+        clones_of(store, &store.checkpoints().map_err(failure)?, ids).0
+    } else {
+        Vec::new()
+    };
+    store.forget(ids).map_err(failure)?;
+    removed(clones, warn);
+    Ok(())
+}
+
+/// Removes clones; returns those that were there.
+fn removed(clones: Vec<PathBuf>, warn: &mut dyn FnMut(&Path, &std::io::Error)) -> Vec<PathBuf> {
+    let remove = |clone: &PathBuf| match std::fs::remove_file(clone) {
         Ok(()) => true,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => false,
         Err(e) => {
-            eprintln!("keyframe: warning: remove {}: {e}", clone.display());
-            *code = WARNED;
+            warn(clone, &e);
             false
         }
-    }
+    };
+    clones.into_iter().filter(remove).collect()
 }
 
 fn report(dry_run: bool, listing: &Listing, verdicts: &[Verdict]) -> Report {
@@ -235,7 +268,7 @@ fn report(dry_run: bool, listing: &Listing, verdicts: &[Verdict]) -> Report {
             id: verdict.id,
             vm: known.map(|sealed| sealed.meta.vm.clone()),
             taken_at: known.map(|sealed| sealed.meta.taken_at.to_string()),
-            tags: known.map(|sealed| sealed.tags.clone()).unwrap_or_default(),
+            tags: known.map(|sealed| sealed.names().cloned().collect()).unwrap_or_default(),
             reasons: verdict.kept.clone(),
         }
     };
@@ -283,6 +316,7 @@ fn word(reason: Reason) -> &'static str {
         Reason::Within => "within",
         Reason::Every => "every",
         Reason::Tagged => "tagged",
+        Reason::Pinned => "pinned",
         Reason::Disk => "disk",
     }
 }

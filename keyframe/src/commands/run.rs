@@ -23,6 +23,7 @@ are never written: what the guest writes goes to STORE/disks, and `keyframe comm
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
   keyframe run --store S --interval 500ms --count 20 --name web -- qemu-system-x86_64 ...
+  keyframe run --store S --keep-within 10m -- qemu-system-x86_64 ...   # the last ten minutes: a flight recorder
   keyframe run --store S --interval none -- qemu-system-x86_64 ...    # only when asked: keyframe take
   keyframe run --store S --group -- qemu-system-x86_64 -name db ... -- qemu-system-x86_64 -name web ...
   keyframe run --store S --group --lan /run/lan -- qemu-system-x86_64 -name a \\

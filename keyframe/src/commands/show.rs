@@ -92,6 +92,9 @@ fn text(sealed: &Sealed) -> String {
         ),
         format!("taken      {} ({})", e.taken_at, e.reason),
     ];
+    if e.pinned {
+        lines.push("pinned     until keyframe pin --remove".into());
+    }
     if !e.tags.is_empty() {
         lines.push(format!("tags       {}", e.tags.join(", ")));
     }

@@ -13,6 +13,7 @@ use super::copying::Copying;
 use super::encoding::Encoding;
 use super::launch::Parts;
 use super::machines::{Machines, Member};
+use super::recorder::Recorder;
 use super::sink::{Label, MachinesMeta, StoreSink};
 use super::storage::Storage;
 use super::tuning::Tuning;
@@ -65,6 +66,8 @@ pub struct Engine<'a> {
     /// `None` only at the end, and between two runs.
     encoding: Option<Encoding>,
     writer: Writer,
+    /// Present where the run forgets as it goes.
+    recorder: Option<Recorder>,
     meta: MachinesMeta,
     options: Options,
     watch: Watch,
@@ -125,8 +128,10 @@ impl<'a> Engine<'a> {
             Arc::clone(&status),
             options.fault.clone(),
         )?;
+        let recorder = Recorder::start(store, &parts.name, &options)?;
         Ok(Self {
             store,
+            recorder,
             name: parts.name,
             run_dir: parts.run_dir,
             machines: parts.machines,

@@ -4,6 +4,7 @@ use super::copying::Copying;
 use super::disks::SessionDisks;
 use super::machine::QemuMachine;
 use super::machines::{Beside, Machines, Member};
+use super::recorder;
 use super::sink::{MachinesMeta, StoreSink};
 use super::storage::{self, DiskWay, Storage};
 use super::{LanChoice, Options};
@@ -210,14 +211,16 @@ pub fn names(
 /// The right to write into `store`.
 pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let tuning = Tuning {
+    let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
         base_bytes: (options.encode_memory_mib as usize) << 20,
         ..Tuning::default()
     };
-    store
-        .lock_writer_tuned(&format!("keyframe {command}, VM {name}"), tuning)
-        .map_err(|e| Failure::store(&e, store.path()))
+    if options.keep_within.is_some() {
+        tuning.pack_bytes_max = recorder::PACK_BYTES_MAX;
+    }
+    let owner = format!("keyframe {command}, VM {name}");
+    store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))
 }
 
 /// The networks that `options` name.

@@ -5,7 +5,7 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. The control
+//! With --keep-within a third thread forgets and prunes (`recorder`). Else two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. The control
 //! socket's threads only hand requests over. Whatever the engine suffers, the VM outlives it.
 
 mod attach;
@@ -18,6 +18,7 @@ mod faults;
 mod launch;
 mod machine;
 mod machines;
+mod recorder;
 mod sink;
 mod storage;
 mod tuning;
@@ -86,6 +87,8 @@ pub struct Options {
     pub leave_out: LeaveOut,
     /// The networks between the members of a group.
     pub lans: LanChoice,
+    /// Forget what is older than this, as the run goes on.
+    pub keep_within: Option<Duration>,
     /// A fault to suffer.
     pub fault: Option<Fault>,
 }

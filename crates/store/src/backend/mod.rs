@@ -37,6 +37,15 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// The text of the present holder of the writer's lock, if somebody holds it.
     fn holder(&self) -> Result<Option<String>>;
 
+    /// Removes locks that a dead process left behind; with `force` also where it cannot be told whether it lives. Here: the
+    /// system drops a lock with its process, so that there is nothing to remove.
+    fn unlock(&self, _force: bool) -> Result<Unlocked> {
+        Ok(match self.holder()? {
+            Some(holder) => Unlocked::Held(holder),
+            None => Unlocked::Nothing,
+        })
+    }
+
     /// True while somebody prunes.
     fn is_pruned(&self) -> Result<bool>;
 
@@ -75,6 +84,17 @@ pub trait Backend: Send + Sync + fmt::Debug {
         file.read_at(0, &mut bytes)?;
         Ok(bytes)
     }
+}
+
+/// What became of the locks of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unlocked {
+    /// There was none.
+    Nothing,
+    /// A lock was removed; the text of the one that had it.
+    Removed(String),
+    /// Its holder lives, or may live: the lock is left to it.
+    Held(String),
 }
 
 /// Held by the one writer; dropping it lets the next one in.

@@ -9,6 +9,8 @@
 //! without checkpoints otherwise. Nothing is changed; a writer may be at work meanwhile.
 
 mod packs;
+mod quarantine;
+mod repair;
 
 use crate::bytes::to_hex;
 use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
@@ -18,6 +20,7 @@ use crate::store::Inner;
 use crate::{Error, Result, Store, names};
 use keyframe_units::CheckpointId;
 use packs::{PackBounds, check_pack};
+pub use repair::{Lost, RepairReport, SetAside};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -129,6 +132,17 @@ impl Store {
 }
 
 impl Inner {
+    /// Refuses a description, as it is on disk now, that is not the one that the store was opened with.
+    fn own_identity(&self) -> Result<()> {
+        let object = self.backend.describe(STORE_JSON);
+        let bytes = self.backend.read(STORE_JSON, STORE_JSON_BYTES_MAX)?;
+        let config = Config::decode(&bytes, &object)?;
+        if config.id == self.config.id && config.key.0 == self.config.key.0 {
+            return Ok(());
+        }
+        Err(Error::damaged(object, "it is that of another store"))
+    }
+
     /// What a prune can remove.
     fn removable(&self) -> Result<BTreeSet<String>> {
         let mut names = BTreeSet::new();
@@ -198,17 +212,10 @@ impl Check<'_> {
 
     /// The store's own description, as it is on disk now.
     fn identity(&mut self, ids: &[CheckpointId]) {
-        let backend = &self.inner.backend;
-        let read = backend
-            .read(STORE_JSON, STORE_JSON_BYTES_MAX)
-            .and_then(|bytes| Config::decode(&bytes, &backend.describe(STORE_JSON)));
-        let same = |c: &Config| c.id == self.inner.config.id && c.key.0 == self.inner.config.key.0;
-        let (object, problem) = match read {
-            Ok(config) if same(&config) => return,
-            Ok(_) => (backend.describe(STORE_JSON), "it is that of another store".into()),
-            Err(error) => explain(self.inner, STORE_JSON, error),
-        };
-        self.damage(object, problem, ids.to_vec());
+        if let Err(error) = self.inner.own_identity() {
+            let (object, problem) = explain(self.inner, STORE_JSON, error);
+            self.damage(object, problem, ids.to_vec());
+        }
     }
 
     fn checkpoints(&mut self, ids: &[CheckpointId]) {

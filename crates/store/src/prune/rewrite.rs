@@ -8,15 +8,15 @@ use super::live::{Live, shows};
 use super::moves::{Moves, Place};
 use super::packs::{self, Shape, places};
 use crate::derived::Derivation;
-use crate::identity::PageRef;
+use crate::identity::{PageHash, PageRef};
 use crate::map_run::{MapHeader, MapRun};
 use crate::pack_file::Content;
 use crate::pack_writer::PackWriter;
-use crate::record::Entry;
+use crate::record::{Entry, Kind};
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Error, Result, names};
-use keyframe_units::{CheckpointId, ZERO_PAGE};
+use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -149,6 +149,11 @@ impl Copier {
             },
         )?;
         found.ok_or_else(|| Error::damaged(object(), "it stands on no other record"))
+    }
+
+    /// Writes a page that has `hash`; where it is then.
+    pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<PageRef> {
+        Ok(self.packs()?.keep(page, hash, kind)?.0)
     }
 
     /// What is copied from here on lies behind everything that there is.

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 const PAGES: u64 = 8;
 
 /// A store with everything in it: closed and unfinished packs, superseded records, several runs, chains, tags.
-fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
+pub fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
     let medium = Faulty::default();
     let store = init_on(&medium).unwrap();
     let mut truth = BTreeMap::new();
@@ -38,7 +38,7 @@ fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
 }
 
 /// The checkpoints whose image, meta or device state cannot be had any more.
-fn lost(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>) -> BTreeSet<CheckpointId> {
+pub fn lost(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>) -> BTreeSet<CheckpointId> {
     let Ok(store) = on(medium) else { return truth.keys().copied().collect() };
     let is_lost = |(id, image): &(&CheckpointId, &Image)| match image_is(&store, **id, image) {
         Ok(same) => {

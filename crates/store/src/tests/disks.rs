@@ -130,6 +130,20 @@ proptest! {
             assert_disks(&store, *id, disks);
         }
         assert_clean(&store);
+        // And in another store, some after the others.
+        let target = Store::init(&dir.path().join("t")).unwrap();
+        let ids = |odd: u64| sealed.iter().map(|(id, ..)| *id).filter(|id| id.0 % 3 > odd).collect();
+        let mut copies = BTreeMap::new();
+        for part in [1, 0] {
+            let report = store.copy_tuned(&target, &ids(part), TINY, &mut |_| {}).unwrap();
+            copies.extend(report.copied.iter().chain(&report.known).map(|copied| (copied.from, copied.to)));
+        }
+        for (id, ram, disks) in sealed.iter().filter(|(id, ..)| id.0 % 3 > 0) {
+            assert_image(&target, copies[id], ram);
+            assert_disks(&target, copies[id], disks);
+        }
+        prop_assert_eq!(target.ids().unwrap().len(), copies.len());
+        assert_clean(&target);
     }
 }
 

@@ -108,3 +108,43 @@ fn a_crash_while_forgetting_leaves_whole_checkpoints_and_no_tag_of_none() {
         }
     }
 }
+
+#[test]
+fn a_pinned_checkpoint_goes_only_by_force_and_tags_move_and_go() {
+    let medium = Faulty::default();
+    let known = store_of(&medium, 6);
+    let store = on(&medium).unwrap();
+    let _writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let id = CheckpointId;
+    assert_eq!(store.set_tag("a", id(2)).unwrap(), None);
+    assert_eq!(store.set_tag("a", id(3)).unwrap(), Some(id(2)));
+    store.pin(id(2)).unwrap();
+    for (tag, to) in [("pin.2", 3), ("12", 3), ("latest", 3)] {
+        assert!(matches!(store.set_tag(tag, id(to)), Err(Error::InvalidTag { .. })), "{tag}");
+        assert!(matches!(store.remove_tag(tag), Err(Error::InvalidTag { .. })), "{tag}");
+    }
+    assert!(matches!(store.set_tag("b", id(7)), Err(Error::UnknownCheckpoint { .. })));
+    assert!(matches!(store.pin(id(7)), Err(Error::UnknownCheckpoint { .. })));
+    let sealed = store.sealed(id(2)).unwrap();
+    assert!(sealed.is_pinned() && sealed.names().next().is_none(), "{:?}", sealed.tags);
+    // Neither rules nor a set that it is among take it; nothing of the set goes.
+    let rules = crate::Retention { tags: Some(BTreeSet::new()), ..crate::Retention::default() };
+    let moments: Vec<_> = store.checkpoints().unwrap().sealed.iter().map(crate::Moment::from).collect();
+    let verdicts = rules.judge(&moments, &BTreeSet::new());
+    let kept: Vec<u64> = verdicts.iter().filter(|v| !v.kept.is_empty()).map(|v| v.id.0).collect();
+    assert_eq!(kept, [2, 6]);
+    let refused = store.forget(&ids([1, 2]));
+    assert!(matches!(refused, Err(Error::Pinned { id: CheckpointId(2) })), "{refused:?}");
+    assert_eq!(store.ids().unwrap().len(), 6);
+    assert!(store.unpin(id(2)).unwrap() && !store.unpin(id(2)).unwrap());
+    store.forget(&ids([2])).unwrap();
+    store.pin(id(4)).unwrap();
+    store.forget_even_pinned(&ids([4])).unwrap();
+    assert_eq!(store.remove_tag("a").unwrap(), Some(id(3)));
+    assert!(matches!(store.remove_tag("a"), Err(Error::UnknownTag { .. })));
+    assert_eq!(store.tags().unwrap().len(), 0);
+    for left in [1, 3, 5, 6] {
+        assert_image(&store, id(left), &known[&id(left)]);
+    }
+    assert_clean(&store);
+}

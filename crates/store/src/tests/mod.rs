@@ -3,6 +3,7 @@
 //! The model of a run is one content number per page; [`content`] makes the page of a number. Every test ends in
 //! [`assert_image`]: what the store gives back is what was put.
 
+mod copy;
 mod crash;
 mod damage;
 mod deltas;
@@ -15,6 +16,7 @@ mod lock;
 mod oracle;
 mod parts;
 mod prune;
+mod repair;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;

@@ -30,6 +30,7 @@ impl Engine<'_> {
     pub(super) fn finish(mut self, end: Result<End, Failure>) -> Outcome {
         keyframe_kernel::priority::lower();
         let finished = self.seal_the_rest();
+        self.recorder = None;
         let mut run_dir = self.run_dir;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);

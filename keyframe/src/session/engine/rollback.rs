@@ -58,6 +58,11 @@ impl Engine<'_> {
 
     fn roll_back(&mut self, name: &str) -> Result<RolledBack, Failure> {
         let target = self.rollback_target(name)?;
+        if let Some(recorder) = &self.recorder {
+            recorder.hold(target.id);
+            // Not in the moment before.
+            self.store.sealed(target.id).map_err(|e| Failure::store(&e, self.store.path()))?;
+        }
         // The VM is not to stand while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
         self.take_reports_until(idle).map_err(Failure::new)?;

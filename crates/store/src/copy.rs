@@ -1,0 +1,335 @@
+//! Copying checkpoints into another store: only what is missing there.
+//!
+//! ```text
+//!   source                                              target
+//!     12 ─▶ known there by its origin? ── yes ─▶ tags
+//!            │ no
+//!            ▼
+//!           same run as the one before it? ─ no ──▶ a run of its own, all pages
+//!            │ yes                                       │
+//!            └▶ pages in other records than before ─▶ hashed with the target's key, deduplicated ─▶ sealed, with its origin
+//! ```
+//!
+//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and says what that is; the same checkpoint
+//! is copied once, also by way of a third store, or back. Each copy is sealed by itself, so that whatever is interrupted goes
+//! on behind the last one. Tags of the target are never moved. The source is only read.
+//!
+//! Left out: images beneath disks (the target names the same files), working sets, which are advice.
+
+use crate::disks::{DiskMeta, LoadedDisks};
+use crate::identity::PageRef;
+use crate::meta::{Meta, Origin};
+use crate::run::{DiskState, Run, SealRequest};
+use crate::writer::{Tuning, Writer};
+use crate::{Error, Loaded, Result, Sealed, Store};
+use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, ZERO_PAGE};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Pages that are read at once: 16 MiB.
+const CHUNK_PAGES: usize = 4096;
+
+/// How far a copy is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyProgress {
+    /// The checkpoint in the source.
+    pub checkpoint: CheckpointId,
+    /// Checkpoints that are done with.
+    pub done: u64,
+    /// Checkpoints in all.
+    pub total: u64,
+}
+
+/// A checkpoint and its copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Copied {
+    /// Its number in the source.
+    pub from: CheckpointId,
+    /// Its number in the target.
+    pub to: CheckpointId,
+}
+
+/// A checkpoint that cannot be copied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NotCopied {
+    /// Its number in the source.
+    pub from: CheckpointId,
+    /// What is damaged.
+    pub problem: String,
+}
+
+/// What a copy did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyReport {
+    /// Checkpoints that were copied.
+    pub copied: Vec<Copied>,
+    /// Those that were there already.
+    pub known: Vec<Copied>,
+    /// Pages and blocks that were read for it.
+    pub read_pages: u64,
+    /// Bytes that the target's packs, maps and device states grew by.
+    pub stored_bytes: u64,
+    /// Checkpoints that cannot be read whole.
+    pub damaged: Vec<NotCopied>,
+    /// Tags that point elsewhere in the target, and stay as they are there.
+    pub tags_left: Vec<String>,
+}
+
+impl Store {
+    /// Copies checkpoints into `target`, as its one writer.
+    ///
+    /// Errors: [`Error::SameStore`]; those of reading this store and of writing that one.
+    pub fn copy_to(
+        &self,
+        target: &Self,
+        ids: &BTreeSet<CheckpointId>,
+        progress: &mut dyn FnMut(CopyProgress),
+    ) -> Result<CopyReport> {
+        self.copy_tuned(target, ids, Tuning::default(), progress)
+    }
+
+    /// As [`Store::copy_to`], with limits of the caller's choice for the packs that are written.
+    pub fn copy_tuned(
+        &self,
+        target: &Self,
+        ids: &BTreeSet<CheckpointId>,
+        tuning: Tuning,
+        progress: &mut dyn FnMut(CopyProgress),
+    ) -> Result<CopyReport> {
+        if self.id() == target.id() {
+            return Err(Error::SameStore { object: target.path().display().to_string() });
+        }
+        let writer = target.lock_writer_tuned("keyframe copy", tuning)?;
+        // Read under the lock: nobody adds any meanwhile.
+        let listed = target.checkpoints()?.sealed;
+        let there =
+            listed.iter().map(|sealed| (origin_of(target, sealed.id, &sealed.meta), sealed.id)).collect();
+        let mut copy =
+            Copy { source: self, target, writer, there, open: None, report: CopyReport::default() };
+        let tags = by_checkpoint(self)?;
+        for (done, id) in (0..).zip(ids) {
+            progress(CopyProgress { checkpoint: *id, done, total: ids.len() as u64 });
+            let to = match copy.one(*id) {
+                // Those behind it may be whole.
+                Err(Error::Damaged { object, problem }) => {
+                    let problem = format!("{object}: {problem}");
+                    copy.report.damaged.push(NotCopied { from: *id, problem });
+                    continue;
+                }
+                other => other?,
+            };
+            copy.name(*id, to, tags.get(id).map_or(&[], Vec::as_slice))?;
+        }
+        copy.close()?;
+        Ok(copy.report)
+    }
+}
+
+/// Where the content of checkpoint `id` of `store` was taken.
+fn origin_of(store: &Store, id: CheckpointId, meta: &Meta) -> Origin {
+    meta.origin.clone().unwrap_or_else(|| Origin { store: store.id().into(), checkpoint: id })
+}
+
+fn by_checkpoint(store: &Store) -> Result<BTreeMap<CheckpointId, Vec<String>>> {
+    let mut tags = BTreeMap::<CheckpointId, Vec<String>>::new();
+    for (tag, id) in store.tags()? {
+        tags.entry(id).or_default().push(tag);
+    }
+    Ok(tags)
+}
+
+/// The run in the target that goes on, and what its newest checkpoint is a copy of.
+struct Open {
+    run: Run,
+    ram: Loaded,
+    disks: LoadedDisks,
+}
+
+struct Copy<'a> {
+    source: &'a Store,
+    target: &'a Store,
+    writer: Writer,
+    there: BTreeMap<Origin, CheckpointId>,
+    open: Option<Open>,
+    report: CopyReport,
+}
+
+impl Copy<'_> {
+    /// The number of a checkpoint's copy, which is made if there is none.
+    fn one(&mut self, id: CheckpointId) -> Result<CheckpointId> {
+        let ram = self.source.load(id)?;
+        let origin = origin_of(self.source, id, &ram.meta);
+        if let Some(to) = self.there.get(&origin).copied() {
+            self.report.known.push(Copied { from: id, to });
+            return Ok(to);
+        }
+        let disks = self.source.load_disks(id)?;
+        let goes_on = self.open.as_ref().is_some_and(|open| open.goes_on_with(&ram.meta, &disks));
+        if !goes_on {
+            self.close()?;
+        }
+        let (mut run, before) = match self.open.take() {
+            Some(open) => (open.run, Some((open.ram, open.disks))),
+            None => {
+                let (meta, state) = (&ram.meta, DiskState::default());
+                let run = self.writer.begin_run_with(&meta.vm, &meta.ram, meta.disks.clone(), state)?;
+                (run, None)
+            }
+        };
+        self.report.read_pages += put_ram(&mut run, before.as_ref().map(|(ram, _)| ram), &ram)?;
+        self.report.read_pages += put_disks(&mut run, before.as_ref().map(|(_, disks)| disks), &disks)?;
+        run.set_origin(origin.clone());
+        let sealed = run.seal(self.request(&ram))?;
+        let counts = &sealed.meta.counts;
+        let of_disks: u64 = sealed.meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
+        self.report.stored_bytes += counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
+        self.report.copied.push(Copied { from: id, to: sealed.id });
+        self.there.insert(origin, sealed.id);
+        self.open = Some(Open { run, ram, disks });
+        Ok(sealed.id)
+    }
+
+    fn request<'a>(&self, ram: &'a Loaded) -> SealRequest<'a> {
+        let meta = ram.meta.clone();
+        // The parent is one of the same store as its child.
+        let home = |checkpoint| match &meta.origin {
+            Some(_) => self.source.sealed(checkpoint).ok().map(|s| origin_of(self.source, s.id, &s.meta)),
+            None => Some(Origin { store: self.source.id().into(), checkpoint }),
+        };
+        let parent = meta.parent.and_then(home).and_then(|origin| self.there.get(&origin).copied());
+        SealRequest {
+            taken_at: meta.taken_at,
+            reason: meta.reason,
+            parent,
+            ram: meta.ram,
+            machine: meta.machine,
+            members: meta.members,
+            timing: meta.timing,
+            device_state: &ram.device_state,
+            tag: None,
+        }
+    }
+
+    fn close(&mut self) -> Result<()> {
+        self.open.take().map_or(Ok(()), |open| open.run.finish())
+    }
+
+    /// Gives the copy the names of its origin.
+    fn name(&mut self, from: CheckpointId, to: CheckpointId, tags: &[String]) -> Result<()> {
+        let (tags, pinned) = Sealed::split_tags(from, tags);
+        if pinned {
+            self.target.pin(to)?;
+        }
+        for tag in tags {
+            match self.target.inner().read_tag(&tag)? {
+                None => drop(self.target.set_tag(&tag, to)?),
+                Some(there) if there == to => {}
+                Some(_) => self.report.tags_left.push(tag),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Open {
+    /// Whether a checkpoint is one more of this run, over the same disks of which it knows no less.
+    fn goes_on_with(&self, meta: &Meta, disks: &LoadedDisks) -> bool {
+        let before = &self.ram.meta;
+        let form = |disk: &DiskMeta| (disk.name.clone(), disk.disk_bytes, disk.left_out);
+        let same_disks = before.disks.len() == meta.disks.len()
+            && before.disks.iter().map(form).eq(meta.disks.iter().map(form));
+        before.run == meta.run
+            && meta.parent.is_none()
+            && before.ram.same_space(&meta.ram)
+            && same_disks
+            && knows_all_of(disks, &self.disks)
+    }
+}
+
+/// All blocks of the page space.
+fn all_blocks(meta: &Meta) -> PageRange {
+    let (first, end) = (meta.ram.len_pages(), meta.space_pages().unwrap_or_default());
+    PageRange::new(PageIndex(first), end.saturating_sub(first))
+}
+
+/// Whether `now` knows something of each block of which `before` does.
+fn knows_all_of(now: &LoadedDisks, before: &LoadedDisks) -> bool {
+    let mut in_both = 0;
+    now.each(all_blocks(&now.meta), &mut |range, _| {
+        before.each(range, &mut |known, _| in_both += known.len_pages);
+    });
+    in_both == before.known_blocks()
+}
+
+/// Puts the pages that differ from those of `before`, or all; returns how many were read.
+fn put_ram(run: &mut Run, before: Option<&Loaded>, now: &Loaded) -> Result<u64> {
+    let mut read = 0;
+    let Some(before) = before else {
+        let all = PageRange::new(PageIndex(0), now.meta.ram.len_pages());
+        now.read_pages(all, &mut |page, content| {
+            read += 1;
+            run.put_page(page, content).map(drop)
+        })?;
+        return Ok(read);
+    };
+    let mut chunk = Vec::with_capacity(CHUNK_PAGES);
+    let mut put = |run: &mut Run, chunk: &mut Vec<PageIndex>| {
+        read += chunk.len() as u64;
+        now.read_some(chunk, &mut |page, content| run.put_page(page, content).map(drop))?;
+        chunk.clear();
+        Ok::<_, Error>(())
+    };
+    for page in (0..now.meta.ram.len_pages()).map(PageIndex) {
+        if now.page_ref(page) == before.page_ref(page) {
+            continue;
+        }
+        if now.is_zero(page) {
+            run.put_zero(page)?;
+            continue;
+        }
+        chunk.push(page);
+        if chunk.len() == CHUNK_PAGES {
+            put(run, &mut chunk)?;
+        }
+    }
+    put(run, &mut chunk)?;
+    Ok(read)
+}
+
+/// The same for the disks.
+fn put_disks(run: &mut Run, before: Option<&LoadedDisks>, now: &LoadedDisks) -> Result<u64> {
+    let mut read = 0;
+    for (index, disk) in now.meta.disks.iter().enumerate() {
+        let Some(blocks) = now.meta.blocks_of(index) else { continue };
+        let other_base =
+            |before: &LoadedDisks| before.meta.disks.get(index).is_none_or(|before| before.base != disk.base);
+        if before.is_some_and(other_base) {
+            run.set_base(index, disk.base.clone())?;
+        }
+        let mut extents = Vec::new();
+        now.each(blocks, &mut |range, to| {
+            if !before.is_some_and(|before| is_same(before, range, to)) {
+                extents.push((range, to));
+            }
+        });
+        let mut content: Page = ZERO_PAGE;
+        for (range, to) in extents {
+            let at = range.first.0 - blocks.first.0;
+            if to == PageRef::ZERO {
+                run.put_zero_blocks(index, at, range.len_pages)?;
+            } else {
+                now.read_block(range.first, &mut content)?;
+                run.put_block(index, at, &content)?;
+                read += 1;
+            }
+        }
+    }
+    Ok(read)
+}
+
+/// Whether `before` knows the same of blocks that are one record, or zero.
+fn is_same(before: &LoadedDisks, range: PageRange, to: PageRef) -> bool {
+    let mut same = 0;
+    before.each(range, &mut |known, was| same += if was == to { known.len_pages } else { 0 });
+    same == range.len_pages
+}

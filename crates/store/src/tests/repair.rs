@@ -1,0 +1,168 @@
+//! Bytes of every kind of file damaged, then repaired: what was whole is what it was, what is lost is listed.
+
+use super::damage::{lost, subject};
+use super::*;
+use crate::RepairReport;
+use std::collections::BTreeSet;
+
+fn repair(medium: &Faulty) -> Result<RepairReport> {
+    on(medium)?.repair(&mut |_| {})
+}
+
+/// Repairs, and holds what is left against the truth.
+fn assert_repairs(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>, what: &str) -> RepairReport {
+    let there: BTreeSet<CheckpointId> = on(medium).unwrap().ids().unwrap().into_iter().collect();
+    let unreadable = lost(medium, truth);
+    let report = repair(medium).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let store = on(medium).unwrap();
+    let after = check(&store);
+    assert!(after.is_clean(), "{what}: {after:#?}\n{report:#?}");
+    let left: BTreeSet<CheckpointId> = store.ids().unwrap().into_iter().collect();
+    for id in &left {
+        assert_image(&store, *id, &truth[id]);
+    }
+    for (id, image) in truth.iter().filter(|(id, _)| there.contains(id) && !unreadable.contains(id)) {
+        assert!(image_is(&store, *id, image).unwrap(), "{what}: checkpoint {id}");
+    }
+    let listed: BTreeSet<CheckpointId> = report.lost.iter().map(|lost| lost.id).collect();
+    assert_eq!(listed, &there - &left, "{what}: {report:#?}");
+    // All that was taken out is in quarantine; a second repair has nothing to do.
+    for aside in &report.set_aside {
+        assert!(aside.to.as_ref().is_none_or(|to| medium.files().contains_key(to)), "{what}: {aside:?}");
+    }
+    let files = medium.files();
+    let again = repair(medium).unwrap();
+    assert!(again.after.is_none() && again.set_aside.is_empty(), "{what}: {again:#?}");
+    let mut now = medium.files();
+    now.retain(|name, _| files.contains_key(name));
+    assert!(now == files, "{what}: a second repair changed files");
+    report
+}
+
+#[test]
+fn flipped_bits_are_repaired_or_listed() {
+    let (medium, truth) = subject();
+    let (mut repaired, mut saved, mut rebuilt, mut relinked, mut lost) = (0, 0, 0, 0, 0);
+    for (name, bytes) in medium.files() {
+        // A step that is no multiple of any record's length: bytes of every kind come.
+        let step = if name.starts_with("packs/") { 11 } else { 17 };
+        for at in (0..bytes.len()).step_by(step) {
+            let medium = medium.copy();
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << (at % 8);
+            medium.overwrite(&name, Some(flipped));
+            if on(&medium).is_err() {
+                continue;
+            }
+            let report = assert_repairs(&medium, &truth, &format!("{name}, byte {at}"));
+            repaired += usize::from(report.after.is_some());
+            saved += report.saved_records;
+            rebuilt += report.rebuilt.len();
+            relinked += report.relinked_records;
+            lost += report.lost.len();
+        }
+    }
+    assert!(
+        repaired > 300 && saved > 100 && rebuilt > 10 && lost > 100,
+        "{repaired} {saved} {rebuilt} {lost}"
+    );
+    println!(
+        "{repaired} repaired, {saved} records saved, {rebuilt} rebuilt, {relinked} relinked, {lost} lost"
+    );
+}
+
+#[test]
+fn cut_and_missing_files_are_repaired_or_listed() {
+    let (medium, truth) = subject();
+    for (name, bytes) in medium.files().into_iter().filter(|(name, _)| name.contains('/')) {
+        for len in [None, Some(0), Some(10), Some(bytes.len() / 2), Some(bytes.len() - 1)] {
+            let medium = medium.copy();
+            medium.overwrite(&name, len.map(|len| bytes[..len].to_vec()));
+            assert_repairs(&medium, &truth, &format!("{name} cut to {len:?}"));
+        }
+    }
+}
+
+/// The same content in two packs: where one is bad, the other stands for it, and nothing is lost.
+#[test]
+fn a_bad_page_is_replaced_by_the_same_elsewhere_and_numbers_are_not_used_again() {
+    let (medium, truth) = subject();
+    let store = on(&medium).unwrap();
+    // A writer that cannot read a pack stores anew what is in it.
+    let pack = "packs/00000001.pack";
+    let whole = medium.files()[pack].clone();
+    let mut hidden = whole.clone();
+    hidden[50] ^= 1;
+    medium.overwrite(pack, Some(hidden));
+    let mut writer = on(&medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
+    let mut run = writer.begin_run("vm", &layout(8)).unwrap();
+    let images: BTreeSet<u64> = truth.values().flatten().copied().collect();
+    let image: Vec<u64> = images.into_iter().filter(|n| *n > 0).take(8).collect();
+    put_changes(&mut run, &[0; 8], &image).unwrap();
+    let id = seal(&mut run, 8).unwrap().id;
+    run.finish().unwrap();
+    drop(writer);
+    let mut truth = truth;
+    truth.insert(id, image);
+    // The first byte on that some checkpoint rests.
+    let hurts = |at: &usize| {
+        let mut bad = whole.clone();
+        bad[*at] ^= 1;
+        medium.overwrite(pack, Some(bad));
+        !lost(&medium, &truth).is_empty()
+    };
+    assert!((64..whole.len()).find(hurts).is_some());
+    let report = assert_repairs(&medium, &truth, "a twin");
+    assert!(report.relinked_records > 0 && report.lost.is_empty(), "{report:#?}");
+    assert!(medium.files().contains_key("quarantine/packs-00000001.pack"));
+
+    // The newest one, with its map, is lost: its number is not used for another.
+    let newest = *truth.keys().last().unwrap();
+    for name in [format!("maps/{newest:010}.map"), format!("checkpoints/{newest:010}.ckpt")] {
+        let mut bytes = medium.files()[&name].clone();
+        bytes[70] ^= 1;
+        medium.overwrite(&name, Some(bytes));
+    }
+    assert_repairs(&medium, &truth, "the newest");
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let mut run = writer.begin_run("vm", &layout(8)).unwrap();
+    assert!(seal(&mut run, 8).unwrap().id > newest);
+}
+
+#[test]
+fn a_crash_in_a_repair_costs_nothing_that_was_whole() {
+    let (medium, truth) = subject();
+    let pack = "packs/00000001.pack";
+    let mut bytes = medium.files()[pack].clone();
+    bytes[64 + 30] ^= 1;
+    medium.overwrite(pack, Some(bytes));
+    let unreadable = lost(&medium, &truth);
+    for operation in 1.. {
+        let medium = medium.copy();
+        medium.crash_at(operation);
+        let done = repair(&medium).is_ok();
+        let after = medium.after_power_loss(operation * 7);
+        assert!(lost(&after, &truth).is_subset(&unreadable), "crash at {operation}");
+        repair(&after).unwrap();
+        assert_clean(&on(&after).unwrap());
+        assert!(lost(&after, &truth).is_subset(&unreadable), "repaired after a crash at {operation}");
+        if done {
+            assert!(operation > 10, "only {operation} operations");
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_store_in_use_is_not_repaired() {
+    let (medium, _) = subject();
+    let name = "tags/first";
+    medium.overwrite(name, Some(b"x".to_vec()));
+    let store = on(&medium).unwrap();
+    let writer = store.lock_writer("a run").unwrap();
+    assert!(matches!(repair(&medium), Err(Error::Locked { .. })));
+    assert!(medium.files().contains_key(name));
+    drop(writer);
+    let report = repair(&medium).unwrap();
+    assert_eq!((report.set_aside.len(), report.lost.len()), (1, 0));
+}

@@ -1,0 +1,123 @@
+//! `keyframe copy`: checkpoints into another store.
+
+use super::{StoreArg, warn_of_unreadable};
+use crate::failure::{DONE, Failure, Outcome, WARNED};
+use crate::output;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_store::{CheckpointId, CopyProgress, CopyReport, Store};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+/// Copy checkpoints to another store: only what is missing there
+#[derive(clap::Args, Debug)]
+#[command(
+    group(clap::ArgGroup::new("which").required(true).args(["checkpoints", "all", "name"])),
+    after_help = "A copy is a checkpoint of its own, with the same RAM, devices, disks, tags and pin, and another number. It says
+which one it is a copy of, so that the same command again copies nothing. It may be killed at any
+instant: the same command goes on behind the last checkpoint that was sealed. Pages that the other
+store has already, from whatever VM, are not stored again.
+
+Images beneath disks are not copied: the copy names the same files. A run may go on in the store that is
+copied from; nobody else may write to the other one.
+
+Exit code 3: some could not be copied, or a tag is taken in the other store, as is said.
+
+Examples:
+  keyframe init /backup/S
+  keyframe copy --store S latest --to /backup/S
+  keyframe copy --store S --all --to /backup/S --json | jq '.copied | length'
+  keyframe copy --store S --name web --to /backup/S"
+)]
+pub struct Copy {
+    #[command(flatten)]
+    store: StoreArg,
+    /// Which: numbers, tags, or `latest`
+    #[arg(value_name = "CHECKPOINT")]
+    checkpoints: Vec<String>,
+    /// All that there are
+    #[arg(long)]
+    all: bool,
+    /// All of this VM
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// The store to copy to
+    #[arg(long, value_name = "STORE")]
+    to: PathBuf,
+    /// Print JSON: sizes in bytes
+    #[arg(long)]
+    json: bool,
+    /// No progress
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+impl Copy {
+    /// Copies and reports.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let target = Store::open(&self.to).map_err(|e| Failure::store(&e, &self.to))?;
+        let (ids, mut code) = self.which(&store)?;
+        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(ids.len() as u64) };
+        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}") {
+            bar.set_style(style);
+        }
+        let mut progress = |p: CopyProgress| {
+            bar.set_message(format!("checkpoint {}", p.checkpoint));
+            bar.set_position(p.done);
+        };
+        let copied = store.copy_to(&target, &ids, &mut progress);
+        bar.finish_and_clear();
+        let report = copied.map_err(|e| self.failure(&e))?;
+        for left in &report.damaged {
+            eprintln!("keyframe: checkpoint {} is not copied: {}", left.from, left.problem);
+            code = WARNED;
+        }
+        for tag in &report.tags_left {
+            eprintln!("keyframe: tag {tag} is another checkpoint's in {}: it stays there", self.to.display());
+            code = WARNED;
+        }
+        if self.json {
+            output::json(&report)?;
+        } else {
+            print(&report)?;
+        }
+        Ok(code)
+    }
+
+    fn which(&self, store: &Store) -> Result<(BTreeSet<CheckpointId>, u8), Failure> {
+        if !self.checkpoints.is_empty() {
+            let ids = self.checkpoints.iter().map(|name| store.resolve(name));
+            return Ok((ids.collect::<Result<_, _>>().map_err(|e| self.store.failure(&e))?, DONE));
+        }
+        let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
+        let is_of = |vm: &str| self.name.as_ref().is_none_or(|name| name == vm);
+        let of = listing.sealed.iter().filter(|sealed| is_of(&sealed.meta.vm));
+        Ok((of.map(|sealed| sealed.id).collect(), warn_of_unreadable(&listing)))
+    }
+
+    fn failure(&self, error: &keyframe_store::Error) -> Failure {
+        use keyframe_store::Error;
+        let failure = Failure::store(error, &self.to);
+        if error.is_disk_full() {
+            return failure.fix("free some space and run the same command: what is copied stays");
+        }
+        match error {
+            Error::UnknownCheckpoint { .. } => self.store.failure(error),
+            Error::SameStore { .. } => failure.fix("make another one: keyframe init STORE2"),
+            _ => failure,
+        }
+    }
+}
+
+fn print(report: &CopyReport) -> Result<(), Failure> {
+    for copied in &report.copied {
+        output::print_line(&format!("{} is {} there", copied.from, copied.to))?;
+    }
+    output::print_line(&format!(
+        "{} checkpoints copied, {} were there; {} pages read, {} stored",
+        report.copied.len(),
+        report.known.len(),
+        report.read_pages,
+        output::bytes(report.stored_bytes)
+    ))
+}

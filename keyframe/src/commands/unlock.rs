@@ -1,0 +1,66 @@
+//! `keyframe unlock`: a lock that a dead writer left.
+
+use super::StoreArg;
+use crate::failure::{DONE, Failure, LOCKED, Outcome};
+use crate::output;
+use keyframe_store::backend::Unlocked;
+use serde::Serialize;
+
+/// Remove the lock that a writer left which is dead
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "In a directory there is nothing to do: the system drops the lock with its process. Elsewhere a lock has a time
+until which it holds, and a dead writer's runs out by itself; this is for those who cannot wait.
+
+Exit code 0: nothing is locked any more. 11: the holder lives, or may live: it is named, and keeps its lock.
+
+Examples:
+  keyframe unlock --store S
+  keyframe unlock --store S --force    # the holder's host is gone, or is known to be off"
+)]
+pub struct Unlock {
+    #[command(flatten)]
+    store: StoreArg,
+    /// Also where it cannot be told whether the holder lives: two writers at once destroy checkpoints in progress
+    #[arg(long)]
+    force: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Done {
+    /// A lock was removed.
+    removed: bool,
+    /// Who had it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    holder: Option<String>,
+}
+
+impl Unlock {
+    /// Unlocks, or says who holds it.
+    pub fn run(&self) -> Outcome {
+        let store = self.store.open()?;
+        let (removed, holder) = match store.unlock(self.force).map_err(|e| self.store.failure(&e))? {
+            Unlocked::Nothing => (false, None),
+            Unlocked::Removed(holder) => (true, Some(holder)),
+            Unlocked::Held(holder) => {
+                let text = format!("{}: locked by {holder}", store.path().display());
+                let failure = Failure::new(text).fix("end it (keyframe stop), or wait until it ends");
+                return Err(Failure { code: LOCKED, ..failure });
+            }
+        };
+        let text = match &holder {
+            Some(holder) => format!("unlocked; it was locked by {holder}"),
+            None => "nothing to unlock".into(),
+        };
+        if self.json {
+            output::json(&Done { removed, holder })?;
+        } else {
+            output::print_line(&text)?;
+        }
+        Ok(DONE)
+    }
+}
