@@ -2,13 +2,8 @@
 
 use std::process::Command;
 
-const LIBRARIES: [(&str, &str); 5] = [
-    ("rocksdb", "rocksdb"),
-    ("leveldb", "leveldb"),
-    ("lmdb", "lmdb"),
-    ("kyoto", "kyotocabinet"),
-    ("sqlite", "sqlite3"),
-];
+const LIBRARIES: [(&str, &str); 4] =
+    [("rocksdb", "rocksdb"), ("leveldb", "leveldb"), ("lmdb", "lmdb"), ("kyoto", "kyotocabinet")];
 
 fn main() {
     // A file that is never there: what is installed is looked at in each build.

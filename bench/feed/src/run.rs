@@ -32,8 +32,10 @@ pub fn run(job: &Job, store: &dyn Store) -> Result<Measured> {
     let image_pages = (job.image_mib << 20) / PAGE_BYTES as u64;
     let mut stream = Stream::new(image_pages, job.seconds, job.words);
     let mixed = job.dir.join("mixed");
-    let mut measured = Measured { distinct_bytes: stream.distinct_bytes(), ..Measured::default() };
+    let mut measured = Measured::default();
     feed(store, &mixed, &stream, &mut measured)?;
+    // Behind the feeding: memory that it gives back to the allocator would hide what the store takes.
+    measured.distinct_bytes = stream.distinct_bytes();
     measured.stored_bytes = stored_bytes(&mixed)?;
     rebuild(store, &mixed, &mut stream, &mut measured)?;
     remove(&mixed)?;

@@ -194,7 +194,8 @@ impl Maker {
 
     fn second(&mut self, words: Words) {
         let chosen = self.choose();
-        let mut second = Second::default();
+        let (pages, contents) = (Vec::with_capacity(chosen.len()), Vec::with_capacity(chosen.len()));
+        let mut second = Second { pages, contents };
         for (page, change) in chosen {
             let content = self.changed(page, change, words);
             second.pages.push(page);
