@@ -10,6 +10,8 @@
 //!             └─▶ vm::Guest ─────┴▶ the guest's own counter of its work, against the host's clock
 //!   restore ──┬─▶ keyframe restore, eager and lazy               from the command until the VM runs
 //!             └─▶ qemu -loadvm, and memcpy
+//!   store ────┬─▶ keyframe bench store --job                     pages put and read again, one process for each store
+//!             └─▶ keyframe-bench-peers, borg, restic
 //! ```
 //!
 //! Left out: judging figures; a benchmark passes when it could measure.
@@ -22,7 +24,10 @@ mod pause;
 mod peer;
 mod restore;
 mod sample;
+mod store;
 mod vm;
+
+pub use store::run_job;
 
 use keyframe_plot::Figure;
 use serde::Serialize;
@@ -71,12 +76,21 @@ pub struct Report {
     /// The same as a picture.
     #[serde(skip)]
     pub plot: Figure,
+    /// What a person compares at a glance; empty where the values are all there is.
+    #[serde(skip)]
+    pub table: String,
 }
 
 impl Report {
     fn new(name: &str) -> Self {
         let plot = Figure { title: String::new(), charts: Vec::new() };
-        Self { name: name.into(), figures: BTreeMap::new(), ratios: BTreeMap::new(), plot }
+        Self {
+            name: name.into(),
+            figures: BTreeMap::new(),
+            ratios: BTreeMap::new(),
+            plot,
+            table: String::new(),
+        }
     }
 
     fn figure(&mut self, key: impl Into<String>, value: f64) {
@@ -104,6 +118,9 @@ impl Report {
             lines.push(format!("  {key:<44} {shown}"));
         }
         lines.extend(self.ratios.iter().map(|(key, value)| format!("  {key:<44} {value:.3}")));
+        if !self.table.is_empty() {
+            lines.push(self.table.clone());
+        }
         lines.join("\n")
     }
 }
@@ -153,6 +170,12 @@ pub enum Error {
         /// What was asked for.
         option: &'static str,
     },
+    /// The program with the databases is missing.
+    #[error("the databases to compare with are not built: {problem}")]
+    NoPeers {
+        /// What is missing.
+        problem: String,
+    },
     /// The guest's files are missing.
     #[error("the {guest} guest is not built: {problem}")]
     NoGuest {
@@ -170,6 +193,9 @@ impl Error {
             Self::NoGuest { .. } => Some(
                 "build it with guests/build in the project's directory, and name its directory with --guest or KEYFRAME_GUEST",
             ),
+            Self::NoPeers { .. } => {
+                Some("run make bench-peers in the project's directory, and the benchmark there too")
+            }
             _ => None,
         }
     }
@@ -201,11 +227,11 @@ fn restore(options: &Options) -> Result<Report, Error> {
     Err(Error::NoOption { benchmark: "restore", option })
 }
 
-const ALL: [(&str, Benchmark); 3] =
-    [("pause", pause::run), ("overhead", overhead::run), ("restore", restore)];
+const ALL: [(&str, Benchmark); 4] =
+    [("pause", pause::run), ("overhead", overhead::run), ("restore", restore), ("store", store::run)];
 
 /// The benchmarks there are.
-pub fn names() -> [&'static str; 3] {
+pub fn names() -> [&'static str; 4] {
     ALL.map(|(name, _)| name)
 }
 

@@ -16,13 +16,16 @@ Benchmarks:
             and with 1 to 4 GiB of RAM (8 minutes)
   overhead  work that a guest loses to checkpoints, by strategy and interval: computing, dirtying, compiling (12 minutes)
   restore   how soon a VM of 1 GiB runs again, lazily and eagerly, against -loadvm and memcpy (2 minutes)
+  store     ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file: speed and size (15 minutes)
 
 Examples:
   keyframe bench pause
   keyframe bench pause --quick --plot pause.svg
   keyframe bench pause --only 20k,4gib --rounds 3
   keyframe bench overhead --only compute,60k_1s
-  keyframe bench overhead --json > overhead.json"
+  keyframe bench overhead --json > overhead.json
+  keyframe bench store --quick
+  keyframe bench store --only keyframe,kyoto,borg"
 )]
 pub struct Bench {
     /// Which one
@@ -37,7 +40,8 @@ pub struct Bench {
     /// Fewer repetitions: a look, not a measurement
     #[arg(long)]
     quick: bool,
-    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ...
+    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ..., or
+    /// keyframe kyoto borg ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// How often each thing is measured [default: what it takes for a stable median]
@@ -49,6 +53,9 @@ pub struct Bench {
     /// The files of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
+    /// One store of `bench store`, as a process of its own
+    #[arg(long, hide = true, value_name = "JSON", conflicts_with = "json")]
+    job: Option<String>,
     /// Say nothing of what is being measured
     #[arg(long, short)]
     quiet: bool,
@@ -57,6 +64,11 @@ pub struct Bench {
 impl Bench {
     /// Measures and prints.
     pub fn run(&self) -> Outcome {
+        if let Some(job) = &self.job {
+            let line = keyframe_bench::run_job(job).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+            output::print_line(&line)?;
+            return Ok(DONE);
+        }
         let keyframe = std::env::current_exe()
             .map_err(|e| Failure::new(format!("find the path of this program: {e}")))?;
         if let Some(path) = &self.plot {

@@ -1,0 +1,190 @@
+//! Pages like those of a guest: text, machine code, structures full of pointers, tables, data, noise.
+//!
+//! | kind | like | zstd -1 leaves of it |
+//! |---|---|---:|
+//! | text | files in the page cache, logs | 44 % |
+//! | code | programs and libraries | 45 % |
+//! | pointers | heaps of programs and of the kernel | 30 % |
+//! | table | arrays of records, page tables | 15 % |
+//! | sparse | the ends of things, stacks | 3 % |
+//! | data | numbers at work: half of the words without any order | 75 % |
+//! | noise | what is compressed or encrypted | all |
+
+use crate::random::Random;
+use keyframe_units::{PAGE_BYTES, Page};
+
+/// What a page is like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Text,
+    Code,
+    Pointers,
+    Table,
+    Sparse,
+    Data,
+    Noise,
+}
+
+/// Shares of the pages that are neither zero nor copies.
+pub const MIX: [(Kind, u32); 7] = [
+    (Kind::Text, 20),
+    (Kind::Code, 20),
+    (Kind::Pointers, 25),
+    (Kind::Table, 10),
+    (Kind::Sparse, 13),
+    (Kind::Data, 9),
+    (Kind::Noise, 3),
+];
+
+/// Makes pages.
+#[derive(Debug)]
+pub struct Pages {
+    words: Vec<Vec<u8>>,
+    instructions: Vec<Vec<u8>>,
+}
+
+impl Pages {
+    pub fn new() -> Self {
+        let mut random = Random::new(0x6b66_7061_6765_7321);
+        let word = |random: &mut Random| {
+            let letters = b"etaoinshrdlucmfwypvbgk";
+            let len = random.between(2, 9);
+            // The letters to the left occur more often.
+            let mut word: Vec<u8> =
+                (0..len).map(|_| letters[(random.below(22) * random.below(22) / 22) as usize]).collect();
+            word.push(b' ');
+            word
+        };
+        let instruction = |random: &mut Random| {
+            let len = random.between(2, 5);
+            (0..len).map(|_| random.next() as u8).collect()
+        };
+        let words = (0..3000).map(|_| word(&mut random)).collect();
+        Self { words, instructions: (0..200).map(|_| instruction(&mut random)).collect() }
+    }
+
+    /// One of the mix.
+    pub fn any(random: &mut Random) -> Kind {
+        MIX[random.weighted(&MIX.map(|(_, share)| share))].0
+    }
+
+    /// A page that no other call makes.
+    pub fn fill(&self, kind: Kind, random: &mut Random, page: &mut Page) {
+        match kind {
+            Kind::Text => pieces(page, random, |random, out| {
+                // As words of a language: few are frequent.
+                let at = random.below(3000) * random.below(3000) / 3000;
+                out.extend_from_slice(&self.words[at as usize]);
+            }),
+            Kind::Code => pieces(page, random, |random, out| {
+                let at = random.below(200) * random.below(200) / 200;
+                out.extend_from_slice(&self.instructions[at as usize]);
+                if random.below(3) == 0 {
+                    out.extend_from_slice(
+                        &[random.next() as u8, 0, 0, 0][..[1, 4][random.below(2) as usize]],
+                    );
+                }
+            }),
+            Kind::Pointers => {
+                let heap = 0x7f00_0000_0000 | (random.below(1 << 12) << 24);
+                words(page, |_| match random.below(8) {
+                    0..3 => heap | (random.below(1 << 16) << 4),
+                    3 => random.below(256),
+                    4 => 0xffff_ffff_8100_0000 | (random.below(512) << 6),
+                    _ => 0,
+                });
+            }
+            Kind::Table => {
+                let (first, step) = (random.next() >> 16, random.between(1, 64));
+                words(page, |at| match at % 4 {
+                    0 => first + at * step,
+                    1 => 0x8000_0000_0000_0067,
+                    2 => random.below(64),
+                    _ => 0,
+                });
+            }
+            Kind::Sparse => {
+                words(page, |_| 0);
+                for _ in 0..random.between(4, 16) {
+                    let word = random.next();
+                    set_word(page, random.below(512), word);
+                }
+            }
+            Kind::Data => {
+                let heap = 0x7f00_0000_0000 | (random.below(1 << 12) << 24);
+                words(page, |at| match at % 8 {
+                    0..6 => random.next(),
+                    _ => heap | (random.below(1 << 16) << 4),
+                });
+            }
+            Kind::Noise => words(page, |_| random.next()),
+        }
+    }
+}
+
+/// Changes one word, as a guest does: a number that rises, a flag, a pointer.
+pub fn change_word(random: &mut Random, page: &mut Page) {
+    let at = random.below((PAGE_BYTES / 8) as u64);
+    let word = get_word(page, at);
+    let changed = match random.below(4) {
+        0 | 1 => word.wrapping_add(random.between(1, 200)),
+        2 => (word & !0xff_ffff) | (random.below(1 << 20) << 4),
+        _ => random.next(),
+    };
+    // A guest that writes what was there already has not changed its page; this one has.
+    set_word(page, at, if changed == word { !word } else { changed });
+}
+
+fn get_word(page: &Page, at: u64) -> u64 {
+    let at = at as usize * 8;
+    u64::from_le_bytes(std::array::from_fn(|byte| page[at + byte]))
+}
+
+fn set_word(page: &mut Page, at: u64, word: u64) {
+    let at = at as usize * 8;
+    page[at..at + 8].copy_from_slice(&word.to_le_bytes());
+}
+
+fn words(page: &mut Page, mut word: impl FnMut(u64) -> u64) {
+    for (at, bytes) in (0..).zip(page.chunks_exact_mut(8)) {
+        bytes.copy_from_slice(&word(at).to_le_bytes());
+    }
+}
+
+fn pieces(page: &mut Page, random: &mut Random, mut piece: impl FnMut(&mut Random, &mut Vec<u8>)) {
+    let mut out = Vec::with_capacity(PAGE_BYTES + 16);
+    while out.len() < PAGE_BYTES {
+        piece(random, &mut out);
+    }
+    page.copy_from_slice(&out[..PAGE_BYTES]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_units::ZERO_PAGE;
+
+    #[test]
+    fn a_changed_word_is_changed_and_nothing_else() {
+        let mut random = Random::new(3);
+        for _ in 0..2000 {
+            let mask = random.next() as u8;
+            let before: Page = std::array::from_fn(|at| at as u8 & mask);
+            let mut after = before;
+            change_word(&mut random, &mut after);
+            let differ = (0..512).filter(|at| get_word(&before, *at) != get_word(&after, *at)).count();
+            assert_eq!(differ, 1);
+        }
+    }
+
+    #[test]
+    fn each_kind_differs_from_call_to_call() {
+        let (pages, mut random) = (Pages::new(), Random::new(5));
+        for (kind, _) in MIX {
+            let (mut one, mut two) = (ZERO_PAGE, ZERO_PAGE);
+            pages.fill(kind, &mut random, &mut one);
+            pages.fill(kind, &mut random, &mut two);
+            assert!(one != two && one != ZERO_PAGE, "{kind:?}");
+        }
+    }
+}

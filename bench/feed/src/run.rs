@@ -1,0 +1,171 @@
+//! One job: feeds a store, reads it again, compares, and says what that took.
+//!
+//! ```text
+//!   mixed   create ─ image ─ second 1 ... second 9 ─ close     timed; memory and CPU time are of this
+//!           open ─ the last image three times                  timed; compared, as the first one and one between
+//!   pure    create ─ the last image ─ pages all known ─ pages all new ─ close ─ open ─ the last image
+//! ```
+//!
+//! Everything on one core, also threads of the store's own. The stream is made before the clock runs. An image is rebuilt in
+//! memory that is there already and zero.
+
+use crate::job::{Fed, Job, Measured};
+use crate::stream::Stream;
+use crate::target::{Reading, Store, Writing};
+use crate::usage::{Memory, bind_to, cpu_ns, end_with_parent, stored_bytes};
+use crate::{Error, Result};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
+use std::path::Path;
+use std::time::Instant;
+
+/// How often the last image is rebuilt.
+const REBUILDS: usize = 3;
+/// Pages that are all new, as a part of the image.
+const UNIQUE_PART: usize = 2;
+
+type Dirty<'a> = (PageIndex, &'a Page);
+
+/// Does job `job` with `store`.
+pub fn run(job: &Job, store: &dyn Store) -> Result<Measured> {
+    end_with_parent()?;
+    bind_to(job.cpu)?;
+    let image_pages = (job.image_mib << 20) / PAGE_BYTES as u64;
+    let mut stream = Stream::new(image_pages, job.seconds, job.words);
+    let mixed = job.dir.join("mixed");
+    let mut measured = Measured::default();
+    feed(store, &mixed, &stream, &mut measured)?;
+    // Behind the feeding: memory that it gives back to the allocator would hide what the store takes.
+    measured.distinct_bytes = stream.distinct_bytes();
+    measured.stored_bytes = stored_bytes(&mixed)?;
+    rebuild(store, &mixed, &mut stream, &mut measured)?;
+    remove(&mixed)?;
+    if job.pure {
+        let pure = job.dir.join("pure");
+        feed_pure(store, &pure, stream, &mut measured)?;
+        remove(&pure)?;
+    }
+    Ok(measured)
+}
+
+fn remove(dir: &Path) -> Result<()> {
+    std::fs::remove_dir_all(dir).map_err(Error::file("remove", dir))
+}
+
+fn ns_since(start: Instant) -> u64 {
+    start.elapsed().as_nanos() as u64
+}
+
+/// All pages of an image.
+fn whole(image: &[Page]) -> Vec<Dirty<'_>> {
+    (0..).map(PageIndex).zip(image).collect()
+}
+
+fn feed(store: &dyn Store, dir: &Path, stream: &Stream, measured: &mut Measured) -> Result<()> {
+    let image = whole(&stream.image);
+    let seconds: Vec<Vec<Dirty<'_>>> =
+        stream.seconds.iter().map(|s| s.pages.iter().copied().zip(&s.contents).collect()).collect();
+    let memory = Memory::watch()?;
+    let programs_before = store.programs();
+    let (cpu_before, started) = (cpu_ns(), Instant::now());
+    let mut writing = store.create(dir, stream.image.len() as u64)?;
+    let created_ns = ns_since(started);
+    measured.image = checkpoint(writing.as_mut(), &image)?;
+    measured.image_stored_bytes = stored_bytes(dir)?;
+    for second in &seconds {
+        measured.steady += checkpoint(writing.as_mut(), second)?;
+    }
+    let start = Instant::now();
+    writing.close()?;
+    let ns = created_ns + measured.image.ns + measured.steady.ns + ns_since(start);
+    measured.whole = Fed { bytes: measured.image.bytes + measured.steady.bytes, ns };
+    measured.cpu_ns = cpu_ns() - cpu_before;
+    measured.peak_bytes = memory.peak_bytes()?;
+    if let (Some((before_ns, _)), Some((cpu_ns, peak_bytes))) = (programs_before, store.programs()) {
+        (measured.cpu_ns, measured.peak_bytes) = (cpu_ns - before_ns, peak_bytes);
+    }
+    Ok(())
+}
+
+/// Feeds one checkpoint.
+fn checkpoint(writing: &mut dyn Writing, pages: &[Dirty<'_>]) -> Result<Fed> {
+    writing.prepare(pages)?;
+    let start = Instant::now();
+    writing.checkpoint(pages)?;
+    Ok(Fed { bytes: (pages.len() * PAGE_BYTES) as u64, ns: ns_since(start) })
+}
+
+/// Rebuilds the first image, one between and the last one, and compares each; the stream's image is the last one then.
+fn rebuild(store: &dyn Store, dir: &Path, stream: &mut Stream, measured: &mut Measured) -> Result<()> {
+    let mut reading = store.open(dir)?;
+    let mut out = vec![[1; PAGE_BYTES]; stream.image.len()];
+    let last = stream.seconds.len();
+    for checkpoint in 0..=last {
+        if checkpoint > 0 {
+            stream.apply(checkpoint - 1);
+        }
+        if checkpoint == last {
+            let mut times_ns = Vec::new();
+            let mut copies_ns = Vec::new();
+            for _ in 0..REBUILDS {
+                times_ns.push(image(reading.as_mut(), checkpoint, &stream.image, &mut out)?);
+                copies_ns.push(copy(&stream.image, &mut out));
+            }
+            measured.reconstruct_ns = median(times_ns);
+            measured.memcpy_ns = median(copies_ns);
+        } else if checkpoint == 0 || checkpoint == last / 2 {
+            image(reading.as_mut(), checkpoint, &stream.image, &mut out)?;
+        }
+    }
+    Ok(())
+}
+
+/// Rebuilds an image, which must be `expected`; how long that took.
+fn image(reading: &mut dyn Reading, checkpoint: usize, expected: &[Page], out: &mut [Page]) -> Result<u64> {
+    out.fill(ZERO_PAGE);
+    let start = Instant::now();
+    reading.image(checkpoint, &mut |page, content| {
+        if let Some(out) = out.get_mut(page.0 as usize) {
+            *out = *content;
+        }
+    })?;
+    let ns = ns_since(start);
+    match expected.iter().zip(out).position(|(expected, out)| expected != out) {
+        Some(page) => Err(Error::Differs { checkpoint, page: page as u64 }),
+        None => Ok(ns),
+    }
+}
+
+/// Copies the pages that are not zero, into memory that is there.
+fn copy(image: &[Page], out: &mut [Page]) -> u64 {
+    let pages: Vec<usize> = (0..image.len()).filter(|at| image[*at] != ZERO_PAGE).collect();
+    let start = Instant::now();
+    for at in pages {
+        out[at] = image[at];
+    }
+    std::hint::black_box(&out);
+    ns_since(start)
+}
+
+fn median(mut all: Vec<u64>) -> u64 {
+    all.sort_unstable();
+    all.get(all.len() / 2).copied().unwrap_or_default()
+}
+
+fn feed_pure(store: &dyn Store, dir: &Path, mut stream: Stream, measured: &mut Measured) -> Result<()> {
+    stream.seconds.clear();
+    let unique = Stream::unique(stream.image.len() / UNIQUE_PART);
+    let mut writing = store.create(dir, stream.image.len() as u64)?;
+    checkpoint(writing.as_mut(), &whole(&stream.image))?;
+    let shuffled = stream.shuffled();
+    let dup: Vec<Dirty<'_>> = shuffled.iter().map(|(page, from)| (*page, &stream.image[*from])).collect();
+    measured.dup = Some(checkpoint(writing.as_mut(), &dup)?);
+    let new = whole(&unique);
+    measured.unique = Some(checkpoint(writing.as_mut(), &new)?);
+    writing.close()?;
+
+    let mut expected = vec![ZERO_PAGE; stream.image.len()];
+    for (page, content) in dup.iter().chain(&new) {
+        expected[page.0 as usize] = **content;
+    }
+    image(store.open(dir)?.as_mut(), 2, &expected, &mut stream.image.clone()).map(drop)
+}

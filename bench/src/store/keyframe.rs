@@ -1,0 +1,98 @@
+//! Keyframe's own store, through its own API with its default settings: as a run of a VM that has one RAM block.
+
+use jiff::Timestamp;
+use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
+use keyframe_store::{MachineMeta, Run, SealRequest, Timing, Writer};
+use keyframe_units::{BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
+use std::path::Path;
+
+/// The store.
+pub struct Keyframe;
+
+impl Store for Keyframe {
+    fn create(&self, dir: &Path, image_pages: u64) -> Result<Box<dyn Writing>> {
+        let ram = layout(image_pages)?;
+        let store = keyframe_store::Store::init(dir).map_err(failed("make a store"))?;
+        let mut writer = store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+        let run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
+        Ok(Box::new(Open { run, writer, ram }))
+    }
+
+    fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
+        let store = keyframe_store::Store::open(dir).map_err(failed("open the store"))?;
+        let ids = store.ids().map_err(failed("list checkpoints"))?;
+        Ok(Box::new(Reader { store, ids }))
+    }
+}
+
+struct Open {
+    run: Run,
+    /// Has the lock.
+    writer: Writer,
+    ram: RamLayout,
+}
+
+impl Writing for Open {
+    fn checkpoint(&mut self, pages: &[(PageIndex, &Page)]) -> Result<()> {
+        for (page, content) in pages {
+            self.run.put_page(*page, content).map_err(failed("put a page"))?;
+        }
+        self.run.seal(request(&self.ram)).map_err(failed("seal a checkpoint")).map(drop)
+    }
+
+    fn close(self: Box<Self>) -> Result<()> {
+        let Self { run, writer, .. } = *self;
+        run.finish().map_err(failed("close the store"))?;
+        drop(writer);
+        Ok(())
+    }
+}
+
+struct Reader {
+    store: keyframe_store::Store,
+    ids: Vec<CheckpointId>,
+}
+
+impl Reading for Reader {
+    fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+        let id = self.ids.get(checkpoint).copied();
+        let id =
+            id.ok_or_else(|| Error::failed("keyframe: find a checkpoint", format!("no {checkpoint}")))?;
+        let loaded = self.store.load(id).map_err(failed("load a checkpoint"))?;
+        let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
+        loaded
+            .read_pages(all, &mut |page, content| {
+                sink(page, content);
+                Ok::<_, keyframe_store::Error>(())
+            })
+            .map_err(failed("read a checkpoint"))
+    }
+}
+
+/// One RAM block of `pages` pages.
+pub fn layout(pages: u64) -> Result<RamLayout> {
+    let bytes = pages * PAGE_BYTES as u64;
+    let name = "pc.ram".into();
+    let block = RamBlock { name, kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    RamLayout::new(vec![block]).map_err(|e| Error::failed("lay out the RAM", e))
+}
+
+/// What a checkpoint of a VM tells, but for its devices, which are no concern of the store.
+pub fn request(ram: &RamLayout) -> SealRequest<'static> {
+    SealRequest {
+        taken_at: Timestamp::now(),
+        reason: "interval".into(),
+        parent: None,
+        ram: ram.clone(),
+        machine: MachineMeta::default(),
+        members: Vec::new(),
+        timing: Timing::default(),
+        device_state: &[],
+        tag: None,
+    }
+}
+
+/// An error of the store.
+pub fn failed(operation: &str) -> impl FnOnce(keyframe_store::Error) -> Error {
+    move |e| Error::failed(format!("keyframe: {operation}"), e)
+}
