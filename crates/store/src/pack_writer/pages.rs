@@ -272,6 +272,9 @@ fn side_by_side<'a, 'b>(
     compressors: &mut [PageCompressor],
     work: &(dyn Fn(&mut Item<'a>, &mut PageCompressor) + Sync + 'b),
 ) {
+    if let [compressor] = compressors {
+        return items.iter_mut().for_each(|item| work(item, compressor));
+    }
     let per_thread = items.len().div_ceil(compressors.len().max(1)).max(1);
     let mut shares = items.chunks_mut(per_thread).zip(compressors);
     let Some((first, compressor)) = shares.next() else { return };
