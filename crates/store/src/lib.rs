@@ -40,6 +40,7 @@ mod derived;
 mod diff;
 mod disk_map;
 mod disks;
+mod durability;
 mod envelope;
 mod error;
 mod forget;
@@ -73,6 +74,7 @@ pub use disks::{
     BLANK, BaseFile, BaseMeta, BlockContent, Breakdown, DiskCounts, DiskMeta, Found, LoadedDisks,
     SectorCounts, Sectors,
 };
+pub use durability::{Durability, TornCheckpoint};
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};

@@ -21,6 +21,7 @@ use crate::backend::Growing;
 use crate::bases::Bases;
 use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
+use crate::durability::Durability;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::moves::Moves;
@@ -267,9 +268,13 @@ impl PackWriter {
         counts
     }
 
-    /// Makes everything put so far durable.
+    /// Makes everything put so far durable, as far as the tuning has it so.
     pub fn sync(&mut self) -> Result<()> {
         self.flush()?;
+        if self.tuning.durability == Durability::Checkpoint { self.sync_open() } else { Ok(()) }
+    }
+
+    fn sync_open(&mut self) -> Result<()> {
         let Some(pack) = self.open.as_mut().filter(|pack| pack.flushed > pack.synced) else {
             return Ok(());
         };
@@ -292,7 +297,8 @@ impl PackWriter {
     /// Closes the open pack with its trailer. Where only the trailer fails, the pack stays behind without one: what it
     /// holds is durable.
     pub fn close(&mut self) -> Result<()> {
-        self.sync()?;
+        self.flush()?;
+        self.sync_open()?;
         let Some(mut pack) = self.open.take() else { return Ok(()) };
         let trailer = encode_trailer(&pack.header, &pack.entries, pack.flushed);
         let written = pack

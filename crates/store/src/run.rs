@@ -365,8 +365,9 @@ impl Run {
         Ok(PageRange::new(PageIndex(inside.first.0 + block), blocks))
     }
 
-    /// Seals the checkpoint in progress: once this returns, it survives power loss. After an error it does not exist (or,
-    /// for [`Error::TagNotSet`], exists without its tag), all earlier ones are unharmed, and [`Run::abandon`] goes on.
+    /// Seals the checkpoint in progress: once this returns, it survives power loss (or, as its writer's [`crate::Durability`] has
+    /// it, the death of this process). After an error it does not exist (or, for [`Error::TagNotSet`], exists without its tag;
+    /// where a later sync fails, it may not be durable), all earlier ones are unharmed, and [`Run::abandon`] goes on.
     pub fn seal(&mut self, request: SealRequest<'_>) -> Result<Sealed> {
         if self.broken {
             return Err(Error::Broken { run: self.id() });
@@ -382,6 +383,7 @@ impl Run {
         self.chain.commit(&meta.map_chain, &self.changed);
         self.epoch = self.epoch.next();
         self.settle();
+        self.sync_if_due(id).inspect_err(|_| self.broken = true)?;
         if let Some(tag) = &tag {
             self.inner.write_tag(tag, id).map_err(|source| Error::TagNotSet {
                 id,
@@ -416,8 +418,17 @@ impl Run {
     /// Ends the run: closes the pack with its trailer and gives the session back to the writer. Puts since the last seal
     /// are forgotten. After an error everything sealed is unharmed all the same.
     pub fn finish(mut self) -> Result<()> {
-        self.session()?.packs.close()
+        self.session()?.packs.close()?;
+        if self.session()?.syncs.is_some() {
+            self.inner.backend.sync_all()?;
+        }
         // Dropping gives the session back.
+        Ok(())
+    }
+
+    fn sync_if_due(&mut self, id: CheckpointId) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
+        self.session()?.syncs.as_mut().map_or(Ok(()), |syncs| syncs.sealed(&inner, id))
     }
 
     fn settle(&mut self) {

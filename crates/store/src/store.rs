@@ -33,6 +33,14 @@ pub(crate) struct Inner {
     pub packs: Mutex<FxHashMap<u32, Arc<PackFile>>>,
 }
 
+impl Inner {
+    /// The same store, written to another way.
+    pub fn on(&self, backend: Arc<dyn Backend>) -> Arc<Self> {
+        let (path, config) = (self.path.clone(), self.config.clone());
+        Arc::new(Self { backend, path, config, packs: Mutex::default() })
+    }
+}
+
 impl Store {
     /// Makes an empty store. Refuses a place that holds anything ([`Error::Exists`]); the directory is made readable by
     /// its owner alone, for it will hold the memory of guests.

@@ -11,6 +11,7 @@
 use crate::backend::LockGuard;
 use crate::config::{now, random};
 use crate::disks::{self, DiskCounts, DiskMeta};
+use crate::durability::{Durability, Syncs, TornCheckpoint};
 use crate::pack_writer::PackWriter;
 use crate::prune::moves::Moves;
 use crate::run::{DiskState, Run};
@@ -44,6 +45,8 @@ pub struct Tuning {
     pub base_bytes: usize,
     /// Threads that hash and compress pages, at least one.
     pub encode_threads: usize,
+    /// When checkpoints become durable.
+    pub durability: Durability,
 }
 
 impl Default for Tuning {
@@ -56,6 +59,7 @@ impl Default for Tuning {
             sector_parts_min: 2,
             base_bytes: 256 << 20,
             encode_threads: 1,
+            durability: Durability::Checkpoint,
         }
     }
 }
@@ -67,6 +71,7 @@ pub struct Writer {
     lock: Arc<dyn LockGuard>,
     slot: Slot,
     tuning: Tuning,
+    torn: Vec<TornCheckpoint>,
 }
 
 /// Where the session rests while no run is open.
@@ -80,6 +85,8 @@ pub(crate) struct Session {
     pub next_checkpoint: u64,
     /// The prune that was followed last.
     pub moves: Option<Moves>,
+    /// Where not each seal is one.
+    pub syncs: Option<Syncs>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -94,6 +101,11 @@ impl Writer {
     pub(crate) fn lock(inner: Arc<Inner>, owner: &str, tuning: Tuning) -> Result<Self> {
         let tuning = Tuning { pack_bytes_max: tuning.pack_bytes_max.min(1 << 39), ..tuning };
         let lock = inner.backend.lock(&holder(owner)).map_err(named)?;
+        let torn = inner.settle()?;
+        let (inner, tuning) = match inner.backend.relaxed() {
+            Some(relaxed) if tuning.durability != Durability::Checkpoint => (inner.on(relaxed), tuning),
+            _ => (inner, Tuning { durability: Durability::Checkpoint, ..tuning }),
+        };
         // What a prune gives up is not relied on from the beginning.
         let moves = inner.moves(None)?;
         let packs = PackWriter::new(inner.clone(), tuning, moves.as_ref())?;
@@ -108,9 +120,20 @@ impl Writer {
             // Its writer may have died between the rename and the sync of the directory: what is seen as sealed stays.
             inner.backend.sync(&names::checkpoint(newest))?;
         }
+        let syncs = Syncs::of(tuning.durability);
         let next_checkpoint = newest_map.max(newest.map(|id| id.0)).unwrap_or(0) + 1;
-        let session = Box::new(Session { packs, next_checkpoint, moves });
-        Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning })
+        let session = Box::new(Session { packs, next_checkpoint, moves, syncs });
+        if tuning.durability != Durability::Checkpoint {
+            inner.put_mark(CheckpointId(next_checkpoint))?;
+            // What comes from here on is not to be durable before that is.
+            inner.backend.sync_all()?;
+        }
+        Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning, torn })
+    }
+
+    /// Checkpoints that power loss took before they were durable ([`Durability`]): set aside when the store was locked.
+    pub fn torn(&self) -> &[TornCheckpoint] {
+        &self.torn
     }
 
     /// Begins a run with a fresh id: its first checkpoint will be complete. One run can be open at a time.
@@ -153,6 +176,16 @@ impl Writer {
             return Err(Error::UnknownCheckpoint { name: id.to_string(), newest: ids.last().copied() });
         }
         self.inner.write_tag(tag, id)
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        let is_idle = self.slot.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        if is_idle && self.tuning.durability != Durability::Checkpoint {
+            // Where this fails, the next writer does it.
+            let _ = self.inner.sync_and_unmark();
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::session::{self, DiskWay, LanChoice, LeaveOut, Options};
+use keyframe_store::Durability;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -41,6 +42,10 @@ pub struct Checkpoints {
     /// Memory for the pages that changes are stored against, in MiB: a page written again and again costs its changed words only
     #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     encode_memory: u64,
+    /// When checkpoints survive power loss: `checkpoint`, each before it is listed; a time (10s), all with a sync so often; `never`,
+    /// when the kernel writes them. They survive the death of Keyframe in any case
+    #[arg(long, value_name = "WHEN", default_value = "checkpoint", value_parser = parse_durability)]
+    durability: Durability,
     /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that checkpoint is dropped
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pause_limit: Duration,
@@ -81,6 +86,7 @@ impl Checkpoints {
             staging_mib: self.staging,
             encode_threads: self.encode_threads.map(|n| n as usize),
             encode_memory_mib: self.encode_memory,
+            durability: self.durability,
             pause_limit: self.pause_limit,
             verbose: self.verbose,
             quiet: self.quiet,
@@ -91,6 +97,16 @@ impl Checkpoints {
             keep_within: self.keep_within,
             fault: self.fault,
         }
+    }
+}
+
+fn parse_durability(text: &str) -> Result<Durability, String> {
+    match text {
+        "checkpoint" => Ok(Durability::Checkpoint),
+        "never" => Ok(Durability::Never),
+        time => parse_duration(time)
+            .map(Durability::Every)
+            .map_err(|_| "write checkpoint, never, or a time, as in 10s".into()),
     }
 }
 

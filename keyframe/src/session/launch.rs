@@ -214,13 +214,23 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
     let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
         base_bytes: (options.encode_memory_mib as usize) << 20,
+        durability: options.durability,
         ..Tuning::default()
     };
     if options.keep_within.is_some() {
         tuning.pack_bytes_max = recorder::PACK_BYTES_MAX;
     }
     let owner = format!("keyframe {command}, VM {name}");
-    store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))
+    let writer = store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))?;
+    for torn in writer.torn() {
+        eprintln!(
+            "keyframe: checkpoint {} was not durable when the machine went down, and was set aside ({}): {}",
+            torn.id,
+            store.path().join("quarantine").display(),
+            torn.problem
+        );
+    }
+    Ok(writer)
 }
 
 /// The networks that `options` name.

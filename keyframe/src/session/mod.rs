@@ -73,6 +73,8 @@ pub struct Options {
     pub encode_threads: Option<usize>,
     /// Memory for what changes are stored against.
     pub encode_memory_mib: u64,
+    /// When checkpoints become durable.
+    pub durability: keyframe_store::Durability,
     /// The watchdog's patience.
     pub pause_limit: Duration,
     /// A line for each checkpoint.

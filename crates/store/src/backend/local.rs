@@ -23,13 +23,15 @@ const LOCK_PAUSE: Duration = Duration::from_millis(2);
 pub struct Local {
     root: PathBuf,
     /// Tells the temporary files of this process apart.
-    temporaries: AtomicU64,
+    temporaries: Arc<AtomicU64>,
+    /// Names and whole files are not synced one by one.
+    relaxed: bool,
 }
 
 impl Local {
     /// The directory of a store that exists.
     pub fn open(root: &Path) -> Self {
-        Self { root: root.to_path_buf(), temporaries: AtomicU64::new(0) }
+        Self { root: root.to_path_buf(), temporaries: Arc::default(), relaxed: false }
     }
 
     /// Makes the directory and its folders, readable by their owner alone: they will hold the memory of guests.
@@ -59,7 +61,7 @@ impl Local {
     }
 
     fn sync_parent(&self, path: &Path) -> Result<()> {
-        sync_folder(path.parent().unwrap_or(&self.root))
+        if self.relaxed { Ok(()) } else { sync_folder(path.parent().unwrap_or(&self.root)) }
     }
 }
 
@@ -88,6 +90,16 @@ impl Backend for Local {
         Ok(holder_of(&self.root.join(PRUNE_LOCK))?.is_some())
     }
 
+    fn relaxed(&self) -> Option<Arc<dyn Backend>> {
+        let (root, temporaries) = (self.root.clone(), Arc::clone(&self.temporaries));
+        Some(Arc::new(Self { root, temporaries, relaxed: true }))
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        let folder = File::open(&self.root).map_err(|e| io_error(&self.root, "open", e))?;
+        rustix::fs::syncfs(&folder).map_err(|e| io_error(&self.root, "sync the file system of", e.into()))
+    }
+
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
         let path = self.root.join(name);
         let file = OpenOptions::new()
@@ -113,7 +125,7 @@ impl Backend for Local {
             }
             other => other.map_err(|e| io_error(&path, "rename into place", e)),
         };
-        let written = write_temporary(&temporary, bytes).and_then(|()| rename());
+        let written = write_temporary(&temporary, bytes, !self.relaxed).and_then(|()| rename());
         if let Err(error) = written {
             // Best effort: the next writer clears the folder.
             let _ = std::fs::remove_file(&temporary);
@@ -162,7 +174,7 @@ impl Backend for Local {
                 }
             }
         }
-        if removed { sync_folder(&self.root.join(folder)) } else { Ok(()) }
+        if removed && !self.relaxed { sync_folder(&self.root.join(folder)) } else { Ok(()) }
     }
 
     fn sync(&self, name: &str) -> Result<()> {
@@ -297,7 +309,7 @@ fn sync_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|f| f.sync_all()).map_err(|e| io_error(path, "sync directory", e))
 }
 
-fn write_temporary(path: &Path, bytes: &[u8]) -> Result<()> {
+fn write_temporary(path: &Path, bytes: &[u8], durably: bool) -> Result<()> {
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -305,7 +317,7 @@ fn write_temporary(path: &Path, bytes: &[u8]) -> Result<()> {
         .open(path)
         .map_err(|e| io_error(path, "create", e))?;
     file.write_all(bytes).map_err(|e| io_error(path, "write", e))?;
-    file.sync_all().map_err(|e| io_error(path, "sync", e))
+    if durably { file.sync_all().map_err(|e| io_error(path, "sync", e)) } else { Ok(()) }
 }
 
 fn io_error(path: &Path, operation: &'static str, source: io::Error) -> Error {

@@ -49,6 +49,24 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// True while somebody prunes.
     fn is_pruned(&self) -> Result<bool>;
 
+    /// The same place, where names and whole files become durable with [`Backend::sync_all`] only. None where they cannot be
+    /// held back.
+    fn relaxed(&self) -> Option<Arc<dyn Backend>> {
+        None
+    }
+
+    /// Makes all durable that was written so far, by whomever.
+    fn sync_all(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Which life of the machine this is: what was written and not synced survives as long as it.
+    fn boot(&self) -> Result<String> {
+        const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+        let text = std::fs::read_to_string(BOOT_ID);
+        text.map_err(|source| Error::Io { object: BOOT_ID.into(), operation: "read", source })
+    }
+
     /// Makes a new, empty file; an error where the name is taken.
     fn create(&self, name: &str) -> Result<Box<dyn Growing>>;
 

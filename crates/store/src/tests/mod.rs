@@ -9,6 +9,7 @@ mod damage;
 mod deltas;
 mod diff;
 mod disks;
+mod durability;
 mod forget;
 mod full_disk;
 mod golden;
@@ -21,8 +22,8 @@ mod repair;
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
 use crate::{
-    CheckOptions, CheckReport, Error, Loaded, MachineMeta, Result, Run, SealRequest, Sealed, Store, Timing,
-    Tuning,
+    CheckOptions, CheckReport, Durability, Error, Loaded, MachineMeta, Result, Run, SealRequest, Sealed,
+    Store, Timing, Tuning,
 };
 use jiff::Timestamp;
 use keyframe_units::{
@@ -44,6 +45,7 @@ const TINY: Tuning = Tuning {
     sector_parts_min: 1,
     base_bytes: 5 * 5000,
     encode_threads: 1,
+    durability: Durability::Checkpoint,
 };
 
 /// The page of a content number: odd ones are noise, even ones compress; every fourth below 100 is like its neighbours but
