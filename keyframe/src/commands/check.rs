@@ -118,7 +118,7 @@ impl Check {
     }
 }
 
-fn print(report: &CheckReport, read_data: bool) -> Result<(), crate::failure::Failure> {
+fn print(report: &CheckReport, read_data: bool) -> Result<(), Failure> {
     for note in &report.notes {
         output::print_line(&format!("note: {note}"))?;
     }
