@@ -6,29 +6,39 @@
 //!        └───────────────┘
 //! ```
 //!
-//! A file that is open outlives its name. Not here: the disk space of removed packs, which comes back when the last reader has
-//! closed its store.
+//! A file that is open outlives its name. A prune in the same process closes those that it has removed and that no loaded
+//! checkpoint holds. Not here: the disk space of packs removed by another process, which comes back when the last reader has closed its
+//! store.
 
 use crate::disk_map::DiskMap;
 use crate::identity::PageRef;
 use crate::meta::Meta;
+use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
 use crate::store::Inner;
 use crate::{Error, Result};
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// More prunes than come to an end while a map is read.
 const ATTEMPTS: u32 = 4;
 
+/// The packs that a loaded checkpoint needs, open.
+pub type Held = Vec<Arc<PackFile>>;
+
 impl Inner {
     /// Reads the maps of a checkpoint and opens all packs that they name. A pack that is not there, however often one looks,
     /// hurts only who reads its pages.
-    pub fn hold_maps(&self, id: CheckpointId, meta: &Meta) -> Result<(PageMap, DiskMap)> {
+    pub fn hold_maps(&self, id: CheckpointId, meta: &Meta) -> Result<(PageMap, DiskMap, Held)> {
         for _ in 1..ATTEMPTS {
             match self.read_maps(meta) {
-                Ok(maps) if self.hold(&maps) => return Ok(maps),
-                Ok(_) => {}
+                Ok(maps) => {
+                    let (held, is_all) = self.hold(&maps);
+                    if is_all {
+                        return Ok((maps.0, maps.1, held));
+                    }
+                }
                 Err(error) => {
                     // Forgotten meanwhile, rather than damaged?
                     self.read_checkpoint(id)?;
@@ -36,11 +46,13 @@ impl Inner {
                 }
             }
         }
-        self.read_maps(meta)
+        let maps = self.read_maps(meta)?;
+        let held = self.hold(&maps).0;
+        Ok((maps.0, maps.1, held))
     }
 
-    /// False where a pack that the maps name is not there.
-    fn hold(&self, (ram, disks): &(PageMap, DiskMap)) -> bool {
+    /// The packs that the maps name; and false where one is not there.
+    fn hold(&self, (ram, disks): &(PageMap, DiskMap)) -> (Held, bool) {
         let mut packs = BTreeSet::new();
         let mut last = 0;
         for number in ram.iter().map(|(_, to)| to).chain(disks.records()).map(PageRef::pack) {
@@ -50,6 +62,11 @@ impl Inner {
             }
         }
         // One that cannot be opened for another reason is not gone.
-        packs.into_iter().all(|number| !matches!(self.pack(number), Err(Error::Damaged { .. })))
+        let (mut held, mut is_all) = (Vec::with_capacity(packs.len()), true);
+        for opened in packs.into_iter().map(|number| self.pack(number)) {
+            is_all &= !matches!(opened, Err(Error::Damaged { .. }));
+            held.extend(opened);
+        }
+        (held, is_all)
     }
 }

@@ -90,7 +90,7 @@ impl Store {
         let mut owners = FxHashMap::<PageRef, u32>::default();
         for (vm, checkpoint) in newest {
             let meta = self.inner().read_checkpoint(checkpoint)?.meta;
-            let (ram, disks) = self.inner().hold_maps(checkpoint, &meta)?;
+            let (ram, disks, _held) = self.inner().hold_maps(checkpoint, &meta)?;
             let ram: Vec<PageRef> = ram.iter().map(|(_, to)| to).collect();
             let disks: Vec<PageRef> = disks.records().collect();
             let (ram_pages, disk_blocks) = (ram.len() as u64, disks.len() as u64);
