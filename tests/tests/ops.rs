@@ -42,7 +42,6 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     bench.ok(&["tag", "--store", &store, "latest", "named"]);
     let named = number(&bench.json(&["show", "--json", "--store", &store, "named"]), "id");
     bench.refused(&["unlock", "--store", &store], 11, &["keyframe run, VM guest", "keyframe stop"]);
-    bench.refused(&["check", "--repair", "--quiet", "--store", &store], 11, &["locked"]) ;
     wait_for_id(&bench, &mut run, base + 20);
     let (packs, maps) = (bytes(&bench, "packs"), bytes(&bench, "maps"));
     wait_for_id(&bench, &mut run, base + 65);
