@@ -168,13 +168,11 @@ impl Copy<'_> {
         if !goes_on {
             self.close()?;
         }
-        let (mut run, before) = match self.open.take() {
-            Some(open) => (open.run, Some((open.ram, open.disks))),
-            None => {
-                let (meta, state) = (&ram.meta, DiskState::default());
-                let run = self.writer.begin_run_with(&meta.vm, &meta.ram, meta.disks.clone(), state)?;
-                (run, None)
-            }
+        let (mut run, before) = if let Some(open) = self.open.take() {
+            (open.run, Some((open.ram, open.disks)))
+        } else {
+            let (meta, state) = (&ram.meta, DiskState::default());
+            (self.writer.begin_run_with(&meta.vm, &meta.ram, meta.disks.clone(), state)?, None)
         };
         self.report.read_pages += put_ram(&mut run, before.as_ref().map(|(ram, _)| ram), &ram)?;
         self.report.read_pages += put_disks(&mut run, before.as_ref().map(|(_, disks)| disks), &disks)?;

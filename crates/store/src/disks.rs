@@ -6,6 +6,7 @@
 use crate::checkpoint::CheckpointFile;
 use crate::composed::{PART_BYTES, PARTS};
 use crate::disk_map::{DiskMap, SPACE_PAGES_MAX};
+use crate::hold::Held;
 use crate::identity::PageRef;
 use crate::meta::Meta;
 use crate::store::Inner;
@@ -261,6 +262,8 @@ pub struct LoadedDisks {
     pub meta: Meta,
     inner: Arc<Inner>,
     map: DiskMap,
+    /// Whatever a prune removes.
+    _held: Held,
 }
 
 impl Store {
@@ -268,8 +271,8 @@ impl Store {
     pub fn load_disks(&self, id: CheckpointId) -> Result<LoadedDisks> {
         let inner = Arc::clone(self.inner());
         let CheckpointFile { meta, .. } = inner.read_checkpoint(id)?;
-        let map = inner.hold_maps(id, &meta)?.1;
-        Ok(LoadedDisks { id, meta, inner, map })
+        let (_, map, held) = inner.hold_maps(id, &meta)?;
+        Ok(LoadedDisks { id, meta, inner, map, _held: held })
     }
 }
 

@@ -7,31 +7,40 @@
 //! ```
 //!
 //! Which records those of the maps stand on is not known before they are read: some in any pack before theirs. A file that is
-//! open outlives its name. Not here: the disk space of removed packs, which comes back when the last reader has
-//! closed its store.
+//! open outlives its name. A prune in the same process closes those that it has removed and that no loaded checkpoint holds. Not
+//! here: the disk space of packs removed by another process, which comes back when the last reader has closed its store.
 
 use crate::disk_map::DiskMap;
 use crate::identity::PageRef;
 use crate::meta::Meta;
+use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
 use crate::prune::packs::numbers;
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// More prunes than come to an end while a map is read.
 const ATTEMPTS: u32 = 4;
 
+/// The packs that a loaded checkpoint needs, open.
+pub type Held = Vec<Arc<PackFile>>;
+
 impl Inner {
-    /// Reads the maps of a checkpoint and opens all packs that they name, and those before them. A pack that is not there, however often one looks,
-    /// hurts only who reads its pages.
-    pub fn hold_maps(&self, id: CheckpointId, meta: &Meta) -> Result<(PageMap, DiskMap)> {
+    /// Reads the maps of a checkpoint and opens all packs that they name, and those before them. A pack that is not there,
+    /// however often one looks, hurts only who reads its pages.
+    pub fn hold_maps(&self, id: CheckpointId, meta: &Meta) -> Result<(PageMap, DiskMap, Held)> {
         for _ in 1..ATTEMPTS {
             let listed = numbers(self)?;
             match self.read_maps(meta) {
-                Ok(maps) if self.hold(&maps, &listed) => return Ok(maps),
-                Ok(_) => {}
+                Ok(maps) => {
+                    let (held, is_all) = self.hold(&maps, &listed);
+                    if is_all {
+                        return Ok((maps.0, maps.1, held));
+                    }
+                }
                 Err(error) => {
                     // Forgotten meanwhile, rather than damaged?
                     self.read_checkpoint(id)?;
@@ -39,11 +48,13 @@ impl Inner {
                 }
             }
         }
-        self.read_maps(meta)
+        let maps = self.read_maps(meta)?;
+        let held = self.hold(&maps, &numbers(self)?).0;
+        Ok((maps.0, maps.1, held))
     }
 
-    /// False where a pack that the maps name, or one of `listed` before it, is not there.
-    fn hold(&self, (ram, disks): &(PageMap, DiskMap), listed: &[u32]) -> bool {
+    /// The packs that the maps name, and those of `listed` before them; and false where one is not there.
+    fn hold(&self, (ram, disks): &(PageMap, DiskMap), listed: &[u32]) -> (Held, bool) {
         let mut packs = BTreeSet::new();
         let mut last = 0;
         for number in ram.iter().map(|(_, to)| to).chain(disks.records()).map(PageRef::pack) {
@@ -55,9 +66,13 @@ impl Inner {
         let newest = packs.last().copied().unwrap_or(0);
         packs.extend(listed.iter().filter(|number| **number < newest));
         // One that cannot be opened for another reason is not gone.
-        let is_gone =
-            |number| matches!(self.pack(number), Err(Error::Damaged { .. })) && !self.is_there(number);
-        !packs.into_iter().any(is_gone)
+        let (mut held, mut is_all) = (Vec::with_capacity(packs.len()), true);
+        for number in packs {
+            let opened = self.pack(number);
+            is_all &= !matches!(opened, Err(Error::Damaged { .. })) || self.is_there(number);
+            held.extend(opened);
+        }
+        (held, is_all)
     }
 
     fn is_there(&self, pack: u32) -> bool {

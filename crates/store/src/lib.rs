@@ -83,7 +83,7 @@ pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};
 pub use run::{DiskState, Put, Run, SealRequest};
-pub use stats::Stats;
+pub use stats::{Added, Growth, Hour, ImageSharing, Sharing, Stats};
 pub use store::{Listing, Store};
 pub use writer::{Tuning, Writer};
 

@@ -1,6 +1,7 @@
 //! A checkpoint, loaded: reading its pages.
 
 use crate::checkpoint::CheckpointFile;
+use crate::hold::Held;
 use crate::identity::PageRef;
 use crate::meta::Meta;
 use crate::page_map::PageMap;
@@ -21,6 +22,8 @@ pub struct Loaded {
     pub device_state: Vec<u8>,
     pub(crate) inner: Arc<Inner>,
     map: PageMap,
+    /// Whatever a prune removes.
+    _held: Held,
 }
 
 /// A sealed checkpoint whose page map was not read yet, which is most of the work where RAM is large.
@@ -43,8 +46,8 @@ impl Unmapped {
     /// Reads the page map.
     pub fn load(self) -> Result<Loaded> {
         let Self { id, meta, device_state, inner } = self;
-        let map = inner.hold_maps(id, &meta)?.0;
-        Ok(Loaded { id, meta, device_state, inner, map })
+        let (map, _, held) = inner.hold_maps(id, &meta)?;
+        Ok(Loaded { id, meta, device_state, inner, map, _held: held })
     }
 }
 

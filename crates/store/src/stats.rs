@@ -1,5 +1,11 @@
 //! What a store holds, in numbers.
 
+mod growth;
+mod sharing;
+
+pub use growth::{Added, Growth, Hour};
+pub use sharing::{ImageSharing, Sharing};
+
 use crate::store::Inner;
 use crate::{Breakdown, DiskCounts, Result, Store, names};
 use keyframe_units::PAGE_BYTES;

@@ -23,6 +23,7 @@ Examples:
   keyframe check --store S --read-data --json
   keyframe check --store S --repair"
 )]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct Check {
     #[command(flatten)]
     store: StoreArg,

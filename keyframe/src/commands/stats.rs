@@ -1,20 +1,33 @@
 //! `keyframe stats`: what a store holds and what deduplication saved.
 
 use super::{StoreArg, warn_of_unreadable};
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome, chain};
 use crate::output;
 use crate::report::{self, DiskSums, Entry, PauseQuantiles};
-use keyframe_store::{Breakdown, Found, Sectors};
+use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
+use keyframe_store::{Breakdown, Found, Growth, Sectors, Sharing};
 use serde::Serialize;
+use std::path::PathBuf;
 
 /// Show what a store holds and what deduplication saved
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Examples:
   keyframe stats --store S
-  keyframe stats --store S --json")]
+  keyframe stats --store S --sharing
+  keyframe stats --store S --growth --plot growth.svg
+  keyframe stats --store S --json --growth | jq '.growth.hours'")]
 pub struct Stats {
     #[command(flatten)]
     store: StoreArg,
+    /// Look who shares what: within an image, across checkpoints and VMs, RAM with disks. Reads every page map
+    #[arg(long)]
+    sharing: bool,
+    /// Show what each hour added; with --json each checkpoint, too
+    #[arg(long)]
+    growth: bool,
+    /// Draw how the store grew, as SVG or PNG
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Print JSON: sizes in bytes
     #[arg(long)]
     json: bool,
@@ -26,6 +39,12 @@ struct Shown {
     #[serde(flatten)]
     store: keyframe_store::Stats,
     pause: PauseQuantiles,
+    /// Only where it was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sharing: Option<Sharing>,
+    /// Only where it was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    growth: Option<Growth>,
     /// Absent where no VM had disks.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     disks: Vec<DiskSums>,
@@ -38,9 +57,16 @@ impl Stats {
         let s = store.stats().map_err(|e| self.store.failure(&e))?;
         let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
         let entries: Vec<Entry> = listing.sealed.iter().map(Entry::of).collect();
+        let sharing =
+            self.sharing.then(|| store.sharing()).transpose().map_err(|e| self.store.failure(&e))?;
+        let growth = (self.growth || self.plot.is_some()).then(|| Growth::of(&listing.sealed));
+        if let (Some(path), Some(growth)) = (&self.plot, &growth) {
+            figure(growth).write(path).map_err(|e| Failure::new(chain(&e)))?;
+        }
+        let growth = growth.filter(|_| self.growth);
         if self.json {
             let (pause, disks) = (PauseQuantiles::of(&entries), DiskSums::of(&entries));
-            output::json(&Shown { store: s, pause, disks })?;
+            output::json(&Shown { store: s, pause, sharing, growth, disks })?;
             return Ok(warn_of_unreadable(&listing));
         }
         let b = output::bytes;
@@ -75,7 +101,11 @@ impl Stats {
                 times(s.reduction_ratio)
             ),
         ]);
+        lines.extend(sharing.iter().flat_map(of_sharing));
         output::print_line(&lines.join("\n"))?;
+        if let Some(growth) = &growth {
+            output::print_line(&format!("\n{}", hours(growth)))?;
+        }
         let disks = DiskSums::of(&entries);
         if !disks.is_empty() {
             output::print_line(&format!("\n{}", report::disk_table(&disks)))?;
@@ -112,6 +142,73 @@ fn of_sectors(sectors: &Breakdown) -> Vec<String> {
         lines.push(plain("not counted", &sectors.not_counted) + ", by an early version");
     }
     lines
+}
+
+/// Who shares what.
+fn of_sharing(s: &Sharing) -> Vec<String> {
+    let b = output::bytes;
+    let reduction = (s.unique_bytes > 0).then(|| s.raw_bytes as f64 / s.unique_bytes as f64);
+    let mut lines = vec![
+        format!(
+            "unique            {} of pages, {} less than all images",
+            b(s.unique_bytes),
+            times(reduction)
+        ),
+        format!(
+            "  stored          {}, and {} that a prune frees",
+            b(s.unique_stored_bytes),
+            b(s.unused_bytes)
+        ),
+    ];
+    for image in &s.images {
+        lines.push(format!(
+            "  {:<15} newest: {} pages, {} distinct; of these {} in other VMs, {} on its disks",
+            image.vm,
+            image.ram_pages,
+            image.ram_unique_pages,
+            image.with_other_vms_pages,
+            image.with_disks_pages
+        ));
+    }
+    lines
+}
+
+fn hours(growth: &Growth) -> String {
+    let row = |hour: &keyframe_store::Hour| {
+        let from = hour.from.to_string();
+        vec![
+            from.get(..16).unwrap_or(&from).replace('T', " "),
+            hour.checkpoints.to_string(),
+            output::bytes(hour.dirty_bytes),
+            output::bytes(hour.added_bytes),
+        ]
+    };
+    let rows: Vec<_> = growth.hours.iter().map(row).collect();
+    output::table(&["hour (UTC)", "checkpoints", "dirty", "added"], &rows)
+}
+
+/// What was dirty and what was added, summed up over time.
+fn figure(growth: &Growth) -> Figure {
+    let first = growth.checkpoints.iter().map(|added| added.taken_at).min();
+    let seconds = |at: jiff::Timestamp| first.map_or(0.0, |first| at.duration_since(first).as_secs_f64());
+    let mut dirty_bytes = 0;
+    let (mut dirty, mut stored) = (Vec::new(), Vec::new());
+    for added in &growth.checkpoints {
+        dirty_bytes += added.dirty_bytes;
+        let point = |y: u64| Point { x: seconds(added.taken_at), y: y as f64, deviation: None };
+        dirty.push(point(dirty_bytes));
+        stored.push(point(added.sum_bytes));
+    }
+    let series =
+        [("dirty", dirty), ("stored", stored)].map(|(name, points)| Series { name: name.into(), points });
+    let bytes = |value: f64| output::bytes(value as u64);
+    let chart = Chart {
+        title: "Sum over all checkpoints that are left".into(),
+        x: Axis::new("seconds since the first checkpoint", Scale::Linear),
+        y: Axis { write: bytes, ..Axis::new("bytes", Scale::Linear) },
+        series: series.into(),
+    };
+    Figure { title: "How the store grew".into(), charts: vec![chart] }
 }
 
 fn times(ratio: Option<f64>) -> String {

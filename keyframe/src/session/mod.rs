@@ -5,8 +5,9 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! With --keep-within a third thread forgets and prunes (`recorder`). Else two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. The control
-//! socket's threads only hand requests over. Whatever the engine suffers, the VM outlives it.
+//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. With
+//! --keep-within a third one forgets and prunes, as low as the encoder (`recorder`). The control socket's threads only hand requests over.
+//! Whatever the engine suffers, the VM outlives it.
 
 mod attach;
 mod audit;

@@ -254,12 +254,14 @@ impl Inner {
         self.read_map(id).is_ok_and(|run| run.header.space_pages == 0)
     }
 
-    /// Removes packs that nothing needs.
+    /// Removes packs that nothing needs, and closes those that have gone, now or before, and that no reader in this process
+    /// holds.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
-        let mut packs = self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        packs.retain(|number, _| !numbers.contains(number));
-        drop(packs);
         let names: Vec<String> = numbers.iter().map(|number| names::pack(*number)).collect();
-        self.backend.remove_all(names::PACKS, &names)
+        self.backend.remove_all(names::PACKS, &names)?;
+        let there: BTreeSet<u32> = packs::numbers(self)?.into_iter().collect();
+        let mut packs = self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        packs.retain(|number, pack| there.contains(number) || Arc::strong_count(pack) > 1);
+        Ok(())
     }
 }

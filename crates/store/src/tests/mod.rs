@@ -18,6 +18,7 @@ mod oracle;
 mod parts;
 mod prune;
 mod repair;
+mod stats;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;

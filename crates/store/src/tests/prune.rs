@@ -183,6 +183,32 @@ fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
     }
 }
 
+/// As a recorder does it: the prune is in the reader's own process. What is gone is closed once nobody reads it.
+#[test]
+fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
+    let medium = Faulty::default();
+    let mut known = store_of(&medium, 9);
+    let store = on(&medium).unwrap();
+    let gone = known[&CheckpointId(2)].clone();
+    let (loaded, disks) = (store.load(CheckpointId(2)).unwrap(), store.load_disks(CheckpointId(2)).unwrap());
+    forget(&store, &mut known, &[1, 2, 3, 4, 5, 6, 7, 8]);
+    let report = prune(&store, 0.0).unwrap();
+    assert!(report.removed_packs + report.rewritten_packs > 0, "{report:?}");
+    let expected = (0u64..).zip(&gone).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
+    assert!(read_image(&loaded).unwrap() == expected.collect());
+    let there = |store: &Store| {
+        let open = store.inner().packs.lock().unwrap();
+        open.keys().all(|number| medium.files().contains_key(&crate::names::pack(*number)))
+    };
+    assert!(!there(&store), "the reader holds nothing that is gone: this test looks at nothing");
+    drop((loaded, disks));
+    add_run(&medium, 3, &mut known);
+    forget(&store, &mut known, &[9]);
+    prune(&store, 0.0).unwrap();
+    assert!(there(&store), "packs that are gone are open");
+    assert_kept(&medium, &known, "pruned twice");
+}
+
 #[test]
 fn damage_is_left_where_it_is_and_said() {
     let base = Faulty::default();

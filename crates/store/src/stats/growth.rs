@@ -1,0 +1,78 @@
+//! How a store grew: what each checkpoint added, and each hour.
+//!
+//! Numbers of a checkpoint are those measured when it was taken; what has been forgotten since is in none of them.
+
+use crate::Sealed;
+use jiff::Timestamp;
+use keyframe_units::{CheckpointId, PAGE_BYTES};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+const HOUR_S: i64 = 3600;
+
+/// What one checkpoint added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Added {
+    /// Its number.
+    pub id: CheckpointId,
+    /// The VM.
+    pub vm: String,
+    /// When its pause began.
+    pub taken_at: Timestamp,
+    /// Pages and blocks put into it.
+    pub dirty_bytes: u64,
+    /// Bytes that the store grew by: records, map, device state.
+    pub added_bytes: u64,
+    /// The sum of these so far, over all VMs, in the order of the numbers.
+    pub sum_bytes: u64,
+}
+
+/// What one hour added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hour {
+    /// When it began.
+    pub from: Timestamp,
+    /// Checkpoints taken in it.
+    pub checkpoints: u64,
+    /// Pages and blocks put into them.
+    pub dirty_bytes: u64,
+    /// Bytes that the store grew by.
+    pub added_bytes: u64,
+}
+
+/// How a store grew.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Growth {
+    /// By number.
+    pub checkpoints: Vec<Added>,
+    /// By time; hours in which nothing was taken are left out.
+    pub hours: Vec<Hour>,
+}
+
+impl Growth {
+    /// Of checkpoints in rising order.
+    pub fn of(sealed: &[Sealed]) -> Self {
+        let mut growth = Self::default();
+        let mut hours = BTreeMap::<i64, Hour>::new();
+        let mut sum_bytes = 0;
+        for Sealed { id, meta, .. } in sealed {
+            let counts = &meta.counts;
+            let blocks: u64 = meta.disks.iter().map(|disk| disk.counts.written_blocks).sum();
+            let of_disks: u64 = meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
+            let dirty_bytes = (counts.dirty_pages + blocks) * PAGE_BYTES as u64;
+            let added_bytes = counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
+            sum_bytes += added_bytes;
+            let (vm, taken_at) = (meta.vm.clone(), meta.taken_at);
+            growth.checkpoints.push(Added { id: *id, vm, taken_at, dirty_bytes, added_bytes, sum_bytes });
+            let from_s = taken_at.as_second().div_euclid(HOUR_S) * HOUR_S;
+            let from = Timestamp::from_second(from_s).unwrap_or(taken_at);
+            let hour = hours.entry(from_s);
+            let hour = hour.or_insert(Hour { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
+            hour.checkpoints += 1;
+            hour.dirty_bytes += dirty_bytes;
+            hour.added_bytes += added_bytes;
+        }
+        growth.hours = hours.into_values().collect();
+        growth
+    }
+}
