@@ -128,7 +128,7 @@ impl Bench<'_> {
             let turn = format!("round {round} of {rounds}");
             for name in OWN.into_iter().chain([DIRTIER]).filter(|name| self.parts.has(name)) {
                 let measured = self.measure(name, None, &turn)?;
-                self.rows.add(name, measured);
+                self.rows.add(name, &measured);
             }
             let databases = peers.iter().flat_map(|peers| DATABASES.map(|name| (name, Some(peers))));
             for (name, peers) in databases.chain(ARCHIVERS.map(|name| (name, None))) {
@@ -137,7 +137,7 @@ impl Bench<'_> {
                     continue;
                 }
                 match self.measure(name, peers, &turn) {
-                    Ok(measured) => self.rows.add(name, measured),
+                    Ok(measured) => self.rows.add(name, &measured),
                     Err(e) if self.interrupt.is_set() => return Err(e),
                     Err(e) => {
                         self.options.left_out(name, &with_fix(name, e));
