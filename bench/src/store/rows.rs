@@ -85,6 +85,7 @@ impl Rows {
             for (ratio, key) in [
                 ("ingest", "whole_bytes_per_s"),
                 ("steady", "steady_bytes_per_s"),
+                ("cpu", "cpu_ns"),
                 ("stored", "stored_bytes"),
             ] {
                 let (over, under) = (format!("{KEYFRAME}_{key}"), format!("{name}_{key}"));
