@@ -3,12 +3,13 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test bench lint build setup guests clean
+.PHONY: help demo test bench bench-peers lint build setup guests clean
 
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result"
 	@echo "make test    unit, property and end-to-end tests on real QEMU"
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
+	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
 	@echo "make lint    formatting and clippy"
 	@echo "make build   target/release/keyframe"
 
@@ -27,8 +28,11 @@ demo: build guests
 test: guests
 	@scripts/test
 
-bench: build guests
+bench: build guests bench-peers
 	@scripts/bench
+
+bench-peers: setup
+	@scripts/bench-peers
 
 lint: setup
 	$(CARGO) fmt --all --check

@@ -89,10 +89,63 @@ fn a_peer_that_cannot_run_is_left_out_aloud() {
 }
 
 #[test]
+fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
+    let bench = Bench::without_store();
+    let args = ["store", "--quick", "--only", "keyframe,flat_file", "--quiet"];
+    let mut command = bench.command(&[&["bench", "--json"], &args[..]].concat());
+    // What it leaves behind would be here.
+    let place = bench.path().join("place");
+    std::fs::create_dir(&place).expect("make a directory");
+    command.env("TMPDIR", &place);
+    let output = Bench::run_within(command, LIMIT);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    // It fails where an image does not come back as it was fed.
+    assert!(output.status.success() && errors.is_empty(), "{errors}");
+    assert_eq!(std::fs::read_dir(&place).expect("list it").count(), 0, "files were left behind");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+    assert_eq!(report["name"], "store");
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    let positive = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|value| *value > 0.0);
+    for workload in ["dup", "unique", "steady"] {
+        let rate = |store: &str| positive(figures.get(&format!("{store}_{workload}_bytes_per_s")));
+        assert!(rate("flat_file").is_some() && rate("ingest").is_some(), "{workload}: {report}");
+        assert_eq!(rate("ingest"), rate("keyframe"), "{report}");
+    }
+    assert!(positive(ratios.get("ingest_over_flat_file")).is_some(), "{report}");
+    assert!(positive(ratios.get("memcpy_over_reconstruct")).is_some(), "{report}");
+    // The flat file deduplicates and does not compress.
+    let bytes = |key: &str| positive(figures.get(key)).unwrap_or_else(|| panic!("no {key}: {report}"));
+    let distinct_bytes = bytes("keyframe_dedup_only_bytes");
+    assert!((1.0..1.1).contains(&(bytes("flat_file_stored_bytes") / distinct_bytes)), "{report}");
+    let part = positive(ratios.get("stored_over_dedup_only")).expect("stored_over_dedup_only");
+    assert!(part < 1.0, "compression saves nothing: {report}");
+    assert!((part / (bytes("keyframe_stored_bytes") / distinct_bytes) - 1.0).abs() < 1e-9, "{report}");
+    let others = ["rocksdb", "borg", "dedup_zstd", "metadata", "open", "dirtier"];
+    let keys = || figures.keys().chain(ratios.keys());
+    assert!(
+        !keys().any(|key| others.iter().any(|other| key.contains(other))),
+        "figures of what did not run: {report}"
+    );
+}
+
+#[test]
+fn databases_that_are_not_built_are_left_out_aloud() {
+    let bench = Bench::without_store();
+    let output = bench.run(&["bench", "store", "--quick", "--only", "kyoto", "--json"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert!(errors.contains("kyoto is left out") && errors.contains("make bench-peers"), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(values(&report, "figures").is_empty() && values(&report, "ratios").is_empty(), "{report}");
+}
+
+#[test]
 fn what_a_benchmark_does_not_have_is_refused() {
     let bench = Bench::new();
     bench.refused(&["bench", "pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
     bench.refused(&["bench", "overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
     bench.refused(&["bench", "restore", "--only", "lazy"], 1, &["restore has no --only"]);
     bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
+    bench.refused(&["bench", "store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
+    bench.refused(&["bench", "store", "--job", "{}"], 1, &["read the job"]);
 }

@@ -25,10 +25,14 @@ const UNIQUE_PART: usize = 2;
 
 type Dirty<'a> = (PageIndex, &'a Page);
 
-/// Does job `job` with `store`.
+/// Does job `job` with `store`, in a process that does nothing else.
 pub fn run(job: &Job, store: &dyn Store) -> Result<Measured> {
     end_with_parent()?;
     bind_to(job.cpu)?;
+    measure(job, store)
+}
+
+fn measure(job: &Job, store: &dyn Store) -> Result<Measured> {
     let image_pages = (job.image_mib << 20) / PAGE_BYTES as u64;
     let mut stream = Stream::new(image_pages, job.seconds, job.words);
     let mixed = job.dir.join("mixed");
@@ -168,4 +172,105 @@ fn feed_pure(store: &dyn Store, dir: &Path, mut stream: Stream, measured: &mut M
         expected[page.0 as usize] = **content;
     }
     image(store.open(dir)?.as_mut(), 2, &expected, &mut stream.image.clone()).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keyed::{Key, KeyValue, KeyedStore};
+    use crate::{PageSink, Words, Writing};
+    use std::path::PathBuf;
+
+    /// A database that is a file for each key.
+    struct Files(PathBuf);
+
+    impl Files {
+        fn path(&self, key: &Key) -> PathBuf {
+            self.0.join(key.map(|byte| format!("{byte:02x}")).concat())
+        }
+    }
+
+    impl KeyValue for Files {
+        const NAME: &'static str = "files";
+
+        fn open(dir: &Path) -> Result<Self> {
+            Ok(Self(dir.to_path_buf()))
+        }
+
+        fn add_all(&mut self, entries: &mut dyn Iterator<Item = (Key, &[u8])>) -> Result<()> {
+            for (key, value) in entries {
+                std::fs::write(self.path(&key), value).map_err(Error::io("write"))?;
+            }
+            Ok(())
+        }
+
+        fn get(&mut self, key: &Key, sink: &mut dyn FnMut(&[u8])) -> Result<bool> {
+            match std::fs::read(self.path(key)) {
+                Ok(value) => sink(&value),
+                Err(_) => return Ok(false),
+            }
+            Ok(true)
+        }
+
+        fn close(self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A store that gives back one page too many, or one byte that it was not given.
+    #[derive(Clone, Copy)]
+    enum Wrong {
+        Byte,
+        Page,
+    }
+
+    impl Store for Wrong {
+        fn create(&self, dir: &Path, pages: u64) -> Result<Box<dyn Writing>> {
+            KeyedStore::<Files>::new().create(dir, pages)
+        }
+
+        fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
+            Ok(Box::new(WrongReading(*self, KeyedStore::<Files>::new().open(dir)?)))
+        }
+    }
+
+    struct WrongReading(Wrong, Box<dyn Reading>);
+
+    impl Reading for WrongReading {
+        fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+            let (wrong, mut zero) = (self.0, vec![true; 1024]);
+            self.1.image(checkpoint, &mut |page, content| {
+                zero[page.0 as usize] = false;
+                let mut content = *content;
+                content[77] ^= u8::from(matches!(wrong, Wrong::Byte) && page.0 > 500);
+                sink(page, &content);
+            })?;
+            if let (Wrong::Page, Some(page)) = (wrong, zero.iter().rposition(|zero| *zero)) {
+                sink(PageIndex(page as u64), &[1; PAGE_BYTES]);
+            }
+            Ok(())
+        }
+    }
+
+    fn job(dir: &Path) -> Job {
+        let dir = dir.to_path_buf();
+        Job { store: String::new(), dir, image_mib: 4, seconds: 2, words: Words::Few, pure: true, cpu: 0 }
+    }
+
+    #[test]
+    fn a_store_that_gives_back_what_it_got_has_figures_and_another_has_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let measured = measure(&job(dir.path()), &KeyedStore::<Files>::new()).unwrap();
+        assert_eq!(measured.whole.bytes, (1024 + 2 * 78) * 4096);
+        // Files of whole pages, and maps.
+        assert!(measured.stored_bytes >= measured.distinct_bytes && measured.distinct_bytes > 600 * 4096);
+        assert!(measured.dup.unwrap().bytes > 600 * 4096 && measured.unique.unwrap().bytes == 512 * 4096);
+        assert!(measured.steady.ns > 0 && measured.whole.ns > measured.steady.ns);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files were left behind");
+        for wrong in [Wrong::Byte, Wrong::Page] {
+            let dir = tempfile::tempdir().unwrap();
+            let error = measure(&job(dir.path()), &wrong).unwrap_err();
+            assert!(matches!(error, Error::Differs { checkpoint: 0, page: 500.. }), "{error}");
+        }
+    }
 }

@@ -32,7 +32,7 @@ pub struct Rows(Vec<(String, Row)>);
 
 impl Rows {
     /// Adds a round of `name`.
-    pub fn add(&mut self, name: &str, m: Measured) {
+    pub fn add(&mut self, name: &str, m: &Measured) {
         let at = self.0.iter().position(|(known, _)| known == name).unwrap_or_else(|| {
             self.0.push((name.into(), Row::default()));
             self.0.len() - 1
@@ -85,6 +85,7 @@ impl Rows {
             for (ratio, key) in [
                 ("ingest", "whole_bytes_per_s"),
                 ("steady", "steady_bytes_per_s"),
+                ("cpu", "cpu_ns"),
                 ("stored", "stored_bytes"),
             ] {
                 let (over, under) = (format!("{KEYFRAME}_{key}"), format!("{name}_{key}"));
@@ -126,16 +127,15 @@ impl Rows {
         if self.0.is_empty() {
             return String::new();
         }
-        let mut lines = vec![format!("  {:<18}", "store")];
-        lines[0].extend(columns.iter().map(|(heading, ..)| format!("{heading:>13}")));
+        let headings = columns.map(|(heading, ..)| format!("{heading:>13}")).concat();
+        let mut lines = vec![format!("  {:<18}{headings}", "store")];
         for (name, row) in &self.0 {
-            let mut line = format!("  {name:<18}");
-            for (_, key, unit, digits) in columns {
-                let value =
-                    Self::value(row, key).map_or("-".into(), |value| format!("{:.digits$}", value / unit));
-                line.push_str(&format!("{value:>13}"));
-            }
-            lines.push(line);
+            let cell = |key, unit: f64, digits: usize| {
+                let value = Self::value(row, key);
+                value.map_or("-".into(), |value| format!("{:.digits$}", value / unit))
+            };
+            let cells = columns.map(|(_, key, unit, digits)| format!("{:>13}", cell(key, unit, digits)));
+            lines.push(format!("  {name:<18}{}", cells.concat()));
         }
         lines.join("\n")
     }
@@ -185,15 +185,15 @@ mod tests {
     #[test]
     fn the_keys_and_what_they_compare_are_those_promised() {
         let mut rows = Rows::default();
-        rows.add("keyframe", measured(1_000_000_000, 300));
+        rows.add("keyframe", &measured(1_000_000_000, 300));
         let peers = ["rocksdb", "leveldb", "lmdb", "kyoto", "sqlite", "redb", "borg", "restic", "flat_file"];
         for peer in peers {
-            rows.add(peer, measured(4_000_000_000, 600));
+            rows.add(peer, &measured(4_000_000_000, 600));
         }
-        rows.add("dedup_zstd", measured(0, 600));
+        rows.add("dedup_zstd", &measured(0, 600));
         let report = rows.report();
         let close = |value: f64, expected: f64, key: &str| {
-            assert!((value / expected - 1.0).abs() < 1e-9, "{key}: {value}")
+            assert!((value / expected - 1.0).abs() < 1e-9, "{key}: {value}");
         };
         for (key, expected) in [("dup", 4e9), ("unique", 5e8), ("steady", 2e9)] {
             close(report.figures[&format!("ingest_{key}_bytes_per_s")], expected, key);
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn what_was_not_measured_has_no_key() {
         let mut rows = Rows::default();
-        rows.add("lmdb", measured(1, 1));
+        rows.add("lmdb", &measured(1, 1));
         let report = rows.report();
         assert!(report.ratios.is_empty(), "{:?}", report.ratios);
         assert!(report.figures.keys().all(|key| key.starts_with("lmdb_")));
