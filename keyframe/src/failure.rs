@@ -85,7 +85,7 @@ impl Failure {
                 failure.fix(format!("see what there is with: keyframe list --store {}", path.display()))
             }
             _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
-            _ => failure,
+            _ => Self { fix: error.fix(), ..failure },
         }
     }
 

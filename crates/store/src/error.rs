@@ -169,6 +169,17 @@ impl Error {
         }
     }
 
+    /// What a person can do about it, where the place of the store knows that.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Io { source, .. } => {
+                source.get_ref()?.downcast_ref::<crate::backend::Refusal>()?.fix.clone()
+            }
+            Self::TagNotSet { source, .. } | Self::Unreadable { source, .. } => source.fix(),
+            _ => None,
+        }
+    }
+
     /// True where a name is taken.
     pub(crate) fn already_exists(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)

@@ -42,6 +42,7 @@ mod forget;
 mod hold;
 mod identity;
 mod loaded;
+mod local;
 mod map_run;
 mod meta;
 mod names;
@@ -70,6 +71,7 @@ pub use disks::{
 pub use error::{Error, Result};
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
+pub use local::store_of as store_of_folder;
 pub use meta::{Counts, MachineMeta, MemberMeta, Meta, PausePhases, Sealed, Timing};
 pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};

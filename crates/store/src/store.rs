@@ -1,6 +1,6 @@
 //! An open store: names, lists and loads checkpoints. Readers need no lock.
 
-use crate::backend::{Backend, Local};
+use crate::backend::{self, Backend};
 use crate::bytes::to_hex;
 use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
 use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
@@ -10,7 +10,7 @@ use crate::meta::{Meta, Sealed};
 use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
 use crate::writer::{Tuning, Writer};
-use crate::{Error, Loaded, Result, Unmapped, names};
+use crate::{Error, Loaded, Result, Unmapped, local, names};
 use keyframe_units::CheckpointId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
@@ -37,12 +37,12 @@ impl Store {
     /// Makes an empty store. Refuses a place that holds anything ([`Error::Exists`]); the directory is made readable by
     /// its owner alone, for it will hold the memory of guests.
     pub fn init(path: &Path) -> Result<Self> {
-        Self::init_on(Arc::new(Local::create(path)?), path)
+        Self::init_on(backend::create(path)?, path)
     }
 
     /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`], [`Error::LaterVersion`].
     pub fn open(path: &Path) -> Result<Self> {
-        Self::open_on(Arc::new(Local::open(path)), path)
+        Self::open_on(backend::open(path)?, path)
     }
 
     /// Makes an empty store on any backend, which must be empty; `path` is what [`Store::path`] says.
@@ -82,6 +82,32 @@ impl Store {
     /// Where the store is, as it was opened.
     pub fn path(&self) -> &Path {
         &self.inner.path
+    }
+
+    /// The same for other processes, which may have another working directory.
+    pub fn absolute_path(&self) -> Result<PathBuf> {
+        if backend::is_remote(self.path()) {
+            return Ok(self.path().into());
+        }
+        let io =
+            |source| Error::Io { object: self.path().display().to_string(), operation: "resolve", source };
+        std::path::absolute(self.path()).map_err(io)
+    }
+
+    /// Where this host keeps what belongs to the store but cannot be in it: the store's directory; for one in object storage, a
+    /// directory of the user's, which is made.
+    pub fn local_folder(&self) -> Result<PathBuf> {
+        if backend::is_remote(self.path()) {
+            local::folder(self.id(), self.path())
+        } else {
+            self.absolute_path()
+        }
+    }
+
+    /// Takes the writer's lock away from whoever holds it, and says who that was; that one writes nothing more. None where
+    /// nobody holds it, and for a directory, whose lock ends with its holder.
+    pub fn break_lock(&self) -> Result<Option<String>> {
+        Ok(self.inner.backend.break_lock()?.map(|text| crate::writer::describe_holder(&text)))
     }
 
     /// The store's id: 32 hexadecimal digits.

@@ -175,7 +175,7 @@ fn named(error: Error) -> Error {
     }
 }
 
-fn describe_holder(text: &str) -> String {
+pub(crate) fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner }) => format!("{owner} (process {pid} on {host}, since {since})"),
         Err(_) => "another process".into(),

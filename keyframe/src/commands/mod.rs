@@ -35,7 +35,7 @@ use std::path::PathBuf;
 /// Which store: on the command line, or in `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {
-    /// The store's directory
+    /// The store's directory, or s3://BUCKET/PREFIX
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: PathBuf,
 }
