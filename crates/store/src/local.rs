@@ -1,4 +1,5 @@
-//! What this host keeps for a store that is elsewhere: what runs have written to their disks.
+//! What this host keeps for a store that is elsewhere, or encrypted: what runs have written to their disks, which is in plain as the
+//! images beneath are.
 //!
 //! ```text
 //!   STATE/keyframe/stores/ID/store.url     where the store is

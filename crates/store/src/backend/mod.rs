@@ -13,10 +13,14 @@
 //! `sync` survive, in whole, in part, or in order.
 
 #[cfg(test)]
+pub(crate) mod conformance;
+mod encrypted;
+#[cfg(test)]
 pub(crate) mod faulty;
 mod local;
 mod s3;
 
+pub(crate) use encrypted::Encrypted;
 pub use local::Local;
 pub use s3::{Refusal, S3};
 

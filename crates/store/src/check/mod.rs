@@ -202,9 +202,8 @@ impl Check<'_> {
         let read = backend
             .read(STORE_JSON, STORE_JSON_BYTES_MAX)
             .and_then(|bytes| Config::decode(&bytes, &backend.describe(STORE_JSON)));
-        let same = |c: &Config| c.id == self.inner.config.id && c.key.0 == self.inner.config.key.0;
         let (object, problem) = match read {
-            Ok(config) if same(&config) => return,
+            Ok(stored) if self.inner.config.is(&stored) => return,
             Ok(_) => (backend.describe(STORE_JSON), "it is that of another store".into()),
             Err(error) => explain(self.inner, STORE_JSON, error),
         };

@@ -42,6 +42,12 @@ const PAGES_MAX: u32 = 100_000;
 pub struct Client {
     pub place: Place,
     agent: Agent,
+    attempts: u32,
+    pause: Duration,
+    /// Keys in a page of a listing; none: as many as the server gives.
+    page_keys: Option<usize>,
+    #[cfg(test)]
+    pub faults: super::tests::Faults,
 }
 
 /// Under which condition a put is done.
@@ -83,6 +89,15 @@ pub struct Listed {
     pub tag: String,
 }
 
+/// How far a listing goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// What lies directly there.
+    Here,
+    /// All below too.
+    Below,
+}
+
 /// What an answer or its absence means, and what to do about it.
 #[derive(Debug, thiserror::Error)]
 #[error("{problem}")]
@@ -110,7 +125,15 @@ impl Client {
             .timeout_global(Some(call))
             .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
             .build();
-        Self { place, agent: config.new_agent() }
+        Self {
+            place,
+            agent: config.new_agent(),
+            attempts: ATTEMPTS,
+            pause: PAUSE_FIRST,
+            page_keys: None,
+            #[cfg(test)]
+            faults: super::tests::Faults::default(),
+        }
     }
 
     /// How messages call an object.
@@ -203,7 +226,7 @@ impl Client {
                 None => request.call(),
             }
         };
-        let mut left = ATTEMPTS;
+        let mut left = self.attempts;
         loop {
             let (answer, attempts) = self.attempt("get", name, &send)?;
             if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
@@ -264,16 +287,18 @@ impl Client {
         }
     }
 
-    /// The objects whose names begin with `folder`, rising, and the folders directly in it.
-    pub fn list(&self, folder: &str, keys_max: Option<usize>) -> Result<(Vec<Listed>, Vec<String>)> {
+    /// The objects whose names begin with `folder`, rising.
+    pub fn list(&self, folder: &str, depth: Depth, keys_max: Option<usize>) -> Result<Vec<Listed>> {
         let prefix = self.key(folder);
-        let (mut objects, mut folders) = (Vec::new(), Vec::new());
+        let mut objects = Vec::new();
         let mut token: Option<String> = None;
         for _ in 0..PAGES_MAX {
             let mut action = ListObjectsV2::new(&self.place.bucket, Some(&self.place.credentials));
             action.with_prefix(prefix.as_str());
-            action.with_delimiter("/");
-            if let Some(max) = keys_max {
+            if depth == Depth::Here {
+                action.with_delimiter("/");
+            }
+            if let Some(max) = keys_max.or(self.page_keys) {
                 action.with_max_keys(max);
             }
             if let Some(token) = &token {
@@ -283,15 +308,17 @@ impl Client {
                 self.text("list", folder, &|| self.agent.get(action.sign(SIGNED_FOR).as_str()).call())?;
             let page = ListObjectsV2::parse_response(&text)
                 .map_err(|e| self.strange("list", folder, &e.to_string()))?;
-            let cut = |key: &str| key.strip_prefix(&prefix).map(|rest| rest.trim_end_matches('/').to_owned());
-            folders.extend(page.common_prefixes.iter().filter_map(|p| cut(&p.prefix)));
             objects.extend(page.contents.into_iter().filter_map(|object| {
-                let name = cut(&object.key).filter(|name| !name.is_empty())?;
-                Some(Listed { name, len_bytes: object.size?, tag: object.etag.unwrap_or_default() })
+                let name = object.key.strip_prefix(&prefix).filter(|name| !name.is_empty())?;
+                Some(Listed {
+                    name: name.to_owned(),
+                    len_bytes: object.size?,
+                    tag: object.etag.unwrap_or_default(),
+                })
             }));
             token = page.next_continuation_token;
             if token.is_none() || keys_max.is_some() {
-                return Ok((objects, folders));
+                return Ok(objects);
             }
         }
         Err(self.strange("list", folder, "the listing does not end"))
@@ -320,14 +347,16 @@ impl Client {
         send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
     ) -> Result<(Response<Body>, u32)> {
         let begun = Instant::now();
-        let mut pause = PAUSE_FIRST;
+        let mut pause = self.pause;
         for attempt in 1.. {
+            #[cfg(test)]
+            let send = || self.faults.send(send);
             let answer = match send() {
                 Ok(answer) if !is_passing(answer.status()) => return Ok((answer, attempt)),
                 Ok(answer) => Answer::Some(answer),
                 Err(error) => Answer::None(error),
             };
-            if attempt >= ATTEMPTS || begun.elapsed() + pause > NO_ATTEMPT_AFTER {
+            if attempt >= self.attempts || begun.elapsed() + pause > NO_ATTEMPT_AFTER {
                 return Err(match answer {
                     Answer::Some(answer) => self.refused(operation, name, answer),
                     Answer::None(error) => self.unreached(operation, name, &error),
@@ -450,4 +479,14 @@ fn summary(text: &str) -> String {
 fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
     let rest = text.get(text.find(before)? + before.len()..)?;
     rest.get(..rest.find(behind)?)
+}
+
+#[cfg(test)]
+impl Client {
+    /// For tests that do not want to wait.
+    pub fn hasten(&mut self, attempts: u32, page_keys: usize) {
+        self.attempts = attempts;
+        self.pause = Duration::from_millis(1);
+        self.page_keys = Some(page_keys);
+    }
 }

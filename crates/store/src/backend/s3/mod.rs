@@ -20,15 +20,18 @@ mod client;
 mod lease;
 mod pack;
 mod place;
+#[cfg(test)]
+pub(crate) mod tests;
 
 pub use client::Refusal;
 pub use place::is_url;
 
 use super::{Backend, Growing, LockGuard, Readable};
 use crate::config::{STORE_JSON, random};
+use crate::names::PACKS;
 use crate::{Error, Result};
 use cache::Cache;
-use client::{Client, If, Put};
+use client::{Client, Depth, If, Put};
 use lease::Lease;
 use place::Place;
 use rustc_hash::FxHashMap;
@@ -84,7 +87,11 @@ impl S3 {
 
     fn at(place: Place, cache: Option<PathBuf>) -> Self {
         let cache = Cache::new(cache, &format!("{} {}", place.endpoint, place.name));
-        let client = Arc::new(Client::new(place));
+        Self::over(Client::new(place), cache)
+    }
+
+    fn over(client: Client, cache: Cache) -> Self {
+        let client = Arc::new(client);
         Self { shared: Arc::new(Shared { client, cache, leases: Mutex::default(), open: Mutex::default() }) }
     }
 
@@ -103,8 +110,7 @@ impl S3 {
         if client.get_if_there(STORE_JSON)?.is_some() {
             return Err(exists("a store is already here"));
         }
-        let (objects, folders) = client.list("", Some(2))?;
-        if objects.is_empty() && folders.is_empty() {
+        if client.list("", Depth::Below, Some(2))?.is_empty() {
             Ok(())
         } else {
             Err(exists("there are objects here already"))
@@ -199,11 +205,12 @@ impl Backend for S3 {
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {
-        let (objects, folders) = self.shared.client.list(&format!("{folder}/"), None)?;
-        // A name that is both would be listed twice.
-        let objects = objects.into_iter().map(|object| object.name).filter(|name| !folders.contains(name));
-        let mut names: Vec<String> = objects.collect();
-        names.extend(folders);
+        // Of packs the objects in them: servers that keep directories list them for a while after what was in them.
+        let depth = if folder == PACKS { Depth::Below } else { Depth::Here };
+        let objects = self.shared.client.list(&format!("{folder}/"), depth, None)?;
+        let names = objects.iter().map(|object| object.name.split('/').next().unwrap_or_default().to_owned());
+        let mut names: Vec<String> = names.collect();
+        names.dedup();
         Ok(names)
     }
 

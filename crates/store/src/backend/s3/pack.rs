@@ -13,7 +13,7 @@
 //! every reader; what `sync` said to be durable is in it. After a put that failed nothing is appended: it may still arrive.
 
 use super::Shared;
-use super::client::{If, Listed, Put};
+use super::client::{Depth, If, Listed, Put};
 use crate::backend::{Growing, Readable};
 use crate::bytes::to_hex;
 use crate::config::random;
@@ -100,7 +100,7 @@ pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<Open>, Box<dyn Gr
 
 /// Removes a pack, its end first: what is left by a crash is a shorter one.
 pub fn remove(shared: &Shared, name: &str) -> Result<()> {
-    let (objects, _) = shared.client.list(&format!("{name}/"), None)?;
+    let objects = shared.client.list(&format!("{name}/"), Depth::Here, None)?;
     // `begun` and `closed` come behind the digits; `begun` goes last.
     let is_begun = |object: &Listed| object.name == "begun";
     for object in objects.iter().rev().filter(|o| !is_begun(o)).chain(objects.iter().filter(|o| is_begun(o)))
@@ -284,7 +284,7 @@ impl Reading {
             let parts = open.state().parts.clone();
             return Ok(Seen { parts, is_closed: false });
         }
-        let (objects, _) = self.shared.client.list(&format!("{}/", self.name), None)?;
+        let objects = self.shared.client.list(&format!("{}/", self.name), Depth::Here, None)?;
         if objects.is_empty() {
             let source = io::Error::from(io::ErrorKind::NotFound);
             return Err(Error::Io {
