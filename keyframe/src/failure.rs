@@ -16,6 +16,8 @@ use std::path::Path;
 pub const DONE: u8 = 0;
 /// Failed.
 pub const FAILED: u8 = 1;
+/// Wrong usage.
+pub const USAGE: u8 = 2;
 /// Done with warnings.
 pub const WARNED: u8 = 3;
 /// There is no store.
@@ -86,12 +88,12 @@ impl Failure {
                 failure.fix(format!("unpin it first (keyframe pin --remove {id}), or name it with --force"))
             }
             Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
-            Error::Exists { .. } => failure.fix("use it as it is, or name another directory"),
+            Error::Exists { .. } => failure.fix("use it as it is, or name another place"),
             Error::UnknownCheckpoint { .. } => {
                 failure.fix(format!("see what there is with: keyframe list --store {}", path.display()))
             }
             _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
-            _ => failure,
+            _ => Self { fix: crate::keys::fix(error).or_else(|| error.fix()), ..failure },
         }
     }
 

@@ -7,6 +7,7 @@ mod control;
 mod disks;
 mod failure;
 mod images;
+mod keys;
 mod lans;
 mod lineage;
 mod mount;

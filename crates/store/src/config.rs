@@ -11,20 +11,26 @@
 //!   }
 //! ```
 //!
+//! The store is encrypted where `version` is 4; then `encryption` (`secret`) takes the place of `hash_key`.
+//!
 //! Invariant: the checksum line is the same in all versions of the format, so that a file of a later version is told
 //! from a damaged one. The bytes behind the checksum are fixed, so that no byte of the file goes unchecked.
 
 use crate::bytes::{from_hex, to_hex};
 use crate::identity::HashKey;
+use crate::secret::{DataKey, Lock, Secret, SecretKind};
 use crate::{Error, Result};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::io::Read;
+use zeroize::Zeroizing;
 
 /// The file's name.
 pub const STORE_JSON: &str = "store.json";
 /// The version of the store format (of all its files) that is written, and the highest that is read.
 pub const FORMAT_VERSION: u32 = 1;
+/// The version of `store.json` where the store is encrypted, and the highest that is read.
+pub const ENCRYPTED_VERSION: u32 = 4;
 /// Far above what any version needs.
 pub const STORE_JSON_BYTES_MAX: u64 = 64 << 10;
 
@@ -38,6 +44,31 @@ pub struct Config {
     pub id: StoreId,
     pub created: Timestamp,
     pub key: HashKey,
+    /// Where the store is encrypted.
+    pub encryption: Option<Encryption>,
+}
+
+/// What an encrypted store has beside.
+#[derive(Clone, Debug)]
+pub struct Encryption {
+    /// What its keys are locked with.
+    pub lock: Lock,
+    pub data_key: DataKey,
+}
+
+/// What `store.json` says.
+#[derive(Clone, Debug)]
+pub struct Stored {
+    pub id: StoreId,
+    created: Timestamp,
+    pub keys: StoredKeys,
+}
+
+/// The keys of a store, as they are kept.
+#[derive(Clone, Debug)]
+pub enum StoredKeys {
+    Plain(HashKey),
+    Locked(Lock),
 }
 
 /// The id that every file of a store carries.
@@ -50,7 +81,10 @@ struct Body {
     version: u32,
     id: String,
     created: Timestamp,
-    hash_key: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hash_key: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    encryption: Option<Lock>,
 }
 
 #[derive(Deserialize)]
@@ -60,22 +94,41 @@ struct AnyVersion {
 }
 
 impl Config {
-    /// A new identity with a key from the system's random source.
-    pub fn fresh() -> Result<Self> {
-        Ok(Self { id: StoreId(random()?), created: now(), key: HashKey(random()?) })
+    /// A new identity with keys from the system's random source, which are locked with `secret` where there is one.
+    pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
+        let (id, created, key) = (StoreId(random()?), now(), HashKey(random()?));
+        let encryption = match secret {
+            None => None,
+            Some(secret) => {
+                let data_key = DataKey(Zeroizing::new(random()?));
+                Some(Encryption { lock: Lock::close(secret, &key, &data_key, &name(id, created))?, data_key })
+            }
+        };
+        Ok(Self { id, created, key, encryption })
+    }
+
+    /// True where `stored` is what this was read from.
+    pub fn is(&self, stored: &Stored) -> bool {
+        let same_keys = match (&stored.keys, &self.encryption) {
+            (StoredKeys::Plain(key), None) => key.0 == self.key.0,
+            (StoredKeys::Locked(lock), Some(encryption)) => *lock == encryption.lock,
+            _ => false,
+        };
+        stored.id == self.id && same_keys
     }
 
     pub fn encode(&self) -> Result<Vec<u8>> {
         let body = Body {
             format: FORMAT.into(),
-            version: FORMAT_VERSION,
+            version: if self.encryption.is_some() { ENCRYPTED_VERSION } else { FORMAT_VERSION },
             id: to_hex(&self.id.0),
             created: self.created,
-            hash_key: to_hex(&self.key.0),
+            hash_key: self.encryption.is_none().then(|| to_hex(&self.key.0)),
+            encryption: self.encryption.as_ref().map(|encryption| encryption.lock.clone()),
         };
         let text = serde_json::to_string_pretty(&body)
             .map_err(|e| Error::damaged(STORE_JSON, format!("cannot be written as JSON: {e}")))?;
-        let mut out = format!("{},\n", text.trim_end_matches(['}', '\n']));
+        let mut out = format!("{},\n", text.strip_suffix("\n}").unwrap_or(&text));
         let checksum = blake3::hash(out.as_bytes());
         out.push_str(CHECKSUM_FIELD);
         out.push_str(&checksum.to_hex());
@@ -84,7 +137,7 @@ impl Config {
     }
 
     /// `object` is how errors call the file.
-    pub fn decode(bytes: &[u8], object: &str) -> Result<Self> {
+    pub fn decode(bytes: &[u8], object: &str) -> Result<Stored> {
         let damaged = |problem: String| Error::damaged(object, problem);
         let text = std::str::from_utf8(bytes).map_err(|e| damaged(format!("not text: {e}")))?;
         let (covered, line) = text
@@ -100,16 +153,43 @@ impl Config {
         if any.format != FORMAT {
             return Err(damaged(format!("is of format \"{}\", not \"{FORMAT}\"", any.format)));
         }
-        if any.version > FORMAT_VERSION {
-            let (found, known) = (any.version, FORMAT_VERSION);
+        if any.version > ENCRYPTED_VERSION {
+            let (found, known) = (any.version, ENCRYPTED_VERSION);
             return Err(Error::LaterVersion { object: object.into(), found, known });
         }
         let body: Body = serde_json::from_str(text).map_err(json)?;
         let id = from_hex(&body.id).ok_or_else(|| damaged("its id is not 32 hexadecimal digits".into()))?;
-        let key =
-            from_hex(&body.hash_key).ok_or_else(|| damaged("its key is not 64 hexadecimal digits".into()))?;
-        Ok(Self { id: StoreId(id), created: body.created, key: HashKey(key) })
+        let keys = match (body.encryption, body.hash_key) {
+            (Some(lock), None) if body.version >= ENCRYPTED_VERSION => StoredKeys::Locked(lock),
+            (None, Some(key)) if body.version < ENCRYPTED_VERSION => from_hex(&key)
+                .map(|key| StoredKeys::Plain(HashKey(key)))
+                .ok_or_else(|| damaged("its key is not 64 hexadecimal digits".into()))?,
+            _ => return Err(damaged("it does not have the keys of its version".into())),
+        };
+        Ok(Stored { id: StoreId(id), created: body.created, keys })
     }
+}
+
+impl Stored {
+    /// The identity, with its keys; `ask` gives what a locked one is opened with. `object` is how errors call the file.
+    pub fn unlock(self, ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>, object: &str) -> Result<Config> {
+        let Self { id, created, keys } = self;
+        let (key, encryption) = match keys {
+            StoredKeys::Plain(key) => (key, None),
+            StoredKeys::Locked(lock) => {
+                let kind = lock.kind();
+                let secret = ask(kind)?.ok_or_else(|| Error::KeyNeeded { object: object.into(), kind })?;
+                let (key, data_key) = lock.open(&secret, &name(id, created), object)?;
+                (key, Some(Encryption { lock, data_key }))
+            }
+        };
+        Ok(Config { id, created, key, encryption })
+    }
+}
+
+/// What a lock is bound to.
+fn name(id: StoreId, created: Timestamp) -> String {
+    format!("{FORMAT} {ENCRYPTED_VERSION} {} {created}", to_hex(&id.0))
 }
 
 /// Bytes from the system's random source.
@@ -137,21 +217,23 @@ mod tests {
 
     #[test]
     fn a_later_version_is_told_from_a_damaged_file() {
-        let text = String::from_utf8(Config::fresh().unwrap().encode().unwrap()).unwrap();
+        let text = String::from_utf8(Config::fresh(None).unwrap().encode().unwrap()).unwrap();
         let later = text.replace("\"version\": 1", "\"version\": 7,\n  \"novelty\": true");
         assert!(matches!(Config::decode(later.as_bytes(), "x"), Err(Error::Damaged { .. })));
         let covered = &later[..later.rfind(CHECKSUM_FIELD).unwrap()];
         let sealed =
             format!("{covered}{CHECKSUM_FIELD}{}{CLOSING}", blake3::hash(covered.as_bytes()).to_hex());
         let error = Config::decode(sealed.as_bytes(), "x").unwrap_err();
-        assert!(matches!(error, Error::LaterVersion { found: 7, known: FORMAT_VERSION, .. }), "{error}");
+        assert!(matches!(error, Error::LaterVersion { found: 7, known: ENCRYPTED_VERSION, .. }), "{error}");
     }
 
     #[test]
     fn the_identity_comes_back_and_every_flipped_bit_is_noticed() {
-        let config = Config::fresh().unwrap();
+        let config = Config::fresh(None).unwrap();
         let bytes = config.encode().unwrap();
         let back = Config::decode(&bytes, "x").unwrap();
+        assert!(config.is(&back));
+        let back = back.unlock(&|_| Ok(None), "x").unwrap();
         assert_eq!((back.id, back.created, back.key.0), (config.id, config.created, config.key.0));
         serde_json::from_slice::<serde_json::Value>(&bytes).expect("plain JSON");
         for at in 0..bytes.len() * 8 {

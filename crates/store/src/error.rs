@@ -1,5 +1,6 @@
 //! What can go wrong with a store: one enum, each variant naming the object and what was done with it.
 
+use crate::secret::SecretKind;
 use keyframe_units::{CheckpointId, PageIndex};
 use std::io;
 
@@ -20,6 +21,38 @@ pub enum Error {
         object: String,
         /// What is there.
         problem: String,
+    },
+    /// The store is encrypted, and nothing that opens it was given.
+    #[error("{object}: the store is encrypted; its {kind} is needed")]
+    KeyNeeded {
+        /// The file that says so.
+        object: String,
+        /// What is needed.
+        kind: SecretKind,
+    },
+    /// What was given does not open the store.
+    #[error("{object}: the {kind} is not that of this store (or the file was changed)")]
+    WrongKey {
+        /// The file with the locked keys.
+        object: String,
+        /// What was given.
+        kind: SecretKind,
+    },
+    /// A key was given for a store that is not encrypted.
+    #[error("{object}: the store is not encrypted, yet a key was given for it")]
+    NotEncrypted {
+        /// The store.
+        object: String,
+    },
+    /// Too short to lock a store with.
+    #[error("a {kind} of {len} bytes is too short; it needs {min} at least")]
+    WeakKey {
+        /// What was given.
+        kind: SecretKind,
+        /// Its length in bytes.
+        len: usize,
+        /// What is needed.
+        min: usize,
     },
     /// Bytes on disk are not what was written, or are missing.
     #[error("{object} is damaged: {problem}")]
@@ -184,6 +217,17 @@ impl Error {
             ),
             Self::TagNotSet { source, .. } => source.is_disk_full(),
             _ => false,
+        }
+    }
+
+    /// What a person can do about it, where the place of the store knows that.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Io { source, .. } => {
+                source.get_ref()?.downcast_ref::<crate::backend::Refusal>()?.fix.clone()
+            }
+            Self::TagNotSet { source, .. } | Self::Unreadable { source, .. } => source.fix(),
+            _ => None,
         }
     }
 

@@ -1,6 +1,6 @@
 //! An open store: names, lists and loads checkpoints. Readers need no lock.
 
-use crate::backend::{Backend, Local};
+use crate::backend::{self, Backend, Encrypted};
 use crate::bytes::to_hex;
 use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
 use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
@@ -9,8 +9,9 @@ use crate::map_run::{MAP_BYTES_MAX, MapRun};
 use crate::meta::{Meta, Sealed};
 use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
+use crate::secret::{Secret, SecretKind};
 use crate::writer::{Tuning, Writer};
-use crate::{Error, Loaded, Result, Unmapped, names};
+use crate::{Error, Loaded, Result, Unmapped, local, names};
 use keyframe_units::CheckpointId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
@@ -45,23 +46,47 @@ impl Store {
     /// Makes an empty store. Refuses a place that holds anything ([`Error::Exists`]); the directory is made readable by
     /// its owner alone, for it will hold the memory of guests.
     pub fn init(path: &Path) -> Result<Self> {
-        Self::init_on(Arc::new(Local::create(path)?), path)
+        Self::init_with(path, None)
+    }
+
+    /// The same; what goes into the store is encrypted with keys that `secret` opens, where there is one.
+    pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
+        // Refused before anything is made.
+        let config = Config::fresh(secret)?;
+        Self::init_as(backend::create(path)?, path, config)
     }
 
     /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`], [`Error::LaterVersion`].
     pub fn open(path: &Path) -> Result<Self> {
-        Self::open_on(Arc::new(Local::open(path)), path)
+        Self::open_with(path, &|_| Ok(None))
+    }
+
+    /// The same; where it is encrypted, `ask` is asked for what opens it, of that kind. Errors beside: [`Error::KeyNeeded`],
+    /// [`Error::WrongKey`].
+    pub fn open_with(path: &Path, ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>) -> Result<Self> {
+        Self::open_on_with(backend::open(path)?, path, ask)
     }
 
     /// Makes an empty store on any backend, which must be empty; `path` is what [`Store::path`] says.
     pub fn init_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
-        let config = Config::fresh()?;
+        Self::init_as(backend, path, Config::fresh(None)?)
+    }
+
+    pub(crate) fn init_as(backend: Arc<dyn Backend>, path: &Path, config: Config) -> Result<Self> {
         backend.put(STORE_JSON, &config.encode()?)?;
         Ok(Self::new(backend, path, config))
     }
 
     /// Opens a store on any backend.
     pub fn open_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
+        Self::open_on_with(backend, path, &|_| Ok(None))
+    }
+
+    pub(crate) fn open_on_with(
+        backend: Arc<dyn Backend>,
+        path: &Path,
+        ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
+    ) -> Result<Self> {
         let bytes = backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error {
             Error::Io { ref source, .. }
                 if matches!(
@@ -73,12 +98,17 @@ impl Store {
             }
             other => other,
         })?;
-        let config = Config::decode(&bytes, &backend.describe(STORE_JSON))?;
+        let object = backend.describe(STORE_JSON);
+        let config = Config::decode(&bytes, &object)?.unlock(ask, &object)?;
         Ok(Self::new(backend, path, config))
     }
 
     fn new(backend: Arc<dyn Backend>, path: &Path, config: Config) -> Self {
         let id = to_hex(&config.id.0).into();
+        let backend: Arc<dyn Backend> = match &config.encryption {
+            Some(encryption) => Arc::new(Encrypted::new(backend, &encryption.data_key)),
+            None => backend,
+        };
         let inner = Inner { backend, path: path.to_path_buf(), config, packs: Mutex::default() };
         Self { inner: Arc::new(inner), id }
     }
@@ -92,9 +122,35 @@ impl Store {
         &self.inner.path
     }
 
+    /// The same for other processes, which may have another working directory.
+    pub fn absolute_path(&self) -> Result<PathBuf> {
+        if backend::is_remote(self.path()) {
+            return Ok(self.path().into());
+        }
+        let io =
+            |source| Error::Io { object: self.path().display().to_string(), operation: "resolve", source };
+        std::path::absolute(self.path()).map_err(io)
+    }
+
+    /// Where this host keeps what belongs to the store but cannot be in it: the store's directory. For one in object storage,
+    /// and for an encrypted one, as this is not encrypted, a directory of the user's, which is made.
+    pub fn local_folder(&self) -> Result<PathBuf> {
+        let place = self.absolute_path()?;
+        if backend::is_remote(&place) || self.is_encrypted() {
+            local::folder(self.id(), &place)
+        } else {
+            Ok(place)
+        }
+    }
+
     /// The store's id: 32 hexadecimal digits.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// True where what is in it is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.inner.config.encryption.is_some()
     }
 
     /// When the store was made.

@@ -215,6 +215,14 @@ fn named(error: Error) -> Error {
     }
 }
 
+/// True of a process of this host that is not there any more.
+pub(crate) fn is_dead(holder: &str) -> bool {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
+        holder.host == host && !std::path::Path::new("/proc").join(holder.pid.to_string()).exists()
+    })
+}
+
 pub(crate) fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner }) => format!("{owner} (process {pid} on {host}, since {since})"),

@@ -6,6 +6,7 @@ use crate::disks::standing::Standing;
 use crate::disks::stored::StoredDisk;
 use crate::disks::writing::{NewFormat, Progress, failure};
 use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::keys::KeyArg;
 use crate::output;
 use keyframe_disk::commit::{self, Amount, InPlace};
 use keyframe_disk::{Base, Below, Disk, Error, ImageFormat, Layer, Overlay, Readable};
@@ -38,9 +39,11 @@ pub struct Commit {
     /// A number, a tag or `latest`
     #[arg(required_unless_present = "overlay", requires = "store")]
     checkpoint: Option<String>,
-    /// The store's directory
+    /// The store's directory, or s3://BUCKET/PREFIX
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
     /// Which disk of the checkpoint, where it has several; in a group MEMBER/NAME
     #[arg(long, value_name = "NAME")]
     disk: Option<String>,
@@ -145,7 +148,7 @@ impl Source {
             known: None,
         };
         let Some((path, info)) = place::of_overlay(&dir) else { return Ok(source) };
-        let store = Store::open(&path);
+        let store = KeyArg::from_environment().open(&path);
         if let Some(id) = info.checkpoint {
             let store = store.as_ref().map_err(|e| {
                 let problem = format!("{} lies over checkpoint {id}: {}", source.name, chain(e));
@@ -252,7 +255,7 @@ impl Commit {
         let (Some(checkpoint), Some(path)) = (&self.checkpoint, &self.store) else {
             return Err(Failure::new("neither a checkpoint of a store nor an overlay is named"));
         };
-        let store = Store::open(path).map_err(|e| Failure::store(&e, path))?;
+        let store = self.key.open(path).map_err(|e| Failure::store(&e, path))?;
         let id = store.resolve(checkpoint).map_err(|e| Failure::store(&e, path))?;
         Source::of_checkpoint(store, id, self.disk.as_deref())
     }

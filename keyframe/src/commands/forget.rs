@@ -175,7 +175,7 @@ impl Forget {
 
 /// The checkpoints that overlays of disks stand on, each with one of these.
 pub fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failure> {
-    let folder = store.path().join("disks");
+    let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
     let places = place::all(store);
     let known: BTreeSet<&Path> = places.iter().map(|(path, _)| path.as_path()).collect();
     let entries = match std::fs::read_dir(&folder) {

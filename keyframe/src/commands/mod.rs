@@ -33,21 +33,24 @@ pub mod unlock;
 pub mod watchdog;
 
 use crate::failure::{DONE, Failure, WARNED, chain};
+use crate::keys::KeyArg;
 use keyframe_store::{Listing, Store};
 use std::path::PathBuf;
 
 /// Which store: on the command line, or in `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {
-    /// The store's directory
+    /// The store's directory, or s3://BUCKET/PREFIX
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: PathBuf,
+    #[command(flatten)]
+    key: KeyArg,
 }
 
 impl StoreArg {
     /// Opens the store.
     pub fn open(&self) -> Result<Store, Failure> {
-        Store::open(&self.store).map_err(|e| Failure::store(&e, &self.store))
+        self.key.open(&self.store).map_err(|e| Failure::store(&e, &self.store))
     }
 
     /// Turns a store's error into one for a person.

@@ -1,7 +1,8 @@
 //! A checkpoint's blocks of a disk, between the image and the overlay of a VM that was restored from it.
 
+use crate::keys::KeyArg;
 use keyframe_disk::{Block, Content, DiskBlock, Error, Layer, Result};
-use keyframe_store::{BlockContent, LoadedDisks, Store};
+use keyframe_store::{BlockContent, LoadedDisks};
 use keyframe_units::{CheckpointId, PageIndex, PageRange};
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -35,7 +36,9 @@ impl Layers {
         let disks = match known {
             Some((store, disks)) if store == source.store && disks.id == source.checkpoint => disks,
             _ => {
-                let loaded = Store::open(&source.store).and_then(|store| store.load_disks(source.checkpoint));
+                let loaded = KeyArg::from_environment()
+                    .open(&source.store)
+                    .and_then(|store| store.load_disks(source.checkpoint));
                 Arc::new(loaded.map_err(|e| refused(crate::failure::chain(&e)))?)
             }
         };

@@ -17,6 +17,7 @@ pub mod stored;
 pub mod writing;
 
 use crate::failure::Failure;
+use crate::keys;
 use keyframe_disk::{Disks, ImageFormat, Spec};
 use keyframe_qemu::Drive;
 use keyframe_store::{DiskMeta, Store};
@@ -116,6 +117,7 @@ fn start(
     }
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__disks");
+    keys::pass_on(&mut command);
     let disks =
         Disks::spawn(&mut command, socket, &specs).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
     let temporary = wanted.iter().map(|disk| disk.temporary).collect();

@@ -47,8 +47,7 @@ pub struct Place {
 impl Place {
     /// Makes the next free one of `vm`.
     pub fn claim(store: &Store, vm: &str) -> Result<Self, Failure> {
-        let folder = std::path::absolute(store.path().join("disks"));
-        let folder = folder.map_err(|e| failed("resolve", store.path(), &e))?;
+        let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
         let make =
             |path: &Path, recursive| std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path);
         make(&folder, true).map_err(|e| failed("make", &folder, &e))?;
@@ -102,12 +101,13 @@ pub fn info(path: &Path) -> Option<Info> {
 /// no place.
 pub fn of_overlay(directory: &Path) -> Option<(PathBuf, Info)> {
     let place = directory.parent()?;
-    Some((place.parent()?.parent()?.to_owned(), info(place)?))
+    Some((keyframe_store::store_of_folder(place.parent()?.parent()?), info(place)?))
 }
 
 /// All places of a store.
 pub fn all(store: &Store) -> Vec<(PathBuf, Info)> {
-    let Ok(folder) = std::fs::read_dir(store.path().join("disks")) else { return Vec::new() };
+    let Ok(folder) = store.local_folder() else { return Vec::new() };
+    let Ok(folder) = std::fs::read_dir(folder.join("disks")) else { return Vec::new() };
     let mut found: Vec<_> =
         folder.flatten().filter_map(|entry| Some((entry.path(), info(&entry.path())?))).collect();
     found.sort_by(|a, b| a.0.cmp(&b.0));

@@ -17,8 +17,7 @@ use keyframe_units::CheckpointId;
 
 /// The disks of checkpoint `id`, where the images beneath are still what they were.
 pub fn wanted(store: &Store, id: CheckpointId, meta: &Meta) -> Result<Vec<Wanted>, Failure> {
-    let path = std::path::absolute(store.path());
-    let path = path.map_err(|e| Failure::new(format!("resolve {}: {e}", store.path().display())))?;
+    let path = store.absolute_path().map_err(|e| Failure::store(&e, store.path()))?;
     let mut wanted = Vec::with_capacity(meta.disks.len());
     for (disk, kept) in meta.disks.iter().enumerate() {
         base::require_unchanged(&kept.base)?;

@@ -390,10 +390,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         state: if parts.machines.run() { "running" } else { "paused" }.into(),
         qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
         engine_pid: std::process::id(),
-        store: std::path::absolute(store.path())
-            .unwrap_or_else(|_| store.path().into())
-            .display()
-            .to_string(),
+        store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
         interval_ns: options.interval.map(ns),
         tuned: None,
         sealed: 0,

@@ -58,7 +58,8 @@ struct State {
     syncs: u64,
     fail_sync_at: Option<u64>,
     capacity_bytes: Option<usize>,
-    locked: bool,
+    /// The text of the writer.
+    locked: Option<String>,
     pruned: bool,
 }
 
@@ -322,9 +323,10 @@ impl Backend for Faulty {
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         let mut state = self.state();
-        if std::mem::replace(&mut state.locked, true) {
-            return Err(Error::Locked { holder: holder.into() });
+        if let Some(holder) = state.locked.clone() {
+            return Err(Error::Locked { holder });
         }
+        state.locked = Some(holder.into());
         let guard = Box::new(Guard { state: self.state.clone() });
         let leftovers: Vec<_> = state.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
         for name in leftovers {
@@ -346,7 +348,7 @@ impl Backend for Faulty {
     }
 
     fn holder(&self) -> Result<Option<String>> {
-        Ok(self.state().locked.then(|| "another".into()))
+        Ok(self.state().locked.clone())
     }
 
     fn relaxed(&self) -> Option<Arc<dyn Backend>> {
@@ -438,7 +440,7 @@ impl Drop for PruneGuard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).locked = false;
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).locked = None;
     }
 }
 

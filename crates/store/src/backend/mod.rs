@@ -13,13 +13,20 @@
 //! `sync` survive, in whole, in part, or in order.
 
 #[cfg(test)]
+pub(crate) mod conformance;
+mod encrypted;
+#[cfg(test)]
 pub(crate) mod faulty;
 mod local;
+mod s3;
 
+pub(crate) use encrypted::Encrypted;
 pub use local::Local;
+pub use s3::{Refusal, S3};
 
 use crate::{Error, Result};
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 /// A place for the files of one store.
@@ -92,15 +99,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
     /// Reads a whole file; [`Error::Damaged`] where it is larger than `len_bytes_max`.
     fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
-        let file = self.open(name)?;
-        let len = file.len_bytes()?;
-        if len > len_bytes_max {
-            let problem = format!("{len} bytes long; at most {len_bytes_max} make sense");
-            return Err(Error::damaged(self.describe(name), problem));
-        }
-        let mut bytes = vec![0; len as usize];
-        file.read_at(0, &mut bytes)?;
-        Ok(bytes)
+        read_whole(&*self.open(name)?, &self.describe(name), len_bytes_max)
     }
 }
 
@@ -113,6 +112,33 @@ pub enum Unlocked {
     Removed(String),
     /// Its holder lives, or may live: the lock is left to it.
     Held(String),
+}
+
+/// All bytes of a file; `object` is how errors call it.
+fn read_whole(file: &dyn Readable, object: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
+    let len = file.len_bytes()?;
+    if len > len_bytes_max {
+        let problem = format!("{len} bytes long; at most {len_bytes_max} make sense");
+        return Err(Error::damaged(object, problem));
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_at(0, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// True for what names a place that is not a path on this host.
+pub fn is_remote(place: &Path) -> bool {
+    s3::is_url(place)
+}
+
+/// The place of a store that exists: a directory, or `s3://BUCKET/PREFIX`.
+pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
+    Ok(if is_remote(place) { Arc::new(S3::open(place)?) } else { Arc::new(Local::open(place)) })
+}
+
+/// A place for a new store, which must be empty.
+pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
+    Ok(if is_remote(place) { Arc::new(S3::create(place)?) } else { Arc::new(Local::create(place)?) })
 }
 
 /// Held by the one writer; dropping it lets the next one in.

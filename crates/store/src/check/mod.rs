@@ -137,7 +137,7 @@ impl Inner {
         let object = self.backend.describe(STORE_JSON);
         let bytes = self.backend.read(STORE_JSON, STORE_JSON_BYTES_MAX)?;
         let config = Config::decode(&bytes, &object)?;
-        if config.id == self.config.id && config.key.0 == self.config.key.0 {
+        if self.config.is(&config) {
             return Ok(());
         }
         Err(Error::damaged(object, "it is that of another store"))

@@ -35,7 +35,16 @@ pub fn play(
     known: &mut Known,
     mend: &mut dyn FnMut(&Error, &Known) -> bool,
 ) -> Result<()> {
-    let store = on(medium)?;
+    play_on(&on(medium)?, sessions, known, mend)
+}
+
+/// The same on a store that is open.
+pub fn play_on(
+    store: &Store,
+    sessions: &[Vec<Image>],
+    known: &mut Known,
+    mend: &mut dyn FnMut(&Error, &Known) -> bool,
+) -> Result<()> {
     for session in sessions {
         let mut writer = match store.lock_writer_tuned("test", TINY) {
             Err(error) if mend(&error, known) => store.lock_writer_tuned("test", TINY)?,
@@ -127,6 +136,11 @@ fn go_on(medium: &Faulty, mut known: Known, sessions: &[Vec<Image>], context: &s
 
 #[test]
 fn a_crash_at_any_operation_loses_at_most_the_checkpoint_in_progress() {
+    crash_at_every(1);
+}
+
+/// Crashes at every operation, or at every so many.
+pub fn crash_at_every(step: u64) {
     let sessions = script(7);
     let mut operation = 1;
     loop {
@@ -148,7 +162,7 @@ fn a_crash_at_any_operation_loses_at_most_the_checkpoint_in_progress() {
             let known = Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
             go_on(&medium.after_power_loss(seed * 1000 + operation), known, &sessions[..1], &context);
         }
-        operation += 1;
+        operation += step;
     }
 }
 
@@ -180,7 +194,7 @@ fn a_second_crash_during_recovery_is_no_worse() {
 }
 
 #[test]
-fn a_crash_while_a_store_is_made_leaves_none_or_a_whole_one() {
+pub fn a_crash_while_a_store_is_made_leaves_none_or_a_whole_one() {
     for operation in 1..8 {
         for seed in 0..8 {
             let medium = Faulty::default();
@@ -216,7 +230,7 @@ fn what_a_writer_finds_sealed_stays() {
 }
 
 #[test]
-fn a_failed_sync_costs_a_retry_and_nothing_else() {
+pub fn a_failed_sync_costs_a_retry_and_nothing_else() {
     let sessions = script(9);
     for sync in 1.. {
         let medium = Faulty::default();

@@ -5,6 +5,12 @@ use super::*;
 
 #[test]
 fn a_disk_full_at_any_byte_harms_nothing_and_the_run_goes_on_with_space() {
+    // A step that is no divisor of any record length, so that all kinds of cuts occur.
+    fill_at_every(211);
+}
+
+/// Has the disk full at every so many bytes.
+pub fn fill_at_every(step: usize) {
     let sessions = script(11);
     let medium = Faulty::default();
     init_on(&medium).unwrap();
@@ -12,8 +18,7 @@ fn a_disk_full_at_any_byte_harms_nothing_and_the_run_goes_on_with_space() {
     play(&medium, &sessions, &mut Known::default(), &mut |_, _| false).unwrap();
     let most = medium.used_bytes() + 5000;
     let mut never_full = 0;
-    // A step that is no divisor of any record length, so that all kinds of cuts occur.
-    for capacity in (least..most).step_by(211) {
+    for capacity in (least..most).step_by(step) {
         let medium = Faulty::default();
         init_on(&medium).unwrap();
         // The id is random, its length is not: every attempt meets the limit at the same place.

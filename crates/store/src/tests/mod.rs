@@ -4,12 +4,13 @@
 //! [`assert_image`]: what the store gives back is what was put.
 
 mod copy;
-mod crash;
+pub(crate) mod crash;
 mod damage;
 mod deltas;
 mod diff;
 mod disks;
 mod durability;
+mod encrypted;
 mod forget;
 mod full_disk;
 mod golden;
@@ -22,6 +23,7 @@ mod stats;
 
 use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
+use crate::config::Config;
 use crate::{
     CheckOptions, CheckReport, Durability, Error, Loaded, MachineMeta, Result, Run, SealRequest, Sealed,
     Store, Timing, Tuning,
@@ -35,10 +37,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// One content number per page; 0 is a page of zeros.
-type Image = Vec<u64>;
+pub(crate) type Image = Vec<u64>;
 
 /// Small limits, so that small tests cross them: packs of a few records, three chain levels in a few epochs.
-const TINY: Tuning = Tuning {
+pub(crate) const TINY: Tuning = Tuning {
     pack_bytes_max: 20_000,
     buffer_bytes: 6_000,
     chain_base: 3,
@@ -72,7 +74,7 @@ fn content(number: u64) -> Page {
     }
 }
 
-fn layout(pages: u64) -> RamLayout {
+pub(crate) fn layout(pages: u64) -> RamLayout {
     let bytes = pages * PAGE_BYTES as u64;
     let block =
         RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
@@ -93,12 +95,12 @@ fn request(ram: &RamLayout) -> SealRequest<'static> {
     }
 }
 
-fn seal(run: &mut Run, pages: u64) -> Result<Sealed> {
+pub(crate) fn seal(run: &mut Run, pages: u64) -> Result<Sealed> {
     run.seal(request(&layout(pages)))
 }
 
 /// Puts the pages where `new` differs from `old`.
-fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()> {
+pub(crate) fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()> {
     for (page, (old, new)) in (0..).zip(old.iter().zip(new)) {
         if old != new {
             run.put_page(PageIndex(page), &content(*new))?;
@@ -108,11 +110,12 @@ fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()> {
 }
 
 fn on(medium: &Faulty) -> Result<Store> {
-    Store::open_on(Arc::new(medium.clone()), Path::new("memory"))
+    Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| Ok(Some(encrypted::secret())))
 }
 
 fn init_on(medium: &Faulty) -> Result<Store> {
-    Store::init_on(Arc::new(medium.clone()), Path::new("memory"))
+    let config = Config::fresh(encrypted::is_asked().then(encrypted::secret).as_ref())?;
+    Store::init_as(Arc::new(medium.clone()), Path::new("memory"), config)
 }
 
 /// What the store gives back for a checkpoint: the content of each page that is not zero.
@@ -133,7 +136,7 @@ fn image_is(store: &Store, id: CheckpointId, image: &[u64]) -> Result<bool> {
     Ok(read_image(&loaded)? == expected.collect() && loaded.device_state == request(&layout(1)).device_state)
 }
 
-fn assert_image(store: &Store, id: CheckpointId, image: &[u64]) {
+pub(crate) fn assert_image(store: &Store, id: CheckpointId, image: &[u64]) {
     match image_is(store, id, image) {
         Ok(same) => assert!(same, "checkpoint {id} is not what was put"),
         Err(error) => panic!("checkpoint {id}: {error}"),

@@ -265,8 +265,8 @@ impl Engine<'_> {
                 pages: &in_use(&to.meta.ram, pages),
                 device_state: &to.device_state,
             };
-            let directory = self.store.path();
-            let file = tempfile::tempfile_in(directory)
+            let directory = self.store.local_folder().map_err(|e| chain(&e))?;
+            let file = tempfile::tempfile_in(&directory)
                 .map_err(|e| format!("make a temporary file in {}: {e}", directory.display()))?;
             let Some(member) = self.machines.members_mut().first_mut() else { return Err("no VM".into()) };
             member.machine.vm.roll_back(&target, file).map_err(|e| chain(&e))?;

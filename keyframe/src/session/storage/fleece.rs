@@ -98,10 +98,9 @@ impl Fleeces {
         disks: Vec<OwnDisk>,
         vms: &mut [&mut Vm],
     ) -> Result<Self, Failure> {
-        let folder = std::path::absolute(store.path().join("disks"));
-        let folder = folder.and_then(|folder| std::fs::create_dir_all(&folder).map(|()| folder));
-        let folder = folder
-            .map_err(|e| Failure::new(format!("make STORE/disks in {}: {e}", store.path().display())))?;
+        let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
+        std::fs::create_dir_all(&folder)
+            .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
         let sockets: Vec<PathBuf> = (0..vms.len()).map(|n| run_dir.join(format!("nbd-{n}.sock"))).collect();
         for (number, socket) in sockets.iter().enumerate() {
             let started = Self::start(vms[number].qmp(), socket);

@@ -1,0 +1,161 @@
+//! Frames at every length, cut and appended in every order, against plain bytes.
+
+use super::*;
+use crate::backend::faulty::Faulty;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+use zeroize::Zeroizing;
+
+fn over(medium: &Faulty) -> Encrypted {
+    Encrypted::new(Arc::new(medium.clone()), &DataKey(Zeroizing::new([7; 32])))
+}
+
+fn all(backend: &dyn Backend, name: &str) -> Vec<u8> {
+    backend.read(name, 1 << 30).unwrap()
+}
+
+/// Bytes that tell where they are.
+fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    (0..len as u64).map(|at| (at * 31 + at / 251 + seed * 17) as u8).collect()
+}
+
+/// The nonces (salt and counter) of all frames of a file.
+fn nonces(bytes: &[u8]) -> Vec<(Vec<u8>, u64)> {
+    let salt = bytes[16..32].to_vec();
+    let blocks = bytes.chunks(BLOCK_BYTES as usize).enumerate();
+    blocks
+        .flat_map(|(number, block)| {
+            let counters = frame::frames(block, number as u64).into_iter().map(|frame| frame.counter());
+            counters.map(|counter| (salt.clone(), counter)).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+#[test]
+fn whole_files_of_all_lengths_come_back() {
+    let medium = Faulty::default();
+    let backend = over(&medium);
+    let block = PLAIN_BYTES_MAX as usize;
+    for len in [0, 1, block - 33, block - 32, block - 31, block, block + 1, 2 * block - 32, 5 * block + 7] {
+        let bytes = pattern(len, 1);
+        backend.put("maps/x", &bytes).unwrap();
+        assert_eq!(all(&backend, "maps/x"), bytes, "{len}");
+        let file = backend.open("maps/x").unwrap();
+        for at in [0, len / 3, len.saturating_sub(1)] {
+            let mut part = vec![0; (len - at).min(70_000)];
+            file.read_at(at as u64, &mut part).unwrap();
+            assert_eq!(part, bytes[at..at + part.len()], "{len} at {at}");
+        }
+        assert!(file.read_at(len as u64, &mut [0]).is_err());
+    }
+}
+
+#[test]
+fn a_whole_file_that_was_cut_between_two_frames_is_told() {
+    let medium = Faulty::default();
+    let backend = over(&medium);
+    backend.put("moves", &pattern(150_000, 1)).unwrap();
+    let bytes = medium.files()["moves"].clone();
+    medium.overwrite("moves", Some(bytes[..BLOCK_BYTES as usize].to_vec()));
+    let error = backend.read("moves", 1 << 20).unwrap_err();
+    assert!(matches!(error, Error::Damaged { .. }), "{error}");
+    // Two writings of one file do not mix.
+    medium.overwrite("moves", Some(bytes.clone()));
+    backend.put("moves", &pattern(150_000, 2)).unwrap();
+    let other = medium.files()["moves"].clone();
+    let mixed = [&bytes[..BLOCK_BYTES as usize], &other[BLOCK_BYTES as usize..]].concat();
+    medium.overwrite("moves", Some(mixed));
+    assert!(matches!(backend.read("moves", 1 << 20), Err(Error::Damaged { .. })));
+    // Nor is a file good under another name.
+    medium.overwrite("tags/a", Some(bytes));
+    assert!(matches!(backend.read("tags/a", 1 << 20), Err(Error::Damaged { .. })));
+}
+
+#[test]
+fn a_reader_follows_a_file_that_grows() {
+    let backend = over(&Faulty::default());
+    let mut growing = backend.create("packs/1").unwrap();
+    let file = backend.open("packs/1").unwrap();
+    let mut expected = Vec::new();
+    assert_eq!(file.len_bytes().unwrap(), 0);
+    for step in 0..40 {
+        let bytes = pattern(1 + step * 997, step as u64);
+        growing.append(&bytes).unwrap();
+        let at = expected.len() as u64;
+        expected.extend(bytes);
+        assert_eq!(file.len_bytes().unwrap(), expected.len() as u64);
+        let mut last = vec![0; expected.len() - at as usize];
+        file.read_at(at, &mut last).unwrap();
+        assert_eq!(last, expected[at as usize..]);
+    }
+    assert_eq!(all(&backend, "packs/1"), expected);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Append(usize),
+    Cut(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        3 => prop_oneof![0usize..200, 0usize..40_000, 60_000usize..140_000].prop_map(Step::Append),
+        1 => any::<usize>().prop_map(Step::Cut),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn appending_and_cutting_give_what_a_plain_file_gives_and_no_nonce_twice(
+        steps in prop::collection::vec(step(), 1..14), at in any::<usize>(),
+    ) {
+        let medium = Faulty::default();
+        let backend = over(&medium);
+        let mut growing = backend.create("packs/1").unwrap();
+        let mut plain: Vec<u8> = Vec::new();
+        let mut seen: BTreeSet<(Vec<u8>, u64)> = BTreeSet::new();
+        let mut before: BTreeSet<(Vec<u8>, u64)> = BTreeSet::new();
+        for (seed, step) in steps.iter().enumerate() {
+            match step {
+                Step::Append(len) => {
+                    let bytes = pattern(*len, seed as u64);
+                    growing.append(&bytes).unwrap();
+                    plain.extend(bytes);
+                }
+                Step::Cut(to) => {
+                    let to = to % (plain.len() + 1);
+                    growing.truncate(to as u64).unwrap();
+                    plain.truncate(to);
+                }
+            }
+            // A frame that is new has a nonce that no frame had, also not one that is gone.
+            let now: BTreeSet<_> = nonces(&medium.files()["packs/1"]).into_iter().collect();
+            for nonce in now.difference(&before) {
+                prop_assert!(seen.insert(nonce.clone()), "{nonce:?} twice");
+            }
+            before = now;
+            prop_assert_eq!(backend.open("packs/1").unwrap().len_bytes().unwrap(), plain.len() as u64);
+        }
+        prop_assert!(all(&backend, "packs/1") == plain);
+        let at = at % (plain.len() + 1);
+        let mut part = vec![0; (plain.len() - at).min(5000)];
+        backend.open("packs/1").unwrap().read_at(at as u64, &mut part).unwrap();
+        prop_assert!(part == plain[at..at + part.len()]);
+    }
+
+    #[test]
+    fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), is_headed in any::<bool>()) {
+        let medium = Faulty::default();
+        let backend = over(&medium);
+        backend.put("x", b"").unwrap();
+        let mut file = if is_headed { medium.files()["x"][..32].to_vec() } else { Vec::new() };
+        file.extend(bytes);
+        medium.overwrite("x", Some(file));
+        let _ = backend.read("x", 1 << 20);
+        if let Ok(file) = backend.open("x") {
+            let _ = file.read_at(3, &mut [0; 9]);
+        }
+    }
+}

@@ -1,0 +1,492 @@
+//! Requests to the object storage: signed, bounded in time, tried again where that can help.
+//!
+//! ```text
+//!   request ─▶ answered below 500 ─▶ done, or refused for good (an error that says what to do)
+//!      ▲         └─ 5xx, 408, 429, or no answer: wait 0.1, 0.2, ... 3 s
+//!      └──────────────┘  at most 8 times, none after 45 s
+//! ```
+//!
+//! Invariants: a request that may have arrived although no answer came is sent again with the same bytes under the same key
+//! only, so that it does not matter when it arrives. A conditional put that was sent twice looks what is there before
+//! it says that somebody else was faster.
+
+use super::place::Place;
+use crate::{Error, Result};
+use rusty_s3::actions::{
+    CompleteMultipartUpload, CreateMultipartUpload, DeleteObject, GetObject, ListObjectsV2, PutObject,
+    S3Action, UploadPart,
+};
+use std::io;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+use ureq::http::{Response, StatusCode};
+use ureq::{Agent, Body};
+
+const ATTEMPTS: u32 = 8;
+const NO_ATTEMPT_AFTER: Duration = Duration::from_secs(45);
+const PAUSE_FIRST: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(3);
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+const CALL_MAX: Duration = Duration::from_secs(20);
+/// A signature is good for so long.
+const SIGNED_FOR: Duration = Duration::from_secs(900);
+/// More than a listing of 1,000 keys takes, or any answer but an object.
+const ANSWER_BYTES_MAX: u64 = 16 << 20;
+/// Longer objects are uploaded in parts of this size.
+const PIECE_BYTES: usize = 16 << 20;
+/// More keys than the largest store has in one folder.
+const PAGES_MAX: u32 = 100_000;
+
+/// A bucket, as this process reaches it.
+#[derive(Debug)]
+pub struct Client {
+    pub place: Place,
+    agent: Agent,
+    attempts: u32,
+    pause: Duration,
+    /// Keys in a page of a listing; none: as many as the server gives.
+    page_keys: Option<usize>,
+    #[cfg(test)]
+    pub faults: super::tests::Faults,
+}
+
+/// Under which condition a put is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum If<'a> {
+    Always,
+    /// Nothing has the name.
+    Absent,
+    /// What has the name is of this tag.
+    Is(&'a str),
+}
+
+/// What became of a put.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// Done; the tag of what is there now.
+    Done(String),
+    /// The condition does not hold.
+    Refused,
+}
+
+/// An object, or a part of it.
+#[derive(Debug)]
+pub struct Object {
+    pub bytes: Vec<u8>,
+    /// Of the whole object.
+    pub len_bytes: u64,
+    pub tag: String,
+    /// Since it was put, by the clock of the server; none where that does not say.
+    pub age: Option<Duration>,
+}
+
+/// An object in a listing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// Its key, without what was asked for.
+    pub name: String,
+    pub len_bytes: u64,
+    pub tag: String,
+}
+
+/// How far a listing goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// What lies directly there.
+    Here,
+    /// All below too.
+    Below,
+}
+
+/// What an answer or its absence means, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[error("{problem}")]
+pub struct Refusal {
+    /// What was answered.
+    pub problem: String,
+    /// What to do about it, where that is known.
+    pub fix: Option<String>,
+}
+
+/// What came back, or why nothing did.
+enum Answer {
+    Some(Response<Body>),
+    None(ureq::Error),
+}
+
+impl Client {
+    pub fn new(place: Place) -> Self {
+        // What is sent while a lease is good must have arrived or failed before it ends.
+        let call = (place.lease / 3).min(CALL_MAX);
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .timeout_connect(Some(CONNECT_MAX.min(call)))
+            .timeout_global(Some(call))
+            .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
+            .build();
+        Self {
+            place,
+            agent: config.new_agent(),
+            attempts: ATTEMPTS,
+            pause: PAUSE_FIRST,
+            page_keys: None,
+            #[cfg(test)]
+            faults: super::tests::Faults::default(),
+        }
+    }
+
+    /// How messages call an object.
+    pub fn describe(&self, name: &str) -> String {
+        format!("{}/{name}", self.place.name)
+    }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}{name}", self.place.prefix)
+    }
+
+    /// Puts an object, at once and durably.
+    pub fn put(&self, name: &str, bytes: &[u8], condition: If<'_>) -> Result<Put> {
+        if bytes.len() > PIECE_BYTES && condition == If::Always {
+            return self.put_in_pieces(name, bytes);
+        }
+        let key = self.key(name);
+        let mut action = PutObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
+        let header = match condition {
+            If::Always => None,
+            If::Absent => Some(("if-none-match", "*")),
+            If::Is(tag) => Some(("if-match", tag)),
+        };
+        if let Some((name, value)) = header {
+            action.headers_mut().insert(name, value);
+        }
+        let send = || {
+            let mut request = self.agent.put(action.sign(SIGNED_FOR).as_str());
+            if let Some((name, value)) = header {
+                request = request.header(name, value);
+            }
+            request.send(bytes)
+        };
+        let (answer, attempts) = self.attempt("put", name, &send)?;
+        match answer.status() {
+            StatusCode::PRECONDITION_FAILED | StatusCode::NOT_FOUND if condition != If::Always => {
+                // An attempt whose answer was lost may have been the one that did it.
+                let there = if attempts > 1 { self.get_if_there(name)? } else { None };
+                Ok(there
+                    .filter(|there| there.bytes == bytes)
+                    .map_or(Put::Refused, |there| Put::Done(there.tag)))
+            }
+            status if status.is_success() => Ok(Put::Done(tag_of(&answer))),
+            _ => Err(self.refused("put", name, answer)),
+        }
+    }
+
+    /// A large object, which appears whole when its last piece is there.
+    fn put_in_pieces(&self, name: &str, bytes: &[u8]) -> Result<Put> {
+        let key = self.key(name);
+        let (bucket, credentials) = (&self.place.bucket, Some(&self.place.credentials));
+        let create = CreateMultipartUpload::new(bucket, credentials, &key);
+        let begun = self.text("begin an upload", name, &|| {
+            self.agent.post(create.sign(SIGNED_FOR).as_str()).send_empty()
+        })?;
+        let upload = CreateMultipartUpload::parse_response(&begun)
+            .map_err(|e| self.strange("begin an upload", name, &e.to_string()))?;
+        let mut tags = Vec::new();
+        for (number, piece) in (1u16..).zip(bytes.chunks(PIECE_BYTES)) {
+            let part = UploadPart::new(bucket, credentials, &key, number, upload.upload_id());
+            let send = || self.agent.put(part.sign(SIGNED_FOR).as_str()).send(piece);
+            let (answer, _) = self.attempt("upload a part of", name, &send)?;
+            if !answer.status().is_success() {
+                return Err(self.refused("upload a part of", name, answer));
+            }
+            tags.push(tag_of(&answer));
+        }
+        let all = tags.iter().map(String::as_str);
+        let complete = CompleteMultipartUpload::new(bucket, credentials, &key, upload.upload_id(), all);
+        let url = complete.sign(SIGNED_FOR);
+        let body = complete.body();
+        let done =
+            self.text("complete the upload of", name, &|| self.agent.post(url.as_str()).send(body.as_str()))?;
+        // This answer begins before its outcome is known: it can be an error with status 200.
+        if done.contains("<Error>") {
+            return Err(self.strange("complete the upload of", name, &summary(&done)));
+        }
+        Ok(Put::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
+    }
+
+    /// Reads an object, or a range of it. An error of kind `NotFound` where there is none.
+    pub fn get(&self, name: &str, range: Option<Range<u64>>, len_bytes_max: u64) -> Result<Object> {
+        let key = self.key(name);
+        let action = GetObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
+        let wanted = range.clone().map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
+        let send = || {
+            let request = self.agent.get(action.sign(SIGNED_FOR).as_str());
+            match &wanted {
+                Some(wanted) => request.header("range", wanted).call(),
+                None => request.call(),
+            }
+        };
+        let mut left = self.attempts;
+        loop {
+            let (answer, attempts) = self.attempt("get", name, &send)?;
+            if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
+                && range.as_ref().is_some_and(|r| r.start == 0)
+            {
+                return Ok(Object { bytes: Vec::new(), len_bytes: 0, tag: tag_of(&answer), age: None });
+            }
+            if !answer.status().is_success() {
+                return Err(self.refused("get", name, answer));
+            }
+            let (tag, age) = (tag_of(&answer), age_of(&answer));
+            let total =
+                header(&answer, "content-range").and_then(|text| text.rsplit('/').next()?.parse().ok());
+            let promised: Option<u64> = header(&answer, "content-length").and_then(|text| text.parse().ok());
+            if promised.is_some_and(|promised| promised > len_bytes_max) {
+                let problem = format!("{promised:?} bytes long; at most {len_bytes_max} make sense");
+                return Err(Error::damaged(self.describe(name), problem));
+            }
+            match answer.into_body().with_config().limit(len_bytes_max + 1).read_to_vec() {
+                Ok(bytes) if bytes.len() as u64 > len_bytes_max => {
+                    let problem = format!("more than the {len_bytes_max} bytes that make sense");
+                    return Err(Error::damaged(self.describe(name), problem));
+                }
+                Ok(bytes) => {
+                    let len_bytes = total.unwrap_or(bytes.len() as u64);
+                    return Ok(Object { bytes, len_bytes, tag, age });
+                }
+                // Broken off in the middle of the answer.
+                Err(_) if left > attempts => {
+                    left -= attempts;
+                    std::thread::sleep(PAUSE_FIRST);
+                }
+                Err(error) => return Err(self.unreached("get", name, &error)),
+            }
+        }
+    }
+
+    /// A small object, or none.
+    pub fn get_if_there(&self, name: &str) -> Result<Option<Object>> {
+        match self.get(name, None, ANSWER_BYTES_MAX) {
+            Err(error) if error.is_not_found() => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    /// Removes an object; fine if it is not there.
+    pub fn delete(&self, name: &str) -> Result<()> {
+        let key = self.key(name);
+        let action = DeleteObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
+        let (answer, _) =
+            self.attempt("remove", name, &|| self.agent.delete(action.sign(SIGNED_FOR).as_str()).call())?;
+        if answer.status().is_success() {
+            return Ok(());
+        }
+        match self.refused("remove", name, answer) {
+            error if error.is_not_found() => Ok(()),
+            error => Err(error),
+        }
+    }
+
+    /// The objects whose names begin with `folder`, rising.
+    pub fn list(&self, folder: &str, depth: Depth, keys_max: Option<usize>) -> Result<Vec<Listed>> {
+        let prefix = self.key(folder);
+        let mut objects = Vec::new();
+        let mut token: Option<String> = None;
+        for _ in 0..PAGES_MAX {
+            let mut action = ListObjectsV2::new(&self.place.bucket, Some(&self.place.credentials));
+            action.with_prefix(prefix.as_str());
+            if depth == Depth::Here {
+                action.with_delimiter("/");
+            }
+            if let Some(max) = keys_max.or(self.page_keys) {
+                action.with_max_keys(max);
+            }
+            if let Some(token) = &token {
+                action.with_continuation_token(token.as_str());
+            }
+            let text =
+                self.text("list", folder, &|| self.agent.get(action.sign(SIGNED_FOR).as_str()).call())?;
+            let page = ListObjectsV2::parse_response(&text)
+                .map_err(|e| self.strange("list", folder, &e.to_string()))?;
+            objects.extend(page.contents.into_iter().filter_map(|object| {
+                let name = object.key.strip_prefix(&prefix).filter(|name| !name.is_empty())?;
+                Some(Listed {
+                    name: name.to_owned(),
+                    len_bytes: object.size?,
+                    tag: object.etag.unwrap_or_default(),
+                })
+            }));
+            token = page.next_continuation_token;
+            if token.is_none() || keys_max.is_some() {
+                return Ok(objects);
+            }
+        }
+        Err(self.strange("list", folder, "the listing does not end"))
+    }
+
+    /// An answer that is text.
+    fn text(
+        &self,
+        operation: &'static str,
+        name: &str,
+        send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
+    ) -> Result<String> {
+        let (answer, _) = self.attempt(operation, name, send)?;
+        if !answer.status().is_success() {
+            return Err(self.refused(operation, name, answer));
+        }
+        let text = answer.into_body().with_config().limit(ANSWER_BYTES_MAX).read_to_string();
+        text.map_err(|e| self.unreached(operation, name, &e))
+    }
+
+    /// Sends a request until it is answered, and says how often that was.
+    fn attempt(
+        &self,
+        operation: &'static str,
+        name: &str,
+        send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
+    ) -> Result<(Response<Body>, u32)> {
+        let begun = Instant::now();
+        let mut pause = self.pause;
+        for attempt in 1.. {
+            #[cfg(test)]
+            let send = || self.faults.send(send);
+            let answer = match send() {
+                Ok(answer) if !is_passing(answer.status()) => return Ok((answer, attempt)),
+                Ok(answer) => Answer::Some(answer),
+                Err(error) => Answer::None(error),
+            };
+            if attempt >= self.attempts || begun.elapsed() + pause > NO_ATTEMPT_AFTER {
+                return Err(match answer {
+                    Answer::Some(answer) => self.refused(operation, name, answer),
+                    Answer::None(error) => self.unreached(operation, name, &error),
+                });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+        unreachable!("the last attempt returns")
+    }
+
+    /// The error for an answer that says no.
+    fn refused(&self, operation: &'static str, name: &str, answer: Response<Body>) -> Error {
+        let status = answer.status();
+        let text =
+            answer.into_body().with_config().limit(ANSWER_BYTES_MAX).read_to_string().unwrap_or_default();
+        let code = between(&text, "<Code>", "</Code>").unwrap_or_default().to_owned();
+        let kind = match status {
+            StatusCode::NOT_FOUND if code != "NoSuchBucket" => io::ErrorKind::NotFound,
+            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED => io::ErrorKind::PermissionDenied,
+            StatusCode::INSUFFICIENT_STORAGE => io::ErrorKind::StorageFull,
+            _ if code.contains("Quota") || code.contains("StorageFull") => io::ErrorKind::QuotaExceeded,
+            _ => io::ErrorKind::Other,
+        };
+        let said = summary(&text);
+        let problem = format!("HTTP {}{}{said}", status.as_u16(), if said.is_empty() { "" } else { " " });
+        self.error(operation, name, kind, problem, self.fix(status, &code))
+    }
+
+    fn fix(&self, status: StatusCode, code: &str) -> Option<String> {
+        Some(match status {
+            StatusCode::NOT_FOUND if code == "NoSuchBucket" => {
+                format!("make the bucket {} first, or name another", self.place.bucket.name())
+            }
+            StatusCode::NOT_FOUND => return None,
+            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED => {
+                "look at AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, at this machine's clock, and whether the key may \
+                 list, get, put and delete in the bucket"
+                    .into()
+            }
+            StatusCode::MOVED_PERMANENTLY | StatusCode::BAD_REQUEST | StatusCode::TEMPORARY_REDIRECT => format!(
+                "look at AWS_REGION (now {}) and AWS_ENDPOINT_URL (now {})",
+                self.place.bucket.region(),
+                self.place.endpoint
+            ),
+            StatusCode::NOT_IMPLEMENTED => "use a server that knows conditional puts (If-None-Match)".into(),
+            status if status.is_server_error() => {
+                "the server is in trouble: try again later; sealed checkpoints are unharmed".into()
+            }
+            _ => return None,
+        })
+    }
+
+    /// The error for an answer that never came.
+    fn unreached(&self, operation: &'static str, name: &str, error: &ureq::Error) -> Error {
+        let fix = format!("look at AWS_ENDPOINT_URL (now {}) and the network", self.place.endpoint);
+        let kind = match error {
+            ureq::Error::Timeout(_) => io::ErrorKind::TimedOut,
+            _ => io::ErrorKind::ConnectionAborted,
+        };
+        let problem = format!("no answer from {}: {error}", self.place.endpoint);
+        self.error(operation, name, kind, problem, Some(fix))
+    }
+
+    fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
+        let fix = Some(format!("is {} an S3 server?", self.place.endpoint));
+        self.error(
+            operation,
+            name,
+            io::ErrorKind::InvalidData,
+            format!("an answer that makes no sense: {problem}"),
+            fix,
+        )
+    }
+
+    fn error(
+        &self,
+        operation: &'static str,
+        name: &str,
+        kind: io::ErrorKind,
+        problem: String,
+        fix: Option<String>,
+    ) -> Error {
+        let source = io::Error::new(kind, Refusal { problem, fix });
+        Error::Io { object: self.describe(name), operation, source }
+    }
+}
+
+/// Worth another attempt.
+fn is_passing(status: StatusCode) -> bool {
+    let never = [StatusCode::NOT_IMPLEMENTED, StatusCode::INSUFFICIENT_STORAGE];
+    let again = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::CONFLICT];
+    status.is_server_error() && !never.contains(&status) || again.contains(&status)
+}
+
+fn header<'a>(answer: &'a Response<Body>, name: &str) -> Option<&'a str> {
+    answer.headers().get(name)?.to_str().ok()
+}
+
+fn tag_of(answer: &Response<Body>) -> String {
+    header(answer, "etag").unwrap_or_default().to_owned()
+}
+
+/// How long ago an object was put, by the server's clock alone.
+fn age_of(answer: &Response<Body>) -> Option<Duration> {
+    let moment =
+        |name| jiff::fmt::rfc2822::parse(header(answer, name)?).ok().map(|t| t.timestamp().as_second());
+    let age_s = moment("date")? - moment("last-modified")?;
+    Some(Duration::from_secs(age_s.max(0).unsigned_abs()))
+}
+
+/// What an error document says, in one line.
+fn summary(text: &str) -> String {
+    let code = between(text, "<Code>", "</Code>").unwrap_or_default();
+    let message = between(text, "<Message>", "</Message>").unwrap_or_default();
+    let said = if code.is_empty() { message.to_owned() } else { format!("{code}: {message}") };
+    said.trim_end_matches([':', ' ']).chars().filter(|c| !c.is_control()).take(300).collect()
+}
+
+fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
+    let rest = text.get(text.find(before)? + before.len()..)?;
+    rest.get(..rest.find(behind)?)
+}
+
+#[cfg(test)]
+impl Client {
+    /// For tests that do not want to wait.
+    pub fn hasten(&mut self, attempts: u32, page_keys: usize) {
+        self.attempts = attempts;
+        self.pause = Duration::from_millis(1);
+        self.page_keys = Some(page_keys);
+    }
+}

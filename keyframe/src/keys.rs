@@ -1,0 +1,155 @@
+//! What opens an encrypted store: a key file, or a passphrase from the environment or the terminal.
+//!
+//! ```text
+//!   --key-file FILE, KEYFRAME_KEY_FILE ──▶ key file         KEYFRAME_PASSPHRASE, else /dev/tty ──▶ passphrase
+//!                                   └────▶ for __disks, in its environment ◀────┘
+//! ```
+//!
+//! Invariants: a key on the command line would be for all to see, so it is never there; one is asked for only where a store needs
+//! it; a key that was given for a store that is not encrypted is an error, for whoever gave it counts on encryption.
+
+use keyframe_store::{Error, Secret, SecretKind, Store};
+use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use zeroize::Zeroizing;
+
+const PASSPHRASE: &str = "KEYFRAME_PASSPHRASE";
+const KEY_FILE: &str = "KEYFRAME_KEY_FILE";
+const TERMINAL: &str = "/dev/tty";
+const BYTES_MAX: u64 = 64 << 10;
+
+/// What opened a store in this process, for those that it starts.
+static OPENED_WITH: OnceLock<Given> = OnceLock::new();
+
+enum Given {
+    File(PathBuf),
+    Passphrase(Zeroizing<String>),
+}
+
+/// What opens an encrypted store, on the command line or in the environment.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct KeyArg {
+    /// What an encrypted store was made with, where that is no passphrase (KEYFRAME_PASSPHRASE, or asked for)
+    #[arg(long, env = KEY_FILE, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+}
+
+impl KeyArg {
+    /// What the environment alone says.
+    pub fn from_environment() -> Self {
+        Self { key_file: std::env::var_os(KEY_FILE).filter(|file| !file.is_empty()).map(PathBuf::from) }
+    }
+
+    /// True where something is given, be it needed or not.
+    pub fn is_given(&self) -> bool {
+        self.key_file.is_some() || passphrase().is_some()
+    }
+
+    /// Opens a store, encrypted or not.
+    pub fn open(&self, store: &Path) -> Result<Store, Error> {
+        let opened = Store::open_with(store, &|kind| self.secret(kind, false))?;
+        if !opened.is_encrypted() && self.is_given() {
+            return Err(Error::NotEncrypted { object: store.display().to_string() });
+        }
+        Ok(opened)
+    }
+
+    /// Makes a store that this opens.
+    pub fn init(&self, store: &Path) -> Result<Store, Error> {
+        let kind = if self.key_file.is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
+        let secret = self.secret(kind, true)?;
+        let object = || store.display().to_string();
+        Store::init_with(store, Some(&secret.ok_or_else(|| Error::KeyNeeded { object: object(), kind })?))
+    }
+
+    /// What was given of that kind. A passphrase that is asked for to be `new` is asked for twice.
+    fn secret(&self, kind: SecretKind, is_new: bool) -> Result<Option<Secret>, Error> {
+        let io = |object: &Path, operation| {
+            let object = object.display().to_string();
+            move |source| Error::Io { object, operation, source }
+        };
+        let secret = match (kind, &self.key_file) {
+            (SecretKind::KeyFile, None) => return Ok(None),
+            (SecretKind::KeyFile, Some(file)) => {
+                let mut bytes = Zeroizing::new(Vec::new());
+                let read = File::open(file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
+                read.map_err(io(file, "read the key file"))?;
+                let file = std::path::absolute(file).map_err(io(file, "resolve"))?;
+                let _ = OPENED_WITH.set(Given::File(file));
+                Secret::KeyFile(bytes)
+            }
+            (SecretKind::Passphrase, _) => {
+                let Some(words) = passphrase().map(Ok).or_else(|| ask(is_new).transpose()) else {
+                    return Ok(None);
+                };
+                let words = words.map_err(io(Path::new(TERMINAL), "ask for the passphrase"))?;
+                let _ = OPENED_WITH.set(Given::Passphrase(words.clone()));
+                Secret::Passphrase(words)
+            }
+        };
+        Ok(Some(secret))
+    }
+}
+
+/// Gives a process of ours what opened the store, so that it can do so too.
+pub fn pass_on(command: &mut Command) {
+    match OPENED_WITH.get() {
+        Some(Given::File(file)) => command.env(KEY_FILE, file),
+        Some(Given::Passphrase(words)) => command.env(PASSPHRASE, words.as_str()),
+        None => return,
+    };
+}
+
+/// For a person, what to do about an error with keys.
+pub fn fix(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
+            "name it with --key-file FILE, or in KEYFRAME_KEY_FILE".into()
+        }
+        Error::KeyNeeded { .. } => "put it into KEYFRAME_PASSPHRASE, or run this at a terminal".into(),
+        Error::WrongKey { kind, .. } => {
+            format!("give the {kind} that the store was made with; nothing was changed")
+        }
+        Error::NotEncrypted { .. } => {
+            "leave out --key-file, KEYFRAME_KEY_FILE and KEYFRAME_PASSPHRASE if this is the store you mean"
+                .into()
+        }
+        Error::WeakKey { kind: SecretKind::KeyFile, .. } => {
+            "make one with: (umask 077; head -c 32 /dev/urandom > FILE)".into()
+        }
+        Error::WeakKey { .. } => "take several words".into(),
+        _ => return None,
+    })
+}
+
+fn passphrase() -> Option<Zeroizing<String>> {
+    std::env::var(PASSPHRASE).ok().filter(|words| !words.is_empty()).map(Zeroizing::new)
+}
+
+/// Asks at the terminal, without showing what is typed. None where there is no terminal.
+fn ask(is_new: bool) -> io::Result<Option<Zeroizing<String>>> {
+    let Ok(terminal) = File::options().read(true).write(true).open(TERMINAL) else { return Ok(None) };
+    let words = ask_once(&terminal, "passphrase of the store: ")?;
+    if is_new && *ask_once(&terminal, "the same again: ")? != *words {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the two differ"));
+    }
+    Ok(Some(words))
+}
+
+fn ask_once(mut terminal: &File, prompt: &str) -> io::Result<Zeroizing<String>> {
+    terminal.write_all(prompt.as_bytes())?;
+    let shown = tcgetattr(terminal)?;
+    let mut hidden = shown.clone();
+    hidden.local_modes.remove(LocalModes::ECHO);
+    tcsetattr(terminal, OptionalActions::Flush, &hidden)?;
+    let mut line = Zeroizing::new(String::new());
+    let read = BufReader::new(terminal.take(BYTES_MAX)).read_line(&mut line);
+    tcsetattr(terminal, OptionalActions::Flush, &shown)?;
+    terminal.write_all(b"\n")?;
+    read?;
+    Ok(Zeroizing::new(line.trim_end_matches(['\n', '\r']).to_owned()))
+}
