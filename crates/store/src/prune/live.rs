@@ -90,10 +90,15 @@ impl Live {
             }
         }
         let mut wanted = BTreeMap::<u32, Offsets>::new();
+        let mut shown = Vec::new();
         live.each_map(inner, &mut |_, _, run, visible| {
-            for (page, to) in run.records().filter(|(page, _)| shows(visible, *page)) {
-                debug_assert!(to != PageRef::ZERO, "page {page:?}");
-                wanted.entry(to.pack()).or_default().push(to.offset());
+            shown.clear();
+            shown.extend(run.records().filter(|(page, _)| shows(visible, *page)).map(|(_, to)| to));
+            debug_assert!(!shown.contains(&PageRef::ZERO));
+            for of_pack in shown.chunk_by(|a, b| a.pack() == b.pack()) {
+                let Some(first) = of_pack.first() else { continue };
+                let offsets = wanted.entry(first.pack()).or_default();
+                of_pack.iter().for_each(|to| offsets.push(to.offset()));
             }
             Ok(())
         })?;
