@@ -136,7 +136,9 @@ impl Live {
             for of_pack in shown.chunk_by(|a, b| a.pack() == b.pack()) {
                 let Some(first) = of_pack.first() else { continue };
                 let offsets = wanted.entry(first.pack()).or_default();
-                of_pack.iter().for_each(|to| offsets.push(to.offset()));
+                for to in of_pack {
+                    offsets.push(to.offset());
+                }
             }
             Ok(())
         })?;

@@ -19,12 +19,12 @@ pub(crate) mod moves;
 pub(crate) mod packs;
 mod rewrite;
 
+use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Result, Store, names};
 use keyframe_units::CheckpointId;
-use live::Known;
-pub(crate) use live::Live;
+pub(crate) use live::{Known, Live};
 pub(crate) use moves::Moves;
 use moves::{Generation, RECORDS_MAX};
 pub(crate) use packs::Shape;
@@ -213,7 +213,7 @@ impl Prune<'_> {
         for number in numbers {
             if let Some(shape) = Shape::of(self.inner, *number)? {
                 let on = live.close(self.inner, &shape)?.into_iter().flat_map(|(_, records)| records);
-                let on: BTreeSet<u32> = on.map(|record| record.pack()).collect();
+                let on: BTreeSet<u32> = on.map(PageRef::pack).collect();
                 if !on.is_empty() {
                     self.known.depends.insert(*number, on);
                 }
@@ -354,7 +354,7 @@ impl Prune<'_> {
                 continue;
             }
             let Some(shape) = Shape::of(self.inner, number)? else { continue };
-            let refers = |of: &u32, to: &[crate::identity::PageRef]| {
+            let refers = |of: &u32, to: &[PageRef]| {
                 moves.victims.contains(of) || to.iter().any(|to| moves.victims.contains(&to.pack()))
             };
             let found = live.close(self.inner, &shape)?;
