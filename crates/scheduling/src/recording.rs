@@ -55,6 +55,13 @@ impl Recording {
         (is_first || enough) && now_ns >= self.rest_until_ns
     }
 
+    /// Whether what waits for a prune is twice what should, beside the `kept` that are left: the one before was too slow.
+    pub fn is_behind(&self, kept: u64) -> bool {
+        self.forgotten.is_some_and(|sum| {
+            sum >= FORGOTTEN_MIN * 2 && sum >= kept.saturating_add(sum).div_ceil(PRUNE_PART).saturating_mul(2)
+        })
+    }
+
     /// A prune has ended, which began at `began_ns`; `all`: it left nothing for later.
     pub fn pruned(&mut self, began_ns: u64, now_ns: u64, all: bool) {
         if all {
@@ -81,6 +88,8 @@ mod tests {
         recording.pruned(18, 20, true);
         assert!(!recording.forgot(100, 3, 10));
         assert!(recording.forgot(101, 1, 10));
+        assert!(!recording.is_behind(10));
+        assert!(recording.forgot(102, 8, 10) && recording.is_behind(10));
     }
 
     proptest! {

@@ -6,7 +6,7 @@
 //!    └─────────────────────────────────────────────────────────────────────────────────┴────────────────────┘
 //! ```
 //!
-//! A thread of its own, at a lowered priority, that has nothing in common with the engine but the store's files and the
+//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where it falls behind, that has nothing in common with the engine but the store's files and the
 //! checkpoints that a rollback holds. The writer follows a prune with its next checkpoint, behind the pause.
 //!
 //! Invariants: only checkpoints of this very run are taken, never what was there before; never the newest, a tagged or a
@@ -27,6 +27,8 @@ use std::time::{Duration, Instant};
 pub const PACK_BYTES_MAX: u64 = 64 << 20;
 /// More copying than this is not worth the space.
 const MAX_UNUSED: f64 = 0.25;
+/// Nice value of the thread.
+const NICE: i32 = 19;
 /// Where checkpoints are further apart than this, a prune is tried again at the next look.
 const ANSWER_WAIT: Duration = Duration::from_secs(20);
 /// At the end of a run, a prune may come to its end.
@@ -61,7 +63,6 @@ impl Recorder {
         };
         let thread = std::thread::Builder::new().name("recorder".into());
         let spawned = thread.spawn(move || {
-            keyframe_kernel::priority::lower();
             work.until_stopped(&stopped);
             drop(end);
         });
@@ -83,6 +84,15 @@ impl Drop for Recorder {
     }
 }
 
+/// Of the calling thread. What is not permitted, or cannot be, stays as it is.
+fn set_priority(is_behind: bool) {
+    if is_behind {
+        keyframe_kernel::priority::lower();
+    } else {
+        let _ = rustix::process::setpriority_process(None, NICE);
+    }
+}
+
 /// What the thread has.
 struct Work {
     store: Store,
@@ -100,6 +110,7 @@ struct Work {
 
 impl Work {
     fn until_stopped(mut self, stopped: &Receiver<()>) {
+        set_priority(false);
         let look = Duration::from_nanos(self.recording.look_ns());
         while matches!(stopped.recv_timeout(look), Err(RecvTimeoutError::Timeout)) {
             match self.look() {
@@ -126,10 +137,13 @@ impl Work {
             self.known.retain(|id, _| !gone.contains(id));
         }
         let began_ns = now_ns(self);
-        if self.recording.forgot(began_ns, gone.len() as u64, self.known.len() as u64) {
+        let kept = self.known.len() as u64;
+        if self.recording.forgot(began_ns, gone.len() as u64, kept) {
+            set_priority(self.recording.is_behind(kept));
             let options = PruneOptions { max_unused: MAX_UNUSED, dry_run: false, wait: ANSWER_WAIT };
             let pruned = self.store.prune(&options, &mut |_| {});
             let all = pruned.as_ref().is_ok_and(|report| report.postponed_packs == 0);
+            set_priority(false);
             self.recording.pruned(began_ns, now_ns(self), all);
             match pruned {
                 // Somebody else prunes.

@@ -233,7 +233,7 @@ impl Repair<'_> {
         let hurt = self.hurt(&lost)?;
         self.lose(hurt)?;
         let moves = Moves { to: saved.into_iter().collect(), ..moves };
-        rewrite_maps(self.inner, &Live::find(self.inner)?, &moves)?;
+        rewrite_maps(self.inner, &Live::find(self.inner)?, &moves, &|_| true)?;
         let newest = packs::numbers(self.inner)?.last().copied();
         if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
             copier.reserve()?;

@@ -12,6 +12,9 @@
 //! ([`Live::close`]): live records are closed over references. A map of a run that goes on hides nothing that a later
 //! checkpoint of it shows: what it builds upon are maps of the newest checkpoint's chain, under a map with all that changed
 //! since.
+//!
+//! All maps are read once in a prune. Which packs each mentions is remembered ([`Known`]), so that later looks at few packs read
+//! few maps: those that mention one of them, those that are new, and what lies over such a one whose own checkpoint is gone.
 
 use crate::chain::Changes;
 use crate::identity::PageRef;
@@ -57,9 +60,36 @@ impl Offsets {
     }
 }
 
+/// What is known of maps that were read: maps that are not in here are read again.
+#[derive(Clone, Debug, Default)]
+pub struct Known {
+    /// The packs that each map mentions.
+    pub mentions: BTreeMap<u64, Box<[u32]>>,
+    /// The packs that there were.
+    pub packs: BTreeSet<u32>,
+    /// Of packs with live records that are composed of others': which packs those are in.
+    pub depends: BTreeMap<u32, BTreeSet<u32>>,
+}
+
+impl Known {
+    /// Whether a map may mention one of `packs`, or one that there was not.
+    pub fn may_mention(&self, map: u64, packs: &BTreeSet<u32>) -> bool {
+        let mentions = self.mentions.get(&map);
+        mentions.is_none_or(|all| all.iter().any(|pack| packs.contains(pack) || !self.packs.contains(pack)))
+    }
+
+    /// `packs`, and those that have live records composed of theirs.
+    pub fn with_dependents(&self, packs: &BTreeSet<u32>) -> BTreeSet<u32> {
+        let dependents = self.depends.iter().filter(|(_, on)| !on.is_disjoint(packs)).map(|(of, _)| *of);
+        packs.iter().copied().chain(dependents).collect()
+    }
+}
+
 /// What sealed checkpoints need.
 #[derive(Debug, Default)]
 pub struct Live {
+    /// Of the maps that were read.
+    mentions: BTreeMap<u64, Box<[u32]>>,
     nodes: BTreeMap<u64, Node>,
     wanted: BTreeMap<u32, Offsets>,
     /// Checkpoints that there are.
@@ -69,6 +99,11 @@ pub struct Live {
 impl Live {
     /// Looks at all checkpoints and their maps. Error: [`Error::Unreadable`] where what one needs cannot be known.
     pub fn find(inner: &Inner) -> Result<Self> {
+        Self::find_where(inner, &|_| true)
+    }
+
+    /// The same of the maps that are wanted: all live records that these mention.
+    pub fn find_where(inner: &Inner, is_wanted: &dyn Fn(u64) -> bool) -> Result<Self> {
         let mut live = Self::default();
         for id in inner.checkpoint_ids()? {
             let meta = match inner.read_checkpoint(id) {
@@ -89,21 +124,36 @@ impl Live {
             }
         }
         let mut wanted = BTreeMap::<u32, Offsets>::new();
-        live.each_map(inner, &mut |_, _, run, visible| {
-            for (page, to) in run.records().filter(|(page, _)| shows(visible, *page)) {
-                debug_assert!(to != PageRef::ZERO, "page {page:?}");
-                wanted.entry(to.pack()).or_default().push(to.offset());
+        let (mut shown, mut mentions) = (Vec::new(), BTreeMap::new());
+        live.each_map(inner, is_wanted, &mut |id, _, run, visible| {
+            let packs = run.refs().chunk_by(|a, b| a.pack() == b.pack()).filter_map(<[_]>::first);
+            let packs: BTreeSet<u32> = packs.map(|to| to.pack()).collect();
+            mentions.insert(id, packs.into_iter().collect());
+            shown.clear();
+            shown.extend(run.records().filter(|(page, _)| shows(visible, *page)).map(|(_, to)| to));
+            debug_assert!(!shown.contains(&PageRef::ZERO));
+            for of_pack in shown.chunk_by(|a, b| a.pack() == b.pack()) {
+                let Some(first) = of_pack.first() else { continue };
+                let offsets = wanted.entry(first.pack()).or_default();
+                for to in of_pack {
+                    offsets.push(to.offset());
+                }
             }
             Ok(())
         })?;
         wanted.values_mut().for_each(Offsets::settle);
-        live.wanted = wanted;
+        (live.wanted, live.mentions) = (wanted, mentions);
         Ok(live)
     }
 
     /// The maps that are needed.
     pub fn has_map(&self, id: u64) -> bool {
         self.nodes.contains_key(&id)
+    }
+
+    /// Which packs each map mentions that was read.
+    pub fn take_mentions(&mut self) -> BTreeMap<u64, Box<[u32]>> {
+        std::mem::take(&mut self.mentions)
     }
 
     /// Offsets of the live records of a pack, rising.
@@ -137,14 +187,25 @@ impl Live {
         self.wanted.values_mut().for_each(Offsets::settle);
     }
 
-    /// Shows every map, the newest first, with what of it some checkpoint shows.
+    /// Shows every map that is wanted, the newest first, with what of it some checkpoint shows. Others may be shown, too.
     pub fn each_map(
         &self,
         inner: &Inner,
+        is_wanted: &dyn Fn(u64) -> bool,
         visit: &mut dyn FnMut(u64, &Node, &MapRun, &Changes) -> Result<()>,
     ) -> Result<()> {
+        // Of maps without a checkpoint, what is visible is what those above leave: they are read for it.
+        let (mut read, mut looked_through) = (BTreeSet::new(), BTreeSet::new());
+        for (id, node) in &self.nodes {
+            if is_wanted(*id) || node.parent.is_some_and(|parent| looked_through.contains(&parent)) {
+                read.insert(*id);
+                if !node.sealed {
+                    looked_through.insert(*id);
+                }
+            }
+        }
         let mut pending = BTreeMap::<u64, Changes>::new();
-        for (id, node) in self.nodes.iter().rev() {
+        for (id, node) in self.nodes.iter().rev().filter(|(id, _)| read.contains(id)) {
             let run = inner.read_map(*id)?;
             if run.header.parent != node.parent || run.header.space_pages < node.ram_pages {
                 let object = inner.backend.describe(&names::map(*id));
@@ -154,7 +215,7 @@ impl Live {
             if node.sealed {
                 show_all(&mut visible, node.ram_pages, run.header.space_pages);
             }
-            if let Some(parent) = node.parent {
+            if let Some(parent) = node.parent.filter(|parent| looked_through.contains(parent)) {
                 let mut below = visible.clone();
                 run.ranges().for_each(|range| hide(&mut below, range));
                 match pending.get_mut(&parent) {

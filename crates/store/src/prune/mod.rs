@@ -19,11 +19,12 @@ pub(crate) mod moves;
 pub(crate) mod packs;
 mod rewrite;
 
+use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Result, Store, names};
 use keyframe_units::CheckpointId;
-pub(crate) use live::Live;
+pub(crate) use live::{Known, Live};
 pub(crate) use moves::Moves;
 use moves::{Generation, RECORDS_MAX};
 pub(crate) use packs::Shape;
@@ -132,7 +133,9 @@ impl Store {
         let lock = if options.dry_run { None } else { Some(inner.lock_prune()?) };
         let copier = Copier::new(inner.clone(), tuning);
         let report = PruneReport { dry_run: options.dry_run, ..PruneReport::default() };
-        let mut prune = Prune { inner, options, copier, report, progress, done_bytes: 0, total_bytes: 0 };
+        let known = Known::default();
+        let mut prune =
+            Prune { inner, options, copier, report, progress, done_bytes: 0, total_bytes: 0, known };
         prune.report.before_bytes = prune.size()?;
         let plan = prune.plan()?;
         if options.dry_run {
@@ -167,6 +170,7 @@ struct Prune<'a> {
     progress: &'a mut dyn FnMut(PruneProgress),
     done_bytes: u64,
     total_bytes: u64,
+    known: Known,
 }
 
 impl Prune<'_> {
@@ -197,6 +201,8 @@ impl Prune<'_> {
         let is_gone = |id: &CheckpointId| !live.ids.contains(id) && (!at_work || id.0 <= newest);
         let worksets = self.inner.workset_ids()?.into_iter().filter(is_gone).collect();
         let packs = self.usages(&mut live, &numbers, at_work)?;
+        self.known.mentions = live.take_mentions();
+        self.known.packs = numbers.into_iter().collect();
         let victims = packs::choose(&packs, self.options.max_unused);
         let maps_bytes = maps.iter().map(|id| self.inner.len_of(&names::map(*id))).sum();
         Ok(Plan { maps, maps_bytes, emptied_map, worksets, packs, victims })
@@ -206,7 +212,11 @@ impl Prune<'_> {
     fn usages(&mut self, live: &mut Live, numbers: &[u32], at_work: bool) -> Result<Vec<Usage>> {
         for number in numbers {
             if let Some(shape) = Shape::of(self.inner, *number)? {
-                live.close(self.inner, &shape)?;
+                let on = live.close(self.inner, &shape)?.into_iter().flat_map(|(_, records)| records);
+                let on: BTreeSet<u32> = on.map(PageRef::pack).collect();
+                if !on.is_empty() {
+                    self.known.depends.insert(*number, on);
+                }
             }
         }
         live.settle();
@@ -317,7 +327,12 @@ impl Prune<'_> {
             live = self.cover(&mut moves)?;
         }
         self.tell(PruneStep::Removing);
-        self.report.rewritten_maps += rewrite::maps(self.inner, &live, &moves)?;
+        // Those with going packs, and those that mention a composed record which was moved for their sake.
+        let touched = self.known.with_dependents(&moves.victims);
+        let known = &self.known;
+        let rewritten = rewrite::maps(self.inner, &live, &moves, &|id| known.may_mention(id, &touched))?;
+        self.report.rewritten_maps += rewritten.len() as u64;
+        self.known.mentions.retain(|id, _| !rewritten.contains(id));
         let newest = packs::numbers(self.inner)?.last().copied();
         if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
             self.copier.reserve()?;
@@ -330,11 +345,16 @@ impl Prune<'_> {
     /// Copies all that is needed of the packs that go and was not copied yet.
     fn cover(&mut self, moves: &mut Moves) -> Result<Live> {
         self.tell(PruneStep::Copying);
-        let mut live = Live::find(self.inner)?;
+        let touched = self.known.with_dependents(&moves.victims);
+        let known = &self.known;
+        let mut live = Live::find_where(self.inner, &|id| known.may_mention(id, &touched))?;
         let mut composed = Vec::new();
         for number in packs::numbers(self.inner)? {
+            if live.offsets(number).is_empty() {
+                continue;
+            }
             let Some(shape) = Shape::of(self.inner, number)? else { continue };
-            let refers = |of: &u32, to: &[crate::identity::PageRef]| {
+            let refers = |of: &u32, to: &[PageRef]| {
                 moves.victims.contains(of) || to.iter().any(|to| moves.victims.contains(&to.pack()))
             };
             let found = live.close(self.inner, &shape)?;

@@ -52,8 +52,11 @@ impl Shape {
     pub fn usage(&self, live: &[u64]) -> Usage {
         let ends = self.entries.iter().skip(1).map(Entry::offset).chain([self.records_end]);
         let (mut live_bytes, mut found) = (0, 0);
+        // Both rise.
+        let mut rest = live.iter().peekable();
         for (entry, end) in self.entries.iter().zip(ends) {
-            if live.binary_search(&entry.offset()).is_ok() {
+            while rest.next_if(|at| **at < entry.offset()).is_some() {}
+            if rest.next_if_eq(&&entry.offset()).is_some() {
                 live_bytes += end.saturating_sub(entry.offset()) + ENTRY_BYTES as u64;
                 found += 1;
             }

@@ -181,10 +181,15 @@ impl Copier {
     }
 }
 
-/// Rewrites the maps that name records which have moved, or go; returns how many.
-pub fn maps(inner: &Inner, live: &Live, moves: &Moves) -> Result<u64> {
-    let mut rewritten = 0;
-    live.each_map(inner, &mut |id, node, run, visible| {
+/// Rewrites the maps that name records which have moved, or go, among those that are `wanted`; returns which.
+pub fn maps(
+    inner: &Inner,
+    live: &Live,
+    moves: &Moves,
+    is_wanted: &dyn Fn(u64) -> bool,
+) -> Result<BTreeSet<u64>> {
+    let mut rewritten = BTreeSet::new();
+    live.each_map(inner, is_wanted, &mut |id, node, run, visible| {
         if run.refs().iter().all(|to| moves.place(*to) == Place::Same) {
             return Ok(());
         }
@@ -206,7 +211,7 @@ pub fn maps(inner: &Inner, live: &Live, moves: &Moves) -> Result<u64> {
                 format!("prune: it needs record {to:?}, which was not moved"),
             ));
         }
-        rewritten += 1;
+        rewritten.insert(id);
         inner.put_again(&names::map(id), &moved.encode(inner.config.id, node.disks))
     })?;
     Ok(rewritten)

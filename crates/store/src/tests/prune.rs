@@ -4,6 +4,7 @@ use super::forget::{add_run, next_image, store_of};
 use super::*;
 use crate::backend::faulty::Chance;
 use crate::composed::{PART_BYTES, PARTS};
+use crate::prune::{Known, Live, packs};
 use crate::{BaseMeta, BlockContent, DiskMeta, DiskState, PruneOptions, PruneReport, PruneStep, Writer};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -181,6 +182,31 @@ fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
         let expected = (0u64..).zip(image).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
         assert!(read_image(loaded).unwrap() == expected.collect(), "checkpoint {}", loaded.id);
     }
+}
+
+/// What the rounds of a prune rest on.
+#[test]
+fn a_look_at_one_pack_finds_all_that_is_needed_of_it_and_reads_few_maps() {
+    let medium = Faulty::default();
+    let mut known = store_of(&medium, 60);
+    let store = on(&medium).unwrap();
+    let half: Vec<u64> = (1..60).filter(|n| n % 3 > 0).collect();
+    forget(&store, &mut known, &half);
+    let mut all = Live::find(store.inner()).unwrap();
+    let packs: BTreeSet<u32> = packs::numbers(store.inner()).unwrap().into_iter().collect();
+    let maps = Known { mentions: all.take_mentions(), packs: packs.clone(), ..Known::default() };
+    let mut least = usize::MAX;
+    for pack in &packs {
+        let one = BTreeSet::from([*pack]);
+        let mut some = Live::find_where(store.inner(), &|id| maps.may_mention(id, &one)).unwrap();
+        assert_eq!(some.offsets(*pack), all.offsets(*pack), "pack {pack}");
+        least = least.min(some.take_mentions().len());
+    }
+    assert!(packs.len() > 5 && least * 2 < maps.mentions.len(), "{least} of {}", maps.mentions.len());
+    // One that is not known, and packs that there were not, are looked at.
+    assert!(maps.may_mention(4711, &BTreeSet::new()));
+    let fewer = Known { packs: BTreeSet::new(), ..maps.clone() };
+    assert!(fewer.mentions.iter().all(|(id, packs)| packs.is_empty() || fewer.may_mention(*id, &[].into())));
 }
 
 /// As a recorder does it: the prune is in the reader's own process. What is gone is closed once nobody reads it.
