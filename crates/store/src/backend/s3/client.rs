@@ -28,12 +28,14 @@ const PAUSE_FIRST: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 const CALL_MAX: Duration = Duration::from_secs(20);
+/// Reading hurts nobody, however long it takes, as long as something comes.
+const READ_MAX: Duration = Duration::from_secs(600);
 /// A signature is good for so long.
 const SIGNED_FOR: Duration = Duration::from_secs(900);
 /// More than a listing of 1,000 keys takes, or any answer but an object.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
 /// Longer objects are uploaded in parts of this size.
-const PIECE_BYTES: usize = 16 << 20;
+const PIECE_BYTES: usize = 8 << 20;
 /// More keys than the largest store has in one folder.
 const PAGES_MAX: u32 = 100_000;
 
@@ -42,6 +44,8 @@ const PAGES_MAX: u32 = 100_000;
 pub struct Client {
     pub place: Place,
     agent: Agent,
+    /// For what only reads.
+    reading: Agent,
     attempts: u32,
     pause: Duration,
     /// Keys in a page of a listing; none: as many as the server gives.
@@ -118,16 +122,23 @@ impl Client {
     pub fn new(place: Place) -> Self {
         // What is sent while a lease is good must have arrived or failed before it ends.
         let call = (place.lease / 3).min(CALL_MAX);
-        let config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .timeout_connect(Some(CONNECT_MAX.min(call)))
-            .timeout_global(Some(call))
-            .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
+        let config = || {
+            Agent::config_builder()
+                .http_status_as_error(false)
+                .max_redirects(0)
+                .timeout_connect(Some(CONNECT_MAX.min(call)))
+                .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
+        };
+        let writing = config().timeout_global(Some(call)).build();
+        let reading = config()
+            .timeout_global(Some(READ_MAX))
+            .timeout_recv_response(Some(call))
+            .timeout_per_read(Some(call))
             .build();
         Self {
             place,
-            agent: config.new_agent(),
+            agent: writing.new_agent(),
+            reading: reading.new_agent(),
             attempts: ATTEMPTS,
             pause: PAUSE_FIRST,
             page_keys: None,
@@ -220,7 +231,7 @@ impl Client {
         let action = GetObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
         let wanted = range.clone().map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
         let send = || {
-            let request = self.agent.get(action.sign(SIGNED_FOR).as_str());
+            let request = self.reading.get(action.sign(SIGNED_FOR).as_str());
             match &wanted {
                 Some(wanted) => request.header("range", wanted).call(),
                 None => request.call(),
