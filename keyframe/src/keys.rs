@@ -41,12 +41,17 @@ pub struct KeyArg {
 impl KeyArg {
     /// What the environment alone says.
     pub fn from_environment() -> Self {
-        Self { key_file: std::env::var_os(KEY_FILE).filter(|file| !file.is_empty()).map(PathBuf::from) }
+        Self { key_file: std::env::var_os(KEY_FILE).map(PathBuf::from) }
     }
 
     /// True where something is given, be it needed or not.
     pub fn is_given(&self) -> bool {
-        self.key_file.is_some() || passphrase().is_some()
+        self.file().is_some() || passphrase().is_some()
+    }
+
+    /// A variable that is empty names none.
+    fn file(&self) -> Option<&Path> {
+        self.key_file.as_deref().filter(|file| !file.as_os_str().is_empty())
     }
 
     /// Opens a store, encrypted or not.
@@ -60,7 +65,7 @@ impl KeyArg {
 
     /// Makes a store that this opens.
     pub fn init(&self, store: &Path) -> Result<Store, Error> {
-        let kind = if self.key_file.is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
+        let kind = if self.file().is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
         let secret = self.secret(kind, true)?;
         let object = || store.display().to_string();
         Store::init_with(store, Some(&secret.ok_or_else(|| Error::KeyNeeded { object: object(), kind })?))
@@ -72,7 +77,7 @@ impl KeyArg {
             let object = object.display().to_string();
             move |source| Error::Io { object, operation, source }
         };
-        let secret = match (kind, &self.key_file) {
+        let secret = match (kind, self.file()) {
             (SecretKind::KeyFile, None) => return Ok(None),
             (SecretKind::KeyFile, Some(file)) => {
                 let mut bytes = Zeroizing::new(Vec::new());
