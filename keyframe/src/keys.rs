@@ -33,15 +33,16 @@ enum Given {
 /// What opens an encrypted store, on the command line or in the environment.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
-    /// What an encrypted store was made with, where that is no passphrase (KEYFRAME_PASSPHRASE, or asked for)
-    #[arg(long, env = KEY_FILE, value_name = "FILE")]
+    /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase (KEYFRAME_PASSPHRASE, or asked
+    /// for)
+    #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
 }
 
 impl KeyArg {
     /// What the environment alone says.
     pub fn from_environment() -> Self {
-        Self { key_file: std::env::var_os(KEY_FILE).map(PathBuf::from) }
+        Self::default()
     }
 
     /// True where something is given, be it needed or not.
@@ -50,8 +51,9 @@ impl KeyArg {
     }
 
     /// A variable that is empty names none.
-    fn file(&self) -> Option<&Path> {
-        self.key_file.as_deref().filter(|file| !file.as_os_str().is_empty())
+    fn file(&self) -> Option<PathBuf> {
+        let variable = || std::env::var_os(KEY_FILE).filter(|file| !file.is_empty()).map(PathBuf::from);
+        self.key_file.clone().or_else(variable)
     }
 
     /// Opens a store, encrypted or not.
@@ -81,9 +83,9 @@ impl KeyArg {
             (SecretKind::KeyFile, None) => return Ok(None),
             (SecretKind::KeyFile, Some(file)) => {
                 let mut bytes = Zeroizing::new(Vec::new());
-                let read = File::open(file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
-                read.map_err(io(file, "read the key file"))?;
-                let file = std::path::absolute(file).map_err(io(file, "resolve"))?;
+                let read = File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
+                read.map_err(io(&file, "read the key file"))?;
+                let file = std::path::absolute(&file).map_err(io(&file, "resolve"))?;
                 let _ = OPENED_WITH.set(Given::File(file));
                 Secret::KeyFile(bytes)
             }
