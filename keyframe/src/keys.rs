@@ -33,20 +33,27 @@ enum Given {
 /// What opens an encrypted store, on the command line or in the environment.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
-    /// What an encrypted store was made with, where that is no passphrase (KEYFRAME_PASSPHRASE, or asked for)
-    #[arg(long, env = KEY_FILE, value_name = "FILE")]
+    /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase (KEYFRAME_PASSPHRASE, or asked
+    /// for)
+    #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
 }
 
 impl KeyArg {
     /// What the environment alone says.
     pub fn from_environment() -> Self {
-        Self { key_file: std::env::var_os(KEY_FILE).filter(|file| !file.is_empty()).map(PathBuf::from) }
+        Self::default()
     }
 
     /// True where something is given, be it needed or not.
     pub fn is_given(&self) -> bool {
-        self.key_file.is_some() || passphrase().is_some()
+        self.file().is_some() || passphrase().is_some()
+    }
+
+    /// A variable that is empty names none.
+    fn file(&self) -> Option<PathBuf> {
+        let variable = || std::env::var_os(KEY_FILE).filter(|file| !file.is_empty()).map(PathBuf::from);
+        self.key_file.clone().or_else(variable)
     }
 
     /// Opens a store, encrypted or not.
@@ -60,7 +67,7 @@ impl KeyArg {
 
     /// Makes a store that this opens.
     pub fn init(&self, store: &Path) -> Result<Store, Error> {
-        let kind = if self.key_file.is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
+        let kind = if self.file().is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
         let secret = self.secret(kind, true)?;
         let object = || store.display().to_string();
         Store::init_with(store, Some(&secret.ok_or_else(|| Error::KeyNeeded { object: object(), kind })?))
@@ -72,13 +79,13 @@ impl KeyArg {
             let object = object.display().to_string();
             move |source| Error::Io { object, operation, source }
         };
-        let secret = match (kind, &self.key_file) {
+        let secret = match (kind, self.file()) {
             (SecretKind::KeyFile, None) => return Ok(None),
             (SecretKind::KeyFile, Some(file)) => {
                 let mut bytes = Zeroizing::new(Vec::new());
-                let read = File::open(file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
-                read.map_err(io(file, "read the key file"))?;
-                let file = std::path::absolute(file).map_err(io(file, "resolve"))?;
+                let read = File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
+                read.map_err(io(&file, "read the key file"))?;
+                let file = std::path::absolute(&file).map_err(io(&file, "resolve"))?;
                 let _ = OPENED_WITH.set(Given::File(file));
                 Secret::KeyFile(bytes)
             }

@@ -21,6 +21,10 @@ mod turn;
 #[path = "../../crates/qemu/tests/support/libvirt.rs"]
 pub mod libvirt;
 
+/// An S3 server of a test's own, as the store's tests start it.
+#[path = "../../crates/store/tests/support/s3.rs"]
+pub mod s3;
+
 pub use exact::{
     assert_no_errors, assert_restores_exactly, assert_restores_exactly_with, audited, restored_pid,
 };
@@ -213,6 +217,10 @@ crypto_kdf108_init,init_encrypted,cubictcp_register,init_kprobe_trace";
 pub struct Bench {
     dir: Option<tempfile::TempDir>,
     path: PathBuf,
+    /// Where the store is, if not in the directory.
+    url: Option<String>,
+    /// Variables of the commands.
+    variables: Vec<(String, String)>,
     _turn: Turn,
 }
 
@@ -240,7 +248,20 @@ impl Bench {
     fn in_turn(turn: Turn) -> Self {
         let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().expect("a temporary directory");
         let path = dir.path().to_owned();
-        Self { dir: Some(dir), path, _turn: turn }
+        Self { dir: Some(dir), path, url: None, variables: Vec::new(), _turn: turn }
+    }
+
+    /// With its store at `url`, which is not made yet.
+    #[must_use]
+    pub fn at(mut self, url: &str) -> Self {
+        self.url = Some(url.into());
+        self
+    }
+
+    /// Sets a variable for the commands from now on.
+    pub fn set(&mut self, name: &str, value: &str) {
+        self.variables.retain(|(known, _)| known != name);
+        self.variables.push((name.into(), value.into()));
     }
 
     /// The directory.
@@ -248,9 +269,9 @@ impl Bench {
         &self.path
     }
 
-    /// The store's path.
+    /// The store's path, or URL.
     pub fn store(&self) -> String {
-        self.path.join("store").display().to_string()
+        self.url.clone().unwrap_or_else(|| self.path.join("store").display().to_string())
     }
 
     /// `keyframe ARGS`, ready to be started, with this bench's run directory.
@@ -260,6 +281,7 @@ impl Bench {
             .args(args)
             .env("XDG_RUNTIME_DIR", &self.path)
             .env_remove("KEYFRAME_STORE")
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .current_dir(&self.path);
         command
     }

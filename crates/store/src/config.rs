@@ -30,7 +30,7 @@ pub const STORE_JSON: &str = "store.json";
 /// The version of the store format (of all its files) that is written, and the highest that is read.
 pub const FORMAT_VERSION: u32 = 1;
 /// The version of `store.json` where the store is encrypted, and the highest that is read.
-pub const ENCRYPTED_VERSION: u32 = 4;
+pub const ENCRYPTED_VERSION: u32 = 5;
 /// Far above what any version needs.
 pub const STORE_JSON_BYTES_MAX: u64 = 64 << 10;
 

@@ -1,4 +1,4 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 4 (2 has disks, 3 composed blocks of them, 4 deltas).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 5 (2 has disks, 3 composed blocks of them, 4 deltas, 5 is encrypted).
 //!
 //! ```text
 //!   STORE/
@@ -92,4 +92,4 @@ pub use store::{Listing, Store};
 pub use writer::{Tuning, Writer};
 
 /// The highest version of the store format that this program writes and reads.
-pub const FORMAT_VERSION: u32 = record::WITH_DELTAS;
+pub const FORMAT_VERSION: u32 = config::ENCRYPTED_VERSION;

@@ -29,7 +29,7 @@ fn encrypted(test: impl FnOnce()) {
 
 #[test]
 fn a_crash_loses_no_more_than_without() {
-    encrypted(|| crash::crash_at_every(3));
+    encrypted(|| crash::crash_at_every(7));
 }
 
 #[test]
@@ -44,12 +44,12 @@ fn a_failed_sync_costs_a_retry() {
 
 #[test]
 fn a_full_disk_harms_nothing() {
-    encrypted(|| full_disk::fill_at_every(617));
+    encrypted(|| full_disk::fill_at_every(1511));
 }
 
 #[test]
 fn every_flipped_bit_is_told() {
-    encrypted(|| damage::flip_every(7));
+    encrypted(|| damage::flip_every(13));
 }
 
 #[test]

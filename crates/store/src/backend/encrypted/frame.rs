@@ -81,7 +81,7 @@ impl Header {
         if cursor.array::<8>().map_err(damaged)? != *MAGIC {
             return Err(Error::damaged(object, "is not encrypted, as all files of this store are"));
         }
-        // Version 4 of `store.json` says that files are so.
+        // Version 5 of `store.json` says that files are so.
         let kind = match (cursor.u32().map_err(damaged)?, cursor.u32().map_err(damaged)?) {
             (1, 0) => Kind::Whole,
             (2, 0) => Kind::Growing,

@@ -11,12 +11,12 @@
 //! it says that somebody else was faster.
 
 use super::place::Place;
+use super::refusal::{between, summary};
 use crate::{Error, Result};
 use rusty_s3::actions::{
     CompleteMultipartUpload, CreateMultipartUpload, DeleteObject, GetObject, ListObjectsV2, PutObject,
     S3Action, UploadPart,
 };
-use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use ureq::http::{Response, StatusCode};
@@ -28,12 +28,14 @@ const PAUSE_FIRST: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 const CALL_MAX: Duration = Duration::from_secs(20);
+/// Reading hurts nobody, however long it takes, as long as something comes.
+const READ_MAX: Duration = Duration::from_secs(600);
 /// A signature is good for so long.
 const SIGNED_FOR: Duration = Duration::from_secs(900);
 /// More than a listing of 1,000 keys takes, or any answer but an object.
-const ANSWER_BYTES_MAX: u64 = 16 << 20;
+pub const ANSWER_BYTES_MAX: u64 = 16 << 20;
 /// Longer objects are uploaded in parts of this size.
-const PIECE_BYTES: usize = 16 << 20;
+const PIECE_BYTES: usize = 8 << 20;
 /// More keys than the largest store has in one folder.
 const PAGES_MAX: u32 = 100_000;
 
@@ -42,6 +44,8 @@ const PAGES_MAX: u32 = 100_000;
 pub struct Client {
     pub place: Place,
     agent: Agent,
+    /// For what only reads.
+    reading: Agent,
     attempts: u32,
     pause: Duration,
     /// Keys in a page of a listing; none: as many as the server gives.
@@ -98,16 +102,6 @@ pub enum Depth {
     Below,
 }
 
-/// What an answer or its absence means, and what to do about it.
-#[derive(Debug, thiserror::Error)]
-#[error("{problem}")]
-pub struct Refusal {
-    /// What was answered.
-    pub problem: String,
-    /// What to do about it, where that is known.
-    pub fix: Option<String>,
-}
-
 /// What came back, or why nothing did.
 enum Answer {
     Some(Response<Body>),
@@ -118,16 +112,23 @@ impl Client {
     pub fn new(place: Place) -> Self {
         // What is sent while a lease is good must have arrived or failed before it ends.
         let call = (place.lease / 3).min(CALL_MAX);
-        let config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .timeout_connect(Some(CONNECT_MAX.min(call)))
-            .timeout_global(Some(call))
-            .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
+        let config = || {
+            Agent::config_builder()
+                .http_status_as_error(false)
+                .max_redirects(0)
+                .timeout_connect(Some(CONNECT_MAX.min(call)))
+                .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
+        };
+        let writing = config().timeout_global(Some(call)).build();
+        let reading = config()
+            .timeout_global(Some(READ_MAX))
+            .timeout_recv_response(Some(call))
+            .timeout_per_read(Some(call))
             .build();
         Self {
             place,
-            agent: config.new_agent(),
+            agent: writing.new_agent(),
+            reading: reading.new_agent(),
             attempts: ATTEMPTS,
             pause: PAUSE_FIRST,
             page_keys: None,
@@ -215,12 +216,12 @@ impl Client {
     }
 
     /// Reads an object, or a range of it. An error of kind `NotFound` where there is none.
-    pub fn get(&self, name: &str, range: Option<Range<u64>>, len_bytes_max: u64) -> Result<Object> {
+    pub fn get(&self, name: &str, range: Option<&Range<u64>>, len_bytes_max: u64) -> Result<Object> {
         let key = self.key(name);
         let action = GetObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
-        let wanted = range.clone().map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
+        let wanted = range.map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
         let send = || {
-            let request = self.agent.get(action.sign(SIGNED_FOR).as_str());
+            let request = self.reading.get(action.sign(SIGNED_FOR).as_str());
             match &wanted {
                 Some(wanted) => request.header("range", wanted).call(),
                 None => request.call(),
@@ -229,9 +230,7 @@ impl Client {
         let mut left = self.attempts;
         loop {
             let (answer, attempts) = self.attempt("get", name, &send)?;
-            if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
-                && range.as_ref().is_some_and(|r| r.start == 0)
-            {
+            if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE && range.is_some_and(|r| r.start == 0) {
                 return Ok(Object { bytes: Vec::new(), len_bytes: 0, tag: tag_of(&answer), age: None });
             }
             if !answer.status().is_success() {
@@ -367,82 +366,6 @@ impl Client {
         }
         unreachable!("the last attempt returns")
     }
-
-    /// The error for an answer that says no.
-    fn refused(&self, operation: &'static str, name: &str, answer: Response<Body>) -> Error {
-        let status = answer.status();
-        let text =
-            answer.into_body().with_config().limit(ANSWER_BYTES_MAX).read_to_string().unwrap_or_default();
-        let code = between(&text, "<Code>", "</Code>").unwrap_or_default().to_owned();
-        let kind = match status {
-            StatusCode::NOT_FOUND if code != "NoSuchBucket" => io::ErrorKind::NotFound,
-            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED => io::ErrorKind::PermissionDenied,
-            StatusCode::INSUFFICIENT_STORAGE => io::ErrorKind::StorageFull,
-            _ if code.contains("Quota") || code.contains("StorageFull") => io::ErrorKind::QuotaExceeded,
-            _ => io::ErrorKind::Other,
-        };
-        let said = summary(&text);
-        let problem = format!("HTTP {}{}{said}", status.as_u16(), if said.is_empty() { "" } else { " " });
-        self.error(operation, name, kind, problem, self.fix(status, &code))
-    }
-
-    fn fix(&self, status: StatusCode, code: &str) -> Option<String> {
-        Some(match status {
-            StatusCode::NOT_FOUND if code == "NoSuchBucket" => {
-                format!("make the bucket {} first, or name another", self.place.bucket.name())
-            }
-            StatusCode::NOT_FOUND => return None,
-            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED => {
-                "look at AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, at this machine's clock, and whether the key may \
-                 list, get, put and delete in the bucket"
-                    .into()
-            }
-            StatusCode::MOVED_PERMANENTLY | StatusCode::BAD_REQUEST | StatusCode::TEMPORARY_REDIRECT => format!(
-                "look at AWS_REGION (now {}) and AWS_ENDPOINT_URL (now {})",
-                self.place.bucket.region(),
-                self.place.endpoint
-            ),
-            StatusCode::NOT_IMPLEMENTED => "use a server that knows conditional puts (If-None-Match)".into(),
-            status if status.is_server_error() => {
-                "the server is in trouble: try again later; sealed checkpoints are unharmed".into()
-            }
-            _ => return None,
-        })
-    }
-
-    /// The error for an answer that never came.
-    fn unreached(&self, operation: &'static str, name: &str, error: &ureq::Error) -> Error {
-        let fix = format!("look at AWS_ENDPOINT_URL (now {}) and the network", self.place.endpoint);
-        let kind = match error {
-            ureq::Error::Timeout(_) => io::ErrorKind::TimedOut,
-            _ => io::ErrorKind::ConnectionAborted,
-        };
-        let problem = format!("no answer from {}: {error}", self.place.endpoint);
-        self.error(operation, name, kind, problem, Some(fix))
-    }
-
-    fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
-        let fix = Some(format!("is {} an S3 server?", self.place.endpoint));
-        self.error(
-            operation,
-            name,
-            io::ErrorKind::InvalidData,
-            format!("an answer that makes no sense: {problem}"),
-            fix,
-        )
-    }
-
-    fn error(
-        &self,
-        operation: &'static str,
-        name: &str,
-        kind: io::ErrorKind,
-        problem: String,
-        fix: Option<String>,
-    ) -> Error {
-        let source = io::Error::new(kind, Refusal { problem, fix });
-        Error::Io { object: self.describe(name), operation, source }
-    }
 }
 
 /// Worth another attempt.
@@ -466,19 +389,6 @@ fn age_of(answer: &Response<Body>) -> Option<Duration> {
         |name| jiff::fmt::rfc2822::parse(header(answer, name)?).ok().map(|t| t.timestamp().as_second());
     let age_s = moment("date")? - moment("last-modified")?;
     Some(Duration::from_secs(age_s.max(0).unsigned_abs()))
-}
-
-/// What an error document says, in one line.
-fn summary(text: &str) -> String {
-    let code = between(text, "<Code>", "</Code>").unwrap_or_default();
-    let message = between(text, "<Message>", "</Message>").unwrap_or_default();
-    let said = if code.is_empty() { message.to_owned() } else { format!("{code}: {message}") };
-    said.trim_end_matches([':', ' ']).chars().filter(|c| !c.is_control()).take(300).collect()
-}
-
-fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
-    let rest = text.get(text.find(before)? + before.len()..)?;
-    rest.get(..rest.find(behind)?)
 }
 
 #[cfg(test)]

@@ -20,11 +20,12 @@ mod client;
 mod lease;
 mod pack;
 mod place;
+mod refusal;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use client::Refusal;
 pub use place::is_url;
+pub use refusal::Refusal;
 
 use super::{Backend, Growing, LockGuard, Readable, Unlocked};
 use crate::config::{STORE_JSON, random};
@@ -210,7 +211,7 @@ impl Backend for S3 {
             let open = self.shared.open_pack(name);
             return Ok(Arc::new(pack::Reading::new(&self.shared, name, open)?));
         }
-        let head = self.shared.client.get(name, Some(0..HEAD_BYTES), HEAD_BYTES)?;
+        let head = self.shared.client.get(name, Some(&(0..HEAD_BYTES)), HEAD_BYTES)?;
         let (client, name) = (self.shared.client.clone(), name.to_owned());
         Ok(Arc::new(Whole { client, name, head: head.bytes, len_bytes: head.len_bytes }))
     }
@@ -268,7 +269,7 @@ impl Readable for Whole {
             buffer.copy_from_slice(bytes);
             return Ok(());
         }
-        let object = self.client.get(&self.name, Some(offset..end), buffer.len() as u64)?;
+        let object = self.client.get(&self.name, Some(&(offset..end)), buffer.len() as u64)?;
         if object.bytes.len() != buffer.len() {
             let problem = format!("{} bytes came of {} asked for", object.bytes.len(), buffer.len());
             return Err(Error::damaged(

@@ -386,7 +386,7 @@ fn stitch(pack: &str, objects: Vec<Listed>) -> Vec<Part> {
             let at: u64 = object.name.parse().ok()?;
             let name = part_name(pack, at);
             (name.ends_with(&format!("/{}", object.name)) && object.len_bytes > 0)
-                .then(|| Part { at, object: Listed { name, ..object } })
+                .then_some(Part { at, object: Listed { name, ..object.clone() } })
         })
         .collect();
     parts.sort_unstable_by_key(|part| part.at);

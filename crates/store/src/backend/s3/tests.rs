@@ -302,15 +302,12 @@ mod store {
                 put()
             };
             assert_eq!(sealed.is_err(), number == 3, "checkpoint {number}: {sealed:?}");
-            match sealed {
-                Ok(sealed) => {
-                    known.sealed.insert(sealed.id, image.clone());
-                    old.clone_from(image);
-                }
-                Err(_) => {
-                    run.abandon();
-                    server.lock().unwrap().resume();
-                }
+            if let Ok(sealed) = sealed {
+                known.sealed.insert(sealed.id, image.clone());
+                old.clone_from(image);
+            } else {
+                run.abandon();
+                server.lock().unwrap().resume();
             }
         }
         run.finish().unwrap();

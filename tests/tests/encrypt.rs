@@ -1,0 +1,87 @@
+//! Encrypted stores: a run, an exact restore, nothing of the guest in any file, and what a wrong or missing key says.
+
+use keyframe_tests::{Bench, Boot, assert_restores_exactly, number};
+use std::path::{Path, PathBuf};
+
+/// Part of every Linux kernel's RAM, and of its page also when that is compressed.
+const KNOWN: &[u8] = b"Linux version ";
+
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).expect("list the store").flatten() {
+        if entry.path().is_dir() { files(&entry.path(), found) } else { found.push(entry.path()) }
+    }
+}
+
+fn holds(file: &Path, known: &[u8]) -> bool {
+    let bytes = std::fs::read(file).expect("read");
+    let first = known.first().expect("a word");
+    let mut rest = bytes.as_slice();
+    while let Some(at) = rest.iter().position(|byte| byte == first) {
+        rest = &rest[at..];
+        if rest.starts_with(known) {
+            return true;
+        }
+        rest = &rest[1..];
+    }
+    false
+}
+
+fn take_some(bench: &Bench) -> Vec<String> {
+    let boot = Boot::new("scribble kf.mib=8");
+    let mut run = bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot);
+    run.wait_for("KF READY");
+    let taken = run.wait_until(90, |_| (bench.list().len() >= 3).then_some(()));
+    assert!(taken.is_some(), "{}", run.report());
+    bench.ok(&["stop", "--name", "guest"]);
+    let exit = run.wait();
+    assert!(exit.success(), "{exit}: {}", run.report());
+    bench.list().iter().map(|entry| number(entry, "id").to_string()).collect()
+}
+
+#[test]
+fn an_encrypted_store_restores_exactly_and_shows_nothing() {
+    let mut bench = Bench::without_store();
+    let state = bench.path().join("state").display().to_string();
+    bench.set("XDG_STATE_HOME", &state);
+    let store = bench.store();
+    bench.refused(&["init", &store, "--encrypt", "--key-file", "missing"], 1, &["missing"]);
+    bench.set("KEYFRAME_PASSPHRASE", "short");
+    bench.refused(&["init", &store, "--encrypt"], 1, &["too short"]);
+    bench.set("KEYFRAME_PASSPHRASE", "some words of a test");
+    bench.refused(&["init", &store], 2, &["--encrypt"]);
+    assert!(!Path::new(&store).exists());
+    // A key file: each command would spend a tenth of a second on a passphrase.
+    bench.set("KEYFRAME_PASSPHRASE", "");
+    std::fs::write(bench.path().join("key"), [0x5a; 32]).expect("write a key file");
+    bench.ok(&["init", &store, "--encrypt", "--key-file", "key"]);
+    bench.refused(&["list", "--store", &store], 1, &["key file is needed", "--key-file"]);
+    bench.set("KEYFRAME_KEY_FILE", "key");
+    let ids = take_some(&bench);
+    bench.ok(&["check", "--read-data", "--store", &store]);
+    assert_restores_exactly(&bench, &ids[ids.len() - 1]);
+    let mut all = Vec::new();
+    files(Path::new(&store), &mut all);
+    assert!(all.len() > 6, "{all:?}");
+    let copy = bench.path().join("audit").join(format!("{}.ram", ids[ids.len() - 1]));
+    assert!(holds(&copy, KNOWN), "the guest's RAM does not have what is looked for");
+    for file in all {
+        assert!(!holds(&file, KNOWN), "{} has the guest's RAM in plain", file.display());
+        assert!(!holds(&file, b"\"machine_type\""), "{} has a checkpoint's meta in plain", file.display());
+    }
+
+    std::fs::write(bench.path().join("other"), [0x5b; 32]).expect("write another key file");
+    let wrong = ["list", "--store", &store, "--key-file", "other"];
+    bench.refused(&wrong, 1, &["key file is not that of this store"]);
+    // One changed byte is told, and whom it hurts.
+    let checkpoint = Path::new(&store).join(format!("checkpoints/{:0>10}.ckpt", ids[0]));
+    let mut bytes = std::fs::read(&checkpoint).expect("read a checkpoint");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&checkpoint, bytes).expect("change a checkpoint");
+    bench.refused(&["show", "--store", &store, &ids[0]], 1, &["with this store's key"]);
+    // Who gives a key counts on encryption.
+    let plain = bench.path().join("plain").display().to_string();
+    bench.set("KEYFRAME_KEY_FILE", "");
+    bench.ok(&["init", &plain]);
+    bench.refused(&["list", "--store", &plain, "--key-file", "key"], 1, &["is not encrypted", "--key-file"]);
+}
