@@ -11,7 +11,7 @@ use std::time::Instant;
 /// A guest of 1 GiB, and what of it is dirty.
 const RAM_PAGES: u64 = 1 << 18;
 const USED_PAGES: u64 = 180_000;
-const DIRTY_PAGES: u64 = 20_000;
+const DIRTY_PAGES: usize = 20_000;
 /// More than a level of the map chain has, so that a map over many seconds is among them.
 const CHECKPOINTS: u64 = 18;
 /// Checkpoints in the store that is opened.
@@ -36,18 +36,19 @@ fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
     }
     run.seal(request(&ram)).map_err(failed("seal"))?;
     let (mut dirty_bytes, mut idle_bytes) = (0, 0);
+    // First: behind others, one of them would list what these have changed.
+    for _ in 0..CHECKPOINTS {
+        let sealed = run.seal(request(&ram)).map_err(failed("seal"))?;
+        idle_bytes += metadata_bytes(dir, &sealed)?;
+    }
     for checkpoint in 1..=CHECKPOINTS {
-        for number in 0..DIRTY_PAGES {
-            // All over RAM, other ones each time; no two numbers give one page.
-            let page = (number * 9 + checkpoint * 4) % USED_PAGES;
+        // All over RAM without any order, and other ones each time.
+        let scattered = (0..USED_PAGES).filter(|page| mixed(*page, checkpoint).is_multiple_of(8));
+        for page in scattered.take(DIRTY_PAGES) {
             run.put_page(PageIndex(page), &content(page, checkpoint)).map_err(failed("put a page"))?;
         }
         let sealed = run.seal(request(&ram)).map_err(failed("seal"))?;
         dirty_bytes += metadata_bytes(dir, &sealed)?;
-    }
-    for _ in 0..CHECKPOINTS {
-        let sealed = run.seal(request(&ram)).map_err(failed("seal"))?;
-        idle_bytes += metadata_bytes(dir, &sealed)?;
     }
     run.finish().map_err(failed("close"))?;
     let mean = |bytes: u64| bytes as f64 / CHECKPOINTS as f64;
@@ -66,8 +67,8 @@ fn metadata_bytes(dir: &Path, sealed: &Sealed) -> Fed<u64> {
 /// ones have.
 fn content(page: u64, version: u64) -> Page {
     let mut out = ZERO_PAGE;
-    let mut number = (page << 16 | version).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let words = 8 + (number >> 57) as usize;
+    let mut number = mixed(page, version) | 1;
+    let words = 8 + (number >> 49) as usize % 120;
     for word in out.chunks_exact_mut(8).take(words.min(PAGE_BYTES / 8)) {
         number ^= number << 13;
         number ^= number >> 7;
@@ -75,6 +76,12 @@ fn content(page: u64, version: u64) -> Page {
         word.copy_from_slice(&number.to_le_bytes());
     }
     out
+}
+
+/// A number without an order.
+fn mixed(page: u64, version: u64) -> u64 {
+    let number = (page << 16 | version).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (number ^ (number >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 8
 }
 
 /// The time to open a store of many checkpoints.
