@@ -24,11 +24,18 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to look for the exit of a QEMU that closed a connection.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// What the environment tells Keyframe, and is no concern of a process that a guest may break into.
+const SECRETS: [&str; 4] =
+    ["KEYFRAME_PASSPHRASE", "KEYFRAME_KEY_FILE", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
+
 /// The signals that a terminal sends to a whole process group at a key press.
 const TERMINAL_KEYS: [Signal; 1] = [Signal::SIGINT];
 
 /// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C blocked.
 pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
+    for secret in SECRETS {
+        command.env_remove(secret);
+    }
     let operation = || format!("start {}", command.get_program().to_string_lossy());
     let failed = operation();
     let _alone = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,6 +131,15 @@ pub fn kill(child: &mut Child) -> Result<ExitStatus> {
 mod tests {
     use super::*;
     use std::process::Stdio;
+
+    #[test]
+    fn a_child_is_not_told_the_keys_of_a_store() {
+        let mut command = Command::new("env");
+        command.env("KEYFRAME_PASSPHRASE", "open sesame").env("OTHER", "kept").stdout(Stdio::piped());
+        let child = start(&mut command, &[]).unwrap();
+        let told = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
+        assert!(told.contains("OTHER=kept") && !told.contains("open sesame"), "{told}");
+    }
 
     #[test]
     fn a_child_has_sigint_blocked_and_sees_the_given_descriptors_alone() {
