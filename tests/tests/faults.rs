@@ -62,7 +62,7 @@ fn disk_full() {
     let mut sequence = Sequence::new(16);
     // In the first, complete checkpoint; and in a later one, in which most of the guest has been stored.
     for nth in ["disk-full:100", "disk-full:30000"] {
-        costs_one_checkpoint(nth, &[], "store a page", &mut sequence);
+        costs_one_checkpoint(nth, &[], "store pages", &mut sequence);
     }
 }
 
