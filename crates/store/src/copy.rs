@@ -106,7 +106,7 @@ impl Store {
             listed.iter().map(|sealed| (origin_of(target, sealed.id, &sealed.meta), sealed.id)).collect();
         let mut copy =
             Copy { source: self, target, writer, there, open: None, report: CopyReport::default() };
-        let tags = by_checkpoint(self)?;
+        let tags = self.tags_of_checkpoints()?;
         for (done, id) in (0..).zip(ids) {
             progress(CopyProgress { checkpoint: *id, done, total: ids.len() as u64 });
             let to = match copy.one(*id) {
@@ -128,14 +128,6 @@ impl Store {
 /// Where the content of checkpoint `id` of `store` was taken.
 fn origin_of(store: &Store, id: CheckpointId, meta: &Meta) -> Origin {
     meta.origin.clone().unwrap_or_else(|| Origin { store: store.id().into(), checkpoint: id })
-}
-
-fn by_checkpoint(store: &Store) -> Result<BTreeMap<CheckpointId, Vec<String>>> {
-    let mut tags = BTreeMap::<CheckpointId, Vec<String>>::new();
-    for (tag, id) in store.tags()? {
-        tags.entry(id).or_default().push(tag);
-    }
-    Ok(tags)
 }
 
 /// The run in the target that goes on, and what its newest checkpoint is a copy of.

@@ -15,7 +15,7 @@
 
 use crate::store::Inner;
 use crate::{Error, Result, names};
-use keyframe_units::{CheckpointId, PageIndex, PageRange};
+use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
@@ -126,7 +126,7 @@ impl Inner {
                 self.set_aside(&names::map(id))?;
             }
         }
-        for tag in self.backend.list(names::TAGS)?.into_iter().filter(|tag| names::is_tag(tag)) {
+        for tag in self.tag_names()? {
             let to = self.read_tag(&tag);
             let is_lost = |to: &CheckpointId| torn.iter().any(|torn| torn.id == *to);
             if matches!(&to, Ok(Some(to)) if is_lost(to)) || matches!(to, Err(Error::Damaged { .. })) {
@@ -140,9 +140,8 @@ impl Inner {
     fn read_whole(&self, id: CheckpointId) -> Result<()> {
         let meta = self.read_checkpoint(id)?.meta;
         let (ram, disks) = self.read_maps(&meta)?;
-        let all = PageRange::new(PageIndex(0), meta.ram.len_pages());
         let mut wanted: Vec<_> =
-            ram.range(all).map(|(_, to)| to).chain(disks.records()).map(|to| (to, ())).collect();
+            ram.iter().map(|(_, to)| to).chain(disks.records()).map(|to| (to, ())).collect();
         wanted.sort_unstable();
         wanted.dedup();
         self.read_pages(&wanted, &mut |(), _| Ok(()))

@@ -25,6 +25,7 @@ use crate::durability::Durability;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::moves::Moves;
+use crate::prune::packs;
 use crate::record::{
     Entry, Kind, PACK_HEADER_BYTES, Record, WITH_DELTAS, append_record, encode_pack_header, encode_trailer,
 };
@@ -106,14 +107,11 @@ impl PackWriter {
     /// still be in memory alone. Packs that a prune gives up are left out, and unfinished ones while one is at work.
     pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
-        let listed = this.inner.backend.list(names::PACKS)?;
         let is_going = |number: &u32| moves.is_some_and(|moves| moves.victims.contains(number));
-        let mut numbers: Vec<u32> =
-            listed.iter().filter_map(|file| names::parse_pack(file)).filter(|n| !is_going(n)).collect();
-        numbers.sort_unstable();
+        let numbers = packs::numbers(&this.inner)?;
         // A prune takes back what it could not make durable.
         let is_pruned = this.inner.backend.is_pruned()?;
-        for number in numbers {
+        for number in numbers.into_iter().filter(|number| !is_going(number)) {
             this.learn(number, is_pruned, moves.is_some())?;
         }
         Ok(this)

@@ -48,12 +48,11 @@ const CHECK_BYTES: usize = 8;
 const KIND_SHIFT: u32 = 56;
 
 /// The version of packs that know of disks: of blocks and composed blocks.
-#[cfg(test)]
 pub const WITH_PARTS: u32 = 3;
 /// The version of packs that know of deltas, too: the one that is written.
 pub const WITH_DELTAS: u32 = 4;
 /// All versions that there are.
-const VERSIONS: [u32; 3] = [FORMAT_VERSION, 3, WITH_DELTAS];
+const VERSIONS: [u32; 3] = [FORMAT_VERSION, WITH_PARTS, WITH_DELTAS];
 
 /// What a record is; and whether RAM or a disk brought its content into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

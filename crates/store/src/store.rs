@@ -31,14 +31,15 @@ pub(crate) struct Inner {
     pub backend: Arc<dyn Backend>,
     pub path: PathBuf,
     pub config: Config,
-    pub packs: Mutex<FxHashMap<u32, Arc<PackFile>>>,
+    /// Open packs.
+    pub packs: Arc<Mutex<FxHashMap<u32, Arc<PackFile>>>>,
 }
 
 impl Inner {
-    /// The same store, written to another way.
+    /// The same store, written to another way; who closes a pack closes it for both.
     pub fn on(&self, backend: Arc<dyn Backend>) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
-        Arc::new(Self { backend, path, config, packs: Mutex::default() })
+        Arc::new(Self { backend, path, config, packs: Arc::clone(&self.packs) })
     }
 }
 
@@ -109,7 +110,7 @@ impl Store {
             Some(encryption) => Arc::new(Encrypted::new(backend, &encryption.data_key)),
             None => backend,
         };
-        let inner = Inner { backend, path: path.to_path_buf(), config, packs: Mutex::default() };
+        let inner = Inner { backend, path: path.to_path_buf(), config, packs: Arc::default() };
         Self { inner: Arc::new(inner), id }
     }
 
@@ -171,10 +172,7 @@ impl Store {
 
     /// The sealed checkpoints, in rising order, as the store is at this moment. A damaged one hides no other.
     pub fn checkpoints(&self) -> Result<Listing> {
-        let mut tags = BTreeMap::<CheckpointId, Vec<String>>::new();
-        for (tag, id) in self.tags()? {
-            tags.entry(id).or_default().push(tag);
-        }
+        let tags = self.tags_of_checkpoints()?;
         let mut listing = Listing::default();
         for id in self.inner.checkpoint_ids()? {
             match self.inner.read_checkpoint(id) {
@@ -243,6 +241,15 @@ impl Store {
     /// All tags and where they point.
     pub fn tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         self.inner.read_tags()
+    }
+
+    /// The same by checkpoint; of each in order.
+    pub fn tags_of_checkpoints(&self) -> Result<BTreeMap<CheckpointId, Vec<String>>> {
+        let mut tags = BTreeMap::<_, Vec<_>>::new();
+        for (tag, id) in self.tags()? {
+            tags.entry(id).or_default().push(tag);
+        }
+        Ok(tags)
     }
 }
 

@@ -42,10 +42,16 @@ impl Inner {
         }
     }
 
-    /// All tags. Files with other names than tags can have are left alone.
+    /// Names of all tags, readable or not. Files with other names than tags can have are left alone.
+    pub fn tag_names(&self) -> Result<Vec<String>> {
+        let listed = self.backend.list(names::TAGS)?;
+        Ok(listed.into_iter().filter(|name| names::is_tag(name)).collect())
+    }
+
+    /// All tags.
     pub fn read_tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         let mut tags = BTreeMap::new();
-        for tag in self.backend.list(names::TAGS)?.into_iter().filter(|name| names::is_tag(name)) {
+        for tag in self.tag_names()? {
             if let Some(id) = self.read_tag(&tag)? {
                 tags.insert(tag, id);
             }

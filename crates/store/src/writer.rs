@@ -113,8 +113,7 @@ impl Writer {
             inner.put_seen(moves.generation)?;
         }
         // A map without a checkpoint may be left by a crash; its number is not used again either.
-        let maps = inner.backend.list(names::MAPS)?;
-        let newest_map = maps.iter().filter_map(|file| names::parse_map(file)).max();
+        let newest_map = inner.map_ids()?.last().copied();
         let newest = inner.checkpoint_ids()?.last().copied();
         if let Some(newest) = newest {
             // Its writer may have died between the rename and the sync of the directory: what is seen as sealed stays.
@@ -203,9 +202,12 @@ impl Inner {
 
 /// What the lock file tells others.
 fn holder(owner: &str) -> String {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let holder = Holder { pid: std::process::id(), host, since: now(), owner: owner.into() };
+    let holder = Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
     serde_json::to_string(&holder).unwrap_or_default()
+}
+
+fn this_host() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 fn named(error: Error) -> Error {
@@ -217,9 +219,8 @@ fn named(error: Error) -> Error {
 
 /// True of a process of this host that is not there any more.
 pub(crate) fn is_dead(holder: &str) -> bool {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
-        holder.host == host && !std::path::Path::new("/proc").join(holder.pid.to_string()).exists()
+        holder.host == this_host() && !std::path::Path::new("/proc").join(holder.pid.to_string()).exists()
     })
 }
 

@@ -6,8 +6,9 @@
 //!    └─────────────────────────────────────────────────────────────────────────────────┴────────────────────┘
 //! ```
 //!
-//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where it falls behind, that has nothing in common with the engine but the store's files and the
-//! checkpoints that a rollback holds. The writer follows a prune with its next checkpoint, behind the pause.
+//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where it falls behind. It has
+//! nothing in common with the engine but the store's files and the checkpoints that a rollback holds. The writer follows a prune
+//! with its next checkpoint, behind the pause.
 //!
 //! Invariants: only checkpoints of this very run are taken, never what was there before; never the newest, a tagged or a
 //! pinned one, one that a disk's overlay stands on or that a rollback goes to. Whatever fails is said, and tried again at a
@@ -171,10 +172,7 @@ impl Work {
                 Err(error) => return Err(self.failure(&error)),
             }
         }
-        let mut tags = BTreeMap::<CheckpointId, Vec<String>>::new();
-        for (tag, id) in self.store.tags().map_err(|e| self.failure(&e))? {
-            tags.entry(id).or_default().push(tag);
-        }
+        let mut tags = self.store.tags_of_checkpoints().map_err(|e| self.failure(&e))?;
         for (id, moment) in &mut self.known {
             let of = tags.remove(id).unwrap_or_default();
             (moment.tags, moment.pinned) = Sealed::split_tags(*id, &of);

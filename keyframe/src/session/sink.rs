@@ -100,15 +100,16 @@ impl Sink for StoreSink {
     type Sealed = Sealed;
 
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
-        let fault = self.fault.as_ref();
-        for (at, _) in pages.iter().enumerate().filter(|_| fault.is_some()) {
-            if let Err(error) = Self::strike(fault) {
-                self.run.put_pages(pages.get(..at).unwrap_or_default(), &mut |_, _| ())?;
-                return Err(error);
+        let (mut whole, mut struck) = (pages.len(), Ok(()));
+        if let Some(fault) = &self.fault {
+            // At one page of them: those before it are put.
+            let strike = (0..pages.len()).find_map(|at| Some((at, fault.strike(Kind::DiskFull)?)));
+            if let Some((at, error)) = strike {
+                (whole, struck) = (at, Err(error));
             }
         }
-        self.run.put_pages(pages, &mut |_, _| ())?;
-        Ok(())
+        self.run.put_pages(pages.get(..whole).unwrap_or_default(), &mut |_, _| ())?;
+        struck
     }
 
     fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {

@@ -16,6 +16,7 @@ use crate::bytes::to_hex;
 use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
 use crate::identity::PageRef;
 use crate::meta::Meta;
+use crate::prune::packs::numbers;
 use crate::store::Inner;
 use crate::{Error, Result, Store, names};
 use keyframe_units::CheckpointId;
@@ -295,8 +296,7 @@ impl Check<'_> {
         for id in self.report.hurt_checkpoints() {
             self.metas.remove(&id);
         }
-        let listed = self.inner.backend.list(names::PACKS)?;
-        let mut numbers: BTreeSet<u32> = listed.iter().filter_map(|file| names::parse_pack(file)).collect();
+        let mut numbers: BTreeSet<u32> = numbers(self.inner)?.into_iter().collect();
         numbers.extend(self.wanted.keys());
         let mut bad = Vec::new();
         for number in numbers {

@@ -136,7 +136,7 @@ impl Repair<'_> {
     fn lose(&mut self, lost: BTreeMap<CheckpointId, String>) -> Result<()> {
         for (id, problem) in lost {
             let mut tags = Vec::new();
-            for tag in self.tag_names()? {
+            for tag in self.inner.tag_names()? {
                 if self.inner.read_tag(&tag).is_ok_and(|to| to == Some(id)) {
                     self.set_aside(&names::tag(&tag), &format!("checkpoint {id} is lost"))?;
                     tags.push(tag);
@@ -146,11 +146,6 @@ impl Repair<'_> {
             self.report.lost.push(Lost { id, tags, problem });
         }
         Ok(())
-    }
-
-    fn tag_names(&self) -> Result<Vec<String>> {
-        let listed = self.inner.backend.list(names::TAGS)?;
-        Ok(listed.into_iter().filter(|name| names::is_tag(name)).collect())
     }
 
     /// Checkpoint files and maps, and the checkpoints that need such.
@@ -180,7 +175,7 @@ impl Repair<'_> {
     /// Tags that cannot be read, or point to nothing.
     fn tags(&mut self) -> Result<()> {
         let ids = self.inner.checkpoint_ids()?;
-        for tag in self.tag_names()? {
+        for tag in self.inner.tag_names()? {
             let problem = match self.inner.read_tag(&tag) {
                 Ok(Some(id)) if ids.binary_search(&id).is_err() => {
                     format!("it points to checkpoint {id}, which is not in the store")

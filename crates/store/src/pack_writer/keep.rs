@@ -6,10 +6,11 @@ use crate::codec::{Codec, PageCompressor};
 use crate::derived::Derivation;
 use crate::identity::{PageHash, PageRef};
 use crate::prune::moves::{Moves, Place};
+use crate::prune::packs;
 use crate::record::{Kind, verify};
 use crate::store::Inner;
 use crate::writer::Tuning;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
 use keyframe_units::Page;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
@@ -105,11 +106,10 @@ impl PackWriter {
     /// Learns of packs that others, prunes, have begun meanwhile what their records are.
     pub fn learn_others(&mut self, moves: &Moves) -> Result<()> {
         let own = self.open.as_ref().map(|pack| pack.number);
-        let listed = self.inner.backend.list(names::PACKS)?;
         let is_new = |number: &u32| {
             !self.learnt.contains(number) && Some(*number) != own && !moves.victims.contains(number)
         };
-        let new: Vec<u32> = listed.iter().filter_map(|file| names::parse_pack(file)).filter(is_new).collect();
+        let new: Vec<u32> = packs::numbers(&self.inner)?.into_iter().filter(is_new).collect();
         new.into_iter().try_for_each(|number| self.learn(number, true, true))
     }
 
@@ -155,6 +155,5 @@ impl PackWriter {
 
 /// The highest number of a pack; 0 where there is none.
 fn newest(inner: &Inner) -> Result<u32> {
-    let listed = inner.backend.list(names::PACKS)?;
-    Ok(listed.iter().filter_map(|file| names::parse_pack(file)).max().unwrap_or(0))
+    Ok(packs::numbers(inner)?.last().copied().unwrap_or(0))
 }

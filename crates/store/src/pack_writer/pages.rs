@@ -67,17 +67,28 @@ impl Item<'_> {
             return;
         }
         let base = self.base.and_then(|at| bases.get(at)).filter(|(base, _)| !base.is_worn());
-        if let Some((base, content)) = base
-            && let Some(codec) = self.encode_delta(base, content, compressor)
+        let delta = base.and_then(|(base, content)| {
+            let codec = self.encode_delta(base, content, compressor)?;
+            Some((base.record, codec, self.scratch.payload.len()))
+        });
+        let is_small = |len: usize| len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL;
+        if let Some((record, Codec::Raw, len)) = delta
+            && is_small(len)
         {
-            (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
+            (self.encoded, self.on) = (Some((Kind::Delta, Codec::Raw)), record);
             return;
         }
-        self.encode_alone(compressor);
+        let alone = compressor.compress(self.input.content);
+        // A page on its own is read in one step, and is a base for the next.
+        match delta {
+            Some((record, codec, len)) if len <= alone.1.len() / 4 * 3 => {
+                (self.encoded, self.on) = (Some((Kind::Delta, codec)), record);
+            }
+            _ => self.take_alone(alone),
+        }
     }
 
-    fn encode_alone(&mut self, compressor: &mut PageCompressor) {
-        let (codec, payload) = compressor.compress(self.input.content);
+    fn take_alone(&mut self, (codec, payload): (Codec, &[u8])) {
         self.scratch.payload.clear();
         if codec != Codec::Raw {
             self.scratch.payload.extend_from_slice(payload);
@@ -85,7 +96,7 @@ impl Item<'_> {
         self.encoded = Some((Kind::Page, codec));
     }
 
-    /// The payload of a delta, where that is what to store.
+    /// The payload of a delta; none where that is too long to be one.
     fn encode_delta(&mut self, base: Base, content: &Page, compressor: &mut PageCompressor) -> Option<Codec> {
         let payload = &mut self.scratch.payload;
         Delta::begin(base.record, base.hash, payload);
@@ -101,9 +112,7 @@ impl Item<'_> {
             payload.truncate(DELTA_HEADER_BYTES);
             payload.extend_from_slice(&stored);
         }
-        // A page on its own is read in one step, and is a base for the next.
-        let alone = compressor.compress(self.input.content).1.len();
-        (payload.len() <= alone / 4 * 3).then_some(codec)
+        Some(codec)
     }
 
     fn payload(&self, codec: Codec, kind: Kind) -> &[u8] {
@@ -232,7 +241,7 @@ impl PackWriter {
             && let Some(compressor) = self.compressors.first_mut()
         {
             // Somebody else's, in a pack behind this one.
-            item.encode_alone(compressor);
+            item.take_alone(compressor.compress(item.input.content));
         }
         let (kind, codec) = item.encoded.unwrap_or((Kind::Page, Codec::Raw));
         let len_bytes = pack.append(hash, kind, (codec, item.payload(codec, kind)));
