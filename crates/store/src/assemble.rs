@@ -3,6 +3,7 @@
 //! ```text
 //!   wanted, rising ──▶ records, pack by pack ──▶ plain ──────────────────────────────────────────────▶ sink
 //!                                            └─▶ derived ─▶ Waiting  ──full, or the end──▶ their records, rising ─▶ sink
+//!                                                             a delta needs no page of its own: it is made when its base comes by
 //! ```
 //!
 //! Invariants: what a derived record stands on must be plain, else it is damaged: one step, whatever a damaged store says.
@@ -15,44 +16,72 @@ use crate::record::{Record, verify};
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::{Page, ZERO_PAGE};
+use std::ops::Range;
 
-/// Blocks put together at a time: a MiB of them.
-const BLOCKS_MAX: usize = 256;
-/// And how often they may be wanted.
+/// Composed blocks put together at a time: a MiB of them.
+const COMPOSED_MAX: usize = 256;
+/// Deltas at a time, of at most 2 KiB each. The more, the more of their bases lie next to each other.
+const DELTAS_MAX: usize = 2048;
+/// And how often all of them may be wanted.
 const WANTED_MAX: usize = 4096;
 
 /// Derived pages of which what lies elsewhere is still missing.
 struct Waiting<T> {
     blocks: Vec<Block>,
-    /// Of which block, and what the caller attached to it.
-    wanted: Vec<(usize, T)>,
+    composed: usize,
+    /// What the caller attached to each, block by block.
+    wanted: Vec<T>,
 }
 
 struct Block {
     at: PageRef,
     hash: PageHash,
     derivation: Derivation,
-    page: Box<Page>,
+    /// Of a composed one, what there is of it.
+    page: Option<Box<Page>>,
+    /// What is wanted of it, in the list of all.
+    wanted: Range<usize>,
 }
 
 impl<T: Copy> Waiting<T> {
     fn new() -> Self {
-        Self { blocks: Vec::new(), wanted: Vec::new() }
+        Self { blocks: Vec::new(), composed: 0, wanted: Vec::new() }
     }
 
     fn is_full(&self) -> bool {
-        self.blocks.len() >= BLOCKS_MAX || self.wanted.len() >= WANTED_MAX
+        self.composed >= COMPOSED_MAX || self.blocks.len() >= DELTAS_MAX || self.wanted.len() >= WANTED_MAX
     }
 
     /// Adds a record. The same one again comes right behind, as references rise.
     fn add(&mut self, at: PageRef, what: T, record: &Record<'_>) -> Result<(), String> {
         if self.blocks.last().is_none_or(|last| last.at != at) {
-            let mut page = Box::new(ZERO_PAGE);
+            let mut page = ZERO_PAGE;
             let derivation = record.derivation(&mut page)?;
-            self.blocks.push(Block { at, hash: record.hash, derivation, page });
+            self.put(at, record.hash, derivation, &page);
         }
-        self.wanted.push((self.blocks.len() - 1, what));
+        self.wanted.push(what);
+        if let Some(last) = self.blocks.last_mut() {
+            last.wanted.end = self.wanted.len();
+        }
         Ok(())
+    }
+
+    fn put(&mut self, at: PageRef, hash: PageHash, derivation: Derivation, page: &Page) {
+        let page = matches!(derivation, Derivation::Parts(_)).then(|| Box::new(*page));
+        self.composed += usize::from(page.is_some());
+        let wanted = self.wanted.len()..self.wanted.len();
+        self.blocks.push(Block { at, hash, derivation, page, wanted });
+    }
+}
+
+impl Waiting<()> {
+    /// One record that is parsed, of which `page` has what is in it.
+    fn of(at: PageRef, hash: PageHash, derivation: Derivation, page: &Page) -> Self {
+        let mut waiting = Self::new();
+        waiting.put(at, hash, derivation, page);
+        waiting.wanted.push(());
+        waiting.blocks.iter_mut().for_each(|block| block.wanted.end = 1);
+        waiting
     }
 }
 
@@ -91,8 +120,7 @@ impl Inner {
         match record.derivation_or_page(page)? {
             None => record.verify(&self.config.key, page),
             Some(derivation) => {
-                let block = Block { at, hash: record.hash, derivation, page: Box::new(*page) };
-                let mut waiting = Waiting { blocks: vec![block], wanted: vec![(0, ())] };
+                let mut waiting = Waiting::of(at, record.hash, derivation, page);
                 self.assemble(&mut waiting, &mut |(), content| {
                     *page = *content;
                     Ok::<_, Error>(())
@@ -123,31 +151,33 @@ impl Inner {
         sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut blocks = std::mem::take(&mut waiting.blocks);
+        let wanted = std::mem::take(&mut waiting.wanted);
+        waiting.composed = 0;
+        let mut give = |block: &Block, page: &Page| {
+            verify(block.hash, &self.config.key, page)
+                .map_err(|problem| self.damaged_at(block.at, problem))?;
+            let wanted = wanted.get(block.wanted.clone()).unwrap_or_default();
+            wanted.iter().try_for_each(|what| sink(*what, page))
+        };
         let records = |(number, block): (usize, &Block)| {
             block.derivation.records().into_iter().map(move |record| (record, number))
         };
         let mut missing: Vec<(PageRef, usize)> = blocks.iter().enumerate().flat_map(records).collect();
         missing.sort_unstable();
+        let mut made = ZERO_PAGE;
         self.read_records(&missing, &mut |at, number, content| {
-            let Content::Plain(page, hash) = content else {
+            let Content::Plain(base, hash) = content else {
                 return Err(E::from(self.damaged_at(at, DERIVED_OF_DERIVED)));
             };
-            if let Some(block) = blocks.get_mut(number) {
-                let Block { derivation, page: into, at: of, .. } = block;
-                derivation.fill(at, hash, page, into).map_err(|problem| self.damaged_at(*of, problem))?;
-            }
-            Ok(())
-        })?;
-        for block in &blocks {
-            verify(block.hash, &self.config.key, &block.page)
+            let Some(block) = blocks.get_mut(number) else { return Ok(()) };
+            let into = block.page.as_deref_mut().unwrap_or(&mut made);
+            block
+                .derivation
+                .fill(at, hash, base, into)
                 .map_err(|problem| self.damaged_at(block.at, problem))?;
-        }
-        for (number, what) in waiting.wanted.drain(..) {
-            if let Some(block) = blocks.get(number) {
-                sink(what, &block.page)?;
-            }
-        }
-        Ok(())
+            if block.page.is_none() { give(block, &made) } else { Ok(()) }
+        })?;
+        blocks.iter().try_for_each(|block| block.page.as_ref().map_or(Ok(()), |page| give(block, page)))
     }
 
     fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {

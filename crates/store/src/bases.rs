@@ -21,14 +21,16 @@ const DRIFT_BYTES_MAX: u32 = 2048;
 pub struct Base {
     pub record: PageRef,
     pub hash: PageHash,
+    /// What its content takes in the store: about what a page like it would.
+    pub payload_bytes: usize,
     /// The length of the first delta on it, and what those behind it were longer in all.
     first_bytes: u32,
     drift_bytes: u32,
 }
 
 impl Base {
-    pub fn new(record: PageRef, hash: PageHash) -> Self {
-        Self { record, hash, first_bytes: 0, drift_bytes: 0 }
+    pub fn new(record: PageRef, hash: PageHash, payload_bytes: usize) -> Self {
+        Self { record, hash, payload_bytes, first_bytes: 0, drift_bytes: 0 }
     }
 
     /// Its page has gone so far from it that a new one is cheaper in the long run (rent or buy).
@@ -136,7 +138,7 @@ mod tests {
     fn two_pages_of_one_slot_take_turns_but_not_within_a_batch() {
         let per_slot = PAGE_BYTES + size_of::<Option<Slot>>();
         let mut bases = Bases::new(3 * per_slot + per_slot / 2);
-        let base = |n: u64| Base::new(PageRef(n), PageHash([n, n]));
+        let base = |n: u64| Base::new(PageRef(n), PageHash([n, n]), 4096);
         bases.begin_batch();
         let at = bases.insert(PageIndex(1), base(7), &[7; PAGE_BYTES]).unwrap();
         assert!(bases.insert(PageIndex(4), base(8), &[8; PAGE_BYTES]).is_none());
@@ -154,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_base_is_worn_by_deltas_that_grow_and_by_no_others() {
-        let mut base = Base::new(PageRef(1), PageHash([1, 1]));
+        let mut base = Base::new(PageRef(1), PageHash([1, 1]), 4096);
         (0..10_000).for_each(|_| base.used(300));
         assert!(!base.is_worn());
         (1..14).for_each(|n| base.used(300 + n * 20));

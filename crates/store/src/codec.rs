@@ -1,8 +1,10 @@
 //! How the content of a page is compressed, and when it is not worth trying.
 //!
-//! A page is stored as one LZ4 block where that saves at least [`SAVING_BYTES_MIN`], as it is otherwise. Pages of noise
+//! A page is stored as one LZ4 block where that saves at least [`SAVING_BYTES_MIN`], as it is otherwise; when its pack is
+//! recompressed, with zstd and a dictionary ([`crate::dictionary`]). Pages of noise
 //! (compressed or encrypted data) are told by a sample of their bytes, so that they cost next to nothing.
 
+use crate::dictionary::Dictionary;
 use keyframe_units::{PAGE_BYTES, Page};
 use lz4_flex::block::{
     CompressTable, compress_into, compress_into_with_table, decompress_into, get_maximum_output_size,
@@ -15,10 +17,31 @@ pub enum Codec {
     Raw,
     /// One LZ4 block.
     Lz4,
+    /// One frame of zstd, with the dictionary of the pack.
+    Dense,
+}
+
+impl Codec {
+    const ALL: [Self; 3] = [Self::Raw, Self::Lz4, Self::Dense];
+
+    /// As it is written.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Raw => 0,
+            Self::Lz4 => 1,
+            Self::Dense => 2,
+        }
+    }
+
+    pub fn of_number(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|codec| codec.number() == number)
+    }
 }
 
 /// Less than this saved is not worth a decompression at each read.
 pub const SAVING_BYTES_MIN: usize = 64;
+/// Only whole pages of packs that have a dictionary are dense.
+const NO_DICTIONARY: &str = "zstd where there is no dictionary";
 /// LZ4 expresses at most 255 bytes per byte of input.
 const LZ4_EXPANSION_MAX: u64 = 255;
 
@@ -64,8 +87,16 @@ impl std::fmt::Debug for PageCompressor {
 }
 
 /// Restores a page from its payload.
-pub fn decompress_page(codec: Codec, payload: &[u8], page: &mut Page) -> Result<(), String> {
-    decompress_exactly(codec, payload, page)
+pub fn decompress_page(
+    codec: Codec,
+    payload: &[u8],
+    dictionary: Option<&Dictionary>,
+    page: &mut Page,
+) -> Result<(), String> {
+    match (codec, dictionary) {
+        (Codec::Dense, Some(dictionary)) => dictionary.decompress(payload, page),
+        _ => decompress_exactly(codec, payload, page),
+    }
 }
 
 /// Restores what fills `out` from what is stored for it.
@@ -79,6 +110,7 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
                 return Err(format!("LZ4 gave {len} bytes for {}", out.len()));
             }
         }
+        Codec::Dense => return Err(NO_DICTIONARY.into()),
     }
     Ok(())
 }
@@ -94,6 +126,7 @@ pub fn decompress_patch(codec: Codec, stored: &[u8], len_bytes_max: usize) -> Re
             stored.len()
         }
         Codec::Lz4 => decompress_into(stored, &mut out).map_err(|e| format!("LZ4: {e}"))?,
+        Codec::Dense => return Err(NO_DICTIONARY.into()),
     };
     out.truncate(len);
     Ok(out)
@@ -151,7 +184,7 @@ pub(crate) mod tests {
         let mut compressor = PageCompressor::new();
         let (codec, payload) = compressor.compress(page);
         let mut back = [0xee; PAGE_BYTES];
-        decompress_page(codec, payload, &mut back).unwrap();
+        decompress_page(codec, payload, None, &mut back).unwrap();
         assert_eq!(&back, page);
         (codec, payload.len())
     }
@@ -183,8 +216,8 @@ pub(crate) mod tests {
         #[test]
         fn arbitrary_payloads_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..5000), len in any::<u64>()) {
             let mut page = [0; PAGE_BYTES];
-            let _ = decompress_page(Codec::Lz4, &bytes, &mut page);
-            let _ = decompress_page(Codec::Raw, &bytes, &mut page);
+            let _ = decompress_page(Codec::Lz4, &bytes, None, &mut page);
+            let _ = decompress_page(Codec::Raw, &bytes, None, &mut page);
             let _ = decompress_section(&bytes, len);
             let _ = decompress_section(&bytes, len % 100_000);
         }

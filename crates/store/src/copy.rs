@@ -22,6 +22,7 @@ use crate::meta::{Meta, Origin};
 use crate::run::{DiskState, Run, SealRequest};
 use crate::writer::{Tuning, Writer};
 use crate::{Error, Loaded, Result, Sealed, Store};
+use jiff::Timestamp;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -102,8 +103,10 @@ impl Store {
         let writer = target.lock_writer_tuned("keyframe copy", tuning)?;
         // Read under the lock: nobody adds any meanwhile.
         let listed = target.checkpoints()?.sealed;
-        let there =
-            listed.iter().map(|sealed| (origin_of(target, sealed.id, &sealed.meta), sealed.id)).collect();
+        let mut there = There::default();
+        for sealed in &listed {
+            there.add(origin_of(target, sealed.id, &sealed.meta), sealed.meta.taken_at, sealed.id);
+        }
         let mut copy =
             Copy { source: self, target, writer, there, open: None, report: CopyReport::default() };
         let tags = self.tags_of_checkpoints()?;
@@ -137,11 +140,27 @@ struct Open {
     disks: LoadedDisks,
 }
 
+/// What is in the target, by where it comes from and when it was taken: a number that power loss has taken may be given again.
+#[derive(Default)]
+struct There(BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>);
+
+impl There {
+    fn add(&mut self, origin: Origin, taken_at: Timestamp, id: CheckpointId) {
+        self.0.entry(origin).or_default().insert(taken_at, id);
+    }
+
+    /// The one taken then; where that is not known, the latest.
+    fn get(&self, origin: &Origin, taken_at: Option<Timestamp>) -> Option<CheckpointId> {
+        let copies = self.0.get(origin)?;
+        taken_at.map_or_else(|| copies.values().next_back(), |at| copies.get(&at)).copied()
+    }
+}
+
 struct Copy<'a> {
     source: &'a Store,
     target: &'a Store,
     writer: Writer,
-    there: BTreeMap<Origin, CheckpointId>,
+    there: There,
     open: Option<Open>,
     report: CopyReport,
 }
@@ -151,7 +170,7 @@ impl Copy<'_> {
     fn one(&mut self, id: CheckpointId) -> Result<CheckpointId> {
         let ram = self.source.load(id)?;
         let origin = origin_of(self.source, id, &ram.meta);
-        if let Some(to) = self.there.get(&origin).copied() {
+        if let Some(to) = self.there.get(&origin, Some(ram.meta.taken_at)) {
             self.report.known.push(Copied { from: id, to });
             return Ok(to);
         }
@@ -174,7 +193,7 @@ impl Copy<'_> {
         let of_disks: u64 = sealed.meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
         self.report.stored_bytes += counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
         self.report.copied.push(Copied { from: id, to: sealed.id });
-        self.there.insert(origin, sealed.id);
+        self.there.add(origin, ram.meta.taken_at, sealed.id);
         self.open = Some(Open { run, ram, disks });
         Ok(sealed.id)
     }
@@ -186,7 +205,8 @@ impl Copy<'_> {
             Some(_) => self.source.sealed(checkpoint).ok().map(|s| origin_of(self.source, s.id, &s.meta)),
             None => Some(Origin { store: self.source.id().into(), checkpoint }),
         };
-        let parent = meta.parent.and_then(home).and_then(|origin| self.there.get(&origin).copied());
+        let when = |parent| self.source.sealed(parent).ok().map(|sealed| sealed.meta.taken_at);
+        let parent = meta.parent.and_then(|of| self.there.get(&home(of)?, when(of)));
         SealRequest {
             taken_at: meta.taken_at,
             reason: meta.reason,

@@ -114,7 +114,8 @@ impl Inner {
         for id in self.checkpoint_ids()?.into_iter().filter(|id| *id >= from) {
             match self.read_whole(id) {
                 Ok(()) => {}
-                Err(error @ Error::LaterVersion { .. }) => return Err(error),
+                // What the medium does not give now may be there all the same.
+                Err(error @ (Error::LaterVersion { .. } | Error::Io { .. })) => return Err(error),
                 Err(error) => torn.push(TornCheckpoint { id, problem: error.to_string() }),
             }
         }
@@ -126,9 +127,11 @@ impl Inner {
                 self.set_aside(&names::map(id))?;
             }
         }
+        let left = self.checkpoint_ids()?;
         for tag in self.tag_names()? {
             let to = self.read_tag(&tag);
-            let is_lost = |to: &CheckpointId| torn.iter().any(|torn| torn.id == *to);
+            // Set aside, or gone without a trace.
+            let is_lost = |to: &CheckpointId| *to >= from && left.binary_search(to).is_err();
             if matches!(&to, Ok(Some(to)) if is_lost(to)) || matches!(to, Err(Error::Damaged { .. })) {
                 self.set_aside(&names::tag(&tag))?;
             }

@@ -6,8 +6,10 @@
 //!
 //! Invariants: a tag never outlives its checkpoint, so that a crash in between leaves no tag that points to nothing. Numbers
 //! are not used again: maps stay for that. A writer at work and readers do not mind: a run builds upon the newest checkpoint
-//! alone, which is not forgotten while the store is locked, and who has loaded a checkpoint needs its seal no more.
+//! alone, which is not forgotten while the store is locked, and who has loaded a checkpoint needs its seal no more. What a forget
+//! that was killed has removed may come back with the next power loss, unless a prune has made sure of it.
 
+use crate::store::Inner;
 use crate::{Error, Result, Store, names};
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
@@ -34,11 +36,20 @@ impl Store {
         {
             return Err(Error::InUse { id: newest, holder });
         }
-        for (tag, _) in self.tags()?.into_iter().filter(|(_, id)| ids.contains(id)) {
-            inner.backend.remove(&names::tag(&tag))?;
-        }
+        let tags = self.tags()?.into_iter().filter(|(_, id)| ids.contains(id));
+        let tags: Vec<String> = tags.map(|(tag, _)| names::tag(&tag)).collect();
+        // Also where there is none: a forget that died, or whose sync failed, has removed some that power loss would bring back.
+        inner.backend.remove_all(names::TAGS, &tags)?;
         let named = |of: fn(CheckpointId) -> String| ids.iter().map(|id| of(*id)).collect::<Vec<_>>();
         inner.backend.remove_all(names::CHECKPOINTS, &named(names::checkpoint))?;
         inner.backend.remove_all(names::WORKSETS, &named(names::workset))
+    }
+}
+
+impl Inner {
+    /// Makes durable what was forgotten so far, by whomever: a seal that power loss brought back would need what is pruned.
+    pub fn settle_forgotten(&self) -> Result<()> {
+        // No checkpoint has this number.
+        self.backend.remove_all(names::CHECKPOINTS, &[names::checkpoint(CheckpointId(0))])
     }
 }

@@ -1,4 +1,5 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 5 (2 has disks, 3 composed blocks of them, 4 deltas, 5 is encrypted).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 6 (2 has disks, 3 composed blocks of them, 4 deltas, 5 is
+//! encrypted, 6 packs with a dictionary).
 //!
 //! ```text
 //!   STORE/
@@ -37,6 +38,7 @@ mod config;
 mod copy;
 mod delta;
 mod derived;
+mod dictionary;
 mod diff;
 mod disk_map;
 mod disks;
@@ -44,8 +46,11 @@ mod durability;
 mod envelope;
 mod error;
 mod forget;
+#[doc(hidden)]
+pub mod fuzzing;
 mod hold;
 mod identity;
+mod index;
 mod loaded;
 mod local;
 mod map_run;
@@ -54,6 +59,7 @@ mod names;
 mod pack_file;
 mod pack_writer;
 mod page_map;
+mod parallel;
 mod prune;
 mod record;
 mod retention;
@@ -78,10 +84,11 @@ pub use disks::{
 };
 pub use durability::{Durability, TornCheckpoint};
 pub use error::{Error, Result};
+pub use index::IndexUse;
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
 pub use local::store_of as store_of_folder;
-pub use meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Sealed, Timing};
+pub use meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Sealed, Timing};
 pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};

@@ -69,16 +69,30 @@ impl Loaded {
     }
 
     /// Gives every page of `range` that is not zero to `sink`, each verified by its record's checksum (its hash is what
-    /// `check` compares: see docs/design/restore.md), in the order in which they lie in the store. Ends with the first error, the sink's own included.
+    /// `check` compares: see docs/design/restore.md), mostly in the order in which they lie in the store. Ends with the first error, the sink's own included.
     pub fn read_pages<E: From<Error>>(
         &self,
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut wanted: Vec<(PageRef, PageIndex)> =
-            self.map.range(range).map(|(page, to)| (to, page)).collect();
+        self.inner.read_pages(&self.wanted(range), sink)
+    }
+
+    /// The same by as many threads as there are cores, where there is much to read: for who has no threads of its own. `sink` is
+    /// called on this one, with pages in roughly that order.
+    pub fn read_pages_by_all_cores<E: From<Error>>(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.inner.read_many(&self.wanted(range), sink)
+    }
+
+    /// The records of a range, rising.
+    fn wanted(&self, range: PageRange) -> Vec<(PageRef, PageIndex)> {
+        let mut wanted: Vec<_> = self.map.range(range).map(|(page, to)| (to, page)).collect();
         wanted.sort_unstable();
-        self.inner.read_pages(&wanted, &mut |page, content| sink(page, content))
+        wanted
     }
 
     /// The same for single pages, in any order, each once.
@@ -90,7 +104,7 @@ impl Loaded {
         let places = pages.iter().map(|page| (self.map.get(*page), *page));
         let mut wanted: Vec<(PageRef, PageIndex)> = places.filter(|(to, _)| *to != PageRef::ZERO).collect();
         wanted.sort_unstable();
-        self.inner.read_pages(&wanted, &mut |page, content| sink(page, content))
+        self.inner.read_pages(&wanted, sink)
     }
 
     /// Reads one page; zeros also for a page outside the RAM layout.

@@ -4,6 +4,7 @@
 //! ```text
 //!   STATE/keyframe/stores/ID/store.url     where the store is
 //!                            disks/...     as in a store's directory
+//!                            index/...     what the index of deduplication spills
 //!   STATE: $XDG_STATE_HOME, else ~/.local/state
 //! ```
 
@@ -14,16 +15,20 @@ use std::path::{Path, PathBuf};
 
 const URL: &str = "store.url";
 
+/// Where the directory for the store `id` is, or would be; none where there is no place for it.
+pub fn path(id: &str) -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")))?;
+    Some(state.join("keyframe/stores").join(id))
+}
+
 /// The directory for the store `id` at `url`; made where it is not there.
 pub fn folder(id: &str, url: &Path) -> Result<PathBuf> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")));
-    let state = state.ok_or_else(|| Error::Io {
+    let folder = path(id).ok_or_else(|| Error::Io {
         object: url.display().to_string(),
         operation: "find a directory for what stays on this host",
         source: io::Error::new(io::ErrorKind::NotFound, "neither XDG_STATE_HOME nor HOME is set"),
     })?;
-    let folder = state.join("keyframe/stores").join(id);
     let failed = |operation| move |source| Error::Io { object: folder_name(id), operation, source };
     std::fs::DirBuilder::new()
         .mode(0o700)

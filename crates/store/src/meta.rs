@@ -126,6 +126,18 @@ pub struct MachineMeta {
     /// Where RAM blocks lie in the guest's physical address space; absent in checkpoints of early versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_map: Option<Vec<GuestRegion>>,
+    /// Where in its recording the machine was; absent where it was not recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recorded: Option<Recorded>,
+}
+
+/// A place in a recording.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recorded {
+    /// The recording's id.
+    pub recording: String,
+    /// Instructions before the checkpoint.
+    pub icount: u64,
 }
 
 /// How long the steps of the checkpoint took, measured in that very cycle. All in nanoseconds.

@@ -6,15 +6,17 @@
 //!   unreadable   the header is not right                         nothing of it is used
 //! ```
 
+use crate::dictionary::Dictionary;
 use crate::identity::{PageHash, PageRef};
+use crate::index::Seal;
 use crate::record::{
-    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header, decode_trailer,
-    parse_footer,
+    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header, decode_dictionary,
+    decode_trailer, parse_footer,
 };
 use crate::store::Inner;
 use crate::{Error, Result, backend::Readable, names};
 use keyframe_units::{Page, ZERO_PAGE};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// One read covers at most this much.
 const READ_BYTES_MAX: u64 = 1 << 20;
@@ -28,6 +30,10 @@ pub struct PackFile {
     pub object: String,
     pub file: Arc<dyn Readable>,
     pub header: [u8; PACK_HEADER_BYTES],
+    /// Where the first record is.
+    pub first: u64,
+    /// Read when a record needs it.
+    dictionary: OnceLock<Result<Arc<Dictionary>, String>>,
 }
 
 /// What the end of a pack says.
@@ -65,13 +71,55 @@ impl PackFile {
             return Err(Error::damaged(object, "shorter than a pack's header"));
         }
         file.read_at(0, &mut header)?;
-        check_pack_header(&header, inner.config.id, number, &object)?;
-        Ok(Self { number, object, file, header })
+        let first = check_pack_header(&header, inner.config.id, number, &object)?;
+        Ok(Self::of(number, object, file, header, first))
+    }
+
+    /// Of a header that holds.
+    pub fn of(
+        number: u32,
+        object: String,
+        file: Arc<dyn Readable>,
+        header: [u8; PACK_HEADER_BYTES],
+        first: u64,
+    ) -> Self {
+        Self { number, object, file, header, first, dictionary: OnceLock::new() }
+    }
+
+    /// It was recompressed: it has a dictionary, if only an empty one.
+    pub fn is_dense(&self) -> bool {
+        self.first > PACK_HEADER_BYTES as u64
+    }
+
+    /// What its dense records are read with.
+    pub fn dictionary(&self) -> Result<Arc<Dictionary>, String> {
+        let read = || {
+            let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
+            let mut bytes = vec![0; len as usize];
+            self.file.read_at(PACK_HEADER_BYTES as u64, &mut bytes).map_err(|e| e.to_string())?;
+            Dictionary::new(decode_dictionary(&bytes)?).map(Arc::new)
+        };
+        self.dictionary.get_or_init(read).clone()
+    }
+
+    /// Parses the record at `place`, with which `bytes` begin.
+    pub fn parse<'a>(&self, bytes: &'a [u8], place: PageRef) -> Result<Record<'a>, String> {
+        let record = Record::parse(bytes, place)?;
+        if record.is_dense() { Ok(record.with(self.dictionary()?)) } else { Ok(record) }
     }
 
     /// Reads the trailer of a pack of `len_bytes`.
     pub fn ending(&self, len_bytes: u64) -> Ending {
         self.trailer(len_bytes).unwrap_or_else(Ending::Damaged)
+    }
+
+    /// What its trailer is known by, unless it has none. The trailer itself is not looked at.
+    pub fn seal(&self) -> Result<Option<Seal>> {
+        let len_bytes = self.file.len_bytes()?;
+        let Some(at) = len_bytes.checked_sub(FOOTER_BYTES as u64) else { return Ok(None) };
+        let mut footer = [0; FOOTER_BYTES];
+        self.file.read_at(at, &mut footer)?;
+        Ok(parse_footer(&footer, len_bytes).and_then(Result::ok).map(|_| seal_of(&footer)))
     }
 
     fn trailer(&self, len_bytes: u64) -> Result<Ending, String> {
@@ -123,7 +171,8 @@ impl PackFile {
                 Ok(record) => record,
                 Err(problem) => return Some((at, problem)),
             };
-            visit(match inner.restore(&record, place, &mut page) {
+            let restored = self.parse(bytes, place).and_then(|whole| inner.restore(&whole, place, &mut page));
+            visit(match restored {
                 Ok(()) => Ok(Entry::new(record.hash, at, record.kind)),
                 Err(problem) => Err((at, problem)),
             });
@@ -147,14 +196,15 @@ impl PackFile {
         while let Some((start, _)) = rest.first() {
             let mut count = group_len(rest);
             let last = rest.get(count - 1).map_or(*start, |(to, _)| *to);
-            match self.read_span(*start, last, len_bytes, buffer) {
+            let span = match self.read_span(*start, last, len_bytes, buffer) {
                 // What the medium does not give may lie between the records wanted.
                 Err(_) if count > 1 => {
                     count = 1;
-                    self.read_span(*start, *start, len_bytes, buffer)?;
+                    self.read_span(*start, *start, len_bytes, buffer)?
                 }
                 other => other?,
-            }
+            };
+            let span = buffer.get(..span).unwrap_or_default();
             let (group, behind) = rest.split_at(count);
             rest = behind;
             for (to, what) in group {
@@ -164,8 +214,8 @@ impl PackFile {
                 }
                 let damaged =
                     |problem| Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem);
-                let bytes = buffer.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
-                let record = Record::parse(bytes, *to).map_err(damaged)?;
+                let bytes = span.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
+                let record = self.parse(bytes, *to).map_err(damaged)?;
                 if record.kind.is_derived() {
                     sink(*to, *what, Content::Derived(&record))?;
                     continue;
@@ -178,16 +228,32 @@ impl PackFile {
         Ok(())
     }
 
-    /// Fills `buffer` with everything from the record at `first` to the end of the one at `last`.
-    fn read_span(&self, first: PageRef, last: PageRef, len_bytes: u64, buffer: &mut Vec<u8>) -> Result<()> {
+    /// Fills the beginning of `buffer` with everything from the record at `first` to the end of the one at `last`; how much that
+    /// is. What the buffer held before is not cleared.
+    fn read_span(
+        &self,
+        first: PageRef,
+        last: PageRef,
+        len_bytes: u64,
+        buffer: &mut Vec<u8>,
+    ) -> Result<usize> {
         if first.offset() >= len_bytes {
             let object = format!("{} at offset {}", self.object, first.offset());
             return Err(Error::damaged(object, format!("the pack ends at {len_bytes} bytes")));
         }
         let end = (last.offset() + RECORD_BYTES_MAX as u64).min(len_bytes);
-        buffer.resize((end - first.offset()) as usize, 0);
-        self.file.read_at(first.offset(), buffer)
+        let len = (end - first.offset()) as usize;
+        if buffer.len() < len {
+            buffer.resize(len, 0);
+        }
+        self.file.read_at(first.offset(), buffer.get_mut(..len).unwrap_or_default())?;
+        Ok(len)
     }
+}
+
+/// What a trailer is known by: a part of its checksum.
+pub fn seal_of(footer: &[u8; FOOTER_BYTES]) -> Seal {
+    footer[32..].first_chunk().copied().unwrap_or_default()
 }
 
 /// How many of the first records one read should fetch; at least one.

@@ -12,31 +12,36 @@
 //! open pack and due to become durable with the next sync; a record that failed to get there leaves the index before the
 //! error is returned. Only one pack is open, so that one sync makes all of a checkpoint durable. A derived record (composed,
 //! or a delta) stands only on plain records before it that were read and compared in that moment, or whose content was kept
-//! since; one of an earlier writer is read once before it is relied on. Where the run has no disks, no sector costs anything.
+//! since; one of an earlier writer, or out of a spill of the index, is read once before it is relied on. Where the run has no disks, no
+//! sector costs anything.
 
 mod keep;
+mod kinds;
 mod pages;
 
 use crate::backend::Growing;
 use crate::bases::Bases;
 use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
+use crate::dictionary::Dense;
 use crate::durability::Durability;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
-use crate::pack_file::{Ending, PackFile};
+use crate::index::{Found, Index};
+use crate::pack_file::{Ending, PackFile, seal_of};
 use crate::prune::moves::Moves;
 use crate::prune::packs;
 use crate::record::{
-    Entry, Kind, PACK_HEADER_BYTES, Record, WITH_DELTAS, append_record, encode_pack_header, encode_trailer,
+    Entry, Kind, PACK_HEADER_BYTES, Record, WITH_DELTAS, append_record, encode_dense_header,
+    encode_dictionary, encode_pack_header, encode_trailer,
 };
 use crate::sectors::{SectorFinder, Tags};
 use crate::store::Inner;
 use crate::writer::Tuning;
-use crate::{Error, Result, SectorCounts, names};
+use crate::{Error, IndexUse, Result, SectorCounts, names};
 use keyframe_units::Page;
 pub use pages::Input;
 use pages::Scratch;
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashSet;
 use std::sync::Arc;
 
 /// Packs that others may have begun while this one was at work.
@@ -65,13 +70,9 @@ pub struct PlacedBlock {
 #[derive(Debug)]
 pub struct PackWriter {
     inner: Arc<Inner>,
-    index: FxHashMap<PageHash, PageRef>,
-    /// The kinds of all records that are not of the kind [`Kind::Page`].
-    kinds: FxHashMap<PageRef, Kind>,
-    /// Packs of others whose records are all known, at least as what they are.
+    index: Index,
+    /// Packs of others that have been looked at.
     learnt: FxHashSet<u32>,
-    /// Derived records of earlier writers: what they stand on may be gone.
-    unproven: FxHashSet<PageRef>,
     /// Present where the run has disks, and memory for it.
     finder: Option<SectorFinder>,
     /// The pack from which on `finder` has learnt all pages when they were put.
@@ -84,6 +85,8 @@ pub struct PackWriter {
     compressors: Vec<PageCompressor>,
     scratch: Vec<Scratch>,
     composed: Vec<u8>,
+    /// Where packs are recompressed: what with. All packs begun from then on have its dictionary.
+    dense: Option<Dense>,
     tuning: Tuning,
 }
 
@@ -98,27 +101,42 @@ struct OpenPack {
     flushed: u64,
     /// Bytes known to be durable.
     synced: u64,
+    /// Bytes that sealed checkpoints may need, durable or not.
+    sealed: u64,
     /// Every record of the pack, rising.
     entries: Vec<Entry>,
 }
 
 impl PackWriter {
-    /// Reads the indexes of all packs. Unfinished ones are read whole, and synced: what can be read of them now may
-    /// still be in memory alone. Packs that a prune gives up are left out, and unfinished ones while one is at work.
+    /// Takes the index as an earlier writer left it, and reads the indexes of packs that are not in it, the newest first, as far as
+    /// there is room. Unfinished packs are read whole, and synced: what can be read of them now may still be in memory
+    /// alone. Packs that a prune gives up are left out, and unfinished ones while one is at work.
     pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
+        this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
         let is_going = |number: &u32| moves.is_some_and(|moves| moves.victims.contains(number));
-        let numbers = packs::numbers(&this.inner)?;
+        let mut numbers = packs::numbers(&this.inner)?;
+        numbers.retain(|number| !is_going(number));
         // A prune takes back what it could not make durable.
         let is_pruned = this.inner.backend.is_pruned()?;
-        for number in numbers.into_iter().filter(|number| !is_going(number)) {
-            this.learn(number, is_pruned, moves.is_some())?;
+        let inner = &this.inner;
+        this.index.load(moves.is_some(), &mut |number| {
+            numbers.binary_search(&number).ok()?;
+            // What cannot be read is looked at below.
+            PackFile::open(inner, number).and_then(|pack| pack.seal()).ok()?
+        });
+        for number in numbers.into_iter().rev() {
+            if this.index.covers(number) || this.index.is_at_end() {
+                this.learnt.insert(number);
+            } else {
+                this.learn(number, is_pruned, moves.is_some())?;
+            }
         }
         Ok(this)
     }
 
-    /// Learns what is in a pack. Of records that are not relied on (of an unfinished pack, where `closed_only`; derived ones,
-    /// where `plain_only`) only what they are.
+    /// Learns what is in a pack, but for records that are not relied on: of an unfinished pack, where `closed_only`; derived ones,
+    /// where `plain_only`.
     fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match PackFile::open(&self.inner, number) {
             Ok(pack) => pack,
@@ -131,28 +149,20 @@ impl PackWriter {
         let is_closed = matches!(ending, Ending::Closed { .. });
         let entries = match ending {
             Ending::Closed { entries, .. } => entries,
+            Ending::Unfinished | Ending::Damaged(_) if closed_only => Vec::new(),
             Ending::Unfinished | Ending::Damaged(_) => {
                 let mut entries = Vec::new();
-                let from = PACK_HEADER_BYTES as u64;
-                pack.walk(&self.inner, from, len_bytes, &mut |entry| entries.extend(entry));
-                if !entries.is_empty() && !closed_only {
+                pack.walk(&self.inner, pack.first, len_bytes, &mut |entry| entries.extend(entry));
+                if !entries.is_empty() {
                     self.inner.backend.sync(&names::pack(number))?;
                 }
                 entries
             }
         };
         self.learnt.insert(number);
-        for entry in entries {
-            let place = PageRef::new(number, entry.offset());
-            let is_derived = entry.kind().is_derived();
-            if entry.kind() != Kind::Page {
-                self.kinds.insert(place, entry.kind());
-            }
-            let is_relied_on = (is_closed || !closed_only) && !(is_derived && plain_only);
-            if is_relied_on && *self.index.entry(entry.hash).or_insert(place) == place && is_derived {
-                self.unproven.insert(place);
-            }
-        }
+        let seal = if is_closed { pack.seal()? } else { None };
+        let relied_on = entries.iter().filter(|entry| !(plain_only && entry.kind().is_derived()));
+        self.index.learn(number, seal, relied_on);
         Ok(())
     }
 
@@ -194,25 +204,23 @@ impl PackWriter {
         if let (Some(finder), Some(tags), Kind::Block) = (&mut self.finder, &tags, kind) {
             finder.learn(tags, place);
         }
-        let sectors = self.count(page, composition.as_ref().filter(|_| composed));
-        self.index.insert(hash, place);
-        self.kinds.insert(place, kind);
+        let sectors = self.count(page, composition.as_ref().filter(|_| composed), &pack);
+        self.index.insert(hash, place, kind);
         self.give_back(pack)?;
         Ok(PlacedBlock { placed: Placed::New(place, len_bytes), composed, sectors })
     }
 
     /// Where the store holds this content already.
     fn known(&mut self, hash: PageHash, page: &Page) -> Option<Placed> {
-        let place = *self.index.get(&hash)?;
-        let kind = self.kind(place);
-        if kind.is_derived() && self.unproven.remove(&place) {
+        let Found { place, kind, unproven } = self.index.get(hash)?;
+        if unproven {
             // Compared with its hash as it is read.
             let read = self.inner.read_pages(&[(place, ())], &mut |(), _| Ok::<_, Error>(()));
             if read.is_err() {
-                self.index.remove(&hash);
-                self.kinds.remove(&place);
+                self.index.remove(hash);
                 return None;
             }
+            self.index.prove(hash);
         }
         if let Some(finder) = self.finder.as_mut().filter(|_| place.pack() < self.learnt_from)
             && !kind.is_derived()
@@ -221,13 +229,6 @@ impl PackWriter {
             finder.learn(&tags, place);
         }
         Some(Placed::Known(place, kind))
-    }
-
-    fn kind(&self, place: PageRef) -> Kind {
-        if self.kinds.is_empty() {
-            return Kind::Page;
-        }
-        self.kinds.get(&place).copied().unwrap_or(Kind::Page)
     }
 
     /// How a block can be put together from what is in the store, `pack` included.
@@ -250,11 +251,11 @@ impl PackWriter {
         (self.composed.len() + SAVING_BYTES_MIN <= plain_len).then_some(codec)
     }
 
-    fn count(&self, page: &Page, composition: Option<&Composition>) -> SectorCounts {
+    fn count(&self, page: &Page, composition: Option<&Composition>, pack: &OpenPack) -> SectorCounts {
         let mut counts = SectorCounts::default();
         for (at, sector) in sectors(page).iter().enumerate() {
             let counted = match composition.and_then(|c| c.0.get(at)) {
-                Some(Part::Of(record, _)) if self.kind(*record).is_of_ram() => {
+                Some(Part::Of(record, _)) if self.is_of_ram(*record, pack) => {
                     &mut counts.against_ram_part_sectors
                 }
                 Some(Part::Of(..)) => &mut counts.against_disk_part_sectors,
@@ -269,7 +270,13 @@ impl PackWriter {
     /// Makes everything put so far durable, as far as the tuning has it so.
     pub fn sync(&mut self) -> Result<()> {
         self.flush()?;
-        if self.tuning.durability == Durability::Checkpoint { self.sync_open() } else { Ok(()) }
+        if self.tuning.durability == Durability::Checkpoint {
+            self.sync_open()?;
+        }
+        if let Some(pack) = &mut self.open {
+            pack.sealed = pack.flushed;
+        }
+        Ok(())
     }
 
     fn sync_open(&mut self) -> Result<()> {
@@ -283,9 +290,10 @@ impl PackWriter {
             }
             Err(error) => {
                 // The kernel may have dropped the pages and will not say so again: nothing since the last sync counts.
-                // Cutting the file also takes them out of the page cache, where a later reader would find them well.
-                let synced = pack.synced;
-                let _ = pack.file.truncate(synced);
+                // Cutting the file also takes them out of the page cache, where a later reader would find them well. What
+                // checkpoints need that did not wait for a sync stays, for as long as it can be read.
+                let keep = pack.synced.max(pack.sealed);
+                let _ = pack.file.truncate(keep);
                 self.retire();
                 Err(error)
             }
@@ -305,22 +313,42 @@ impl PackWriter {
             .and_then(|()| pack.file.sync())
             .and_then(|()| pack.file.append(&trailer.footer))
             .and_then(|()| pack.file.sync());
-        if written.is_err() {
-            let _ = pack.file.truncate(pack.flushed);
+        match written {
+            Ok(()) => self.index.closed(pack.number, seal_of(&trailer.footer)),
+            Err(_) => drop(pack.file.truncate(pack.flushed)),
+        }
+        if self.index.is_full() {
+            self.index.make_room();
         }
         written
     }
 
+    /// What the index holds.
+    pub fn index_use(&self) -> IndexUse {
+        self.index.usage()
+    }
+
+    /// Leaves the index to the next writer, once the pack is closed.
+    pub fn save_index(&mut self) {
+        if self.open.is_none() {
+            self.index.save();
+        }
+    }
+
     /// The pack that the next record goes to; [`Self::give_back`] it.
     fn take_pack(&mut self) -> Result<OpenPack> {
-        let is_over = |pack: &OpenPack| pack.end() >= self.tuning.pack_bytes_max;
+        // Records leave the index's memory once their pack is closed.
+        let is_over = |pack: &OpenPack| pack.end() >= self.tuning.pack_bytes_max || self.index.is_full();
         if self.open.as_ref().is_some_and(is_over) {
             self.close()?;
         }
-        match self.open.take() {
-            Some(pack) => Ok(pack),
-            None => self.create(),
+        if let Some(pack) = self.open.take() {
+            return Ok(pack);
         }
+        if self.index.is_full() {
+            self.index.make_room();
+        }
+        self.create()
     }
 
     fn give_back(&mut self, pack: OpenPack) -> Result<()> {
@@ -345,14 +373,22 @@ impl PackWriter {
                 file => break (number, name, file?),
             }
         };
-        let header = encode_pack_header(self.inner.config.id, number, WITH_DELTAS);
-        if let Err(error) = file.append(&header) {
+        let id = self.inner.config.id;
+        let (header, dictionary) = match &self.dense {
+            None => (encode_pack_header(id, number, WITH_DELTAS), Vec::new()),
+            Some(dense) => {
+                let dictionary = dense.bytes();
+                (encode_dense_header(id, number, dictionary.len() as u64), encode_dictionary(dictionary))
+            }
+        };
+        let head = [&header[..], &dictionary].concat();
+        if let Err(error) = file.append(&head) {
             let _ = self.inner.backend.remove(&name);
             return Err(error);
         }
         let buffer = Vec::with_capacity(self.tuning.buffer_bytes);
-        let flushed = header.len() as u64;
-        Ok(OpenPack { number, file, header, buffer, flushed, synced: 0, entries: Vec::new() })
+        let flushed = head.len() as u64;
+        Ok(OpenPack { number, file, header, buffer, flushed, synced: 0, sealed: 0, entries: Vec::new() })
     }
 
     /// Brings the buffer into the file; on failure its records are forgotten.
@@ -387,8 +423,7 @@ impl PackWriter {
         let Some(pack) = self.open.as_mut() else { return };
         let keep = pack.entries.partition_point(|entry| entry.offset() < offset);
         for entry in pack.entries.drain(keep..) {
-            self.index.remove(&entry.hash);
-            self.kinds.remove(&PageRef::new(pack.number, entry.offset()));
+            self.index.remove(entry.hash);
         }
         // What can still be read of them must not be referred to.
         self.bases.clear();

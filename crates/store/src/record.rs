@@ -5,9 +5,10 @@
 //!                                                         └── only in a closed pack ─────────┘
 //!   header    0  8 magic "KFPACK\r\n"     8  4 version    12  4 zero    16 16 store id
 //!            32  8 pack number           40  8 zero       48 16 BLAKE3(bytes 0..48)[0..16]
+//!             of version 6, which has a dictionary of d bytes:   40  8 d    64 16 BLAKE3(dictionary)[0..16]    80 d dictionary
 //!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
 //!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on), 'D' delta (from 4 on)
-//!             9  1 codec (0 raw, 1 LZ4)   10  2 payload length    12 16 hash    28 .. payload
+//!             9  1 codec (0 raw, 1 LZ4, 2 zstd; from version 6 on)   10  2 payload length    12 16 hash    28 .. payload
 //!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C', 3 'D'
 //!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
@@ -25,9 +26,11 @@ use crate::composed::Composition;
 use crate::config::{FORMAT_VERSION, StoreId};
 use crate::delta::Delta;
 use crate::derived::Derivation;
+use crate::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
 use crate::identity::{HashKey, PageHash, PageRef};
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page};
+use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Length of a pack's header; the first record follows it.
@@ -44,6 +47,8 @@ pub const ENTRY_BYTES: usize = 24;
 const PACK_MAGIC: &[u8; 8] = b"KFPACK\r\n";
 const FOOTER_MAGIC: &[u8; 8] = b"KFPACKED";
 const CHECK_BYTES: usize = 8;
+/// Where the kind is in a record.
+pub const KIND_AT: u64 = 8;
 /// Where the kind is in an entry's last word.
 const KIND_SHIFT: u32 = 56;
 
@@ -51,8 +56,14 @@ const KIND_SHIFT: u32 = 56;
 pub const WITH_PARTS: u32 = 3;
 /// The version of packs that know of deltas, too: the one that is written.
 pub const WITH_DELTAS: u32 = 4;
-/// All versions that there are.
+/// The version of packs that begin with a dictionary: of those that were recompressed.
+pub const WITH_DICTIONARY: u32 = 6;
+/// All versions without one.
 const VERSIONS: [u32; 3] = [FORMAT_VERSION, WITH_PARTS, WITH_DELTAS];
+/// The check of a dictionary, between the pack's header and it.
+pub const DICTIONARY_CHECK_BYTES: usize = 16;
+/// Where the header has the dictionary's length.
+const DICTIONARY_LEN_AT: usize = 40;
 
 /// What a record is; and whether RAM or a disk brought its content into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,6 +91,21 @@ impl Kind {
         matches!(self, Self::Page | Self::Delta)
     }
 
+    /// What stands for it in an index.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Page => 0,
+            Self::Block => 1,
+            Self::Composed => 2,
+            Self::Delta => 3,
+        }
+    }
+
+    /// What such a number stands for; `None`: no kind that there is.
+    pub fn of_number(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.number() == number)
+    }
+
     fn letter(self) -> u8 {
         match self {
             Self::Page => b'P',
@@ -89,30 +115,61 @@ impl Kind {
         }
     }
 
-    fn of_letter(letter: u8) -> Option<Self> {
+    /// What it is of which a record's header says `letter`.
+    pub fn of_letter(letter: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.letter() == letter)
     }
 }
 
-/// The header of pack `number`.
+/// The header of pack `number`, of a version without a dictionary.
 pub fn encode_pack_header(id: StoreId, number: u32, version: u32) -> [u8; PACK_HEADER_BYTES] {
+    encode_header(id, number, version, 0)
+}
+
+/// The header of pack `number` which has a dictionary.
+pub fn encode_dense_header(id: StoreId, number: u32, dictionary_bytes: u64) -> [u8; PACK_HEADER_BYTES] {
+    encode_header(id, number, WITH_DICTIONARY, dictionary_bytes)
+}
+
+fn encode_header(id: StoreId, number: u32, version: u32, dictionary_bytes: u64) -> [u8; PACK_HEADER_BYTES] {
     let mut bytes = Vec::with_capacity(PACK_HEADER_BYTES);
     bytes.extend_from_slice(PACK_MAGIC);
     bytes.extend_from_slice(&version.to_le_bytes());
     bytes.extend_from_slice(&[0; 4]);
     bytes.extend_from_slice(&id.0);
     bytes.extend_from_slice(&u64::from(number).to_le_bytes());
-    bytes.extend_from_slice(&[0; 8]);
+    bytes.extend_from_slice(&dictionary_bytes.to_le_bytes());
     let mut out = [0; PACK_HEADER_BYTES];
     out[..48].copy_from_slice(&bytes);
     out[48..].copy_from_slice(&blake3::hash(&bytes).as_bytes()[..16]);
     out
 }
 
-/// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it.
-pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<()> {
+/// What stands before the records of a pack with that dictionary, but for the header.
+pub fn encode_dictionary(dictionary: &[u8]) -> Vec<u8> {
+    let hash = blake3::hash(dictionary);
+    [hash.as_bytes().get(..DICTIONARY_CHECK_BYTES).unwrap_or_default(), dictionary].concat()
+}
+
+/// The dictionary in what [`encode_dictionary`] made.
+pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
+    let (check, dictionary) = bytes.split_at_checked(DICTIONARY_CHECK_BYTES).ok_or("has no dictionary")?;
+    if blake3::hash(dictionary).as_bytes().get(..DICTIONARY_CHECK_BYTES) != Some(check) {
+        return Err("the checksum of its dictionary does not match".into());
+    }
+    Ok(dictionary)
+}
+
+/// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it. Where the first record is.
+pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<u64> {
     if VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
-        return Ok(());
+        return Ok(PACK_HEADER_BYTES as u64);
+    }
+    let dictionary_bytes = bytes.get(DICTIONARY_LEN_AT..).and_then(|at| Cursor::new(at).u64().ok());
+    if let Some(dictionary_bytes) = dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
+        && bytes == encode_dense_header(id, number, dictionary_bytes)
+    {
+        return Ok((PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64 + dictionary_bytes);
     }
     let damaged = |problem: &str| Err(Error::damaged(object, problem));
     let mut cursor = Cursor::new(bytes);
@@ -124,8 +181,8 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
     }
     let mut cursor = Cursor::new(covered);
     match (cursor.array::<8>(), cursor.u32()) {
-        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > WITH_DELTAS => {
-            Err(Error::LaterVersion { object: object.into(), found, known: WITH_DELTAS })
+        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > WITH_DICTIONARY => {
+            Err(Error::LaterVersion { object: object.into(), found, known: WITH_DICTIONARY })
         }
         _ => damaged("its header is that of another pack or another store"),
     }
@@ -142,7 +199,7 @@ pub fn append_record(
     debug_assert!((1..=PAGE_BYTES).contains(&payload.len()));
     let start = out.len();
     out.extend_from_slice(&[0; CHECK_BYTES]);
-    out.extend_from_slice(&[kind.letter(), u8::from(codec == Codec::Lz4)]);
+    out.extend_from_slice(&[kind.letter(), codec.number()]);
     out.extend_from_slice(&(payload.len() as u16).to_le_bytes());
     out.extend_from_slice(&hash.to_bytes());
     out.extend_from_slice(payload);
@@ -151,13 +208,15 @@ pub fn append_record(
 }
 
 /// A record whose check held.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Record<'a> {
     pub hash: PageHash,
     pub kind: Kind,
     place: PageRef,
     codec: Codec,
     payload: &'a [u8],
+    /// Of its pack, where it needs that.
+    dictionary: Option<Arc<Dictionary>>,
 }
 
 impl<'a> Record<'a> {
@@ -176,12 +235,18 @@ impl<'a> Record<'a> {
         if xxh3_64_with_seed(covered, place.0) != check {
             return Err("the checksum of the record does not match".into());
         }
-        let codec = match codec {
-            0 => Codec::Raw,
-            1 => Codec::Lz4,
-            other => return Err(format!("unknown codec {other}")),
-        };
-        Ok(Self { hash, kind, place, codec, payload })
+        let codec = Codec::of_number(codec).ok_or_else(|| format!("unknown codec {codec}"))?;
+        Ok(Self { hash, kind, place, codec, payload, dictionary: None })
+    }
+
+    /// It cannot be read without the dictionary of its pack.
+    pub fn is_dense(&self) -> bool {
+        self.codec == Codec::Dense
+    }
+
+    /// With the dictionary of its pack.
+    pub fn with(self, dictionary: Arc<Dictionary>) -> Self {
+        Self { dictionary: Some(dictionary), ..self }
     }
 
     /// The length of the whole record.
@@ -194,7 +259,7 @@ impl<'a> Record<'a> {
         if self.kind.is_derived() {
             return Err("a composed block or a delta where only a plain record can be".into());
         }
-        decompress_page(self.codec, self.payload, page)
+        decompress_page(self.codec, self.payload, self.dictionary.as_deref(), page)
     }
 
     /// How the content of a derived record is made. `page` gets what is in this record.
@@ -236,13 +301,7 @@ pub struct Entry {
 impl Entry {
     /// The line of a record. The offset is below 2^40, as in every reference.
     pub fn new(hash: PageHash, offset: u64, kind: Kind) -> Self {
-        let kind = match kind {
-            Kind::Page => 0,
-            Kind::Block => 1,
-            Kind::Composed => 2,
-            Kind::Delta => 3,
-        };
-        Self { hash, word: offset | kind << KIND_SHIFT }
+        Self { hash, word: offset | u64::from(kind.number()) << KIND_SHIFT }
     }
 
     /// Where the record begins in its pack.
@@ -252,13 +311,7 @@ impl Entry {
 
     /// What it is; `None`: no kind that there is.
     fn known_kind(&self) -> Option<Kind> {
-        match self.word >> KIND_SHIFT {
-            0 => Some(Kind::Page),
-            1 => Some(Kind::Block),
-            2 => Some(Kind::Composed),
-            3 => Some(Kind::Delta),
-            _ => None,
-        }
+        Kind::of_number((self.word >> KIND_SHIFT) as u8)
     }
 
     /// What it is.
@@ -401,8 +454,11 @@ mod tests {
         }
         let never = check_pack_header(&encode_pack_header(id, 7, 2), id, 7, "p");
         assert!(matches!(never, Err(Error::Damaged { .. })));
-        let later = check_pack_header(&encode_pack_header(id, 7, 5), id, 7, "p");
-        assert!(matches!(later, Err(Error::LaterVersion { found: 5, known: WITH_DELTAS, .. })));
+        let later = check_pack_header(&encode_pack_header(id, 7, 7), id, 7, "p");
+        assert!(matches!(later, Err(Error::LaterVersion { found: 7, known: WITH_DICTIONARY, .. })));
+        assert_eq!(check_pack_header(&encode_dense_header(id, 7, 9), id, 7, "p").unwrap(), 64 + 16 + 9);
+        let too_long = encode_dense_header(id, 7, DICTIONARY_BYTES_MAX as u64 + 1);
+        assert!(check_pack_header(&too_long, id, 7, "p").is_err());
         let header = encode_pack_header(id, 7, WITH_PARTS);
         assert!(check_pack_header(&header, id, 8, "p").is_err());
         assert!(check_pack_header(&header, StoreId([6; 16]), 7, "p").is_err());

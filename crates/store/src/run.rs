@@ -27,7 +27,7 @@ use crate::pack_writer::{Input, Placed, PlacedBlock};
 use crate::page_map::PageMap;
 use crate::store::Inner;
 use crate::writer::{Session, Slot};
-use crate::{Error, Result, names};
+use crate::{Error, IndexUse, Result, names};
 use jiff::Timestamp;
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, PageSet, RamLayout, ZERO_PAGE};
 use std::sync::{Arc, PoisonError};
@@ -415,10 +415,16 @@ impl Run {
         DiskState(self.disk_map.clone())
     }
 
+    /// What the writer's index of deduplication holds.
+    pub fn index_use(&mut self) -> Result<IndexUse> {
+        Ok(self.session()?.packs.index_use())
+    }
+
     /// Ends the run: closes the pack with its trailer and gives the session back to the writer. Puts since the last seal
     /// are forgotten. After an error everything sealed is unharmed all the same.
     pub fn finish(mut self) -> Result<()> {
         self.session()?.packs.close()?;
+        self.session()?.packs.save_index();
         if self.session()?.syncs.is_some() {
             self.inner.backend.sync_all()?;
         }

@@ -7,7 +7,7 @@ pub use growth::{Added, Growth, Hour};
 pub use sharing::{ImageSharing, Sharing};
 
 use crate::store::Inner;
-use crate::{Breakdown, DiskCounts, Result, Store, names};
+use crate::{Breakdown, DiskCounts, Error, Result, Store, names};
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -118,7 +118,11 @@ impl Inner {
             match backend.open(&format!("{folder}/{file}")) {
                 // Gone since it was listed: a writer at work.
                 Err(e) if e.is_not_found() => {}
-                other => sum += other?.len_bytes()?,
+                other => match other?.len_bytes() {
+                    // Encrypted, and damaged: how long it is cannot be told.
+                    Err(Error::Damaged { .. }) => {}
+                    len => sum += len?,
+                },
             }
         }
         Ok(sum)

@@ -5,18 +5,27 @@ use crate::bytes::to_hex;
 use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
 use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
 use crate::disk_map::DiskMap;
+use crate::index::{Bond, Folder, MaskKey};
 use crate::map_run::{MAP_BYTES_MAX, MapRun};
 use crate::meta::{Meta, Sealed};
 use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
+use crate::prune::packs;
 use crate::secret::{Secret, SecretKind};
 use crate::writer::{Tuning, Writer};
 use crate::{Error, Loaded, Result, Unmapped, local, names};
 use keyframe_units::CheckpointId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+
+/// Threads that read checkpoints for a listing, at most; fewer checkpoints than these are not worth one.
+const LISTING_THREADS_MAX: usize = 8;
+const LISTED_ALONE: usize = 64;
+/// The folder of what the index of deduplication spills.
+const INDEX: &str = "index";
 
 /// A store of checkpoints. Cloning it is cheap and shares open files.
 #[derive(Clone, Debug)]
@@ -36,6 +45,23 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
+    /// Where the index of deduplication may be spilled: in the store's directory, or where this host keeps what belongs to it.
+    pub fn index_folder(&self) -> Option<Folder> {
+        if !self.backend.stays() {
+            return None;
+        }
+        let is_near = !backend::is_remote(&self.path) && self.config.encryption.is_none();
+        let path = if is_near {
+            std::path::absolute(&self.path).ok()?
+        } else {
+            local::path(&to_hex(&self.config.id.0))?
+        };
+        let mask = self.config.encryption.as_ref().map(|_| {
+            MaskKey(blake3::derive_key("keyframe 2026-11 places in a spilled index", &self.config.key.0))
+        });
+        Some(Folder { path: path.join(INDEX), bond: Bond { store: self.config.id.0, mask } })
+    }
+
     /// The same store, written to another way; who closes a pack closes it for both.
     pub fn on(&self, backend: Arc<dyn Backend>) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
@@ -154,6 +180,27 @@ impl Store {
         self.inner.config.encryption.is_some()
     }
 
+    /// True where it is in object storage.
+    pub fn is_remote(&self) -> bool {
+        backend::is_remote(self.path())
+    }
+
+    /// Bytes in packs that were not recompressed yet and that nobody writes to, as far as their names and heads tell: the newest
+    /// one is not among them.
+    pub fn cold_bytes(&self) -> Result<u64> {
+        let numbers = packs::numbers(&self.inner)?;
+        let mut cold_bytes = 0;
+        for number in numbers.iter().rev().skip(1) {
+            match PackFile::open(&self.inner, *number) {
+                Ok(pack) if !pack.is_dense() => cold_bytes += pack.file.len_bytes()?,
+                // Gone since it was listed, or nothing that a recompression helps.
+                Ok(_) | Err(Error::Damaged { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(cold_bytes)
+    }
+
     /// When the store was made.
     pub fn created(&self) -> jiff::Timestamp {
         self.inner.config.created
@@ -174,13 +221,13 @@ impl Store {
     pub fn checkpoints(&self) -> Result<Listing> {
         let tags = self.tags_of_checkpoints()?;
         let mut listing = Listing::default();
-        for id in self.inner.checkpoint_ids()? {
-            match self.inner.read_checkpoint(id) {
-                Ok(file) => listing.sealed.push(Sealed {
-                    id,
-                    meta: file.meta,
-                    tags: tags.get(&id).cloned().unwrap_or_default(),
-                }),
+        let ids = self.inner.checkpoint_ids()?;
+        for (id, meta) in self.inner.read_metas(&ids) {
+            match meta {
+                Ok(meta) => {
+                    let tags = tags.get(&id).cloned().unwrap_or_default();
+                    listing.sealed.push(Sealed { id, meta, tags });
+                }
                 // Gone since it was listed.
                 Err(Error::UnknownCheckpoint { .. }) => {}
                 Err(error) => listing.unreadable.push((id, error)),
@@ -281,6 +328,27 @@ impl Inner {
             other => other?,
         };
         checkpoint::decode(&bytes, id.0, self.config.id, &self.backend.describe(&name))
+    }
+
+    /// What checkpoints tell about themselves, in the order of `ids`; where they are many, several are read at a time.
+    fn read_metas(&self, ids: &[CheckpointId]) -> Vec<(CheckpointId, Result<Meta>)> {
+        let read = |id: &CheckpointId| (*id, self.read_checkpoint(*id).map(|file| file.meta));
+        let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(LISTING_THREADS_MAX);
+        let share = ids.len().div_ceil(threads).max(LISTED_ALONE);
+        let mut shares = ids.chunks(share);
+        let first = shares.next().unwrap_or_default();
+        std::thread::scope(|scope| {
+            let others: Vec<_> =
+                shares.map(|share| scope.spawn(move || share.iter().map(read).collect::<Vec<_>>())).collect();
+            let mut metas: Vec<_> = first.iter().map(read).collect();
+            for other in others {
+                match other.join() {
+                    Ok(read) => metas.extend(read),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+            }
+            metas
+        })
     }
 
     pub fn read_map(&self, id: u64) -> Result<MapRun> {

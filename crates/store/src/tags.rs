@@ -23,7 +23,7 @@ fn encode(store: StoreId, tag: &str, id: CheckpointId) -> String {
     format!("{id} {}\n", &hash.to_hex()[..16])
 }
 
-fn decode(store: StoreId, tag: &str, bytes: &[u8]) -> Option<CheckpointId> {
+pub fn decode(store: StoreId, tag: &str, bytes: &[u8]) -> Option<CheckpointId> {
     let text = std::str::from_utf8(bytes).ok()?;
     let id = CheckpointId(text.split(' ').next()?.parse().ok()?);
     (encode(store, tag, id) == text).then_some(id)

@@ -40,7 +40,7 @@ fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageIndex
     envelope::finish(out)
 }
 
-fn decode(bytes: &[u8], store: StoreId, id: CheckpointId, space_pages: u64) -> Option<Vec<PageIndex>> {
+pub fn decode(bytes: &[u8], store: StoreId, id: CheckpointId, space_pages: u64) -> Option<Vec<PageIndex>> {
     let mut cursor = Cursor::new(envelope::open(bytes, MAGIC, "").ok()?);
     let fits = cursor.u64().ok()? == id.0
         && cursor.array::<16>().ok()? == store.0

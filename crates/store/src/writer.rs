@@ -16,7 +16,7 @@ use crate::pack_writer::PackWriter;
 use crate::prune::moves::Moves;
 use crate::run::{DiskState, Run};
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, IndexUse, Result, names};
 use keyframe_units::{CheckpointId, RamLayout};
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,6 +43,9 @@ pub struct Tuning {
     /// At most so much memory for what deltas are made on: the pages written again and again. What is beyond is read from
     /// the store each time.
     pub base_bytes: usize,
+    /// At most about so much memory for the index of deduplication. What is beyond lies in files, where the store's place is on this
+    /// host or has a folder on it; what is beyond these, too, is forgotten, oldest first, and is stored again when it comes again.
+    pub index_bytes: usize,
     /// Threads that hash and compress pages, at least one.
     pub encode_threads: usize,
     /// When checkpoints become durable.
@@ -58,6 +61,7 @@ impl Default for Tuning {
             sector_index_bytes: 64 << 20,
             sector_parts_min: 2,
             base_bytes: 256 << 20,
+            index_bytes: 256 << 20,
             encode_threads: 1,
             durability: Durability::Checkpoint,
         }
@@ -133,6 +137,12 @@ impl Writer {
     /// Checkpoints that power loss took before they were durable ([`Durability`]): set aside when the store was locked.
     pub fn torn(&self) -> &[TornCheckpoint] {
         &self.torn
+    }
+
+    /// What its index of deduplication holds; none while a run is open.
+    pub fn index_use(&self) -> Option<IndexUse> {
+        let session = self.slot.lock().unwrap_or_else(PoisonError::into_inner);
+        session.as_ref().map(|session| session.packs.index_use())
     }
 
     /// Begins a run with a fresh id: its first checkpoint will be complete. One run can be open at a time.

@@ -10,8 +10,12 @@
 //! Every step that could be the last counts as one operation: its volatile effect happens, then the crash, then its
 //! durable effect. A failed sync loses what it should have written for good, even if a later sync succeeds, as Linux does.
 
+mod handles;
+
+pub use super::chance::Chance;
 use super::{Backend, Growing, LockGuard, Readable};
 use crate::{Error, Result};
+use handles::{File, Guard, PruneGuard};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -57,6 +61,8 @@ struct State {
     crash_at: Option<u64>,
     syncs: u64,
     fail_sync_at: Option<u64>,
+    reads: u64,
+    fail_read_at: Option<u64>,
     capacity_bytes: Option<usize>,
     /// The text of the writer.
     locked: Option<String>,
@@ -96,6 +102,29 @@ impl Faulty {
     /// The sync of that number fails.
     pub fn fail_sync_at(&self, sync: u64) {
         self.state().fail_sync_at = Some(sync);
+    }
+
+    /// Of the reads from here on, that one gives less than was asked for; the same read again gives all.
+    pub fn fail_read_in(&self, reads: u64) {
+        let mut state = self.state();
+        state.fail_read_at = Some(state.reads + reads);
+    }
+
+    /// Reads so far.
+    pub fn reads(&self) -> u64 {
+        self.state().reads
+    }
+
+    /// Operations so far.
+    pub fn operations(&self) -> u64 {
+        self.state().operations
+    }
+
+    /// From here on nothing fails, unless it has crashed.
+    pub fn calm(&self) {
+        let mut state = self.state();
+        (state.fail_sync_at, state.fail_read_at, state.capacity_bytes) = (None, None, None);
+        state.crash_at = state.crash_at.filter(|at| state.operations >= *at);
     }
 
     /// The medium holds so many bytes and not one more.
@@ -166,18 +195,6 @@ impl Faulty {
                 state.live.insert(name.into(), inode);
             }
         }
-    }
-}
-
-/// A stream of numbers from a seed.
-pub struct Chance(pub u64);
-
-impl Chance {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
     }
 }
 
@@ -400,9 +417,25 @@ impl Backend for Faulty {
     fn remove(&self, name: &str) -> Result<()> {
         let mut state = self.state();
         state.alive(name)?;
+        // As a directory does: nothing is synced for what is not there.
+        if !state.live.contains_key(name) {
+            return Ok(());
+        }
         state.change_name(NameChange::Unlink(name.into()));
         state.step(name, "remove")?;
-        state.sync_folder(name)
+        if self.relaxed { Ok(()) } else { state.sync_folder(name) }
+    }
+
+    fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+        let mut state = self.state();
+        state.alive(folder)?;
+        for name in names {
+            if state.live.contains_key(name) {
+                state.change_name(NameChange::Unlink(name.clone()));
+                state.step(name, "remove")?;
+            }
+        }
+        if self.relaxed { Ok(()) } else { state.sync_folder(&format!("{folder}/")) }
     }
 
     fn sync(&self, name: &str) -> Result<()> {
@@ -416,71 +449,4 @@ impl Backend for Faulty {
 
 fn failure(name: &str, operation: &'static str, source: io::Error) -> Error {
     Error::Io { object: name.into(), operation, source }
-}
-
-#[derive(Debug)]
-struct Guard {
-    state: Arc<Mutex<State>>,
-}
-
-impl LockGuard for Guard {}
-
-#[derive(Debug)]
-struct PruneGuard {
-    state: Arc<Mutex<State>>,
-}
-
-impl LockGuard for PruneGuard {}
-
-impl Drop for PruneGuard {
-    fn drop(&mut self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).pruned = false;
-    }
-}
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).locked = None;
-    }
-}
-
-#[derive(Debug)]
-struct File {
-    medium: Faulty,
-    name: String,
-    inode: usize,
-}
-
-impl Growing for File {
-    fn append(&mut self, bytes: &[u8]) -> Result<()> {
-        self.medium.state().write(&self.name, self.inode, bytes)
-    }
-
-    fn sync(&mut self) -> Result<()> {
-        self.medium.state().sync_inode(&self.name, self.inode)
-    }
-
-    fn truncate(&mut self, len_bytes: u64) -> Result<()> {
-        let mut state = self.medium.state();
-        state.step(&self.name, "truncate")?;
-        let inode = &mut state.inodes[self.inode];
-        inode.live.truncate(len_bytes as usize);
-        inode.lost = inode.lost.min(inode.live.len());
-        Ok(())
-    }
-}
-
-impl Readable for File {
-    fn len_bytes(&self) -> Result<u64> {
-        Ok(self.medium.state().inodes[self.inode].live.len() as u64)
-    }
-
-    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let state = self.medium.state();
-        let from = state.inodes[self.inode].live.get(offset as usize..).and_then(|b| b.get(..buffer.len()));
-        let from =
-            from.ok_or_else(|| failure(&self.name, "read", io::Error::from(io::ErrorKind::UnexpectedEof)))?;
-        buffer.copy_from_slice(from);
-        Ok(())
-    }
 }

@@ -86,6 +86,10 @@ impl Backend for Local {
         holder_of(&self.root.join(LOCK))
     }
 
+    fn stays(&self) -> bool {
+        true
+    }
+
     fn is_pruned(&self) -> Result<bool> {
         Ok(holder_of(&self.root.join(PRUNE_LOCK))?.is_some())
     }
@@ -164,17 +168,20 @@ impl Backend for Local {
     }
 
     fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
-        let mut removed = false;
         for path in names.iter().map(|name| self.root.join(name)) {
             match std::fs::remove_file(&path) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                other => {
-                    other.map_err(|e| io_error(&path, "remove", e))?;
-                    removed = true;
-                }
+                other => other.map_err(|e| io_error(&path, "remove", e))?,
             }
         }
-        if removed && !self.relaxed { sync_folder(&self.root.join(folder)) } else { Ok(()) }
+        // Also where none was there: whoever removed them may have died before that was durable.
+        if self.relaxed {
+            return Ok(());
+        }
+        match sync_folder(&self.root.join(folder)) {
+            Err(e) if e.is_not_found() => Ok(()),
+            other => other,
+        }
     }
 
     fn sync(&self, name: &str) -> Result<()> {

@@ -13,6 +13,8 @@
 //! `sync` survive, in whole, in part, or in order.
 
 #[cfg(test)]
+mod chance;
+#[cfg(test)]
 pub(crate) mod conformance;
 mod encrypted;
 #[cfg(test)]
@@ -67,11 +69,22 @@ pub trait Backend: Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// True where it is there for later processes, so that this host may keep what helps them.
+    fn stays(&self) -> bool {
+        false
+    }
+
     /// Which life of the machine this is: what was written and not synced survives as long as it.
     fn boot(&self) -> Result<String> {
         const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
         let text = std::fs::read_to_string(BOOT_ID);
         text.map_err(|source| Error::Io { object: BOOT_ID.into(), operation: "read", source })
+    }
+
+    /// The place below, where files are seen as they lie there: encrypted ones as what they are encrypted to. None where this
+    /// is that place.
+    fn below(&self) -> Option<Arc<dyn Backend>> {
+        None
     }
 
     /// Makes a new, empty file; an error where the name is taken.
@@ -89,7 +102,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Removes a file durably; fine if it is not there.
     fn remove(&self, name: &str) -> Result<()>;
 
-    /// Removes files of one folder durably, in any order; fine if some are not there.
+    /// Removes files of one folder durably, in any order; fine if some are not there, or none is named. Whatever was put into that
+    /// folder or removed from it before is durable then, too: by one who died before it was, or whose sync failed.
     fn remove_all(&self, _folder: &str, names: &[String]) -> Result<()> {
         names.iter().try_for_each(|name| self.remove(name))
     }

@@ -5,8 +5,9 @@
 //!   quarantine/README      says what this is
 //! ```
 //!
-//! Invariant: the copy is durable before the file goes. A crash in between leaves both, and the next repair sets it aside once
-//! more.
+//! Invariants: the copy is durable before the file goes. A crash in between leaves both, and the next repair sets it aside once
+//! more. The bytes are copied as they lie there, those of an encrypted store encrypted: what is damaged cannot be decrypted, and
+//! what is put back under its old name is what it was.
 
 use crate::store::Inner;
 use crate::{Error, Result};
@@ -24,7 +25,8 @@ const NAMES_MAX: u32 = 1000;
 impl Inner {
     /// Sets the file `name` aside; returns where it is now, or `None` where there is none.
     pub fn set_aside(&self, name: &str) -> Result<Option<String>> {
-        let file = match self.backend.open(name) {
+        let place = self.backend.below().unwrap_or_else(|| self.backend.clone());
+        let file = match place.open(name) {
             Err(e) if e.is_not_found() => return Ok(None),
             other => other?,
         };
@@ -36,7 +38,7 @@ impl Inner {
         let names = (1..NAMES_MAX).map(|n| format!("{first}.{n}"));
         let (mut found, mut taken) = (None, None);
         for to in std::iter::once(first.clone()).chain(names) {
-            match self.backend.create(&to) {
+            match place.create(&to) {
                 Err(e) if e.already_exists() => taken = Some(e),
                 other => {
                     found = Some((other?, to));
@@ -59,7 +61,7 @@ impl Inner {
             at += buffer.len() as u64;
         }
         copy.sync()?;
-        self.backend.remove(name)?;
+        place.remove(name)?;
         Ok(Some(to))
     }
 }

@@ -27,8 +27,8 @@ use crate::identity::{PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
 use crate::record::{
-    ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, WITH_DELTAS,
-    encode_pack_header, encode_trailer,
+    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES, RECORD_BYTES_MAX,
+    Record, WITH_DELTAS, encode_dense_header, encode_pack_header, encode_trailer, parse_footer,
 };
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
@@ -229,6 +229,8 @@ impl Repair<'_> {
         self.lose(hurt)?;
         let moves = Moves { to: saved.into_iter().collect(), ..moves };
         rewrite_maps(self.inner, &Live::find(self.inner)?, &moves, &|_| true)?;
+        // Those, too, that a repair which died has put anew, before what their former selves named goes.
+        self.inner.backend.remove_all(names::MAPS, &[])?;
         let newest = packs::numbers(self.inner)?.last().copied();
         if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
             copier.reserve()?;
@@ -315,7 +317,7 @@ fn read_record(inner: &Inner, place: PageRef) -> Result<(PageHash, Kind, Box<Pag
     let left = pack.file.len_bytes()?.saturating_sub(place.offset());
     let mut bytes = vec![0; left.min(RECORD_BYTES_MAX as u64) as usize];
     pack.file.read_at(place.offset(), &mut bytes)?;
-    let record = Record::parse(&bytes, place).map_err(damaged)?;
+    let record = pack.parse(&bytes, place).map_err(damaged)?;
     let mut page = Box::new(ZERO_PAGE);
     inner.restore(&record, place, &mut page).map_err(damaged)?;
     Ok((record.hash, record.kind, page))
@@ -401,7 +403,7 @@ fn fix_packs(inner: &Inner, rebuilt: &mut Vec<String>) -> Result<()> {
 
 fn with_trailer(inner: &Inner, pack: &PackFile, end: u64, mut bytes: Vec<u8>) -> Vec<u8> {
     let mut entries = Vec::new();
-    pack.walk(inner, PACK_HEADER_BYTES as u64, end, &mut |held| entries.extend(held));
+    pack.walk(inner, pack.first, end, &mut |held| entries.extend(held));
     let trailer = encode_trailer(&pack.header, &entries, end);
     bytes.truncate(end as usize);
     bytes.extend_from_slice(&trailer.index);
@@ -419,26 +421,50 @@ fn records_end(inner: &Inner, pack: &PackFile, len_bytes: u64) -> Option<u64> {
         records += 1;
         bad |= held.is_err();
     };
-    let end = pack.walk(inner, PACK_HEADER_BYTES as u64, len_bytes, &mut visit)?.0;
+    let end = pack.walk(inner, pack.first, len_bytes, &mut visit)?.0;
     let index_end = end + records * ENTRY_BYTES as u64;
     let trailer_end = index_end.next_multiple_of(FOOTER_BYTES as u64) + FOOTER_BYTES as u64;
     (!bad && trailer_end == len_bytes).then_some(end)
 }
 
-/// A pack with the header that it must have had; `None` where no record follows.
-fn with_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
+/// A pack with the header that it must have had; `None` where no record follows, nor a trailer tells of one.
+fn with_header(inner: &Inner, number: u32, bytes: Vec<u8>) -> Option<Vec<u8>> {
+    with_dense_header(inner, number, bytes.clone()).or_else(|| with_plain_header(inner, number, bytes))
+}
+
+fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let place = PageRef::new(number, PACK_HEADER_BYTES as u64);
     Record::parse(bytes.get(PACK_HEADER_BYTES..)?, place).ok()?;
     for version in 1..=WITH_DELTAS {
         let header = encode_pack_header(inner.config.id, number, version);
         bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
         // The trailer vouches for the header; without one the latest version holds whatever is there.
-        let pack = PackFile { number, object: String::new(), file: Arc::new(Bytes(bytes.clone())), header };
-        if matches!(pack.ending(bytes.len() as u64), Ending::Closed { .. }) {
+        if is_closed(number, &bytes, header) {
             break;
         }
     }
     Some(bytes)
+}
+
+/// The dictionary reaches to the first record, which the trailer tells. A pack that was recompressed has one, or nobody needs it.
+fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
+    let footer =
+        parse_footer(bytes.get(bytes.len().checked_sub(FOOTER_BYTES)?..)?, bytes.len() as u64)?.ok()?;
+    let entry = bytes.get(usize::try_from(footer.records_end).ok()?..)?.get(HASH_BYTES..)?;
+    let mut first = [0; 8];
+    // The seventh and last byte of the offset; behind it is the kind.
+    first[..7].copy_from_slice(entry.get(..7)?);
+    let head_bytes = (PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64;
+    let header =
+        encode_dense_header(inner.config.id, number, u64::from_le_bytes(first).checked_sub(head_bytes)?);
+    bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
+    is_closed(number, &bytes, header).then_some(bytes)
+}
+
+fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {
+    let file = Arc::new(Bytes(bytes.to_vec()));
+    let pack = PackFile::of(number, String::new(), file, header, PACK_HEADER_BYTES as u64);
+    matches!(pack.ending(bytes.len() as u64), Ending::Closed { .. })
 }
 
 /// A file in memory.

@@ -1,18 +1,21 @@
 //! Taking over records of packs that go, and leaving such packs: the two ends of a prune.
 
+use super::pages::compress_patch;
 use super::{OpenPack, PackWriter};
 use crate::bases::Bases;
-use crate::codec::{Codec, PageCompressor};
+use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::derived::Derivation;
+use crate::dictionary::Dense;
 use crate::identity::{PageHash, PageRef};
-use crate::prune::moves::{Moves, Place};
+use crate::index::Index;
+use crate::prune::moves::Moves;
 use crate::prune::packs;
 use crate::record::{Kind, verify};
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Error, Result};
 use keyframe_units::Page;
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashSet;
 use std::sync::Arc;
 
 impl PackWriter {
@@ -21,10 +24,8 @@ impl PackWriter {
         let next_pack = newest(&inner)? + 1;
         Ok(Self {
             inner,
-            index: FxHashMap::default(),
-            kinds: FxHashMap::default(),
+            index: Index::new(tuning.index_bytes, None),
             learnt: FxHashSet::default(),
-            unproven: FxHashSet::default(),
             finder: None,
             learnt_from: next_pack,
             next_pack,
@@ -33,6 +34,7 @@ impl PackWriter {
             compressors: (0..tuning.encode_threads.max(1)).map(|_| PageCompressor::new()).collect(),
             scratch: Vec::new(),
             composed: Vec::new(),
+            dense: None,
             tuning,
         })
     }
@@ -40,14 +42,20 @@ impl PackWriter {
     /// Writes a page that has `hash`; where it is, and how many bytes it took. [`Error::Damaged`] where it has another one.
     pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<(PageRef, u64)> {
         verify(hash, &self.inner.config.key, page).map_err(|problem| Error::damaged("a page", problem))?;
-        match self.index.get(&hash) {
+        match self.index.get(hash) {
             // Not a derived one: others may stand on this.
-            Some(known) if !self.kind(*known).is_derived() => return Ok((*known, 0)),
+            Some(known) if !known.kind.is_derived() => return Ok((known.place, 0)),
             _ => {}
         }
         let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
-        let len_bytes = pack.append(hash, kind, self.compressors[0].compress(page));
+        let dense = self.dense.as_mut().and_then(|dense| dense.compress(page));
+        let payload = match dense {
+            Some(payload) if payload.len() + SAVING_BYTES_MIN <= page.len() => (Codec::Dense, payload),
+            Some(_) => (Codec::Raw, page.as_slice()),
+            None => self.compressors[0].compress(page),
+        };
+        let len_bytes = pack.append(hash, kind, payload);
         self.took(pack, hash, place, kind)?;
         Ok((place, len_bytes))
     }
@@ -55,8 +63,8 @@ impl PackWriter {
     /// The same for what is written as `derivation` says.
     pub fn keep_derived(&mut self, derivation: &Derivation, page: &Page) -> Result<(PageRef, u64)> {
         let hash = PageHash::of(&self.inner.config.key, page);
-        if let Some(known) = self.index.get(&hash) {
-            return Ok((*known, 0));
+        if let Some(known) = self.index.get(hash) {
+            return Ok((known.place, 0));
         }
         let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
@@ -68,7 +76,7 @@ impl PackWriter {
             }
             Derivation::Delta(delta) => {
                 delta.encode(&mut self.composed);
-                (Kind::Delta, Codec::Raw)
+                (Kind::Delta, compress_patch(&mut self.composed, &mut self.compressors[0]))
             }
         };
         let len_bytes = pack.append(hash, kind, (codec, &self.composed));
@@ -76,11 +84,15 @@ impl PackWriter {
         Ok((place, len_bytes))
     }
 
+    /// From here on pages are compressed as small as they get, in packs that begin with its dictionary; or as ever.
+    pub fn set_dense(&mut self, dense: Option<Dense>) -> Result<()> {
+        self.close()?;
+        self.dense = dense;
+        Ok(())
+    }
+
     fn took(&mut self, pack: OpenPack, hash: PageHash, place: PageRef, kind: Kind) -> Result<()> {
-        self.index.insert(hash, place);
-        if kind != Kind::Page {
-            self.kinds.insert(place, kind);
-        }
+        self.index.insert(hash, place, kind);
         self.give_back(pack)
     }
 
@@ -89,8 +101,7 @@ impl PackWriter {
         self.close()?;
         self.next_pack = self.next_pack.max(newest(&self.inner)? + 1);
         // What a derived one stands on may go by now.
-        let kinds = &self.kinds;
-        self.index.retain(|_, place| !kinds.get(place).is_some_and(|kind| kind.is_derived()));
+        self.index.forget_derived();
         Ok(())
     }
 
@@ -103,19 +114,14 @@ impl PackWriter {
         self.close().map(|()| number)
     }
 
-    /// Learns of packs that others, prunes, have begun meanwhile what their records are.
-    pub fn learn_others(&mut self, moves: &Moves) -> Result<()> {
+    /// Learns what is in packs that others, prunes, have written meanwhile.
+    fn learn_others(&mut self, moves: &Moves) -> Result<()> {
         let own = self.open.as_ref().map(|pack| pack.number);
         let is_new = |number: &u32| {
             !self.learnt.contains(number) && Some(*number) != own && !moves.victims.contains(number)
         };
         let new: Vec<u32> = packs::numbers(&self.inner)?.into_iter().filter(is_new).collect();
         new.into_iter().try_for_each(|number| self.learn(number, true, true))
-    }
-
-    /// Whether this is a record that stands on others.
-    pub fn is_derived(&self, place: PageRef) -> bool {
-        self.kind(place).is_derived()
     }
 
     /// Knows nothing any more in the packs that go, but where their records are now; and of derived records only those that
@@ -126,23 +132,8 @@ impl PackWriter {
         self.learn_others(moves)?;
         let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
         self.next_pack = self.next_pack.max(newest + 1);
-        let kinds = &self.kinds;
-        self.index.retain(|_, place| match moves.place(*place) {
-            // What a derived one stands on may go.
-            Place::Same => !kinds.get(place).is_some_and(|kind| kind.is_derived()),
-            Place::Moved(to) => {
-                *place = to;
-                true
-            }
-            Place::Gone => false,
-        });
-        let moved = |(of, kind): (PageRef, Kind)| match moves.place(of) {
-            Place::Same => Some((of, kind)),
-            Place::Moved(to) => Some((to, kind)),
-            Place::Gone => None,
-        };
-        self.kinds = std::mem::take(&mut self.kinds).into_iter().filter_map(moved).collect();
-        self.unproven.clear();
+        // What a derived one stands on may go.
+        self.index.follow(moves);
         self.bases.clear();
         if let Some(finder) = &mut self.finder {
             finder.clear();

@@ -18,7 +18,7 @@ use crate::codec::{Codec, PageCompressor};
 use crate::delta::{DELTA_HEADER_BYTES, Delta, PATCH_BYTES_MAX, diff};
 use crate::derived::Derivation;
 use crate::identity::{HashKey, PageHash, PageRef};
-use crate::record::{Kind, RECORD_BYTES_MAX, Record};
+use crate::record::{Kind, RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 
 /// Pages that one thread works on at a time: they stay in its cache between the two steps.
@@ -69,20 +69,19 @@ impl Item<'_> {
         let base = self.base.and_then(|at| bases.get(at)).filter(|(base, _)| !base.is_worn());
         let delta = base.and_then(|(base, content)| {
             let codec = self.encode_delta(base, content, compressor)?;
-            Some((base.record, codec, self.scratch.payload.len()))
+            Some((base, codec, self.scratch.payload.len()))
         });
-        let is_small = |len: usize| len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL;
-        if let Some((record, Codec::Raw, len)) = delta
-            && is_small(len)
+        if let Some((base, codec, len)) = delta
+            && (len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL || is_worth_it(len, base.payload_bytes))
         {
-            (self.encoded, self.on) = (Some((Kind::Delta, Codec::Raw)), record);
+            (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
             return;
         }
         let alone = compressor.compress(self.input.content);
         // A page on its own is read in one step, and is a base for the next.
         match delta {
-            Some((record, codec, len)) if len <= alone.1.len() / 4 * 3 => {
-                (self.encoded, self.on) = (Some((Kind::Delta, codec)), record);
+            Some((base, codec, len)) if is_worth_it(len, alone.1.len()) => {
+                (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
             }
             _ => self.take_alone(alone),
         }
@@ -103,21 +102,32 @@ impl Item<'_> {
         if !diff(content, self.input.content, PATCH_BYTES_MAX, payload) {
             return None;
         }
-        if payload.len() <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL {
-            return Some(Codec::Raw);
-        }
-        let (codec, stored) = compressor.compress_part(payload.get(DELTA_HEADER_BYTES..)?);
-        if codec != Codec::Raw {
-            let stored = stored.to_vec();
-            payload.truncate(DELTA_HEADER_BYTES);
-            payload.extend_from_slice(&stored);
-        }
-        Some(codec)
+        Some(compress_patch(payload, compressor))
     }
 
     fn payload(&self, codec: Codec, kind: Kind) -> &[u8] {
         if kind == Kind::Page && codec == Codec::Raw { self.input.content } else { &self.scratch.payload }
     }
+}
+
+/// A delta against the page alone, which is read in one step. That takes about what its base does: where a delta is worth it by
+/// that measure, the page need not be compressed to know.
+fn is_worth_it(delta_bytes: usize, alone_bytes: usize) -> bool {
+    delta_bytes <= alone_bytes / 4 * 3
+}
+
+/// Compresses the patch in the payload of a delta, where it is long enough to gain by it.
+pub fn compress_patch(payload: &mut Vec<u8>, compressor: &mut PageCompressor) -> Codec {
+    if payload.len() <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL {
+        return Codec::Raw;
+    }
+    let (codec, stored) = compressor.compress_part(payload.get(DELTA_HEADER_BYTES..).unwrap_or_default());
+    if codec != Codec::Raw {
+        let stored = stored.to_vec();
+        payload.truncate(DELTA_HEADER_BYTES);
+        payload.extend_from_slice(&stored);
+    }
+    codec
 }
 
 impl PackWriter {
@@ -210,7 +220,7 @@ impl PackWriter {
         };
         let record = self.read_record(of, &mut bytes)?;
         record.decompress(&mut page).ok()?;
-        Some((Base::new(of, record.hash), page))
+        Some((Base::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES), page))
     }
 
     /// A record, which may not be in the file yet.
@@ -219,13 +229,13 @@ impl PackWriter {
         let open = self.open.as_ref().filter(|pack| pack.number == at.pack());
         if let Some(unflushed) = open.and_then(|pack| pack.unflushed(at)) {
             bytes.extend_from_slice(unflushed.get(..RECORD_BYTES_MAX).unwrap_or(unflushed));
-        } else {
-            let pack = self.inner.pack(at.pack()).ok()?;
-            let len = pack.file.len_bytes().ok()?.saturating_sub(at.offset());
-            bytes.resize(len.min(RECORD_BYTES_MAX as u64) as usize, 0);
-            pack.file.read_at(at.offset(), bytes).ok()?;
+            return Record::parse(bytes, at).ok();
         }
-        Record::parse(bytes, at).ok()
+        let pack = self.inner.pack(at.pack()).ok()?;
+        let len = pack.file.len_bytes().ok()?.saturating_sub(at.offset());
+        bytes.resize(len.min(RECORD_BYTES_MAX as u64) as usize, 0);
+        pack.file.read_at(at.offset(), bytes).ok()?;
+        pack.parse(bytes, at).ok()
     }
 
     fn append(&mut self, item: &mut Item<'_>) -> Result<()> {
@@ -245,10 +255,10 @@ impl PackWriter {
         }
         let (kind, codec) = item.encoded.unwrap_or((Kind::Page, Codec::Raw));
         let len_bytes = pack.append(hash, kind, (codec, item.payload(codec, kind)));
-        self.index.insert(hash, place);
-        if kind != Kind::Page {
-            self.kinds.insert(place, kind);
-        } else if let Some(finder) = &mut self.finder {
+        self.index.insert(hash, place, kind);
+        if kind == Kind::Page
+            && let Some(finder) = &mut self.finder
+        {
             let tags = finder.tags(item.input.content);
             finder.learn(&tags, place);
         }
@@ -257,7 +267,8 @@ impl PackWriter {
                 Kind::Delta => self.bases.used(page, len_bytes),
                 // What was written once may never be again: its base is read when it is.
                 _ if item.has_base => {
-                    self.bases.insert(page, Base::new(place, hash), item.input.content);
+                    let payload_bytes = item.payload(codec, kind).len();
+                    self.bases.insert(page, Base::new(place, hash, payload_bytes), item.input.content);
                 }
                 _ => {}
             }

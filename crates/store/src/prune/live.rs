@@ -20,7 +20,8 @@ use crate::chain::Changes;
 use crate::identity::PageRef;
 use crate::map_run::MapRun;
 use crate::pack_file::Content;
-use crate::prune::packs::Shape;
+use crate::prune::packs::{self, Shape};
+use crate::record::Entry;
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
@@ -167,7 +168,8 @@ impl Live {
     }
 
     /// Adds what live records of `shape` are composed of, and returns these with what each refers to. What they refer to is
-    /// not composed, and lies before them: one step, through packs in rising order, is all.
+    /// not composed, and lies before them: one step, through packs in rising order, is all. Live records that `shape` does not
+    /// list are asked themselves: those that it missed because the medium did not give them must not cost what they stand on.
     pub fn close(&mut self, inner: &Inner, shape: &Shape) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let live = self.offsets(shape.number);
         let composed = shape.entries.iter().filter(|entry| entry.kind().is_derived());
@@ -175,7 +177,17 @@ impl Live {
             .filter(|entry| live.binary_search(&entry.offset()).is_ok())
             .map(|entry| PageRef::new(shape.number, entry.offset()))
             .collect();
-        let found = inner.parts_of(&wanted)?;
+        let is_listed = |at: &&u64| shape.entries.binary_search_by_key(*at, Entry::offset).is_ok();
+        let missing: Vec<u64> = live.iter().filter(|at| !is_listed(at)).copied().collect();
+        let mut found = inner.parts_of(&wanted)?;
+        for place in packs::places(shape.number, &missing) {
+            match inner.parts_of(&[place]) {
+                // Nobody can tell what it stands on.
+                Err(Error::Damaged { .. }) => {}
+                parts => found.extend(parts?),
+            }
+        }
+        found.sort_unstable();
         for to in found.iter().flat_map(|(_, records)| records) {
             self.wanted.entry(to.pack()).or_default().push(to.offset());
         }

@@ -12,6 +12,9 @@
 //! ([`moves`]), and what does not come to an end is left to the next prune. So are packs in which a needed record is damaged.
 //! Readers that have loaded a checkpoint have its packs open; those that load one read the maps again where a pack has gone.
 //!
+//! Where packs are recompressed, the copies are as small as they get ([`crate::dictionary`]). What is, stays so: a round with such
+//! a pack writes all of it so.
+//!
 //! Not here: which checkpoints are forgotten ([`crate::Retention`]).
 
 mod live;
@@ -48,11 +51,14 @@ pub struct PruneOptions {
     pub dry_run: bool,
     /// How long to wait for a run that goes on: it answers with its next checkpoint.
     pub wait: Duration,
+    /// Packs of about so many bytes are written anew as small as they get, the oldest first, whatever of them is unused: 0 none,
+    /// [`u64::MAX`] all that were not yet. At least one, where it is not 0.
+    pub recompress_bytes: u64,
 }
 
 impl Default for PruneOptions {
     fn default() -> Self {
-        Self { max_unused: 0.05, dry_run: false, wait: Duration::from_secs(60) }
+        Self { max_unused: 0.05, dry_run: false, wait: Duration::from_secs(60), recompress_bytes: 0 }
     }
 }
 
@@ -99,6 +105,9 @@ pub struct PruneReport {
     pub removed_packs: u64,
     /// Packs of which a part was needed, which is elsewhere now.
     pub rewritten_packs: u64,
+    /// Of these and of packs of which all was needed: those whose pages are as small as they get now.
+    #[serde(default)]
+    pub recompressed_packs: u64,
     /// Bytes of the records that were copied.
     pub copied_bytes: u64,
     /// Bytes that stay unused in packs that stay, as `--max-unused` allows.
@@ -203,7 +212,8 @@ impl Prune<'_> {
         let packs = self.usages(&mut live, &numbers, at_work)?;
         self.known.mentions = live.take_mentions();
         self.known.packs = numbers.into_iter().collect();
-        let victims = packs::choose(&packs, self.options.max_unused);
+        let mut victims = packs::choose(&packs, self.options.max_unused);
+        victims.extend(packs::to_recompress(&packs, &victims, self.options.recompress_bytes));
         let maps_bytes = maps.iter().map(|id| self.inner.len_of(&names::map(*id))).sum();
         Ok(Plan { maps, maps_bytes, emptied_map, worksets, packs, victims })
     }
@@ -239,6 +249,8 @@ impl Prune<'_> {
                     len_bytes: self.inner.len_of(&names::pack(*number)),
                     live_bytes: 0,
                     live_records: 0,
+                    head_bytes: 0,
+                    is_dense: false,
                     untouchable: at_work || !wanted.is_empty(),
                     holds_none: false,
                 },
@@ -273,6 +285,8 @@ impl Prune<'_> {
 
     fn count_pack(&mut self, usage: &Usage) {
         let removed = usage.live_records == 0;
+        self.report.recompressed_packs +=
+            u64::from(!removed && !usage.is_dense && self.options.recompress_bytes > 0);
         *(if removed { &mut self.report.removed_packs } else { &mut self.report.rewritten_packs }) += 1;
     }
 
@@ -280,10 +294,12 @@ impl Prune<'_> {
         let usage = |number: &u32| plan.packs.iter().find(|usage| usage.number == *number);
         self.total_bytes = plan.victims.iter().filter_map(usage).map(|usage| usage.len_bytes).sum();
         self.tell(PruneStep::Removing);
+        self.inner.settle_forgotten()?;
         // Maps before the records that they name.
         if let Some(id) = plan.emptied_map {
             self.inner.empty_map(id)?;
         }
+        // Also where none goes: this makes durable what a prune that died has put anew, on whose word packs go below.
         let map_names: Vec<String> = plan.maps.iter().map(|id| names::map(*id)).collect();
         self.inner.backend.remove_all(names::MAPS, &map_names)?;
         self.report.removed_maps = map_names.len() as u64;
@@ -293,7 +309,9 @@ impl Prune<'_> {
         let bytes_max = ROUND_BYTES_MAX.min(tuning.pack_bytes_max.saturating_mul(4));
         let rounds = packs::rounds(&plan.packs, &plan.victims, bytes_max, RECORDS_MAX);
         for (at, round) in rounds.iter().enumerate() {
-            let Some(removed) = self.round(round)? else {
+            let is_dense = self.options.recompress_bytes > 0
+                || round.iter().filter_map(usage).any(|usage| usage.is_dense);
+            let Some(removed) = self.round(round, is_dense)? else {
                 self.report.postponed_packs = rounds.iter().skip(at).map(|round| round.len() as u64).sum();
                 break;
             };
@@ -309,9 +327,11 @@ impl Prune<'_> {
     }
 
     /// Gives up packs; returns those that went. `None` where a run did not answer in time.
-    fn round(&mut self, victims: &BTreeSet<u32>) -> Result<Option<BTreeSet<u32>>> {
+    fn round(&mut self, victims: &BTreeSet<u32>, is_dense: bool) -> Result<Option<BTreeSet<u32>>> {
         let mut moves =
             Moves { generation: crate::config::random()?, victims: victims.clone(), ..Moves::default() };
+        let dense = if is_dense { Some(self.copier.train(victims)?) } else { None };
+        self.copier.set_dense(dense)?;
         let mut live = self.cover(&mut moves)?;
         if moves.victims.is_empty() {
             return Ok(Some(moves.victims));
@@ -362,13 +382,17 @@ impl Prune<'_> {
         }
         live.settle();
         self.copier.raise()?;
+        let done_bytes = self.done_bytes;
         for victim in moves.victims.clone() {
             if let Err(problem) = self.copier.plain(victim, live.offsets(victim), moves)? {
                 moves.victims.remove(&victim);
                 self.report.damaged.push(problem);
             }
+            self.done_bytes += self.inner.len_of(&names::pack(victim));
             self.tell(PruneStep::Copying);
         }
+        // Not done with before they are removed.
+        self.done_bytes = done_bytes;
         composed.sort_unstable();
         self.copier.composed(&composed, moves, &mut self.report.damaged)?;
         self.copier.close()?;

@@ -83,7 +83,7 @@ impl Moves {
         envelope::finish(out)
     }
 
-    fn decode(bytes: &[u8], store: StoreId, object: &str) -> Result<Self> {
+    pub fn decode(bytes: &[u8], store: StoreId, object: &str) -> Result<Self> {
         let content = envelope::open(bytes, MAGIC, object)?;
         Self::decode_content(content, store).map_err(|problem| Error::damaged(object, problem))
     }

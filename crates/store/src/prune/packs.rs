@@ -8,7 +8,7 @@
 
 use crate::identity::PageRef;
 use crate::pack_file::{Ending, PackFile};
-use crate::record::{ENTRY_BYTES, Entry, FOOTER_BYTES, PACK_HEADER_BYTES};
+use crate::record::{ENTRY_BYTES, Entry, FOOTER_BYTES};
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use std::collections::BTreeSet;
@@ -22,6 +22,9 @@ pub struct Shape {
     pub entries: Vec<Entry>,
     /// It has its trailer.
     pub closed: bool,
+    /// It was recompressed.
+    pub is_dense: bool,
+    start: u64,
     records_end: u64,
 }
 
@@ -34,16 +37,16 @@ impl Shape {
             other => other?,
         };
         let len_bytes = pack.file.len_bytes()?;
-        let start = PACK_HEADER_BYTES as u64;
+        let (start, is_dense) = (pack.first, pack.is_dense());
         Ok(Some(match pack.ending(len_bytes) {
             Ending::Closed { entries, records_end } => {
-                Self { number, len_bytes, entries, closed: true, records_end }
+                Self { number, len_bytes, entries, closed: true, start, is_dense, records_end }
             }
             Ending::Unfinished | Ending::Damaged(_) => {
                 let mut entries = Vec::new();
                 let stop = pack.walk(inner, start, len_bytes, &mut |held| entries.extend(held));
                 let records_end = stop.map_or(len_bytes, |(at, _)| at);
-                Self { number, len_bytes, entries, closed: false, records_end }
+                Self { number, len_bytes, entries, closed: false, start, is_dense, records_end }
             }
         }))
     }
@@ -66,6 +69,8 @@ impl Shape {
             len_bytes: self.len_bytes,
             live_bytes,
             live_records: found,
+            head_bytes: self.start,
+            is_dense: self.is_dense,
             untouchable: found < live.len(),
             holds_none: self.entries.is_empty() && self.closed,
         }
@@ -80,6 +85,10 @@ pub struct Usage {
     /// Bytes of the records that are needed, with their lines in the index.
     pub live_bytes: u64,
     pub live_records: usize,
+    /// What comes before its records.
+    pub head_bytes: u64,
+    /// It was recompressed.
+    pub is_dense: bool,
     /// It is being written, or lacks records that are needed: it stays as it is.
     pub untouchable: bool,
     /// It has no records: it only keeps its number from being used again.
@@ -89,8 +98,8 @@ pub struct Usage {
 impl Usage {
     /// What moving its live records would free.
     pub fn unused_bytes(&self) -> u64 {
-        // Header, footer, and the zeros before it.
-        let frame_bytes = (PACK_HEADER_BYTES + FOOTER_BYTES * 2) as u64;
+        // Header, dictionary, footer, and the zeros before it.
+        let frame_bytes = self.head_bytes + FOOTER_BYTES as u64 * 2;
         self.len_bytes.saturating_sub(self.live_bytes + frame_bytes)
     }
 }
@@ -115,6 +124,20 @@ pub fn choose(packs: &[Usage], max_unused: f64) -> Vec<u32> {
         victims.push(pack.number);
     }
     victims
+}
+
+/// The packs to give up beside `victims` because they were not recompressed yet: of about `bytes_max`, the oldest first.
+pub fn to_recompress(packs: &[Usage], victims: &[u32], bytes_max: u64) -> Vec<u32> {
+    let mut left = bytes_max;
+    let may_go = |pack: &&Usage| {
+        !(pack.untouchable || pack.is_dense || pack.live_records == 0 || victims.contains(&pack.number))
+    };
+    let takes = |pack: &&Usage| {
+        let takes = left > 0;
+        left = left.saturating_sub(pack.len_bytes);
+        takes
+    };
+    packs.iter().filter(may_go).take_while(takes).map(|pack| pack.number).collect()
 }
 
 /// Cuts the victims, in the order of [`choose`], into rounds of at most `bytes_max` and `records_max` to move, so that an interruption costs one of them.
@@ -161,7 +184,16 @@ mod tests {
 
     fn usage(number: u32, len_bytes: u64, live_bytes: u64) -> Usage {
         let live_records = usize::from(live_bytes > 0);
-        Usage { number, len_bytes, live_bytes, live_records, untouchable: false, holds_none: false }
+        Usage {
+            number,
+            len_bytes,
+            live_bytes,
+            live_records,
+            head_bytes: 64,
+            is_dense: false,
+            untouchable: false,
+            holds_none: false,
+        }
     }
 
     #[test]

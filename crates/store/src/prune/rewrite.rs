@@ -8,6 +8,7 @@ use super::live::{Live, shows};
 use super::moves::{Moves, Place};
 use super::packs::{self, Shape, places};
 use crate::derived::Derivation;
+use crate::dictionary::{Dense, SAMPLES_MAX};
 use crate::identity::{PageHash, PageRef};
 use crate::map_run::{MapHeader, MapRun};
 use crate::pack_file::Content;
@@ -19,6 +20,9 @@ use crate::{Error, Result, names};
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+
+/// A dictionary is at most this part of a full pack.
+const DICTIONARY_PART: u64 = 32;
 
 /// Writes what moves into packs of its own.
 pub struct Copier {
@@ -40,6 +44,32 @@ impl Copier {
             None => PackWriter::empty(self.inner.clone(), self.tuning)?,
         };
         Ok(self.packs.insert(packs))
+    }
+
+    /// A dictionary for pages like those of the packs that go. What cannot be read is met again when it is copied.
+    pub fn train(&self, victims: &BTreeSet<u32>) -> Result<Dense> {
+        let mut places = Vec::new();
+        for victim in victims {
+            let entries = Shape::of(&self.inner, *victim)?.map_or_else(Vec::new, |shape| shape.entries);
+            let plain = entries.iter().filter(|entry| !entry.kind().is_derived());
+            places.extend(plain.map(|entry| PageRef::new(*victim, entry.offset())));
+        }
+        let step = places.len().div_ceil(SAMPLES_MAX).max(1);
+        let mut samples = Vec::with_capacity(SAMPLES_MAX);
+        let mut page = ZERO_PAGE;
+        for place in places.into_iter().step_by(step) {
+            if self.inner.read_plain(place, &mut page).is_ok() {
+                samples.push(page);
+            }
+        }
+        // Each pack has a copy.
+        let bytes_max = usize::try_from(self.tuning.pack_bytes_max / DICTIONARY_PART).unwrap_or(usize::MAX);
+        Ok(Dense::train(&samples, bytes_max))
+    }
+
+    /// Pages that are copied from here on are as small as they get, or as a run writes them.
+    pub fn set_dense(&mut self, dense: Option<Dense>) -> Result<()> {
+        self.packs()?.set_dense(dense)
     }
 
     /// Copies the plain records among `live` of pack `victim`. The inner error: what is damaged, so that the pack must stay.

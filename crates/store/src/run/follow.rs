@@ -26,11 +26,8 @@ impl Run {
         };
         self.session()?.packs.follow(&moves)?;
         let mut all = Vec::new();
-        let packs = self.session.as_deref().map(|session| &session.packs);
-        let is_asked =
-            |to: PageRef| moves.place(to) != Place::Same || packs.is_some_and(|packs| packs.is_derived(to));
         Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
-            all.extend(is_asked(*to).then_some(*to));
+            all.push(*to);
         });
         let places = self.places(all, &moves)?;
         Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
@@ -46,15 +43,7 @@ impl Run {
     /// before.
     pub(super) fn places_now(&mut self, records: Vec<PageRef>) -> Result<FxHashMap<PageRef, PageRef>> {
         let Some(moves) = self.session()?.moves.take() else { return Ok(FxHashMap::default()) };
-        let learnt = self.session()?.packs.learn_others(&moves);
-        if let Err(error) = learnt {
-            self.session()?.moves = Some(moves);
-            return Err(error);
-        }
-        let packs = &self.session()?.packs;
-        let is_asked = |to: &PageRef| moves.place(*to) != Place::Same || packs.is_derived(*to);
-        let going = records.into_iter().filter(is_asked).collect();
-        let places = self.places(going, &moves);
+        let places = self.places(records, &moves);
         self.session()?.moves = Some(moves);
         places
     }
@@ -65,8 +54,9 @@ impl Run {
         all.sort_unstable();
         all.dedup();
         let mut places = FxHashMap::default();
-        let (still, going): (Vec<PageRef>, Vec<PageRef>) =
+        let (mut still, going): (Vec<PageRef>, Vec<PageRef>) =
             all.into_iter().partition(|of| moves.place(*of) == Place::Same);
+        self.session()?.packs.keep_derived_of(&mut still)?;
         let broken = |parts: &[PageRef]| parts.iter().any(|to| moves.place(*to) != Place::Same);
         let composed = self.inner.parts_of(&still)?.into_iter();
         let broken: Vec<PageRef> = composed.filter(|(_, parts)| broken(parts)).map(|(of, _)| of).collect();

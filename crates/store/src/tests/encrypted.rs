@@ -14,6 +14,11 @@ pub fn is_asked() -> bool {
     IS_ASKED.get()
 }
 
+/// Has the stores that this thread makes from here on encrypted, or not.
+pub fn ask(encrypted: bool) {
+    IS_ASKED.set(encrypted);
+}
+
 /// What opens the stores of tests; a key file costs no time.
 pub fn secret() -> Secret {
     Secret::KeyFile(Zeroizing::new(b"the key file of all tests, 32 bytes and more".to_vec()))

@@ -109,6 +109,33 @@ fn a_crash_while_forgetting_leaves_whole_checkpoints_and_no_tag_of_none() {
     }
 }
 
+/// The names that the first has removed were gone for the second, but not from the medium.
+#[test]
+fn power_loss_behind_a_forget_that_goes_on_where_another_died_brings_no_tag_back() {
+    let base = Faulty::default();
+    store_of(&base, 4);
+    let mut writer = on(&base).unwrap().lock_writer("test").unwrap();
+    writer.set_tag("a", CheckpointId(2)).unwrap();
+    drop(writer);
+    let base = base.copy();
+    for operation in 1.. {
+        let first = base.copy();
+        first.crash_at(operation);
+        let is_done = on(&first).unwrap().forget(&ids([2])).is_ok();
+        let second = first.copy_with_same_durability();
+        on(&second).unwrap().forget(&ids([2])).unwrap();
+        for seed in 0..6 {
+            let store = on(&second.after_power_loss(seed * 100 + operation)).unwrap();
+            assert_eq!(store.ids().unwrap(), [1, 3, 4].map(CheckpointId), "operation {operation}");
+            assert_clean(&store);
+        }
+        if is_done {
+            assert!(operation > 4, "only {operation} operations");
+            return;
+        }
+    }
+}
+
 #[test]
 fn a_pinned_checkpoint_goes_only_by_force_and_tags_move_and_go() {
     let medium = Faulty::default();

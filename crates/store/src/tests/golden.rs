@@ -24,6 +24,11 @@ fn image(epoch: u64) -> Image {
         .collect()
 }
 
+fn open(version: u32, path: &Path) -> Store {
+    let ask = |_| Ok((version == 5).then(encrypted::secret));
+    Store::open_with(path, &ask).unwrap()
+}
+
 #[test]
 fn a_store_of_version_1_still_loads() {
     let store = Store::open(&golden(1)).unwrap();
@@ -150,9 +155,9 @@ fn copied(version: u32) -> tempfile::TempDir {
 /// A writer of today goes on with a store of any version: sectors are found in what that holds, which stays as it is.
 #[test]
 fn stores_of_all_versions_are_gone_on_with() {
-    for version in 1..=4 {
+    for version in 1..=5 {
         let dir = copied(version);
-        let store = Store::open(dir.path()).unwrap();
+        let store = open(version, dir.path());
         let old: Vec<_> = store.ids().unwrap();
         let images: Vec<_> = old.iter().map(|id| read_image(&store.load(*id).unwrap()).unwrap()).collect();
         let disk = crate::DiskMeta {
@@ -171,7 +176,7 @@ fn stores_of_all_versions_are_gone_on_with() {
         }
         let mut block = content(909);
         // Sectors are looked for in plain records.
-        let known = if version == 4 { &last[&3] } else { last.values().next().unwrap() };
+        let known = if version >= 4 { &last[&3] } else { last.values().next().unwrap() };
         block[512..2048].copy_from_slice(&known[..1536]);
         block[2560..3584].copy_from_slice(&known[..1024]);
         run.put_block(0, 0, &block).unwrap();
@@ -190,6 +195,13 @@ fn stores_of_all_versions_are_gone_on_with() {
             assert!(read_image(&store.load(*id).unwrap()).unwrap() == *image, "version {version}, {id}");
         }
         assert!(check(&store).is_clean());
+        drop(writer);
+        recompress::recompress_tuned(&store, deltas::ROOMY).unwrap();
+        let store = open(version, dir.path());
+        for (id, image) in old.iter().zip(&images) {
+            assert!(read_image(&store.load(*id).unwrap()).unwrap() == *image, "recompressed {version}, {id}");
+        }
+        assert!(check(&store).is_clean() && recompress::dense_packs(&store) > 0);
     }
 }
 
@@ -220,13 +232,71 @@ fn a_store_of_version_4_still_loads() {
     assert!(check(&store).is_clean());
 }
 
-/// Makes the golden store of the present version: `cargo test -p keyframe-store make_golden -- --ignored`, after removing the
-/// old one. Those of earlier versions were made by the programs that wrote these.
+#[test]
+fn a_store_of_version_6_still_loads() {
+    let store = Store::open(&golden(6)).unwrap();
+    let ids = store.ids().unwrap().into_iter();
+    recompress::assert_ticked(&store, &ids.zip(recompress::GOLDEN_SECONDS).collect::<Vec<_>>());
+    assert!(recompress::dense_packs(&store) > 0);
+}
+
+/// As [`make_golden`], for packs that were recompressed.
 #[test]
 #[ignore = "writes into the source tree"]
-fn make_golden() {
-    let store = Store::init(&golden(4)).unwrap();
-    let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
+fn make_golden_dense() {
+    let store = Store::init(&golden(6)).unwrap();
+    recompress::ticks(&store, recompress::GOLDEN_SECONDS, &mut Vec::new());
+    recompress::recompress_tuned(&store, deltas::ROOMY).unwrap();
+    let _ = std::fs::remove_file(store.path().join("lock"));
+    let _ = std::fs::remove_file(store.path().join("prune.lock"));
+    let _ = std::fs::remove_dir(store.path().join("tmp"));
+}
+
+#[test]
+fn an_encrypted_store_still_loads() {
+    let store = open(5, &golden(5));
+    assert!(store.is_encrypted());
+    let sealed = store.checkpoints().unwrap().sealed;
+    assert_eq!(sealed.len() as u64, SECONDS + 1);
+    for (second, sealed) in (0..SECONDS).zip(&sealed) {
+        let ram = read_image(&store.load(sealed.id).unwrap()).unwrap();
+        assert!(
+            (0u64..).zip(ticking(second)).all(|(page, content)| ram[&page] == content),
+            "second {second}"
+        );
+    }
+    // The last one has a disk with blocks that are put together from what is in RAM.
+    let last = sealed.last().unwrap();
+    let ram = read_image(&store.load(last.id).unwrap()).unwrap();
+    assert!((0..=SHIFTED).all(|n| ram[&n] == shifted(n).0));
+    let loaded = store.load_disks(last.id).unwrap();
+    for block in 0..SHIFTED {
+        let mut page = ZERO_PAGE;
+        loaded.read_block(PageIndex(PAGES + block), &mut page).unwrap();
+        assert!(page == shifted(block).1, "block {block}");
+    }
+    let kinds = deltas::kinds(&store);
+    assert!(kinds[&'P'] >= 4 && kinds[&'D'] >= 20 && kinds[&'C'] == SHIFTED as usize, "{kinds:?}");
+    assert_eq!(store.resolve("golden").unwrap(), last.id);
+    assert!(check(&store).is_clean());
+    assert!(matches!(Store::open(&golden(5)), Err(Error::KeyNeeded { .. })));
+}
+
+/// The keys of a store that a passphrase opens: what is derived of it must come out the same for ever.
+#[test]
+fn a_passphrase_still_opens_what_it_locked() {
+    let path = golden(5).join("passphrase.json");
+    let ask = |_| Ok(Some(passphrase()));
+    let config = Config::decode(&std::fs::read(path).unwrap(), "x").unwrap().unlock(&ask, "x").unwrap();
+    assert!(config.encryption.is_some());
+}
+
+fn passphrase() -> crate::Secret {
+    crate::Secret::Passphrase(zeroize::Zeroizing::new("the passphrase of a golden store".into()))
+}
+
+/// Puts what the golden stores of deltas hold: [`SECONDS`] checkpoints.
+fn put_ticking(writer: &mut crate::Writer) {
     let mut run = writer.begin_run("golden", &layout(PAGES)).unwrap();
     for second in 0..SECONDS {
         for (page, content) in (0..).zip(ticking(second)) {
@@ -235,7 +305,44 @@ fn make_golden() {
         seal(&mut run, PAGES).unwrap();
     }
     run.finish().unwrap();
-    drop(writer);
-    std::fs::remove_file(store.path().join("lock")).unwrap();
-    let _ = std::fs::remove_dir(store.path().join("tmp"));
+}
+
+/// Makes the golden stores of the present versions, plain and encrypted, that are not there: `cargo test -p keyframe-store
+/// make_golden -- --ignored`, after removing the old ones. Those of earlier versions were made by the programs that wrote these.
+#[test]
+#[ignore = "writes into the source tree"]
+fn make_golden() {
+    for (version, secret) in [(4, None), (5, Some(encrypted::secret()))] {
+        if golden(version).exists() {
+            continue;
+        }
+        let store = Store::init_with(&golden(version), secret.as_ref()).unwrap();
+        let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
+        put_ticking(&mut writer);
+        if store.is_encrypted() {
+            let disk = crate::DiskMeta {
+                name: "d".into(),
+                disk_bytes: BLOCKS * PAGE_BYTES as u64,
+                base: crate::BaseMeta::blank(),
+                ..crate::DiskMeta::default()
+            };
+            let state = crate::DiskState::default();
+            let mut run = writer.begin_run_with("golden", &layout(PAGES), vec![disk], state).unwrap();
+            for n in 0..=SHIFTED {
+                run.put_page(PageIndex(n), &shifted(n).0).unwrap();
+            }
+            for n in 0..SHIFTED {
+                run.put_block(0, n, &shifted(n).1).unwrap();
+            }
+            run.seal(SealRequest { tag: Some("golden"), ..request(&layout(PAGES)) }).unwrap();
+            run.finish().unwrap();
+            let locked = Config::fresh(Some(&passphrase())).unwrap().encode().unwrap();
+            std::fs::write(golden(version).join("passphrase.json"), locked).unwrap();
+        }
+        drop(writer);
+        std::fs::remove_file(store.path().join("lock")).unwrap();
+        for folder in ["tmp", "worksets", "tags"] {
+            let _ = std::fs::remove_dir(store.path().join(folder));
+        }
+    }
 }

@@ -14,11 +14,15 @@ mod encrypted;
 mod forget;
 mod full_disk;
 mod golden;
+mod index;
 mod lock;
 mod oracle;
 mod parts;
 mod prune;
+mod recompress;
 mod repair;
+mod scale;
+mod simulation;
 mod stats;
 
 use crate::backend::faulty::Faulty;
@@ -47,13 +51,14 @@ pub(crate) const TINY: Tuning = Tuning {
     sector_index_bytes: 1 << 16,
     sector_parts_min: 1,
     base_bytes: 5 * 5000,
+    index_bytes: 1 << 20,
     encode_threads: 1,
     durability: Durability::Checkpoint,
 };
 
 /// The page of a content number: odd ones are noise, even ones compress; every fourth below 100 is like its neighbours but
 /// for some words.
-fn content(number: u64) -> Page {
+pub(crate) fn content(number: u64) -> Page {
     match number {
         0 => ZERO_PAGE,
         similar if similar % 4 == 3 && (11..100).contains(&similar) => {
@@ -109,11 +114,11 @@ pub(crate) fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()>
     Ok(())
 }
 
-fn on(medium: &Faulty) -> Result<Store> {
+pub(crate) fn on(medium: &Faulty) -> Result<Store> {
     Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| Ok(Some(encrypted::secret())))
 }
 
-fn init_on(medium: &Faulty) -> Result<Store> {
+pub(crate) fn init_on(medium: &Faulty) -> Result<Store> {
     let config = Config::fresh(encrypted::is_asked().then(encrypted::secret).as_ref())?;
     Store::init_as(Arc::new(medium.clone()), Path::new("memory"), config)
 }
@@ -128,6 +133,11 @@ fn read_image(loaded: &Loaded) -> Result<BTreeMap<u64, Page>> {
         Ok::<_, Error>(())
     })?;
     Ok(pages)
+}
+
+/// How many records there are of each kind in the store of a checkpoint.
+pub(crate) fn kinds_of(loaded: &Loaded) -> BTreeMap<char, usize> {
+    deltas::kinds_in(&loaded.inner)
 }
 
 fn image_is(store: &Store, id: CheckpointId, image: &[u64]) -> Result<bool> {

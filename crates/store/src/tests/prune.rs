@@ -13,7 +13,7 @@ use std::time::Duration;
 const PAGES: u64 = 20;
 
 fn options(max_unused: f64) -> PruneOptions {
-    PruneOptions { max_unused, dry_run: false, wait: Duration::from_secs(20) }
+    PruneOptions { max_unused, dry_run: false, wait: Duration::from_secs(20), recompress_bytes: 0 }
 }
 
 fn prune(store: &Store, max_unused: f64) -> Result<PruneReport> {
@@ -114,6 +114,13 @@ fn a_crash_at_any_operation_costs_nothing_but_work() {
         if done {
             assert!(operation > 60, "only {operation} operations");
             break;
+        }
+        // The next process prunes on what it sees, durable or not.
+        let next = medium.copy_with_same_durability();
+        prune(&on(&next).unwrap(), 0.0).unwrap();
+        for seed in 0..3 {
+            let context = format!("crash at operation {operation}, pruned, then power loss {seed}");
+            assert_kept(&next.after_power_loss(seed * 1000 + operation), &known, &context);
         }
         let mut found = vec![medium.copy()];
         found.extend((0..3).map(|seed| medium.after_power_loss(seed * 1000 + operation)));
@@ -439,7 +446,9 @@ impl Subject {
     fn prune(&mut self) {
         let max_unused = [0.0, 0.0, 0.2][self.below(3) as usize];
         let store = on(&self.medium).unwrap();
-        let report = store.prune_tuned(&options(max_unused), TINY, &mut |progress| match progress.step {
+        let recompress_bytes = [0, 0, 20_000, u64::MAX][self.below(4) as usize];
+        let options = PruneOptions { recompress_bytes, ..options(max_unused) };
+        let report = store.prune_tuned(&options, TINY, &mut |progress| match progress.step {
             PruneStep::Waiting => self.seal(),
             _ => (0..self.below(4)).for_each(|_| self.step()),
         });

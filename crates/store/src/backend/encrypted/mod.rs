@@ -61,12 +61,20 @@ impl Backend for Encrypted {
         self.below.holder()
     }
 
+    fn stays(&self) -> bool {
+        self.below.stays()
+    }
+
     fn is_pruned(&self) -> Result<bool> {
         self.below.is_pruned()
     }
 
     fn unlock(&self, force: bool) -> Result<Unlocked> {
         self.below.unlock(force)
+    }
+
+    fn below(&self) -> Option<Arc<dyn Backend>> {
+        Some(self.below.clone())
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
@@ -176,7 +184,7 @@ struct Reading {
 }
 
 impl Reading {
-    /// None where the file is shorter.
+    /// None where the file is shorter, or power loss has left zeros in its place, before anything behind it was durable.
     fn header(&self, sealed: u64) -> Result<Option<Header>> {
         if let Some(header) = self.header.get() {
             return Ok(Some(*header));
@@ -186,6 +194,9 @@ impl Reading {
         }
         let mut bytes = [0; HEADER_BYTES];
         self.file.read_at(0, &mut bytes)?;
+        if bytes == [0; HEADER_BYTES] {
+            return Ok(None);
+        }
         let header = Header::decode(&bytes, &self.object)?;
         Ok(Some(*self.header.get_or_init(|| header)))
     }

@@ -173,6 +173,10 @@ impl Backend for S3 {
         lease::holder(&self.shared.client, LOCK)
     }
 
+    fn stays(&self) -> bool {
+        true
+    }
+
     fn is_pruned(&self) -> Result<bool> {
         Ok(lease::holder(&self.shared.client, PRUNE_LOCK)?.is_some())
     }

@@ -1,0 +1,219 @@
+//! Doors for the fuzzers in `fuzz/`: each gives bytes to one parser, behind the checksums that would stop them.
+//!
+//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of proportion to them.
+
+mod memory;
+
+use crate::backend::{Backend, Encrypted};
+use crate::bytes::{Cursor, put_varint};
+use crate::codec::{decompress_page, decompress_section};
+use crate::config::{Config, StoreId};
+use crate::disk_map::DiskMap;
+use crate::identity::{HashKey, PageHash, PageRef};
+use crate::map_run::MapRun;
+use crate::page_map::PageMap;
+use crate::prune::Moves;
+use crate::record::{PACK_HEADER_BYTES, Record, check_pack_header, decode_trailer, parse_footer};
+use crate::secret::DataKey;
+use crate::{CheckOptions, Error, Store, checkpoint, envelope, names, tags, worksets};
+use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
+pub use memory::Memory;
+use std::path::Path;
+use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+use zeroize::Zeroizing;
+
+const STORE: StoreId = StoreId([0; 16]);
+const CHECK_BYTES: usize = 8;
+
+/// The store of the golden files: a name and the bytes of each.
+pub type Files = Vec<(String, Vec<u8>)>;
+
+/// A record: its place in 8 bytes, then its bytes behind the check.
+pub fn record(data: &[u8]) {
+    let Some((place, rest)) = data.split_first_chunk() else { return };
+    let place = PageRef(u64::from_le_bytes(*place));
+    let mut bytes = vec![0; CHECK_BYTES];
+    bytes.extend_from_slice(rest);
+    mend_record(&mut bytes, place);
+    let Ok(record) = Record::parse(&bytes, place) else { return };
+    let mut page = ZERO_PAGE;
+    let _ = record.verify(&HashKey([0; 32]), &page);
+    match record.derivation_or_page(&mut page) {
+        Ok(Some(derivation)) => {
+            for of in derivation.records() {
+                assert!(of < place, "a record that stands on itself, or on a later one");
+                let _ = derivation.fill(of, PageHash([0; 2]), &[1; 4096], &mut page);
+            }
+        }
+        Ok(None) => assert!(!record.kind.is_derived()),
+        Err(_) => {}
+    }
+}
+
+/// Writes the check that a record's bytes should have, where these hold one.
+fn mend_record(bytes: &mut [u8], place: PageRef) -> Option<usize> {
+    let len = u16::from_le_bytes(*bytes.get(10..)?.first_chunk()?);
+    let end = 28 + usize::from(len);
+    let check = xxh3_64_with_seed(bytes.get(CHECK_BYTES..end)?, place.0);
+    bytes.get_mut(..CHECK_BYTES)?.copy_from_slice(&check.to_le_bytes());
+    Some(end)
+}
+
+/// The content of a map's file, behind magic and version, before the checksum.
+pub fn map(content: &[u8]) {
+    let Some((id, _)) = content.get(4..).and_then(|rest| rest.split_first_chunk()) else { return };
+    let mut bytes = b"KFMAP\r\n\x1a\x02\0\0\0".to_vec();
+    bytes.extend_from_slice(content);
+    let id = u64::from_le_bytes(*id);
+    let Ok(run) = MapRun::decode(&envelope::finish(bytes), STORE, id, "m") else { return };
+    // What says nothing of a page takes no room: only pages that have records do.
+    let (mut ram, mut disks) = (PageMap::default(), DiskMap::default());
+    run.apply(run.header.space_pages / 2, &mut ram, &mut disks);
+    let again = MapRun::decode(&run.encode(STORE, true), STORE, id, "m").ok();
+    assert!(again.is_some_and(|again| again.refs() == run.refs()), "a map that does not come back");
+}
+
+/// The content of a checkpoint's file, behind magic and version, before the checksum.
+pub fn checkpoint(content: &[u8]) {
+    let Some((id, _)) = content.get(4..).and_then(|rest| rest.split_first_chunk()) else { return };
+    let mut bytes = b"KFCKPT\r\n\x02\0\0\0".to_vec();
+    bytes.extend_from_slice(content);
+    let id = u64::from_le_bytes(*id);
+    let Ok(file) = checkpoint::decode(&envelope::finish(bytes), id, STORE, "c") else { return };
+    let meta = file.meta;
+    let _ = (meta.members_ram(), meta.space_pages());
+    for disk in 0..meta.disks.len().min(4) {
+        let _ = meta.blocks_of(disk);
+    }
+    let _ = (meta.ram.len_pages(), meta.ram.len_bytes());
+}
+
+/// `store.json` up to its checksum.
+pub fn identity(text: &[u8]) {
+    let _ = Config::decode(text, "x");
+    let Ok(text) = std::str::from_utf8(text) else { return };
+    let field = ",\n  \"checksum\": \"";
+    let hash = blake3::hash(text.as_bytes()).to_hex();
+    let Ok(stored) = Config::decode(format!("{text}{field}{hash}\"\n}}\n").as_bytes(), "x") else { return };
+    // Without a secret: deriving a key takes a second.
+    let _ = stored.unlock(&|_| Ok(None), "x");
+}
+
+/// A pack's end: header and trailer, the last 32 bytes of which are made here.
+pub fn trailer(data: &[u8]) {
+    let Some((header, tail)) = data.split_at_checked(PACK_HEADER_BYTES) else { return };
+    let _ = check_pack_header(header, STORE, 1, "p");
+    let mut tail = tail.to_vec();
+    let hash = blake3::Hasher::new().update(header).update(&tail).finalize();
+    tail.extend_from_slice(hash.as_bytes());
+    let Some(footer) = tail.len().checked_sub(64).and_then(|at| tail.get(at..)) else { return };
+    // The records before it are left out, so it may be of a pack of any length.
+    let claimed = Cursor::new(footer.get(16..).unwrap_or_default()).u64().unwrap_or_default();
+    let Some(pack_len) = claimed.checked_add(tail.len() as u64) else { return };
+    if let Some(Ok(footer)) = parse_footer(footer, pack_len) {
+        let _ = decode_trailer(header, &tail, &footer);
+    }
+}
+
+/// Small files: the first byte says which.
+pub fn small(data: &[u8]) {
+    let Some((kind, bytes)) = data.split_first() else { return };
+    let sealed = |magic: envelope::Magic| {
+        let mut out = envelope::begin(magic);
+        out.extend_from_slice(bytes);
+        envelope::finish(out)
+    };
+    match kind % 6 {
+        0 => drop(tags::decode(STORE, "t", bytes)),
+        1 => drop(worksets::decode(&sealed(*b"KFWSET\r\n"), STORE, CheckpointId(0), u64::MAX)),
+        2 => drop(Moves::decode(&sealed(*b"KFMOVE\r\n"), STORE, "m")),
+        3 => drop(envelope::open(bytes, *b"KFMAP\r\n\x1a", "e")),
+        4 => {
+            let mut cursor = Cursor::new(bytes);
+            while let Ok(value) = cursor.varint() {
+                let mut again = Vec::new();
+                put_varint(&mut again, value);
+            }
+            if let Ok(text) = std::str::from_utf8(bytes) {
+                let _ = (names::is_tag(text), names::parse_pack(text), names::parse_checkpoint(text));
+            }
+        }
+        _ => {
+            let mut page = ZERO_PAGE;
+            let _ = decompress_page(crate::codec::Codec::Lz4, bytes, None, &mut page);
+            let _ = decompress_section(bytes, bytes.len() as u64 * 300);
+            let _ = decompress_section(bytes, bytes.len() as u64 * 20);
+        }
+    }
+}
+
+/// An encrypted file: any bytes, under a key that is known.
+pub fn container(data: &[u8]) {
+    let memory = Arc::new(Memory::default());
+    let name = "packs/00000001.pack";
+    memory.overwrite(name, data.to_vec());
+    let sealed = Encrypted::new(memory, &DataKey(Zeroizing::new([9; 32])));
+    let Ok(file) = sealed.open(name) else { return };
+    let len = file.len_bytes().unwrap_or(1 << 20);
+    assert!(len <= data.len() as u64, "more was decrypted than there is");
+    for (from, len) in [(0, len), (len / 2, 100), (len, 1), (u64::MAX, 2), (70_000, 70_000)] {
+        let mut buffer = vec![0; len as usize];
+        let _ = file.read_at(from, &mut buffer);
+    }
+    let _ = sealed.read(name, 1 << 20);
+}
+
+/// A file for [`container`]: what this key makes of some bytes, put whole and appended.
+pub fn containers(plain: &[u8]) -> [Vec<u8>; 2] {
+    let memory = Arc::new(Memory::default());
+    let sealed = Encrypted::new(memory.clone(), &DataKey(Zeroizing::new([9; 32])));
+    let _ = sealed.put("maps/1", plain);
+    if let Ok(mut file) = sealed.create("packs/00000001.pack") {
+        let _ = plain.chunks(300).try_for_each(|some| file.append(some));
+    }
+    ["maps/1", "packs/00000001.pack"].map(|name| memory.read(name, u64::MAX).unwrap_or_default())
+}
+
+/// A store of the golden files, one of which has other bytes, behind true checksums: the first byte of `data` says which one.
+/// It is checked, read, and repaired; and what was repaired is whole.
+pub fn store(files: &Files, data: &[u8]) {
+    let Some((which, bytes)) = data.split_first() else { return };
+    let Some((name, _)) = files.get(usize::from(*which) % files.len().max(1)) else { return };
+    let memory = Arc::new(Memory::default());
+    for (name, bytes) in files {
+        memory.overwrite(name, bytes.clone());
+    }
+    memory.overwrite(name, mended(name, bytes));
+    let Ok(store) = Store::open_on(memory.clone(), Path::new("memory")) else { return };
+    let options = CheckOptions { read_data: true };
+    let _ = store.check(&options, &mut |_| {});
+    let (_, _) = (store.checkpoints().map(drop), store.stats().map(drop));
+    for id in store.ids().unwrap_or_default() {
+        let Ok(loaded) = store.load(id) else { continue };
+        let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
+        let _ = loaded.read_pages(all, &mut |_, _| Ok::<_, Error>(()));
+        let _ = (loaded.expected_first(), store.load_disks(id).map(drop));
+    }
+    let repaired = store.repair(&mut |_| {});
+    if let Ok(Some(after)) = repaired.map(|report| report.after) {
+        assert!(after.is_clean(), "{name}: {after:#?}");
+    }
+}
+
+/// `bytes` with the checksums that a file of that name has.
+fn mended(name: &str, bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    if name.starts_with("maps/") || name.starts_with("checkpoints/") {
+        bytes.truncate(bytes.len().saturating_sub(32));
+        return envelope::finish(bytes);
+    }
+    if let Some(number) = name.strip_prefix("packs/").and_then(names::parse_pack) {
+        let mut at = PACK_HEADER_BYTES;
+        while let Some(rest) = bytes.get_mut(at..) {
+            let Some(len) = mend_record(rest, PageRef::new(number, at as u64)) else { break };
+            at += len;
+        }
+    }
+    bytes
+}

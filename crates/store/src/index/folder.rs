@@ -1,0 +1,72 @@
+//! Where spills lie: a directory of this host, written by the one writer of the store.
+//!
+//! ```text
+//!   FOLDER/32 hexadecimal digits.index     a spill
+//!          .new-...                        one that is being written; whoever finds it removes it
+//! ```
+//!
+//! Invariant: whatever is in it, it is no error. What cannot be read as a spill of this store is removed.
+
+use super::spill::{Bond, Seal, Spill, SpillWriter, TEMPORARY, memory_bytes};
+use crate::bytes::to_hex;
+use std::io;
+use std::path::{Path, PathBuf};
+
+const SUFFIX: &str = ".index";
+
+/// A place for spills.
+#[derive(Clone, Debug)]
+pub struct Folder {
+    /// It is made when something is put into it.
+    pub path: PathBuf,
+    pub bond: Bond,
+}
+
+impl Folder {
+    /// The spills, those of the newest packs first, as far as their fences and filters take at most `bytes_max`: what was written
+    /// last comes first, and what does not fit goes.
+    pub fn spills(&self, mut bytes_max: usize) -> Vec<(PathBuf, Spill)> {
+        let Ok(entries) = std::fs::read_dir(&self.path) else { return Vec::new() };
+        let mut files: Vec<_> = entries
+            .flatten()
+            .map(|entry| (entry.metadata().and_then(|about| about.modified()).ok(), entry.path()))
+            .collect();
+        files.sort_unstable_by(|a, b| b.cmp(a));
+        let mut spills = Vec::new();
+        for (_, path) in files {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if name.starts_with(TEMPORARY) {
+                remove(&path);
+            } else if name.ends_with(SUFFIX) {
+                match Spill::open(&path, &self.bond, bytes_max) {
+                    Ok(spill) => {
+                        bytes_max = bytes_max.saturating_sub(memory_bytes(spill.entries()));
+                        spills.push((path, spill));
+                    }
+                    Err(_) => remove(&path),
+                }
+            }
+        }
+        let newest = |spill: &Spill| spill.packs().iter().map(|(pack, _)| *pack).max();
+        spills.sort_by_key(|(_, spill)| std::cmp::Reverse((newest(spill), spill.entries())));
+        spills
+    }
+
+    /// Begins one of at most so many entries.
+    pub fn begin(&self, entries_max: usize) -> io::Result<SpillWriter> {
+        SpillWriter::new(&self.path, &self.bond, entries_max)
+    }
+
+    /// Gives it a name.
+    pub fn finish(&self, writer: SpillWriter, packs: Vec<(u32, Seal)>) -> io::Result<(PathBuf, Spill)> {
+        let name: [u8; 16] = crate::config::random().map_err(io::Error::other)?;
+        let path = self.path.join(to_hex(&name) + SUFFIX);
+        let spill = writer.finish(&path, packs)?;
+        Ok((path, spill))
+    }
+}
+
+/// Removes a spill. Where that fails, the next writer does it.
+pub fn remove(path: &Path) {
+    let _ = std::fs::remove_file(path);
+}

@@ -1,0 +1,60 @@
+//! What records are, asked of the packs: few are asked about, and an answer for all would not fit into memory.
+
+use super::{OpenPack, PackWriter};
+use crate::Result;
+use crate::identity::PageRef;
+use crate::pack_file::{Content, Ending};
+use crate::record::{Entry, KIND_AT, Kind};
+
+impl PackWriter {
+    /// Keeps the derived ones of `records`, which rise. Where a pack cannot be read, none of its records is known to be one.
+    pub fn keep_derived_of(&self, records: &mut Vec<PageRef>) -> Result<()> {
+        let mut derived = Vec::new();
+        for of_pack in records.chunk_by(|a, b| a.pack() == b.pack()) {
+            let Some(first) = of_pack.first() else { continue };
+            let own = self.open.as_ref().filter(|pack| pack.number == first.pack());
+            if let Some(own) = own {
+                derived.extend(derived_in(&own.entries, of_pack));
+                continue;
+            }
+            let Ok(pack) = self.inner.pack(first.pack()) else { continue };
+            match pack.ending(pack.file.len_bytes()?) {
+                Ending::Closed { entries, .. } => derived.extend(derived_in(&entries, of_pack)),
+                Ending::Unfinished | Ending::Damaged(_) => {
+                    let wanted: Vec<_> = of_pack.iter().map(|at| (*at, ())).collect();
+                    let read = pack.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
+                        derived.extend(matches!(content, Content::Derived(_)).then_some(at));
+                        Ok::<_, crate::Error>(())
+                    });
+                    // Whoever reads them says so.
+                    drop(read);
+                }
+            }
+        }
+        *records = derived;
+        Ok(())
+    }
+
+    /// Whether RAM brought a record into the store.
+    /// `open` is the pack that is being written.
+    pub(super) fn is_of_ram(&self, record: PageRef, open: &OpenPack) -> bool {
+        let kind = match record.pack() {
+            own if own == open.number => kind_in(&open.entries, record),
+            _ => self.inner.pack(record.pack()).ok().and_then(|pack| {
+                let mut letter = [0];
+                pack.file.read_at(record.offset() + KIND_AT, &mut letter).ok()?;
+                Kind::of_letter(letter[0])
+            }),
+        };
+        kind.is_none_or(Kind::is_of_ram)
+    }
+}
+
+fn kind_in(entries: &[Entry], record: PageRef) -> Option<Kind> {
+    let at = entries.binary_search_by_key(&record.offset(), Entry::offset).ok()?;
+    entries.get(at).map(Entry::kind)
+}
+
+fn derived_in<'a>(entries: &'a [Entry], records: &'a [PageRef]) -> impl Iterator<Item = PageRef> + 'a {
+    records.iter().copied().filter(|record| kind_in(entries, *record).is_some_and(Kind::is_derived))
+}

@@ -1,0 +1,226 @@
+//! Reading many pages by several threads.
+//!
+//! ```text
+//!   wanted, rising   | piece | piece | piece | ...          taken one after the other by whoever is free
+//!                        │       │
+//!                     thread   thread     read, decompress, put together
+//!                        └───┬───┘
+//!                         batches ──▶ the caller's thread ──▶ sink
+//!                            └──────── emptied ─────┘
+//! ```
+//!
+//! Invariants: the sink is called on the caller's thread alone. Memory is bounded by the threads: a few batches for each, and what
+//! [`Inner::read_pages`] takes. Where the sink or a thread fails, the others end with their batch.
+
+use crate::identity::PageRef;
+use crate::store::Inner;
+use crate::{Error, Result};
+use keyframe_units::Page;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+
+/// Fewer pages, 8 MiB, are read on the caller's thread.
+const PAGES_MIN: usize = 2048;
+/// What a thread takes at once: enough for large reads, and for deltas to find their bases next to each other.
+const PIECE_RECORDS: usize = 2048;
+/// What it gives on at once: what stays in a core's cache.
+const BATCH_PAGES: usize = 32;
+const THREADS_MAX: usize = 8;
+/// For each thread: batches that wait to be taken.
+const BATCHES: usize = 2;
+
+type Batch<T> = Vec<(T, Page)>;
+
+/// Why a thread ends early.
+enum Stop {
+    /// Nobody takes what it reads any more.
+    Gone,
+    Failed(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// What the threads of one read have in common.
+struct Shared<'a, T> {
+    inner: &'a Inner,
+    wanted: &'a [(PageRef, T)],
+    next: AtomicUsize,
+    empty: Mutex<Vec<Batch<T>>>,
+}
+
+impl<T: Copy> Shared<'_, T> {
+    fn batch(&self) -> Batch<T> {
+        let emptied = self.empty.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        emptied.unwrap_or_else(|| Vec::with_capacity(BATCH_PAGES))
+    }
+
+    fn give_back(&self, mut batch: Batch<T>) {
+        batch.clear();
+        self.empty.lock().unwrap_or_else(PoisonError::into_inner).push(batch);
+    }
+
+    /// Reads pieces until there are no more.
+    fn work(&self, to: &SyncSender<Result<Batch<T>>>) {
+        let mut batch = self.batch();
+        let mut read = || {
+            while let Some(piece) =
+                self.wanted.chunks(PIECE_RECORDS).nth(self.next.fetch_add(1, Ordering::Relaxed))
+            {
+                self.inner.read_pages(piece, &mut |what, page| {
+                    batch.push((what, *page));
+                    if batch.len() < BATCH_PAGES {
+                        return Ok(());
+                    }
+                    to.send(Ok(std::mem::replace(&mut batch, self.batch()))).map_err(|_| Stop::Gone)
+                })?;
+            }
+            Ok(())
+        };
+        match read() {
+            Ok(()) => drop(to.send(Ok(batch))),
+            Err(Stop::Failed(error)) => drop(to.send(Err(error))),
+            Err(Stop::Gone) => {}
+        }
+    }
+}
+
+impl Inner {
+    /// As [`Inner::read_pages`], by several threads where there is much to read: then the order of pages is only roughly that of
+    /// `wanted`.
+    pub fn read_many<T: Copy + Send + Sync, E: From<Error>>(
+        &self,
+        wanted: &[(PageRef, T)],
+        sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+        if wanted.len() < PAGES_MIN || cores < 2 {
+            return self.read_pages(wanted, sink);
+        }
+        self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
+    }
+
+    /// The same, by so many threads.
+    pub fn read_by<T: Copy + Send + Sync, E: From<Error>>(
+        &self,
+        threads: usize,
+        wanted: &[(PageRef, T)],
+        sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (next, empty) = (AtomicUsize::new(0), Mutex::default());
+        let shared = Shared { inner: self, wanted, next, empty };
+        let (to, batches) = sync_channel(threads * BATCHES);
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                let (to, shared) = (to.clone(), &shared);
+                scope.spawn(move || shared.work(&to));
+            }
+            drop(to);
+            // Dropped on the way out of here, so that nobody waits to be taken from.
+            for batch in batches {
+                let batch = batch?;
+                batch.iter().try_for_each(|(what, page)| sink(*what, page))?;
+                shared.give_back(batch);
+            }
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::backend::faulty::Faulty;
+    use crate::codec::tests::noise;
+    use crate::tests::{TINY, content, init_on, layout, on, seal};
+    use crate::{Error, Loaded, Tuning};
+    use keyframe_units::{Page, PageIndex, PageRange, ZERO_PAGE};
+    use std::collections::BTreeMap;
+
+    const PAGES: u64 = 9000;
+
+    /// Noise, what compresses, what other pages have too, what changes a little from epoch to epoch; and zeros.
+    fn page_of(page: u64, epoch: u64) -> Page {
+        match page % 7 {
+            0 => ZERO_PAGE,
+            1..4 => {
+                let mut like = noise(page);
+                like[..8].copy_from_slice(&epoch.to_le_bytes());
+                like
+            }
+            4 => content(101 + 2 * (page + epoch)),
+            _ => content(102 + 2 * (page / 3)),
+        }
+    }
+
+    fn subject() -> (Faulty, Loaded) {
+        let medium = Faulty::default();
+        let tuning = Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };
+        let mut writer = init_on(&medium).unwrap().lock_writer_tuned("test", tuning).unwrap();
+        let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+        let mut id = None;
+        for epoch in 0..3 {
+            for page in (0..PAGES).filter(|page| epoch == 0 || page % 5 == epoch) {
+                run.put_page(PageIndex(page), &page_of(page, epoch)).unwrap();
+            }
+            id = Some(seal(&mut run, PAGES).unwrap().id);
+        }
+        run.finish().unwrap();
+        let loaded = on(&medium).unwrap().load(id.unwrap()).unwrap();
+        (medium, loaded)
+    }
+
+    fn epoch_of(page: u64) -> u64 {
+        [0, 1, 2, 0, 0][(page % 5) as usize]
+    }
+
+    #[test]
+    fn threads_give_each_page_once_and_as_it_was_put() {
+        let (_medium, loaded) = subject();
+        let all = PageRange::new(PageIndex(0), PAGES);
+        let mut wanted: Vec<_> =
+            all.iter().map(|page| (crate::identity::PageRef(loaded.page_ref(page)), page)).collect();
+        wanted.retain(|(to, _)| to.0 != 0);
+        wanted.sort_unstable();
+        for threads in [1, 2, 5] {
+            let mut found = BTreeMap::new();
+            let caller = std::thread::current().id();
+            loaded
+                .inner
+                .read_by(threads, &wanted, &mut |page, content| {
+                    assert!(std::thread::current().id() == caller, "the sink was called elsewhere");
+                    assert!(found.insert(page.0, *content).is_none(), "page {} came twice", page.0);
+                    Ok::<_, Error>(())
+                })
+                .unwrap();
+            assert_eq!(found.len(), wanted.len());
+            assert!(found.iter().all(|(page, held)| *held == page_of(*page, epoch_of(*page))));
+        }
+        let kinds = crate::tests::kinds_of(&loaded);
+        assert!(kinds[&'D'] > 100 && kinds[&'P'] > 1000, "{kinds:?}");
+    }
+
+    #[test]
+    fn the_first_error_of_the_sink_or_of_a_thread_ends_it() {
+        let (medium, loaded) = subject();
+        let all = PageRange::new(PageIndex(0), PAGES);
+        for limit in [0, 1, 3000] {
+            let mut left = limit;
+            let read = loaded.read_pages_by_all_cores(all, &mut |_, _| {
+                left -= 1;
+                if left < 0 { Err(Error::DisksTooLarge) } else { Ok(()) }
+            });
+            assert!(matches!(read, Err(Error::DisksTooLarge)) && left == -1, "{read:?}, {left}");
+        }
+        let name = medium.files().into_keys().rfind(|name| name.starts_with("packs/")).unwrap();
+        let mut bytes = medium.files()[&name].clone();
+        bytes[5000] ^= 1;
+        medium.overwrite(&name, Some(bytes));
+        let loaded = on(&medium).unwrap().load(loaded.id).unwrap();
+        let read = loaded.read_pages_by_all_cores(all, &mut |_, _| Ok::<_, Error>(()));
+        assert!(matches!(&read, Err(Error::Damaged { object, .. }) if object.contains(&name)), "{read:?}");
+    }
+}

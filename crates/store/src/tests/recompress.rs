@@ -1,0 +1,255 @@
+//! Recompression: what a store holds is what it was, before, meanwhile and after, wherever it is cut off; and it is less.
+
+use super::forget::{add_run, store_of};
+use super::*;
+use crate::dictionary::tests::lines;
+use crate::record::{DICTIONARY_CHECK_BYTES, PACK_HEADER_BYTES};
+use crate::{PruneOptions, PruneReport, names, pack_file::PackFile};
+
+const PAGES: u64 = 140;
+pub const GOLDEN_SECONDS: std::ops::Range<u64> = 0..3;
+
+fn recompress(store: &Store) -> Result<PruneReport> {
+    recompress_tuned(store, TINY)
+}
+
+pub fn recompress_tuned(store: &Store, tuning: Tuning) -> Result<PruneReport> {
+    let options = PruneOptions { recompress_bytes: u64::MAX, ..PruneOptions::default() };
+    store.prune_tuned(&options, tuning, &mut |_| {})
+}
+
+fn assert_kept(medium: &Faulty, known: &BTreeMap<CheckpointId, Image>, context: &str) {
+    let store = on(medium).unwrap();
+    for (id, image) in known {
+        assert!(
+            image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}")),
+            "{context}: {id}"
+        );
+    }
+    let report = check(&store);
+    assert!(report.is_clean(), "{context}: {report:#?}");
+}
+
+/// What page `page` holds after so many seconds: mostly what pages have in common; one in four changes a little.
+fn page_at(page: u64, second: u64) -> Page {
+    let mut content = lines(page);
+    if page.is_multiple_of(4) {
+        content[8..16].copy_from_slice(&(second * 1000 + page).to_le_bytes());
+    }
+    content
+}
+
+/// Puts what changes in a second and seals it.
+fn tick(run: &mut Run, second: u64, first: bool) -> CheckpointId {
+    for page in (0..PAGES).filter(|page| first || page.is_multiple_of(4)) {
+        run.put_page(PageIndex(page), &page_at(page, second)).unwrap();
+    }
+    seal(run, PAGES).unwrap().id
+}
+
+pub fn ticks(store: &Store, seconds: std::ops::Range<u64>, known: &mut Vec<(CheckpointId, u64)>) {
+    let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
+    let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+    for second in seconds.clone() {
+        known.push((tick(&mut run, second, second == seconds.start), second));
+    }
+    run.finish().unwrap();
+}
+
+pub fn assert_ticked(store: &Store, known: &[(CheckpointId, u64)]) {
+    for (id, second) in known {
+        let image = read_image(&store.load(*id).unwrap()).unwrap();
+        let expected: BTreeMap<u64, Page> = (0..PAGES).map(|page| (page, page_at(page, *second))).collect();
+        assert!(image == expected, "second {second}");
+    }
+    assert_clean(store);
+}
+
+pub fn dense_packs(store: &Store) -> usize {
+    let numbers = crate::prune::packs::numbers(store.inner()).unwrap();
+    numbers.iter().filter(|number| PackFile::open(store.inner(), **number).unwrap().is_dense()).count()
+}
+
+#[test]
+fn a_recompressed_store_is_smaller_and_goes_on() {
+    let medium = Faulty::default();
+    init_on(&medium).unwrap();
+    let mut known = Vec::new();
+    ticks(&on(&medium).unwrap(), 0..5, &mut known);
+    let before = medium.used_bytes();
+    let report = recompress_tuned(&on(&medium).unwrap(), deltas::ROOMY).unwrap();
+    assert!(report.recompressed_packs > 0 && report.postponed_packs == 0, "{report:?}");
+    assert!(medium.used_bytes() * 3 < before * 2, "{} of {before}", medium.used_bytes());
+    assert_ticked(&on(&medium).unwrap(), &known);
+    let store = on(&medium).unwrap();
+    assert!(dense_packs(&store) > 0 && deltas::kinds(&store)[&'D'] > 50);
+    // Once.
+    let files = medium.files();
+    let again = recompress_tuned(&store, deltas::ROOMY).unwrap();
+    assert!(medium.files() == files && again.recompressed_packs == 0, "{again:?}");
+    // What is there is known.
+    let before = medium.used_bytes();
+    ticks(&on(&medium).unwrap(), 5..8, &mut known);
+    assert!(medium.used_bytes() < before + 35 * 4200 + 2 * 35 * 100 + 4000, "{}", medium.used_bytes());
+    assert_ticked(&on(&medium).unwrap(), &known);
+    // A plain prune leaves dense what is.
+    store.forget(&known[..7].iter().map(|(id, _)| *id).collect()).unwrap();
+    let options = PruneOptions { max_unused: 0.0, ..PruneOptions::default() };
+    store.prune_tuned(&options, deltas::ROOMY, &mut |_| {}).unwrap();
+    assert_ticked(&on(&medium).unwrap(), &known[7..]);
+    assert!(dense_packs(&store) > 0);
+    recompress_tuned(&store, deltas::ROOMY).unwrap();
+    assert_ticked(&on(&medium).unwrap(), &known[7..]);
+}
+
+#[test]
+fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
+    let medium = Faulty::default();
+    let store = init_on(&medium).unwrap();
+    let mut known = Vec::new();
+    ticks(&store, 0..1, &mut known);
+    let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
+    let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+    known.push((tick(&mut run, 0, true), 0));
+    let mut second = 0;
+    let options = PruneOptions { recompress_bytes: u64::MAX, ..PruneOptions::default() };
+    let other = on(&medium).unwrap();
+    let report = other.prune_tuned(&options, deltas::ROOMY, &mut |progress| {
+        if progress.step == crate::PruneStep::Waiting {
+            second += 1;
+            known.push((tick(&mut run, second, false), second));
+        }
+    });
+    assert_eq!(report.unwrap().recompressed_packs, 1);
+    assert!(second > 0 && dense_packs(&other) == 1);
+    let before = medium.used_bytes();
+    known.push((tick(&mut run, second + 1, false), second + 1));
+    assert!(medium.used_bytes() < before + 35 * 100 + 2000, "{} on {before}", medium.used_bytes());
+    run.finish().unwrap();
+    drop(writer);
+    assert_ticked(&other, &known);
+}
+
+#[test]
+fn a_crash_at_any_operation_costs_nothing_but_work() {
+    let base = Faulty::default();
+    let mut known = store_of(&base, 5);
+    add_run(&base, 2, &mut known);
+    let whole = base.copy();
+    recompress(&on(&whole).unwrap()).unwrap();
+    for operation in 1.. {
+        let medium = base.copy();
+        medium.crash_at(operation);
+        let done = recompress(&on(&medium).unwrap()).is_ok();
+        assert_eq!(done, !medium.has_crashed());
+        if done {
+            assert!(operation > 40, "only {operation} operations");
+            break;
+        }
+        for after in [medium.copy(), medium.after_power_loss(operation), medium.after_power_loss(!operation)]
+        {
+            let context = format!("crash at operation {operation}");
+            assert_kept(&after, &known, &context);
+            recompress(&on(&after).unwrap()).unwrap();
+            let mut more = known.clone();
+            add_run(&after, 1, &mut more);
+            assert_kept(&after, &more, &format!("{context}, then recompressed"));
+        }
+    }
+}
+
+#[test]
+fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
+    let base = Faulty::default();
+    let known = store_of(&base, 5);
+    for sync in 1.. {
+        let medium = base.copy();
+        medium.fail_sync_at(sync);
+        let result = recompress(&on(&medium).unwrap());
+        assert_kept(&medium.after_power_loss(sync), &known, &format!("sync {sync}: {result:?}"));
+        if medium.syncs() < sync {
+            assert!(result.is_ok() && sync > 10, "only {sync} syncs: {result:?}");
+            break;
+        }
+    }
+    for room in (0..40_000).step_by(997) {
+        let medium = base.copy();
+        medium.limit(Some(base.used_bytes() + room));
+        let result = recompress(&on(&medium).unwrap());
+        assert!(result.as_ref().map_or_else(Error::is_disk_full, |_| true), "{result:?}");
+        assert_kept(&medium, &known, &format!("room for {room}: {result:?}"));
+    }
+}
+
+#[test]
+fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
+    let medium = Faulty::default();
+    let known = store_of(&medium, 8);
+    let store = on(&medium).unwrap();
+    let loaded: Vec<_> = known.keys().map(|id| on(&medium).unwrap().load(*id).unwrap()).collect();
+    let mut during = Vec::new();
+    let mut look = |_| during.push(on(&medium).unwrap().load(CheckpointId(5)).unwrap());
+    let options = PruneOptions { recompress_bytes: u64::MAX, ..PruneOptions::default() };
+    store.prune_tuned(&options, TINY, &mut look).unwrap();
+    assert!(during.len() > 3);
+    for loaded in loaded.iter().chain(&during) {
+        let image = known[&loaded.id].iter();
+        let expected = (0u64..).zip(image).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
+        assert!(read_image(loaded).unwrap() == expected.collect(), "checkpoint {}", loaded.id);
+    }
+}
+
+#[test]
+fn no_more_than_was_asked_for_is_recompressed_at_a_time() {
+    let medium = Faulty::default();
+    let known = store_of(&medium, 12);
+    let store = on(&medium).unwrap();
+    let packs = crate::prune::packs::numbers(store.inner()).unwrap().len() as u64;
+    let one = PruneOptions { recompress_bytes: 1, max_unused: 1.0, ..PruneOptions::default() };
+    let mut turns = 0;
+    while store.prune_tuned(&one, TINY, &mut |_| {}).unwrap().recompressed_packs == 1 {
+        turns += 1;
+        assert_kept(&medium, &known, "one more");
+    }
+    assert!(turns > 2 && turns <= packs, "{turns} of {packs}");
+}
+
+/// Every part of a pack's head, and what lies behind it.
+#[test]
+fn damage_of_the_head_is_told_blamed_and_as_far_as_it_goes_mended() {
+    let medium = Faulty::default();
+    init_on(&medium).unwrap();
+    let mut known = Vec::new();
+    ticks(&on(&medium).unwrap(), 0..2, &mut known);
+    recompress_tuned(&on(&medium).unwrap(), deltas::ROOMY).unwrap();
+    let numbers = crate::prune::packs::numbers(on(&medium).unwrap().inner()).unwrap();
+    let name = names::pack(numbers[0]);
+    let bytes = medium.files()[&name].clone();
+    let first = PackFile::open(on(&medium).unwrap().inner(), numbers[0]).unwrap().first as usize;
+    assert!(first > PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES + 500, "no dictionary: {first}");
+    let flipped = |at: usize| {
+        let (medium, mut bytes) = (medium.copy(), bytes.clone());
+        bytes[at] ^= 4;
+        medium.overwrite(&name, Some(bytes));
+        medium
+    };
+    for at in [3, 42, 63] {
+        let medium = flipped(at);
+        assert!(!check(&on(&medium).unwrap()).is_clean(), "byte {at}");
+        let report = on(&medium).unwrap().repair(&mut |_| {}).unwrap();
+        assert!(report.lost.is_empty() && report.rebuilt == [name.clone()], "byte {at}: {report:#?}");
+        assert_ticked(&on(&medium).unwrap(), &known);
+    }
+    for at in (PACK_HEADER_BYTES..first).step_by(487) {
+        let medium = flipped(at);
+        let store = on(&medium).unwrap();
+        for read_data in [false, true] {
+            let report = store.check(&CheckOptions { read_data }, &mut |_| {}).unwrap();
+            assert_eq!(report.hurt_checkpoints().len(), known.len(), "byte {at}: {report:#?}");
+        }
+        assert!(matches!(read_image(&store.load(known[0].0).unwrap()), Err(Error::Damaged { .. })));
+        let report = store.repair(&mut |_| {}).unwrap();
+        assert_eq!(report.lost.len(), known.len(), "byte {at}: {report:#?}");
+        assert_clean(&on(&medium).unwrap());
+    }
+}

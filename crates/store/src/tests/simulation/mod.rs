@@ -1,0 +1,112 @@
+//! Everything that a store can do on a medium that fails in every way, in an order that a seed decides.
+//!
+//! ```text
+//!   seed ─▶ a run, with deltas and disks │ forget │ prune, also beside a run │ copy │ check │ repair        one after the other,
+//!             each with: nothing │ a crash at some operation │ a failing sync │ a full disk │ a short read     eight or so
+//!           behind it: the same process │ the next one │ power loss ─▶ what must be there is there, and as it was put
+//!           at last: a byte of some file damaged, repaired with crashes in between ─▶ what could be read can be read
+//! ```
+//!
+//! Invariant: a sealed checkpoint is never lost and never reads differently, but for those that `forget` took, and those that its
+//! durability leaves to power loss.
+//!
+//! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone, `KEYFRAME_SOAK_SECONDS` when to begin no other.
+//! Seeds are played side by side; each alone always does the same, but for the store's random key.
+
+mod look;
+mod world;
+
+use super::*;
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use world::World;
+
+/// With so many all that is counted has come.
+const SEEDS: u64 = 200;
+/// Failing seeds that are looked for before the others are left out.
+const FAILED_MAX: usize = 10;
+
+/// How often things came, over all seeds.
+type Tally = BTreeMap<&'static str, u64>;
+
+/// What must have come for the seeds to have tested anything.
+const MUST_COME: [&str; 17] = [
+    "sealed",
+    "seal failed",
+    "forgotten",
+    "forget cut off",
+    "packs pruned",
+    "pruned beside a run",
+    "copied",
+    "copy cut off",
+    "deltas",
+    "composed",
+    "process death",
+    "power loss",
+    "taken by power loss",
+    "full disk",
+    "failed sync",
+    "short read",
+    "repair cut off",
+];
+
+fn from_environment(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
+}
+
+fn play(seed: u64) -> Tally {
+    let mut world = World::new(seed);
+    world.live();
+    std::mem::take(&mut world.tally)
+}
+
+/// Plays seeds until there are no more of them, or no more time; those that failed, and what came.
+fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally) {
+    let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (failed, tally) = (Mutex::new(BTreeSet::new()), Mutex::new(Tally::new()));
+    let work = || {
+        while !ended.load(Ordering::Relaxed) && deadline.is_none_or(|at| Instant::now() < at) {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds {
+                return;
+            }
+            if let Ok(came) = catch_unwind(AssertUnwindSafe(|| play(seed))) {
+                let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
+                for (what, times) in came {
+                    *tally.entry(what).or_default() += times;
+                }
+            } else {
+                eprintln!("seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-store simulation");
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                failed.insert(seed);
+                ended.fetch_or(failed.len() >= FAILED_MAX, Ordering::Relaxed);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(16) {
+            scope.spawn(work);
+        }
+    });
+    let unwrap = |failed: Mutex<_>| failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    (next.into_inner().min(seeds), unwrap(failed), tally.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+#[test]
+fn no_sealed_checkpoint_is_lost_or_changed_whatever_comes() {
+    if let Some(seed) = from_environment("KEYFRAME_SEED") {
+        println!("seed {seed}: {:#?}", play(seed));
+        return;
+    }
+    let seeds = from_environment("KEYFRAME_SEEDS").unwrap_or(SEEDS);
+    let time = from_environment("KEYFRAME_SOAK_SECONDS").map(Duration::from_secs);
+    let (played, failed, tally) = play_all(seeds, time.map(|time| Instant::now() + time));
+    println!("{played} of {seeds} seeds: {tally:#?}");
+    assert!(failed.is_empty(), "these seeds failed (KEYFRAME_SEED=N plays one alone): {failed:?}");
+    assert_eq!(played, seeds, "the time was over before all seeds were played");
+    let missing: Vec<_> = MUST_COME.iter().filter(|what| !tally.contains_key(**what)).collect();
+    assert!(seeds < SEEDS || missing.is_empty(), "never came, so nothing was tested: {missing:?}");
+}
