@@ -22,6 +22,8 @@ pub mod commit;
 mod disk;
 mod error;
 mod extents;
+#[doc(hidden)]
+pub mod fuzzing;
 mod layers;
 mod lock;
 pub mod nbd;

@@ -26,6 +26,8 @@
 mod error;
 mod fabric;
 mod frame;
+#[doc(hidden)]
+pub mod fuzzing;
 mod in_flight;
 mod listener;
 mod port;

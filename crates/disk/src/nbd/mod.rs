@@ -89,12 +89,7 @@ impl Server {
         let name = path.display().to_string();
         let listener = UnixListener::bind(path).map_err(Error::io(&name, "listen on"))?;
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
-        let shared = Arc::new(Shared {
-            exports,
-            traffic: Traffic::default(),
-            ending: AtomicBool::new(false),
-            connections: Mutex::default(),
-        });
+        let shared = Arc::new(Shared::new(exports));
         let for_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("nbd-listen".into())
@@ -129,6 +124,11 @@ impl Drop for Server {
 }
 
 impl Shared {
+    fn new(exports: Vec<Export>) -> Self {
+        let (ending, connections) = (AtomicBool::new(false), Mutex::default());
+        Self { exports, traffic: Traffic::default(), ending, connections }
+    }
+
     fn listen(self: &Arc<Self>, listener: &UnixListener) {
         let mut threads: Vec<std::thread::JoinHandle<()>> = Vec::new();
         let mut number = 0u64;
@@ -166,6 +166,11 @@ impl Shared {
     fn forget(&self, id: u64) {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != id);
     }
+}
+
+/// Serves one client until it leaves, for the fuzzers.
+pub(crate) fn serve_one(exports: Vec<Export>, stream: UnixStream) {
+    let _ = connection::serve(&Arc::new(Shared::new(exports)), stream);
 }
 
 /// Waits a while for a client.

@@ -31,7 +31,7 @@ const RECORD_BYTES: usize = 24;
 const BATCH_RECORDS_MAX: usize = 1 << 20;
 /// Below this a journal is not worth rewriting.
 const REWRITE_BYTES_MIN: u64 = 4 << 20;
-const NAME: &str = "journal";
+pub const NAME: &str = "journal";
 const ASIDE: &str = "journal.new";
 
 /// Blocks that have come to a place.
@@ -180,8 +180,7 @@ impl Journal {
     }
 
     fn check(&self, number: u64, records: &[u8]) -> u64 {
-        let count = (records.len() / RECORD_BYTES) as u64;
-        xxh3_64_with_seed(records, self.salt ^ number.rotate_left(17) ^ count.rotate_left(47))
+        check_of(self.salt, number, records)
     }
 
     fn parse_record(&self, bytes: &[u8]) -> Result<Record> {
@@ -343,6 +342,27 @@ fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<(u64, u64)> {
         return Err(Error::damaged(name, "its header does not match its check"));
     }
     Ok((le64(header, 16), le64(header, 24)))
+}
+
+/// Writes the checks that a journal's bytes should have, for as long as there are whole batches.
+pub fn mend(bytes: &mut [u8]) {
+    let check = xxh3_64(&bytes[..56]);
+    bytes[56..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+    let salt = le64(bytes, 24);
+    let mut at = HEADER_BYTES;
+    while let Some(batch) = bytes.get_mut(at..) {
+        let count = le32(batch, 4) as usize;
+        let end = BATCH_HEADER_BYTES.saturating_add(count.saturating_mul(RECORD_BYTES));
+        let Some(records) = batch.get(BATCH_HEADER_BYTES..end) else { return };
+        let check = check_of(salt, le64(batch, 8), records);
+        batch[16..BATCH_HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+        at += end;
+    }
+}
+
+fn check_of(salt: u64, number: u64, records: &[u8]) -> u64 {
+    let count = (records.len() / RECORD_BYTES) as u64;
+    xxh3_64_with_seed(records, salt ^ number.rotate_left(17) ^ count.rotate_left(47))
 }
 
 /// Not secret: it keeps what an older journal left on the medium from being taken for part of this one.

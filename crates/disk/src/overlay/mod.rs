@@ -23,6 +23,7 @@
 //! settled map, and 32 bytes for each record that waits for a sync, of which there are at most [`WAITING_MAX`].
 
 mod chain;
+pub(crate) mod fuzzing;
 mod journal;
 pub(crate) mod medium;
 mod slots;

@@ -155,3 +155,8 @@ enum Answer {
 const EXTENTS_MAX: usize = 4096;
 /// How many disks a server has.
 const DISKS_MAX: usize = 64;
+
+/// Receives one order, for the fuzzers; false at the end of what can be understood.
+pub(crate) fn receive_order(control: &std::os::unix::net::UnixStream) -> bool {
+    matches!(frame::receive::<Order>(control), Ok(Some(_)))
+}

@@ -1,0 +1,93 @@
+//! What the fuzzers need of the overlay: files in memory, and a journal's checks made true.
+
+use super::DATA;
+use super::journal::{HEADER_BYTES, NAME, mend};
+use super::medium::{Folder, Medium};
+use crate::Result;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+type Bytes = Arc<Mutex<Vec<u8>>>;
+
+fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A directory in memory.
+pub struct Memory(Mutex<BTreeMap<String, Bytes>>);
+
+impl Memory {
+    /// One with an overlay's two files.
+    pub fn folder(journal: Vec<u8>, data: Vec<u8>) -> Arc<Self> {
+        let files = [(NAME, journal), (DATA, data)];
+        let files = files.map(|(name, bytes)| (name.to_owned(), Arc::new(Mutex::new(bytes))));
+        Arc::new(Self(Mutex::new(files.into())))
+    }
+}
+
+struct File(Bytes);
+
+impl Folder for Memory {
+    fn name(&self) -> String {
+        "memory".into()
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+        Ok(Arc::new(File(held(&self.0).entry(name.into()).or_default().clone())))
+    }
+
+    fn replace(&self, from: &str, to: &str) -> Result<()> {
+        let mut files = held(&self.0);
+        if let Some(file) = files.remove(from) {
+            files.insert(to.into(), file);
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Medium for File {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let bytes = held(&self.0);
+        let from = usize::try_from(offset).ok().and_then(|at| bytes.get(at..)).unwrap_or_default();
+        let len = from.len().min(buf.len());
+        buf.fill(0);
+        buf[..len].copy_from_slice(&from[..len]);
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        let mut bytes = held(&self.0);
+        let end = offset as usize + buf.len();
+        if bytes.len() < end {
+            bytes.resize(end, 0);
+        }
+        bytes[offset as usize..end].copy_from_slice(buf);
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn len_bytes(&self) -> Result<u64> {
+        Ok(held(&self.0).len() as u64)
+    }
+
+    fn set_len(&self, len_bytes: u64) -> Result<()> {
+        held(&self.0).resize(len_bytes as usize, 0);
+        Ok(())
+    }
+}
+
+/// A journal with the checks that its bytes should have.
+pub fn mended(journal: &[u8]) -> Vec<u8> {
+    let mut bytes = journal.to_vec();
+    if bytes.len() >= HEADER_BYTES {
+        mend(&mut bytes);
+    }
+    bytes
+}
