@@ -3,6 +3,7 @@
 use crate::binary::{self, QemuIdentity};
 use crate::drives::{self, DiskServer, Drive};
 use crate::options::{self, Argument};
+use crate::record::{self, Wanted};
 use crate::{Error, Result};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -37,7 +38,8 @@ pub struct Invocation {
     words: Vec<String>,
     arguments: Vec<Argument>,
     vm_name: Option<String>,
-    served: Option<(PathBuf, Vec<String>)>,
+    server: Option<DiskServer>,
+    log: Option<PathBuf>,
 }
 
 impl Invocation {
@@ -55,7 +57,7 @@ impl Invocation {
         let binary = binary::find(name)?;
         binary::version(&binary)?;
         let vm_name = vm_name(&arguments);
-        Ok(Self { binary, words, arguments, vm_name, served: None })
+        Ok(Self { binary, words, arguments, vm_name, server: None, log: None })
     }
 
     /// Which QEMU it is.
@@ -85,11 +87,32 @@ impl Invocation {
 
     /// Has these disks served by `server`: the line that is run names it in place of the images.
     pub fn serve_drives(&mut self, server: &DiskServer) -> Result<()> {
-        let line = drives::rewrite(&self.arguments, server)?;
-        let binary = self.words.iter().take(1).cloned();
-        let words = binary.chain(line.iter().flat_map(Argument::words)).collect();
-        self.served = Some((server.socket.clone(), words));
+        drives::rewrite(&self.arguments, server)?;
+        self.server = Some(server.clone());
         Ok(())
+    }
+
+    /// Has the VM recorded into `log`. What a person should know of how it differs from the user's.
+    ///
+    /// Error: [`Error::CommandLine`] for what cannot be recorded exactly.
+    pub fn record(&mut self, log: &Path) -> Result<Vec<String>> {
+        self.log = Some(log.into());
+        Ok(self.run_words()?.1)
+    }
+
+    /// The words to be run, and what differs.
+    fn run_words(&self) -> Result<(Vec<String>, Vec<String>)> {
+        let (line, notes) = match (&self.log, &self.server) {
+            (None, None) => return Ok((self.words.clone(), Vec::new())),
+            (None, Some(server)) => (drives::rewrite(&self.arguments, server)?, Vec::new()),
+            (Some(log), server) => {
+                let version = binary::version(&self.binary)?;
+                let (mode, disks) = (record::Mode::Record, server.as_ref());
+                record::made(&self.arguments, Wanted { mode, log, disks, version: &version, console: None })?
+            }
+        };
+        let binary = self.words.iter().take(1).cloned();
+        Ok((binary.chain(line.iter().flat_map(Argument::words)).collect(), notes))
     }
 
     /// The line as the user gave it.
@@ -97,16 +120,26 @@ impl Invocation {
         &self.words
     }
 
-    /// The binary, the user's words, the words to be run, and the socket of the disks' server.
-    pub(crate) fn into_parts(self) -> (PathBuf, Vec<String>, Vec<String>, Option<PathBuf>) {
-        let (socket, run) =
-            self.served.map_or((None, self.words.clone()), |(socket, run)| (Some(socket), run));
-        (self.binary, self.words, run, socket)
+    pub(crate) fn into_parts(self) -> Result<Parts> {
+        let run = self.run_words()?.0;
+        let disks = self.server.map(|server| server.socket);
+        Ok(Parts { binary: self.binary, user: self.words, run, disks })
     }
 
     pub(crate) fn arguments(&self) -> &[Argument] {
         &self.arguments
     }
+}
+
+/// What a launch needs.
+pub(crate) struct Parts {
+    pub binary: PathBuf,
+    /// The user's words.
+    pub user: Vec<String>,
+    /// Those to be run.
+    pub run: Vec<String>,
+    /// The socket of the disks' server.
+    pub disks: Option<PathBuf>,
 }
 
 fn refuse(argument: &Argument) -> Result<()> {

@@ -30,6 +30,8 @@ mod blocknodes;
 mod drives;
 mod error;
 pub mod fleece;
+#[doc(hidden)]
+pub mod fuzzing;
 mod guestmap;
 mod heap;
 mod hotplug;
@@ -40,6 +42,7 @@ mod options;
 mod process;
 pub mod qmp;
 mod ramblock;
+pub mod record;
 pub mod restore;
 pub mod rollback;
 mod spawn;

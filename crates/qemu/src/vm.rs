@@ -16,7 +16,7 @@
 //! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. One that was attached to forgets us.
 //! 2. A launch that fails leaves no process behind.
 
-use crate::invocation::Invocation;
+use crate::invocation::{Invocation, Parts};
 use crate::lifetime::{Ended, Lifetime};
 use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
@@ -62,6 +62,8 @@ pub struct Vm {
     backends: Option<Vec<String>>,
     /// Nodes of disks that are captured, or left out knowingly.
     minded: Vec<String>,
+    /// The socket of the server of its disks, where it is ours and the VM was not launched.
+    server: Option<PathBuf>,
 }
 
 /// Where a VM came from, as far as that is left to be known.
@@ -114,7 +116,7 @@ impl Vm {
         }
         added.extend(state.arguments());
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
-        let (binary, user_command, mut full_command, disks) = invocation.into_parts();
+        let Parts { binary, user: user_command, run: mut full_command, disks } = invocation.into_parts()?;
         full_command.extend(added);
 
         let mut command = Command::new(&binary);
@@ -151,7 +153,17 @@ impl Vm {
         (user_command, full_command): (Vec<String>, Vec<String>),
         origin: Origin,
     ) -> Self {
-        Self { lifetime, qmp, state, user_command, full_command, origin, backends: None, minded: Vec::new() }
+        Self {
+            lifetime,
+            qmp,
+            state,
+            user_command,
+            full_command,
+            origin,
+            backends: None,
+            minded: Vec::new(),
+            server: None,
+        }
     }
 
     /// QEMU's pid.
@@ -197,8 +209,9 @@ impl Vm {
     /// What stands in the way of exact checkpoints of this machine; all of it.
     pub fn audit(&mut self) -> Result<Vec<Refusal>> {
         let machine_type = self.machine_type()?;
-        let disks = match &self.origin {
-            Origin::Launched { disks, .. } => audit::Disks::Launched(disks.as_deref()),
+        let disks = match (&self.origin, &self.server) {
+            (Origin::Launched { disks, .. }, _) => audit::Disks::Launched(disks.as_deref()),
+            (_, Some(server)) => audit::Disks::Launched(Some(server)),
             _ => audit::Disks::Foreign,
         };
         let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &self.minded))?;
@@ -208,6 +221,11 @@ impl Vm {
             found.extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
         }
         Ok(found)
+    }
+
+    /// The disks of a VM that was restored are served by the caller, at this socket.
+    pub fn mind_server(&mut self, socket: PathBuf) {
+        self.server = Some(socket);
     }
 
     /// The disks behind these nodes are captured by the caller, or left out knowingly: they are no reason to refuse the VM.

@@ -20,6 +20,7 @@
 
 mod channel;
 mod event;
+pub(crate) mod fuzzing;
 mod lagging;
 mod transport;
 mod virsh;
@@ -279,6 +280,17 @@ impl Qmp {
             Some(word) => Ok(RunStatus::parse(word)),
             None => Err(self.unexpected("query-status", &answer)),
         }
+    }
+
+    /// Instructions that the VM has run since it began, where it is recorded or replayed.
+    pub fn icount(&mut self) -> Result<u64> {
+        let answer = self.execute("query-replay", None)?;
+        answer.get("icount").and_then(Value::as_u64).ok_or_else(|| self.unexpected("query-replay", &answer))
+    }
+
+    /// Has a replay stop at instruction `icount`, which lies before it.
+    pub fn replay_break(&mut self, icount: u64) -> Result<()> {
+        self.execute("replay-break", Some(json!({ "icount": icount }))).map(drop)
     }
 
     /// The events since the last call, oldest first.

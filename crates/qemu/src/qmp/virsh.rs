@@ -348,7 +348,7 @@ fn wait_until(fds: &[&OwnedFd], deadline: Instant, monitor: &str) -> Result<()> 
 }
 
 /// JSON in characters that virsh's command line takes as they are between single quotes.
-fn plain(json: &str) -> String {
+pub(super) fn plain(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     let mut units = [0u16; 2];
     for c in json.chars() {
@@ -362,7 +362,7 @@ fn plain(json: &str) -> String {
 }
 
 /// The answer in what virsh printed: the first line that is an object with a result.
-fn answer(said: &str) -> Option<serde_json::Map<String, Value>> {
+pub(super) fn answer(said: &str) -> Option<serde_json::Map<String, Value>> {
     said.lines()
         .filter(|line| line.starts_with('{'))
         .filter_map(|line| serde_json::from_str::<serde_json::Map<String, Value>>(line).ok())
@@ -370,7 +370,7 @@ fn answer(said: &str) -> Option<serde_json::Map<String, Value>> {
 }
 
 /// `event STOP at 1795246259.264615 for domain 'kf': <null>` as QMP words it; `None` for another line.
-fn event(line: &str) -> Option<Value> {
+pub(super) fn event(line: &str) -> Option<Value> {
     let (name, rest) = line.trim().strip_prefix("event ")?.split_once(" at ")?;
     let (time, rest) = rest.split_once(" for domain ")?;
     let (seconds, micros) = time.split_once('.')?;

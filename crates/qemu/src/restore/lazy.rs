@@ -346,13 +346,15 @@ impl Shared {
         let range = HostRange { start: address, len_bytes: PAGE_BYTES as u64 };
         if self.is_there(page) {
             // It came in the meantime, and stays as it is; or it was discarded.
-            self.missing.place_zeros(range)?;
+            return was_placed(self.missing.place_zeros(range)).map(|_| None);
+        }
+        let placed = match self.read_patiently(place, page)? {
+            Some(content) => self.missing.place(address, &content[..]),
+            None => self.missing.place_zeros(range),
+        };
+        if !was_placed(placed)? {
             return Ok(None);
         }
-        match self.read_patiently(place, page)? {
-            Some(content) => self.missing.place(address, &content[..])?,
-            None => self.missing.place_zeros(range)?,
-        };
         self.set_there(page);
         self.state().residency.served_pages += 1;
         let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
@@ -513,6 +515,16 @@ impl Shared {
                 }
             }
         }
+    }
+}
+
+/// False where nothing is mapped any more, as in a QEMU that ends in good order: nobody waits for the page then.
+fn was_placed(placed: std::result::Result<u64, keyframe_kernel::Error>) -> Result<bool> {
+    let gone = Some(rustix::io::Errno::NOENT.raw_os_error());
+    match placed {
+        Ok(_) => Ok(true),
+        Err(keyframe_kernel::Error::TrackRange { source, .. }) if source.raw_os_error() == gone => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 

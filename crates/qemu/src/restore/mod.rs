@@ -62,6 +62,9 @@ const STREAM_PAGES: u64 = 1024;
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
 const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 
+/// In a word that is added to the line, stands for the file that holds the guest's RAM: of the first RAM block behind a backend.
+pub const MAIN_RAM: &str = "/keyframe-main-ram";
+
 /// What a checkpoint knows of its machine.
 #[derive(Clone, Debug)]
 pub struct RestoreSource {
@@ -90,6 +93,9 @@ pub struct RestoreOptions {
     pub qemu: Option<PathBuf>,
     /// Leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
+    /// It replays a recording, up to there. QEMU is told so before it has its devices: a replay that stood at its checkpoint
+    /// could take from the log what belongs behind the recording's own going on.
+    pub replays: Option<Until>,
     /// Another accelerator than the line names. The device state is converted.
     pub accelerator: Option<Accelerator>,
     /// Who serves the disks that the guest can write to.
@@ -98,6 +104,15 @@ pub struct RestoreOptions {
     pub lineage: Option<Lineage>,
     /// Where a socket for one more monitor is made.
     pub monitor: Option<PathBuf>,
+}
+
+/// Where a replay ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// Before this instruction, where it stands.
+    Instruction(u64),
+    /// With its log.
+    LogEnd,
 }
 
 /// Where a checkpoint's pages come from.
@@ -326,7 +341,10 @@ impl Starting {
         let mut words = vec![plan.binary.to_string_lossy().into_owned()];
         for word in &plan.words {
             match word {
-                Word::Plain(word) => words.push(word.clone()),
+                Word::Plain(word) => match memories.first().filter(|_| word.contains(MAIN_RAM)) {
+                    Some((_, file)) => words.push(word.replace(MAIN_RAM, &inherited_path(file))),
+                    None => words.push(word.clone()),
+                },
                 Word::Backend(number) => {
                     words.extend(backend_words(plan, *number, &memories, self.is_shared)?);
                 }
@@ -377,6 +395,13 @@ impl Starting {
                 (qmp, Some(lazy), None)
             }
         };
+        if let Some(until) = plan.replays {
+            if let Until::Instruction(icount) = until {
+                qmp.replay_break(icount)?;
+            }
+            // Of a VM that waits for its state, it says that it is to run as soon as it has it.
+            qmp.cont()?;
+        }
         let loaded = send(&UnixStream::from(incoming), plan, ram.source(), device_state)
             .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))
             .and_then(|()| wait_until_loaded(&mut qmp, child));
@@ -385,7 +410,7 @@ impl Starting {
             lazy.settle()?;
         }
         loaded?;
-        if !plan.paused {
+        if !plan.paused && plan.replays.is_none() {
             qmp.cont()?;
         }
         let ready_ns = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);

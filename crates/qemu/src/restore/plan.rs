@@ -8,7 +8,7 @@
 //!
 //! Invariant: each block of the layout that lies behind a memory backend is given back by exactly one backend of ours.
 
-use super::{Lineage, RestoreOptions, RestoreSource, carried};
+use super::{Lineage, RestoreOptions, RestoreSource, Until, carried};
 use crate::accel::{self, Accelerator};
 use crate::binary::{self, QemuIdentity};
 use crate::drives;
@@ -101,6 +101,7 @@ pub struct Plan {
     pub(super) arguments: Vec<Argument>,
     pub(super) source: RestoreSource,
     pub(super) paused: bool,
+    pub(super) replays: Option<Until>,
     pub(super) accelerator: Option<Accelerator>,
     pub(super) lineage: Option<Lineage>,
     pub(super) monitor: Option<PathBuf>,
@@ -113,7 +114,7 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused, accelerator, disks, lineage, monitor } = options;
+        let RestoreOptions { qemu, paused, replays, accelerator, disks, lineage, monitor } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
@@ -144,6 +145,7 @@ impl Plan {
             arguments,
             source,
             paused,
+            replays,
             accelerator,
             lineage,
             monitor,

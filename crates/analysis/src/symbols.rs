@@ -1,0 +1,163 @@
+//! Names of code: functions of an ELF file (vmlinux), or lines `ADDRESS TYPE NAME` (System.map, /proc/kallsyms).
+//!
+//! ```text
+//!   address 0xffffffff81000040 ──▶ the last symbol at or below it, unless it is known to have ended before ──▶ name, offset
+//! ```
+//!
+//! Invariant: one address has one name, whatever the order in the file: of several at one address the alphabetically first, global ones
+//! not preferred.
+
+use crate::error::{Error, Result, file};
+use object::{Object, ObjectSymbol, SymbolKind};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// Largest file that is read, into memory.
+const FILE_BYTES_MAX: u64 = 2 << 30;
+
+/// A function.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Symbol {
+    address: u64,
+    name: String,
+    /// 0: up to the next.
+    len_bytes: u64,
+}
+
+/// Names by address; none at all where no file is given.
+#[derive(Clone, Debug, Default)]
+pub struct Symbols(Vec<Symbol>);
+
+/// A name and what it names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found<'a> {
+    /// The symbol's name.
+    pub name: &'a str,
+    /// Where it begins.
+    pub address: u64,
+    /// Its length, up to the next symbol where its own is not known; 0 for the last.
+    pub len_bytes: u64,
+}
+
+impl Symbols {
+    /// Reads a file of either kind. `slide` is added to each address, for a kernel that placed itself elsewhere.
+    pub fn read(path: &Path, slide: u64) -> Result<Self> {
+        let mut bytes = Vec::new();
+        let input = File::open(path).map_err(file("opening the symbols", path))?;
+        input.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(file("reading", path))?;
+        let damaged = |problem: String| Error::Damaged {
+            path: path.to_owned(),
+            place: "symbols".into(),
+            problem: format!("{problem}; name a vmlinux, a System.map or a copy of /proc/kallsyms"),
+        };
+        if bytes.len() as u64 > FILE_BYTES_MAX {
+            return Err(damaged(format!("more than {FILE_BYTES_MAX} bytes")));
+        }
+        let found = if bytes.starts_with(b"\x7fELF") { elf(&bytes).map_err(damaged)? } else { text(&bytes) };
+        if found.is_empty() {
+            return Err(damaged("no function is named there".into()));
+        }
+        Ok(Self::of(found, slide))
+    }
+
+    fn of(mut all: Vec<Symbol>, slide: u64) -> Self {
+        for symbol in &mut all {
+            symbol.address = symbol.address.wrapping_add(slide);
+        }
+        all.sort_unstable();
+        all.dedup_by_key(|symbol| symbol.address);
+        Self(all)
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What an address belongs to.
+    pub fn find(&self, address: u64) -> Option<Found<'_>> {
+        let next = self.0.partition_point(|symbol| symbol.address <= address);
+        let symbol = self.0.get(next.checked_sub(1)?)?;
+        let after = self.0.get(next).map_or(0, |following| following.address - symbol.address);
+        let len_bytes = if symbol.len_bytes == 0 { after } else { symbol.len_bytes };
+        // A program's address is not in the kernel's last function, nor in a gap behind one whose end is known.
+        (address - symbol.address < len_bytes || (len_bytes == 0 && address == symbol.address))
+            .then_some(Found { name: &symbol.name, address: symbol.address, len_bytes })
+    }
+
+    /// `name+0x12`, `name`, or nothing.
+    pub fn label(&self, address: u64) -> String {
+        match self.find(address) {
+            Some(found) if found.address == address => found.name.to_owned(),
+            Some(found) => format!("{}+{:#x}", found.name, address - found.address),
+            None => String::new(),
+        }
+    }
+}
+
+fn elf(bytes: &[u8]) -> Result<Vec<Symbol>, String> {
+    let parsed = object::File::parse(bytes).map_err(|error| error.to_string())?;
+    let functions =
+        parsed.symbols().filter(|symbol| symbol.kind() == SymbolKind::Text && symbol.is_definition());
+    let named = functions.filter_map(|symbol| {
+        let name = symbol.name().ok().filter(|name| !name.is_empty())?.to_owned();
+        Some(Symbol { address: symbol.address(), name, len_bytes: symbol.size() })
+    });
+    Ok(named.collect())
+}
+
+fn text(bytes: &[u8]) -> Vec<Symbol> {
+    let lines = bytes.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
+    let symbols = lines.filter_map(|line| {
+        let mut words = line.split_whitespace();
+        let address = u64::from_str_radix(words.next()?, 16).ok()?;
+        let kind = words.next()?;
+        let name = words.next()?.to_owned();
+        matches!(kind, "t" | "T" | "w" | "W").then_some(Symbol { address, name, len_bytes: 0 })
+    });
+    symbols.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_read_and_addresses_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("System.map");
+        let map = "ffffffff81000000 T _text\nffffffff81000000 T _stext\nffffffff81000100 t helper\nffffffff81000080 D data\nbroken\n\
+            ffffffff81000200 T last\n";
+        std::fs::write(&path, map).unwrap();
+        let symbols = Symbols::read(&path, 0).unwrap();
+        assert_eq!(symbols.label(0xffff_ffff_8100_0000), "_stext");
+        assert_eq!(symbols.label(0xffff_ffff_8100_0090), "_stext+0x90");
+        assert_eq!(symbols.label(0xffff_ffff_8100_01ff), "helper+0xff");
+        assert_eq!(symbols.label(0xffff_ffff_8100_0200), "last");
+        assert_eq!(symbols.label(0xffff_ffff_8100_0300), "", "nobody knows where the last one ends");
+        assert_eq!(symbols.label(0x1000), "");
+        let slid = Symbols::read(&path, 0x100_0000).unwrap();
+        assert_eq!(slid.label(0xffff_ffff_8200_0100), "helper");
+    }
+
+    #[test]
+    fn a_program_of_this_machine_names_its_functions() {
+        let own = std::env::current_exe().unwrap();
+        let symbols = Symbols::read(&own, 0).unwrap();
+        let some = symbols.0.iter().find(|symbol| symbol.name.contains("Symbols") && symbol.len_bytes > 1);
+        let some = some.expect("this program has functions of this file");
+        assert!(symbols.label(some.address + 1).ends_with("+0x1"));
+    }
+
+    #[test]
+    fn what_is_neither_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("odd");
+        for bytes in [&b""[..], b"hello world\n", b"\x7fELF", b"\x7fELF\x02\x01\x01\0garbage", &[0xff; 4096]]
+        {
+            std::fs::write(&path, bytes).unwrap();
+            assert!(Symbols::read(&path, 0).is_err(), "{bytes:?}");
+        }
+    }
+}

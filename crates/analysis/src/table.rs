@@ -1,0 +1,344 @@
+//! Tables in Parquet files: row groups of columns, and files put together from parts without touching what is encoded.
+//!
+//! ```text
+//!   part 0   │ row group │ row group │ rest │ footer         a row group ends when it is full and where an interval ends
+//!   part 1   │ row group │ rest │ footer
+//!   merged   │ row group │ row group │ rest │ row group │ rest │ footer
+//! ```
+//!
+//! Invariant: the same rows in the same intervals give the same bytes: no time, no version of this program, nothing of the machine.
+
+use crate::error::{Error, Result, file};
+use parquet::basic::{Compression, Encoding, LogicalType, Repetition, Type as Physical, ZstdLevel};
+use parquet::column::writer::ColumnCloseResult;
+use parquet::data_type::{Int32Type, Int64Type};
+use parquet::errors::ParquetError;
+use parquet::file::metadata::ParquetMetaDataReader;
+use parquet::file::properties::{EnabledStatistics, WriterProperties, WriterPropertiesPtr};
+use parquet::file::writer::{SerializedColumnWriter, SerializedFileWriter};
+use parquet::schema::types::{ColumnPath, Type};
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Rows in a full row group, as DuckDB cuts its own.
+pub const GROUP_ROWS: usize = 122_880;
+/// Most row groups in a part: the format's own number has 16 bits where readers look at it.
+const GROUPS_MAX: usize = 1 << 24;
+
+/// What a column holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Unsigned, 64 bits.
+    U64,
+    /// Unsigned, 32 bits.
+    U32,
+    /// Unsigned, 8 bits.
+    U8,
+}
+
+/// How values lie in the file, before zstd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// As they are: zstd finds what repeats.
+    Plain,
+    /// The first bytes of all, then the second bytes, and so on: addresses, whose upper bytes hardly change.
+    Split,
+    /// As differences: what grows.
+    Delta,
+    /// As numbers in a dictionary: few different ones.
+    Dictionary,
+}
+
+/// A column.
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
+    /// Its name.
+    pub name: &'static str,
+    /// What it holds.
+    pub kind: Kind,
+    /// How.
+    pub layout: Layout,
+    /// What it means, for the documentation of results.
+    pub about: &'static str,
+}
+
+/// A column's values in a row group.
+#[derive(Clone, Debug)]
+pub enum Values {
+    /// Of [`Kind::U64`], as the format has them: the same bits, signed.
+    Long(Vec<i64>),
+    /// Of [`Kind::U32`] and [`Kind::U8`].
+    Int(Vec<i32>),
+}
+
+impl Values {
+    /// None yet.
+    pub fn new(kind: Kind) -> Self {
+        match kind {
+            Kind::U64 => Self::Long(Vec::new()),
+            Kind::U32 | Kind::U8 => Self::Int(Vec::new()),
+        }
+    }
+
+    /// Appends a number, in the bits that the column has.
+    pub fn push(&mut self, value: u64) {
+        match self {
+            Self::Long(all) => all.push(value as i64),
+            Self::Int(all) => all.push(value as i32),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Long(all) => all.len(),
+            Self::Int(all) => all.len(),
+        }
+    }
+
+    fn clear(&mut self) {
+        match self {
+            Self::Long(all) => all.clear(),
+            Self::Int(all) => all.clear(),
+        }
+    }
+
+    fn write(&self, column: &mut SerializedColumnWriter<'_>) -> Result<(), ParquetError> {
+        match self {
+            Self::Long(all) => column.typed::<Int64Type>().write_batch(all, None, None)?,
+            Self::Int(all) => column.typed::<Int32Type>().write_batch(all, None, None)?,
+        };
+        Ok(())
+    }
+}
+
+/// A file that is being written.
+pub struct Table {
+    path: PathBuf,
+    unfinished: PathBuf,
+    writer: SerializedFileWriter<BufWriter<File>>,
+    /// The row group that is being filled, by column.
+    pub values: Vec<Values>,
+}
+
+impl Table {
+    /// Begins `path` with these columns. It has its name once it is complete.
+    pub fn create(path: &Path, columns: &[Column]) -> Result<Self> {
+        let unfinished = path.with_extension("unfinished");
+        let out = File::create(&unfinished).map_err(file("creating", &unfinished))?;
+        let out = BufWriter::with_capacity(1 << 18, out);
+        let writer = SerializedFileWriter::new(out, Arc::new(schema(columns)), properties(columns));
+        let writer = writer.map_err(failed("beginning", path))?;
+        let values = columns.iter().map(|column| Values::new(column.kind)).collect();
+        Ok(Self { path: path.to_owned(), unfinished, writer, values })
+    }
+
+    /// Rows in the row group that is being filled.
+    pub fn rows(&self) -> usize {
+        self.values.first().map_or(0, Values::len)
+    }
+
+    /// Writes the row group if it is full.
+    pub fn row_is_complete(&mut self) -> Result<()> {
+        if self.rows() >= GROUP_ROWS { self.flush() } else { Ok(()) }
+    }
+
+    /// Writes what there is as a row group.
+    pub fn flush(&mut self) -> Result<()> {
+        if self.rows() > 0 {
+            let written = write_group(&mut self.writer, &self.values);
+            written.map_err(failed("writing a row group of", &self.path))?;
+            self.values.iter_mut().for_each(Values::clear);
+        }
+        Ok(())
+    }
+
+    /// Completes the file; returns how many rows it has.
+    pub fn finish(mut self) -> Result<u64> {
+        self.flush()?;
+        let metadata = self.writer.close().map_err(failed("completing", &self.path))?;
+        std::fs::rename(&self.unfinished, &self.path).map_err(file("renaming to", &self.path))?;
+        Ok(metadata.file_metadata().num_rows() as u64)
+    }
+}
+
+fn write_group(
+    writer: &mut SerializedFileWriter<BufWriter<File>>,
+    values: &[Values],
+) -> Result<(), ParquetError> {
+    let mut group = writer.next_row_group()?;
+    for values in values {
+        if let Some(mut column) = group.next_column()? {
+            values.write(&mut column)?;
+            column.close()?;
+        }
+    }
+    group.close()?;
+    Ok(())
+}
+
+fn failed(operation: &'static str, path: &Path) -> impl FnOnce(ParquetError) -> Error {
+    let path = path.to_owned();
+    move |source| Error::Parquet { operation, path, source }
+}
+
+/// Puts the row groups of `parts` into `path`, as they are. Returns how many rows it has.
+pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[Column]) -> Result<u64> {
+    let mut out = Table::create(path, columns)?;
+    let expected = schema(columns);
+    let mut groups = 0;
+    for part in parts {
+        let input = File::open(part).map_err(file("opening", part))?;
+        let metadata = ParquetMetaDataReader::new().parse_and_finish(&input);
+        let metadata = metadata.map_err(failed("reading the footer of", part))?;
+        if *metadata.file_metadata().schema() != expected {
+            return Err(Error::Damaged {
+                path: part.clone(),
+                place: "footer".into(),
+                problem: "it has other columns than this tool's parts; run the analysis again".into(),
+            });
+        }
+        groups += metadata.num_row_groups();
+        if groups > GROUPS_MAX {
+            return Err(Error::Damaged {
+                path: part.clone(),
+                place: "footer".into(),
+                problem: format!("more than {GROUPS_MAX} row groups in all"),
+            });
+        }
+        let spliced =
+            metadata.row_groups().iter().try_for_each(|group| splice(&mut out.writer, &input, group));
+        spliced.map_err(failed("copying row groups of", part))?;
+    }
+    out.finish()
+}
+
+fn splice(
+    writer: &mut SerializedFileWriter<BufWriter<File>>,
+    input: &File,
+    group: &parquet::file::metadata::RowGroupMetaData,
+) -> Result<(), ParquetError> {
+    let mut out = writer.next_row_group()?;
+    for column in group.columns() {
+        let close = ColumnCloseResult {
+            bytes_written: u64::try_from(column.compressed_size())
+                .map_err(|e| ParquetError::External(e.into()))?,
+            rows_written: u64::try_from(group.num_rows()).map_err(|e| ParquetError::External(e.into()))?,
+            metadata: column.clone(),
+            bloom_filter: None,
+            column_index: None,
+            offset_index: None,
+        };
+        out.append_column(input, close)?;
+    }
+    out.close()?;
+    Ok(())
+}
+
+fn schema(columns: &[Column]) -> Type {
+    let integer = |bit_width| Some(LogicalType::integer(bit_width, false));
+    let fields = columns.iter().map(|column| {
+        let (physical, logical) = match column.kind {
+            Kind::U64 => (Physical::INT64, integer(64)),
+            Kind::U32 => (Physical::INT32, integer(32)),
+            Kind::U8 => (Physical::INT32, integer(8)),
+        };
+        let field = Type::primitive_type_builder(column.name, physical)
+            .with_repetition(Repetition::REQUIRED)
+            .with_logical_type(logical);
+        Arc::new(field.build().expect("a column of this program's own is valid"))
+    });
+    let schema = Type::group_type_builder("schema").with_fields(fields.collect());
+    schema.build().expect("a schema of this program's own is valid")
+}
+
+fn properties(columns: &[Column]) -> WriterPropertiesPtr {
+    let level = ZstdLevel::try_new(1).expect("zstd has a level 1");
+    let mut properties = WriterProperties::builder()
+        .set_created_by("keyframe".into())
+        .set_compression(Compression::ZSTD(level))
+        .set_dictionary_enabled(false)
+        .set_statistics_enabled(EnabledStatistics::None)
+        .set_offset_index_disabled(true)
+        // A row group's column is one page: zstd sees all of it.
+        .set_data_page_row_count_limit(GROUP_ROWS)
+        .set_data_page_size_limit(1 << 24)
+        .set_write_batch_size(GROUP_ROWS);
+    for column in columns {
+        let path = ColumnPath::from(column.name);
+        properties = match column.layout {
+            Layout::Plain => properties.set_column_encoding(path.clone(), Encoding::PLAIN),
+            Layout::Split => properties.set_column_encoding(path.clone(), Encoding::BYTE_STREAM_SPLIT),
+            Layout::Delta => properties
+                .set_column_encoding(path.clone(), Encoding::DELTA_BINARY_PACKED)
+                .set_column_statistics_enabled(path, EnabledStatistics::Chunk),
+            Layout::Dictionary => properties.set_column_dictionary_enabled(path, true),
+        };
+    }
+    Arc::new(properties.build())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COLUMNS: &[Column] = &[
+        Column { name: "a", kind: Kind::U64, layout: Layout::Delta, about: "" },
+        Column { name: "b", kind: Kind::U64, layout: Layout::Split, about: "" },
+        Column { name: "c", kind: Kind::U32, layout: Layout::Dictionary, about: "" },
+        Column { name: "d", kind: Kind::U8, layout: Layout::Plain, about: "" },
+    ];
+
+    /// Rows `from..to`, with a row group cut at each of `cuts`.
+    fn write(path: &Path, from: u64, to: u64, cuts: &[u64]) {
+        let mut table = Table::create(path, COLUMNS).unwrap();
+        for row in from..to {
+            if cuts.contains(&row) {
+                table.flush().unwrap();
+            }
+            let values = [row, u64::MAX - row * 4097, row % 7, row % 3];
+            table.values.iter_mut().zip(values).for_each(|(column, value)| column.push(value));
+            table.row_is_complete().unwrap();
+        }
+        assert_eq!(table.finish().unwrap(), to - from);
+    }
+
+    #[test]
+    fn parts_put_together_are_the_bytes_of_the_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str| dir.path().join(name);
+        let (full, end) = (GROUP_ROWS as u64, 2 * GROUP_ROWS as u64 + 10);
+        write(&file("0"), 0, 100, &[]);
+        write(&file("1"), 100, 100, &[]);
+        write(&file("2"), 100, full + 107, &[]);
+        write(&file("3"), full + 107, end, &[]);
+        let parts: Vec<_> = ["0", "1", "2", "3"].map(file).into();
+        assert_eq!(concatenate(&parts, &file("merged"), COLUMNS).unwrap(), end);
+        write(&file("whole"), 0, end, &[100, full + 107]);
+        // A result is always made of parts, also where there is but one: the footer says a little less of what was copied.
+        let whole = concatenate(&[file("whole")], &file("again"), COLUMNS).unwrap();
+        assert_eq!(whole, end);
+        assert!(std::fs::read(file("merged")).unwrap() == std::fs::read(file("again")).unwrap());
+    }
+
+    #[test]
+    fn parts_that_are_none_or_another_tools_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (part, out) = (dir.path().join("part"), dir.path().join("out"));
+        write(&part, 0, 10, &[]);
+        let whole = std::fs::read(&part).unwrap();
+        let refused = |bytes: &[u8], columns: &[Column]| {
+            std::fs::write(&part, bytes).unwrap();
+            concatenate(std::slice::from_ref(&part), &out, columns).is_err()
+        };
+        assert!(!refused(&whole, COLUMNS));
+        assert!(refused(&whole, &COLUMNS[..2]), "other columns");
+        assert!(refused(b"", COLUMNS));
+        assert!(refused(&whole[..whole.len() / 2], COLUMNS));
+        let mut broken = whole.clone();
+        let footer = broken.len() - 8;
+        broken[footer..footer + 4].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(refused(&broken, COLUMNS), "a footer longer than the file");
+    }
+}

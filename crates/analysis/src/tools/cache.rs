@@ -1,0 +1,108 @@
+//! `cache`: hits and misses of a hierarchy of data caches, by interval.
+//!
+//! What the caches hold when an interval begins is found by warm-up: the run begins some instructions before. The result is that of
+//! one sequential run only as far as these filled the caches; so it is the one tool whose parts depend on where the run began.
+
+use super::reduced::Reduced;
+use super::{Arguments, Description, Running, Tool};
+use crate::context::{MergeContext, RunContext, Summary};
+use crate::csv::Csv;
+use crate::error::Result;
+use crate::part::Rows;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+pub(super) const DESCRIPTION: Description = Description {
+    name: "cache",
+    about: "Accesses and misses of set-associative data caches (LRU, physical addresses)",
+    arguments: &[
+        ("l1", "BYTES:WAYS of level 1 (default 32K:8)"),
+        ("l2", "of level 2 (default 1M:16), or none"),
+        ("l3", "of level 3 (default 16M:16), or none"),
+        ("line", "bytes of a line (default 64)"),
+        ("warmup", "instructions before an interval that fill the caches (default 20000000)"),
+    ],
+    results: &[(
+        "cache.csv",
+        "interval, first instruction, level, reads, writes, reads and writes that missed",
+    )],
+};
+
+const KIND: &str = "cache";
+const COLUMNS: usize = 5;
+const WARM_UP_DEFAULT: u64 = 20_000_000;
+
+struct Cache {
+    levels: String,
+    line_bytes: u64,
+    warm_up: u64,
+}
+
+pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
+    let line_bytes = arguments.number("line", 8, 4096)?.unwrap_or(64);
+    if !line_bytes.is_power_of_two() {
+        return Err(arguments.wrong("line", "no power of two".into()));
+    }
+    let mut levels = String::new();
+    for (name, default) in [("l1", "32K:8"), ("l2", "1M:16"), ("l3", "16M:16")] {
+        let text = arguments.text(name).unwrap_or(default);
+        if text == "none" && name != "l1" {
+            break;
+        }
+        let wrong = || {
+            arguments.wrong(name, "write BYTES:WAYS, a whole number of sets, at most 1G and 64 ways".into())
+        };
+        let (bytes, ways) = text.split_once(':').ok_or_else(wrong)?;
+        let (bytes, ways) = (super::number(bytes).ok_or_else(wrong)?, super::number(ways).ok_or_else(wrong)?);
+        let whole = (1..=1 << 30).contains(&bytes) && (1..=64).contains(&ways);
+        if !whole || bytes % (ways * line_bytes) != 0 {
+            return Err(wrong());
+        }
+        let separator = if levels.is_empty() { "" } else { "/" };
+        let _ = write!(levels, "{separator}{bytes}:{ways}");
+    }
+    let warm_up = arguments.number("warmup", 0, u64::MAX)?.unwrap_or(WARM_UP_DEFAULT);
+    Ok(Box::new(Cache { levels, line_bytes, warm_up }))
+}
+
+impl Tool for Cache {
+    fn name(&self) -> &str {
+        DESCRIPTION.name
+    }
+
+    fn warm_up_instructions(&self) -> u64 {
+        self.warm_up
+    }
+
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
+        let arguments = vec![
+            ("ram", run.ram.argument()),
+            ("line", self.line_bytes.to_string()),
+            ("levels", self.levels.clone()),
+        ];
+        Reduced::begin(run, "cache", &[KIND], arguments)
+    }
+
+    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
+        let header = "interval,start_icount,level,reads,writes,read_misses,write_misses";
+        let mut csv = Csv::create(&merge.out, "cache.csv", header)?;
+        let mut sums: BTreeMap<u64, [u64; 2]> = BTreeMap::new();
+        for part in &merge.parts {
+            for row in Rows::read(&part.file(KIND, "part"), KIND, COLUMNS)?.iter() {
+                let &[level, reads, writes, read_misses, write_misses] = row else { continue };
+                let (index, start) = (part.interval.index, part.interval.start.0);
+                csv.line(format_args!(
+                    "{index},{start},{level},{reads},{writes},{read_misses},{write_misses}"
+                ))?;
+                let [accesses, misses] = sums.entry(level).or_default();
+                *accesses = accesses.saturating_add(reads).saturating_add(writes);
+                *misses = misses.saturating_add(read_misses).saturating_add(write_misses);
+            }
+        }
+        let lines = sums.iter().map(|(level, [accesses, misses])| {
+            let percent = 100.0 * *misses as f64 / (*accesses).max(1) as f64;
+            format!("level {level}: {accesses} accesses, {misses} misses ({percent:.2} %)")
+        });
+        Ok(Summary { lines: lines.collect(), files: vec![csv.finish()?] })
+    }
+}

@@ -1,0 +1,376 @@
+//! A recording made with stock QEMU, without anything of Keyframe: checkpoints of a recorded guest and replays of the intervals
+//! between them, each with a plugin.
+//!
+//! ```text
+//!   Recording::make    boot ... KF READY │ checkpoint 0 ── run ── │ checkpoint 1 ── run ── │ checkpoint 2     rr=record
+//!   Recording::replay  from a checkpoint to later ones, each stop exact                                    rr=replay
+//! ```
+
+#![allow(dead_code, reason = "tests and examples use different parts")]
+
+use keyframe_analysis::plugin::{self, Interface};
+use keyframe_analysis::tools::{Running, Tool};
+use keyframe_analysis::{GuestRam, Icount, Interval, MergeContext, Part, RamRange, RunContext, Summary};
+use keyframe_units::GuestPhys;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const RAM_MIB: u64 = 128;
+/// Between two checkpoints.
+const INSTRUCTIONS_LEAST: u64 = 10_000_000;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A QEMU to test with.
+#[derive(Clone, Debug)]
+pub struct Qemu {
+    pub path: String,
+    pub interface: Interface,
+}
+
+/// The distribution's, and the one that `KEYFRAME_QEMU10` names.
+pub fn qemus() -> Vec<Qemu> {
+    let mut all = vec![Qemu { path: "qemu-system-x86_64".into(), interface: Interface::V1 }];
+    match std::env::var("KEYFRAME_QEMU10") {
+        Ok(path) => all.push(Qemu { path, interface: Interface::V4 }),
+        Err(_) => println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10)"),
+    }
+    all
+}
+
+/// The small guest's directory: `KEYFRAME_GUEST`, or what `guests/build small` says.
+pub fn guest_dir() -> PathBuf {
+    if let Some(dir) = std::env::var_os("KEYFRAME_GUEST") {
+        return dir.into();
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build");
+    let output = Command::new(script).arg("small").output().expect("run guests/build");
+    assert!(output.status.success(), "guests/build small: {}", String::from_utf8_lossy(&output.stderr));
+    PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
+}
+
+/// A running QEMU with its monitor; killed when dropped.
+pub struct Vm {
+    child: Child,
+    errors: PathBuf,
+    monitor: BufReader<UnixStream>,
+}
+
+impl Vm {
+    pub fn start(line: &[String], dir: &Path) -> Self {
+        let socket = dir.join("qmp");
+        let _ = std::fs::remove_file(&socket);
+        let errors = std::fs::File::create(dir.join("stderr")).unwrap();
+        let child = Command::new(&line[0])
+            .args(&line[1..])
+            .args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(errors)
+            .spawn()
+            .expect("start QEMU");
+        let mut child = Some(child);
+        let until = Instant::now() + PATIENCE;
+        let stream = loop {
+            if let Ok(stream) = UnixStream::connect(&socket) {
+                break stream;
+            }
+            let running = child.as_mut().unwrap();
+            let ended = running.try_wait().unwrap();
+            if ended.is_some() || Instant::now() > until {
+                let _ = running.kill();
+                let _ = running.wait();
+                let told = std::fs::read_to_string(dir.join("stderr")).unwrap_or_default();
+                panic!("no monitor ({ended:?}): {told}\n{}", line.join(" "));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut vm = Self {
+            child: child.take().unwrap(),
+            errors: dir.join("stderr"),
+            monitor: BufReader::new(stream),
+        };
+        vm.line();
+        vm.ask("qmp_capabilities", json!({}));
+        vm
+    }
+
+    fn told(&mut self) -> String {
+        std::thread::sleep(Duration::from_millis(200));
+        let told = std::fs::read_to_string(&self.errors).unwrap_or_default();
+        format!("{:?} {told}", self.child.try_wait())
+    }
+
+    #[track_caller]
+    fn send(&mut self, message: &Value) {
+        // In one piece: QEMU obeys once the braces are closed, and may have ended before a line feed behind them.
+        let sent = self.monitor.get_mut().write_all(format!("{message}\n").as_bytes());
+        if let Err(error) = sent {
+            panic!("QEMU ended: {error}: {}", self.told());
+        }
+    }
+
+    #[track_caller]
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        self.monitor.read_line(&mut line).expect("a line from the monitor in time");
+        let told = if line.is_empty() { self.told() } else { String::new() };
+        assert!(!line.is_empty(), "QEMU ended: {told}");
+        serde_json::from_str(&line).expect("JSON")
+    }
+
+    #[track_caller]
+    #[expect(clippy::needless_pass_by_value, reason = "json! makes a value")]
+    pub fn ask(&mut self, command: &str, arguments: Value) -> Value {
+        self.send(&json!({ "execute": command, "arguments": arguments }));
+        loop {
+            let answer = self.line();
+            assert!(answer.get("error").is_none(), "{command}: {answer}");
+            if let Some(result) = answer.get("return") {
+                return result.clone();
+            }
+        }
+    }
+
+    /// Runs until the VM stands still.
+    #[track_caller]
+    pub fn run_to_stop(&mut self) {
+        self.send(&json!({ "execute": "cont" }));
+        while self.line().get("event").and_then(Value::as_str) != Some("STOP") {}
+    }
+
+    #[track_caller]
+    pub fn icount(&mut self) -> Icount {
+        Icount(self.ask("query-replay", json!({}))["icount"].as_u64().expect("a count"))
+    }
+
+    /// CPU time that it has used.
+    pub fn cpu(&self) -> Duration {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it runs");
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+        let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
+        Duration::from_millis(ticks * 10)
+    }
+
+    /// Quits and waits.
+    #[track_caller]
+    pub fn quit(mut self) {
+        self.ask("quit", json!({}));
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                assert!(status.success(), "QEMU: {status}");
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        panic!("QEMU does not quit");
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A recorded guest with checkpoints.
+pub struct Recording {
+    pub dir: tempfile::TempDir,
+    pub qemu: Qemu,
+    pub checkpoints: Vec<Icount>,
+}
+
+impl Recording {
+    /// Boots the small guest with `work` and takes `count` checkpoints, `apart` from each other, once it is ready.
+    pub fn make(qemu: &Qemu, work: &str, count: usize, apart: Duration) -> Self {
+        let dir = tempfile::Builder::new().prefix("keyframe-analysis-").tempdir().unwrap();
+        let mut recording = Self { dir, qemu: qemu.clone(), checkpoints: Vec::new() };
+        let line = recording.line(work, "record", &recording.file("ram"), &[]);
+        let mut vm = Vm::start(&line, recording.dir.path());
+        let until = Instant::now() + PATIENCE;
+        while !recording.console().contains("KF READY") {
+            assert!(Instant::now() < until, "the guest does not boot: {}", recording.console());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        for number in 0..count {
+            let at = recording.stopped_behind_some_work(&mut vm, apart);
+            let device = recording.file(&format!("device-{number}"));
+            vm.ask("xen-save-devices-state", json!({ "filename": device, "live": false }));
+            std::fs::copy(recording.file("ram"), recording.file(&format!("ram-{number}"))).unwrap();
+            recording.checkpoints.push(at);
+            vm.ask("cont", json!({}));
+        }
+        // Events behind the last checkpoint, so that a replay reaches it.
+        std::thread::sleep(Duration::from_millis(300));
+        vm.ask("stop", json!({}));
+        println!("checkpoints {:?}, end {:?}", recording.checkpoints, vm.icount());
+        vm.quit();
+        std::fs::write(recording.file("work"), work).unwrap();
+        recording
+    }
+
+    /// Stops the VM `apart` from now, or as much later as it needs to do some work since the last checkpoint: on a busy machine a guest
+    /// may stand for long.
+    fn stopped_behind_some_work(&self, vm: &mut Vm, apart: Duration) -> Icount {
+        let least = self.checkpoints.last().map_or(0, |last| last.0 + INSTRUCTIONS_LEAST);
+        let until = Instant::now() + PATIENCE;
+        loop {
+            std::thread::sleep(apart);
+            vm.ask("stop", json!({}));
+            let at = vm.icount();
+            if at.0 >= least {
+                return at;
+            }
+            assert!(Instant::now() < until, "the guest does not run");
+            vm.ask("cont", json!({}));
+        }
+    }
+
+    pub fn console(&self) -> String {
+        std::fs::read_to_string(self.file("console")).unwrap_or_default()
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Between checkpoints.
+    pub fn interval(&self, index: usize) -> Interval {
+        Interval { index: index as u32, start: self.checkpoints[index], end: self.checkpoints[index + 1] }
+    }
+
+    pub fn intervals(&self) -> Vec<Interval> {
+        (0..self.checkpoints.len() - 1).map(|index| self.interval(index)).collect()
+    }
+
+    fn line(&self, work: &str, mode: &str, ram: &Path, extra: &[String]) -> Vec<String> {
+        let guest = guest_dir();
+        let suppress = if mode == "replay" { ",suppress-vmdesc=on" } else { "" };
+        let console = self.file(if mode == "replay" { "replayed" } else { "console" });
+        let mut line: Vec<String> = [
+            &self.qemu.path,
+            "-accel",
+            "tcg",
+            "-icount",
+            &format!("shift=auto,rr={mode},rrfile={}", self.file("log").display()),
+            "-machine",
+            &format!("q35,hpet=off,memory-backend=ram{suppress}"),
+            "-m",
+            &format!("{RAM_MIB}M"),
+            "-object",
+            &format!("memory-backend-file,id=ram,size={RAM_MIB}M,mem-path={},share=on", ram.display()),
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-net",
+            "none",
+            "-serial",
+            &format!("file:{}", console.display()),
+            "-kernel",
+            &guest.join("vmlinux").display().to_string(),
+            "-initrd",
+            &guest.join("initramfs.cpio.gz").display().to_string(),
+            "-append",
+            &format!("console=ttyS0 quiet panic=-1 tsc=unstable mitigations=off cryptomgr.notests initcall_blacklist=load_system_certificate_list,crypto_kdf108_init,init_encrypted kf.work={work}"),
+        ]
+        .map(str::to_owned)
+        .into();
+        line.extend_from_slice(extra);
+        line
+    }
+
+    /// A QEMU that stands at checkpoint `from`, in a directory of its own, with a plugin.
+    pub fn restored(&self, from: usize, dir: &Path, plugin: Option<String>) -> Vm {
+        let ram = dir.join("ram");
+        std::fs::copy(self.file(&format!("ram-{from}")), &ram).unwrap();
+        let work = std::fs::read_to_string(self.file("work")).unwrap();
+        let incoming = format!("exec:cat {}", self.file(&format!("device-{from}")).display());
+        let mut extra: Vec<String> = [
+            "-S",
+            "-global",
+            "migration.send-configuration=off",
+            "-global",
+            "migration.announce-rounds=0",
+            "-incoming",
+            &incoming,
+        ]
+        .map(str::to_owned)
+        .into();
+        extra.extend(plugin.into_iter().flat_map(|option| ["-plugin".to_owned(), option]));
+        let mut vm = Vm::start(&self.line(&work, "replay", &ram, &extra), dir);
+        let until = Instant::now() + PATIENCE;
+        while vm.ask("query-status", json!({}))["status"] == "inmigrate" {
+            assert!(Instant::now() < until, "the device state does not load");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        vm
+    }
+
+    /// What a tool is told of a run over `intervals`, in a directory of its own.
+    pub fn context(&self, dir: &Path, warm_up: Option<Interval>, intervals: Vec<Interval>) -> RunContext {
+        std::fs::create_dir_all(dir).unwrap();
+        let range = RamRange { guest: GuestPhys(0), offset_bytes: 0, len_bytes: RAM_MIB << 20 };
+        RunContext {
+            interface: self.qemu.interface,
+            plugin: plugin::place(self.dir.path(), self.qemu.interface).unwrap(),
+            ram: GuestRam { file: dir.join("ram"), ranges: vec![range] },
+            dir: dir.to_owned(),
+            warm_up,
+            intervals,
+        }
+    }
+
+    /// Replays what `context` says under `running`; returns the parts and QEMU's CPU time from the start of the first interval.
+    pub fn replay(&self, context: &RunContext, mut running: Box<dyn Running>) -> (Vec<Part>, Duration) {
+        let all: Vec<Interval> = context.warm_up.into_iter().chain(context.intervals.clone()).collect();
+        let mut vm = self.restored(all[0].index as usize, &context.dir, Some(running.option()));
+        let before = vm.cpu();
+        for interval in &all {
+            self.run_to(&mut vm, interval.end);
+            running.cut().unwrap();
+        }
+        let cpu = vm.cpu().saturating_sub(before);
+        vm.quit();
+        (running.finish().unwrap(), cpu)
+    }
+
+    /// Replays up to `end`, exactly.
+    #[expect(clippy::unused_self, reason = "a recording's own")]
+    pub fn run_to(&self, vm: &mut Vm, end: Icount) {
+        vm.ask("replay-break", json!({ "icount": end.0 }));
+        vm.run_to_stop();
+        assert_eq!(vm.icount(), end, "a replay stops where it is told to");
+    }
+
+    /// A QEMU for each interval.
+    pub fn side_by_side(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
+        let each = self.intervals().into_iter().map(|interval| {
+            let dir = self.file(&format!("{name}-{}", interval.index));
+            let warm_up = (tool.warm_up_instructions() > 0 && interval.index > 0)
+                .then(|| self.interval(interval.index as usize - 1));
+            let context = self.context(&dir, warm_up, vec![interval]);
+            self.replay(&context, tool.begin(&context).unwrap()).0
+        });
+        each.flatten().collect()
+    }
+
+    /// One QEMU for all.
+    pub fn in_sequence(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
+        let context = self.context(&self.file(name), None, self.intervals());
+        self.replay(&context, tool.begin(&context).unwrap()).0
+    }
+
+    /// The results of parts, in a directory of their own.
+    pub fn merged(&self, tool: &dyn Tool, name: &str, parts: Vec<Part>) -> Summary {
+        let out = self.file(name);
+        std::fs::create_dir_all(&out).unwrap();
+        tool.merge(&MergeContext { parts, out }).unwrap()
+    }
+}

@@ -1,0 +1,125 @@
+//! Each tool on a recorded guest: what a QEMU for each interval finds equals what one replay of all finds, byte for byte.
+
+mod support;
+
+use keyframe_analysis::Foreign;
+use keyframe_analysis::plugin::Interface;
+use keyframe_analysis::tools::by_name;
+use std::path::Path;
+use std::time::Duration;
+use support::{Qemu, Recording, qemus};
+
+const WORK: &str = "hash+dirty kf.mib=4 kf.hash.pause_ms=5";
+
+/// The tools, each with arguments and a line that its result has in any guest that runs, but for digits.
+const TOOLS: [(&str, &[&str], &str); 8] = [
+    ("icount", &[], "instructions: # user, # kernel"),
+    ("memtrace", &[], "accesses, # bytes, #.# each"),
+    ("hot", &["symbols=MAP"], "# % of instructions: block #x"),
+    ("working-set", &[], "pages touched in all"),
+    ("coverage", &["symbols=MAP"], "# functions ran"),
+    ("watch", &["addr=0x1000000", "len=16M", "space=physical"], "writes by # instructions"),
+    ("syscalls", &[], "# clock_gettime"),
+    ("cache", &["l1=4K:2", "l2=256K:8", "l3=none"], "level #: # accesses, # misses"),
+];
+
+/// Numbers as `#`.
+fn shape(text: &str) -> String {
+    let mut shape = String::new();
+    for letter in text.chars() {
+        match letter {
+            '0'..='9' if shape.ends_with('#') => {}
+            '0'..='9' => shape.push('#'),
+            other => shape.push(other),
+        }
+    }
+    shape
+}
+
+fn equal_in_both_ways(recording: &Recording, name: &str, arguments: &[&str], line: &str) {
+    let map = recording.file("System.map").display().to_string();
+    let arguments: Vec<String> = arguments.iter().map(|one| one.replace("MAP", &map)).collect();
+    let tool = by_name(name, &arguments).unwrap();
+    let parallel = recording.side_by_side(&*tool, &format!("{name}-p"));
+    let sequential = recording.in_sequence(&*tool, &format!("{name}-s"));
+    let parallel = recording.merged(&*tool, &format!("{name}-out-p"), parallel);
+    let sequential = recording.merged(&*tool, &format!("{name}-out-s"), sequential);
+    println!("{name}: {:?}", parallel.lines);
+    assert!(shape(&parallel.lines.join("\n")).contains(line), "{name}: {:?}", parallel.lines);
+    assert_eq!(parallel.lines, sequential.lines, "{name}");
+    assert!(!parallel.files.is_empty() && parallel.files.len() == sequential.files.len());
+    for (one, other) in parallel.files.iter().zip(&sequential.files) {
+        let same = std::fs::read(one).unwrap() == std::fs::read(other).unwrap();
+        assert!(same, "{} and {} differ", one.display(), other.display());
+    }
+}
+
+/// The small guest's kernel has no symbols: some addresses of its text.
+fn write_map(path: &Path) {
+    let lines: Vec<String> = (0..256)
+        .map(|page| format!("{:x} T text_{page}\n", 0xffff_ffff_8100_0000_u64 + page * 0x10000))
+        .collect();
+    std::fs::write(path, lines.concat()).unwrap();
+}
+
+fn all_tools(qemu: &Qemu, half: usize) {
+    let recording = Recording::make(qemu, WORK, 3, Duration::from_millis(60));
+    write_map(&recording.file("System.map"));
+    println!("{qemu:?}: {:?}", recording.checkpoints);
+    for (number, (name, arguments, line)) in TOOLS.into_iter().enumerate() {
+        // The first two on each QEMU, each other one on one of them, unless all are asked for.
+        let all = std::env::var_os("KEYFRAME_EVERY_QEMU").is_some_and(|value| value != "0");
+        if all || number < 2 || number % 2 == half {
+            equal_in_both_ways(&recording, name, arguments, line);
+        }
+    }
+    counts_are_qemus_own(&recording);
+    third_party(&recording);
+}
+
+/// The plugin counts what QEMU counts, to a few instructions that faults start again.
+fn counts_are_qemus_own(recording: &Recording) {
+    let csv = std::fs::read_to_string(recording.file("icount-out-p").join("icount.csv")).unwrap();
+    let rows = csv.lines().skip(1).map(|line| line.split(',').nth(2).unwrap().parse::<u64>().unwrap());
+    for (interval, counted) in recording.intervals().into_iter().zip(rows) {
+        let expected = interval.end.0 - interval.start.0;
+        assert!(counted.abs_diff(expected) <= expected / 1000 + 100, "{interval:?}: {counted}");
+    }
+}
+
+#[test]
+fn side_by_side_equals_in_sequence_on_the_first_interface() {
+    let qemu =
+        qemus().into_iter().find(|qemu| qemu.interface == Interface::V1).expect("the distribution's QEMU");
+    all_tools(&qemu, 0);
+}
+
+#[test]
+fn side_by_side_equals_in_sequence_on_the_fourth_interface() {
+    match qemus().into_iter().find(|qemu| qemu.interface == Interface::V4) {
+        Some(qemu) => all_tools(&qemu, 1),
+        None => println!("skipped"),
+    }
+}
+
+/// The example of a third party's tool: compiled, run over each interval, merged.
+fn third_party(recording: &Recording) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/third-party");
+    let number = recording.qemu.interface.number();
+    let compiled = std::process::Command::new("cc")
+        .args(["-shared", "-fPIC", "-O2", &format!("-DINTERFACE={number}"), "-o"])
+        .arg(recording.file(&format!("opcodes-{number}.so")))
+        .arg(source.join("opcodes.c"))
+        .status();
+    assert!(compiled.expect("a C compiler").success());
+    let manifest = recording.file("opcodes.toml");
+    std::fs::copy(source.join("opcodes.toml"), &manifest).unwrap();
+    let tool = Foreign::read(&manifest, &[]).unwrap();
+    let parts = recording.side_by_side(&tool, "opcodes");
+    let summary = recording.merged(&tool, "opcodes-out", parts);
+    let csv = std::fs::read_to_string(&summary.files[0]).unwrap();
+    let rows = csv.lines().skip(1).map(|line| line.split(',').nth(1).unwrap().parse::<u64>().unwrap());
+    let all = recording.checkpoints.last().unwrap().0 - recording.checkpoints[0].0;
+    let counted: u64 = rows.sum();
+    assert!(counted.abs_diff(all) <= all / 1000 + 100, "{counted} instructions of {all}");
+}

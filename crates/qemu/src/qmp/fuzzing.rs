@@ -1,0 +1,34 @@
+//! What the fuzzers need of the monitor's readers.
+
+use super::event::{Event, RunStatus, timestamp_us};
+use super::transport::Transport;
+use super::virsh;
+use serde_json::Value;
+use std::os::fd::OwnedFd;
+
+/// Each line that came over a socket at whose other end nobody is any more.
+pub fn received(socket: OwnedFd, line: &mut dyn FnMut(&Value)) {
+    let mut transport = Transport::taken_over(socket, "fuzz".into());
+    // A line that is no JSON does not end it: others follow.
+    for _ in 0..10_000 {
+        match transport.receive_now("fuzz") {
+            Ok(Some(message)) => line(&message),
+            Ok(None) | Err(crate::Error::Gone { .. }) => return,
+            Err(_) => {}
+        }
+    }
+}
+
+/// One message.
+pub fn event(message: &Value) {
+    let _ = (Event::parse(message), timestamp_us(message));
+    let _ = message.get("return").and_then(|r| r.get("status")?.as_str()).map(RunStatus::parse);
+}
+
+/// What virsh prints.
+pub fn libvirt(said: &str) {
+    let _ = virsh::answer(said);
+    said.lines().filter_map(virsh::event).for_each(|message| event(&message));
+    let plain = virsh::plain(said);
+    assert!(plain.bytes().all(|b| matches!(b, b' '..=b'~') && b != b'\''), "virsh would read this otherwise");
+}

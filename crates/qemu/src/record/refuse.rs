@@ -1,0 +1,279 @@
+//! What a replay could not repeat, and what to do about it.
+//!
+//! | what | why |
+//! |---|---|
+//! | more than one virtual CPU | QEMU records one |
+//! | NVMe under 7.2 | QEMU crashes at the first checkpoint |
+//! | virtio-net under 7.2 | some replays never end |
+//! | disks at controllers other than virtio-blk, virtio-scsi | whether requests are under way cannot be seen |
+//! | a console behind `-chardev` that can be typed into | QEMU records what comes through `-serial` alone |
+//! | `-nic`, `-net` | no filter can be put before a network that is made with its device |
+//! | a random number device that reads a file | QEMU does not record what it reads |
+//! | `-cpu host` | it is KVM's |
+//! | passed-through and host devices | QEMU does not record them |
+
+use crate::options::{Argument, Object, keys, properties, value_of};
+use crate::{Error, Result};
+
+/// Backends of character devices from which nothing comes.
+const SILENT: &[&str] = &["null", "file", "ringbuf", "memory", "vc"];
+
+/// Device types whose input QEMU does not record, by what their names begin with.
+const UNRECORDED: &[(&str, &str)] = &[
+    ("usb-host", "devices of the host are not recorded"),
+    ("usb-redir", "devices of elsewhere are not recorded"),
+    ("ccid-card-passthru", "devices of the host are not recorded"),
+    ("virtio-9p", "what the guest reads from the host's files is not recorded"),
+    ("vhost-", "what runs in the kernel or another process is not recorded"),
+    ("virtio-gpu", "its rendering is not recorded"),
+    ("tpm-", "what the TPM answers is not recorded"),
+    ("ivshmem", "what other processes write is not recorded"),
+    ("vfio", "devices of the host are not recorded"),
+];
+
+/// Disk devices whose requests under way cannot be seen in a pause.
+const OPAQUE_DISKS: &[&str] = &[
+    "ide-hd",
+    "floppy",
+    "sd-card",
+    "usb-storage",
+    "usb-uas",
+    "lsi53c",
+    "megasas",
+    "mptsas",
+    "pvscsi",
+    "am53c974",
+    "dc390",
+];
+
+/// Refuses what cannot be recorded exactly by this QEMU.
+pub fn check(arguments: &[Argument], version: &str) -> Result<()> {
+    arguments.iter().try_for_each(|argument| match argument.name() {
+        "smp" => smp(argument),
+        "cpu" => cpu(argument),
+        "icount" => icount(argument),
+        "accel" => accelerator(argument),
+        "device" => device(argument, version),
+        "nic" | "net" if argument.value() != "none" => Err(refused(
+            argument,
+            "device and network are one word here, and what comes from a network has to pass a filter that records it",
+            "write `-netdev user,id=n0 -device e1000,netdev=n0` instead",
+        )),
+        "chardev" => chardev(argument, arguments),
+        "object" => object(argument),
+        "drive" => drive(argument),
+        "hda" | "hdb" | "hdc" | "hdd" | "" => Err(opaque(argument)),
+        "audiodev" if !argument.value().starts_with("none") => {
+            Err(refused(argument, "how much sound came in cannot be told from the log", "use -audiodev none,id=..."))
+        }
+        "fsdev" | "virtfs" => Err(refused(
+            argument,
+            "what the guest reads from the host's files is not recorded",
+            "put the files onto a disk image",
+        )),
+        _ => Ok(()),
+    })
+}
+
+fn refused(argument: &Argument, reason: &str, fix: &str) -> Error {
+    Error::CommandLine { argument: argument.display(), reason: reason.into(), fix: fix.into() }
+}
+
+fn opaque(argument: &Argument) -> Error {
+    refused(
+        argument,
+        "a checkpoint of a recording must not fall between a disk's request and its answer, and of this kind of disk \
+         that cannot be seen",
+        "use virtio: -drive file=...,format=...,if=virtio",
+    )
+}
+
+fn smp(argument: &Argument) -> Result<()> {
+    let keys = keys(argument.value(), "cpus");
+    let number = |key: &str| value_of(&keys, key).and_then(|v| v.parse::<u64>().ok());
+    let product: u64 = ["sockets", "dies", "clusters", "cores", "threads"]
+        .iter()
+        .map(|key| number(key).unwrap_or(1))
+        .fold(1, u64::saturating_mul);
+    if number("cpus").unwrap_or(product) > 1 || number("maxcpus").unwrap_or(1) > 1 {
+        return Err(refused(argument, "QEMU records machines with one virtual CPU only", "use -smp 1"));
+    }
+    Ok(())
+}
+
+fn cpu(argument: &Argument) -> Result<()> {
+    if keys(argument.value(), "model").first().is_some_and(|(_, model)| model == "host") {
+        return Err(refused(
+            argument,
+            "a recording runs under TCG, where there is no such processor",
+            "use -cpu max",
+        ));
+    }
+    Ok(())
+}
+
+fn icount(argument: &Argument) -> Result<()> {
+    let keys = keys(argument.value(), "shift");
+    if ["rr", "rrfile", "rrsnapshot"].iter().any(|key| value_of(&keys, key).is_some()) {
+        return Err(refused(
+            argument,
+            "Keyframe says itself what is recorded, and where",
+            "leave rr, rrfile and rrsnapshot out",
+        ));
+    }
+    if value_of(&keys, "shift").is_none_or(|shift| shift == "auto") {
+        return Err(refused(
+            argument,
+            "a guest whose processor halts while the shift is chosen by QEMU does not replay",
+            "leave -icount out, or give the shift: -icount shift=3",
+        ));
+    }
+    if value_of(&keys, "align") == Some("on") {
+        return Err(refused(
+            argument,
+            "a guest whose clock follows the host's cannot be replayed",
+            "leave align=on out",
+        ));
+    }
+    Ok(())
+}
+
+fn accelerator(argument: &Argument) -> Result<()> {
+    if value_of(&keys(argument.value(), "accel"), "thread") == Some("multi") {
+        return Err(refused(argument, "QEMU records with one thread only", "leave thread=multi out"));
+    }
+    Ok(())
+}
+
+fn device(argument: &Argument, version: &str) -> Result<()> {
+    let keys = properties(argument.value(), "driver").unwrap_or_default();
+    let driver = value_of(&keys, "driver").unwrap_or_default();
+    let old = version.starts_with("7.");
+    if driver.starts_with("nvme") && old {
+        return Err(refused(
+            argument,
+            "QEMU 7.2 crashes at a checkpoint of a recorded NVMe disk",
+            "use virtio-blk-pci, or QEMU 10",
+        ));
+    }
+    if driver.starts_with("nvme") || OPAQUE_DISKS.iter().any(|kind| driver.starts_with(kind)) {
+        return Err(opaque(argument));
+    }
+    if driver.starts_with("virtio-net") && old {
+        return Err(refused(
+            argument,
+            "under QEMU 7.2 some replays of virtio-net never end",
+            "use another card (-device e1000,netdev=...), or QEMU 10",
+        ));
+    }
+    match UNRECORDED.iter().find(|(prefix, _)| driver.starts_with(prefix)) {
+        Some((_, reason)) => Err(refused(argument, reason, "record without this device")),
+        None => Ok(()),
+    }
+}
+
+fn chardev(argument: &Argument, all: &[Argument]) -> Result<()> {
+    let keys = properties(argument.value(), "backend").unwrap_or_default();
+    let id = value_of(&keys, "id").unwrap_or_default();
+    let backend = value_of(&keys, "backend").unwrap_or_default();
+    let is_monitors = all
+        .iter()
+        .filter(|a| a.name() == "mon")
+        .any(|a| value_of(&super::keys(a.value(), "chardev"), "chardev") == Some(id));
+    if is_monitors || SILENT.contains(&backend) {
+        return Ok(());
+    }
+    Err(refused(
+        argument,
+        "QEMU records what is typed into a console only where that is given by -serial, not by -chardev",
+        "use -serial (-serial stdio, -serial unix:PATH,server=on,wait=off), or a chardev that is only written to (file, null)",
+    ))
+}
+
+fn object(argument: &Argument) -> Result<()> {
+    let Some(object) = Object::parse(argument.value()) else { return Ok(()) };
+    match object.qom_type.as_str() {
+        "rng-random" | "rng-egd" => Err(refused(
+            argument,
+            "QEMU does not record what this reads",
+            "use rng-builtin: -object rng-builtin,id=...",
+        )),
+        "filter-replay" => {
+            Err(refused(argument, "Keyframe puts these before each network itself", "leave it out"))
+        }
+        "iothread" => Err(refused(
+            argument,
+            "what runs beside the virtual CPU is not ordered by the log",
+            "leave it out, and iothread= of the devices",
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn drive(argument: &Argument) -> Result<()> {
+    let keys = keys(argument.value(), "file");
+    let has_medium = ["file", "file.driver", "file.filename"]
+        .iter()
+        .any(|key| value_of(&keys, key).is_some_and(|v| !v.is_empty()));
+    let on_bus = matches!(value_of(&keys, "if"), Some("none" | "virtio" | "pflash"));
+    if !has_medium || on_bus || value_of(&keys, "media") == Some("cdrom") {
+        return Ok(());
+    }
+    Err(opaque(argument))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::options;
+
+    fn check(line: &str, version: &str) -> crate::Result<()> {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        super::check(&options::parse(&words).unwrap(), version)
+    }
+
+    #[test]
+    fn what_no_replay_repeats_is_refused_with_a_way_out() {
+        for line in [
+            "-smp 2",
+            "-smp sockets=1,cores=2",
+            "-smp 1,maxcpus=4",
+            "-cpu host,x=on",
+            "-icount shift=1,rr=record,rrfile=x",
+            "-icount auto",
+            "-icount sleep=off",
+            "-icount shift=2,align=on",
+            "-accel tcg,thread=multi",
+            "-device nvme,drive=d,serial=1",
+            "-device virtio-net-pci,netdev=n",
+            "-device ide-hd,drive=d",
+            "-device usb-host,hostbus=1",
+            "-nic user",
+            "-net nic",
+            "-chardev socket,id=c,path=/x -serial chardev:c",
+            "-object rng-random,id=r,filename=/dev/urandom",
+            "-object iothread,id=t",
+            "-drive file=a.img,format=raw",
+            "-hda a.img",
+            "a.img",
+            "-virtfs local,path=/x",
+        ] {
+            let error = check(line, "7.2.22 (Debian)").unwrap_err();
+            assert!(error.fix().is_some(), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_can_be_recorded_is_not_refused() {
+        for line in [
+            "-smp 1 -cpu max -accel tcg -nic none",
+            "-smp cpus=1,maxcpus=1 -icount shift=3",
+            "-drive file=a.img,format=raw,if=virtio -drive file=b.iso,media=cdrom",
+            "-drive file=a.img,format=raw,if=none,id=d -device virtio-blk-pci,drive=d",
+            "-chardev socket,id=m,path=/x -mon chardev=m,mode=control -chardev file,id=f,path=/y -serial chardev:f",
+            "-object rng-builtin,id=r -device virtio-rng-pci,rng=r -device e1000,netdev=n -netdev user,id=n",
+        ] {
+            check(line, "7.2.22").unwrap_or_else(|e| panic!("{line}: {e}"));
+        }
+        check("-device virtio-net-pci,netdev=n", "10.0.2").unwrap();
+    }
+}

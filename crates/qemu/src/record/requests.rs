@@ -1,0 +1,77 @@
+//! Disk requests under way. Record/replay does not wait for them when the VM stops, and a checkpoint between a request and its
+//! answer makes a replay that hangs.
+//!
+//! ```text
+//!   guest puts it into the ring, kicks ─▶ QEMU's main loop takes it ─▶ in use ─▶ answered
+//!   └ avail.idx in guest RAM ─────────┘   └ last-avail-idx ────────┘
+//! ```
+//!
+//! Both stretches count: a kick that nobody has seen yet is in no device's state.
+
+use crate::{Error, Qmp, Result};
+use serde_json::{Value, json};
+
+/// Virtio devices that have requests.
+const DISKS: &[&str] = &["virtio-blk", "virtio-scsi"];
+/// More queues than any device has.
+const QUEUES_MAX: u64 = 1024;
+
+/// The queues of a machine's virtio disks.
+#[derive(Clone, Debug, Default)]
+pub struct Queues(Vec<(String, u64)>);
+
+impl Queues {
+    /// Finds them.
+    pub fn find(qmp: &mut Qmp) -> Result<Self> {
+        let devices = match qmp.execute("x-query-virtio", None) {
+            Ok(devices) => devices,
+            // QEMU 10's way of saying that there is none.
+            Err(Error::Refused { reason, .. }) if reason.contains("No virtio devices") => Value::Null,
+            Err(other) => return Err(other),
+        };
+        let mut queues = Vec::new();
+        for device in devices.as_array().into_iter().flatten() {
+            let text = |key: &str| device.get(key).and_then(Value::as_str).unwrap_or_default();
+            if !DISKS.contains(&text("name")) {
+                continue;
+            }
+            let status = qmp.execute("x-query-virtio-status", Some(json!({ "path": text("path") })))?;
+            match status.get("num-vqs").and_then(Value::as_u64) {
+                Some(count) => {
+                    queues.extend((0..count.min(QUEUES_MAX)).map(|queue| (text("path").to_owned(), queue)));
+                }
+                None => return Err(qmp.unexpected("x-query-virtio-status", &status)),
+            }
+        }
+        Ok(Self(queues))
+    }
+
+    /// Whether a request is under way in one of them; of a VM that runs, whether one was a moment ago.
+    pub fn are_busy(&self, qmp: &mut Qmp) -> Result<bool> {
+        for (path, queue) in &self.0 {
+            let status =
+                qmp.execute("x-query-virtio-queue-status", Some(json!({ "path": path, "queue": queue })))?;
+            let number = |key: &str| status.get(key).and_then(Value::as_u64);
+            let (Some(in_use), Some(taken), Some(ring)) =
+                (number("inuse"), number("last-avail-idx"), number("vring-avail"))
+            else {
+                return Err(qmp.unexpected("x-query-virtio-queue-status", &status));
+            };
+            // A ring that the guest has not set up is nowhere.
+            if in_use > 0 || (ring != 0 && half_word(qmp, ring.saturating_add(2))? != taken) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// 16 bits of guest memory, little-endian.
+fn half_word(qmp: &mut Qmp, address: u64) -> Result<u64> {
+    let text = qmp.hmp(&format!("xp /1hx {address:#x}"))?;
+    let word = text.rsplit(':').next().and_then(|word| word.trim().strip_prefix("0x"));
+    match word.and_then(|word| u64::from_str_radix(word, 16).ok()) {
+        Some(word) => Ok(word),
+        None => Err(qmp.unexpected("xp", &Value::String(text))),
+    }
+}

@@ -1,0 +1,177 @@
+//! The intervals of a recording: from each checkpoint to the next one's instruction.
+//!
+//! ```text
+//!   checkpoints   0        1            2 3                  log ends
+//!                 ├────────┼────────────┼─┼───────────────────┤
+//!   intervals        0          1        (2 and 3 at one instruction: one of them)  2
+//!   standing places          │            │                                at the next instruction where the log has nothing
+//! ```
+
+use crate::log::Boundaries;
+use keyframe_units::CheckpointId;
+use serde::{Deserialize, Serialize};
+
+/// A checkpoint's place in a recording.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Place {
+    /// Instructions before it.
+    pub icount: u64,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+}
+
+/// One interval.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Interval {
+    /// Its number, from 0 on.
+    pub index: u32,
+    /// The checkpoint that its replay starts from.
+    pub begin: Place,
+    /// The instruction at which it begins: `begin`'s, or, where a replay can stand at both ends ([`with_standing_ends`]), one
+    /// behind it.
+    pub from_icount: u64,
+    /// The checkpoint at its end; none where it ends with the log.
+    pub end: Option<CheckpointId>,
+    /// The instruction at which it ends.
+    pub end_icount: u64,
+}
+
+impl Interval {
+    /// Its instructions.
+    pub fn len(&self) -> u64 {
+        self.end_icount.saturating_sub(self.from_icount)
+    }
+
+    /// Never: intervals without an instruction are not made.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The intervals between `places` of a recording that ends after `instructions`. Two checkpoints at one instruction are one:
+/// a replay has nothing to do between them.
+pub fn intervals(mut places: Vec<Place>, instructions: u64) -> Vec<Interval> {
+    places.sort_unstable();
+    places.dedup_by_key(|place| place.icount);
+    places.retain(|place| place.icount <= instructions);
+    let mut all = Vec::with_capacity(places.len());
+    for (at, begin) in places.iter().enumerate() {
+        let next = places.get(at + 1);
+        let end_icount = next.map_or(instructions, |next| next.icount);
+        if end_icount > begin.icount {
+            let index = all.len() as u32;
+            let end = next.map(|next| next.checkpoint);
+            all.push(Interval { index, begin: *begin, from_icount: begin.icount, end, end_icount });
+        }
+    }
+    all
+}
+
+/// The intervals with their inner ends moved to where a replay can stand and go on: to the next instruction at which the log has
+/// nothing. Those that this leaves nothing of go; behind the last such instruction, what is left is one interval.
+pub fn with_standing_ends(all: &[Interval], boundaries: &Boundaries) -> Vec<Interval> {
+    let (Some(first), Some(last)) = (all.first(), all.last()) else { return Vec::new() };
+    let mut moved: Vec<Interval> = Vec::with_capacity(all.len());
+    let mut from_icount = first.from_icount;
+    for interval in all {
+        let index = moved.len() as u32;
+        let behind = boundaries.next_unambiguous(interval.end_icount);
+        let Some(end_icount) = behind.filter(|behind| *behind < last.end_icount) else {
+            moved.push(Interval {
+                index,
+                from_icount,
+                end: last.end,
+                end_icount: last.end_icount,
+                ..*interval
+            });
+            break;
+        };
+        if end_icount > from_icount {
+            moved.push(Interval { index, from_icount, end_icount, ..*interval });
+            from_icount = end_icount;
+        }
+    }
+    moved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn place(icount: u64, id: u64) -> Place {
+        Place { icount, checkpoint: CheckpointId(id) }
+    }
+
+    #[test]
+    fn empty_intervals_are_none() {
+        let all = intervals(vec![place(0, 1), place(10, 2), place(10, 3), place(25, 4)], 25);
+        assert_eq!(
+            all.iter().map(|i| (i.begin.icount, i.end_icount)).collect::<Vec<_>>(),
+            [(0, 10), (10, 25)]
+        );
+        assert_eq!(all[1].end, Some(CheckpointId(4)));
+        let open = intervals(vec![place(0, 1)], 7);
+        assert_eq!((open[0].end, open[0].end_icount), (None, 7));
+    }
+
+    fn boundaries(counts: &[u32]) -> Boundaries {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let events: Vec<_> = counts.iter().map(|n| [&[0], &n.to_be_bytes()[..]].concat()).collect();
+        let events: Vec<&[u8]> = events.iter().map(Vec::as_slice).collect();
+        std::fs::write(file.path(), crate::log::tests::bytes(&events)).unwrap();
+        Boundaries::read(file.path()).unwrap()
+    }
+
+    fn ends(all: &[Interval]) -> Vec<(u64, u64, u64)> {
+        all.iter().map(|i| (i.begin.icount, i.from_icount, i.end_icount)).collect()
+    }
+
+    #[test]
+    fn ends_move_to_where_a_replay_can_stand() {
+        // Something happens at 10, 11, 12, 20, 30.
+        let boundaries = boundaries(&[10, 1, 1, 8, 10]);
+        let all = intervals(vec![place(0, 1), place(10, 2), place(12, 3), place(20, 4)], 30);
+        let moved = with_standing_ends(&all, &boundaries);
+        assert_eq!(
+            ends(&moved),
+            [(0, 0, 13), (12, 13, 21), (20, 21, 30)],
+            "one of two instructions has gone"
+        );
+        assert_eq!(moved.iter().map(|i| i.index).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(moved[1].end.is_some() && moved[2].end.is_none());
+        // Behind the last one the log has something at each instruction.
+        let all = intervals(vec![place(0, 1), place(10, 2), place(29, 3)], 30);
+        assert_eq!(ends(&with_standing_ends(&all, &boundaries)), [(0, 0, 13), (10, 13, 30)]);
+    }
+
+    proptest! {
+        /// However the log lies, nothing is left out or twice, and each begins at or behind its checkpoint.
+        #[test]
+        fn moved_ends_cover_the_same(
+            counts in prop::collection::vec(0u64..50, 1..12),
+            log in prop::collection::vec(1u32..6, 0..40),
+        ) {
+            let end = u64::from(log.iter().sum::<u32>()).max(counts.iter().max().unwrap() + 1);
+            let places = counts.iter().enumerate().map(|(n, c)| place(*c, n as u64)).collect();
+            let all = intervals(places, end);
+            let moved = with_standing_ends(&all, &boundaries(&log));
+            prop_assert_eq!(moved[0].from_icount, all[0].from_icount);
+            prop_assert_eq!(moved.last().map(|i| i.end_icount), Some(end));
+            prop_assert!(moved.windows(2).all(|pair| pair[0].end_icount == pair[1].from_icount));
+            prop_assert!(moved.iter().all(|i| i.begin.icount <= i.from_icount && !i.is_empty()));
+            prop_assert!(moved.iter().all(|i| i.end.is_some() || i.end_icount == end));
+        }
+
+        /// They cover what lies behind the first checkpoint without a gap.
+        #[test]
+        fn nothing_is_left_out(counts in prop::collection::vec(0u64..50, 1..12), more in 0u64..20) {
+            let end = counts.iter().max().unwrap() + more;
+            let places = counts.iter().enumerate().map(|(n, c)| place(*c, n as u64)).collect();
+            let all = intervals(places, end);
+            let first = *counts.iter().min().unwrap();
+            prop_assert_eq!(all.iter().map(Interval::len).sum::<u64>(), end - first);
+            prop_assert!(all.windows(2).all(|pair| pair[0].end_icount == pair[1].begin.icount));
+        }
+    }
+}

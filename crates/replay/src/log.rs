@@ -1,0 +1,423 @@
+//! QEMU's record/replay log, as 7.2 and 10.0 write it.
+//!
+//! ```text
+//!   header 12 bytes: version e0200c (big-endian, 4) | 8 unused; zero until QEMU ends in good order
+//!   events: kind (1) | what the kind has
+//!     0        instructions: count (4, big-endian)      1, 2     interrupt, exception
+//!     3..9     asynchronous: bottom half, bottom half once, input, input end, console input, block, network
+//!     10..21   shutdown, by cause                        22       console output: result, offset (4 + 4)
+//!     23..26   more console and audio                    27       random bytes: result, length (4 + 4), bytes
+//!     28, 29   clock: value (8)                          30..38   checkpoint of the log's own
+//!     39       end
+//! ```
+//!
+//! The file is from outside: lengths are bounded before they are read.
+
+use crate::{Error, Result};
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+/// What a complete log begins with.
+pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
+/// Where its events begin.
+pub const HEADER_BYTES: u64 = 12;
+/// The kind of a disk's answer.
+const BLOCK: u8 = 8;
+/// No packet and no input is longer.
+const DATA_BYTES_MAX: u32 = 16 << 20;
+
+/// An event, as far as anybody needs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// So many instructions ran.
+    Instructions(u32),
+    /// So many bytes of a console's output were taken, as the answer says; negative in an error.
+    ConsoleOutput(i32),
+    /// The guest read the host's clock, in nanoseconds.
+    HostClock(i64),
+    /// The machine was shut down or reset, for this cause.
+    Shutdown(u8),
+    /// A checkpoint of the log's own: its number.
+    Checkpoint(u8),
+    /// The log ends.
+    End,
+    /// Any other.
+    Other(u8),
+}
+
+/// An event and its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// The event.
+    pub event: Event,
+    /// Where it begins in the file.
+    pub offset: u64,
+    /// Instructions that ran before it; of [`Event::Instructions`], with its own.
+    pub icount: u64,
+}
+
+/// Reads a log event by event. It may still be growing: what is cut at its end is not given, and can be read again later from
+/// [`Events::offset`] on.
+pub struct Events<R> {
+    input: BufReader<R>,
+    path: std::path::PathBuf,
+    offset: u64,
+    icount: u64,
+    ended: bool,
+}
+
+impl<R: Read> Events<R> {
+    /// From the first event on; `input` stands behind the header. `path` is for errors.
+    pub fn new(input: R, path: &Path) -> Self {
+        Self::resumed(input, path, HEADER_BYTES, 0)
+    }
+
+    /// From `offset` on, before which `icount` instructions ran; `input` stands there.
+    pub fn resumed(input: R, path: &Path, offset: u64, icount: u64) -> Self {
+        Self {
+            input: BufReader::with_capacity(1 << 16, input),
+            path: path.into(),
+            offset,
+            icount,
+            ended: false,
+        }
+    }
+
+    /// Behind the last event that was given.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Instructions up to there.
+    pub fn icount(&self) -> u64 {
+        self.icount
+    }
+
+    /// The next event; none where the file ends, also within an event.
+    ///
+    /// Errors: [`Error::Damaged`] for what no QEMU writes.
+    pub fn next_event(&mut self) -> Result<Option<Placed>> {
+        if self.ended {
+            return Ok(None);
+        }
+        let begins = self.offset;
+        let mut len = 0;
+        let read = self.event(&mut len);
+        match read {
+            Ok(event) => {
+                if let Event::Instructions(count) = event {
+                    self.icount = self.icount.saturating_add(u64::from(count));
+                }
+                self.ended = event == Event::End;
+                self.offset += len;
+                Ok(Some(Placed { event, offset: begins, icount: self.icount }))
+            }
+            Err(Stop::Short) => {
+                self.ended = true;
+                Ok(None)
+            }
+            Err(Stop::Io(source)) => Err(Error::Io { operation: "read", path: self.path.clone(), source }),
+            Err(Stop::Unknown(problem)) => {
+                Err(Error::Damaged { path: self.path.clone(), offset: begins, problem })
+            }
+        }
+    }
+
+    fn event(&mut self, len: &mut u64) -> std::result::Result<Event, Stop> {
+        let kind = self.bytes::<1>(len)?[0];
+        Ok(match kind {
+            0 => Event::Instructions(u32::from_be_bytes(self.bytes(len)?)),
+            10..=21 => Event::Shutdown(kind - 10),
+            22 => {
+                let result = i32::from_be_bytes(self.bytes(len)?);
+                self.bytes::<4>(len)?;
+                Event::ConsoleOutput(result)
+            }
+            28 => Event::HostClock(i64::from_be_bytes(self.bytes(len)?)),
+            30..=38 => Event::Checkpoint(kind - 30),
+            39 => Event::End,
+            _ => {
+                self.skip_other(kind, len)?;
+                Event::Other(kind)
+            }
+        })
+    }
+
+    /// What an event has that nobody needs.
+    fn skip_other(&mut self, kind: u8, len: &mut u64) -> std::result::Result<(), Stop> {
+        match kind {
+            1 | 2 | 6 => Ok(()),
+            // Bottom halves and block requests have a number; so has a clock.
+            3 | 4 | 8 | 29 => self.bytes::<8>(len).map(drop),
+            5 => self.input_event(len),
+            // The console; the network.
+            7 => self.bytes::<1>(len).and_then(|_| self.data(len)),
+            9 => self.bytes::<5>(len).and_then(|_| self.data(len)),
+            23 => self.data(len),
+            24 | 25 => self.bytes::<4>(len).map(drop),
+            26 => Err(Stop::Unknown("sound that was recorded, whose length the log does not tell".into())),
+            27 => self.bytes::<4>(len).and_then(|_| self.data(len)),
+            _ => Err(Stop::Unknown(format!("an event of unknown kind {kind}"))),
+        }
+    }
+
+    /// A key or a pointer's movement.
+    fn input_event(&mut self, len: &mut u64) -> std::result::Result<(), Stop> {
+        match u32::from_be_bytes(self.bytes(len)?) {
+            // A key, by its number or by its name, and whether it is down.
+            0 => match u32::from_be_bytes(self.bytes(len)?) {
+                0 => drop(self.bytes::<9>(len)?),
+                _ => drop(self.bytes::<5>(len)?),
+            },
+            // A button.
+            1 => {
+                self.bytes::<5>(len)?;
+            }
+            // A pointer's axis and its value.
+            2 | 3 => {
+                self.bytes::<12>(len)?;
+            }
+            other => return Err(Stop::Unknown(format!("an input event of unknown kind {other}"))),
+        }
+        Ok(())
+    }
+
+    /// A length, and so many bytes.
+    fn data(&mut self, len: &mut u64) -> std::result::Result<(), Stop> {
+        let data_len = u32::from_be_bytes(self.bytes(len)?);
+        if data_len > DATA_BYTES_MAX {
+            return Err(Stop::Unknown(format!("{data_len} bytes at once")));
+        }
+        self.skip(u64::from(data_len), len)
+    }
+
+    fn skip(&mut self, count: u64, len: &mut u64) -> std::result::Result<(), Stop> {
+        let mut left = count;
+        while left > 0 {
+            let here = self.input.fill_buf().map_err(Stop::Io)?.len() as u64;
+            if here == 0 {
+                return Err(Stop::Short);
+            }
+            let step = here.min(left);
+            self.input.consume(step as usize);
+            left -= step;
+        }
+        *len += count;
+        Ok(())
+    }
+
+    fn bytes<const N: usize>(&mut self, len: &mut u64) -> std::result::Result<[u8; N], Stop> {
+        let mut bytes = [0; N];
+        self.input.read_exact(&mut bytes).map_err(|e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => Stop::Short,
+            _ => Stop::Io(e),
+        })?;
+        *len += N as u64;
+        Ok(bytes)
+    }
+}
+
+enum Stop {
+    /// The file ends within the event.
+    Short,
+    Io(std::io::Error),
+    Unknown(String),
+}
+
+/// What a log holds, in all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Instructions.
+    pub instructions: u64,
+    /// Events.
+    pub events: u64,
+    /// Bytes up to behind the last whole event.
+    pub bytes: u64,
+    /// QEMU ended it.
+    pub is_complete: bool,
+    /// Shutdowns and resets.
+    pub shutdowns: u64,
+}
+
+/// Reads the whole log in the file at `path`.
+pub fn summary(path: &Path) -> Result<Summary> {
+    let mut events = open(path)?;
+    let mut summary = Summary::default();
+    while let Some(placed) = events.next_event()? {
+        summary.events += 1;
+        summary.is_complete |= placed.event == Event::End;
+        summary.shutdowns += u64::from(matches!(placed.event, Event::Shutdown(_)));
+    }
+    (summary.instructions, summary.bytes) = (events.icount(), events.offset());
+    Ok(summary)
+}
+
+/// The instructions at which something happened besides: between two of them a VM's state at an instruction is one and no other.
+/// At one of them there are several, before and behind each event.
+#[derive(Clone, Debug, Default)]
+pub struct Boundaries {
+    all: Vec<u64>,
+    /// Those at which a disk answered.
+    answers: Vec<u64>,
+}
+
+impl Boundaries {
+    /// Those of the log in the file at `path`.
+    pub fn read(path: &Path) -> Result<Self> {
+        let mut events = open(path)?;
+        let (mut all, mut answers) = (Vec::new(), Vec::new());
+        while let Some(placed) = events.next_event()? {
+            match placed.event {
+                Event::Instructions(_) => all.push(placed.icount),
+                Event::Other(BLOCK) => answers.push(placed.icount),
+                _ => {}
+            }
+        }
+        all.dedup();
+        answers.dedup();
+        Ok(Self { all, answers })
+    }
+
+    /// The log's instructions.
+    pub fn end(&self) -> u64 {
+        self.all.last().copied().unwrap_or(0)
+    }
+
+    /// The first instruction behind `icount` at which a VM has one state only; none where the log ends before.
+    pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
+        let first = icount.checked_add(1)?;
+        let from = self.all.partition_point(|boundary| *boundary < first);
+        // They are rising: as long as each is the candidate itself, the next instruction is the next candidate.
+        (first..)
+            .zip(self.all.get(from..)?)
+            .find(|(candidate, boundary)| *boundary > candidate)
+            .map(|(candidate, _)| candidate)
+    }
+
+    /// The same behind the next answer of a disk.
+    pub fn next_behind_answer(&self, icount: u64) -> Option<u64> {
+        let next = self.answers.partition_point(|answer| *answer < icount);
+        self.next_unambiguous(*self.answers.get(next)?)
+    }
+}
+
+/// The events of the log in the file at `path`.
+pub fn open(path: &Path) -> Result<Events<std::fs::File>> {
+    let mut file = std::fs::File::open(path).map_err(Error::io("open", path))?;
+    let mut header = [0; HEADER_BYTES as usize];
+    file.read_exact(&mut header).map_err(Error::io("read the header of", path))?;
+    Ok(Events::new(file, path))
+}
+
+/// Gives a log whose QEMU did not end in good order the header without which no QEMU reads it, and cuts what is not whole of
+/// its last event. True where it lacked it.
+pub fn mend(path: &Path) -> Result<bool> {
+    use std::os::unix::fs::FileExt;
+    let whole = summary(path)?;
+    let file =
+        std::fs::OpenOptions::new().read(true).write(true).open(path).map_err(Error::io("open", path))?;
+    let mut header = [0; 4];
+    file.read_exact_at(&mut header, 0).map_err(Error::io("read the header of", path))?;
+    let lacks = header != HEADER;
+    if lacks && header != [0; 4] {
+        return Err(Error::Damaged {
+            path: path.into(),
+            offset: 0,
+            problem: "this is no log of a QEMU known here".into(),
+        });
+    }
+    if lacks {
+        file.write_all_at(&HEADER, 0).map_err(Error::io("write the header of", path))?;
+    }
+    let len = file.metadata().map_err(Error::io("look at", path))?.len();
+    if len > whole.bytes && !whole.is_complete {
+        file.set_len(whole.bytes).map_err(Error::io("cut", path))?;
+    }
+    Ok(lacks)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The bytes of a log.
+    pub fn bytes(events: &[&[u8]]) -> Vec<u8> {
+        let mut all = HEADER.to_vec();
+        all.extend([0; 8]);
+        all.extend(events.concat());
+        all
+    }
+
+    fn instructions(count: u32) -> Vec<u8> {
+        [&[0], &count.to_be_bytes()[..]].concat()
+    }
+
+    fn read(bytes: &[u8]) -> Result<(Vec<Placed>, u64)> {
+        let mut events = Events::new(&bytes[HEADER_BYTES as usize..], Path::new("log"));
+        let mut all = Vec::new();
+        while let Some(event) = events.next_event()? {
+            all.push(event);
+        }
+        Ok((all, events.offset()))
+    }
+
+    #[test]
+    fn instructions_are_added_up_over_all_kinds() {
+        let packet = [&[9, 1, 0, 0, 0, 0, 0, 0, 0, 3][..], b"abc"].concat();
+        let log = bytes(&[&instructions(5), &[1], &packet, &instructions(7), &[30], &[39]]);
+        let (all, end) = read(&log).unwrap();
+        assert_eq!(all.iter().map(|p| p.icount).collect::<Vec<_>>(), [5, 5, 5, 12, 12, 12]);
+        assert_eq!(all[3].event, Event::Instructions(7));
+        assert_eq!((all[4].event, all[5].event), (Event::Checkpoint(0), Event::End));
+        assert_eq!(end, log.len() as u64);
+    }
+
+    #[test]
+    fn what_is_cut_is_not_given_and_where_it_goes_on_is_known() {
+        let log = bytes(&[&instructions(5), &instructions(9)]);
+        for cut in 1..=4 {
+            let (all, end) = read(&log[..log.len() - cut]).unwrap();
+            assert_eq!((all.len(), end), (1, HEADER_BYTES + 5));
+        }
+        let mut rest = Events::resumed(&log[17..], Path::new("log"), 17, 5);
+        assert_eq!(rest.next_event().unwrap().unwrap().icount, 14);
+    }
+
+    #[test]
+    fn between_two_events_a_state_is_one() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(
+            file.path(),
+            bytes(&[&instructions(5), &[1], &instructions(1), &[2], &instructions(7)]),
+        )
+        .unwrap();
+        let boundaries = Boundaries::read(file.path()).unwrap();
+        let next: Vec<_> = [0, 4, 5, 6, 11, 12, 13].iter().map(|n| boundaries.next_unambiguous(*n)).collect();
+        assert_eq!(next, [Some(1), Some(7), Some(7), Some(7), Some(12), None, None]);
+    }
+
+    #[test]
+    fn a_log_without_its_end_is_mended() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut log = bytes(&[&instructions(5), &[0, 1]]);
+        log[..4].fill(0);
+        std::fs::write(file.path(), &log).unwrap();
+        assert!(mend(file.path()).unwrap());
+        let mended = std::fs::read(file.path()).unwrap();
+        assert_eq!((&mended[..4], mended.len()), (&HEADER[..], 17));
+        assert!(!mend(file.path()).unwrap(), "there is nothing more to do");
+        std::fs::write(file.path(), b"something else").unwrap();
+        assert!(mend(file.path()).is_err());
+    }
+
+    proptest! {
+        /// Whatever is in the file is read or refused, in bounded memory.
+        #[test]
+        fn no_log_panics(log in prop::collection::vec(any::<u8>(), 0..200)) {
+            let mut events = Events::new(&log[..], Path::new("log"));
+            while let Ok(Some(_)) = events.next_event() {}
+            prop_assert!(events.offset() <= HEADER_BYTES + log.len() as u64);
+        }
+    }
+}

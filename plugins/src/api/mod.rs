@@ -1,0 +1,253 @@
+//! QEMU's interface for plugins of its translator (include/qemu/qemu-plugin.h), as far as tools need it, declared by hand.
+//!
+//! ```text
+//!   interface 1 (QEMU 7.2)    inline counters are plain memory          v1
+//!   interface 4 (QEMU 10.0)   inline counters live in scoreboards       v4
+//!   none                      without QEMU: nothing is ever called      none
+//! ```
+//!
+//! Handles ([`Block`], [`Instruction`]) are valid in the callback that got them, so they borrow from it. Constants that are part of
+//! the binary interface have the names that QEMU gives them.
+
+#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
+mod none;
+#[cfg(keyframe_interface = "1")]
+mod v1;
+#[cfg(keyframe_interface = "4")]
+mod v4;
+
+#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
+use none as interface;
+#[cfg(keyframe_interface = "1")]
+use v1 as interface;
+#[cfg(keyframe_interface = "4")]
+use v4 as interface;
+
+pub use interface::{BoardCounters, Counter, SlotCounters};
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::marker::PhantomData;
+
+/// Which plugin this is, to QEMU.
+pub type PluginId = u64;
+/// What QEMU says of an access: ask it by [`is_store`] and [`size_bytes`].
+pub type MemoryInfo = u32;
+/// Called when an instruction is about to run.
+pub type ExecutedCallback = extern "C" fn(vcpu: c_uint, data: *mut c_void);
+/// Called behind an access to memory.
+pub type MemoryCallback = extern "C" fn(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void);
+type TranslatedCallback = extern "C" fn(PluginId, *mut RawBlock);
+type AtExitCallback = extern "C" fn(PluginId, *mut c_void);
+type VcpuCallback = extern "C" fn(PluginId, c_uint);
+
+/// Longest instruction of x86.
+pub const INSTRUCTION_BYTES_MAX: usize = 15;
+
+/// What QEMU tells a plugin when it installs it.
+#[repr(C)]
+pub struct Info {
+    target: *const c_char,
+    version_min: c_int,
+    version: c_int,
+    /// Not user-mode emulation.
+    pub system: bool,
+    /// vCPUs at the start.
+    pub vcpus: c_int,
+    vcpus_max: c_int,
+}
+
+/// `struct qemu_plugin_tb`.
+#[repr(C)]
+pub struct RawBlock(());
+/// `struct qemu_plugin_insn`.
+#[repr(C)]
+pub struct RawInstruction(());
+#[repr(C)]
+struct RawPhysical(());
+
+const CB_NO_REGS: c_int = 0;
+const MEM_W: c_int = 2;
+const MEM_RW: c_int = 3;
+
+/// Which accesses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Accesses {
+    /// Writes.
+    Writes,
+    /// Reads and writes.
+    All,
+}
+
+#[cfg(any(keyframe_interface = "1", keyframe_interface = "4"))]
+unsafe extern "C" {
+    fn qemu_plugin_register_vcpu_tb_trans_cb(id: PluginId, callback: TranslatedCallback);
+    fn qemu_plugin_register_atexit_cb(id: PluginId, callback: AtExitCallback, data: *mut c_void);
+    fn qemu_plugin_register_vcpu_init_cb(id: PluginId, callback: VcpuCallback);
+    fn qemu_plugin_register_vcpu_tb_exec_cb(
+        block: *mut RawBlock,
+        callback: ExecutedCallback,
+        flags: c_int,
+        data: *mut c_void,
+    );
+    fn qemu_plugin_tb_n_insns(block: *const RawBlock) -> usize;
+    fn qemu_plugin_tb_get_insn(block: *const RawBlock, index: usize) -> *mut RawInstruction;
+    fn qemu_plugin_insn_vaddr(instruction: *const RawInstruction) -> u64;
+    fn qemu_plugin_insn_size(instruction: *const RawInstruction) -> usize;
+    fn qemu_plugin_register_vcpu_insn_exec_cb(
+        instruction: *mut RawInstruction,
+        callback: ExecutedCallback,
+        flags: c_int,
+        data: *mut c_void,
+    );
+    fn qemu_plugin_register_vcpu_mem_cb(
+        instruction: *mut RawInstruction,
+        callback: MemoryCallback,
+        flags: c_int,
+        accesses: c_int,
+        data: *mut c_void,
+    );
+    fn qemu_plugin_mem_is_store(info: MemoryInfo) -> bool;
+    fn qemu_plugin_mem_size_shift(info: MemoryInfo) -> c_uint;
+    fn qemu_plugin_get_hwaddr(info: MemoryInfo, vaddr: u64) -> *mut RawPhysical;
+    fn qemu_plugin_hwaddr_is_io(physical: *const RawPhysical) -> bool;
+    fn qemu_plugin_hwaddr_phys_addr(physical: *const RawPhysical) -> u64;
+}
+
+#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
+use none::{
+    qemu_plugin_get_hwaddr, qemu_plugin_hwaddr_is_io, qemu_plugin_hwaddr_phys_addr, qemu_plugin_insn_size,
+    qemu_plugin_insn_vaddr, qemu_plugin_mem_is_store, qemu_plugin_mem_size_shift,
+    qemu_plugin_register_atexit_cb, qemu_plugin_register_vcpu_init_cb,
+    qemu_plugin_register_vcpu_insn_exec_cb, qemu_plugin_register_vcpu_mem_cb,
+    qemu_plugin_register_vcpu_tb_exec_cb, qemu_plugin_register_vcpu_tb_trans_cb, qemu_plugin_tb_get_insn,
+    qemu_plugin_tb_n_insns,
+};
+
+/// Has `callback` called for each block that is translated.
+pub fn on_translation(id: PluginId, callback: TranslatedCallback) {
+    // SAFETY: `id` is that of this plugin, and the callback is a function of this library, which stays loaded.
+    unsafe { qemu_plugin_register_vcpu_tb_trans_cb(id, callback) }
+}
+
+/// Has `callback` called on the vCPU's thread before it runs.
+pub fn on_vcpu(id: PluginId, callback: VcpuCallback) {
+    // SAFETY: as for `on_translation`.
+    unsafe { qemu_plugin_register_vcpu_init_cb(id, callback) }
+}
+
+/// Has `callback` called when QEMU ends.
+pub fn at_exit(id: PluginId, callback: AtExitCallback) {
+    // SAFETY: as for `on_translation`; no data is handed over.
+    unsafe { qemu_plugin_register_atexit_cb(id, callback, std::ptr::null_mut()) }
+}
+
+/// A block that is being translated.
+pub struct Block<'a>(*mut RawBlock, PhantomData<&'a ()>);
+
+impl Block<'_> {
+    /// Of the pointer that a translation callback got.
+    ///
+    /// # Safety
+    /// `raw` is that pointer, and the callback has not returned.
+    pub unsafe fn new(raw: *mut RawBlock) -> Self {
+        Self(raw, PhantomData)
+    }
+
+    /// Has `callback` called with `data` whenever it is about to run.
+    pub fn on_executed(&self, callback: ExecutedCallback, data: *mut c_void) {
+        // SAFETY: the block is alive (`Block::new`); callback and data outlive translated code (`state`).
+        unsafe { qemu_plugin_register_vcpu_tb_exec_cb(self.0, callback, CB_NO_REGS, data) }
+    }
+
+    /// Its instructions.
+    pub fn instructions(&self) -> impl Iterator<Item = Instruction<'_>> {
+        // SAFETY: the block is alive (`Block::new`).
+        let count = unsafe { qemu_plugin_tb_n_insns(self.0) };
+        // SAFETY: alive, and the index is below the count.
+        (0..count).map(|index| Instruction(unsafe { qemu_plugin_tb_get_insn(self.0, index) }, PhantomData))
+    }
+}
+
+/// An instruction of a block that is being translated.
+pub struct Instruction<'a>(*mut RawInstruction, PhantomData<&'a ()>);
+
+impl Instruction<'_> {
+    /// Its virtual address.
+    pub fn pc(&self) -> u64 {
+        // SAFETY: the handle is valid while the block is.
+        unsafe { qemu_plugin_insn_vaddr(self.0) }
+    }
+
+    /// Its length.
+    pub fn len_bytes(&self) -> usize {
+        // SAFETY: as above.
+        unsafe { qemu_plugin_insn_size(self.0) }
+    }
+
+    /// Its bytes, and how many they are.
+    pub fn bytes(&self) -> ([u8; INSTRUCTION_BYTES_MAX], usize) {
+        let len = self.len_bytes().min(INSTRUCTION_BYTES_MAX);
+        let mut bytes = [0; INSTRUCTION_BYTES_MAX];
+        interface::copy_bytes(self, &mut bytes[..len]);
+        (bytes, len)
+    }
+
+    /// Has `callback` called with `data` whenever it is about to run.
+    pub fn on_executed(&self, callback: ExecutedCallback, data: *mut c_void) {
+        // SAFETY: the handle is valid; callback and data outlive translated code (`state`).
+        unsafe { qemu_plugin_register_vcpu_insn_exec_cb(self.0, callback, CB_NO_REGS, data) }
+    }
+
+    /// Has `callback` called with `data` behind its accesses to memory.
+    pub fn on_memory(&self, accesses: Accesses, callback: MemoryCallback, data: *mut c_void) {
+        let accesses = if accesses == Accesses::Writes { MEM_W } else { MEM_RW };
+        // SAFETY: as for `on_executed`.
+        unsafe { qemu_plugin_register_vcpu_mem_cb(self.0, callback, CB_NO_REGS, accesses, data) }
+    }
+
+    /// Has translated code add 1 to `counter` before it runs.
+    pub fn count(&self, counter: Counter) {
+        interface::count(self, counter);
+    }
+
+    fn raw(&self) -> *mut RawInstruction {
+        self.0
+    }
+}
+
+/// Whether an access was a write.
+pub fn is_store(info: MemoryInfo) -> bool {
+    // SAFETY: a function of the value alone.
+    unsafe { qemu_plugin_mem_is_store(info) }
+}
+
+/// How many bytes it had.
+pub fn size_bytes(info: MemoryInfo) -> u32 {
+    // SAFETY: a function of the value alone.
+    1_u32.checked_shl(unsafe { qemu_plugin_mem_size_shift(info) }).unwrap_or(0)
+}
+
+/// Where an access went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Into memory. Under interface 1 this is QEMU's own number of the byte of RAM, not yet the guest's (`physical`).
+    Memory(u64),
+    /// To a device.
+    Device(u64),
+    /// QEMU does not tell.
+    Unknown,
+}
+
+/// Where the access that the running callback is about went.
+#[inline]
+pub fn place(info: MemoryInfo, vaddr: u64) -> Place {
+    // SAFETY: called from a memory callback with that one's arguments, as the interface asks.
+    let physical = unsafe { qemu_plugin_get_hwaddr(info, vaddr) };
+    if physical.is_null() {
+        return Place::Unknown;
+    }
+    // SAFETY: the handle is not null and valid until the callback returns.
+    let (device, address) =
+        unsafe { (qemu_plugin_hwaddr_is_io(physical), qemu_plugin_hwaddr_phys_addr(physical)) };
+    if device { Place::Device(address) } else { Place::Memory(address) }
+}

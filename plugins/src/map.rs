@@ -1,0 +1,126 @@
+//! Mapped memory that another process has, too: the board, and the guest's RAM. The only system calls of the plugin.
+//!
+//! Declared by hand (`mmap`, `munmap`, `syscall`): std links the C library in any case, and a dependency would need cargo to build the
+//! plugin. All reads and writes of shared memory are atomic, so that what the other side does meanwhile is never undefined.
+
+use std::ffi::{c_int, c_long, c_void};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
+use std::time::Duration;
+
+const PROT_READ: c_int = 1;
+const PROT_WRITE: c_int = 2;
+const MAP_SHARED: c_int = 1;
+const MAP_FIXED: c_int = 0x10;
+const SYS_FUTEX: c_long = 202;
+const FUTEX_WAIT: c_int = 0;
+const FUTEX_WAKE: c_int = 1;
+
+#[repr(C)]
+struct Timespec {
+    seconds: i64,
+    nanoseconds: i64,
+}
+
+unsafe extern "C" {
+    fn mmap(
+        at: *mut c_void,
+        len: usize,
+        protection: c_int,
+        flags: c_int,
+        fd: c_int,
+        offset: i64,
+    ) -> *mut c_void;
+    fn munmap(at: *mut c_void, len: usize) -> c_int;
+    fn syscall(number: c_long, ...) -> c_long;
+}
+
+/// A mapping of a file, whole words of it.
+pub struct Map {
+    base: *mut c_void,
+    len_bytes: usize,
+    fd: std::os::fd::OwnedFd,
+}
+
+// SAFETY: the mapping is memory of the process, not of a thread, and lasts until drop.
+unsafe impl Send for Map {}
+// SAFETY: it is only read and written by atomic operations.
+unsafe impl Sync for Map {}
+
+impl Map {
+    /// Maps the first `len_bytes` of `file`, shared. The file must be at least that long, and stay so.
+    pub fn shared(file: &File, len_bytes: usize, writable: bool) -> std::io::Result<Self> {
+        let protection = if writable { PROT_READ | PROT_WRITE } else { PROT_READ };
+        let fd = file.try_clone()?.into();
+        // SAFETY: the kernel chooses the place, so no memory of ours is replaced; the descriptor is open.
+        let base =
+            unsafe { mmap(std::ptr::null_mut(), len_bytes, protection, MAP_SHARED, file.as_raw_fd(), 0) };
+        if base.addr() == usize::MAX {
+            return Err(std::io::Error::last_os_error());
+        }
+        Ok(Self { base, len_bytes, fd })
+    }
+
+    /// As words of 8 bytes.
+    pub fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the mapping has `len_bytes`, begins at a page, and lives as long as `self`; AtomicU64 may be shared with whoever
+        // writes it atomically.
+        unsafe { std::slice::from_raw_parts(self.base.cast(), self.len_bytes / 8) }
+    }
+
+    /// As bytes.
+    pub fn bytes(&self) -> &[AtomicU8] {
+        // SAFETY: as for `words`, in bytes.
+        unsafe { std::slice::from_raw_parts(self.base.cast(), self.len_bytes) }
+    }
+
+    /// The lower half of a word.
+    pub fn half(&self, word: usize) -> &AtomicU32 {
+        let whole = &self.words()[word];
+        // SAFETY: it is the first half of a word that lives as long as `self`, and aligned to more than it needs; the board
+        // uses such a word by this half alone.
+        unsafe { &*std::ptr::from_ref(whole).cast::<AtomicU32>() }
+    }
+
+    /// Sleeps while the lower half of a word is 1, for `limit` at most.
+    pub fn sleep(&self, word: usize, limit: Duration) {
+        let limit =
+            Timespec { seconds: limit.as_secs() as i64, nanoseconds: i64::from(limit.subsec_nanos()) };
+        let flag = std::ptr::from_ref(self.half(word));
+        // SAFETY: futex(2) reads the aligned 4 bytes at `flag` and the time limit; both live until it returns. Any result is
+        // fine: the caller looks again.
+        unsafe { syscall(SYS_FUTEX, flag, FUTEX_WAIT, 1_u32, &raw const limit) };
+    }
+
+    /// Wakes one sleeper of `flag`.
+    pub fn wake(flag: &AtomicU32) {
+        // SAFETY: FUTEX_WAKE uses `flag` only as a name.
+        unsafe { syscall(SYS_FUTEX, std::ptr::from_ref(flag), FUTEX_WAKE, 1_u32) };
+    }
+
+    /// Puts the page of the file at `offset_bytes` in the place of the page of memory at `at`: from then on both are one.
+    ///
+    /// # Safety
+    /// `at` is the start of a page of memory that the caller may write and that nobody unmaps, moves or relies on to be private.
+    #[cfg_attr(not(keyframe_interface = "4"), expect(dead_code, reason = "of one interface"))]
+    pub unsafe fn put_page(&self, offset_bytes: usize, at: *mut u8) -> std::io::Result<()> {
+        assert!(
+            at.addr().is_multiple_of(4096) && offset_bytes + 4096 <= self.len_bytes,
+            "a page of the file"
+        );
+        let fd = self.fd.as_raw_fd();
+        // SAFETY: exactly the page that the caller vouches for is replaced by a page of the open file.
+        let placed = unsafe {
+            mmap(at.cast(), 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, offset_bytes as i64)
+        };
+        if placed.addr() == usize::MAX { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: it is ours, and no reference into it outlives `self`.
+        unsafe { munmap(self.base, self.len_bytes) };
+    }
+}

@@ -1,0 +1,55 @@
+//! What tools with records have in common: the ring's writing end, and the number of the instruction that runs.
+//!
+//! Counter 0 of the board counts instructions; translated code adds to it before each of them runs.
+
+use crate::api::{BoardCounters, Counter, Instruction};
+use crate::board::{Board, Record, Writer};
+use crate::tools::fail;
+
+/// A stream of records.
+pub struct Stream {
+    counters: BoardCounters,
+    instructions: Option<Counter>,
+    writer: Writer,
+}
+
+impl Stream {
+    /// Over the board's ring.
+    pub fn new(board: &'static Board) -> Result<Self, String> {
+        if board.records() == 0 {
+            return Err("the board has no ring".into());
+        }
+        let counters = BoardCounters::new(board);
+        Ok(Self { counters, instructions: None, writer: Writer::new(board) })
+    }
+
+    /// The vCPU is there: from now on instructions can be counted.
+    pub fn vcpu_is_there(&mut self) {
+        if let Err(error) = self.counters.vcpu_is_there(self.writer.board()) {
+            fail(&format!("sharing the counters: {error}"));
+        }
+        self.instructions = Some(self.counters.counter(0));
+    }
+
+    /// Has an instruction counted.
+    pub fn count(&self, instruction: &Instruction<'_>) {
+        if let Some(counter) = self.instructions {
+            instruction.count(counter);
+        }
+    }
+
+    /// Instructions begun, the running one among them.
+    #[inline]
+    pub fn begun(&self) -> u64 {
+        self.instructions.map_or(0, Counter::get)
+    }
+
+    /// Appends a record; ends QEMU where nobody reads.
+    #[inline]
+    pub fn push(&mut self, record: Record) {
+        if self.writer.push(record).is_err() {
+            self.writer.board().refuse();
+            fail("the ring is full and nobody reads it");
+        }
+    }
+}

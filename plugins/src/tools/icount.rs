@@ -1,0 +1,35 @@
+//! `icount`: instructions in each half of the address space. Translated code counts by itself; nothing is called.
+//!
+//! Counter 0: addresses in the lower half (user programs, firmware); 1: in the upper half (the kernel of x86-64).
+
+use super::{Setup, Tool};
+use crate::api::{Block, BoardCounters};
+use crate::board::Board;
+use std::ffi::c_void;
+
+/// The tool.
+pub struct Icount {
+    board: &'static Board,
+    counters: BoardCounters,
+}
+
+impl Icount {
+    /// Takes no arguments.
+    pub fn new(setup: &mut Setup) -> Self {
+        Self { board: setup.board, counters: BoardCounters::new(setup.board) }
+    }
+}
+
+impl Tool for Icount {
+    fn vcpu_is_there(&mut self) {
+        if let Err(error) = self.counters.vcpu_is_there(self.board) {
+            super::fail(&format!("sharing the counters: {error}"));
+        }
+    }
+
+    fn translate(&mut self, block: &Block<'_>, _data: *mut c_void) {
+        for instruction in block.instructions() {
+            instruction.count(self.counters.counter(usize::from(instruction.pc() >> 63 == 1)));
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! `memtrace`: every access to memory, as one record of the ring.
+//!
+//! ```text
+//!   access       virtual address │ physical address, bit 63: device │ instructions begun (low 32 bits) << 32 | site
+//!   definition   pc              │ size in bytes | write << 32      │ site << 32                               | 0xffffffff
+//! ```
+//!
+//! A *site* is an instruction with one kind of access (size, read or write). What is constant of it is looked up when it is
+//! translated and when it first runs; the reader gets it once, before the first access that names it. So an access costs one compare, one
+//! translation of its address and three stores.
+
+use super::{Setup, Tool, fail};
+use crate::api::{self, Accesses, Block, MemoryInfo};
+use crate::physical::Physical;
+use crate::slots::Slots;
+use crate::state::State;
+use crate::stream::Stream;
+use std::ffi::{c_uint, c_void};
+
+/// In place of a site: the record defines one.
+pub const DEFINITION: u32 = u32::MAX;
+
+/// The tool.
+pub struct Memtrace {
+    stream: Stream,
+    physical: Physical,
+    sites: Slots<(u64, u32)>,
+    known: std::collections::HashMap<u64, &'static State<Access>>,
+}
+
+/// An instruction that accesses memory: what a callback gets.
+struct Access {
+    pc: u64,
+    tool: *mut c_void,
+    /// The kinds of access seen last, and their sites. Most instructions have one, some read and write.
+    kinds: [(MemoryInfo, u32); 2],
+}
+
+/// No access has this.
+const NO_KIND: (MemoryInfo, u32) = (MemoryInfo::MAX, 0);
+
+impl Memtrace {
+    /// Takes `ram`.
+    pub fn new(setup: &mut Setup) -> Result<Self, String> {
+        let physical = setup.physical(false)?;
+        Ok(Self {
+            stream: Stream::new(setup.board)?,
+            physical,
+            sites: Slots::new(),
+            known: std::collections::HashMap::new(),
+        })
+    }
+
+    /// The site of a kind of access that was not seen last; tells the reader of it if it is new.
+    #[cold]
+    fn site(&mut self, access: &mut Access, info: MemoryInfo) -> u32 {
+        let (size, write) = (api::size_bytes(info), api::is_store(info));
+        let kind = size << 1 | u32::from(write);
+        let Ok((site, new)) = self.sites.of((access.pc, kind)) else {
+            fail("the guest has executed too much different code for a trace");
+        };
+        if new {
+            let what = u64::from(size) | u64::from(write) << 32;
+            self.stream.push([access.pc, what, u64::from(site) << 32 | u64::from(DEFINITION)]);
+        }
+        access.kinds[1] = access.kinds[0];
+        access.kinds[0] = (info, site);
+        site
+    }
+}
+
+extern "C" fn on_access(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+    // SAFETY: registered with an access's data; on the vCPU's thread.
+    let access = unsafe { State::<Access>::of(data) };
+    // SAFETY: the tool's own data, of another state than the access.
+    let tool = unsafe { State::<Memtrace>::of(access.tool) };
+    let site = match access.kinds {
+        [(known, site), _] | [_, (known, site)] if known == info => site,
+        _ => tool.site(access, info),
+    };
+    let physical = tool.physical.of_access(info, vaddr);
+    let record = [vaddr, physical, tool.stream.begun() << 32 | u64::from(site)];
+    tool.stream.push(record);
+}
+
+impl Tool for Memtrace {
+    fn vcpu_is_there(&mut self) {
+        self.stream.vcpu_is_there();
+    }
+
+    fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
+        for instruction in block.instructions() {
+            self.stream.count(&instruction);
+            let pc = instruction.pc();
+            let access = self
+                .known
+                .entry(pc)
+                .or_insert_with(|| State::leak(Access { pc, tool: data, kinds: [NO_KIND; 2] }));
+            instruction.on_memory(Accesses::All, on_access, access.data());
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! The tools, one file each, and how QEMU gets one of them.
+
+mod baseline;
+mod cache;
+mod counts;
+mod icount;
+mod memtrace;
+mod pages;
+mod syscalls;
+mod watch;
+
+pub use memtrace::DEFINITION as TRACE_DEFINITION;
+
+use crate::api::{self, Block, Info, PluginId, RawBlock};
+use crate::arguments::Arguments;
+use crate::board::Board;
+use crate::cut::{Reduced, Reducer};
+use crate::physical::Physical;
+use crate::state::State;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+/// What QEMU calls. `data` is the tool's own, to be registered with its callbacks.
+pub trait Tool: 'static {
+    /// The vCPU is there; nothing has been translated.
+    fn vcpu_is_there(&mut self) {}
+
+    /// A block is translated: says what its instructions call or count.
+    fn translate(&mut self, block: &Block<'_>, data: *mut c_void);
+
+    /// QEMU ends; the vCPU has stopped.
+    fn exit(&mut self) {}
+}
+
+/// What a tool is made of.
+pub struct Setup {
+    /// QEMU's; each tool asks for its own.
+    pub arguments: Arguments,
+    /// The board.
+    pub board: &'static Board,
+}
+
+impl Setup {
+    /// Where RAM is; with its file where the tool needs what stands there.
+    pub fn physical(&mut self, with_file: bool) -> Result<Physical, String> {
+        let ranges = self.arguments.text("ram")?;
+        let file = if with_file { Some(self.arguments.text("ramfile")?) } else { None };
+        Physical::new(&ranges, file.as_deref())
+    }
+
+    /// `table` with the place of its parts.
+    pub fn reduced<R: Reducer>(&mut self, table: R) -> Result<Reduced<R>, String> {
+        let dir = PathBuf::from(self.arguments.text("parts")?);
+        let many = match self.arguments.text("cuts")?.as_str() {
+            "one" => false,
+            "many" => true,
+            other => return Err(format!("argument cuts={other} is neither one nor many")),
+        };
+        Ok(Reduced::new(table, self.board, dir, many))
+    }
+}
+
+/// A tool that QEMU calls. Untyped, as QEMU's callbacks for translation and exit bring no data.
+struct Installed {
+    data: *mut c_void,
+    vcpu_is_there: unsafe fn(*mut c_void),
+    translate: unsafe fn(*mut c_void, &Block<'_>),
+    exit: unsafe fn(*mut c_void),
+}
+
+// SAFETY: the data is used by callbacks alone, one at a time (`State::of`).
+unsafe impl Send for Installed {}
+// SAFETY: as above.
+unsafe impl Sync for Installed {}
+
+static INSTALLED: OnceLock<Vec<Installed>> = OnceLock::new();
+
+/// Ends QEMU with a message: there is nobody to return an error to.
+pub fn fail(problem: &str) -> ! {
+    eprintln!("keyframe plugin: {problem}");
+    std::process::abort();
+}
+
+fn prepare<T: Tool>(tool: T) -> Installed {
+    let data = State::leak(tool).data();
+    Installed {
+        data,
+        // SAFETY: `data` is this type's, and QEMU calls one at a time.
+        vcpu_is_there: |data| unsafe { State::<T>::of(data) }.vcpu_is_there(),
+        // SAFETY: as above.
+        translate: |data, block| unsafe { State::<T>::of(data) }.translate(block, data),
+        // SAFETY: as above.
+        exit: |data| unsafe { State::<T>::of(data) }.exit(),
+    }
+}
+
+fn make(mut arguments: Arguments) -> Result<(), String> {
+    let names = arguments.text("tool")?;
+    let path = arguments.text("board")?;
+    let file = File::options().read(true).write(true).open(&path);
+    let board = file.and_then(|file| Board::open(&file)).map_err(|error| format!("board {path}: {error}"))?;
+    let board = board.map_err(|_| format!("board {path}: it is none"))?;
+    let mut setup = Setup { arguments, board: Box::leak(Box::new(board)) };
+    let tools: Result<Vec<_>, String> = names.split('+').map(|name| by_name(name, &mut setup)).collect();
+    setup.arguments.done()?;
+    assert!(INSTALLED.set(tools?).is_ok(), "installed once");
+    Ok(())
+}
+
+fn by_name(name: &str, setup: &mut Setup) -> Result<Installed, String> {
+    Ok(match name {
+        "icount" => prepare(icount::Icount::new(setup)),
+        "memtrace" => prepare(memtrace::Memtrace::new(setup)?),
+        "counts" => prepare(counts::Counts::new(setup)?),
+        "pages" => prepare(pages::Pages::of(setup)?),
+        "watch" => prepare(watch::Watch::new(setup)?),
+        "syscalls" => prepare(syscalls::Syscalls::new(setup)?),
+        "cache" => prepare(cache::Cache::of(setup)?),
+        "callback" => prepare(baseline::Callback),
+        "text" => prepare(baseline::Text::new(setup)?),
+        other => return Err(format!("tool {other} is unknown")),
+    })
+}
+
+extern "C" fn on_vcpu(_id: PluginId, vcpu: c_uint) {
+    if vcpu != 0 {
+        fail("a second vCPU came; replays have one");
+    }
+    for tool in INSTALLED.get().into_iter().flatten() {
+        // SAFETY: its own data, from a callback.
+        unsafe { (tool.vcpu_is_there)(tool.data) };
+    }
+}
+
+extern "C" fn on_translated(_id: PluginId, raw: *mut RawBlock) {
+    for tool in INSTALLED.get().into_iter().flatten() {
+        // SAFETY: the block that QEMU hands to this callback.
+        let block = unsafe { Block::new(raw) };
+        // SAFETY: its own data, from a callback.
+        unsafe { (tool.translate)(tool.data, &block) };
+    }
+}
+
+extern "C" fn on_exit(_id: PluginId, _data: *mut c_void) {
+    for tool in INSTALLED.get().into_iter().flatten() {
+        // SAFETY: its own data; the vCPU has stopped.
+        unsafe { (tool.exit)(tool.data) };
+    }
+}
+
+/// What QEMU calls when it has loaded the plugin. Not 0: QEMU does not start.
+///
+/// # Safety
+/// QEMU calls it, with a valid `info` and `count` strings.
+#[cfg_attr(any(keyframe_interface = "1", keyframe_interface = "4"), unsafe(no_mangle))]
+pub unsafe extern "C" fn qemu_plugin_install(
+    id: PluginId,
+    info: *const Info,
+    count: c_int,
+    values: *const *const c_char,
+) -> c_int {
+    // SAFETY: QEMU's promise.
+    let info = unsafe { &*info };
+    if !info.system || info.vcpus != 1 {
+        eprintln!("keyframe plugin: a VM with one vCPU is needed, as replays have it");
+        return 1;
+    }
+    // SAFETY: QEMU's promise.
+    let made = unsafe { Arguments::new(count, values) }.and_then(make);
+    if let Err(problem) = made {
+        eprintln!("keyframe plugin: {problem}");
+        return 1;
+    }
+    api::on_vcpu(id, on_vcpu);
+    api::on_translation(id, on_translated);
+    api::at_exit(id, on_exit);
+    0
+}
