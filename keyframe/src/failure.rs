@@ -103,6 +103,17 @@ impl Failure {
         Self { fix, ..Self::new(chain(error)) }
     }
 
+    /// An error of an analysis; it says what to do itself.
+    pub fn analysis(error: &keyframe_analysis::Error) -> Self {
+        Self::new(chain(error))
+    }
+
+    /// An error of a recording.
+    pub fn recording(error: &keyframe_replay::Error) -> Self {
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
+    }
+
     /// An error of QEMU or of the command line meant for it.
     pub fn qemu(error: &keyframe_qemu::Error) -> Self {
         let fix = error.fix();

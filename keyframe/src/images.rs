@@ -20,14 +20,25 @@ pub struct StoredPages<'a> {
 }
 
 /// What ends the reading of pages: the store, or whoever takes them.
-enum Stop {
+pub enum Stop {
+    /// The store.
     Store(keyframe_store::Error),
+    /// Who takes them.
     Taker(io::Error),
 }
 
 impl From<keyframe_store::Error> for Stop {
     fn from(error: keyframe_store::Error) -> Self {
         Self::Store(error)
+    }
+}
+
+impl From<Stop> for io::Error {
+    fn from(stop: Stop) -> Self {
+        match stop {
+            Stop::Store(error) => Self::other(chain(&error)),
+            Stop::Taker(error) => error,
+        }
     }
 }
 
@@ -51,7 +62,7 @@ impl RamSource for StoredPages<'_> {
     ) -> io::Result<()> {
         let first = self.first.0;
         let in_group = PageRange::new(PageIndex(first + range.first.0), range.len_pages);
-        let read = self.loaded.read_pages(in_group, &mut |page, content| {
+        let read = self.loaded.read_pages_by_all_cores(in_group, &mut |page, content| {
             sink(PageIndex(page.0 - first), content).map_err(Stop::Taker)
         });
         match read {

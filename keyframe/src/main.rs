@@ -13,6 +13,7 @@ mod lineage;
 mod mount;
 mod output;
 mod profile;
+mod replaying;
 mod report;
 mod rundir;
 mod session;
@@ -67,6 +68,11 @@ enum Command {
     Take(commands::take::Take),
     Switch(commands::switch::Switch),
     Profile(commands::profile::ProfileCommand),
+    Record(commands::record::Record),
+    Segment(commands::segment::Segment),
+    Log(commands::log::Log),
+    Analyze(commands::analyze::Analyze),
+    Verify(commands::verify::Verify),
     Bench(commands::bench::Bench),
     #[command(name = "__watchdog", hide = true)]
     Watchdog(commands::watchdog::Watchdog),
@@ -106,6 +112,11 @@ impl Command {
             Self::Take(c) => c.run(),
             Self::Switch(c) => c.run(),
             Self::Profile(c) => c.run(),
+            Self::Record(c) => c.run(),
+            Self::Segment(c) => c.run(),
+            Self::Log(c) => c.run(),
+            Self::Analyze(c) => c.run(),
+            Self::Verify(c) => c.run(),
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),
             Self::SwitchProcess(c) => c.run(),

@@ -222,6 +222,7 @@ impl Branch {
             qemu: self.qemu.clone(),
             // They run when all are there.
             paused: true,
+            replays: None,
             accelerator: self.accel.map(Into::into),
             disks: place.disks.server(),
             lineage: Some(lineage.clone()),
@@ -294,7 +295,7 @@ impl Branch {
             output::json(&clones.iter().map(shown).collect::<Vec<_>>())?;
         }
         if !self.quiet {
-            let after_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            let after_ns = output::elapsed_ns(began);
             let (count, after) = (clones.len(), output::duration(after_ns));
             eprintln!("keyframe: {count} clones of checkpoint {id} are {state} after {after}");
             for clone in clones {

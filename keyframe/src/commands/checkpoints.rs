@@ -42,6 +42,10 @@ pub struct Checkpoints {
     /// Memory for the pages that changes are stored against, in MiB: a page written again and again costs its changed words only
     #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     encode_memory: u64,
+    /// Memory for the index of deduplication, in MiB: with 256 what is in 200 GiB of distinct pages is known. What is beyond its table lies
+    /// in files; what is beyond all is forgotten, oldest first, and stored again when it comes again
+    #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    index_memory: u64,
     /// When checkpoints survive power loss: `checkpoint`, each before it is listed; a time (10s), all with a sync so often; `never`,
     /// when the kernel writes them. They survive the death of Keyframe in any case
     #[arg(long, value_name = "WHEN", default_value = "checkpoint", value_parser = parse_durability)]
@@ -65,6 +69,10 @@ pub struct Checkpoints {
     /// it goes. Tagged and pinned ones stay (keyframe tag, keyframe pin), and all that was in the store before
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     keep_within: Option<Duration>,
+    /// Whether the run recompresses packs that it does not write to any more, at the lowest priority; never with
+    /// --keep-within or in object storage
+    #[arg(long, value_enum, default_value = "never", value_name = "WHEN")]
+    recompress: session::Recompress,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
     #[arg(long, hide = true, value_name = "FAULT")]
     fault: Option<session::Fault>,
@@ -86,6 +94,7 @@ impl Checkpoints {
             staging_mib: self.staging,
             encode_threads: self.encode_threads.map(|n| n as usize),
             encode_memory_mib: self.encode_memory,
+            index_memory_mib: self.index_memory,
             durability: self.durability,
             pause_limit: self.pause_limit,
             verbose: self.verbose,
@@ -95,6 +104,8 @@ impl Checkpoints {
             leave_out: LeaveOut::default(),
             lans: LanChoice::None,
             keep_within: self.keep_within,
+            recorded: None,
+            recompress: self.recompress,
             fault: self.fault,
         }
     }

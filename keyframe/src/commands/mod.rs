@@ -1,5 +1,6 @@
 //! One file per command. Each has its arguments, its help, and a `run` that returns the exit code.
 
+pub mod analyze;
 pub mod attach;
 pub mod bench;
 pub mod branch;
@@ -15,13 +16,17 @@ pub mod forget;
 pub mod import;
 pub mod init;
 pub mod list;
+pub mod log;
 pub mod mount;
 pub mod pin;
 pub mod profile;
 pub mod prune;
+pub mod record;
+pub mod recorded;
 pub mod restore;
 pub mod rollback;
 pub mod run;
+pub mod segment;
 pub mod show;
 pub mod stats;
 pub mod status;
@@ -30,6 +35,7 @@ pub mod switch;
 pub mod tag;
 pub mod take;
 pub mod unlock;
+pub mod verify;
 pub mod watchdog;
 
 use crate::failure::{DONE, Failure, WARNED, chain};

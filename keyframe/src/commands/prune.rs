@@ -9,6 +9,7 @@ use std::time::Duration;
 
 /// Free the space of what no checkpoint needs any more
 #[derive(clap::Args, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 #[command(
     after_help = "Packs of which nothing is needed are removed. Of the others, the emptiest are copied without what is not
 needed, until at most --max-unused of the packs is. It may be killed at any instant: what it had
@@ -17,11 +18,16 @@ not finished, the next one does.
 Checkpoints can be restored, mounted and checked meanwhile, and a run may go on: it answers with its
 next checkpoint. Where none comes within --wait, what depends on it is left to the next prune.
 
+With --recompress the other packs are written anew, too: their pages compressed with zstd and a dictionary
+made of them, which a run has no time for. It takes a core for some seconds for each GiB of pages, and is done once
+for each pack; a page of such a pack takes a few microseconds more to read.
+
 Exit code 0: done. 3: some of it was left, as is said.
 
 Examples:
   keyframe forget --store S --keep-last 100
   keyframe prune --store S
+  keyframe prune --store S --recompress
   keyframe prune --store S --max-unused 20% --dry-run --json"
 )]
 pub struct Prune {
@@ -33,6 +39,9 @@ pub struct Prune {
     /// Wait so long for the next checkpoint of a run that goes on
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
     wait: Duration,
+    /// Also write every pack anew, with its pages as small as they get: once, for packs that were not yet
+    #[arg(long)]
+    recompress: bool,
     /// Only say what would be freed
     #[arg(long, short = 'n')]
     dry_run: bool,
@@ -67,7 +76,8 @@ impl Prune {
             bar.set_position(p.done_bytes);
         };
         let Self { max_unused, dry_run, wait, .. } = *self;
-        let options = PruneOptions { max_unused, dry_run, wait };
+        let recompress_bytes = if self.recompress { u64::MAX } else { 0 };
+        let options = PruneOptions { max_unused, dry_run, wait, recompress_bytes };
         let report = store.prune(&options, &mut progress).map_err(|e| self.failure(&e))?;
         bar.finish_and_clear();
         for damaged in &report.damaged {
@@ -117,6 +127,7 @@ fn print(report: &PruneReport) -> Result<(), Failure> {
             report.rewritten_packs,
             b(report.copied_bytes)
         ),
+        format!("dense    {} packs {would}recompressed", report.recompressed_packs),
         format!("unused   {} in packs that stay", b(report.unused_bytes)),
         format!(
             "{freed}    {} ({} before, {} after)",

@@ -5,6 +5,7 @@ mod group;
 use super::StoreArg;
 use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
+use crate::images::Stop;
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::restore::lazy::Residency;
@@ -99,18 +100,6 @@ struct StoredRam {
     bar: ProgressBar,
     /// Why the store could not be read, where it was that; the first time.
     failed: Mutex<Option<keyframe_store::Error>>,
-}
-
-/// What ends the reading of pages: the store, or whoever takes them.
-enum Stop {
-    Store(keyframe_store::Error),
-    Taker(io::Error),
-}
-
-impl From<keyframe_store::Error> for Stop {
-    fn from(error: keyframe_store::Error) -> Self {
-        Self::Store(error)
-    }
 }
 
 impl StoredRam {
@@ -225,7 +214,7 @@ impl Restore {
         let beside = Beside { disks: disks.server(""), lineage };
         let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, beside)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
-        let before_ns = nanoseconds(began);
+        let before_ns = output::elapsed_ns(began);
         let started = if self.lazy {
             restore::start_lazy(plan, Arc::clone(ram) as _, device_state)
         } else {
@@ -297,7 +286,8 @@ impl Restore {
         let Beside { disks, lineage } = beside;
         let lineage = Some(lineage.clone());
         let qemu = self.qemu.clone();
-        let options = RestoreOptions { qemu, paused, accelerator, disks, lineage, monitor: None };
+        let options =
+            RestoreOptions { qemu, paused, accelerator, disks, lineage, ..RestoreOptions::default() };
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         for note in plan.notes() {
             eprintln!("keyframe: note: {note}");
@@ -366,10 +356,6 @@ fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {
         return failure;
     }
     failure.fix("where it is KVM that this host lacks (keyframe doctor), restore it without: --accel tcg")
-}
-
-fn nanoseconds(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// A VM that runs, and what is left to say about it.

@@ -6,6 +6,9 @@
 mod ending;
 mod outcome;
 mod rollback;
+mod segmenting;
+
+pub use segmenting::Cuts;
 
 use super::Options;
 use super::audit::Audit;
@@ -13,6 +16,7 @@ use super::copying::Copying;
 use super::encoding::Encoding;
 use super::launch::Parts;
 use super::machines::{Machines, Member};
+use super::recompressor::Recompressor;
 use super::recorder::Recorder;
 use super::sink::{Label, MachinesMeta, StoreSink};
 use super::storage::Storage;
@@ -68,6 +72,7 @@ pub struct Engine<'a> {
     writer: Writer,
     /// Present where the run forgets as it goes.
     recorder: Option<Recorder>,
+    recompressor: Option<Recompressor>,
     meta: MachinesMeta,
     options: Options,
     watch: Watch,
@@ -129,9 +134,11 @@ impl<'a> Engine<'a> {
             options.fault.clone(),
         )?;
         let recorder = Recorder::start(store, &parts.name, &options)?;
+        let recompressor = Recompressor::start(store, &options)?;
         Ok(Self {
             store,
             recorder,
+            recompressor,
             name: parts.name,
             run_dir: parts.run_dir,
             machines: parts.machines,
@@ -167,9 +174,27 @@ impl<'a> Engine<'a> {
     /// Runs the VM to its end, or until the run is ended.
     pub fn run(mut self) -> Outcome {
         self.say(&self.greeting());
+        if self.options.recorded.is_some() {
+            // A replay begins with a checkpoint.
+            self.capture("begin", None, None).map_err(Failure::new)?;
+        }
         self.machines.start()?;
         let end = self.until_end();
+        if matches!(end, Ok(End::Asked(OnExit::Kill))) && self.options.recorded.is_some() {
+            self.take_last();
+        }
         self.finish(end)
+    }
+
+    /// The last interval of a recording is to end at a checkpoint, as the others do.
+    fn take_last(&mut self) {
+        let stands = self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
+        match stands {
+            // What went wrong has been said.
+            Ok(()) if !self.given_up => drop(self.capture("end", None, None)),
+            Ok(()) => {}
+            Err(error) => eprintln!("keyframe: no checkpoint at the recording's end: {}", chain(&*error)),
+        }
     }
 
     fn until_end(&mut self) -> Result<End, Failure> {
@@ -318,7 +343,8 @@ impl<'a> Engine<'a> {
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|failure| failure.to_string())?;
-        let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from };
+        let position = self.machines.mark();
+        let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from, position };
         let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
         let result =
             copying.cycle.capture(&mut self.machines, &mut self.watch, strategy, encoding.queue(), label);
@@ -344,7 +370,9 @@ impl<'a> Engine<'a> {
     }
 
     fn greeting(&self) -> String {
+        let replays = self.options.recorded.as_ref().is_some_and(|recorded| recorded.machine.is_some());
         let every = match self.options.interval {
+            _ if replays => "replaying its recording: checkpoints".into(),
             Some(interval) => format!("a checkpoint every {}", humantime::format_duration(interval)),
             None => "checkpoints by `keyframe take`".into(),
         };

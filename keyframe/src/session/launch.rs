@@ -92,6 +92,9 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     } else {
         None
     };
+    if let Some(recorded) = &options.recorded {
+        recorded.prepare(&mut starting, options.quiet)?;
+    }
     let disks = served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
     let mut beside = Beside { lans, disks };
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
@@ -176,7 +179,8 @@ fn serve_disks(
     disks::serve(store, name, None, wanted, &socket).map(Some)
 }
 
-fn end(found: Vec<Found>, beside: Beside) {
+/// Ends VMs, and what stands beside them.
+pub fn end(found: Vec<Found>, beside: Beside) {
     for mut one in found {
         let _ = one.vm.kill();
     }
@@ -214,6 +218,7 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
     let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
         base_bytes: (options.encode_memory_mib as usize) << 20,
+        index_bytes: (options.index_memory_mib as usize) << 20,
         durability: options.durability,
         ..Tuning::default()
     };
@@ -272,6 +277,7 @@ pub fn prepare(
             let member = |((found, watchdog), watches): ((Found, Watchdog), &bool)| {
                 let mut machine = QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
                 machine.monitor = found.monitor;
+                machine.is_recorded = options.recorded.is_some();
                 Member::new(found.name, machine, found.runs)
             };
             let machines = Machines::new(guarded.map(member).collect(), is_group, beside);
@@ -310,7 +316,11 @@ fn looked_into(
     let mut members = Vec::with_capacity(found.len());
     for one in found.iter_mut() {
         let ram_blocks = one.vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
-        let machine = machine_meta(&mut one.vm, &one.identity, &one.directory)?;
+        let replayed = options.recorded.as_ref().and_then(|recorded| recorded.machine.clone());
+        let machine = match replayed {
+            Some(machine) => machine,
+            None => machine_meta(&mut one.vm, &one.identity, &one.directory)?,
+        };
         let pid = one.vm.pid();
         members.push(MemberMeta { name: one.name.clone(), pid, ram_blocks, machine });
     }
@@ -321,7 +331,8 @@ fn looked_into(
     // A group's members come from one checkpoint.
     let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
     let origin = lineage.map(|l| l.checkpoint);
-    let sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
+    let mut sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
+    sink.recording = options.recorded.as_ref().map(|recorded| recorded.recording.clone());
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);
@@ -379,6 +390,7 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
         full_command,
         cpu_lacks: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
         guest_map: Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?),
+        recorded: None,
     })
 }
 

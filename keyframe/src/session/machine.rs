@@ -13,6 +13,7 @@
 //!
 //! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
+use super::recorded::{Disks, Position};
 use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Qmp, Vm};
@@ -34,6 +35,12 @@ pub struct QemuMachine {
     pub vm: Vm,
     /// The socket of its monitor, where it was attached to by one.
     pub monitor: Option<PathBuf>,
+    /// It is recorded: a checkpoint of it does not fall between a disk's request and its answer.
+    pub is_recorded: bool,
+    /// Where the next checkpoint's instruction is to be told.
+    pub position: Option<Position>,
+    /// Of a VM that is recorded or replays: its disks.
+    pub disks: Disks,
     watchdog: Watchdog,
     pause_limit: Duration,
     watches_discards: bool,
@@ -44,7 +51,17 @@ pub struct QemuMachine {
 impl QemuMachine {
     /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees discarded RAM.
     pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration, watches_discards: bool) -> Self {
-        Self { vm, monitor: None, watchdog, pause_limit, watches_discards, stands: None }
+        Self {
+            vm,
+            monitor: None,
+            is_recorded: false,
+            position: None,
+            disks: Disks::default(),
+            watchdog,
+            pause_limit,
+            watches_discards,
+            stands: None,
+        }
     }
 }
 
@@ -60,6 +77,10 @@ impl Machine for QemuMachine {
         Ok(self.vm.ram_layout()?)
     }
 
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        if self.is_recorded { self.disks.await_rest(self.vm.qmp()) } else { Ok(()) }
+    }
+
     fn stop(&mut self) -> Result<Stopped, BoxError> {
         if self.stands.is_some() {
             // The watchdog stays as it is.
@@ -67,7 +88,7 @@ impl Machine for QemuMachine {
         }
         self.watchdog.arm(self.pause_limit)?;
         match self.vm.qmp().stop() {
-            Ok(stopped) if stopped.was_running => Ok(Stopped::ByUs),
+            Ok(stopped) if stopped.was_running => self.settle().map(|()| Stopped::ByUs),
             Ok(_) => {
                 // Paused by somebody else, who will resume it: the watchdog must not.
                 let _ = self.watchdog.disarm()?;
@@ -88,6 +109,9 @@ impl Machine for QemuMachine {
     }
 
     fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        if let Some(position) = self.position.take() {
+            let _ = position.set(self.vm.qmp().icount()?);
+        }
         Ok(self.vm.save_devices()?)
     }
 
@@ -113,6 +137,23 @@ impl Machine for QemuMachine {
 }
 
 impl QemuMachine {
+    /// It has just been stopped. Where it cannot stay so, it runs.
+    fn settle(&mut self) -> Result<(), BoxError> {
+        if !self.is_recorded {
+            return Ok(());
+        }
+        let settled = self.disks.settle(self.vm.qmp());
+        if settled.is_err() {
+            let resumed = self.vm.qmp().cont();
+            if resumed.is_ok() {
+                let _ = self.watchdog.disarm()?;
+            } else {
+                self.rescue();
+            }
+        }
+        settled
+    }
+
     /// Stops the VM until [`Self::go`]; checkpoints taken meanwhile are of one instant. Whether it ran. Where the engine dies, it
     /// runs again.
     pub fn stand(&mut self) -> Result<bool, BoxError> {

@@ -13,6 +13,7 @@
 //! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran is left standing.
 
 use super::machine::QemuMachine;
+use super::recorded::Position;
 use super::storage::Storage;
 use crate::failure::Failure;
 use crate::lans::Lans;
@@ -21,6 +22,7 @@ use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
 use keyframe_qemu::{Error, Event, Vm};
 use keyframe_units::{RamBlock, RamLayout};
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// One VM of a session.
@@ -96,6 +98,15 @@ impl Machines {
     /// True where somebody else started them.
     pub fn is_attached(&self) -> bool {
         self.members.iter().any(|m| m.machine.vm.is_attached())
+    }
+
+    /// Of a VM that is recorded: where the next checkpoint's instruction will be told.
+    pub fn mark(&mut self) -> Option<Position> {
+        let machine =
+            self.members.first_mut().map(|m| &mut m.machine).filter(|machine| machine.is_recorded)?;
+        let position = Position::default();
+        machine.position = Some(Arc::clone(&position));
+        Some(position)
     }
 
     /// Whether any of them runs.
@@ -239,6 +250,14 @@ impl Machine for Machines {
             lans.hold()?;
         }
         let ready = self.disks.as_mut().map_or(Ok(()), Storage::before_stop);
+        // Last, since what it waits for lasts a moment only.
+        let ready = ready.and_then(|()| {
+            let rested = self.members.iter_mut().try_for_each(|m| m.machine.before_stop());
+            if let (Err(_), Some((disks, vms))) = (&rested, self.storage()) {
+                let _ = disks.resumed(vms);
+            }
+            rested
+        });
         if ready.is_err() {
             self.release();
         }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. With
-//! --keep-within a third one forgets and prunes, as low as the encoder (`recorder`). The control socket's threads only hand requests over.
+//! --keep-within a third one forgets and prunes, as low as the encoder (`recorder`); else one recompresses packs (`recompressor`). The control socket's threads only hand requests over.
 //! Whatever the engine suffers, the VM outlives it.
 
 mod attach;
@@ -19,7 +19,10 @@ mod faults;
 mod launch;
 mod machine;
 mod machines;
+mod recompressor;
+mod recorded;
 mod recorder;
+mod segment;
 mod sink;
 mod storage;
 mod tuning;
@@ -27,6 +30,9 @@ mod watch;
 
 pub use faults::Fault;
 pub use launch::{Commands, machine_meta, refuse};
+pub use recompressor::Recompress;
+pub use recorded::Recorded;
+pub use segment::segment;
 pub use storage::{DiskWay, LeaveOut};
 
 use crate::control::{OnExit, Strategy, TrackerKind};
@@ -74,6 +80,8 @@ pub struct Options {
     pub encode_threads: Option<usize>,
     /// Memory for what changes are stored against.
     pub encode_memory_mib: u64,
+    /// Memory for the index of deduplication.
+    pub index_memory_mib: u64,
     /// When checkpoints become durable.
     pub durability: keyframe_store::Durability,
     /// The watchdog's patience.
@@ -92,11 +100,46 @@ pub struct Options {
     pub lans: LanChoice,
     /// Forget what is older than this, as the run goes on.
     pub keep_within: Option<Duration>,
+    /// The VM is recorded.
+    pub recorded: Option<Recorded>,
+    /// When packs are recompressed.
+    pub recompress: Recompress,
     /// A fault to suffer.
     pub fault: Option<Fault>,
 }
 
 impl Options {
+    /// A checkpoint each `interval`, and all else as it is without options.
+    pub fn every(interval: Option<Duration>, on_exit: OnExit) -> Self {
+        Self {
+            interval,
+            count: None,
+            name: None,
+            on_exit,
+            strategy: Strategy::Precopy,
+            tracker: TrackerKind::Auto,
+            max_pause: None,
+            max_overhead: None,
+            copy_threads: None,
+            staging_mib: None,
+            encode_threads: None,
+            encode_memory_mib: 256,
+            index_memory_mib: 256,
+            durability: keyframe_store::Durability::default(),
+            pause_limit: Duration::from_secs(5),
+            verbose: false,
+            quiet: false,
+            audit: None,
+            disk: DiskWay::Auto,
+            leave_out: LeaveOut::default(),
+            lans: LanChoice::None,
+            keep_within: None,
+            recorded: None,
+            recompress: Recompress::default(),
+            fault: None,
+        }
+    }
+
     /// The tracker that the strategy needs, or an objection.
     pub fn tracker_kind(&self) -> Result<TrackerKind, Failure> {
         match (self.tracker, self.strategy) {
@@ -115,15 +158,19 @@ impl Options {
 pub fn run(store: &Store, commands: Commands, options: Options) -> Outcome {
     tuning::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
+    engine_over(store, parts, options)?.run()
+}
+
+/// An engine over VMs that end with it where it cannot be made: nobody knows of them, and their guests have not run, or only
+/// replay; nothing is lost.
+fn engine_over(store: &Store, parts: launch::Parts, options: Options) -> Result<engine::Engine<'_>, Failure> {
     let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
     let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
-    let engine = engine::Engine::new(store, parts, options).inspect_err(|_| {
-        // Nobody knows of these VMs, and their guests have not run: nothing is lost by ending them.
+    engine::Engine::new(store, parts, options).inspect_err(|_| {
         for qemu in qemus.iter().flatten() {
             let _ = rustix::process::pidfd_send_signal(qemu.pidfd(), rustix::process::Signal::KILL);
         }
-    })?;
-    engine.run()
+    })
 }
 
 /// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end or the VMs end. Several are

@@ -141,7 +141,8 @@ impl Work {
         let kept = self.known.len() as u64;
         if self.recording.forgot(began_ns, gone.len() as u64, kept) {
             set_priority(self.recording.is_behind(kept));
-            let options = PruneOptions { max_unused: MAX_UNUSED, dry_run: false, wait: ANSWER_WAIT };
+            let options =
+                PruneOptions { max_unused: MAX_UNUSED, wait: ANSWER_WAIT, ..PruneOptions::default() };
             let pruned = self.store.prune(&options, &mut |_| {});
             let all = pruned.as_ref().is_ok_and(|report| report.postponed_packs == 0);
             set_priority(false);

@@ -2,11 +2,14 @@
 
 use super::faults::{Fault, Kind};
 use super::launch::lines_now;
+use super::recorded::Position;
 use super::storage::Cut;
 use crate::failure::Failure;
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_qemu::Vm;
-use keyframe_store::{DiskState, MachineMeta, MemberMeta, PausePhases, Run, SealRequest, Sealed, Timing};
+use keyframe_store::{
+    DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, Timing,
+};
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
 
 /// What the session knows of a checkpoint beyond what the cycle captured.
@@ -22,6 +25,8 @@ pub struct Label {
     pub cut: Option<Cut>,
     /// The checkpoint that the VM was brought back to since the one before, and how often it has been brought back by then.
     pub parent: Option<(CheckpointId, u64)>,
+    /// Of a VM that is recorded: its instruction.
+    pub position: Option<Position>,
 }
 
 /// The machines of a session.
@@ -73,6 +78,8 @@ pub struct StoreSink {
     machines: MachinesMeta,
     fault: Option<Fault>,
     origin: Option<CheckpointId>,
+    /// The recording that the VM is in.
+    pub recording: Option<String>,
     /// How many rollbacks the newest sealed checkpoint knows of.
     went_back: u64,
 }
@@ -80,7 +87,7 @@ pub struct StoreSink {
 impl StoreSink {
     /// A sink into `run`, whose VM came from checkpoint `origin`.
     pub fn new(run: Run, machines: MachinesMeta, fault: Option<Fault>, origin: Option<CheckpointId>) -> Self {
-        Self { run, machines, fault, origin, went_back: 0 }
+        Self { run, machines, fault, origin, recording: None, went_back: 0 }
     }
 
     /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
@@ -123,6 +130,9 @@ impl Sink for StoreSink {
             let fault = self.fault.as_ref();
             cut.put(&mut self.run, &mut || Self::strike(fault))?;
         }
+        let icount = label.position.as_ref().and_then(|position| position.get().copied());
+        let recorded =
+            self.recording.clone().zip(icount).map(|(recording, icount)| Recorded { recording, icount });
         let t = &captured.timeline;
         let timing = Timing {
             interval_ns: t.interval_ns,
@@ -145,7 +155,7 @@ impl Sink for StoreSink {
             reason: label.reason.into(),
             parent: parent.map(|(id, _)| id).or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
             ram: captured.ram.clone(),
-            machine: self.machines.machine.clone(),
+            machine: MachineMeta { recorded, ..self.machines.machine.clone() },
             members: self.machines.members.clone(),
             timing,
             device_state: &captured.device_state,

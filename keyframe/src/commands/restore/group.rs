@@ -1,6 +1,6 @@
 //! A group's checkpoint comes to life: all members are loaded, the packets between them wait again, then all run.
 
-use super::{Beside, Restore, RestoredDisks, StoredRam, nanoseconds};
+use super::{Beside, Restore, RestoredDisks, StoredRam};
 use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
 use crate::lans::{self, Lans};
 use crate::output;
@@ -105,7 +105,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     group.ram.bar.finish_and_clear();
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
-        let after = output::duration(nanoseconds(group.began));
+        let after = output::duration(output::elapsed_ns(group.began));
         let named = members.iter().zip(&restored).map(|(k, m)| format!("QEMU {} {}", k.meta.name, m.pid()));
         let named = named.collect::<Vec<_>>().join(", ");
         format!("checkpoint {} of group {} is {state} after {after} ({named})", group.id, group.meta.vm)

@@ -45,6 +45,9 @@ impl Engine<'_> {
                 eprintln!("keyframe: {text}");
             }
         };
+        if let Some(recompressor) = self.recompressor.take() {
+            recompressor.finish(&say);
+        }
         if let (true, Some(count)) = (self.given_up, self.options.count.filter(|n| *n > self.sealed)) {
             eprintln!(
                 "keyframe: the {count} checkpoints of --count cannot be reached: {} are sealed",

@@ -298,7 +298,7 @@ impl Engine<'_> {
                     image.resize(usize::try_from(range.len_bytes()).unwrap_or(0), 0);
                 }
                 reader.read(&[range], &mut here).map_err(|e| chain(&*e))?;
-                to.read_pages(range, &mut |page: PageIndex, content: &Page| {
+                to.read_pages_by_all_cores(range, &mut |page: PageIndex, content: &Page| {
                     let at = (page.0 - range.first.0) as usize * PAGE_BYTES;
                     if let Some(place) = there.get_mut(at..at + PAGE_BYTES) {
                         place.copy_from_slice(content);

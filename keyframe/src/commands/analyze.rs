@@ -1,0 +1,316 @@
+//! `keyframe analyze`: a tool over a recording, its intervals side by side.
+
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::keys::KeyArg;
+use crate::output;
+use crate::replaying::{Analysis, Done, Head, Source, jobs};
+use indicatif::ProgressBar;
+use keyframe_analysis::{Foreign, Summary, Tool, tools};
+use keyframe_replay::interval::Interval;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Run an analysis tool over a recording, its intervals side by side
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "Each interval is replayed in a QEMU of its own with the tool's plugin, from its checkpoint to just before the next one's
+instruction. The parts are put together in order; the result is that of one replay through all, byte for byte: see
+--check-sequential. A run that is interrupted, or in which intervals failed, goes on where it is called again.
+
+TOOL is one of those that --list-tools shows, or the path of a third party's manifest (NAME.toml).
+
+Examples:
+  keyframe analyze R --tool icount --out A
+  keyframe analyze R --tool hot --tool-arg symbols=vmlinux --jobs 4 --out A
+  keyframe analyze R --tool memtrace --from 500000000 --to 600000000 --out A --check-sequential
+  keyframe analyze --list-tools"
+)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
+pub struct Analyze {
+    /// The recording
+    #[arg(value_name = "REC", required_unless_present = "list_tools")]
+    recording: Option<PathBuf>,
+    /// The tool: a name, or a manifest's path
+    #[arg(long, value_name = "TOOL", required_unless_present = "list_tools")]
+    tool: Option<String>,
+    /// An argument of the tool; may be given several times
+    #[arg(long, value_name = "NAME=VALUE")]
+    tool_arg: Vec<String>,
+    /// Directory for the results: one that does not exist yet, or that of the same analysis, to go on
+    #[arg(long, value_name = "DIR", required_unless_present = "list_tools")]
+    out: Option<PathBuf>,
+    /// Replays at a time [default: one for each core]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    jobs: Option<u64>,
+    /// Only intervals that end behind this instruction
+    #[arg(long, value_name = "ICOUNT")]
+    from: Option<u64>,
+    /// Only intervals that begin before this instruction
+    #[arg(long, value_name = "ICOUNT")]
+    to: Option<u64>,
+    /// How often an interval is tried
+    #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u32).range(1..=100))]
+    tries: u32,
+    /// Run it once more, by one replay through all intervals, and compare the results byte by byte
+    #[arg(long)]
+    check_sequential: bool,
+    /// Keep what each interval gave, beside the results
+    #[arg(long)]
+    keep_parts: bool,
+    /// Show the tools and their arguments
+    #[arg(long)]
+    list_tools: bool,
+    /// The store that has its checkpoints [default: the one that the recording names]
+    #[arg(long, value_name = "STORE")]
+    store: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
+    /// Print what was done as JSON
+    #[arg(long)]
+    json: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+/// An interval, as `--json` shows it.
+#[derive(Serialize)]
+struct Shown {
+    index: u32,
+    tries: u32,
+    wall_ns: u64,
+    /// Its part was there from an earlier run.
+    is_old: bool,
+}
+
+/// As `--json` shows it.
+#[derive(Serialize)]
+struct Report {
+    recording: String,
+    tool: String,
+    intervals: Vec<Shown>,
+    instructions: u64,
+    /// All replays and the merge.
+    wall_ns: u64,
+    files: Vec<PathBuf>,
+    summary: Vec<String>,
+    /// Whether one replay through all gives the same; none where that was not asked for.
+    equals_sequential: Option<bool>,
+    /// How long that one took.
+    sequential_wall_ns: Option<u64>,
+}
+
+impl Analyze {
+    /// Runs it.
+    pub fn run(&self) -> Outcome {
+        if self.list_tools {
+            return list();
+        }
+        let (Some(recording), Some(name), Some(out)) = (&self.recording, &self.tool, &self.out) else {
+            return Err(Failure::new("REC, --tool and --out are needed"));
+        };
+        let tool = self.tool(name)?;
+        let source = Source::open(recording, self.store.as_deref(), &self.key)?;
+        let all = source.intervals()?;
+        let all = if tool.can_cut() { source.with_standing_ends(&all)? } else { all };
+        let head = self.head(name, &source, &all)?;
+        let interrupted = jobs::interruption()?;
+        let began = Instant::now();
+        let analysis = Analysis::new(&source, &*tool, all, head, out)?;
+        let done = self.make_all(&analysis, &interrupted)?;
+        let summary = analysis.merge(done.clone())?;
+        let wall_ns = output::elapsed_ns(began);
+        let sequential = self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
+        let sequential = sequential.transpose()?;
+        if !self.keep_parts {
+            analysis.clear()?;
+        }
+        let report = Report {
+            recording: source.recording.meta.id.clone(),
+            tool: name.clone(),
+            instructions: analysis.intervals().iter().map(Interval::len).sum(),
+            intervals: done.iter().map(shown).collect(),
+            wall_ns,
+            files: summary.files,
+            summary: summary.lines,
+            equals_sequential: sequential.as_ref().map(|(differing, _)| differing.is_empty()),
+            sequential_wall_ns: sequential.as_ref().map(|(_, wall_ns)| *wall_ns),
+        };
+        let differing = sequential.map(|(differing, _)| differing).unwrap_or_default();
+        self.tell(&report, &differing, &*tool)
+    }
+
+    fn tool(&self, name: &str) -> Result<Box<dyn Tool>, Failure> {
+        let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
+        let tool = if is_manifest {
+            Foreign::read(Path::new(name), &self.tool_arg).map(|tool| Box::new(tool) as Box<dyn Tool>)
+        } else {
+            tools::by_name(name, &self.tool_arg)
+        };
+        tool.map_err(|e| Failure::analysis(&e))
+    }
+
+    fn head(&self, name: &str, source: &Source, all: &[Interval]) -> Result<Head, Failure> {
+        let (from, to) = (self.from.unwrap_or(0), self.to.unwrap_or(u64::MAX));
+        let intervals: Vec<_> =
+            all.iter().filter(|i| i.end_icount > from && i.from_icount < to).copied().collect();
+        if intervals.is_empty() {
+            return Err(Failure::new(format!("no interval of the recording lies between {from} and {to}"))
+                .fix(format!("it has {} instructions", source.recording.meta.instructions)));
+        }
+        let arguments = self.tool_arg.clone();
+        Ok(Head { recording: source.recording.meta.id.clone(), tool: name.into(), arguments, intervals })
+    }
+
+    /// All parts, in order.
+    fn make_all(&self, analysis: &Analysis<'_>, interrupted: &AtomicBool) -> Result<Vec<Done>, Failure> {
+        let intervals = analysis.intervals();
+        let bar = self.bar(intervals);
+        let work = |interval: &Interval| {
+            let mut told = interval.from_icount;
+            let mut tell = |icount: u64| {
+                bar.inc(icount.min(interval.end_icount).saturating_sub(told));
+                told = icount.max(told);
+            };
+            let one = match analysis.done(interval) {
+                Some(done) => Ok(done),
+                None => analysis.make(interval, self.tries, interrupted, &mut tell),
+            };
+            tell(interval.end_icount);
+            one.map_err(|failure| (interval.index, failure))
+        };
+        let all = jobs::side_by_side(intervals, self.jobs, interrupted, work);
+        bar.finish_and_clear();
+        if interrupted.load(Ordering::Relaxed) {
+            return Err(Failure::new("interrupted")
+                .fix("call it again: it goes on with the intervals that are missing"));
+        }
+        let (mut made, mut failures) = (Vec::with_capacity(all.len()), Vec::new());
+        for one in all {
+            match one {
+                Ok(done) => made.push(done),
+                Err(failure) => failures.push(failure),
+            }
+        }
+        failures.sort_by_key(|(index, _)| *index);
+        if let Some((index, failure)) = failures.first() {
+            for (index, failure) in failures.iter().skip(1) {
+                eprintln!("keyframe: interval {index}: {}", failure.message);
+            }
+            let (failed, count) = (failures.len(), intervals.len());
+            return Err(Failure::new(format!(
+                "{failed} of {count} intervals failed; interval {index}: {}",
+                failure.message
+            ))
+            .fix(
+                "call it again to try those once more; keyframe verify tells whether the recording replays",
+            ));
+        }
+        made.sort_by_key(|done: &Done| done.index);
+        Ok(made)
+    }
+
+    fn bar(&self, intervals: &[Interval]) -> ProgressBar {
+        if self.quiet || self.json {
+            return ProgressBar::hidden();
+        }
+        jobs::bar("analysing", intervals.iter().map(Interval::len).sum())
+    }
+
+    /// The result files that one replay through all makes otherwise, and how long it took.
+    fn in_sequence(
+        &self,
+        analysis: &Analysis<'_>,
+        summary: &Summary,
+        interrupted: &AtomicBool,
+    ) -> Result<(Vec<PathBuf>, u64), Failure> {
+        let began = Instant::now();
+        let bar = self.bar(analysis.intervals());
+        let first = analysis.intervals().first().map_or(0, |i| i.from_icount);
+        let sequential = analysis
+            .in_sequence(interrupted, &mut |icount| bar.set_position(icount.saturating_sub(first)))?;
+        bar.finish_and_clear();
+        let wall_ns = output::elapsed_ns(began);
+        let mut differing = Vec::new();
+        for (parallel, sequential) in summary.files.iter().zip(&sequential.files) {
+            if !are_equal(parallel, sequential)? {
+                differing.push(parallel.clone());
+            }
+        }
+        if summary.files.len() != sequential.files.len() {
+            differing.extend(summary.files.iter().skip(sequential.files.len()).cloned());
+        }
+        Ok((differing, wall_ns))
+    }
+
+    fn tell(&self, report: &Report, differing: &[PathBuf], tool: &dyn Tool) -> Outcome {
+        if self.json {
+            output::json(report)?;
+        } else if !self.quiet {
+            for line in &report.summary {
+                output::print_line(line)?;
+            }
+            let count = report.intervals.len();
+            let after = output::duration(report.wall_ns);
+            eprintln!("keyframe: {} instructions in {count} intervals, {after}", report.instructions);
+            for file in &report.files {
+                eprintln!("keyframe: {}", file.display());
+            }
+            if let (Some(true), Some(took)) = (report.equals_sequential, report.sequential_wall_ns) {
+                eprintln!(
+                    "keyframe: one replay through all gives the same, byte for byte; it took {}",
+                    output::duration(took)
+                );
+            }
+        }
+        for file in differing {
+            let why = if tool.warm_up_instructions() > 0 {
+                "differs from one replay through all: what its warm-up does not know is in both files"
+            } else {
+                "DIFFERS from one replay through all"
+            };
+            eprintln!("keyframe: {} {why} (sequential/ beside it)", file.display());
+        }
+        Ok(if differing.is_empty() || tool.warm_up_instructions() > 0 { DONE } else { FAILED })
+    }
+}
+
+fn shown(done: &Done) -> Shown {
+    Shown { index: done.index, tries: done.tries, wall_ns: done.wall_ns, is_old: done.is_old }
+}
+
+fn list() -> Outcome {
+    for tool in tools::descriptions() {
+        output::print_line(&format!("{:12} {}", tool.name, tool.about))?;
+        for (name, about) in tool.arguments {
+            output::print_line(&format!("               --tool-arg {name}=...   {about}"))?;
+        }
+        for (name, about) in tool.results {
+            output::print_line(&format!("               {name}: {about}"))?;
+        }
+    }
+    Ok(DONE)
+}
+
+fn are_equal(one: &Path, other: &Path) -> Result<bool, Failure> {
+    use std::io::Read;
+    let open = |path: &Path| {
+        std::fs::File::open(path).map_err(|e| Failure::new(format!("open {}: {e}", path.display())))
+    };
+    let (mut one_file, mut other_file) = (open(one)?, open(other)?);
+    let (mut a, mut b) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    loop {
+        let failed = |e: std::io::Error| {
+            Failure::new(format!("compare {} with {}: {e}", one.display(), other.display()))
+        };
+        let len = one_file.read(&mut a).map_err(failed)?;
+        if len == 0 {
+            return Ok(other_file.read(&mut b[..1]).map_err(failed)? == 0);
+        }
+        if other_file.read_exact(&mut b[..len]).is_err() || a[..len] != b[..len] {
+            return Ok(false);
+        }
+    }
+}

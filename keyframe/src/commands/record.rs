@@ -1,0 +1,154 @@
+//! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
+
+use crate::control::OnExit;
+use crate::failure::{DONE, Failure, Outcome, WARNED};
+use crate::keys::KeyArg;
+use crate::output;
+use crate::session::{self, Commands, Options, Recorded};
+use keyframe_qemu::Invocation;
+use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
+use keyframe_replay::{Ending, Recording, RecordingMeta};
+use keyframe_store::Store;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Record a VM's run: every instruction of it can be run again
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "The QEMU command line behind -- is yours. It runs under TCG with one virtual CPU, and everything that comes from outside goes
+into a log: keys, packets, clocks, when disks answered. What QEMU cannot record is refused, with what to do instead.
+
+REC/ holds the log and, unless --store names another place, the checkpoints. One is taken before the first instruction;
+with --checkpoint-every more are, and each stretch between two can then be replayed by itself (keyframe verify, keyframe
+analyze). Without it they are taken later, from a replay, so that the recording pays nothing for them: keyframe segment.
+
+The guest's clock goes by instructions: 8 ns each (-icount shift=3; another shift is yours to give). While the guest computes, its
+seconds are longer or shorter than yours; while it waits, they are the same.
+
+Examples:
+  keyframe record --out R --checkpoint-every 1s -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
+  keyframe record --out R -- qemu-system-x86_64 -m 1G -drive file=a.img,format=raw,if=virtio ...
+  keyframe verify R --jobs 2"
+)]
+pub struct Record {
+    /// Directory to make, for the recording
+    #[arg(long, value_name = "REC")]
+    out: PathBuf,
+    /// Take a checkpoint so often (500ms, 1s), while it is recorded
+    #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration)]
+    checkpoint_every: Option<Duration>,
+    /// The store for its checkpoints [default: one in REC]
+    #[arg(long, value_name = "STORE")]
+    store: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
+    /// The VM's name [default: QEMU's -name, or `vm`]
+    #[arg(long)]
+    name: Option<String>,
+    /// Say a line about each checkpoint on standard error
+    #[arg(long, short)]
+    verbose: bool,
+    /// Say nothing but errors
+    #[arg(long, short, conflicts_with = "verbose")]
+    quiet: bool,
+    /// QEMU's command line
+    #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
+    command: Vec<OsString>,
+}
+
+impl Record {
+    /// Records the VM to its end.
+    pub fn run(self) -> Outcome {
+        let meta = self.meta()?;
+        let id = meta.id.clone();
+        let mut recording = Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
+        let place = recording.store_path();
+        let opened = match &self.store {
+            Some(place) => self.key.open(place),
+            None if self.key.is_given() => self.key.init(&place),
+            None => Store::init(&place),
+        };
+        let store = opened.map_err(|e| Failure::store(&e, &place))?;
+        let recorded = Recorded { recording: id.clone(), log: recording.log_path(), machine: None };
+        let options = Options {
+            name: self.name.clone(),
+            verbose: self.verbose,
+            quiet: self.quiet,
+            recorded: Some(recorded),
+            ..Options::every(self.checkpoint_every, OnExit::Kill)
+        };
+        let began = Instant::now();
+        let ran = session::run(&store, Commands::One(self.command), options);
+        let duration_ns = output::elapsed_ns(began);
+        if !recording.log_path().exists() {
+            // QEMU has not begun: there is nothing to keep.
+            let _ = std::fs::remove_dir_all(recording.path());
+            return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
+        }
+        recording.meta.images = images(&store, &id)?;
+        let summary = recording.finish(duration_ns).map_err(|e| Failure::recording(&e))?;
+        let code = ran?;
+        let cut = recording.meta.ending == Ending::Cut;
+        if !self.quiet {
+            let (log, stored) = (output::bytes(summary.bytes), output::bytes(recording.stored_log_bytes()));
+            eprintln!(
+                "keyframe: recorded {} instructions in {}: a log of {log}, {stored} compressed, in {}",
+                summary.instructions,
+                output::duration(duration_ns),
+                self.out.display()
+            );
+            if cut {
+                eprintln!("keyframe: QEMU was killed: the recording ends with what it had written by then");
+            }
+            eprintln!("keyframe: see that it replays exactly: keyframe verify {}", self.out.display());
+        }
+        Ok(if code == DONE && cut { WARNED } else { code })
+    }
+
+    fn meta(&self) -> Result<RecordingMeta, Failure> {
+        let invocation = Invocation::parse(self.command.clone()).map_err(|e| Failure::qemu(&e))?;
+        // Before anything is made or opened.
+        invocation.clone().record(Path::new("log")).map_err(|e| Failure::qemu(&e))?;
+        let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
+        let directory =
+            std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+        let store = match &self.store {
+            None => OWN_STORE.into(),
+            Some(place) if place.to_string_lossy().contains("://") => place.to_string_lossy().into_owned(),
+            Some(place) => std::path::absolute(place)
+                .map_err(|e| Failure::new(format!("resolve {}: {e}", place.display())))?
+                .to_string_lossy()
+                .into_owned(),
+        };
+        let vm = self.name.as_deref().or(invocation.vm_name()).unwrap_or("vm");
+        Ok(RecordingMeta {
+            version: VERSION,
+            id: keyframe_replay::recording::new_id().map_err(|e| Failure::recording(&e))?,
+            vm: crate::rundir::name_from(vm),
+            began_at: jiff::Timestamp::now(),
+            duration_ns: 0,
+            ending: Ending::Recording,
+            instructions: 0,
+            log_bytes: 0,
+            qemu_path: identity.path.to_string_lossy().into_owned(),
+            qemu_version: identity.version,
+            qemu_blake3: identity.blake3,
+            working_directory: directory.to_string_lossy().into_owned(),
+            user_command: invocation.words().to_vec(),
+            images: Vec::new(),
+            store,
+        })
+    }
+}
+
+/// The images beneath the disks of the recording's first checkpoint.
+fn images(store: &Store, recording: &str) -> Result<Vec<ImageMeta>, Failure> {
+    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+    let first = listing.sealed.iter().find(|sealed| {
+        sealed.meta.machine.recorded.as_ref().is_some_and(|place| place.recording == recording)
+    });
+    let disks = first.map_or(&[][..], |sealed| &sealed.meta.disks);
+    let image = |disk: &keyframe_store::DiskMeta| ImageMeta::of(&disk.name, Path::new(&disk.base.path));
+    disks.iter().map(image).collect::<Result<_, _>>().map_err(|e| Failure::recording(&e))
+}

@@ -1,0 +1,29 @@
+//! What commands that replay a recording's intervals are told of it.
+
+use crate::failure::Failure;
+use crate::keys::KeyArg;
+use crate::replaying::Source;
+use std::path::PathBuf;
+
+/// Which recording, and how many replays at a time.
+#[derive(clap::Args, Debug)]
+pub struct RecordedArgs {
+    /// The recording
+    #[arg(value_name = "REC")]
+    recording: PathBuf,
+    /// The store that has its checkpoints [default: the one that the recording names]
+    #[arg(long, value_name = "STORE")]
+    store: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
+    /// Replays at a time [default: one for each core]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub jobs: Option<u64>,
+}
+
+impl RecordedArgs {
+    /// Opens it.
+    pub fn open(&self) -> Result<Source, Failure> {
+        Source::open(&self.recording, self.store.as_deref(), &self.key)
+    }
+}

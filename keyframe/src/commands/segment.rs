@@ -1,0 +1,143 @@
+//! `keyframe segment`: checkpoints of a recording that was made without, from a replay of it.
+
+use crate::control::OnExit;
+use crate::failure::{DONE, Failure, Outcome};
+use crate::keys::KeyArg;
+use crate::replaying::{Source, jobs};
+use crate::session::{self, Options};
+use indicatif::ProgressBar;
+use keyframe_replay::cutting::{self, Every};
+use keyframe_replay::interval::Place;
+use keyframe_store::Store;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Take a recording's checkpoints from a replay of it
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "A recording that was made without --checkpoint-every was not disturbed by checkpoints. Here a replay of it takes them: it stands
+still at each, as long as it likes. Each lies where the log has nothing at that instruction and no disk request is under way, so
+that some come a little later than asked for.
+
+--every goes by the host's clock while it was recorded; nothing is cut where the guest slept. It may be interrupted and
+called again: checkpoints that are there are not taken again.
+
+Examples:
+  keyframe segment R --every 1s
+  keyframe segment R --store S --every-instructions 500000000
+  keyframe verify R --store S"
+)]
+pub struct Segment {
+    /// The recording
+    #[arg(value_name = "REC")]
+    recording: PathBuf,
+    /// The store for the checkpoints [default: the one that the recording names]
+    #[arg(long, value_name = "STORE")]
+    store: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
+    /// A checkpoint each so much time of the recording (500ms, 1s)
+    #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration,
+          required_unless_present = "every_instructions", conflicts_with = "every_instructions")]
+    every: Option<Duration>,
+    /// A checkpoint each N instructions, a million at least
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1_000_000..))]
+    every_instructions: Option<u64>,
+    /// Say a line about each checkpoint on standard error
+    #[arg(long, short)]
+    verbose: bool,
+    /// Say nothing but errors
+    #[arg(long, short, conflicts_with = "verbose")]
+    quiet: bool,
+}
+
+impl Segment {
+    /// Replays it once, to its last cut.
+    pub fn run(&self) -> Outcome {
+        let source = self.source()?;
+        let there = source.places()?;
+        let begin = first(&there, &source)?;
+        let asked = self.cuts(&source)?;
+        let missing = (0..).zip(&asked).filter(|(n, cut)| !is_there(&there, **cut, asked.get(n + 1)));
+        let cuts: Vec<u64> = missing.map(|(_, cut)| *cut).collect();
+        if cuts.is_empty() {
+            self.say(&if asked.is_empty() {
+                "the recording is shorter than that: its one interval is all of it".into()
+            } else {
+                format!("all {} checkpoints are there", asked.len())
+            });
+            return Ok(DONE);
+        }
+        let instructions = source.recording.meta.instructions;
+        let bar = self.bar(instructions);
+        let options =
+            Options { verbose: self.verbose, quiet: self.quiet, ..Options::every(None, OnExit::Kill) };
+        let code = session::segment(&source, begin, &cuts, options, &mut |icount| bar.set_position(icount))?;
+        bar.finish_and_clear();
+        let taken = source.places()?.len().saturating_sub(there.len());
+        let place = self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
+        let recording = self.recording.display();
+        self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
+        self.say(&format!("see that it replays exactly: keyframe verify {recording}{place}"));
+        Ok(code)
+    }
+
+    /// The recording with the store for its checkpoints, which has its first one.
+    fn source(&self) -> Result<Source, Failure> {
+        let Some(place) = &self.store else { return Source::open(&self.recording, None, &self.key) };
+        let mut source = Source::open(&self.recording, None, &self.key)?;
+        let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
+        if store.id() != source.store.id() {
+            copy_first(&source, &store, place)?;
+        }
+        source.store = store;
+        Ok(source)
+    }
+
+    fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
+        let every = match (self.every_instructions, self.every) {
+            (Some(count), _) => Every::Instructions(count),
+            (None, Some(time)) => Every::Time(time),
+            (None, None) => return Err(Failure::new("--every or --every-instructions is needed")),
+        };
+        cutting::cuts(source.log(), every, source.boundaries()?).map_err(|e| Failure::recording(&e))
+    }
+
+    fn bar(&self, instructions: u64) -> ProgressBar {
+        if self.quiet || self.verbose {
+            return ProgressBar::hidden();
+        }
+        jobs::bar("replaying", instructions)
+    }
+
+    fn say(&self, text: &str) {
+        if !self.quiet {
+            eprintln!("keyframe: {text}");
+        }
+    }
+}
+
+/// Whether there is a checkpoint for a cut already: at it, or behind it and before the next one.
+fn is_there(places: &[Place], cut: u64, next: Option<&u64>) -> bool {
+    let from = places.partition_point(|place| place.icount < cut);
+    places.get(from).is_some_and(|place| next.is_none_or(|next| place.icount < *next))
+}
+
+/// The checkpoint before the first instruction.
+fn first(places: &[Place], source: &Source) -> Result<Place, Failure> {
+    match places.first() {
+        Some(first) if first.icount == 0 => Ok(*first),
+        _ => Err(Failure::new(format!(
+            "{} has no checkpoint of the recording's first instruction",
+            source.store.path().display()
+        ))
+        .fix("name the store that it was recorded with, or copy that checkpoint there: keyframe copy")),
+    }
+}
+
+/// Brings the recording's first checkpoint to `store`, unless it is there.
+fn copy_first(own: &Source, store: &Store, place: &Path) -> Result<(), Failure> {
+    let first = first(&own.places()?, own)?;
+    let copied = own.store.copy_to(store, &[first.checkpoint].into(), &mut |_| ());
+    copied.map(drop).map_err(|e| Failure::store(&e, place))
+}

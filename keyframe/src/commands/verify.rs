@@ -1,0 +1,241 @@
+//! `keyframe verify`: each interval of a recording is replayed, and its end compared with the next checkpoint.
+
+use super::recorded::RecordedArgs;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::output;
+use crate::replaying::{Difference, Reached, Replay, Source, With, differing, differing_vms, jobs, until};
+use indicatif::ProgressBar;
+use keyframe_qemu::restore::Until;
+use keyframe_replay::interval::{Interval, Place};
+use keyframe_units::CheckpointId;
+use serde::Serialize;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Replay a recording's intervals and compare their ends with the checkpoints
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one; there all of its RAM must
+be that checkpoint's, page by page. A replay that has come off its log stands still for ever: that is noticed, and told with the
+interval, the instruction and the processor's registers. The last interval ends with the log, where there is nothing to compare
+with: it must get there.
+
+Exit codes: 0 all exact, 1 an interval is not.
+
+Examples:
+  keyframe verify R
+  keyframe verify R --jobs 4 --json"
+)]
+pub struct Verify {
+    #[command(flatten)]
+    recorded: RecordedArgs,
+    /// How long a replay may stand at one instruction before it counts as having come off its log
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = super::checkpoints::parse_duration)]
+    patience: Duration,
+    /// Print what was found as JSON
+    #[arg(long)]
+    json: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+/// What became of an interval.
+#[derive(Clone, Debug, Serialize)]
+struct Checked {
+    index: u32,
+    checkpoint: u64,
+    begin: u64,
+    end: u64,
+    /// The checkpoint that its end was compared with.
+    compared_with: Option<u64>,
+    /// The instruction at which it was, where that is not its end: at some ends something happens besides, and the state there
+    /// is several.
+    compared_at: Option<u64>,
+    exact: bool,
+    differing_pages: u64,
+    /// The first of them: RAM block, offset in it in bytes.
+    first_differing: Vec<(String, u64)>,
+    /// Why it did not get to its end.
+    error: Option<String>,
+    /// From QEMU's start to its end.
+    wall_ns: u64,
+}
+
+/// As `--json` shows it.
+#[derive(Serialize)]
+struct Report {
+    recording: String,
+    instructions: u64,
+    intervals: Vec<Checked>,
+    exact: bool,
+}
+
+impl Verify {
+    /// Replays them all.
+    pub fn run(&self) -> Outcome {
+        let source = self.recorded.open()?;
+        let intervals = source.intervals()?;
+        let interrupted = jobs::interruption()?;
+        let bar = self.bar(&intervals);
+        let limits = (&*interrupted, self.patience);
+        let mut checked = jobs::side_by_side(&intervals, self.recorded.jobs, &interrupted, |interval| {
+            check(&source, interval, limits, &bar)
+        });
+        bar.finish_and_clear();
+        if interrupted.load(Ordering::Relaxed) {
+            return Err(Failure::new("interrupted: not all intervals were replayed"));
+        }
+        checked.sort_by_key(|one: &Checked| one.index);
+        self.tell(&source, checked)
+    }
+
+    fn bar(&self, intervals: &[Interval]) -> ProgressBar {
+        if self.quiet || self.json {
+            return ProgressBar::hidden();
+        }
+        jobs::bar("replaying", intervals.iter().map(Interval::len).sum())
+    }
+
+    fn tell(&self, source: &Source, checked: Vec<Checked>) -> Outcome {
+        let wrong = checked.iter().filter(|one| !one.exact).count();
+        let report = Report {
+            recording: source.recording.meta.id.clone(),
+            instructions: source.recording.meta.instructions,
+            exact: wrong == 0,
+            intervals: checked,
+        };
+        if self.json {
+            output::json(&report)?;
+        } else {
+            report.intervals.iter().filter(|one| !one.exact).for_each(say_wrong);
+            if wrong == 0 && !self.quiet {
+                let compared = report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
+                output::print_line(&format!(
+                    "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages differ",
+                    report.intervals.len(),
+                    report.instructions
+                ))?;
+            }
+        }
+        Ok(if wrong == 0 { DONE } else { FAILED })
+    }
+}
+
+/// What ends a replay before its time: the user, and how long it may stand still.
+type Limits<'a> = (&'a AtomicBool, Duration);
+
+fn say_wrong(one: &Checked) {
+    let Checked { index, checkpoint, begin, end, .. } = one;
+    let which = format!("interval {index} (checkpoint {checkpoint}, instructions {begin} to {end})");
+    if let Some(error) = &one.error {
+        eprintln!("keyframe: {which}: {error}");
+        return;
+    }
+    eprintln!("keyframe: {which}: {} pages differ at its end", one.differing_pages);
+    for (block, offset) in &one.first_differing {
+        eprintln!("keyframe:   {block} at {offset:#x}");
+    }
+}
+
+fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &ProgressBar) -> Checked {
+    let began = Instant::now();
+    let found = replayed(source, interval, limits, bar);
+    let (difference, compared_at, error) = match found {
+        Ok((difference, compared_at)) => (difference, compared_at, None),
+        Err(failure) => (Difference::default(), None, Some(failure.message)),
+    };
+    Checked {
+        index: interval.index,
+        checkpoint: interval.begin.checkpoint.0,
+        begin: interval.begin.icount,
+        end: interval.end_icount,
+        compared_with: interval.end.map(|id| id.0),
+        compared_at,
+        exact: error.is_none() && difference.pages == 0,
+        differing_pages: difference.pages,
+        first_differing: difference.first,
+        error,
+        wall_ns: output::elapsed_ns(began),
+    }
+}
+
+fn replayed(
+    source: &Source,
+    interval: &Interval,
+    (interrupted, patience): Limits<'_>,
+    bar: &ProgressBar,
+) -> Result<(Difference, Option<u64>), Failure> {
+    let with = With { patience, ..With::default() };
+    let mut replay = Replay::start(source, interval.begin, until(interval), &with)?;
+    let mut told = interval.begin.icount;
+    let mut tell = |icount: u64| {
+        bar.inc(icount.saturating_sub(told));
+        told = icount.max(told);
+    };
+    let reached = replay.arrive(interrupted, &mut tell)?;
+    tell(interval.end_icount);
+    let difference = match (reached, interval.end) {
+        (Reached::There, Some(end)) => differing_from(source, &mut replay, end)?,
+        (Reached::Interrupted, _) => return Err(Failure::new("interrupted")),
+        _ => Difference::default(),
+    };
+    replay.end()?;
+    match interval.end {
+        Some(end) if difference.pages > 0 => {
+            let (difference, at) = beyond(source, interval, end, &with, interrupted)?;
+            Ok((difference, Some(at)))
+        }
+        _ => Ok((difference, None)),
+    }
+}
+
+/// The end is an instruction at which something happens besides: an interrupt, a disk's answer. The checkpoint may lie before that
+/// and the replay's stop behind it, or the other way. So one replay from the interval's beginning and one from the checkpoint
+/// at its end go to the next instruction at which nothing does, without a stop before it, and are compared there.
+fn beyond(
+    source: &Source,
+    interval: &Interval,
+    end: CheckpointId,
+    with: &With,
+    interrupted: &AtomicBool,
+) -> Result<(Difference, u64), Failure> {
+    let Some(at) = source.boundaries()?.next_unambiguous(interval.end_icount) else {
+        return at_log_end(source, interval, end, with, interrupted);
+    };
+    let place = Place { icount: interval.end_icount, checkpoint: end };
+    let until = Until::Instruction(at);
+    let mut one = Replay::start(source, interval.begin, until, with)?;
+    let mut other = Replay::start(source, place, until, with)?;
+    let both = [one.arrive(interrupted, &mut |_| ())?, other.arrive(interrupted, &mut |_| ())?];
+    if both != [Reached::There; 2] {
+        return Err(Failure::new("interrupted"));
+    }
+    let layout = other.loaded.meta.ram.clone();
+    let difference = differing_vms(one.restored(), other.restored(), &layout)?;
+    one.end().and(other.end())?;
+    Ok((difference, at))
+}
+
+/// The log ends before that. What happened at its last instruction has happened where it ends.
+fn at_log_end(
+    source: &Source,
+    interval: &Interval,
+    end: CheckpointId,
+    with: &With,
+    interrupted: &AtomicBool,
+) -> Result<(Difference, u64), Failure> {
+    let mut replay = Replay::start(source, interval.begin, Until::LogEnd, with)?;
+    if replay.arrive(interrupted, &mut |_| ())? == Reached::Interrupted {
+        return Err(Failure::new("interrupted"));
+    }
+    let difference = differing_from(source, &mut replay, end)?;
+    replay.end()?;
+    Ok((difference, source.recording.meta.instructions))
+}
+
+/// How the RAM of `replay` differs from that of checkpoint `end`.
+fn differing_from(source: &Source, replay: &mut Replay, end: CheckpointId) -> Result<Difference, Failure> {
+    let expected = source.store.load(end).map_err(|e| Failure::store(&e, source.store.path()))?;
+    differing(replay.restored(), &expected)
+}

@@ -1,0 +1,308 @@
+//! A tool over the intervals of a recording: its plugin in a QEMU for each, or in one for all.
+//!
+//! ```text
+//!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
+//!   OUT/parts/000007/      of interval 7: the tool's part, `done` when it is whole, `log`
+//!   OUT/...                the results, once all parts are there
+//! ```
+//!
+//! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
+
+use super::{Reached, Replay, Source, With, until};
+use crate::failure::Failure;
+use keyframe_analysis::plugin::{self, Interface};
+use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RamRange, RunContext, Summary, Tool};
+use keyframe_qemu::restore::{MAIN_RAM, Until};
+use keyframe_replay::interval::{Interval, Place};
+use keyframe_units::BlockKind;
+use serde::{Deserialize, Serialize};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// What `analysis.json` says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Head {
+    /// The recording's id.
+    pub recording: String,
+    /// The tool, as it was asked for.
+    pub tool: String,
+    /// Its arguments.
+    pub arguments: Vec<String>,
+    /// The intervals.
+    pub intervals: Vec<Interval>,
+}
+
+/// A part that is there.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Done {
+    /// The interval.
+    pub index: u32,
+    /// Tries that it took.
+    pub tries: u32,
+    /// From QEMU's start to its end.
+    pub wall_ns: u64,
+    /// It was there from an earlier run.
+    #[serde(skip)]
+    pub is_old: bool,
+    parts: Vec<Part>,
+}
+
+/// An analysis.
+pub struct Analysis<'a> {
+    source: &'a Source,
+    tool: &'a dyn Tool,
+    all: Vec<Interval>,
+    head: Head,
+    out: PathBuf,
+    interface: Interface,
+    plugin: PathBuf,
+    _plugins: tempfile::TempDir,
+}
+
+impl<'a> Analysis<'a> {
+    /// Of those intervals of `all` that `head` names, into `out`, which is made, or holds the beginnings of just this analysis.
+    pub fn new(
+        source: &'a Source,
+        tool: &'a dyn Tool,
+        all: Vec<Interval>,
+        head: Head,
+        out: &Path,
+    ) -> Result<Self, Failure> {
+        let out =
+            std::path::absolute(out).map_err(|e| Failure::new(format!("resolve {}: {e}", out.display())))?;
+        claim(&out, &head)?;
+        let version = &source.recording.meta.qemu_version;
+        let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
+        let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let interface = Interface::of_qemu(major, minor).ok_or_else(|| {
+            Failure::new(format!("QEMU {version} has an interface for plugins that Keyframe has none for"))
+                .fix("record with QEMU 7.2 or 10")
+        })?;
+        let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
+        let folder = folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
+        let plugin = plugin::place(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
+        Ok(Self { source, tool, all, head, out, interface, plugin, _plugins: folder })
+    }
+
+    /// Its intervals.
+    pub fn intervals(&self) -> &[Interval] {
+        &self.head.intervals
+    }
+
+    fn place(&self, interval: &Interval) -> PathBuf {
+        self.out.join("parts").join(format!("{:06}", interval.index))
+    }
+
+    /// The part of `interval` of an earlier run.
+    pub fn done(&self, interval: &Interval) -> Option<Done> {
+        let text = std::fs::read_to_string(self.place(interval).join("done")).ok()?;
+        let mut done: Done = serde_json::from_str(&text).ok()?;
+        done.is_old = true;
+        (done.index == interval.index).then_some(done)
+    }
+
+    /// Makes the part of `interval`, trying again where a replay fails.
+    pub fn make(
+        &self,
+        interval: &Interval,
+        tries_max: u32,
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Done, Failure> {
+        let began = Instant::now();
+        let dir = self.place(interval);
+        let mut log = String::new();
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            fresh(&dir)?;
+            let begin = self.begin(interval);
+            let ran = self.run(&dir, begin, std::slice::from_ref(interval), interrupted, tell);
+            let _ = match &ran {
+                Ok(_) => writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64()),
+                Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
+            };
+            write(&dir.join("log"), log.as_bytes())?;
+            match ran {
+                Ok(parts) => {
+                    let wall_ns = crate::output::elapsed_ns(began);
+                    let done = Done { index: interval.index, tries, wall_ns, is_old: false, parts };
+                    write(&dir.join("done"), serde_json::to_string(&done).unwrap_or_default().as_bytes())?;
+                    return Ok(done);
+                }
+                Err(failure)
+                    if tries >= tries_max || interrupted.load(std::sync::atomic::Ordering::Relaxed) =>
+                {
+                    return Err(failure);
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// The checkpoint that the replay of `interval` starts from: its own, or the one before, for a tool that warms up.
+    fn begin(&self, interval: &Interval) -> Place {
+        let before = match self.tool.warm_up_instructions() {
+            0 => None,
+            _ => self.all.iter().find(|before| before.end_icount == interval.from_icount),
+        };
+        before.unwrap_or(interval).begin
+    }
+
+    /// One QEMU from `begin` on through `intervals`, which follow each other. What lies before them is dropped.
+    fn run(
+        &self,
+        dir: &Path,
+        begin: Place,
+        intervals: &[Interval],
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Vec<Part>, Failure> {
+        let failed = |e: keyframe_analysis::Error| Failure::analysis(&e);
+        let Some(first) = intervals.first() else { return Ok(Vec::new()) };
+        let warm_up = (begin.icount < first.from_icount).then_some(keyframe_analysis::Interval {
+            index: first.index,
+            start: Icount(begin.icount),
+            end: Icount(first.from_icount),
+        });
+        let context = RunContext {
+            interface: self.interface,
+            plugin: self.plugin.clone(),
+            ram: self.ram(begin)?,
+            dir: dir.to_owned(),
+            warm_up,
+            intervals: intervals.iter().copied().map(of).collect(),
+        };
+        let mut running = self.tool.begin(&context).map_err(failed)?;
+        let with = With {
+            extra: vec!["-plugin".into(), running.option().into()],
+            console: None,
+            lazy: !self.tool.reads_ram(),
+            ..With::default()
+        };
+        let of_warm_up = warm_up.map(|warm_up| Until::Instruction(warm_up.end.0));
+        let mut ends = of_warm_up.into_iter().chain(intervals.iter().map(until));
+        let Some(end) = ends.next() else { return Ok(Vec::new()) };
+        let mut replay = Replay::start(self.source, begin, end, &with)?;
+        let mut reached = replay.arrive(interrupted, tell)?;
+        loop {
+            if reached == Reached::Interrupted {
+                return Err(Failure::new("interrupted"));
+            }
+            running.cut().map_err(failed)?;
+            let Some(end) = ends.next() else { break };
+            reached = replay.go_on(end, interrupted, tell)?;
+        }
+        replay.end()?;
+        running.finish().map_err(failed)
+    }
+
+    /// The guest's RAM at `place`.
+    fn ram(&self, place: Place) -> Result<GuestRam, Failure> {
+        let store = &self.source.store;
+        let meta = store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
+        let backends: Vec<_> = meta.ram.blocks().iter().filter(|b| b.kind == BlockKind::Backend).collect();
+        let [main] = backends[..] else {
+            return Err(Failure::new(format!("the recorded VM has {} RAM backends", backends.len()))
+                .fix("analyse recordings of VMs whose RAM is one (-m alone, no NUMA nodes)"));
+        };
+        let regions = meta.machine.guest_map.unwrap_or_default();
+        let mut ranges: Vec<_> = regions
+            .iter()
+            .filter(|region| region.block == main.name)
+            .map(|region| RamRange {
+                guest: region.start,
+                offset_bytes: region.offset_bytes,
+                len_bytes: region.len_bytes,
+            })
+            .collect();
+        ranges.sort_by_key(|range| range.guest.0);
+        Ok(GuestRam { file: MAIN_RAM.into(), ranges })
+    }
+
+    /// The results of all parts.
+    pub fn merge(&self, done: Vec<Done>) -> Result<Summary, Failure> {
+        let parts = done.into_iter().flat_map(|done| done.parts).collect();
+        let merge = MergeContext { parts, out: self.out.clone() };
+        self.tool.merge(&merge).map_err(|e| Failure::analysis(&e))
+    }
+
+    /// The results of one replay through all intervals, in `OUT/sequential`.
+    pub fn in_sequence(
+        &self,
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Summary, Failure> {
+        let dir = self.out.join("sequential");
+        let parts = dir.join("parts");
+        fresh(&dir)?;
+        fresh(&parts)?;
+        let [Some(first), Some(last)] = [self.head.intervals.first(), self.head.intervals.last()] else {
+            return Err(Failure::new("there is no interval to analyse"));
+        };
+        let intervals = if self.tool.can_cut() {
+            self.head.intervals.clone()
+        } else {
+            vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
+        };
+        let parts = self.run(&parts, first.begin, &intervals, interrupted, tell)?;
+        self.tool.merge(&MergeContext { parts, out: dir }).map_err(|e| Failure::analysis(&e))
+    }
+
+    /// Removes the parts, which nobody needs once the results are there.
+    pub fn clear(&self) -> Result<(), Failure> {
+        let parts = self.out.join("parts");
+        std::fs::remove_dir_all(&parts).map_err(|e| Failure::new(format!("remove {}: {e}", parts.display())))
+    }
+}
+
+fn of(interval: Interval) -> keyframe_analysis::Interval {
+    keyframe_analysis::Interval {
+        index: interval.index,
+        start: Icount(interval.from_icount),
+        end: Icount(interval.end_icount),
+    }
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    std::fs::write(path, bytes).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+}
+
+/// An empty directory.
+fn fresh(dir: &Path) -> Result<(), Failure> {
+    match std::fs::remove_dir_all(dir) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Failure::new(format!("empty {}: {e}", dir.display())));
+        }
+        _ => {}
+    }
+    std::fs::create_dir_all(dir).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))
+}
+
+/// Makes `out` the place of the analysis that `head` says.
+fn claim(out: &Path, head: &Head) -> Result<(), Failure> {
+    let file = out.join("analysis.json");
+    match std::fs::read_to_string(&file) {
+        Ok(text) => {
+            let is_same = serde_json::from_str::<Head>(&text).is_ok_and(|there| there == *head);
+            return if is_same {
+                Ok(())
+            } else {
+                Err(Failure::new(format!("{} holds another analysis", out.display()))
+                    .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"))
+            };
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+        Err(e) => return Err(Failure::new(format!("read {}: {e}", file.display()))),
+    }
+    std::fs::create_dir_all(out).map_err(|e| Failure::new(format!("make {}: {e}", out.display())))?;
+    let mut entries =
+        std::fs::read_dir(out).map_err(|e| Failure::new(format!("read {}: {e}", out.display())))?;
+    if entries.next().is_some() {
+        return Err(Failure::new(format!("{} exists and is not empty", out.display()))
+            .fix("name a directory that does not exist yet"));
+    }
+    write(&file, serde_json::to_string_pretty(head).unwrap_or_default().as_bytes())
+}

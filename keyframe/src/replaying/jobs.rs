@@ -1,0 +1,56 @@
+//! Several replays side by side.
+
+use crate::failure::Failure;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_replay::interval::Interval;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Set when the user asks for an end, by SIGINT or SIGTERM.
+pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&interrupted))
+            .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+    }
+    Ok(interrupted)
+}
+
+/// Has `job` done for each of `intervals`, `jobs` at a time, or as many as there are cores. Those that were begun before
+/// `interrupted`; in any order.
+pub fn side_by_side<T: Send>(
+    intervals: &[Interval],
+    jobs: Option<u64>,
+    interrupted: &AtomicBool,
+    job: impl Fn(&Interval) -> T + Sync,
+) -> Vec<T> {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let jobs = jobs.map_or(cores, |n| n as usize).min(intervals.len().max(1));
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(intervals.len())));
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                while let Some(interval) = intervals.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if interrupted.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    let one = job(interval);
+                    if let Ok(mut done) = done.lock() {
+                        done.push(one);
+                    }
+                }
+            });
+        }
+    });
+    done.into_inner().unwrap_or_default()
+}
+
+/// A bar of `instructions`, while the VM is `doing` something: `replaying`.
+pub fn bar(doing: &str, instructions: u64) -> ProgressBar {
+    let bar = ProgressBar::new(instructions);
+    let template = format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}}");
+    if let Ok(style) = ProgressStyle::with_template(&template) {
+        bar.set_style(style);
+    }
+    bar
+}

@@ -1,0 +1,21 @@
+//! Recordings brought to life again: which intervals there are, and one QEMU for one of them.
+//!
+//! ```text
+//!   Source: recording + store + log as QEMU reads it ──▶ intervals
+//!   Analysis: a tool's plugin in each interval's QEMU ─▶ parts ─▶ results
+//!   Replay: checkpoint ─▶ QEMU ─▶ runs to an instruction ─▶ compare with a checkpoint ─▶ end
+//!   Passage: how it gets from one instruction to the next, and how it is seen that it does not
+//! ```
+
+mod analysis;
+mod compare;
+pub mod jobs;
+mod passage;
+mod replay;
+mod source;
+
+pub use analysis::{Analysis, Done, Head};
+pub use compare::{Difference, differing, differing_vms};
+pub use passage::{Passage, Reached, until};
+pub use replay::{Replay, SOCKET, Started, With, begin};
+pub use source::Source;

@@ -1,0 +1,186 @@
+//! From place to place in a replay.
+
+use crate::failure::Failure;
+use keyframe_qemu::restore::{Restored, Until};
+use keyframe_qemu::{Event, Vm};
+use keyframe_replay::interval::Interval;
+use keyframe_replay::{Progress, Verdict};
+use std::process::ExitStatus;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often a replay is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// How often its instruction is asked for: each asking takes the lock that the virtual CPU runs under.
+const ASK_EVERY: Duration = Duration::from_millis(500);
+/// How long a replay may stand at one instruction. An idle guest's clock jumps, so that none waits for real time.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// How long QEMU may take to end behind the last instruction.
+const END_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Where a replay has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reached {
+    /// The instruction that it was to go to.
+    There,
+    /// The log's end, where the VM was shut down when it was recorded.
+    LogEnd,
+    /// Asked to stop by the user.
+    Interrupted,
+}
+
+/// Where the replay of `interval` ends.
+pub fn until(interval: &Interval) -> Until {
+    interval.end.map_or(Until::LogEnd, |_| Until::Instruction(interval.end_icount))
+}
+
+/// A VM that replays.
+pub trait Replaying {
+    /// How it ended, if it has.
+    fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>>;
+    /// All the rest.
+    fn vm(&mut self) -> &mut Vm;
+}
+
+impl Replaying for Restored {
+    fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>> {
+        self.try_wait()
+    }
+    fn vm(&mut self) -> &mut Vm {
+        Restored::vm(self)
+    }
+}
+
+impl Replaying for Vm {
+    fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>> {
+        self.try_wait()
+    }
+    fn vm(&mut self) -> &mut Vm {
+        self
+    }
+}
+
+/// A replay's way.
+#[derive(Clone, Copy, Debug)]
+pub struct Passage {
+    /// Where it is, as far as is known.
+    pub icount: u64,
+    /// Where it runs to.
+    pub until: Until,
+    /// How long it may stand at one instruction before it counts as having come off its log.
+    pub patience: Duration,
+}
+
+impl Passage {
+    /// Lets it run on from where it stands to `until`, and waits until it is there, as [`Passage::arrive`] does.
+    pub fn go_on(
+        &mut self,
+        replay: &mut impl Replaying,
+        until: Until,
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Reached, Failure> {
+        let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
+        let qmp = replay.vm().qmp();
+        qmp.drain_events().map_err(failed)?;
+        if let Until::Instruction(icount) = until {
+            qmp.replay_break(icount).map_err(failed)?;
+        }
+        qmp.cont().map_err(failed)?;
+        self.until = until;
+        self.arrive(replay, interrupted, tell)
+    }
+
+    /// Waits until it is where it runs to. `tell` learns now and then where it is.
+    ///
+    /// Errors: it stands still (it has come off its log), it stopped elsewhere, or QEMU ended.
+    pub fn arrive(
+        &mut self,
+        replay: &mut impl Replaying,
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Reached, Failure> {
+        let began = Instant::now();
+        let mut progress = Progress::new(self.icount, self.patience);
+        let mut asked = began;
+        loop {
+            if let Some(exit) = replay.ended().map_err(|e| Failure::qemu(&e))? {
+                return self.ended(exit);
+            }
+            let Ok(events) = replay.vm().qmp().drain_events() else { return self.gone(replay.vm()) };
+            let shut_down = events.iter().any(|event| matches!(event, Event::Shutdown { .. }));
+            if shut_down || events.contains(&Event::Stop) {
+                return self.stopped(replay.vm(), shut_down);
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(Reached::Interrupted);
+            }
+            if asked.elapsed() >= ASK_EVERY {
+                asked = Instant::now();
+                match replay.vm().qmp().icount() {
+                    Ok(icount) => {
+                        tell(icount);
+                        if let Verdict::Frozen { icount } = progress.look(began.elapsed(), icount) {
+                            return Err(self.frozen(replay.vm(), icount));
+                        }
+                    }
+                    // It may be on its way out.
+                    Err(_) => return self.gone(replay.vm()),
+                }
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn stopped(&mut self, vm: &mut Vm, shut_down: bool) -> Result<Reached, Failure> {
+        self.icount = vm.qmp().icount().map_err(|e| Failure::qemu(&e))?;
+        match self.until {
+            Until::Instruction(wanted) if self.icount == wanted => Ok(Reached::There),
+            Until::Instruction(wanted) => Err(Failure::new(format!(
+                "the replay stopped at instruction {}, not at {wanted}",
+                self.icount
+            ))),
+            Until::LogEnd if shut_down => Ok(Reached::LogEnd),
+            Until::LogEnd => Err(Failure::new(format!("the replay stopped at instruction {}", self.icount))),
+        }
+    }
+
+    /// QEMU has closed its monitor.
+    fn gone(&self, vm: &mut Vm) -> Result<Reached, Failure> {
+        let exit = vm.wait(END_TIMEOUT).map_err(|e| Failure::qemu(&e))?;
+        match exit {
+            Some(exit) => self.ended(exit),
+            None => Err(Failure::new("QEMU has closed its monitor, but does not end")),
+        }
+    }
+
+    fn ended(&self, exit: ExitStatus) -> Result<Reached, Failure> {
+        match self.until {
+            Until::LogEnd if exit.success() => Ok(Reached::LogEnd),
+            Until::LogEnd => Err(Failure::new(format!("QEMU ended with {exit} before the log's end"))),
+            Until::Instruction(wanted) => {
+                Err(Failure::new(format!("QEMU ended ({exit}) before instruction {wanted}")))
+            }
+        }
+    }
+
+    /// It stands at `icount` and gets no further.
+    fn frozen(&self, vm: &mut Vm, icount: u64) -> Failure {
+        let landmark = landmark(vm);
+        let left = match self.until {
+            Until::Instruction(wanted) => format!(", {} before its end", wanted.saturating_sub(icount)),
+            Until::LogEnd => String::new(),
+        };
+        Failure::new(format!(
+            "the replay has come off its log: it stands still at instruction {icount}{left}{landmark}"
+        ))
+    }
+}
+
+/// The processor's registers, for whoever looks into a divergence.
+fn landmark(vm: &mut Vm) -> String {
+    let text = vm.qmp().hmp("info registers").unwrap_or_default();
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let interesting: Vec<&str> = lines.take(6).collect();
+    if interesting.is_empty() { String::new() } else { format!("\n  {}", interesting.join("\n  ")) }
+}

@@ -1,0 +1,196 @@
+//! One QEMU that replays a recording from a checkpoint on.
+//!
+//! ```text
+//!   start(n) ─▶ runs from the checkpoint's instruction on ─▶ stands at n ─▶ go_on(m) ...
+//!                                                        ├─▶ the log ends, and QEMU with it
+//!                                                        └─▶ it has come off the log: stands still and never says so
+//! ```
+//!
+//! A replay that stands takes from the log what QEMU's main loop finds there, also what belongs behind the recording's own going
+//! on. So it never stands at its checkpoint, and goes on only from an instruction at which the log has nothing
+//! ([`Boundaries::next_unambiguous`](keyframe_replay::log::Boundaries::next_unambiguous)).
+//!
+//! Invariant: a [`Replay`] that is dropped leaves no QEMU behind.
+
+use super::Source;
+use super::passage::{PATIENCE, Passage, Reached};
+use crate::commands::restore::source_of;
+use crate::disks::{self, Served, restored};
+use crate::failure::Failure;
+use crate::images::Stop;
+use keyframe_qemu::DiskServer;
+use keyframe_qemu::record::{self, Mode, Wanted};
+use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
+use keyframe_replay::interval::Place;
+use keyframe_store::Loaded;
+use keyframe_units::{Page, PageIndex, PageRange};
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+/// The socket of a replay's disks, in a directory of its own.
+pub const SOCKET: &str = "disks.sock";
+
+/// How to replay.
+#[derive(Clone, Debug)]
+pub struct With {
+    /// Words for QEMU behind the recorded ones.
+    pub extra: Vec<OsString>,
+    /// Where the guest's serial output goes.
+    pub console: Option<PathBuf>,
+    /// Bring RAM as it is touched.
+    pub lazy: bool,
+    /// How long it may stand at one instruction before it counts as having come off its log.
+    pub patience: Duration,
+}
+
+impl Default for With {
+    fn default() -> Self {
+        Self { extra: Vec::new(), console: None, lazy: false, patience: PATIENCE }
+    }
+}
+
+/// A QEMU that replays.
+pub struct Replay {
+    restored: Restored,
+    disks: Option<(Served, tempfile::TempDir)>,
+    passage: Passage,
+    /// The checkpoint that it began with.
+    pub loaded: Arc<Loaded>,
+}
+
+/// A checkpoint's RAM.
+struct StoredRam(Arc<Loaded>);
+
+impl RamSource for StoredRam {
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        Ok(self.0.read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
+    }
+
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        Ok(self.0.read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
+    }
+
+    fn wanted_first(&self) -> Vec<PageIndex> {
+        self.0.expected_first()
+    }
+}
+
+impl Replay {
+    /// Starts QEMU at `place`, and lets it run to `until`.
+    pub fn start(source: &Source, place: Place, until: Until, with: &With) -> Result<Self, Failure> {
+        let Started { restored, disks, loaded } = begin(source, place, until, with)?;
+        let passage = Passage { icount: place.icount, until, patience: with.patience };
+        Ok(Self { restored, disks, passage, loaded })
+    }
+
+    /// Its QEMU.
+    pub fn restored(&mut self) -> &mut Restored {
+        &mut self.restored
+    }
+
+    /// Waits until it is where it runs to.
+    pub fn arrive(
+        &mut self,
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Reached, Failure> {
+        self.passage.arrive(&mut self.restored, interrupted, tell)
+    }
+
+    /// Lets it run on from where it stands to `until`, and waits until it is there.
+    pub fn go_on(
+        &mut self,
+        until: Until,
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Reached, Failure> {
+        self.passage.go_on(&mut self.restored, until, interrupted, tell)
+    }
+
+    /// Ends QEMU in good order, so that a plugin writes what it has.
+    pub fn end(mut self) -> Result<(), Failure> {
+        let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
+        let closed = self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
+        killed.and(closed)
+    }
+}
+
+impl Drop for Replay {
+    fn drop(&mut self) {
+        // It is the error that led here that is told.
+        let _ = self.restored.kill();
+        if let Some((served, _folder)) = self.disks.take() {
+            let _ = served.end(false);
+        }
+    }
+}
+
+/// A QEMU that has been started at a checkpoint of a recording.
+pub struct Started {
+    /// It.
+    pub restored: Restored,
+    /// Its disks, and the directory of their socket.
+    pub disks: Option<(Served, tempfile::TempDir)>,
+    /// The checkpoint.
+    pub loaded: Arc<Loaded>,
+}
+
+/// Starts QEMU at `place`, and lets it run to `until`.
+pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result<Started, Failure> {
+    let loaded = source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
+    let loaded = Arc::new(loaded);
+    let disks = serve(source, &loaded)?;
+    let server = disks
+        .as_ref()
+        .map(|(_, folder)| DiskServer { socket: folder.path().join(SOCKET), prefix: String::new() });
+    let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
+    let words = machine.user_command.split_off(1.min(machine.user_command.len()));
+    let wanted = Wanted {
+        mode: Mode::Replay,
+        log: source.log(),
+        disks: server.as_ref(),
+        version: &machine.qemu_version,
+        console: with.console.as_deref(),
+    };
+    let line = record::line(&words, wanted).map_err(|e| Failure::qemu(&e))?;
+    machine.user_command.extend(line.words);
+    let options = RestoreOptions { replays: Some(until), ..RestoreOptions::default() };
+    let plan = Plan::new(machine, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
+    let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
+    let restored = if with.lazy {
+        restore::start_lazy(plan, ram, &loaded.device_state)
+    } else {
+        restore::start(plan, &*ram, &loaded.device_state)
+    };
+    let restored = restored.map_err(|e| Failure::qemu(&e))?;
+    Ok(Started { restored, disks, loaded })
+}
+
+/// The disks as they were at the checkpoint; what the replay writes is thrown away.
+fn serve(source: &Source, loaded: &Loaded) -> Result<Option<(Served, tempfile::TempDir)>, Failure> {
+    if loaded.meta.disks.is_empty() {
+        return Ok(None);
+    }
+    restored::require_all(loaded.id, &loaded.meta)?;
+    let mut wanted = restored::wanted(&source.store, loaded.id, &loaded.meta)?;
+    for disk in &mut wanted {
+        disk.temporary = true;
+    }
+    let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir();
+    let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
+    let socket = folder.path().join(SOCKET);
+    let served = disks::serve(&source.store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
+    Ok(Some((served, folder)))
+}

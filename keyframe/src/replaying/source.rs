@@ -1,0 +1,101 @@
+//! A recording with its log and its checkpoints.
+
+use crate::failure::Failure;
+use crate::keys::KeyArg;
+use keyframe_replay::interval::{Interval, Place, intervals, with_standing_ends};
+use keyframe_replay::log::Boundaries;
+use keyframe_replay::recording::Readable;
+use keyframe_replay::{Ending, Recording};
+use keyframe_store::Store;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// A recording that can be replayed.
+pub struct Source {
+    /// The recording.
+    pub recording: Recording,
+    /// Where its checkpoints are.
+    pub store: Store,
+    log: Readable,
+    boundaries: OnceLock<Boundaries>,
+}
+
+impl Source {
+    /// Opens the recording at `path` with the store that it names, or another one.
+    pub fn open(path: &Path, store: Option<&Path>, key: &KeyArg) -> Result<Self, Failure> {
+        let failed = |e| Failure::recording(&e);
+        let mut recording = Recording::open(path).map_err(failed)?;
+        if recording.meta.ending == Ending::Recording {
+            if recording.is_being_made().map_err(failed)? {
+                return Err(Failure::new(format!("{} is still being recorded", path.display()))
+                    .fix("wait until its `keyframe record` has ended, or end it: keyframe stop"));
+            }
+            let duration_ns = recording.meta.duration_ns;
+            recording.finish(duration_ns).map_err(failed)?;
+            eprintln!(
+                "keyframe: {}: whoever recorded it was killed; it ends with what QEMU had written by then",
+                path.display()
+            );
+        }
+        let place: PathBuf = store.map_or_else(|| recording.store_path(), Path::to_owned);
+        let store = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
+        let log = recording.readable_log().map_err(failed)?;
+        Ok(Self { recording, store, log, boundaries: OnceLock::new() })
+    }
+
+    /// QEMU's log.
+    pub fn log(&self) -> &Path {
+        self.log.path()
+    }
+
+    /// Where the log has something. It is read once.
+    pub fn boundaries(&self) -> Result<&Boundaries, Failure> {
+        if let Some(boundaries) = self.boundaries.get() {
+            return Ok(boundaries);
+        }
+        let read = Boundaries::read(self.log()).map_err(|e| Failure::recording(&e))?;
+        Ok(self.boundaries.get_or_init(|| read))
+    }
+
+    /// Its checkpoints, by instruction.
+    pub fn places(&self) -> Result<Vec<Place>, Failure> {
+        let listing = self.store.checkpoints().map_err(|e| Failure::store(&e, self.store.path()))?;
+        let of = |sealed: &keyframe_store::Sealed| {
+            let place = sealed.meta.machine.recorded.as_ref()?;
+            let ours = place.recording == self.recording.meta.id;
+            ours.then_some(Place { icount: place.icount, checkpoint: sealed.id })
+        };
+        let mut places: Vec<_> = listing.sealed.iter().filter_map(of).collect();
+        places.sort_unstable();
+        if places.is_empty() {
+            return Err(Failure::new(format!(
+                "{} has no checkpoint of recording {}",
+                self.store.path().display(),
+                self.recording.meta.id
+            ))
+            .fix("name the store that has them with --store; or take them from a replay: keyframe segment"));
+        }
+        Ok(places)
+    }
+
+    /// Its intervals.
+    pub fn intervals(&self) -> Result<Vec<Interval>, Failure> {
+        let mut all = intervals(self.places()?, self.recording.meta.instructions);
+        if self.recording.meta.ending == Ending::Cut {
+            // Behind the last checkpoint the log ends in the middle, and a QEMU that reads on there ends too.
+            all.retain(|interval| interval.end.is_some());
+        }
+        if all.is_empty() {
+            return Err(Failure::new(
+                "the recording was cut before its second checkpoint: no interval is left to replay",
+            )
+            .fix("record it again with --checkpoint-every"));
+        }
+        Ok(all)
+    }
+
+    /// The same with ends where a replay can stand and go on.
+    pub fn with_standing_ends(&self, all: &[Interval]) -> Result<Vec<Interval>, Failure> {
+        Ok(with_standing_ends(all, self.boundaries()?))
+    }
+}

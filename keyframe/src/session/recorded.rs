@@ -1,0 +1,97 @@
+//! A VM that is recorded, or replays a recording, while checkpoints are taken of it.
+//!
+//! ```text
+//!   no disk request under way? ─▶ stop ─▶ still none? ─▶ icount ─▶ ... the checkpoint as of any VM ...
+//!        ▲ a moment │ one is       ▲          │ one is
+//!        └──────────┘              └── cont ◀─┘ a moment
+//! ```
+
+use crate::failure::Failure;
+use keyframe_capture::BoxError;
+use keyframe_qemu::record::Queues;
+use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
+use keyframe_store::MachineMeta;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How long a VM may always have disk requests under way before a checkpoint of it is given up.
+const BUSY_MAX: Duration = Duration::from_secs(5);
+/// How long it runs on between two looks.
+const MOMENT: Duration = Duration::from_micros(500);
+
+/// The instruction of a checkpoint, from the pause to the seal.
+pub type Position = Arc<OnceLock<u64>>;
+
+/// How the VM is recorded.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    /// The recording's id.
+    pub recording: String,
+    /// QEMU's log.
+    pub log: PathBuf,
+    /// Of a VM that replays it: the machine as the recording's own checkpoints know it.
+    pub machine: Option<MachineMeta>,
+}
+
+impl Recorded {
+    /// Has the VM of `starting` recorded.
+    pub fn prepare(&self, starting: &mut [(Invocation, QemuIdentity)], quiet: bool) -> Result<(), Failure> {
+        let [(line, _)] = starting else {
+            return Err(Failure::new("QEMU records one VM, not a group").fix("record each VM by itself"));
+        };
+        for note in line.record(&self.log).map_err(|e| Failure::qemu(&e))? {
+            if !quiet {
+                eprintln!("keyframe: note: {note}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The disks of a VM that is recorded.
+#[derive(Debug, Default)]
+pub struct Disks(Option<Queues>);
+
+impl Disks {
+    /// Waits, while the VM runs, until no disk request is under way, or has been for [`BUSY_MAX`].
+    ///
+    /// A stop that has to be taken back costs the guest time. And where its processor has halted, one stop in some hundred falls
+    /// between a timer's end and its handler, which a VM that stands does not run: then only a checkpoint taken there gives
+    /// replays a place to begin again (docs/design/record-replay.md).
+    pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
+        let began = Instant::now();
+        while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {
+            std::thread::sleep(MOMENT);
+        }
+        Ok(())
+    }
+
+    /// Lets a VM that has just been stopped run on until no disk request is under way as it stands.
+    pub fn settle(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
+        let began = Instant::now();
+        while self.are_busy(qmp)? {
+            if began.elapsed() > BUSY_MAX {
+                return Err(format!(
+                    "the guest's disks have had requests under way for {} s without a moment's rest: there a recording \
+                     cannot be cut",
+                    BUSY_MAX.as_secs()
+                )
+                .into());
+            }
+            qmp.cont()?;
+            std::thread::sleep(MOMENT);
+            qmp.stop()?;
+        }
+        Ok(())
+    }
+
+    /// Whether a request is under way.
+    pub fn are_busy(&mut self, qmp: &mut Qmp) -> Result<bool, BoxError> {
+        let queues = match &mut self.0 {
+            Some(queues) => queues,
+            none => none.insert(Queues::find(qmp)?),
+        };
+        Ok(queues.are_busy(qmp)?)
+    }
+}

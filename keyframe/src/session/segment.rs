@@ -1,0 +1,77 @@
+//! A replay, as a VM of which checkpoints are taken.
+
+use super::disks::SessionDisks;
+use super::engine::Cuts;
+use super::launch::{self, Found, Refused};
+use super::machines::Beside;
+use super::storage::Storage;
+use super::{Options, Recorded, engine_over};
+use crate::failure::{DONE, Failure, Outcome};
+use crate::replaying::{Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
+use crate::rundir::RunDir;
+use keyframe_qemu::QemuIdentity;
+use keyframe_qemu::restore::Until;
+use keyframe_replay::interval::Place;
+use std::path::PathBuf;
+
+/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each of `cuts` into its store.
+pub fn segment(
+    source: &Source,
+    from: Place,
+    cuts: &[u64],
+    mut options: Options,
+    tell: &mut dyn FnMut(u64),
+) -> Outcome {
+    let Some(&first) = cuts.first() else { return Ok(DONE) };
+    let interrupted = jobs::interruption()?;
+    launch::require_kernel(&options)?;
+    let name = source.recording.meta.vm.clone();
+    let run_dir = RunDir::claim(&name)?;
+    let writer = launch::lock(&source.store, "segment", &name, &options)?;
+    let until = Until::Instruction(first);
+    let with = With::default();
+    let Started { mut restored, disks, loaded } = begin(source, from, until, &with)?;
+    let mut passage = Passage { icount: from.icount, until, patience: with.patience };
+    let arrived = passage.arrive(&mut restored, &interrupted, tell);
+    let socket = disks.as_ref().map(|(_, folder)| folder.path().join(SOCKET));
+    let (served, _folder) = disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
+    let pause_limit = options.pause_limit;
+    let disks = served.map(|served| Storage::Served(SessionDisks::new(served, pause_limit)));
+    let mut vm = restored.into_vm();
+    if let Some(socket) = socket {
+        vm.mind_server(socket);
+    }
+    if !matches!(arrived, Ok(Reached::There)) {
+        let _ = vm.kill();
+        if let Some(disks) = disks {
+            let _ = disks.end();
+        }
+        return Err(match arrived? {
+            Reached::Interrupted => Failure::new("interrupted"),
+            _ => Failure::new(format!("the log ends before instruction {first}")),
+        });
+    }
+    let machine = &loaded.meta.machine;
+    let identity = QemuIdentity {
+        path: PathBuf::from(&machine.qemu_path),
+        version: machine.qemu_version.clone(),
+        blake3: machine.qemu_blake3.clone(),
+    };
+    let directory = PathBuf::from(&machine.working_directory);
+    options.recorded = Some(Recorded {
+        recording: source.recording.meta.id.clone(),
+        log: source.log().to_owned(),
+        machine: Some(machine.clone()),
+    });
+    let found = Found { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
+    let beside = Beside { lans: None, disks };
+    let parts =
+        launch::prepare(&source.store, writer, run_dir, (name, false), (vec![found], beside), &options)
+            .map_err(|refused| {
+                let Refused { failure, found, beside } = *refused;
+                launch::end(found, beside);
+                failure
+            })?;
+    let cuts = Cuts { at: cuts, boundaries: source.boundaries()? };
+    engine_over(&source.store, parts, options)?.run_through(passage, &cuts, tell)
+}
