@@ -3,11 +3,13 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test bench bench-peers lint build setup guests clean
+.PHONY: help demo test soak fuzz bench bench-peers lint build setup guests clean
 
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result"
 	@echo "make test    unit, property and end-to-end tests on real QEMU"
+	@echo "make soak    10,000 seeds of the store's simulation; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
+	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
 	@echo "make lint    formatting and clippy"
@@ -27,6 +29,12 @@ demo: build guests
 
 test: guests
 	@scripts/test
+
+soak: setup
+	@scripts/soak
+
+fuzz: setup
+	@scripts/fuzz
 
 bench: build guests bench-peers
 	@scripts/bench

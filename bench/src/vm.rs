@@ -114,6 +114,10 @@ impl Guest {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
+        // First the VM, which a `keyframe run` would leave alive.
+        for qemu in children(self.child.id()) {
+            let _ = rustix::process::kill_process(qemu, rustix::process::Signal::KILL);
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -128,8 +132,22 @@ impl Drop for Guest {
         if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }
-        self.end(20);
+        self.end(60);
     }
+}
+
+/// The children of process `pid`.
+fn children(pid: u32) -> Vec<rustix::process::Pid> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
+    let of_task =
+        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+    let lists: Vec<String> = tasks.into_iter().flatten().flatten().map(of_task).collect();
+    lists
+        .iter()
+        .flat_map(|list| list.split_whitespace())
+        .filter_map(|word| word.parse().ok())
+        .filter_map(rustix::process::Pid::from_raw)
+        .collect()
 }
 
 /// The number behind `field` in `line`.

@@ -41,7 +41,7 @@ pub use turn::Turn;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The binary under test: `KEYFRAME_BIN`, or the one built beside the tests.
 pub fn keyframe() -> PathBuf {
@@ -294,21 +294,35 @@ impl Bench {
 
     /// Runs a command of [`Self::command`] to its end.
     pub fn run_within(mut command: Command, limit: Duration) -> Output {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let child = command.spawn().expect("run keyframe");
+        // Files, not pipes: whoever it may leave behind does not keep the test waiting.
+        let (stdout, stderr) = (tempfile::tempfile().expect("a file"), tempfile::tempfile().expect("a file"));
+        let copy = |file: &std::fs::File| file.try_clone().expect("a file again");
+        command.stdin(Stdio::null()).stdout(copy(&stdout)).stderr(copy(&stderr));
+        let mut child = command.spawn().expect("run keyframe");
         // A command that should have ended is ended, and its test fails by its exit code.
         let pid = rustix::process::Pid::from_raw(child.id() as i32).expect("a pid");
-        let (done, waiting) = std::sync::mpsc::channel::<()>();
-        let guard = std::thread::spawn(move || {
-            if waiting.recv_timeout(limit).is_err() {
+        let began = Instant::now();
+        let mut told = false;
+        let status = loop {
+            if let Some(status) = child.try_wait().expect("look at keyframe") {
+                break status;
+            }
+            if began.elapsed() > limit && !std::mem::replace(&mut told, true) {
                 println!("still running after {} s: ended", limit.as_secs());
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
             }
-        });
-        let output = child.wait_with_output().expect("wait for keyframe");
-        let _ = done.send(());
-        let _ = guard.join();
-        output
+            if began.elapsed() > limit + Duration::from_secs(60) {
+                let _ = child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let read = |mut file: std::fs::File| {
+            let mut bytes = Vec::new();
+            std::io::Seek::rewind(&mut file).expect("rewind");
+            std::io::Read::read_to_end(&mut file, &mut bytes).expect("read what it said");
+            bytes
+        };
+        Output { status, stdout: read(stdout), stderr: read(stderr) }
     }
 
     /// Runs `keyframe ARGS`, which must succeed; returns its standard output.

@@ -1,7 +1,8 @@
-//! Tests run side by side, half as many as there are processors, but for those that need the machine for themselves.
+//! Tests run side by side, half as many as there are processors and three at least, since much of the time they wait for their
+//! guests; but for those that need the machine for themselves.
 //!
 //! ```text
-//!   shared   two at least             waits for a place, and while a test is alone or waits to be
+//!   shared   three at least           waits for a place, and while a test is alone or waits to be
 //!   alone    one                      waits until all others have ended
 //! ```
 //!
@@ -56,7 +57,7 @@ impl Turn {
             let places = std::thread::available_parallelism().map_or(1, NonZero::get) / 2;
             state.waiting += usize::from(alone);
             let must_wait = |s: &mut State| {
-                s.alone || if alone { s.shared > 0 } else { s.waiting > 0 || s.shared >= places.max(2) }
+                s.alone || if alone { s.shared > 0 } else { s.waiting > 0 || s.shared >= places.max(3) }
             };
             state = CHANGED.wait_while(state, must_wait).unwrap_or_else(PoisonError::into_inner);
             state.waiting -= usize::from(alone);

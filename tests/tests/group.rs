@@ -62,10 +62,11 @@ fn both_talk_on(bench: &Bench, vms: &mut Process, least: u64) {
     assert!(both.is_some(), "a: {:?}, b: {:?}; {}", console(bench, "a"), console(bench, "b"), vms.report());
 }
 
-/// What the console of member `name` has said.
+/// The lines that the console of member `name` has ended. One that QEMU is still writing may break off anywhere.
 pub fn console(bench: &Bench, name: &str) -> Vec<String> {
     let text = std::fs::read(bench.path().join(format!("{name}.log"))).unwrap_or_default();
-    String::from_utf8_lossy(&text).lines().map(|line| line.trim_end().to_owned()).collect()
+    let ended = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+    String::from_utf8_lossy(&text[..ended]).lines().map(|line| line.trim_end().to_owned()).collect()
 }
 
 fn hashes(bench: &Bench, name: &str) -> Vec<HashLine> {

@@ -27,6 +27,7 @@ mod main_job;
 mod mount;
 mod ops;
 mod profile;
+mod record;
 mod reflink;
 mod refusals;
 mod rollback;

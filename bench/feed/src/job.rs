@@ -97,13 +97,17 @@ pub struct Measured {
     pub unique: Option<Fed>,
     /// What its files take on disk after the first image.
     pub image_stored_bytes: u64,
-    /// And in the end.
+    /// After all ten checkpoints.
+    pub ingested_bytes: u64,
+    /// And in the end: once the store has done what it does when it is idle, for a store that does.
     pub stored_bytes: u64,
+    /// CPU time of that.
+    pub settle_cpu_ns: Option<u64>,
     /// The bytes of the stream's distinct pages.
     pub distinct_bytes: u64,
     /// The most memory that it took beside the stream.
     pub peak_bytes: u64,
-    /// Until the last image was in memory; median.
+    /// Until the last image was in memory, of the store as it is in the end; median.
     pub reconstruct_ns: u64,
     /// Copying the pages of that image that are not zero; median.
     pub memcpy_ns: u64,

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   mixed   create ─ image ─ second 1 ... second 9 ─ close     timed; memory and CPU time are of this
+//!           what the store does when it is idle                CPU time, and what the files take before and after
 //!           open ─ the last image three times                  timed; compared, as the first one and one between
 //!   pure    create ─ the last image ─ pages all known ─ pages all new ─ close ─ open ─ the last image
 //! ```
@@ -40,6 +41,10 @@ fn measure(job: &Job, store: &dyn Store) -> Result<Measured> {
     feed(store, &mixed, &stream, &mut measured)?;
     // Behind the feeding: memory that it gives back to the allocator would hide what the store takes.
     measured.distinct_bytes = stream.distinct_bytes();
+    measured.ingested_bytes = stored_bytes(&mixed)?;
+    let cpu_before = cpu_ns();
+    let settled = store.settle(&mixed)?;
+    measured.settle_cpu_ns = settled.then(|| cpu_ns() - cpu_before);
     measured.stored_bytes = stored_bytes(&mixed)?;
     rebuild(store, &mixed, &mut stream, &mut measured)?;
     remove(&mixed)?;

@@ -15,6 +15,11 @@ pub trait Store {
     /// The store in `dir`, which was closed.
     fn open(&self, dir: &Path) -> Result<Box<dyn Reading>>;
 
+    /// What the store in `dir`, which was closed, does when nothing else is to be done; false where that is nothing.
+    fn settle(&self, _dir: &Path) -> Result<bool> {
+        Ok(false)
+    }
+
     /// CPU time and peak memory of programs that it has run to their end; `None` where all happens in this process.
     fn programs(&self) -> Option<(u64, u64)> {
         None

@@ -88,10 +88,14 @@ mod tests {
 
     #[test]
     fn the_peak_is_what_was_touched_since() {
-        let memory = Memory::watch().unwrap();
-        let touched = std::hint::black_box(vec![1u8; 64 << 20]);
-        drop(touched);
-        let peak_bytes = memory.peak_bytes().unwrap();
-        assert!((60 << 20..256 << 20).contains(&peak_bytes), "{peak_bytes}");
+        let peak_bytes = || {
+            let memory = Memory::watch().unwrap();
+            let touched = std::hint::black_box(vec![1u8; 64 << 20]);
+            drop(touched);
+            memory.peak_bytes().unwrap()
+        };
+        // What the tests beside this one touch and give back counts too, now and then.
+        let found: Vec<u64> = std::iter::repeat_with(peak_bytes).take(20).collect();
+        assert!(found.iter().any(|bytes| (60 << 20..128 << 20).contains(bytes)), "{found:?}");
     }
 }

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
-use keyframe_store::{MachineMeta, Run, SealRequest, Timing, Writer};
+use keyframe_store::{MachineMeta, PruneOptions, Run, SealRequest, Timing, Writer};
 use keyframe_units::{BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::path::Path;
 
@@ -16,6 +16,13 @@ impl Store for Keyframe {
         let mut writer = store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
         let run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
         Ok(Box::new(Open { run, writer, ram }))
+    }
+
+    fn settle(&self, dir: &Path) -> Result<bool> {
+        let store = keyframe_store::Store::open(dir).map_err(failed("open the store"))?;
+        let all = PruneOptions { recompress_bytes: u64::MAX, ..PruneOptions::default() };
+        store.prune(&all, &mut |_| {}).map_err(failed("recompress the store"))?;
+        Ok(true)
     }
 
     fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
@@ -62,7 +69,7 @@ impl Reading for Reader {
         let loaded = self.store.load(id).map_err(failed("load a checkpoint"))?;
         let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
         loaded
-            .read_pages(all, &mut |page, content| {
+            .read_pages_by_all_cores(all, &mut |page, content| {
                 sink(page, content);
                 Ok::<_, keyframe_store::Error>(())
             })

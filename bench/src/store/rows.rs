@@ -10,6 +10,9 @@ use std::collections::BTreeMap;
 /// Keyframe's store under the stream of which more words change.
 pub const DIRTIER: &str = "dirtier";
 const KEYFRAME: &str = "keyframe";
+/// Below the table.
+const SETTLED: &str = "  fed: as the last checkpoint left the store; stored: after keyframe has recompressed it, as it does when it is \
+                       idle, which took idle CPU s and is in no other column; read ms is of the store after that";
 const DEDUP_ZSTD: &str = "dedup_zstd";
 
 /// One store, by the ends of its keys.
@@ -55,12 +58,16 @@ impl Rows {
         if let Some(dup) = m.dup {
             row.rate("dup_bytes_per_s", dup);
         }
+        if let Some(cpu_ns) = m.settle_cpu_ns {
+            row.push("settle_cpu_ns", cpu_ns as f64);
+        }
         if let Some(unique) = m.unique {
             row.rate("unique_bytes_per_s", unique);
         }
         if [KEYFRAME, DIRTIER].contains(&name) {
             row.push("image_stored_bytes", m.image_stored_bytes as f64);
-            row.push("steady_stored_bytes", m.stored_bytes.saturating_sub(m.image_stored_bytes) as f64);
+            row.push("steady_stored_bytes", m.ingested_bytes.saturating_sub(m.image_stored_bytes) as f64);
+            row.push("ingested_bytes", m.ingested_bytes as f64);
             row.push("memcpy_ns", m.memcpy_ns as f64);
             row.push("dedup_only_bytes", m.distinct_bytes as f64);
         }
@@ -77,6 +84,13 @@ impl Rows {
         for key in ["dup_bytes_per_s", "unique_bytes_per_s", "steady_bytes_per_s"] {
             if let Some(value) = report.figures.get(&format!("{KEYFRAME}_{key}")).copied() {
                 report.figure(format!("ingest_{key}"), value);
+            }
+        }
+        for (to, from, unit) in
+            [("stored_bytes_after_ingest", "ingested_bytes", 1.0), ("recompress_cpu_s", "settle_cpu_ns", 1e9)]
+        {
+            if let Some(value) = report.figures.get(&format!("{KEYFRAME}_{from}")).copied() {
+                report.figure(to.to_owned(), value / unit);
             }
         }
         for (name, _) in
@@ -120,7 +134,9 @@ impl Rows {
             ("known MB/s", "dup_bytes_per_s", 1e6, 0),
             ("new MB/s", "unique_bytes_per_s", 1e6, 0),
             ("CPU s", "cpu_ns", 1e9, 2),
+            ("fed MiB", "ingested_bytes", 1_048_576.0, 0),
             ("stored MiB", "stored_bytes", 1_048_576.0, 0),
+            ("idle CPU s", "settle_cpu_ns", 1e9, 2),
             ("read ms", "reconstruct_ns", 1e6, 0),
             ("memory MiB", "peak_bytes", 1_048_576.0, 0),
         ];
@@ -136,6 +152,9 @@ impl Rows {
             };
             let cells = columns.map(|(_, key, unit, digits)| format!("{:>13}", cell(key, unit, digits)));
             lines.push(format!("  {name:<18}{}", cells.concat()));
+        }
+        if self.0.iter().any(|(name, _)| name == KEYFRAME) {
+            lines.push(SETTLED.into());
         }
         lines.join("\n")
     }
@@ -204,7 +223,7 @@ mod tests {
         close(report.ratios["stored_over_dedup_only"], 1.0 / 3.0, "dedup only");
         close(report.ratios["stored_over_dedup_zstd"], 0.5, "dedup and zstd");
         close(report.ratios["memcpy_over_reconstruct"], 3.0, "memcpy");
-        assert!(report.table.lines().count() == 12 && report.table.contains("kyoto"), "{}", report.table);
+        assert!(report.table.lines().count() == 13 && report.table.contains("kyoto"), "{}", report.table);
     }
 
     #[test]

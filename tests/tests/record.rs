@@ -1,0 +1,226 @@
+//! Recordings: every interval replays exactly, tools see in parallel what they see in one replay, and what goes wrong is told.
+
+use keyframe_tests::{Bench, Boot, Process, a_qemu, disks, number};
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use std::path::Path;
+use std::time::Duration;
+
+/// `keyframe record`, of `boot` into `R`.
+fn record(bench: &Bench, options: &[&str], boot: &Boot) -> Process {
+    let mut command = bench.command(&["record", "--out", "R"]);
+    command.args(options).arg("--").args(boot.command());
+    Process::start(command)
+}
+
+/// A q35 with that work.
+fn guest(qemu: &str, work: &str) -> Boot {
+    Boot { qemu: qemu.into(), machine: "q35".into(), mem_mib: 96, ..Boot::new(work) }
+}
+
+/// Waits until the recording has so many checkpoints, and ends it.
+fn end_after(bench: &Bench, vm: &mut Process, checkpoints: usize) {
+    let store = bench.path().join("R/store");
+    let enough = vm.wait_until(120, |_| {
+        let there = std::fs::read_dir(store.join("checkpoints")).map_or(0, Iterator::count);
+        (there >= checkpoints).then_some(())
+    });
+    assert!(enough.is_some(), "{}", vm.report());
+    vm.signal(Signal::INT);
+    assert!(vm.wait().success(), "{}", vm.report());
+}
+
+fn verified(bench: &Bench) -> Value {
+    let report = bench.json(&["verify", "R", "--json"]);
+    assert_eq!(report["exact"], true, "{report:#}");
+    report
+}
+
+fn intervals(report: &Value) -> &[Value] {
+    report["intervals"].as_array().map_or(&[], Vec::as_slice)
+}
+
+#[test]
+fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        let image = disks::image(&bench);
+        let disk = disks::virtio(&image, "raw");
+        let before = std::fs::read(&image).expect("read the image");
+        let boot = guest(&qemu.path, "journal").with(&disks::words(&disk));
+        let mut vm = record(&bench, &["--checkpoint-every", "600ms"], &boot);
+        vm.wait_for("journal written=");
+        end_after(&bench, &mut vm, 10);
+        assert!(std::fs::read(&image).expect("read it again") == before, "the image is as it was");
+        let report = verified(&bench);
+        let all = intervals(&report);
+        assert!(all.len() >= 9, "{report:#}");
+        assert_eq!(all[0]["begin"], 0, "it begins before the first instruction");
+        let (_, but_last) = all.split_last().expect("intervals");
+        assert!(
+            but_last.iter().all(|one| !one["compared_with"].is_null()),
+            "each ends at a checkpoint: {report:#}"
+        );
+        assert!(all.windows(2).all(|pair| pair[0]["end"] == pair[1]["begin"]));
+        assert_eq!(all.last().map(|one| one["end"].clone()), Some(report["instructions"].clone()));
+
+        let begin = number(&all[all.len() - 3], "begin").to_string();
+        let args = [
+            "analyze",
+            "R",
+            "--tool",
+            "icount",
+            "--from",
+            &begin,
+            "--out",
+            "A",
+            "--check-sequential",
+            "--json",
+        ];
+        let found = bench.json(&args);
+        assert_eq!(found["equals_sequential"], true, "{found:#}");
+        bench.refused(&["analyze", "R", "--tool", "hot", "--out", "A"], 1, &["another analysis", "fix:"]);
+
+        // Its image is not what the recording began with any more.
+        std::fs::write(&image, &before[1..]).expect("change the image");
+        let output = bench.run(&["verify", "R", "--json"]);
+        assert_eq!(output.status.code(), Some(1));
+        let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert!(intervals(&report).iter().all(|one| one["error"].is_string()), "{report:#}");
+    }
+}
+
+/// Three stages: the recording knows nothing of the checkpoints, a replay takes them, and each interval replays exactly.
+#[test]
+fn a_recording_without_checkpoints_is_cut_by_a_replay() {
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        let disk = disks::virtio(&disks::image(&bench), "raw");
+        let mut vm = record(&bench, &[], &guest(&qemu.path, "journal").with(&disks::words(&disk)));
+        vm.wait_for("journal written=");
+        std::thread::sleep(Duration::from_secs(1));
+        end_after(&bench, &mut vm, 1);
+
+        bench.refused(&["segment", "R"], 2, &["--every"]);
+        bench.ok(&["init", "S"]);
+        let segment = ["segment", "R", "--store", "S", "--every", "500ms"];
+        bench.ok(&segment);
+        // Once more there is nothing to do; and one that is missing is taken again.
+        let listed = || -> Vec<u64> {
+            let all = bench.json(&["list", "--store", "S", "--json"]);
+            let all = all.as_array().map_or(&[][..], Vec::as_slice);
+            all.iter().map(|one| number(one, "id")).collect()
+        };
+        let there = listed();
+        bench.ok(&segment);
+        assert_eq!(listed(), there);
+        bench.ok(&["forget", "--store", "S", &there[2].to_string()]);
+        bench.ok(&segment);
+        assert_eq!(listed().len(), there.len());
+
+        let report = bench.json(&["verify", "R", "--store", "S", "--json"]);
+        assert_eq!(report["exact"], true, "{report:#}");
+        let all = intervals(&report);
+        assert!(all.len() >= 4 && all.len() == there.len(), "{report:#}");
+        assert_eq!((number(&all[0], "begin"), &report["instructions"]), (0, &all[all.len() - 1]["end"]));
+        assert!(all.windows(2).all(|pair| pair[0]["end"] == pair[1]["begin"]));
+        // Each lies where a replay can go on: there a VM has one state only.
+        assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
+
+        // The console, put together from all intervals, is what the guest wrote while it was recorded.
+        let said: Vec<String> = vm.lines().iter().filter(|line| line.contains("journal")).cloned().collect();
+        let log = bench.json(&["log", "R", "--store", "S", "--marker", "journal", "--json"]);
+        let lines = log["lines"].as_array().map_or(&[][..], Vec::as_slice);
+        let texts: Vec<&str> = lines.iter().filter_map(|line| line["text"].as_str()).collect();
+        assert!(
+            !said.is_empty() && texts == said.iter().map(|line| line.trim_end()).collect::<Vec<_>>(),
+            "{said:?} {log:#}"
+        );
+        assert!(
+            lines.windows(2).all(|pair| number(&pair[0], "last") <= number(&pair[1], "first")),
+            "{log:#}"
+        );
+        assert_eq!(bench.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(), Some(1));
+    }
+}
+
+#[test]
+fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        let mut vm = record(&bench, &[], &guest(&qemu.path, "compute"));
+        vm.wait_for("compute t=");
+        vm.say("poweroff");
+        assert!(vm.wait().success(), "{}", vm.report());
+        let report = verified(&bench);
+        let [only] = intervals(&report) else { panic!("one interval: {report:#}") };
+        assert!(only["compared_with"].is_null() && number(only, "end") > 1_000_000, "{report:#}");
+
+        // The engine is killed, and then QEMU: the log lacks its head and its end.
+        std::fs::rename(bench.path().join("R"), bench.path().join("R1")).expect("put it aside");
+        let mut vm = record(&bench, &["--checkpoint-every", "500ms"], &guest(&qemu.path, "compute"));
+        vm.wait_for("compute t=");
+        let qemu_pid = children(vm.pid());
+        vm.signal(Signal::KILL);
+        vm.wait();
+        bench.refused(&["verify", "R"], 1, &["still being recorded", "fix:"]);
+        for pid in qemu_pid {
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+        }
+        let gone =
+            vm.wait_until(20, |_| (!bench.run(&["verify", "/nowhere"]).status.success()).then_some(()));
+        assert!(gone.is_some());
+        let report = verified(&bench);
+        assert!(
+            intervals(&report).iter().filter(|one| !one["compared_with"].is_null()).count() >= 2,
+            "{report:#}"
+        );
+    }
+}
+
+fn children(pid: u32) -> Vec<Pid> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads of the engine");
+    let lists =
+        tasks.flatten().map(|task| std::fs::read_to_string(task.path().join("children")).unwrap_or_default());
+    let all: String = lists.collect::<Vec<_>>().join(" ");
+    let qemu = |pid: &i32| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with("qemu"))
+    };
+    all.split_whitespace()
+        .filter_map(|word| word.parse().ok())
+        .filter(qemu)
+        .filter_map(Pid::from_raw)
+        .collect()
+}
+
+#[test]
+fn what_cannot_be_recorded_or_replayed_is_refused() {
+    let bench = Bench::without_store();
+    let line = |extra: &[&str]| -> Vec<String> {
+        let mut line: Vec<String> =
+            ["record", "--out", "R", "--", "qemu-system-x86_64", "-m", "64"].map(str::to_owned).into();
+        line.extend(extra.iter().map(|word| (*word).to_owned()));
+        line
+    };
+    for (extra, words) in [
+        (&["-smp", "2"][..], &["one virtual CPU", "-smp 1"][..]),
+        (&["-device", "nvme,drive=d,serial=1"], &["NVMe", "virtio-blk"]),
+        (&["-device", "virtio-net-pci"], &["virtio-net", "e1000"]),
+        (&["-nic", "user"], &["-netdev user"]),
+        (&["-hda", "x.img"], &["if=virtio"]),
+        (&["-incoming", "tcp:0:1"], &["-incoming"]),
+    ] {
+        let line = line(extra);
+        let line: Vec<&str> = line.iter().map(String::as_str).collect();
+        bench.refused(&line, 1, words);
+        assert!(!bench.path().join("R").exists(), "{extra:?} left something");
+    }
+    bench.refused(&["verify", "R"], 1, &["no recording", "keyframe record"]);
+    bench.refused(&["analyze", "R", "--tool", "nope", "--out", "A"], 1, &["nope", "icount"]);
+    assert!(!Path::new("A").exists());
+    let tools = bench.ok(&["analyze", "--list-tools"]);
+    assert!(
+        ["icount", "memtrace", "hot", "syscalls", "cache"].iter().all(|tool| tools.contains(tool)),
+        "{tools}"
+    );
+}
