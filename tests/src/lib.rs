@@ -43,6 +43,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+/// The lines that have ended in a console's file. The last one breaks off anywhere while QEMU is writing it.
+pub fn ended_lines(path: &Path) -> Vec<String> {
+    let text = std::fs::read(path).unwrap_or_default();
+    let ended = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+    String::from_utf8_lossy(&text[..ended]).lines().map(|line| line.trim_end().to_owned()).collect()
+}
+
 /// The binary under test: `KEYFRAME_BIN`, or the one built beside the tests.
 pub fn keyframe() -> PathBuf {
     if let Some(path) = std::env::var_os("KEYFRAME_BIN") {

@@ -4,7 +4,8 @@ use keyframe_qemu::Qmp;
 use keyframe_tests::disks::{copy_of_running, words};
 use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, Boot, JournalImage, Process, Qemu, Sequence, a_qemu, hash_lines, is_gone, number, qemus, until,
+    Bench, Boot, JournalImage, Process, Qemu, Sequence, a_qemu, ended_lines, hash_lines, is_gone, number,
+    qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -41,8 +42,7 @@ fn text<'a>(clone: &'a Value, key: &str) -> &'a str {
 }
 
 fn console(clone: &Value) -> Vec<String> {
-    let log = std::fs::read_to_string(Path::new(text(clone, "directory")).join("console.log"));
-    log.unwrap_or_default().lines().map(str::to_owned).collect()
+    ended_lines(&Path::new(text(clone, "directory")).join("console.log"))
 }
 
 fn grow(clone: &Value, more: usize) {

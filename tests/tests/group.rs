@@ -2,7 +2,7 @@
 
 use keyframe_tests::journaling::{blank_image, journaling, records_of};
 use keyframe_tests::{
-    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, hash_lines, number, qemus, until,
+    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, ended_lines, hash_lines, number, qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -62,11 +62,9 @@ fn both_talk_on(bench: &Bench, vms: &mut Process, least: u64) {
     assert!(both.is_some(), "a: {:?}, b: {:?}; {}", console(bench, "a"), console(bench, "b"), vms.report());
 }
 
-/// The lines that the console of member `name` has ended. One that QEMU is still writing may break off anywhere.
+/// What the console of member `name` has said.
 pub fn console(bench: &Bench, name: &str) -> Vec<String> {
-    let text = std::fs::read(bench.path().join(format!("{name}.log"))).unwrap_or_default();
-    let ended = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
-    String::from_utf8_lossy(&text[..ended]).lines().map(|line| line.trim_end().to_owned()).collect()
+    ended_lines(&bench.path().join(format!("{name}.log")))
 }
 
 fn hashes(bench: &Bench, name: &str) -> Vec<HashLine> {
