@@ -51,6 +51,41 @@ pub fn cuts(path: &Path, every: Every, boundaries: &Boundaries) -> Result<Vec<u6
     Ok(cuts)
 }
 
+/// The instruction at which the host's clock had gone on by `after` since the log begins; none where it ends before.
+///
+/// Error: [`Error::NoClock`] where the guest never had the host's clock read.
+pub fn at_time(path: &Path, after: Duration) -> Result<Option<u64>> {
+    let after_ns = i64::try_from(after.as_nanos()).unwrap_or(i64::MAX);
+    let mut events = log::open(path)?;
+    let (mut due, mut last) = (None, None);
+    while let Some(placed) = events.next_event()? {
+        let Event::HostClock(now) = placed.event else { continue };
+        let due = *due.get_or_insert(now.saturating_add(after_ns));
+        let (icount, then) = *last.get_or_insert((placed.icount, now));
+        if now >= due {
+            return Ok(Some(between((icount, then), (placed.icount, now), due)));
+        }
+        // The clock may have been set back.
+        if now > then {
+            last = Some((placed.icount, now));
+        }
+    }
+    match last {
+        Some(_) => Ok(None),
+        None => Err(Error::NoClock { path: path.into() }),
+    }
+}
+
+/// The instruction at clock `due`, between two at which the clock was read: it is taken to run evenly.
+fn between((icount, then): (u64, i64), (next, now): (u64, i64), due: i64) -> u64 {
+    let all = now.saturating_sub(then);
+    if all <= 0 {
+        return next;
+    }
+    let part = due.saturating_sub(then).max(0) as f64 / all as f64;
+    icount + (next.saturating_sub(icount) as f64 * part) as u64
+}
+
 fn by_time(path: &Path, step_ns: i64) -> Result<Vec<u64>> {
     let mut events = log::open(path)?;
     let mut last: Option<(u64, i64)> = None;
@@ -68,11 +103,10 @@ fn by_time(path: &Path, step_ns: i64) -> Result<Vec<u64>> {
             continue;
         }
         while due <= now {
-            let part = due.saturating_sub(then).max(0) as f64 / now.saturating_sub(then) as f64;
             if wanted.len() == CUTS_MAX {
                 return Err(Error::TooManyCuts { cuts_max: CUTS_MAX });
             }
-            wanted.push(icount + ((placed.icount - icount) as f64 * part) as u64);
+            wanted.push(between((icount, then), (placed.icount, now), due));
             // A guest that slept has nothing in between.
             let missed = now.saturating_sub(due) / step_ns;
             let asleep = placed.icount == icount;
@@ -119,6 +153,16 @@ mod tests {
         // 100 instructions in the first thousand, 300 in the second; then it slept.
         assert_eq!(cuts(Every::Time(Duration::from_nanos(500))), [151, 201, 351]);
         assert_eq!(cuts(Every::Time(Duration::from_nanos(100_000))), [0; 0]);
+    }
+
+    #[test]
+    fn a_time_is_found_between_two_readings() {
+        let (file, _) = log(&[(100, 1000), (100, 2000), (300, 3000), (1, 9000)]);
+        let at = |ns| at_time(file.path(), Duration::from_nanos(ns)).unwrap();
+        let found: Vec<_> = [0, 500, 1000, 1500, 2000, 8000, 8001].map(at).into();
+        assert_eq!(found, [Some(100), Some(150), Some(200), Some(350), Some(500), Some(501), None]);
+        let (wild, _) = log(&[(9, i64::MIN), (9, i64::MAX), (9, i64::MIN)]);
+        assert!(at_time(wild.path(), Duration::MAX).unwrap().is_some());
     }
 
     #[test]

@@ -283,6 +283,11 @@ impl Boundaries {
         self.all.last().copied().unwrap_or(0)
     }
 
+    /// Whether a VM has one state only at instruction `icount`.
+    pub fn is_unambiguous(&self, icount: u64) -> bool {
+        self.all.binary_search(&icount).is_err()
+    }
+
     /// The first instruction behind `icount` at which a VM has one state only; none where the log ends before.
     pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
         let first = icount.checked_add(1)?;
@@ -395,6 +400,9 @@ pub(crate) mod tests {
         let boundaries = Boundaries::read(file.path()).unwrap();
         let next: Vec<_> = [0, 4, 5, 6, 11, 12, 13].iter().map(|n| boundaries.next_unambiguous(*n)).collect();
         assert_eq!(next, [Some(1), Some(7), Some(7), Some(7), Some(12), None, None]);
+        assert!(
+            next.iter().flatten().all(|n| boundaries.is_unambiguous(*n)) && !boundaries.is_unambiguous(6)
+        );
     }
 
     #[test]

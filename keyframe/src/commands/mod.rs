@@ -13,6 +13,7 @@ pub mod disks;
 pub mod doctor;
 pub mod export;
 pub mod forget;
+pub mod goto;
 pub mod import;
 pub mod init;
 pub mod list;

@@ -4,18 +4,25 @@
 //!   Source: recording + store + log as QEMU reads it ──▶ intervals
 //!   Analysis: a tool's plugin in each interval's QEMU ─▶ parts ─▶ results
 //!   Replay: checkpoint ─▶ QEMU ─▶ runs to an instruction ─▶ compare with a checkpoint ─▶ end
+//!   Standing: a replay that stands at an instruction; Debugger: goes on from there, both ways
 //!   Passage: how it gets from one instruction to the next, and how it is seen that it does not
 //! ```
 
 mod analysis;
 mod compare;
+mod console;
+mod debugging;
 pub mod jobs;
 mod passage;
 mod replay;
 mod source;
+mod travel;
 
 pub use analysis::{Analysis, Done, Head};
 pub use compare::{Difference, differing, differing_vms};
+pub use console::console;
+pub use debugging::Debugger;
 pub use passage::{Passage, Reached, until};
 pub use replay::{Replay, SOCKET, Started, With, begin};
 pub use source::Source;
+pub use travel::{Standing, Way};

@@ -57,6 +57,17 @@ impl Source {
         Ok(self.boundaries.get_or_init(|| read))
     }
 
+    /// Whether its QEMU wrote the log to its end: a replay stands there, with the guest shut down.
+    pub fn ends_by_itself(&self) -> bool {
+        self.recording.meta.ending == Ending::Complete
+    }
+
+    /// The last instruction that a replay can stand before. Behind it QEMU ends where its log breaks off.
+    pub fn last_standing(&self) -> u64 {
+        let end = self.recording.meta.instructions;
+        if self.ends_by_itself() { end } else { end.saturating_sub(1) }
+    }
+
     /// Its checkpoints, by instruction.
     pub fn places(&self) -> Result<Vec<Place>, Failure> {
         let listing = self.store.checkpoints().map_err(|e| Failure::store(&e, self.store.path()))?;

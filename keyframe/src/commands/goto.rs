@@ -1,0 +1,198 @@
+//! `keyframe goto`: a recorded VM as it was at an instruction.
+
+use super::recorded::RecordedArgs;
+use crate::failure::{DONE, Failure, Outcome};
+use crate::output;
+use crate::replaying::{self, Debugger, Replay, Source, Standing, Way, jobs};
+use keyframe_qemu::restore::Until;
+use serde::Serialize;
+use std::ffi::OsString;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often it is looked whether QEMU has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Bring up a recorded VM as it was at an instruction; with --gdb, go on from there in both directions
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "The VM is replayed from the nearest checkpoint before that instruction and then stands still, in the foreground, until
+Ctrl-C. EXTRA arguments give its QEMU a monitor, a display. It never writes to its images, and nothing that it sends gets anywhere.
+
+With --gdb a debugger attaches and moves both ways: continue, stepi, reverse-continue and reverse-stepi, breakpoints and
+watchpoints. Backwards is another replay from the nearest checkpoint, so that each such step takes about as long as half an interval:
+more checkpoints (keyframe segment --every 200ms) make it faster. What is recorded cannot be changed: a debugger's writes to registers or
+memory are refused.
+
+--time goes by the host's clock while it was recorded. --marker goes behind the first line of the console that holds the text (see them
+all: keyframe log). Both stop at the next instruction at which a VM has one state only.
+
+Examples:
+  keyframe goto R --icount 1500000000 -- -monitor stdio
+  keyframe goto R --marker 'Kernel panic' --gdb 1234
+  gdb vmlinux -ex 'target remote :1234' -ex 'reverse-continue'
+  keyframe goto R --time 12s --json"
+)]
+pub struct Goto {
+    #[command(flatten)]
+    recorded: RecordedArgs,
+    #[command(flatten)]
+    to: To,
+    /// Wait for a debugger at this port of the loopback device; 0 takes a free one and says which
+    #[arg(long, value_name = "PORT")]
+    gdb: Option<u16>,
+    /// Print where it stands as JSON, once it does
+    #[arg(long)]
+    json: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+    /// Arguments for QEMU, behind those that the recording kept
+    #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
+    extra: Vec<OsString>,
+}
+
+/// Where to.
+#[derive(clap::Args, Debug)]
+#[group(required = true, multiple = false)]
+struct To {
+    /// Before this instruction, counted from the recording's beginning
+    #[arg(long, value_name = "N")]
+    icount: Option<u64>,
+    /// So long after the recording's beginning (12s, 1m30s)
+    #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration)]
+    time: Option<Duration>,
+    /// Behind the first line of the console that holds this text
+    #[arg(long, value_name = "TEXT")]
+    marker: Option<String>,
+}
+
+/// As `--json` shows it.
+#[derive(Serialize)]
+struct Report {
+    recording: String,
+    icount: u64,
+    /// The log has something at this instruction: a VM has several states there, one before and one behind it.
+    is_ambiguous: bool,
+    /// The checkpoint that it was replayed from.
+    checkpoint: u64,
+    replayed_instructions: u64,
+    wall_ns: u64,
+    qemu_pid: u32,
+    /// The debugger's port.
+    gdb: Option<u16>,
+    /// The processor's registers, as QEMU prints them.
+    registers: String,
+}
+
+impl Goto {
+    /// Goes there, and stays until the user has seen enough.
+    pub fn run(&self) -> Outcome {
+        let source = self.recorded.open()?;
+        let interrupted = jobs::interruption()?;
+        // A port that is taken is said before anything is replayed.
+        let debugger = self.gdb.map(|port| Debugger::listen(&source, port, self.extra.clone()));
+        let debugger = debugger.transpose()?;
+        let way = Way::to(&source, self.target(&source)?)?;
+        let began = Instant::now();
+        let bar = if self.quiet || self.json {
+            indicatif::ProgressBar::hidden()
+        } else {
+            jobs::bar("replaying", way.icount - way.begin.icount)
+        };
+        let mut tell = |at: u64| bar.set_position(at.saturating_sub(way.begin.icount));
+        let with = (&self.extra[..], debugger.is_some());
+        let stands = Standing::at(&source, way, with, &interrupted, &mut tell)?;
+        bar.finish_and_clear();
+        let Some(mut standing) = stands else { return Err(Failure::new("interrupted")) };
+        let restored = standing.replay.restored();
+        let registers = restored.vm().qmp().hmp("info registers").unwrap_or_default();
+        let report = Report {
+            recording: source.recording.meta.id.clone(),
+            icount: way.icount,
+            is_ambiguous: way.until != Until::LogEnd && !source.boundaries()?.is_unambiguous(way.icount),
+            checkpoint: way.begin.checkpoint.0,
+            replayed_instructions: way.icount - way.begin.icount,
+            wall_ns: output::elapsed_ns(began),
+            qemu_pid: restored.pid(),
+            gdb: debugger.as_ref().map(Debugger::port),
+            registers: registers.replace('\r', ""),
+        };
+        self.tell(&report)?;
+        match debugger {
+            Some(debugger) => debugger.serve(standing, &interrupted)?,
+            None => stay(&mut standing.replay, &interrupted)?,
+        }
+        Ok(DONE)
+    }
+
+    /// The instruction that was asked for.
+    fn target(&self, source: &Source) -> Result<u64, Failure> {
+        let boundaries = source.boundaries()?;
+        let end = boundaries.end();
+        let standing = |icount: u64| boundaries.next_unambiguous(icount).unwrap_or(end);
+        if let Some(icount) = self.to.icount {
+            return Ok(icount);
+        }
+        if let Some(time) = self.to.time {
+            let found = keyframe_replay::cutting::at_time(source.log(), time);
+            let found = found.map_err(|e| Failure::recording(&e))?;
+            return found.map(standing).ok_or_else(|| {
+                let took = output::duration(source.recording.meta.duration_ns);
+                Failure::new(format!("the recording is shorter than {time:?}")).fix(format!("it took {took}"))
+            });
+        }
+        let marker = self.to.marker.as_deref().unwrap_or_default();
+        let console = replaying::console(source, self.recorded.jobs, !self.quiet && !self.json)?;
+        let line = console.find(marker).ok_or_else(|| {
+            Failure::new(format!("no line of the console holds {marker:?}"))
+                .fix("see what it holds: keyframe log REC")
+        })?;
+        Ok(standing(line.last))
+    }
+
+    fn tell(&self, report: &Report) -> Result<(), Failure> {
+        if self.json {
+            return output::json(report);
+        }
+        if self.quiet {
+            return Ok(());
+        }
+        eprintln!(
+            "keyframe: the VM stands before instruction {} after {} (QEMU {}; {} instructions replayed from checkpoint {})",
+            report.icount,
+            output::duration(report.wall_ns),
+            report.qemu_pid,
+            report.replayed_instructions,
+            report.checkpoint
+        );
+        if report.is_ambiguous {
+            eprintln!(
+                "keyframe: note: the log has something at this very instruction (an interrupt, a clock): the VM stands before \
+                 or behind it"
+            );
+        }
+        for line in report.registers.lines().filter(|line| line.starts_with("RIP") || line.starts_with("EIP"))
+        {
+            eprintln!("keyframe: {line}");
+        }
+        match report.gdb {
+            Some(port) => {
+                eprintln!("keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it")
+            }
+            None => eprintln!("keyframe: Ctrl-C ends it"),
+        }
+        Ok(())
+    }
+}
+
+/// Until the user, or a monitor's `quit`, ends it.
+fn stay(replay: &mut Replay, interrupted: &AtomicBool) -> Result<(), Failure> {
+    while !interrupted.load(Ordering::Relaxed) {
+        if replay.restored().try_wait().map_err(|e| Failure::qemu(&e))?.is_some() {
+            return Ok(());
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
