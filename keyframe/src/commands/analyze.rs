@@ -9,7 +9,7 @@ use keyframe_analysis::{Foreign, Summary, Tool, tools};
 use keyframe_replay::interval::Interval;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// Run an analysis tool over a recording, its intervals side by side
@@ -115,11 +115,13 @@ impl Analyze {
         let source = Source::open(recording, self.store.as_deref(), &self.key)?;
         let all = source.intervals()?;
         let all = if tool.can_cut() { source.with_standing_ends(&all)? } else { all };
-        let head = self.head(name, &source, &all)?;
+        let range = self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX);
+        let head = Head::within(&source, name, &self.tool_arg, &all, range)?;
         let interrupted = jobs::interruption()?;
         let began = Instant::now();
         let analysis = Analysis::new(&source, &*tool, all, head, out)?;
-        let done = self.make_all(&analysis, &interrupted)?;
+        let bar = self.bar(analysis.intervals());
+        let done = analysis.make_all(self.jobs, self.tries, &interrupted, &bar)?;
         let summary = analysis.merge(done.clone())?;
         let wall_ns = output::elapsed_ns(began);
         let sequential = self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
@@ -150,66 +152,6 @@ impl Analyze {
             tools::by_name(name, &self.tool_arg)
         };
         tool.map_err(|e| Failure::analysis(&e))
-    }
-
-    fn head(&self, name: &str, source: &Source, all: &[Interval]) -> Result<Head, Failure> {
-        let (from, to) = (self.from.unwrap_or(0), self.to.unwrap_or(u64::MAX));
-        let intervals: Vec<_> =
-            all.iter().filter(|i| i.end_icount > from && i.from_icount < to).copied().collect();
-        if intervals.is_empty() {
-            return Err(Failure::new(format!("no interval of the recording lies between {from} and {to}"))
-                .fix(format!("it has {} instructions", source.recording.meta.instructions)));
-        }
-        let arguments = self.tool_arg.clone();
-        Ok(Head { recording: source.recording.meta.id.clone(), tool: name.into(), arguments, intervals })
-    }
-
-    /// All parts, in order.
-    fn make_all(&self, analysis: &Analysis<'_>, interrupted: &AtomicBool) -> Result<Vec<Done>, Failure> {
-        let intervals = analysis.intervals();
-        let bar = self.bar(intervals);
-        let work = |interval: &Interval| {
-            let mut told = interval.from_icount;
-            let mut tell = |icount: u64| {
-                bar.inc(icount.min(interval.end_icount).saturating_sub(told));
-                told = icount.max(told);
-            };
-            let one = match analysis.done(interval) {
-                Some(done) => Ok(done),
-                None => analysis.make(interval, self.tries, interrupted, &mut tell),
-            };
-            tell(interval.end_icount);
-            one.map_err(|failure| (interval.index, failure))
-        };
-        let all = jobs::side_by_side(intervals, self.jobs, interrupted, work);
-        bar.finish_and_clear();
-        if interrupted.load(Ordering::Relaxed) {
-            return Err(Failure::new("interrupted")
-                .fix("call it again: it goes on with the intervals that are missing"));
-        }
-        let (mut made, mut failures) = (Vec::with_capacity(all.len()), Vec::new());
-        for one in all {
-            match one {
-                Ok(done) => made.push(done),
-                Err(failure) => failures.push(failure),
-            }
-        }
-        failures.sort_by_key(|(index, _)| *index);
-        if let Some((index, failure)) = failures.first() {
-            for (index, failure) in failures.iter().skip(1) {
-                eprintln!("keyframe: interval {index}: {}", failure.message);
-            }
-            let (failed, count) = (failures.len(), intervals.len());
-            return Err(Failure::new(format!(
-                "{failed} of {count} intervals failed; interval {index}: {}",
-                failure.message
-            ))
-            .fix(
-                "call it again to try those once more; keyframe verify tells whether the recording replays",
-            ));
-        }
-        made.sort_by_key(|done: &Done| done.index);
-        Ok(made)
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {

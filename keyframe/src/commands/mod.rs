@@ -12,6 +12,7 @@ pub mod diff;
 pub mod disks;
 pub mod doctor;
 pub mod export;
+pub mod find;
 pub mod forget;
 pub mod goto;
 pub mod import;

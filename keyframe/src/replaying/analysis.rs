@@ -8,8 +8,9 @@
 //!
 //! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
 
-use super::{Reached, Replay, Source, With, until};
+use super::{Reached, Replay, Source, With, jobs, until};
 use crate::failure::Failure;
+use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RamRange, RunContext, Summary, Tool};
 use keyframe_qemu::restore::{MAIN_RAM, Until};
@@ -17,8 +18,9 @@ use keyframe_replay::interval::{Interval, Place};
 use keyframe_units::BlockKind;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// What `analysis.json` says.
@@ -32,6 +34,27 @@ pub struct Head {
     pub arguments: Vec<String>,
     /// The intervals.
     pub intervals: Vec<Interval>,
+}
+
+impl Head {
+    /// Of those intervals of `all` that lie within `range`, at least in part.
+    pub fn within(
+        source: &Source,
+        tool: &str,
+        arguments: &[String],
+        all: &[Interval],
+        range: Range<u64>,
+    ) -> Result<Self, Failure> {
+        let lies_in = |i: &&Interval| i.end_icount > range.start && i.from_icount < range.end;
+        let intervals: Vec<_> = all.iter().filter(lies_in).copied().collect();
+        if intervals.is_empty() {
+            let Range { start, end } = range;
+            return Err(Failure::new(format!("no interval of the recording lies between {start} and {end}"))
+                .fix(format!("it has {} instructions", source.recording.meta.instructions)));
+        }
+        let recording = source.recording.meta.id.clone();
+        Ok(Self { recording, tool: tool.into(), arguments: arguments.into(), intervals })
+    }
 }
 
 /// A part that is there.
@@ -96,15 +119,68 @@ impl<'a> Analysis<'a> {
     }
 
     /// The part of `interval` of an earlier run.
-    pub fn done(&self, interval: &Interval) -> Option<Done> {
+    fn done(&self, interval: &Interval) -> Option<Done> {
         let text = std::fs::read_to_string(self.place(interval).join("done")).ok()?;
         let mut done: Done = serde_json::from_str(&text).ok()?;
         done.is_old = true;
         (done.index == interval.index).then_some(done)
     }
 
+    /// The parts of all intervals, `jobs` at a time, in order.
+    pub fn make_all(
+        &self,
+        jobs: Option<u64>,
+        tries: u32,
+        interrupted: &AtomicBool,
+        bar: &ProgressBar,
+    ) -> Result<Vec<Done>, Failure> {
+        let intervals = self.intervals();
+        let work = |interval: &Interval| {
+            let mut told = interval.from_icount;
+            let mut tell = |icount: u64| {
+                bar.inc(icount.min(interval.end_icount).saturating_sub(told));
+                told = icount.max(told);
+            };
+            let one = match self.done(interval) {
+                Some(done) => Ok(done),
+                None => self.make(interval, tries, interrupted, &mut tell),
+            };
+            tell(interval.end_icount);
+            one.map_err(|failure| (interval.index, failure))
+        };
+        let all = jobs::side_by_side(intervals, jobs, interrupted, work);
+        bar.finish_and_clear();
+        if interrupted.load(Ordering::Relaxed) {
+            return Err(Failure::new("interrupted")
+                .fix("call it again: it goes on with the intervals that are missing"));
+        }
+        let (mut made, mut failures) = (Vec::with_capacity(all.len()), Vec::new());
+        for one in all {
+            match one {
+                Ok(done) => made.push(done),
+                Err(failure) => failures.push(failure),
+            }
+        }
+        failures.sort_by_key(|(index, _)| *index);
+        if let Some((index, failure)) = failures.first() {
+            for (index, failure) in failures.iter().skip(1) {
+                eprintln!("keyframe: interval {index}: {}", failure.message);
+            }
+            let (failed, count) = (failures.len(), intervals.len());
+            return Err(Failure::new(format!(
+                "{failed} of {count} intervals failed; interval {index}: {}",
+                failure.message
+            ))
+            .fix(
+                "call it again to try those once more; keyframe verify tells whether the recording replays",
+            ));
+        }
+        made.sort_by_key(|done: &Done| done.index);
+        Ok(made)
+    }
+
     /// Makes the part of `interval`, trying again where a replay fails.
-    pub fn make(
+    fn make(
         &self,
         interval: &Interval,
         tries_max: u32,
@@ -132,9 +208,7 @@ impl<'a> Analysis<'a> {
                     write(&dir.join("done"), serde_json::to_string(&done).unwrap_or_default().as_bytes())?;
                     return Ok(done);
                 }
-                Err(failure)
-                    if tries >= tries_max || interrupted.load(std::sync::atomic::Ordering::Relaxed) =>
-                {
+                Err(failure) if tries >= tries_max || interrupted.load(Ordering::Relaxed) => {
                     return Err(failure);
                 }
                 Err(_) => {}

@@ -1,0 +1,179 @@
+//! `keyframe find`: at which instructions a recorded guest wrote to an address.
+
+use super::recorded::RecordedArgs;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::output;
+use crate::replaying::{Analysis, Head, jobs};
+use indicatif::ProgressBar;
+use keyframe_analysis::tools;
+use keyframe_replay::interval::Interval;
+use serde::Serialize;
+
+/// How often an interval is tried.
+const TRIES: u32 = 3;
+
+/// Find the instructions of a recording that wrote to an address
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "All intervals are replayed side by side; each write to the address, or to one of the LEN bytes from it on, is told with its
+instruction, who wrote and what. Go to where it is about to happen with keyframe goto REC --icount N, or look at it with a debugger
+(keyframe goto --gdb). The same as files, for whole ranges: keyframe analyze --tool watch.
+
+Exit codes: 0 there is such a write, 1 there is none.
+
+Examples:
+  keyframe find R --writes 0xffffffff82a01234
+  keyframe find R --writes 0x7fe1000 --physical --len 4096 --last
+  keyframe find R --writes 0xffff888003a21f00 --to 1500000000 --tool-arg symbols=vmlinux --json"
+)]
+pub struct Find {
+    #[command(flatten)]
+    recorded: RecordedArgs,
+    /// The address, virtual unless --physical is given (0x for hexadecimal)
+    #[arg(long, value_name = "ADDR", value_parser = parse_address)]
+    writes: u64,
+    /// How many bytes from there on
+    #[arg(long, value_name = "BYTES", default_value = "8", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    len: u64,
+    /// It is an address of the guest's physical memory
+    #[arg(long)]
+    physical: bool,
+    /// Only in intervals that end behind this instruction
+    #[arg(long, value_name = "ICOUNT")]
+    from: Option<u64>,
+    /// Only in intervals that begin before this instruction
+    #[arg(long, value_name = "ICOUNT")]
+    to: Option<u64>,
+    /// Print the last one only
+    #[arg(long)]
+    last: bool,
+    /// symbols=FILE: a vmlinux or System.map that names who wrote
+    #[arg(long, value_name = "NAME=VALUE")]
+    tool_arg: Vec<String>,
+    /// Print them as JSON
+    #[arg(long)]
+    json: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+fn parse_address(text: &str) -> Result<u64, String> {
+    let digits = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
+    let parsed = digits.map_or_else(|| text.parse(), |digits| u64::from_str_radix(digits, 16));
+    parsed.map_err(|_| "an address is a number: 0xffffffff81000000, or decimal".into())
+}
+
+/// As `--json` shows them.
+#[derive(Serialize)]
+struct Report {
+    recording: String,
+    address: String,
+    len: u64,
+    is_physical: bool,
+    /// Instructions that were looked through.
+    instructions: u64,
+    wall_ns: u64,
+    writes: Vec<Write>,
+}
+
+/// A write.
+#[derive(Serialize)]
+struct Write {
+    /// Instructions before the one that wrote.
+    icount: u64,
+    pc: String,
+    vaddr: String,
+    /// Empty where it is not known.
+    paddr: String,
+    bytes: u64,
+    value: String,
+    symbol: String,
+}
+
+impl Find {
+    /// Finds them.
+    pub fn run(&self) -> Outcome {
+        let source = self.recorded.open()?;
+        let mut arguments = vec![
+            format!("addr={:#x}", self.writes),
+            format!("len={}", self.len),
+            format!("space={}", if self.physical { "physical" } else { "virtual" }),
+        ];
+        arguments.extend(self.tool_arg.iter().cloned());
+        let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
+        let all = source.with_standing_ends(&source.intervals()?)?;
+        let head = Head::within(
+            &source,
+            "watch",
+            &arguments,
+            &all,
+            self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
+        )?;
+        let interrupted = jobs::interruption()?;
+        let began = std::time::Instant::now();
+        let folder = tempfile::Builder::new().prefix("keyframe-find-").tempdir();
+        let folder = folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
+        let instructions = head.intervals.iter().map(Interval::len).sum();
+        let analysis = Analysis::new(&source, &*tool, all, head, &folder.path().join("watch"))?;
+        let bar =
+            if self.quiet || self.json { ProgressBar::hidden() } else { jobs::bar("looking", instructions) };
+        let done = analysis.make_all(self.recorded.jobs, TRIES, &interrupted, &bar)?;
+        let summary = analysis.merge(done)?;
+        let mut writes = Vec::new();
+        for file in &summary.files {
+            let text = std::fs::read_to_string(file)
+                .map_err(|e| Failure::new(format!("read {}: {e}", file.display())))?;
+            writes.extend(text.lines().skip(1).filter_map(write));
+        }
+        if self.last {
+            writes = writes.pop().into_iter().collect();
+        }
+        let report = Report {
+            recording: source.recording.meta.id.clone(),
+            address: format!("{:#x}", self.writes),
+            len: self.len,
+            is_physical: self.physical,
+            instructions,
+            wall_ns: output::elapsed_ns(began),
+            writes,
+        };
+        self.tell(&report)
+    }
+
+    fn tell(&self, report: &Report) -> Outcome {
+        if self.json {
+            output::json(report)?;
+        } else {
+            for write in &report.writes {
+                output::print_line(&format!(
+                    "{:>14}  {} wrote {} ({} bytes at {}) {}",
+                    write.icount, write.pc, write.value, write.bytes, write.vaddr, write.symbol
+                ))?;
+            }
+        }
+        if !self.quiet && !self.json {
+            let (looked, after) = (report.instructions, output::duration(report.wall_ns));
+            eprintln!(
+                "keyframe: {} writes in {looked} instructions, looked through in {after}",
+                report.writes.len()
+            );
+            if let Some(last) = report.writes.last() {
+                eprintln!("keyframe: stand before the last one: keyframe goto REC --icount {}", last.icount);
+            }
+        }
+        Ok(if report.writes.is_empty() { FAILED } else { DONE })
+    }
+}
+
+/// A line of the tool's result: `icount,pc,vaddr,paddr,bytes,value,symbol`.
+fn write(line: &str) -> Option<Write> {
+    let mut cells = line.splitn(7, ',');
+    let icount = cells.next()?.parse().ok()?;
+    let mut text = || cells.next().map(str::to_owned);
+    let (pc, vaddr, paddr) = (text()?, text()?, text()?);
+    let bytes = text()?.parse().ok()?;
+    let (value, symbol) = (text()?, text()?);
+    let symbol = symbol.trim_matches('"').replace("\"\"", "\"");
+    Some(Write { icount, pc, vaddr, paddr, bytes, value, symbol })
+}
