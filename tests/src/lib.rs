@@ -3,6 +3,7 @@
 //! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
 //! failing test prints the commands it ran and keeps the directory.
 
+mod debugger;
 pub mod disks;
 mod exact;
 mod foreign;
@@ -25,6 +26,7 @@ pub mod libvirt;
 #[path = "../../crates/store/tests/support/s3.rs"]
 pub mod s3;
 
+pub use debugger::Debugger;
 pub use exact::{
     assert_no_errors, assert_restores_exactly, assert_restores_exactly_with, audited, restored_pid,
 };
@@ -35,7 +37,7 @@ pub use journal::{JournalImage, journal_counter};
 pub use orphan::{Orphan, is_gone};
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
 pub use process::Process;
-pub use ram::{differing_pages, live_ram};
+pub use ram::{differing_pages, live_ram, stored_ram};
 pub use turn::Turn;
 
 use serde_json::Value;

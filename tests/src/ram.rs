@@ -22,6 +22,21 @@ pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
     image
 }
 
+/// The RAM blocks of checkpoint `id` in the store at `path`, and what is in them, end to end.
+pub fn stored_ram(path: &Path, id: u64) -> (Vec<String>, Vec<u8>) {
+    let store = keyframe_store::Store::open(path).expect("open the store");
+    let loaded = store.load(keyframe_units::CheckpointId(id)).expect("load the checkpoint");
+    let mut image = vec![0; loaded.meta.ram.len_bytes() as usize];
+    let all = keyframe_units::PageRange::new(keyframe_units::PageIndex(0), loaded.meta.ram.len_pages());
+    let read = loaded.read_pages(all, &mut |page, content| {
+        let at = page.0 as usize * PAGE_BYTES;
+        image[at..at + PAGE_BYTES].copy_from_slice(content);
+        Ok::<_, keyframe_store::Error>(())
+    });
+    assert!(read.is_ok(), "read checkpoint {id}");
+    (loaded.meta.ram.blocks().iter().map(|block| block.name.clone()).collect(), image)
+}
+
 /// Numbers of the pages in which two images differ.
 pub fn differing_pages(a: &[u8], b: &[u8]) -> Vec<usize> {
     assert_eq!(a.len(), b.len(), "images of different size");

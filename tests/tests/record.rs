@@ -1,6 +1,8 @@
 //! Recordings: every interval replays exactly, tools see in parallel what they see in one replay, and what goes wrong is told.
 
-use keyframe_tests::{Bench, Boot, Process, a_qemu, disks, number};
+use keyframe_tests::{
+    Bench, Boot, Debugger, Process, a_qemu, differing_pages, disks, live_ram, number, stored_ram,
+};
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::path::Path;
@@ -142,6 +144,126 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
         );
         assert_eq!(bench.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(), Some(1));
     }
+}
+
+/// Three stages live: a second QEMU follows, and all checkpoints are there when the recording ends. Then one goes to any
+/// instruction, on from there, and back.
+#[test]
+fn a_recording_is_followed_and_travelled_through() {
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        let disk = disks::virtio(&disks::image(&bench), "raw");
+        let boot = guest(&qemu.path, "journal").with(&disks::words(&disk));
+        let mut vm = record(&bench, &["--follow", "--checkpoint-every", "500ms"], &boot);
+        vm.wait_for("journal written=");
+        end_after(&bench, &mut vm, 5);
+        assert!(!bench.path().join("R/first").exists(), "one store is left");
+        let report = verified(&bench);
+        let all = intervals(&report);
+        assert!(all.len() >= 5, "{report:#}");
+        // Each lies where a VM has one state only.
+        assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
+        bench.refused(&["segment", "R", "--follow", "--every", "1s"], 1, &["not being recorded", "fix:"]);
+
+        goes_to_a_checkpoint(&bench, &all[all.len() - 2]);
+        moves_both_ways(&bench, number(&all[all.len() - 2], "begin") + 12_345);
+    }
+}
+
+/// `keyframe goto`, with the VM standing, and what it said of it.
+fn goto(bench: &Bench, options: &[&str]) -> (Process, Value) {
+    let mut all = vec!["goto", "R", "--json"];
+    all.extend(options);
+    let mut vm = Process::start(bench.command(&all));
+    let told = vm.wait_until(60, |vm| serde_json::from_str(&vm.lines().join("\n")).ok());
+    let told = told.unwrap_or_else(|| panic!("it does not stand: {}", vm.report()));
+    (vm, told)
+}
+
+fn ended(mut vm: Process) {
+    vm.signal(Signal::INT);
+    assert!(vm.wait().success(), "{}", vm.report());
+}
+
+/// From the checkpoint before it, to the instruction of the one at the end of `interval`: its RAM.
+fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
+    let qmp = bench.path().join("goto.sock");
+    let (icount, monitor) =
+        (number(interval, "end").to_string(), format!("unix:{},server=on,wait=off", qmp.display()));
+    let (vm, told) = goto(bench, &["--icount", &icount, "--", "-qmp", &monitor]);
+    assert_eq!((told["icount"].to_string(), &told["is_ambiguous"]), (icount, &Value::Bool(false)));
+    assert_eq!(told["checkpoint"], interval["checkpoint"], "from the one before it: {told:#}");
+    let (names, stored) = stored_ram(&bench.path().join("R/store"), number(interval, "compared_with"));
+    let live = live_ram(number(&told, "qemu_pid") as u32, &qmp, &names);
+    assert_eq!(differing_pages(&live, &stored), [0; 0]);
+    ended(vm);
+    bench.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
+    bench.refused(&["goto", "R", "--marker", "never said"], 1, &["never said", "keyframe log"]);
+}
+
+/// A debugger steps on and back, and meets breakpoints and writes in both directions where they are.
+fn moves_both_ways(bench: &Bench, icount: u64) {
+    let (vm, told) = goto(bench, &["--icount", &icount.to_string(), "--gdb", "0"]);
+    let mut gdb = Debugger::attach(number(&told, "gdb") as u16);
+    let mut seen = vec![gdb.registers()];
+    for _ in 0..4 {
+        assert!(gdb.ask("s").starts_with("T05"));
+        seen.push(gdb.registers());
+    }
+    assert_eq!(gdb.icount(), icount + 4);
+    for expected in seen.iter().rev().skip(1) {
+        assert!(gdb.ask("bs").starts_with("T05"));
+        assert_eq!(gdb.registers(), *expected, "as it was at instruction {}", gdb.icount());
+    }
+    // What is recorded cannot be changed.
+    assert_eq!(gdb.ask("P10=0000000000000000"), "E01");
+
+    // The writes to the top of the stack, as a replay of their own finds them.
+    let (pc, stack) = (gdb.register(16), gdb.register(7));
+    let found = bench.json(&[
+        "find",
+        "R",
+        "--writes",
+        &format!("{stack:#x}"),
+        "--from",
+        &icount.to_string(),
+        "--json",
+    ]);
+    let behind = found["writes"].as_array().map_or(&[][..], Vec::as_slice);
+    let behind: Vec<u64> =
+        behind.iter().map(|one| number(one, "icount")).filter(|n| *n > icount).take(3).collect();
+    assert_eq!(behind.len(), 3, "{found:#}");
+    assert_eq!(gdb.ask(&format!("Z2,{stack:x},8")), "OK");
+    for write in &behind {
+        let stop = gdb.ask("c");
+        assert!(stop.contains("watch"), "{stop}");
+        assert_eq!(gdb.icount(), write + 1, "behind the write");
+    }
+    for write in behind.iter().rev() {
+        let stop = gdb.ask("bc");
+        assert!(stop.starts_with("T05") && stop.contains("watch"), "{stop}");
+        assert_eq!(gdb.icount(), *write, "before it");
+    }
+    assert_eq!(gdb.ask(&format!("z2,{stack:x},8")), "OK");
+
+    // Back to where it came from, whose instruction it has met in between, or not.
+    assert_eq!(gdb.ask(&format!("Z1,{pc:x},1")), "OK");
+    let mut at = gdb.icount();
+    for _ in 0..50 {
+        assert!(gdb.ask("bc").starts_with("T05"));
+        let now = gdb.icount();
+        assert!(now < at && gdb.register(16) == pc, "{now} is before {at}");
+        at = now;
+        if at <= icount {
+            break;
+        }
+    }
+    assert_eq!(at, icount, "it is met there");
+    assert_eq!(gdb.ask(&format!("z1,{pc:x},1")), "OK");
+    assert!(gdb.ask("bc").contains("replaylog:begin"));
+    assert!(gdb.ask("c").contains("replaylog:end"));
+    drop(gdb);
+    ended(vm);
 }
 
 #[test]

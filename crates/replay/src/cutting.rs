@@ -7,8 +7,9 @@
 //!
 //! Each cut then moves to the next instruction at which the log has nothing ([`Boundaries`]): there a replay can stand and go on.
 
-use crate::log::{self, Boundaries, Event};
+use crate::log::{self, Boundaries, Event, Placed};
 use crate::{Error, Result};
+use std::collections::VecDeque;
 use std::path::Path;
 use std::time::Duration;
 
@@ -28,27 +29,103 @@ pub enum Every {
 ///
 /// Errors: [`Error::NoClock`] where time is asked for and the guest never had the host's clock read; [`Error::TooManyCuts`].
 pub fn cuts(path: &Path, every: Every, boundaries: &Boundaries) -> Result<Vec<u64>> {
-    let wanted = match every {
-        Every::Instructions(step) => {
-            let step = step.max(1);
-            let count = boundaries.end() / step;
-            if count > CUTS_MAX as u64 {
-                return Err(Error::TooManyCuts { cuts_max: CUTS_MAX });
+    let mut events = log::open(path)?;
+    let mut cutter = Cutter::new(every);
+    while let Some(placed) = events.next_event()? {
+        cutter.take(placed)?;
+    }
+    if matches!(every, Every::Time(_)) && cutter.clock.is_none() {
+        return Err(Error::NoClock { path: path.into() });
+    }
+    Ok(std::iter::from_fn(|| cutter.next_cut(boundaries)).collect())
+}
+
+/// Finds cuts as the log comes.
+#[derive(Clone, Debug)]
+pub struct Cutter {
+    every: Every,
+    /// Where a cut is asked for that has not been given yet.
+    wanted: VecDeque<u64>,
+    /// How many there have been.
+    count: usize,
+    /// The last cut that was given.
+    last: Option<u64>,
+    /// Where the host's clock was read last, and what it said.
+    clock: Option<(u64, i64)>,
+    /// What it says when the next cut is due.
+    due: i64,
+}
+
+impl Cutter {
+    /// From the log's beginning on.
+    pub fn new(every: Every) -> Self {
+        Self { every, wanted: VecDeque::new(), count: 0, last: None, clock: None, due: 0 }
+    }
+
+    /// Takes the log's next event.
+    ///
+    /// Error: [`Error::TooManyCuts`].
+    pub fn take(&mut self, placed: Placed) -> Result<()> {
+        match (self.every, placed.event) {
+            (Every::Instructions(step), Event::Instructions(_)) => {
+                let step = step.max(1);
+                while let Some(next) = step.checked_mul(self.count as u64 + 1).filter(|n| *n <= placed.icount)
+                {
+                    self.want(next)?;
+                }
+                Ok(())
             }
-            (1..=count).map(|n| n * step).collect()
-        }
-        Every::Time(step) => by_time(path, i64::try_from(step.as_nanos()).unwrap_or(i64::MAX).max(1))?,
-    };
-    let mut cuts: Vec<u64> = Vec::with_capacity(wanted.len());
-    for icount in wanted {
-        // Those before it may have moved beyond it.
-        if cuts.last().is_none_or(|last| *last < icount)
-            && let Some(cut) = boundaries.next_unambiguous(icount)
-        {
-            cuts.push(cut);
+            (Every::Time(step), Event::HostClock(now)) => {
+                let step_ns = i64::try_from(step.as_nanos()).unwrap_or(i64::MAX).max(1);
+                self.read_clock(placed.icount, now, step_ns)
+            }
+            _ => Ok(()),
         }
     }
-    Ok(cuts)
+
+    fn want(&mut self, icount: u64) -> Result<()> {
+        if self.count == CUTS_MAX {
+            return Err(Error::TooManyCuts { cuts_max: CUTS_MAX });
+        }
+        self.count += 1;
+        self.wanted.push_back(icount);
+        Ok(())
+    }
+
+    fn read_clock(&mut self, at: u64, now: i64, step_ns: i64) -> Result<()> {
+        let Some((icount, then)) = self.clock else {
+            self.due = now.saturating_add(step_ns);
+            self.clock = Some((at, now));
+            return Ok(());
+        };
+        // The clock may have been set back.
+        if now <= then {
+            return Ok(());
+        }
+        while self.due <= now && self.due < i64::MAX {
+            self.want(between((icount, then), (at, now), self.due))?;
+            // A guest that slept has nothing in between.
+            let missed = now.saturating_sub(self.due) / step_ns;
+            let steps = if at == icount { missed.saturating_add(1) } else { 1 };
+            self.due = self.due.saturating_add(step_ns.saturating_mul(steps));
+        }
+        self.clock = Some((at, now));
+        Ok(())
+    }
+
+    /// The next cut: where it was asked for, or behind that, where `boundaries` has nothing. None where that is not known yet.
+    pub fn next_cut(&mut self, boundaries: &Boundaries) -> Option<u64> {
+        while let Some(&icount) = self.wanted.front() {
+            // The one before it may have moved beyond it.
+            if self.last.is_none_or(|last| last < icount) {
+                self.last = Some(boundaries.next_unambiguous(icount)?);
+                self.wanted.pop_front();
+                return self.last;
+            }
+            self.wanted.pop_front();
+        }
+        None
+    }
 }
 
 /// The instruction at which the host's clock had gone on by `after` since the log begins; none where it ends before.
@@ -84,44 +161,6 @@ fn between((icount, then): (u64, i64), (next, now): (u64, i64), due: i64) -> u64
     }
     let part = due.saturating_sub(then).max(0) as f64 / all as f64;
     icount + (next.saturating_sub(icount) as f64 * part) as u64
-}
-
-fn by_time(path: &Path, step_ns: i64) -> Result<Vec<u64>> {
-    let mut events = log::open(path)?;
-    let mut last: Option<(u64, i64)> = None;
-    let mut due = 0;
-    let mut wanted = Vec::new();
-    while let Some(placed) = events.next_event()? {
-        let Event::HostClock(now) = placed.event else { continue };
-        let Some((icount, then)) = last else {
-            due = now.saturating_add(step_ns);
-            last = Some((placed.icount, now));
-            continue;
-        };
-        // The clock may have been set back.
-        if now <= then {
-            continue;
-        }
-        while due <= now {
-            if wanted.len() == CUTS_MAX {
-                return Err(Error::TooManyCuts { cuts_max: CUTS_MAX });
-            }
-            wanted.push(between((icount, then), (placed.icount, now), due));
-            // A guest that slept has nothing in between.
-            let missed = now.saturating_sub(due) / step_ns;
-            let asleep = placed.icount == icount;
-            due =
-                due.saturating_add(step_ns.saturating_mul(if asleep { missed.saturating_add(1) } else { 1 }));
-            if due == i64::MAX {
-                break;
-            }
-        }
-        last = Some((placed.icount, now));
-    }
-    match last {
-        Some(_) => Ok(wanted),
-        None => Err(Error::NoClock { path: path.into() }),
-    }
 }
 
 #[cfg(test)]

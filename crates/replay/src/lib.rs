@@ -1,5 +1,6 @@
 //! Recordings of a VM's run: what QEMU wrote down of it (`log`), what is kept beside that (`recording`), and the intervals
-//! between checkpoints in which it is replayed (`interval`); where one is cut that has none yet (`cutting`).
+//! between checkpoints in which it is replayed (`interval`); where one is cut that has none yet (`cutting`), also while it is
+//! being written (`growing`).
 //!
 //! ```text
 //!   record ──▶ REC/replay.log + recording.json ──▶ intervals [checkpoint i, checkpoint i+1) ──▶ one replay each
@@ -12,6 +13,7 @@
 mod console;
 pub mod cutting;
 mod error;
+mod growing;
 pub mod interval;
 pub mod log;
 mod progress;
@@ -19,5 +21,6 @@ pub mod recording;
 
 pub use console::{Console, Written, read_output};
 pub use error::{Error, Result};
+pub use growing::Growing;
 pub use progress::{Progress, Verdict};
 pub use recording::{Ending, Recording, RecordingMeta};

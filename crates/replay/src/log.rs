@@ -265,17 +265,23 @@ impl Boundaries {
     /// Those of the log in the file at `path`.
     pub fn read(path: &Path) -> Result<Self> {
         let mut events = open(path)?;
-        let (mut all, mut answers) = (Vec::new(), Vec::new());
+        let mut boundaries = Self::default();
         while let Some(placed) = events.next_event()? {
-            match placed.event {
-                Event::Instructions(_) => all.push(placed.icount),
-                Event::Other(BLOCK) => answers.push(placed.icount),
-                _ => {}
-            }
+            boundaries.take(placed);
         }
-        all.dedup();
-        answers.dedup();
-        Ok(Self { all, answers })
+        Ok(boundaries)
+    }
+
+    /// Takes the log's next event.
+    pub fn take(&mut self, placed: Placed) {
+        let of = match placed.event {
+            Event::Instructions(_) => &mut self.all,
+            Event::Other(BLOCK) => &mut self.answers,
+            _ => return,
+        };
+        if of.last() != Some(&placed.icount) {
+            of.push(placed.icount);
+        }
     }
 
     /// The log's instructions.
@@ -317,28 +323,31 @@ pub fn open(path: &Path) -> Result<Events<std::fs::File>> {
 /// Gives a log whose QEMU did not end in good order the header without which no QEMU reads it, and cuts what is not whole of
 /// its last event. True where it lacked it.
 pub fn mend(path: &Path) -> Result<bool> {
-    use std::os::unix::fs::FileExt;
     let whole = summary(path)?;
     let file =
         std::fs::OpenOptions::new().read(true).write(true).open(path).map_err(Error::io("open", path))?;
-    let mut header = [0; 4];
-    file.read_exact_at(&mut header, 0).map_err(Error::io("read the header of", path))?;
-    let lacks = header != HEADER;
-    if lacks && header != [0; 4] {
-        return Err(Error::Damaged {
-            path: path.into(),
-            offset: 0,
-            problem: "this is no log of a QEMU known here".into(),
-        });
-    }
-    if lacks {
-        file.write_all_at(&HEADER, 0).map_err(Error::io("write the header of", path))?;
-    }
+    let lacks = give_header(&file, path)?;
     let len = file.metadata().map_err(Error::io("look at", path))?.len();
     if len > whole.bytes && !whole.is_complete {
         file.set_len(whole.bytes).map_err(Error::io("cut", path))?;
     }
     Ok(lacks)
+}
+
+/// Writes the header into a log that has none yet; QEMU does so only when it ends. True where there was none.
+pub(crate) fn give_header(file: &std::fs::File, path: &Path) -> Result<bool> {
+    use std::os::unix::fs::FileExt;
+    let mut header = [0; 4];
+    file.read_exact_at(&mut header, 0).map_err(Error::io("read the header of", path))?;
+    if header == HEADER {
+        return Ok(false);
+    }
+    if header != [0; 4] {
+        let problem = "this is no log of a QEMU known here".into();
+        return Err(Error::Damaged { path: path.into(), offset: 0, problem });
+    }
+    file.write_all_at(&HEADER, 0).map_err(Error::io("write the header of", path))?;
+    Ok(true)
 }
 
 #[cfg(test)]

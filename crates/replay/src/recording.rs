@@ -6,6 +6,7 @@
 //!   REC/replay.log.zst   when it has ended
 //!   REC/console.log      what the guest wrote to its serial console, once a replay has told
 //!   REC/store/           its checkpoints, where no other store was named
+//!   REC/first/           its first checkpoint, while it is recorded and followed
 //! ```
 //!
 //! Invariant: `recording.json` is replaced whole. One that says `complete` has its log whole beside it.
@@ -199,13 +200,22 @@ impl Recording {
 
     /// Whether somebody is making it: the command that records it, or a QEMU that has outlived that.
     pub fn is_being_made(&self) -> Result<bool> {
+        Ok(self.has_maker()? || is_open_anywhere(&self.log_path()))
+    }
+
+    /// Whether the command that makes it is still at it.
+    pub fn has_maker(&self) -> Result<bool> {
         let path = self.path.join(LOCK);
-        let free = match File::open(&path) {
-            Ok(file) => file.try_lock().is_ok(),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => true,
-            Err(e) => return Err(Error::io("open", &path)(e)),
-        };
-        Ok(!free || is_open_anywhere(&self.log_path()))
+        match File::open(&path) {
+            Ok(file) => Ok(file.try_lock().is_err()),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(Error::io("open", &path)(e)),
+        }
+    }
+
+    /// Whether its log, which somebody was writing, grows no more.
+    pub fn has_ended(&self) -> Result<bool> {
+        Ok(Self::open(&self.path)?.meta.ending != Ending::Recording || !self.has_maker()?)
     }
 
     /// Where QEMU writes its log.
@@ -226,6 +236,11 @@ impl Recording {
         }
     }
 
+    /// Where the store is that has the first checkpoint while another QEMU follows the recording: that one has the other store.
+    pub fn first_store_path(&self) -> PathBuf {
+        self.path.join("first")
+    }
+
     fn packed_path(&self) -> PathBuf {
         self.path.join("replay.log.zst")
     }
@@ -243,12 +258,22 @@ impl Recording {
         Ok(())
     }
 
-    /// After QEMU's end: mends the log, where QEMU was killed, compresses it and says so.
-    pub fn finish(&mut self, duration_ns: u64) -> Result<Summary> {
+    /// After QEMU's end: mends the log, where QEMU was killed, and says how it ended. It can be replayed from now on.
+    pub fn end(&mut self, duration_ns: u64) -> Result<Summary> {
         let plain = self.log_path();
         let was_cut = log::mend(&plain)?;
         let summary = log::summary(&plain)?;
-        let packed = self.packed_path();
+        self.meta.ending = if was_cut || !summary.is_complete { Ending::Cut } else { Ending::Complete };
+        self.meta.instructions = summary.instructions;
+        self.meta.log_bytes = summary.bytes;
+        self.meta.duration_ns = duration_ns;
+        self.save()?;
+        Ok(summary)
+    }
+
+    /// Compresses the log of one that has ended, which nobody reads as it is any more.
+    pub fn pack(&mut self) -> Result<()> {
+        let (plain, packed) = (self.log_path(), self.packed_path());
         let mut new =
             tempfile::NamedTempFile::new_in(&self.path).map_err(Error::io("make a file in", &self.path))?;
         let input = BufReader::new(File::open(&plain).map_err(Error::io("open", &plain))?);
@@ -256,15 +281,17 @@ impl Recording {
             .map_err(Error::io("compress", &plain))?;
         new.as_file().sync_all().map_err(Error::io("sync", &packed))?;
         new.persist(&packed).map_err(|e| Error::io("write", &packed)(e.error))?;
-        self.meta.ending = if was_cut || !summary.is_complete { Ending::Cut } else { Ending::Complete };
-        self.meta.instructions = summary.instructions;
-        self.meta.log_bytes = summary.bytes;
-        self.meta.duration_ns = duration_ns;
-        self.save()?;
         std::fs::remove_file(&plain).map_err(Error::io("remove", &plain))?;
         self.lock = None;
         // Nobody needs it any more, and one that stays harms nobody.
         let _ = std::fs::remove_file(self.path.join(LOCK));
+        Ok(())
+    }
+
+    /// Both.
+    pub fn finish(&mut self, duration_ns: u64) -> Result<Summary> {
+        let summary = self.end(duration_ns)?;
+        self.pack()?;
         Ok(summary)
     }
 
@@ -272,6 +299,11 @@ impl Recording {
     pub fn stored_log_bytes(&self) -> u64 {
         let of = |path: PathBuf| std::fs::metadata(path).map(|m| m.len());
         of(self.packed_path()).or_else(|_| of(self.log_path())).unwrap_or(0)
+    }
+
+    /// The log while it is written.
+    pub fn growing_log(&self) -> Readable {
+        Readable { path: self.log_path(), _unpacked: None }
     }
 
     /// The log as QEMU reads it.

@@ -4,6 +4,7 @@ use crate::control::OnExit;
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::keys::KeyArg;
 use crate::output;
+use crate::replaying::{Follower, jobs, places_in};
 use crate::session::{self, Commands, Options, Recorded};
 use keyframe_qemu::Invocation;
 use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
@@ -13,6 +14,9 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+/// How far apart the checkpoints of one that follows are, where nothing is said.
+const FOLLOW_EVERY: Duration = Duration::from_secs(1);
+
 /// Record a VM's run: every instruction of it can be run again
 #[derive(clap::Args, Debug)]
 #[command(
@@ -21,13 +25,16 @@ into a log: keys, packets, clocks, when disks answered. What QEMU cannot record 
 
 REC/ holds the log and, unless --store names another place, the checkpoints. One is taken before the first instruction;
 with --checkpoint-every more are, and each stretch between two can then be replayed by itself (keyframe verify, keyframe
-analyze). Without it they are taken later, from a replay, so that the recording pays nothing for them: keyframe segment.
+analyze). Without it they are taken later, from a replay, so that the recording pays nothing for them: keyframe segment. With
+--follow a second QEMU replays the recording while it is made, and takes them: they are there when it ends, and it pays nothing either.
+It takes a core of its own.
 
 The guest's clock goes by instructions: 8 ns each (-icount shift=3; another shift is yours to give). While the guest computes, its
 seconds are longer or shorter than yours; while it waits, they are the same.
 
 Examples:
   keyframe record --out R --checkpoint-every 1s -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
+  keyframe record --out R --follow --checkpoint-every 500ms -- qemu-system-x86_64 ...
   keyframe record --out R -- qemu-system-x86_64 -m 1G -drive file=a.img,format=raw,if=virtio ...
   keyframe verify R --jobs 2"
 )]
@@ -38,6 +45,9 @@ pub struct Record {
     /// Take a checkpoint so often (500ms, 1s), while it is recorded
     #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration)]
     checkpoint_every: Option<Duration>,
+    /// Take the checkpoints (1s apart, where --checkpoint-every does not say otherwise) from a second QEMU that follows live
+    #[arg(long)]
+    follow: bool,
     /// The store for its checkpoints [default: one in REC]
     #[arg(long, value_name = "STORE")]
     store: Option<PathBuf>,
@@ -59,35 +69,42 @@ pub struct Record {
 
 impl Record {
     /// Records the VM to its end.
-    pub fn run(self) -> Outcome {
+    pub fn run(mut self) -> Outcome {
         let meta = self.meta()?;
+        let command = std::mem::take(&mut self.command);
         let id = meta.id.clone();
         let mut recording = Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
-        let place = recording.store_path();
-        let opened = match &self.store {
-            Some(place) => self.key.open(place),
-            None if self.key.is_given() => self.key.init(&place),
-            None => Store::init(&place),
-        };
-        let store = opened.map_err(|e| Failure::store(&e, &place))?;
+        let kept = self.store(&recording, &recording.store_path(), self.store.is_some())?;
+        // With one that follows, that one has it, and the recording's own engine a place for the first checkpoint.
+        let store =
+            if self.follow { self.store(&recording, &recording.first_store_path(), false)? } else { kept };
         let recorded = Recorded { recording: id.clone(), log: recording.log_path(), machine: None };
         let options = Options {
             name: self.name.clone(),
             verbose: self.verbose,
             quiet: self.quiet,
             recorded: Some(recorded),
-            ..Options::every(self.checkpoint_every, OnExit::Kill)
+            ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
         };
+        let follower = self.follow.then(|| {
+            let every = self.checkpoint_every.unwrap_or(FOLLOW_EVERY);
+            Follower::start(recording.path(), every, &recording.store_path())
+        });
+        let follower = follower.transpose()?;
         let began = Instant::now();
-        let ran = session::run(&store, Commands::One(self.command), options);
+        let ran = session::run(&store, Commands::One(command), options);
         let duration_ns = output::elapsed_ns(began);
         if !recording.log_path().exists() {
             // QEMU has not begun: there is nothing to keep.
+            drop(follower);
             let _ = std::fs::remove_dir_all(recording.path());
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
         recording.meta.images = images(&store, &id)?;
-        let summary = recording.finish(duration_ns).map_err(|e| Failure::recording(&e))?;
+        let summary = recording.end(duration_ns).map_err(|e| Failure::recording(&e))?;
+        let has_followed =
+            follower.map(|follower| self.wait_for(follower, &recording, &store)).transpose()?;
+        recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;
         let cut = recording.meta.ending == Ending::Cut;
         if !self.quiet {
@@ -103,7 +120,50 @@ impl Record {
             }
             eprintln!("keyframe: see that it replays exactly: keyframe verify {}", self.out.display());
         }
-        Ok(if code == DONE && cut { WARNED } else { code })
+        let warns = cut || has_followed == Some(false);
+        Ok(if code == DONE && warns { WARNED } else { code })
+    }
+
+    /// A store for the recording: one that is there, or is made.
+    fn store(&self, recording: &Recording, place: &Path, is_there: bool) -> Result<Store, Failure> {
+        let opened = match is_there {
+            true => self.key.open(place),
+            false if self.key.is_given() => self.key.init(place),
+            false => Store::init(place),
+        };
+        opened.map_err(|e| {
+            // Nothing has been recorded yet.
+            let _ = std::fs::remove_dir_all(recording.path());
+            Failure::store(&e, place)
+        })
+    }
+
+    /// Waits for the one that follows, which has all checkpoints then. False where it has not come to the end.
+    fn wait_for(&self, follower: Follower, recording: &Recording, first: &Store) -> Result<bool, Failure> {
+        let interrupted = jobs::interruption()?;
+        let ended = Instant::now();
+        let has_followed = follower.finish(&interrupted)?;
+        let place = recording.store_path();
+        let kept = self.key.open(&place).map_err(|e| Failure::store(&e, &place))?;
+        if places_in(&kept, recording)?.is_empty() {
+            let ids = places_in(first, recording)?.iter().map(|place| place.checkpoint).collect();
+            first.copy_to(&kept, &ids, &mut |_| ()).map_err(|e| Failure::store(&e, &place))?;
+        }
+        let beginning = recording.first_store_path();
+        std::fs::remove_dir_all(&beginning)
+            .map_err(|e| Failure::new(format!("remove {}: {e}", beginning.display())))?;
+        if !has_followed {
+            let (out, every) = (self.out.display(), self.checkpoint_every.unwrap_or(FOLLOW_EVERY));
+            let every = humantime::format_duration(every);
+            eprintln!(
+                "keyframe: the one that followed has not come to the end: keyframe segment {out} --every {every}"
+            );
+        } else if !self.quiet {
+            let count = places_in(&kept, recording)?.len();
+            let after = output::duration(output::elapsed_ns(ended));
+            eprintln!("keyframe: {count} checkpoints, the last {after} behind the recording's end");
+        }
+        Ok(has_followed)
     }
 
     fn meta(&self) -> Result<RecordingMeta, Failure> {

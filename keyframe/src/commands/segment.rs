@@ -3,14 +3,21 @@
 use crate::control::OnExit;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::keys::KeyArg;
-use crate::replaying::{Source, jobs};
+use crate::replaying::{Known, Live, Source, jobs, places_in};
 use crate::session::{self, Options};
 use indicatif::ProgressBar;
 use keyframe_replay::cutting::{self, Every};
 use keyframe_replay::interval::Place;
+use keyframe_replay::{Growing, Recording};
 use keyframe_store::Store;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+/// Nice value of one that follows a recording.
+const NICE: i32 = 10;
+/// How often it is looked whether a recording has begun.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Take a recording's checkpoints from a replay of it
 #[derive(clap::Args, Debug)]
@@ -21,6 +28,9 @@ that some come a little later than asked for.
 
 --every goes by the host's clock while it was recorded; nothing is cut where the guest slept. It may be interrupted and
 called again: checkpoints that are there are not taken again.
+
+With --follow the recording is still being made: another QEMU follows it, at a lower priority, and takes the checkpoints, into a store
+that the recording itself does not write to. keyframe record --follow does all of that by itself.
 
 Examples:
   keyframe segment R --every 1s
@@ -43,6 +53,9 @@ pub struct Segment {
     /// A checkpoint each N instructions, a million at least
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1_000_000..))]
     every_instructions: Option<u64>,
+    /// Follow a recording that is still being made
+    #[arg(long)]
+    follow: bool,
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
@@ -54,6 +67,9 @@ pub struct Segment {
 impl Segment {
     /// Replays it once, to its last cut.
     pub fn run(&self) -> Outcome {
+        if self.follow {
+            return self.follow();
+        }
         let source = self.source()?;
         let there = source.places()?;
         let begin = first(&there, &source)?;
@@ -72,7 +88,9 @@ impl Segment {
         let bar = self.bar(instructions);
         let options =
             Options { verbose: self.verbose, quiet: self.quiet, ..Options::every(None, OnExit::Kill) };
-        let code = session::segment(&source, begin, &cuts, options, &mut |icount| bar.set_position(icount))?;
+        let mut course = Known { cuts: &cuts, boundaries: source.boundaries()? };
+        let mut tell = |icount| bar.set_position(icount);
+        let code = session::segment(&source, begin, &mut course, options, &mut tell)?;
         bar.finish_and_clear();
         let taken = source.places()?.len().saturating_sub(there.len());
         let place = self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
@@ -94,13 +112,60 @@ impl Segment {
         Ok(source)
     }
 
-    fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
-        let every = match (self.every_instructions, self.every) {
-            (Some(count), _) => Every::Instructions(count),
-            (None, Some(time)) => Every::Time(time),
-            (None, None) => return Err(Failure::new("--every or --every-instructions is needed")),
+    /// Follows it to its end.
+    fn follow(&self) -> Outcome {
+        let failed = |e| Failure::recording(&e);
+        let recording = Recording::open(&self.recording).map_err(failed)?;
+        if recording.has_ended().map_err(failed)? {
+            return Err(Failure::new(format!("{} is not being recorded any more", self.recording.display()))
+                .fix("take its checkpoints without --follow"));
+        }
+        // The recording comes first.
+        let _ = rustix::process::setpriority_process(None, NICE);
+        let interrupted = jobs::interruption()?;
+        let wait = Wait { recording: &recording, interrupted: &interrupted };
+        let beginning = recording.first_store_path();
+        let beginning = if beginning.exists() { beginning } else { recording.store_path() };
+        let own = wait.until("its store", || Ok(self.key.open(&beginning).ok()))?;
+        let first = wait.until("its first checkpoint", || {
+            Ok(places_in(&own, &recording)?.first().filter(|place| place.icount == 0).copied())
+        })?;
+        let place = self.store.clone().unwrap_or_else(|| recording.store_path());
+        let store = self.key.open(&place).map_err(|e| Failure::store(&e, &place))?;
+        if store.id() == own.id() {
+            return Err(Failure::new(format!("{} is written to by the recording itself", place.display()))
+                .fix("name another store: --store"));
+        }
+        let copied = own.copy_to(&store, &[first.checkpoint].into(), &mut |_| ());
+        copied.map_err(|e| Failure::store(&e, &place))?;
+        let every = self.every()?;
+        let log = recording.log_path();
+        let growing = wait.until("its log", || Growing::open(&log, every).map_err(failed))?;
+        let source = Source::growing(&recording, store);
+        let first = source.places()?.first().copied().unwrap_or(first);
+        let options = Options {
+            name: Some(follower_of(&recording.meta.vm)),
+            verbose: self.verbose,
+            quiet: self.quiet,
+            ..Options::every(None, OnExit::Kill)
         };
-        cutting::cuts(source.log(), every, source.boundaries()?).map_err(|e| Failure::recording(&e))
+        let mut course = Live::new(growing, recording.clone());
+        let code = session::segment(&source, first, &mut course, options, &mut |_| ())?;
+        let taken = source.places()?.len().saturating_sub(1);
+        self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
+        Ok(code)
+    }
+
+    fn every(&self) -> Result<Every, Failure> {
+        match (self.every_instructions, self.every) {
+            (Some(count), _) => Ok(Every::Instructions(count)),
+            (None, Some(time)) => Ok(Every::Time(time)),
+            (None, None) => Err(Failure::new("--every or --every-instructions is needed")),
+        }
+    }
+
+    fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
+        cutting::cuts(source.log(), self.every()?, source.boundaries()?).map_err(|e| Failure::recording(&e))
     }
 
     fn bar(&self, instructions: u64) -> ProgressBar {
@@ -113,6 +178,37 @@ impl Segment {
     fn say(&self, text: &str) {
         if !self.quiet {
             eprintln!("keyframe: {text}");
+        }
+    }
+}
+
+/// The name, as `keyframe status` has it, of the VM that follows the one called `vm`.
+fn follower_of(vm: &str) -> String {
+    let vm: String = vm.chars().take(48).collect();
+    format!("{vm}-follower")
+}
+
+/// For what a recording has not begun with yet.
+struct Wait<'a> {
+    recording: &'a Recording,
+    interrupted: &'a AtomicBool,
+}
+
+impl Wait<'_> {
+    /// Until `find` finds `what`.
+    fn until<T>(&self, what: &str, find: impl Fn() -> Result<Option<T>, Failure>) -> Result<T, Failure> {
+        loop {
+            let has_ended = self.recording.has_ended().map_err(|e| Failure::recording(&e))?;
+            if let Some(found) = find()? {
+                return Ok(found);
+            }
+            if self.interrupted.load(Ordering::Relaxed) {
+                return Err(Failure::new("interrupted"));
+            }
+            if has_ended {
+                return Err(Failure::new(format!("the recording ended before {what} was there")));
+            }
+            std::thread::sleep(LOOK_EVERY);
         }
     }
 }

@@ -43,6 +43,12 @@ impl Source {
         Ok(Self { recording, store, log, boundaries: OnceLock::new() })
     }
 
+    /// One that is still being recorded, with the store for its checkpoints.
+    pub fn growing(recording: &Recording, store: Store) -> Self {
+        let log = recording.growing_log();
+        Self { recording: recording.clone(), store, log, boundaries: OnceLock::new() }
+    }
+
     /// QEMU's log.
     pub fn log(&self) -> &Path {
         self.log.path()
@@ -70,14 +76,7 @@ impl Source {
 
     /// Its checkpoints, by instruction.
     pub fn places(&self) -> Result<Vec<Place>, Failure> {
-        let listing = self.store.checkpoints().map_err(|e| Failure::store(&e, self.store.path()))?;
-        let of = |sealed: &keyframe_store::Sealed| {
-            let place = sealed.meta.machine.recorded.as_ref()?;
-            let ours = place.recording == self.recording.meta.id;
-            ours.then_some(Place { icount: place.icount, checkpoint: sealed.id })
-        };
-        let mut places: Vec<_> = listing.sealed.iter().filter_map(of).collect();
-        places.sort_unstable();
+        let places = places_in(&self.store, &self.recording)?;
         if places.is_empty() {
             return Err(Failure::new(format!(
                 "{} has no checkpoint of recording {}",
@@ -109,4 +108,17 @@ impl Source {
     pub fn with_standing_ends(&self, all: &[Interval]) -> Result<Vec<Interval>, Failure> {
         Ok(with_standing_ends(all, self.boundaries()?))
     }
+}
+
+/// The checkpoints of `recording` in `store`, by instruction.
+pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<Place>, Failure> {
+    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+    let of = |sealed: &keyframe_store::Sealed| {
+        let place = sealed.meta.machine.recorded.as_ref()?;
+        let ours = place.recording == recording.meta.id;
+        ours.then_some(Place { icount: place.icount, checkpoint: sealed.id })
+    };
+    let mut places: Vec<_> = listing.sealed.iter().filter_map(of).collect();
+    places.sort_unstable();
+    Ok(places)
 }

@@ -8,8 +8,6 @@ mod outcome;
 mod rollback;
 mod segmenting;
 
-pub use segmenting::Cuts;
-
 use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;

@@ -1,31 +1,30 @@
 //! A replay, as a VM of which checkpoints are taken.
 
 use super::disks::SessionDisks;
-use super::engine::Cuts;
 use super::launch::{self, Found, Refused};
 use super::machines::Beside;
 use super::storage::Storage;
 use super::{Options, Recorded, engine_over};
 use crate::failure::{DONE, Failure, Outcome};
-use crate::replaying::{Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
+use crate::replaying::{Course, Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
 use crate::rundir::RunDir;
 use keyframe_qemu::QemuIdentity;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Place;
 use std::path::PathBuf;
 
-/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each of `cuts` into its store.
+/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each cut of `course` into its store.
 pub fn segment(
     source: &Source,
     from: Place,
-    cuts: &[u64],
+    course: &mut dyn Course,
     mut options: Options,
     tell: &mut dyn FnMut(u64),
 ) -> Outcome {
-    let Some(&first) = cuts.first() else { return Ok(DONE) };
     let interrupted = jobs::interruption()?;
     launch::require_kernel(&options)?;
-    let name = source.recording.meta.vm.clone();
+    let Some(first) = course.next_cut(from.icount, &interrupted)? else { return Ok(DONE) };
+    let name = options.name.clone().unwrap_or_else(|| source.recording.meta.vm.clone());
     let run_dir = RunDir::claim(&name)?;
     let writer = launch::lock(&source.store, "segment", &name, &options)?;
     let until = Until::Instruction(first);
@@ -72,6 +71,5 @@ pub fn segment(
                 launch::end(found, beside);
                 failure
             })?;
-    let cuts = Cuts { at: cuts, boundaries: source.boundaries()? };
-    engine_over(&source.store, parts, options)?.run_through(passage, &cuts, tell)
+    engine_over(&source.store, parts, options)?.run_through(passage, course, tell)
 }

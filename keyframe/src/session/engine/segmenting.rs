@@ -7,41 +7,25 @@
 
 use super::{DONE, End, Engine, Failure, Inbox, OnExit, Outcome};
 use crate::failure::chain;
-use crate::replaying::{Passage, Reached};
+use crate::replaying::{Course, Passage, Reached};
 use keyframe_qemu::restore::Until;
-use keyframe_replay::log::Boundaries;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// How long a report of the encoder is waited for at a time.
 const WAIT: Duration = Duration::from_millis(50);
 
-/// Where a recording is to be cut.
-pub struct Cuts<'a> {
-    /// The instructions, rising; the first is where the replay stands.
-    pub at: &'a [u64],
-    /// What the log says of them.
-    pub boundaries: &'a Boundaries,
-}
-
-impl Cuts<'_> {
-    /// The next one behind `icount`.
-    fn next(&self, icount: u64) -> Option<u64> {
-        self.at.get(self.at.partition_point(|cut| *cut <= icount)).copied()
-    }
-}
-
 impl Engine<'_> {
-    /// Takes a checkpoint at each of `cuts`, of a VM that stands at the first of them, where `passage` has brought it. `tell`
+    /// Takes a checkpoint at each cut of `course`, of a VM that stands at the first of them, where `passage` has brought it. `tell`
     /// learns where it is.
     pub fn run_through(
         mut self,
         mut passage: Passage,
-        cuts: &Cuts<'_>,
+        course: &mut dyn Course,
         tell: &mut dyn FnMut(u64),
     ) -> Outcome {
         self.say(&self.greeting());
-        let followed = self.follow(&mut passage, cuts, tell);
+        let followed = self.follow(&mut passage, course, tell);
         // Whatever came of it: nobody has a use for a replay that stands.
         let code = self.finish(Ok(End::Asked(OnExit::Kill)));
         match followed {
@@ -57,7 +41,7 @@ impl Engine<'_> {
     fn follow(
         &mut self,
         passage: &mut Passage,
-        cuts: &Cuts<'_>,
+        course: &mut dyn Course,
         tell: &mut dyn FnMut(u64),
     ) -> Result<bool, Failure> {
         loop {
@@ -68,12 +52,12 @@ impl Engine<'_> {
             }
             self.look();
             let to = if self.is_busy()? {
-                cuts.boundaries.next_behind_answer(passage.icount)
+                course.behind_answer(passage.icount, &self.interrupted)?
             } else {
                 self.capture("segment", None, None).map_err(Failure::new)?;
-                cuts.next(passage.icount)
+                course.next_cut(passage.icount, &self.interrupted)?
             };
-            let Some(to) = to else { return Ok(true) };
+            let Some(to) = to else { return Ok(!self.interrupted.load(Ordering::Relaxed)) };
             let Some(member) = self.machines.members_mut().first_mut() else { return Ok(true) };
             let vm = &mut member.machine.vm;
             match passage.go_on(vm, Until::Instruction(to), &self.interrupted, tell)? {

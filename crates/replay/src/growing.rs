@@ -1,0 +1,154 @@
+//! A log that is still being written, as far as it can be replayed already.
+//!
+//! ```text
+//!   ... instructions │ events │ instructions │ ev          what QEMU has written out of its buffer
+//!                                          ▲ last_standing: one before the end of the last instructions that are whole
+//! ```
+//!
+//! A QEMU that replays reads on when it has run all instructions of an event, and ends itself where nothing follows. So it may run up
+//! to the last but one instruction of what there is, no further.
+
+use crate::cutting::{Cutter, Every};
+use crate::log::{self, Boundaries, Event, Events, HEADER_BYTES};
+use crate::{Error, Result};
+use std::fs::File;
+use std::io::{Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// It.
+#[derive(Debug)]
+pub struct Growing {
+    file: File,
+    path: PathBuf,
+    offset: u64,
+    icount: u64,
+    boundaries: Boundaries,
+    cutter: Cutter,
+    is_complete: bool,
+}
+
+impl Growing {
+    /// Opens the log at `path`, which gets the header that a replay asks for; `None` while QEMU has written nothing.
+    pub fn open(path: &Path, every: Every) -> Result<Option<Self>> {
+        let file = match File::options().read(true).write(true).open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("open", path)(e)),
+        };
+        if file.metadata().map_err(Error::io("look at", path))?.len() <= HEADER_BYTES {
+            return Ok(None);
+        }
+        log::give_header(&file, path)?;
+        let (boundaries, cutter) = (Boundaries::default(), Cutter::new(every));
+        let path = path.to_owned();
+        Ok(Some(Self { file, path, offset: HEADER_BYTES, icount: 0, boundaries, cutter, is_complete: false }))
+    }
+
+    /// Reads what has come. True where there was anything.
+    pub fn refresh(&mut self) -> Result<bool> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(self.offset)).map_err(Error::io("read", &self.path))?;
+        let mut events = Events::resumed(file, &self.path, self.offset, self.icount);
+        while let Some(placed) = events.next_event()? {
+            self.boundaries.take(placed);
+            self.cutter.take(placed)?;
+            self.is_complete |= placed.event == Event::End;
+        }
+        let has_grown = events.offset() > self.offset;
+        (self.offset, self.icount) = (events.offset(), events.icount());
+        Ok(has_grown)
+    }
+
+    /// Instructions of what there is.
+    pub fn icount(&self) -> u64 {
+        self.icount
+    }
+
+    /// The last instruction that a replay may stand before as yet.
+    pub fn last_standing(&self) -> u64 {
+        self.boundaries.end().saturating_sub(1)
+    }
+
+    /// Where it has something, so far: an instruction that is unambiguous stays so.
+    pub fn boundaries(&self) -> &Boundaries {
+        &self.boundaries
+    }
+
+    /// The next instruction at which it is to be cut; none where that is not known yet.
+    pub fn next_cut(&mut self) -> Option<u64> {
+        self.cutter.next_cut(&self.boundaries)
+    }
+
+    /// Whether QEMU has ended it.
+    pub fn is_complete(&self) -> bool {
+        self.is_complete
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cutting;
+    use crate::log::tests::bytes;
+    use proptest::prelude::*;
+    use std::io::Write;
+
+    fn events(log: &[(u32, Option<i64>)]) -> Vec<u8> {
+        let one = |(count, clock): &(u32, Option<i64>)| {
+            let clock = clock.map(|now| [&[28][..], &now.to_be_bytes()].concat()).unwrap_or_default();
+            [&[0][..], &count.to_be_bytes(), &clock].concat()
+        };
+        let all: Vec<Vec<u8>> = log.iter().map(one).collect();
+        bytes(&all.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_log_gets_its_header_once_there_is_something() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let every = Every::Instructions(10);
+        assert!(Growing::open(Path::new("/nowhere/log"), every).unwrap().is_none());
+        assert!(Growing::open(file.path(), every).unwrap().is_none());
+        let mut log = events(&[(5, None), (100, None)]);
+        log[..4].fill(0);
+        std::fs::write(file.path(), &log).unwrap();
+        let mut growing = Growing::open(file.path(), every).unwrap().unwrap();
+        assert_eq!(std::fs::read(file.path()).unwrap()[..4], log::HEADER);
+        assert!(growing.refresh().unwrap() && !growing.refresh().unwrap());
+        assert_eq!((growing.icount(), growing.last_standing(), growing.next_cut()), (105, 104, Some(11)));
+        assert!(!growing.is_complete());
+    }
+
+    proptest! {
+        /// However it comes, it is cut as a log that is whole, and never where a replay would run out of it.
+        #[test]
+        fn cuts_are_those_of_the_whole_log(
+            log in prop::collection::vec((1u32..60, prop::option::of(0i64..2000)), 1..40),
+            by_time in any::<bool>(),
+            piece in 1usize..50,
+        ) {
+            let every =
+                if by_time { Every::Time(std::time::Duration::from_nanos(100)) } else { Every::Instructions(50) };
+            let mut log = events(&log);
+            log.extend([28, 0, 0, 0, 0, 0, 0, 0, 0]);
+            let whole = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(whole.path(), &log).unwrap();
+            let boundaries = Boundaries::read(whole.path()).unwrap();
+            let expected = cutting::cuts(whole.path(), every, &boundaries).unwrap();
+
+            let mut file = tempfile::NamedTempFile::new().unwrap();
+            let (head, rest) = log.split_at(HEADER_BYTES as usize + 1);
+            file.write_all(head).unwrap();
+            let mut growing = Growing::open(file.path(), every).unwrap().unwrap();
+            let mut found = Vec::new();
+            for piece in rest.chunks(piece) {
+                file.write_all(piece).unwrap();
+                growing.refresh().unwrap();
+                while let Some(cut) = growing.next_cut() {
+                    prop_assert!(cut <= growing.last_standing());
+                    found.push(cut);
+                }
+            }
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! A debugger as far as the tests need one.
+
+use keyframe_gdb::{Link, Received};
+use std::net::{Ipv4Addr, TcpStream};
+use std::time::Duration;
+
+/// Each step back is a replay.
+const WAIT: Duration = Duration::from_secs(90);
+
+/// One that is attached to a VM that stands.
+pub struct Debugger(Link<TcpStream>);
+
+impl Debugger {
+    /// Attaches at a port of the loopback device.
+    pub fn attach(port: u16) -> Self {
+        let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("attach to the VM");
+        let mut debugger = Self(Link::new(stream, "keyframe goto"));
+        let features = debugger.ask("qSupported:multiprocess+;swbreak+;hwbreak+");
+        assert!(features.contains("ReverseStep+") && features.contains("ReverseContinue+"), "{features}");
+        assert!(debugger.ask("?").starts_with('T'));
+        debugger
+    }
+
+    /// The answer to a packet.
+    pub fn ask(&mut self, payload: &str) -> String {
+        self.0.send(payload.as_bytes()).expect("send a packet");
+        match self.0.receive(WAIT).expect("receive its answer") {
+            Some(Received::Packet(answer)) => String::from_utf8_lossy(&answer).into_owned(),
+            other => panic!("no answer to {payload}: {other:?}"),
+        }
+    }
+
+    /// All registers, as their packet has them.
+    pub fn registers(&mut self) -> String {
+        self.ask("g")
+    }
+
+    /// Register `number` of them: 7 is the stack pointer, 16 the instruction pointer.
+    pub fn register(&mut self, number: usize) -> u64 {
+        let all = self.registers();
+        let hex = all.get(number * 16..number * 16 + 16).expect("its digits");
+        u64::from_str_radix(hex, 16).expect("hexadecimal").swap_bytes()
+    }
+
+    /// The instruction that it stands before, as QEMU's monitor says.
+    pub fn icount(&mut self) -> u64 {
+        let line: String = "info replay".bytes().map(|byte| format!("{byte:02x}")).collect();
+        let mut answer = self.ask(&format!("qRcmd,{line}"));
+        let mut said = String::new();
+        while let Some(hex) = answer.strip_prefix('O').filter(|hex| *hex != "K") {
+            let bytes =
+                (0..hex.len() / 2).filter_map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).ok());
+            said.push_str(&String::from_utf8_lossy(&bytes.collect::<Vec<_>>()));
+            answer = match self.0.receive(WAIT).expect("the rest of an answer") {
+                Some(Received::Packet(rest)) => String::from_utf8_lossy(&rest).into_owned(),
+                other => panic!("no end of an answer: {other:?}"),
+            };
+        }
+        let count = said.rsplit_once("count = ").and_then(|(_, count)| count.trim().parse().ok());
+        count.unwrap_or_else(|| panic!("no instruction in {said:?}"))
+    }
+}
