@@ -263,3 +263,49 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
     bench.refused(&["restore", "--store", &store, &id, "--accel", "kvm"], 1, &["3dnow", "started without"]);
     goes_on(&bench, &id, &["--accel", "tcg"], &mut sequence);
 }
+
+/// A run under KVM is looked into afterwards: each interval is simulated, and goes on where its checkpoint stood.
+#[test]
+fn what_was_captured_under_kvm_is_simulated_under_tcg() {
+    if !has_kvm() {
+        println!("skipped: there is no KVM here");
+        return;
+    }
+    for qemu in a_qemu() {
+        let bench = Bench::new();
+        let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
+        let mut run = bench.start(&["--interval", "400ms", "--count", "5"], &boot);
+        assert!(run.wait().success(), "{}", run.report());
+        let store = bench.store();
+        let analyze = |out: &str, more: &[&str]| {
+            let mut args =
+                vec!["analyze", &*store, "--approximate", "--tool", "icount", "--out", out, "--json"];
+            args.extend(more);
+            bench.json(&args)
+        };
+        let report = analyze("A", &[]);
+        assert_eq!((&report["is_approximate"], &report["instructions"]), (&Value::Bool(true), &Value::Null));
+        assert_eq!(report["intervals"].as_array().map(Vec::len), Some(4), "{report:#}");
+        let table = std::fs::read_to_string(bench.path().join("A/icount.csv")).expect("its table");
+        let ran =
+            |line: &str| line.split(',').nth(2).and_then(|cell| cell.parse::<u64>().ok()).expect("a number");
+        let ran: Vec<u64> = table.lines().skip(1).map(ran).collect();
+        // The first one has the boot. Had its clock stood still, a guest would wait for it and do nothing.
+        let (least, most) =
+            (ran[1..].iter().min().expect("intervals"), ran[1..].iter().max().expect("intervals"));
+        assert!(*least > 20_000 && most < &(20 * least), "{table}");
+        assert!(
+            std::fs::read_to_string(bench.path().join("A/analysis.json"))
+                .expect("it")
+                .contains("is_approximate")
+        );
+        // Part of it, by its checkpoints.
+        let part = analyze("B", &["--from", "2", "--to", "4"]);
+        assert_eq!(part["intervals"].as_array().map(Vec::len), Some(2), "{part:#}");
+        bench.refused(
+            &["analyze", &store, "--approximate", "--tool", "icount", "--out", "C", "--check-sequential"],
+            2,
+            &["--approximate"],
+        );
+    }
+}

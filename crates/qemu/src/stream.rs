@@ -10,11 +10,12 @@
 //! ```
 //!
 //! Invariant: what comes from QEMU or a store is checked before it is used, and is passed on byte for byte, unless the VM
-//! changes its accelerator (`convert`).
+//! changes its accelerator (`convert`) or comes to count its instructions (`counted`).
 //!
 //! Left out: the contents of most devices; sections carry no length, only QEMU can read them.
 
 mod convert;
+mod counted;
 mod incoming;
 mod outgoing;
 mod processors;
@@ -23,6 +24,7 @@ mod sections;
 mod some;
 
 pub(crate) use convert::{convert, written_by};
+pub(crate) use counted::counted;
 pub use incoming::{Incoming, IncomingBlock, IncomingSink};
 pub use outgoing::export;
 pub use processors::{CpuRegisters, Segment, Shadow, cpu_registers, shadowed};

@@ -3,11 +3,12 @@
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::keys::KeyArg;
 use crate::output;
-use crate::replaying::{Analysis, Done, Head, Source, jobs};
+use crate::replaying::{Analysis, Captured, Done, Head, Source, Subject, jobs};
 use indicatif::ProgressBar;
 use keyframe_analysis::{Foreign, Summary, Tool, tools};
 use keyframe_replay::interval::Interval;
 use serde::Serialize;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -19,12 +20,17 @@ use std::time::Instant;
 instruction. The parts are put together in order; the result is that of one replay through all, byte for byte: see
 --check-sequential. A run that is interrupted, or in which intervals failed, goes on where it is called again.
 
+With --approximate a run under KVM is looked into that was never recorded (keyframe run): REC names its store. Each interval is
+simulated under TCG from its checkpoint on, for as long as the guest ran; what came from outside does not come again, and a second
+simulation may go another way. --from and --to are numbers of checkpoints then.
+
 TOOL is one of those that --list-tools shows, or the path of a third party's manifest (NAME.toml).
 
 Examples:
   keyframe analyze R --tool icount --out A
   keyframe analyze R --tool hot --tool-arg symbols=vmlinux --jobs 4 --out A
   keyframe analyze R --tool memtrace --from 500000000 --to 600000000 --out A --check-sequential
+  keyframe analyze S --approximate --tool icount --out A
   keyframe analyze --list-tools"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
@@ -44,18 +50,25 @@ pub struct Analyze {
     /// Replays at a time [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     jobs: Option<u64>,
-    /// Only intervals that end behind this instruction
+    /// Only intervals that end behind this instruction (with --approximate: from this checkpoint on)
     #[arg(long, value_name = "ICOUNT")]
     from: Option<u64>,
-    /// Only intervals that begin before this instruction
+    /// Only intervals that begin before this instruction (with --approximate: up to this checkpoint)
     #[arg(long, value_name = "ICOUNT")]
     to: Option<u64>,
     /// How often an interval is tried
     #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u32).range(1..=100))]
     tries: u32,
     /// Run it once more, by one replay through all intervals, and compare the results byte by byte
-    #[arg(long)]
+    #[arg(long, conflicts_with = "approximate")]
     check_sequential: bool,
+    /// REC is a store with checkpoints of a run that was not recorded: each interval is simulated under TCG from its checkpoint, without
+    /// a log. Approximate, and not deterministic
+    #[arg(long)]
+    approximate: bool,
+    /// With --approximate: the VM whose newest run it is [default: that of the newest checkpoint]
+    #[arg(long, value_name = "NAME", requires = "approximate")]
+    vm: Option<String>,
     /// Keep what each interval gave, beside the results
     #[arg(long)]
     keep_parts: bool,
@@ -89,9 +102,14 @@ struct Shown {
 #[derive(Serialize)]
 struct Report {
     recording: String,
+    /// Simulated without a log: another time it may be otherwise.
+    is_approximate: bool,
     tool: String,
     intervals: Vec<Shown>,
-    instructions: u64,
+    /// Of a recording.
+    instructions: Option<u64>,
+    /// Of a run that was not recorded: how long the guest ran, by its own time.
+    guest_ns: Option<u64>,
     /// All replays and the merge.
     wall_ns: u64,
     files: Vec<PathBuf>,
@@ -112,14 +130,32 @@ impl Analyze {
             return Err(Failure::new("REC, --tool and --out are needed"));
         };
         let tool = self.tool(name)?;
+        if self.approximate {
+            let store = self.key.open(recording).map_err(|e| Failure::store(&e, recording))?;
+            let captured = Captured::open(store, self.vm.as_deref(), self.from, self.to)?;
+            let all = captured.intervals.clone();
+            return self.analyse(&*tool, name, Subject::Captured(&captured), all, 0..u64::MAX, out);
+        }
         let source = Source::open(recording, self.store.as_deref(), &self.key)?;
         let all = source.intervals()?;
         let all = if tool.can_cut() { source.with_standing_ends(&all)? } else { all };
         let range = self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX);
-        let head = Head::within(&source, name, &self.tool_arg, &all, range)?;
+        self.analyse(&*tool, name, Subject::Recorded(&source), all, range, out)
+    }
+
+    fn analyse(
+        &self,
+        tool: &dyn Tool,
+        name: &str,
+        subject: Subject<'_>,
+        all: Vec<Interval>,
+        range: Range<u64>,
+        out: &Path,
+    ) -> Outcome {
+        let head = Head::within(subject, name, &self.tool_arg, &all, range)?;
         let interrupted = jobs::interruption()?;
         let began = Instant::now();
-        let analysis = Analysis::new(&source, &*tool, all, head, out)?;
+        let analysis = Analysis::new(subject, tool, all, head, out)?;
         let bar = self.bar(analysis.intervals());
         let done = analysis.make_all(self.jobs, self.tries, &interrupted, &bar)?;
         let summary = analysis.merge(done.clone())?;
@@ -129,10 +165,13 @@ impl Analyze {
         if !self.keep_parts {
             analysis.clear()?;
         }
+        let length = analysis.intervals().iter().map(Interval::len).sum();
         let report = Report {
-            recording: source.recording.meta.id.clone(),
-            tool: name.clone(),
-            instructions: analysis.intervals().iter().map(Interval::len).sum(),
+            recording: subject.id().to_owned(),
+            is_approximate: subject.is_approximate(),
+            tool: name.to_owned(),
+            instructions: (!subject.is_approximate()).then_some(length),
+            guest_ns: subject.is_approximate().then_some(length),
             intervals: done.iter().map(shown).collect(),
             wall_ns,
             files: summary.files,
@@ -141,7 +180,7 @@ impl Analyze {
             sequential_wall_ns: sequential.as_ref().map(|(_, wall_ns)| *wall_ns),
         };
         let differing = sequential.map(|(differing, _)| differing).unwrap_or_default();
-        self.tell(&report, &differing, &*tool)
+        self.tell(&report, &differing, tool)
     }
 
     fn tool(&self, name: &str) -> Result<Box<dyn Tool>, Failure> {
@@ -191,12 +230,19 @@ impl Analyze {
         if self.json {
             output::json(report)?;
         } else if !self.quiet {
+            if report.is_approximate {
+                eprintln!("keyframe: approximate: simulated without a log; another time it may be otherwise");
+            }
             for line in &report.summary {
                 output::print_line(line)?;
             }
             let count = report.intervals.len();
             let after = output::duration(report.wall_ns);
-            eprintln!("keyframe: {} instructions in {count} intervals, {after}", report.instructions);
+            let length = match (report.instructions, report.guest_ns) {
+                (Some(instructions), _) => format!("{instructions} instructions"),
+                (None, ns) => format!("{} of the guest's time", output::duration(ns.unwrap_or(0))),
+            };
+            eprintln!("keyframe: {length} in {count} intervals, {after}");
             for file in &report.files {
                 eprintln!("keyframe: {}", file.display());
             }

@@ -222,6 +222,7 @@ impl Branch {
             qemu: self.qemu.clone(),
             // They run when all are there.
             paused: true,
+            icount_shift: None,
             replays: None,
             accelerator: self.accel.map(Into::into),
             disks: place.disks.server(),

@@ -3,7 +3,7 @@
 use super::recorded::RecordedArgs;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
-use crate::replaying::{Analysis, Head, jobs};
+use crate::replaying::{Analysis, Head, Subject, jobs};
 use indicatif::ProgressBar;
 use keyframe_analysis::tools;
 use keyframe_replay::interval::Interval;
@@ -95,6 +95,7 @@ impl Find {
     /// Finds them.
     pub fn run(&self) -> Outcome {
         let source = self.recorded.open()?;
+        let subject = Subject::Recorded(&source);
         let mut arguments = vec![
             format!("addr={:#x}", self.writes),
             format!("len={}", self.len),
@@ -104,7 +105,7 @@ impl Find {
         let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
         let all = source.with_standing_ends(&source.intervals()?)?;
         let head = Head::within(
-            &source,
+            subject,
             "watch",
             &arguments,
             &all,
@@ -115,7 +116,7 @@ impl Find {
         let folder = tempfile::Builder::new().prefix("keyframe-find-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
         let instructions = head.intervals.iter().map(Interval::len).sum();
-        let analysis = Analysis::new(&source, &*tool, all, head, &folder.path().join("watch"))?;
+        let analysis = Analysis::new(subject, &*tool, all, head, &folder.path().join("watch"))?;
         let bar =
             if self.quiet || self.json { ProgressBar::hidden() } else { jobs::bar("looking", instructions) };
         let done = analysis.make_all(self.recorded.jobs, TRIES, &interrupted, &bar)?;

@@ -8,12 +8,12 @@
 //!
 //! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
 
-use super::{Reached, Replay, Source, With, jobs, until};
+use super::{Subject, With, jobs};
 use crate::failure::Failure;
 use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RamRange, RunContext, Summary, Tool};
-use keyframe_qemu::restore::{MAIN_RAM, Until};
+use keyframe_qemu::restore::MAIN_RAM;
 use keyframe_replay::interval::{Interval, Place};
 use keyframe_units::BlockKind;
 use serde::{Deserialize, Serialize};
@@ -26,8 +26,11 @@ use std::time::Instant;
 /// What `analysis.json` says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Head {
-    /// The recording's id.
+    /// The recording's id, or that of a run that was not recorded.
     pub recording: String,
+    /// That of a run: nobody can say that what is seen was so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_approximate: bool,
     /// The tool, as it was asked for.
     pub tool: String,
     /// Its arguments.
@@ -39,7 +42,7 @@ pub struct Head {
 impl Head {
     /// Of those intervals of `all` that lie within `range`, at least in part.
     pub fn within(
-        source: &Source,
+        subject: Subject<'_>,
         tool: &str,
         arguments: &[String],
         all: &[Interval],
@@ -49,11 +52,13 @@ impl Head {
         let intervals: Vec<_> = all.iter().filter(lies_in).copied().collect();
         if intervals.is_empty() {
             let Range { start, end } = range;
+            let last = all.last().map_or(0, |i| i.end_icount);
             return Err(Failure::new(format!("no interval of the recording lies between {start} and {end}"))
-                .fix(format!("it has {} instructions", source.recording.meta.instructions)));
+                .fix(format!("it has {last} instructions")));
         }
-        let recording = source.recording.meta.id.clone();
-        Ok(Self { recording, tool: tool.into(), arguments: arguments.into(), intervals })
+        let is_approximate = subject.is_approximate();
+        let (recording, tool) = (subject.id().to_owned(), tool.to_owned());
+        Ok(Self { recording, is_approximate, tool, arguments: arguments.into(), intervals })
     }
 }
 
@@ -74,7 +79,7 @@ pub struct Done {
 
 /// An analysis.
 pub struct Analysis<'a> {
-    source: &'a Source,
+    subject: Subject<'a>,
     tool: &'a dyn Tool,
     all: Vec<Interval>,
     head: Head,
@@ -87,7 +92,7 @@ pub struct Analysis<'a> {
 impl<'a> Analysis<'a> {
     /// Of those intervals of `all` that `head` names, into `out`, which is made, or holds the beginnings of just this analysis.
     pub fn new(
-        source: &'a Source,
+        subject: Subject<'a>,
         tool: &'a dyn Tool,
         all: Vec<Interval>,
         head: Head,
@@ -96,7 +101,7 @@ impl<'a> Analysis<'a> {
         let out =
             std::path::absolute(out).map_err(|e| Failure::new(format!("resolve {}: {e}", out.display())))?;
         claim(&out, &head)?;
-        let version = &source.recording.meta.qemu_version;
+        let version = subject.qemu_version();
         let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
         let interface = Interface::of_qemu(major, minor).ok_or_else(|| {
@@ -106,7 +111,7 @@ impl<'a> Analysis<'a> {
         let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
         let plugin = plugin::place(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
-        Ok(Self { source, tool, all, head, out, interface, plugin, _plugins: folder })
+        Ok(Self { subject, tool, all, head, out, interface, plugin, _plugins: folder })
     }
 
     /// Its intervals.
@@ -219,6 +224,8 @@ impl<'a> Analysis<'a> {
     /// The checkpoint that the replay of `interval` starts from: its own, or the one before, for a tool that warms up.
     fn begin(&self, interval: &Interval) -> Place {
         let before = match self.tool.warm_up_instructions() {
+            // Where a simulation of the interval before would end is not where this one begins.
+            _ if self.subject.is_approximate() => None,
             0 => None,
             _ => self.all.iter().find(|before| before.end_icount == interval.from_icount),
         };
@@ -256,26 +263,14 @@ impl<'a> Analysis<'a> {
             lazy: !self.tool.reads_ram(),
             ..With::default()
         };
-        let of_warm_up = warm_up.map(|warm_up| Until::Instruction(warm_up.end.0));
-        let mut ends = of_warm_up.into_iter().chain(intervals.iter().map(until));
-        let Some(end) = ends.next() else { return Ok(Vec::new()) };
-        let mut replay = Replay::start(self.source, begin, end, &with)?;
-        let mut reached = replay.arrive(interrupted, tell)?;
-        loop {
-            if reached == Reached::Interrupted {
-                return Err(Failure::new("interrupted"));
-            }
-            running.cut().map_err(failed)?;
-            let Some(end) = ends.next() else { break };
-            reached = replay.go_on(end, interrupted, tell)?;
-        }
-        replay.end()?;
+        let mut cut = || running.cut().map_err(failed);
+        self.subject.go_through(begin, intervals, with, (interrupted, tell), &mut cut)?;
         running.finish().map_err(failed)
     }
 
     /// The guest's RAM at `place`.
     fn ram(&self, place: Place) -> Result<GuestRam, Failure> {
-        let store = &self.source.store;
+        let store = self.subject.store();
         let meta = store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
         let backends: Vec<_> = meta.ram.blocks().iter().filter(|b| b.kind == BlockKind::Backend).collect();
         let [main] = backends[..] else {

@@ -9,6 +9,7 @@
 //! ```
 
 mod analysis;
+mod captured;
 mod compare;
 mod console;
 mod course;
@@ -18,9 +19,11 @@ pub mod jobs;
 mod passage;
 mod replay;
 mod source;
+mod subject;
 mod travel;
 
 pub use analysis::{Analysis, Done, Head};
+pub use captured::{Captured, Simulation};
 pub use compare::{Difference, differing, differing_vms};
 pub use console::console;
 pub use course::{Course, Known, Live};
@@ -29,4 +32,5 @@ pub use follower::Follower;
 pub use passage::{Passage, Reached, until};
 pub use replay::{Replay, SOCKET, Started, With, begin};
 pub use source::{Source, places_in};
+pub use subject::Subject;
 pub use travel::{Standing, Way};

@@ -22,7 +22,7 @@ use keyframe_qemu::DiskServer;
 use keyframe_qemu::record::{self, Mode, Wanted};
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
 use keyframe_replay::interval::Place;
-use keyframe_store::Loaded;
+use keyframe_store::{Loaded, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use std::ffi::OsString;
 use std::io;
@@ -63,7 +63,7 @@ pub struct Replay {
 }
 
 /// A checkpoint's RAM.
-struct StoredRam(Arc<Loaded>);
+pub(super) struct StoredRam(pub Arc<Loaded>);
 
 impl RamSource for StoredRam {
     fn read(
@@ -151,7 +151,7 @@ pub struct Started {
 pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result<Started, Failure> {
     let loaded = source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
     let loaded = Arc::new(loaded);
-    let disks = serve(source, &loaded)?;
+    let disks = serve(&source.store, &loaded)?;
     let server = disks
         .as_ref()
         .map(|(_, folder)| DiskServer { socket: folder.path().join(SOCKET), prefix: String::new() });
@@ -178,19 +178,19 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     Ok(Started { restored, disks, loaded })
 }
 
-/// The disks as they were at the checkpoint; what the replay writes is thrown away.
-fn serve(source: &Source, loaded: &Loaded) -> Result<Option<(Served, tempfile::TempDir)>, Failure> {
+/// The disks as they were at the checkpoint; what the VM writes is thrown away.
+pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Option<(Served, tempfile::TempDir)>, Failure> {
     if loaded.meta.disks.is_empty() {
         return Ok(None);
     }
     restored::require_all(loaded.id, &loaded.meta)?;
-    let mut wanted = restored::wanted(&source.store, loaded.id, &loaded.meta)?;
+    let mut wanted = restored::wanted(store, loaded.id, &loaded.meta)?;
     for disk in &mut wanted {
         disk.temporary = true;
     }
     let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir();
     let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
     let socket = folder.path().join(SOCKET);
-    let served = disks::serve(&source.store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
+    let served = disks::serve(store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
     Ok(Some((served, folder)))
 }

@@ -96,6 +96,9 @@ pub struct RestoreOptions {
     /// It replays a recording, up to there. QEMU is told so before it has its devices: a replay that stood at its checkpoint
     /// could take from the log what belongs behind the recording's own going on.
     pub replays: Option<Until>,
+    /// Count its instructions, each of which takes two to this power nanoseconds of the guest's time (`-icount shift=N`). Under TCG
+    /// only.
+    pub icount_shift: Option<u32>,
     /// Another accelerator than the line names. The device state is converted.
     pub accelerator: Option<Accelerator>,
     /// Who serves the disks that the guest can write to.
@@ -232,6 +235,8 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
     stream::check(device_state)?;
     let crossing = Crossing::of(&plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
+    let counted = plan.counts.then(|| stream::counted(device_state)).transpose()?;
+    let device_state = counted.as_deref().unwrap_or(device_state);
     let mut starting = Starting::new(&plan, ram, started)?;
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;

@@ -103,6 +103,8 @@ pub struct Plan {
     pub(super) paused: bool,
     pub(super) replays: Option<Until>,
     pub(super) accelerator: Option<Accelerator>,
+    /// Its clock goes by its instructions, as it did not before.
+    pub(super) counts: bool,
     pub(super) lineage: Option<Lineage>,
     pub(super) monitor: Option<PathBuf>,
     notes: Vec<String>,
@@ -114,7 +116,8 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused, replays, accelerator, disks, lineage, monitor } = options;
+        let RestoreOptions { qemu, paused, replays, icount_shift, accelerator, disks, lineage, monitor } =
+            options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
@@ -129,6 +132,8 @@ impl Plan {
             None => rewrite(&kept, &source.ram, &mut notes)?,
         };
         words.extend(accelerator.iter().flat_map(|a| ["-accel".into(), a.to_string()]).map(Word::Plain));
+        let counted = icount_shift.map(|shift| ["-icount".into(), format!("shift={shift}")]);
+        words.extend(counted.into_iter().flatten().map(Word::Plain));
         words.extend(extra.iter().flat_map(Argument::words).map(Word::Plain));
         let working_directory = Some(source.working_directory.clone()).filter(|dir| dir.is_dir());
         if working_directory.is_none() {
@@ -147,6 +152,7 @@ impl Plan {
             paused,
             replays,
             accelerator,
+            counts: icount_shift.is_some(),
             lineage,
             monitor,
             notes,

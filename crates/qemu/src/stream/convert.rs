@@ -60,9 +60,9 @@ const IN_THE_WAY: &[(&str, &str, &str)] = &[
 ];
 
 /// What is put in place of what.
-struct Edit {
-    range: Range<usize>,
-    bytes: Vec<u8>,
+pub(super) struct Edit {
+    pub range: Range<usize>,
+    pub bytes: Vec<u8>,
 }
 
 /// Which accelerator wrote `state`, where it tells.
@@ -101,7 +101,7 @@ pub(crate) fn convert(state: &[u8], to: Accelerator) -> Result<Vec<u8>> {
     Ok(apply(state, edits))
 }
 
-fn apply(state: &[u8], mut edits: Vec<Edit>) -> Vec<u8> {
+pub(super) fn apply(state: &[u8], mut edits: Vec<Edit>) -> Vec<u8> {
     edits.sort_by_key(|edit| (edit.range.start, edit.range.end));
     let (mut out, mut done) = (Vec::with_capacity(state.len() + 64), 0);
     for edit in edits {
@@ -113,7 +113,7 @@ fn apply(state: &[u8], mut edits: Vec<Edit>) -> Vec<u8> {
     out
 }
 
-fn refused(reason: impl Into<String>, fix: &str) -> Error {
+pub(super) fn refused(reason: impl Into<String>, fix: &str) -> Error {
     Error::Conversion { reason: reason.into(), fix: fix.into() }
 }
 
@@ -364,7 +364,7 @@ fn apic_waits(local: &Body<'_>) -> bool {
 }
 
 /// Other bytes for a field.
-fn set(body: &Body<'_>, offset: usize, bytes: &[u8]) -> Edit {
+pub(super) fn set(body: &Body<'_>, offset: usize, bytes: &[u8]) -> Edit {
     let at = body.section.body.start + offset;
     Edit { range: at..at + bytes.len(), bytes: bytes.to_vec() }
 }

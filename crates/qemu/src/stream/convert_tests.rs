@@ -1,6 +1,7 @@
 //! States made by hand, with the fields that a conversion touches; the real ones are in the end-to-end tests.
 
 use super::convert::{convert, written_by};
+use super::counted::counted;
 use super::registers::{apic, cpu, cpu_common, pit, timer};
 use super::sections::sections;
 use crate::Error;
@@ -113,6 +114,22 @@ fn to_tcg_the_clock_section_goes_and_the_counter_moves() {
             next as u64
         );
     }
+}
+
+#[test]
+fn a_clock_that_comes_to_count_goes_on_where_it_stood() {
+    let state = State::new(false)
+        .with("timer", timer::CLOCK, &5000u64.to_be_bytes())
+        .with("timer", timer::TICKS, &90_000u64.to_be_bytes())
+        .with("cpu", cpu::TSC_OFFSET, &7u64.to_be_bytes());
+    let made = counted(&state.bytes()).unwrap();
+    let part = [&b"\x05\x0ctimer/icount\0\0\0\x01"[..], &5000u64.to_be_bytes(), &[0; 8]].concat();
+    assert_eq!(body(&made, "timer")[24..], part);
+    assert_eq!(u64_of(&made, "cpu", cpu::TSC_OFFSET), 7 + 90_000 - 5000);
+    // Everything else is as it was.
+    assert_eq!(body(&made, "disk"), body(&state.bytes(), "disk"));
+    let Err(Error::Conversion { reason, .. }) = counted(&made) else { panic!("it counts already") };
+    assert!(reason.contains("already"), "{reason}");
 }
 
 #[test]

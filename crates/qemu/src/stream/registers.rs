@@ -70,6 +70,8 @@ pub(super) mod cpu_common {
 pub(super) mod cpu {
     pub const CR4: usize = 480;
     pub const EFER: usize = 816;
+    /// What is added to the VM's counter for this processor.
+    pub const TSC_OFFSET: usize = 896;
     pub const INTERRUPT_INJECTED: usize = 1149;
     pub const MP_STATE: usize = 1153;
     pub const TSC: usize = 1157;
