@@ -2,8 +2,9 @@
 //!
 //! Each test says that it is skipped where `/dev/kvm` cannot be opened.
 
-use keyframe_tests::{Bench, Boot, PassSequence, Process, has_kvm, number, pass_lines, qemus};
+use keyframe_tests::{Bench, Boot, PassSequence, Process, a_qemu, has_kvm, number, pass_lines, qemus};
 use rustix::process::{Pid, Signal};
+use serde_json::Value;
 
 /// The payload's pages.
 const PAGES: usize = 1024;
