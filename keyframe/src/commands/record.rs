@@ -4,7 +4,7 @@ use crate::control::OnExit;
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::keys::KeyArg;
 use crate::output;
-use crate::replaying::{Follower, jobs, places_in};
+use crate::replaying::{Follower, adopt_first, jobs, places_in};
 use crate::session::{self, Commands, Options, Recorded};
 use keyframe_qemu::Invocation;
 use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
@@ -102,8 +102,7 @@ impl Record {
         }
         recording.meta.images = images(&store, &id)?;
         let summary = recording.end(duration_ns).map_err(|e| Failure::recording(&e))?;
-        let has_followed =
-            follower.map(|follower| self.wait_for(follower, &recording, &store)).transpose()?;
+        let has_followed = follower.map(|follower| self.wait_for(follower, &recording)).transpose()?;
         recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;
         let cut = recording.meta.ending == Ending::Cut;
@@ -139,19 +138,13 @@ impl Record {
     }
 
     /// Waits for the one that follows, which has all checkpoints then. False where it has not come to the end.
-    fn wait_for(&self, follower: Follower, recording: &Recording, first: &Store) -> Result<bool, Failure> {
+    fn wait_for(&self, follower: Follower, recording: &Recording) -> Result<bool, Failure> {
         let interrupted = jobs::interruption()?;
         let ended = Instant::now();
         let has_followed = follower.finish(&interrupted)?;
         let place = recording.store_path();
         let kept = self.key.open(&place).map_err(|e| Failure::store(&e, &place))?;
-        if places_in(&kept, recording)?.is_empty() {
-            let ids = places_in(first, recording)?.iter().map(|place| place.checkpoint).collect();
-            first.copy_to(&kept, &ids, &mut |_| ()).map_err(|e| Failure::store(&e, &place))?;
-        }
-        let beginning = recording.first_store_path();
-        std::fs::remove_dir_all(&beginning)
-            .map_err(|e| Failure::new(format!("remove {}: {e}", beginning.display())))?;
+        adopt_first(recording, &kept, &self.key)?;
         if !has_followed {
             let (out, every) = (self.out.display(), self.checkpoint_every.unwrap_or(FOLLOW_EVERY));
             let every = humantime::format_duration(every);

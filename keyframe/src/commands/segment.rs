@@ -144,7 +144,7 @@ impl Segment {
         let source = Source::growing(&recording, store);
         let first = source.places()?.first().copied().unwrap_or(first);
         let options = Options {
-            name: Some(follower_of(&recording.meta.vm)),
+            name: Some(follower_of(&recording)),
             verbose: self.verbose,
             quiet: self.quiet,
             ..Options::every(None, OnExit::Kill)
@@ -182,10 +182,10 @@ impl Segment {
     }
 }
 
-/// The name, as `keyframe status` has it, of the VM that follows the one called `vm`.
-fn follower_of(vm: &str) -> String {
-    let vm: String = vm.chars().take(48).collect();
-    format!("{vm}-follower")
+/// The name, as `keyframe status` has it, of the VM that follows `recording`. Another one of the same VM may still be followed.
+fn follower_of(recording: &Recording) -> String {
+    let first = |text: &str, count| text.chars().take(count).collect::<String>();
+    format!("{}-follower-{}", first(&recording.meta.vm, 40), first(&recording.meta.id, 8))
 }
 
 /// For what a recording has not begun with yet.

@@ -39,6 +39,9 @@ impl Source {
         }
         let place: PathBuf = store.map_or_else(|| recording.store_path(), Path::to_owned);
         let store = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
+        if !recording.has_maker().map_err(failed)? {
+            adopt_first(&recording, &store, key)?;
+        }
         let log = recording.readable_log().map_err(failed)?;
         Ok(Self { recording, store, log, boundaries: OnceLock::new() })
     }
@@ -121,4 +124,18 @@ pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<Place>, Fai
     let mut places: Vec<_> = listing.sealed.iter().filter_map(of).collect();
     places.sort_unstable();
     Ok(places)
+}
+
+/// Of a recording that was followed, and that nobody makes any more: its first checkpoint is in the store with the others, and nowhere else.
+pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result<(), Failure> {
+    let place = recording.first_store_path();
+    if !place.exists() {
+        return Ok(());
+    }
+    if places_in(store, recording)?.is_empty() {
+        let first = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
+        let ids = places_in(&first, recording)?.iter().map(|place| place.checkpoint).collect();
+        first.copy_to(store, &ids, &mut |_| ()).map_err(|e| Failure::store(&e, store.path()))?;
+    }
+    std::fs::remove_dir_all(&place).map_err(|e| Failure::new(format!("remove {}: {e}", place.display())))
 }
