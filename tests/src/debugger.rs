@@ -44,8 +44,8 @@ impl Debugger {
 
     /// The instruction that it stands before, as QEMU's monitor says.
     pub fn icount(&mut self) -> u64 {
-        let line: String = "info replay".bytes().map(|byte| format!("{byte:02x}")).collect();
-        let mut answer = self.ask(&format!("qRcmd,{line}"));
+        // `info replay`, in hexadecimal.
+        let mut answer = self.ask("qRcmd,696e666f207265706c6179");
         let mut said = String::new();
         while let Some(hex) = answer.strip_prefix('O').filter(|hex| *hex != "K") {
             let bytes =

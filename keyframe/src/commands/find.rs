@@ -26,6 +26,7 @@ Examples:
   keyframe find R --writes 0x7fe1000 --physical --len 4096 --last
   keyframe find R --writes 0xffff888003a21f00 --to 1500000000 --tool-arg symbols=vmlinux --json"
 )]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct Find {
     #[command(flatten)]
     recorded: RecordedArgs,

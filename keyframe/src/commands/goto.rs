@@ -178,7 +178,7 @@ impl Goto {
         }
         match report.gdb {
             Some(port) => {
-                eprintln!("keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it")
+                eprintln!("keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it");
             }
             None => eprintln!("keyframe: Ctrl-C ends it"),
         }

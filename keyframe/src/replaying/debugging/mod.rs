@@ -68,8 +68,8 @@ enum Ended {
     Killed,
 }
 
-fn failed(error: keyframe_gdb::Error) -> Failure {
-    Failure::new(crate::failure::chain(&error))
+fn failed(error: &keyframe_gdb::Error) -> Failure {
+    Failure::new(crate::failure::chain(error))
 }
 
 impl<'a> Debugger<'a> {
@@ -139,21 +139,21 @@ impl Session<'_> {
             if self.with.interrupted.load(Ordering::Relaxed) {
                 return Ok(Ended::Killed);
             }
-            let payload = match self.gdb.receive(LOOK_EVERY).map_err(failed)? {
+            let payload = match self.gdb.receive(LOOK_EVERY).map_err(|e| failed(&e))? {
                 None | Some(Received::Interrupt) => continue,
                 Some(Received::Closed) => return Ok(Ended::Detached),
                 Some(Received::Packet(payload)) => payload,
             };
             if std::mem::take(&mut is_first) {
                 // One who connected before the VM stood has asked again and again meanwhile.
-                while self.gdb.receive(Duration::ZERO).map_err(failed)?
+                while self.gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?
                     == Some(Received::Packet(payload.clone()))
                 {}
             }
             match self.answer(&payload)? {
-                Answer::Send(answer) => self.gdb.send(&answer).map_err(failed)?,
+                Answer::Send(answer) => self.gdb.send(&answer).map_err(|e| failed(&e))?,
                 Answer::End(ended, answer) => {
-                    self.gdb.send(&answer).map_err(failed)?;
+                    self.gdb.send(&answer).map_err(|e| failed(&e))?;
                     return Ok(ended);
                 }
             }
@@ -205,7 +205,7 @@ impl Session<'_> {
     fn monitor(&mut self, payload: &[u8]) -> Result<Vec<u8>, Failure> {
         let mut answer = self.stub()?.ask(payload)?;
         while answer.first() == Some(&b'O') && answer != b"OK" {
-            self.gdb.send(&answer).map_err(failed)?;
+            self.gdb.send(&answer).map_err(|e| failed(&e))?;
             answer = self.stub()?.answer()?;
         }
         Ok(answer)
@@ -238,11 +238,11 @@ impl Session<'_> {
         stub.send(payload)?;
         let (mut watch, mut has_stopped) = (Frozen::new(), false);
         loop {
-            wait_for_either(gdb, stub.link(), LOOK_EVERY).map_err(failed)?;
+            wait_for_either(gdb, stub.link(), LOOK_EVERY).map_err(|e| failed(&e))?;
             match stub.receive(Duration::ZERO)? {
                 Some(Received::Packet(reply)) => match StopReply::parse(&reply) {
                     // Console output and the like.
-                    None => gdb.send(&reply).map_err(failed)?,
+                    None => gdb.send(&reply).map_err(|e| failed(&e))?,
                     Some(_) if stub.icount()? >= end || stub.is_shut_down()? => return Ok(ended()),
                     Some(_) => return Ok(reply),
                 },
@@ -253,7 +253,7 @@ impl Session<'_> {
             }
             // One who has gone does not wait for it any more; whoever comes next finds it standing.
             let wants_stop = matches!(
-                gdb.receive(Duration::ZERO).map_err(failed)?,
+                gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?,
                 Some(Received::Interrupt | Received::Closed)
             );
             let must_stop =

@@ -148,14 +148,14 @@ fn run_on(
 ) -> Result<Option<Vec<u8>>, Failure> {
     stub.send(how)?;
     loop {
-        wait_for_either(gdb, stub.link(), LOOK_EVERY).map_err(failed)?;
+        wait_for_either(gdb, stub.link(), LOOK_EVERY).map_err(|e| failed(&e))?;
         match stub.receive(Duration::ZERO)? {
             Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => return Ok(Some(reply)),
             Some(Received::Closed) => return Err(Failure::new("QEMU has ended in a replay")),
             _ => {}
         }
         let interrupted = matches!(
-            gdb.receive(Duration::ZERO).map_err(failed)?,
+            gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?,
             Some(Received::Interrupt | Received::Closed)
         );
         if interrupted || with.interrupted.load(Ordering::Relaxed) {

@@ -40,13 +40,13 @@ impl Stub {
 
     /// The answer to a packet.
     pub fn ask(&mut self, payload: &[u8]) -> Result<Vec<u8>, Failure> {
-        self.link.send(payload).map_err(failed)?;
+        self.link.send(payload).map_err(|e| failed(&e))?;
         self.answer()
     }
 
     /// The answer to a packet that was sent.
     pub fn answer(&mut self) -> Result<Vec<u8>, Failure> {
-        match self.link.receive(ANSWER_WAIT).map_err(failed)? {
+        match self.link.receive(ANSWER_WAIT).map_err(|e| failed(&e))? {
             Some(Received::Packet(answer)) => Ok(answer),
             Some(Received::Interrupt | Received::Closed) => Err(Failure::new("QEMU has ended")),
             None => {
@@ -57,17 +57,17 @@ impl Stub {
 
     /// Sends a packet that is answered when the VM stops.
     pub fn send(&mut self, payload: &[u8]) -> Result<(), Failure> {
-        self.link.send(payload).map_err(failed)
+        self.link.send(payload).map_err(|e| failed(&e))
     }
 
     /// What has come.
     pub fn receive(&mut self, wait: Duration) -> Result<Option<Received>, Failure> {
-        self.link.receive(wait).map_err(failed)
+        self.link.receive(wait).map_err(|e| failed(&e))
     }
 
     /// Has a VM that runs stop.
     pub fn interrupt(&mut self) -> Result<(), Failure> {
-        self.link.interrupt().map_err(failed)
+        self.link.interrupt().map_err(|e| failed(&e))
     }
 
     pub fn link(&self) -> &Link<UnixStream> {
