@@ -3,6 +3,7 @@
 //! The model of a run is one content number per page; [`content`] makes the page of a number. Every test ends in
 //! [`assert_image`]: what the store gives back is what was put.
 
+mod beside;
 mod copy;
 pub(crate) mod crash;
 mod damage;
