@@ -136,6 +136,11 @@ impl Writer {
         Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning, torn, doubt })
     }
 
+    /// When its checkpoints become durable: what was asked for, or with each one, where the store's place knows nothing else.
+    pub fn durability(&self) -> Durability {
+        self.tuning.durability
+    }
+
     /// Checkpoints that power loss took before they were durable ([`Durability`]): set aside when the store was locked.
     pub fn torn(&self) -> &[TornCheckpoint] {
         &self.torn

@@ -145,6 +145,9 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
         locked(&guest).seal();
     }
     let (theirs, store) = (Arc::clone(&guest), on(&medium).unwrap());
+    let gone: BTreeSet<_> = [2, 3, 5].map(CheckpointId).into();
+    store.forget(&gone).unwrap();
+    locked(&guest).known.retain(|id, _| !gone.contains(id));
     let hook: Hook = Box::new(move || {
         let mut guest = locked(&theirs);
         guest.seal();
@@ -183,7 +186,7 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
 fn whenever_a_run_seals_and_others_are_forgotten_beside_a_prune_what_is_left_is_whole() {
     for (seed, recompress_bytes) in [(1, 0), (2, u64::MAX), (3, 20_000)] {
         let looks = (0..).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
-        assert!(looks > 100, "only {looks} looks");
+        assert!(looks > 80, "only {looks} looks");
     }
 }
 

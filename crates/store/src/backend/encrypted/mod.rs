@@ -61,6 +61,19 @@ impl Backend for Encrypted {
         self.below.holder()
     }
 
+    fn relaxed(&self) -> Option<Arc<dyn Backend>> {
+        let below = self.below.relaxed()?;
+        Some(Arc::new(Self { below, sealer: Arc::clone(&self.sealer) }))
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        self.below.sync_all()
+    }
+
+    fn boot(&self) -> Result<String> {
+        self.below.boot()
+    }
+
     fn stays(&self) -> bool {
         self.below.stays()
     }
