@@ -48,7 +48,7 @@ fn assert_whole(medium: &Faulty, known: &[(CheckpointId, Image)], context: &str)
 }
 
 #[test]
-fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside() {
+pub fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside() {
     let mut lost = 0;
     for seed in 0..60 {
         let medium = Faulty::default();
@@ -80,7 +80,7 @@ fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside(
 }
 
 #[test]
-fn a_writer_that_ends_well_leaves_all_durable() {
+pub fn a_writer_that_ends_well_leaves_all_durable() {
     for durability in [Durability::Never, Durability::Every(Duration::from_secs(3600))] {
         let medium = Faulty::default();
         let store = init_on(&medium).unwrap();
