@@ -147,11 +147,11 @@ impl Live {
                     continue;
                 }
                 is_all = false;
-                match inner.read_checkpoint(id) {
+                match inner.read_meta(id) {
                     // Forgotten since it was listed.
                     Err(Error::UnknownCheckpoint { .. }) => {}
                     Err(source) => return Err(Error::Unreadable { id, source: Box::new(source) }),
-                    Ok(file) => self.add(id, &file.meta),
+                    Ok(meta) => self.add(id, &meta),
                 }
             }
             if is_all {

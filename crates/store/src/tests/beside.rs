@@ -185,7 +185,7 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
 #[test]
 fn whenever_a_run_seals_and_others_are_forgotten_beside_a_prune_what_is_left_is_whole() {
     for (seed, recompress_bytes) in [(1, 0), (2, u64::MAX), (3, 20_000)] {
-        let looks = (0..).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
+        let looks = (0..5000).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
         assert!(looks > 80, "only {looks} looks");
     }
 }
