@@ -29,7 +29,7 @@ use crate::failure::Failure;
 use crate::images::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
-use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout};
 use std::sync::mpsc::TryRecvError;
 
 /// How long a checkpoint may take to be sealed.
