@@ -5,6 +5,9 @@
 //!                                   └────▶ for __disks, in its environment ◀────┘
 //! ```
 //!
+//! Where checkpoints are copied, the store that they go to has a key of its own: `--to-key-file`, `KEYFRAME_TO_KEY_FILE`,
+//! `KEYFRAME_TO_PASSPHRASE`.
+//!
 //! Invariants: a key on the command line would be for all to see, so it is never there; one is asked for only where a store needs
 //! it; a key that was given for a store that is not encrypted is an error, for whoever gave it counts on encryption.
 
@@ -19,6 +22,8 @@ use zeroize::Zeroizing;
 
 const PASSPHRASE: &str = "KEYFRAME_PASSPHRASE";
 const KEY_FILE: &str = "KEYFRAME_KEY_FILE";
+const TO_PASSPHRASE: &str = "KEYFRAME_TO_PASSPHRASE";
+const TO_KEY_FILE: &str = "KEYFRAME_TO_KEY_FILE";
 const TERMINAL: &str = "/dev/tty";
 const BYTES_MAX: u64 = 64 << 10;
 
@@ -39,25 +44,93 @@ pub struct KeyArg {
     key_file: Option<PathBuf>,
 }
 
+/// What opens an encrypted store that checkpoints are copied to.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct TargetKeyArg {
+    /// What the store that is copied to was made with, if that is encrypted [env: KEYFRAME_TO_KEY_FILE], where that is no passphrase
+    /// (KEYFRAME_TO_PASSPHRASE, or asked for). --key-file is that of the store that is copied from
+    #[arg(long, value_name = "FILE")]
+    to_key_file: Option<PathBuf>,
+}
+
+impl TargetKeyArg {
+    /// Opens the store to copy to, encrypted or not.
+    pub fn open(&self, store: &Path) -> Result<Store, Error> {
+        Keys { option: self.to_key_file.as_deref(), place: &TARGET }.open(store)
+    }
+}
+
 impl KeyArg {
     /// What the environment alone says.
     pub fn from_environment() -> Self {
         Self::default()
     }
 
-    /// True where something is given, be it needed or not.
-    pub fn is_given(&self) -> bool {
-        self.file().is_some() || passphrase().is_some()
+    fn keys(&self) -> Keys<'_> {
+        Keys { option: self.key_file.as_deref(), place: &STORE }
     }
 
-    /// A variable that is empty names none.
-    fn file(&self) -> Option<PathBuf> {
-        let variable = || std::env::var_os(KEY_FILE).filter(|file| !file.is_empty()).map(PathBuf::from);
-        self.key_file.clone().or_else(variable)
+    /// True where something is given, be it needed or not.
+    pub fn is_given(&self) -> bool {
+        self.keys().is_given()
     }
 
     /// Opens a store, encrypted or not.
     pub fn open(&self, store: &Path) -> Result<Store, Error> {
+        self.keys().open(store)
+    }
+
+    /// Makes a store that this opens.
+    pub fn init(&self, store: &Path) -> Result<Store, Error> {
+        self.keys().init(store)
+    }
+}
+
+/// Where what opens a store is looked for, beside the command line.
+struct Place {
+    passphrase: &'static str,
+    key_file: &'static str,
+    prompt: &'static str,
+    /// Processes of ours open this one, too.
+    passed_on: bool,
+}
+
+const STORE: Place = Place {
+    passphrase: PASSPHRASE,
+    key_file: KEY_FILE,
+    prompt: "passphrase of the store: ",
+    passed_on: true,
+};
+
+const TARGET: Place = Place {
+    passphrase: TO_PASSPHRASE,
+    key_file: TO_KEY_FILE,
+    prompt: "passphrase of the store to copy to: ",
+    passed_on: false,
+};
+
+/// What opens one store.
+struct Keys<'a> {
+    option: Option<&'a Path>,
+    place: &'static Place,
+}
+
+impl Keys<'_> {
+    fn is_given(&self) -> bool {
+        self.file().is_some() || self.passphrase().is_some()
+    }
+
+    /// A variable that is empty names none.
+    fn file(&self) -> Option<PathBuf> {
+        let variable = || std::env::var_os(self.place.key_file).filter(|file| !file.is_empty());
+        self.option.map(PathBuf::from).or_else(|| variable().map(PathBuf::from))
+    }
+
+    fn passphrase(&self) -> Option<Zeroizing<String>> {
+        std::env::var(self.place.passphrase).ok().filter(|words| !words.is_empty()).map(Zeroizing::new)
+    }
+
+    fn open(&self, store: &Path) -> Result<Store, Error> {
         let opened = Store::open_with(store, &|kind| self.secret(kind, false))?;
         if !opened.is_encrypted() && self.is_given() {
             return Err(Error::NotEncrypted { object: store.display().to_string() });
@@ -65,8 +138,7 @@ impl KeyArg {
         Ok(opened)
     }
 
-    /// Makes a store that this opens.
-    pub fn init(&self, store: &Path) -> Result<Store, Error> {
+    fn init(&self, store: &Path) -> Result<Store, Error> {
         let kind = if self.file().is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
         let secret = self.secret(kind, true)?;
         let object = || store.display().to_string();
@@ -86,19 +158,27 @@ impl KeyArg {
                 let read = File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
                 read.map_err(io(&file, "read the key file"))?;
                 let file = std::path::absolute(&file).map_err(io(&file, "resolve"))?;
-                let _ = OPENED_WITH.set(Given::File(file));
+                self.remember(Given::File(file));
                 Secret::KeyFile(bytes)
             }
             (SecretKind::Passphrase, _) => {
-                let Some(words) = passphrase().map(Ok).or_else(|| ask(is_new).transpose()) else {
+                let Some(words) =
+                    self.passphrase().map(Ok).or_else(|| ask(self.place.prompt, is_new).transpose())
+                else {
                     return Ok(None);
                 };
                 let words = words.map_err(io(Path::new(TERMINAL), "ask for the passphrase"))?;
-                let _ = OPENED_WITH.set(Given::Passphrase(words.clone()));
+                self.remember(Given::Passphrase(words.clone()));
                 Secret::Passphrase(words)
             }
         };
         Ok(Some(secret))
+    }
+
+    fn remember(&self, given: Given) {
+        if self.place.passed_on {
+            let _ = OPENED_WITH.set(given);
+        }
     }
 }
 
@@ -109,6 +189,23 @@ pub fn pass_on(command: &mut Command) {
         Some(Given::Passphrase(words)) => command.env(PASSPHRASE, words.as_str()),
         None => return,
     };
+}
+
+/// The same about the store that checkpoints are copied to.
+pub fn fix_of_target(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
+            "name it with --to-key-file FILE, or in KEYFRAME_TO_KEY_FILE; --key-file is that of the store to copy from".into()
+        }
+        Error::KeyNeeded { .. } => {
+            "put it into KEYFRAME_TO_PASSPHRASE, or run this at a terminal; KEYFRAME_PASSPHRASE is that of the store to copy from"
+                .into()
+        }
+        Error::NotEncrypted { .. } => "leave out --to-key-file, KEYFRAME_TO_KEY_FILE and KEYFRAME_TO_PASSPHRASE if this \
+             is the store you mean; --key-file and the others are for the store to copy from"
+            .into(),
+        other => return fix(other),
+    })
 }
 
 /// For a person, what to do about an error with keys.
@@ -133,14 +230,10 @@ pub fn fix(error: &Error) -> Option<String> {
     })
 }
 
-fn passphrase() -> Option<Zeroizing<String>> {
-    std::env::var(PASSPHRASE).ok().filter(|words| !words.is_empty()).map(Zeroizing::new)
-}
-
 /// Asks at the terminal, without showing what is typed. None where there is no terminal.
-fn ask(is_new: bool) -> io::Result<Option<Zeroizing<String>>> {
+fn ask(prompt: &str, is_new: bool) -> io::Result<Option<Zeroizing<String>>> {
     let Ok(terminal) = File::options().read(true).write(true).open(TERMINAL) else { return Ok(None) };
-    let words = ask_once(&terminal, "passphrase of the store: ")?;
+    let words = ask_once(&terminal, prompt)?;
     if is_new && *ask_once(&terminal, "the same again: ")? != *words {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the two differ"));
     }

@@ -85,3 +85,84 @@ fn an_encrypted_store_restores_exactly_and_shows_nothing() {
     bench.ok(&["init", &plain]);
     bench.refused(&["list", "--store", &plain, "--key-file", "key"], 1, &["is not encrypted", "--key-file"]);
 }
+
+/// A store of an earlier version, which needs no VM.
+fn golden(to: &Path) {
+    fn copy(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).expect("make a directory");
+        for entry in std::fs::read_dir(from).expect("list the golden store").flatten() {
+            let to = to.join(entry.file_name());
+            if entry.path().is_dir() {
+                copy(&entry.path(), &to);
+            } else {
+                std::fs::copy(entry.path(), to).expect("copy a file");
+            }
+        }
+    }
+    copy(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/store/tests/golden/v4")), to);
+}
+
+#[test]
+fn checkpoints_are_copied_between_stores_with_keys_of_their_own_or_none() {
+    let mut bench = Bench::without_store();
+    let state = bench.path().join("state").display().to_string();
+    bench.set("XDG_STATE_HOME", &state);
+    let path = |name: &str| bench.path().join(name).display().to_string();
+    let [plain, one, two, words, back] = ["plain", "one", "two", "words", "back"].map(path);
+    golden(Path::new(&plain));
+    for (file, byte) in [("one.key", 1), ("two.key", 2)] {
+        std::fs::write(bench.path().join(file), [byte; 32]).expect("write a key file");
+    }
+    bench.ok(&["init", &one, "--encrypt", "--key-file", "one.key"]);
+    bench.ok(&["init", &two, "--encrypt", "--key-file", "two.key"]);
+    bench.ok(&["init", &back]);
+    let ids = |bench: &Bench, store: &str, keys: &[&str]| {
+        let args = [&["list", "--json", "--store", store], keys].concat();
+        bench.json(&args).as_array().expect("a list").len()
+    };
+    let all = ids(&bench, &plain, &[]);
+    assert!(all > 0);
+    let copy = |from: &str, to: &str| {
+        ["copy", "--quiet", "--all", "--store", from, "--to", to].map(String::from).to_vec()
+    };
+    let with = |line: Vec<String>, keys: &[&str]| {
+        line.into_iter().chain(keys.iter().map(|key| (*key).to_owned())).collect::<Vec<_>>()
+    };
+    fn args(line: &[String]) -> Vec<&str> {
+        line.iter().map(String::as_str).collect()
+    }
+    // Plain to encrypted: the one key is not taken for the other.
+    bench.refused(&args(&copy(&plain, &one)), 1, &["key file is needed", "--to-key-file"]);
+    let line = with(copy(&plain, &one), &["--key-file", "one.key"]);
+    bench.refused(&args(&line), 1, &["is not encrypted"]);
+    let line = with(copy(&plain, &one), &["--to-key-file", "two.key"]);
+    bench.refused(&args(&line), 1, &["key file is not that of this store"]);
+    bench.ok(&args(&with(copy(&plain, &one), &["--to-key-file", "one.key"])));
+    assert_eq!(ids(&bench, &one, &["--key-file", "one.key"]), all);
+    // Encrypted to encrypted.
+    let keys = ["--key-file", "one.key", "--to-key-file", "two.key"];
+    bench.ok(&args(&with(copy(&one, &two), &keys)));
+    // Encrypted to plain.
+    let line = with(copy(&two, &back), &["--key-file", "two.key", "--to-key-file", "one.key"]);
+    bench.refused(&args(&line), 1, &["is not encrypted", "--to-key-file"]);
+    bench.ok(&args(&with(copy(&two, &back), &["--key-file", "two.key"])));
+    for (store, keys) in
+        [(&one, &["--key-file", "one.key"][..]), (&two, &["--key-file", "two.key"]), (&back, &[])]
+    {
+        assert_eq!(ids(&bench, store, keys), all);
+        bench.ok(&args(&with(["check", "--read-data", "--store", store].map(String::from).to_vec(), keys)));
+    }
+    // With passphrases, out of the environment.
+    bench.set("KEYFRAME_PASSPHRASE", "some words of a test");
+    bench.ok(&["init", &words, "--encrypt"]);
+    bench.set("KEYFRAME_PASSPHRASE", "");
+    bench.set("KEYFRAME_TO_PASSPHRASE", "other words of a test");
+    bench.refused(&args(&copy(&back, &words)), 1, &["passphrase is not that"]);
+    bench.set("KEYFRAME_TO_PASSPHRASE", "some words of a test");
+    bench.ok(&args(&copy(&back, &words)));
+    bench.set("KEYFRAME_TO_PASSPHRASE", "");
+    bench.set("KEYFRAME_PASSPHRASE", "some words of a test");
+    bench.set("KEYFRAME_TO_KEY_FILE", "one.key");
+    let again = bench.ok(&args(&copy(&words, &one)));
+    assert!(again.contains(&format!("{all} were there")), "{again}");
+}

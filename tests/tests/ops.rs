@@ -46,6 +46,14 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     let (packs, maps) = (bytes(&bench, "packs"), bytes(&bench, "maps"));
     wait_for_id(&bench, &mut run, base + 65);
     let (packs_then, maps_then) = (bytes(&bench, "packs"), bytes(&bench, "maps"));
+    let status = bench.json(&["status", "--json", "--name", "guest"]);
+    let recorder = &status[0]["recorder"];
+    assert_eq!(number(recorder, "keep_within_ns"), 1_500_000_000, "{status}");
+    assert!(number(recorder, "forgotten") > 20 && number(recorder, "freed_packs") > 0, "{status}");
+    assert!(number(recorder, "kept") >= 2 && recorder["last_error"].is_null(), "{status}");
+    let text = bench.ok(&["status"]);
+    assert!(text.contains("recorder    keeps 1.5 s") || text.contains("recorder    keeps 1.50 s"), "{text}");
+    assert!(!text.contains("recompress"), "{text}");
     println!("packs {packs} bytes, then {packs_then}; maps {maps}, then {maps_then}");
     // Without a recorder it is more than twice as much, and goes on.
     assert!(packs_then * 10 < packs * 17, "packs: {packs} bytes, then {packs_then}");

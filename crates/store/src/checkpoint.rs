@@ -66,10 +66,34 @@ pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) 
 /// Parses the file of checkpoint `id`; `object` is how errors call it.
 pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<CheckpointFile> {
     let content = envelope::open(bytes, MAGIC, object)?;
-    decode_content(content, id, store).map_err(|problem| Error::damaged(object, problem))
+    let parsed = decode_content(content, id, store)
+        .and_then(|(meta, device)| Ok(CheckpointFile { meta, device_state: device.restore()? }));
+    parsed.map_err(|problem| Error::damaged(object, problem))
 }
 
-fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointFile, Problem> {
+/// The same for who wants to know what the checkpoint tells alone: the whole file is checked, and its device state, most of it, is left
+/// compressed.
+pub fn decode_meta(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Meta> {
+    let content = envelope::open(bytes, MAGIC, object)?;
+    decode_content(content, id, store)
+        .map(|(meta, _)| meta)
+        .map_err(|problem| Error::damaged(object, problem))
+}
+
+/// Device state as it is stored.
+struct Stored<'a> {
+    bytes: &'a [u8],
+    is_coded: bool,
+    len: u64,
+}
+
+impl Stored<'_> {
+    fn restore(&self) -> Result<Vec<u8>, Problem> {
+        if self.is_coded { decompress_section(self.bytes, self.len) } else { Ok(self.bytes.to_vec()) }
+    }
+}
+
+fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<(Meta, Stored<'_>), Problem> {
     let mut cursor = Cursor::new(content);
     let flags = cursor.u32()?;
     let found = cursor.u64()?;
@@ -82,9 +106,9 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointF
     let (meta_len, stored_len, device_len) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
     let meta = cursor.take(usize::try_from(meta_len).map_err(|e| e.to_string())?)?;
     let stored = cursor.take(usize::try_from(stored_len).map_err(|e| e.to_string())?)?;
-    let device_state = match flags {
-        0 if device_len == stored_len => stored.to_vec(),
-        FLAG_LZ4 if device_len <= CHECKPOINT_BYTES_MAX => decompress_section(stored, device_len)?,
+    let is_coded = match flags {
+        0 if device_len == stored_len => false,
+        FLAG_LZ4 if device_len <= CHECKPOINT_BYTES_MAX => true,
         _ => return Err("flags or lengths contradict each other".into()),
     };
     if !cursor.is_empty() {
@@ -99,7 +123,7 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<CheckpointF
     if meta.space_pages().is_none() {
         return Err("its disks are impossibly large".into());
     }
-    Ok(CheckpointFile { meta, device_state })
+    Ok((meta, Stored { bytes: stored, is_coded, len: device_len }))
 }
 
 #[cfg(test)]

@@ -4,15 +4,22 @@
 //!   each checkpoint    packs synced ─▶ map, synced ─▶ checkpoint, synced
 //!   now and then       packs, map, checkpoint written; every so often: file system synced ─▶ `unsynced` moves on
 //!
-//!   unsynced   { "boot": which life of the machine, "from": the first checkpoint that may not be durable }
+//!   unsynced         { "boot": which life of the machine, "from": the first checkpoint that may not be durable,
+//!                      "tried": a sync of them is at work, or has failed }
+//!   unsynced.packs   { "boot": the same, "up_to": unfinished packs up to this number are not relied on: as above }
 //! ```
 //!
 //! What the kernel has been given survives the death of this process. Where the machine went down instead (its boot is another
 //! one), the next writer reads the checkpoints from `from` on whole, and sets those aside that are not: [`Inner::settle`].
 //!
+//! A sync that fails may have lost what it was for, although it can be read on and a second sync says nothing. So an attempt is marked
+//! before it is made, and who finds that mark in the same life of the machine relies on nothing that the attempt was for: such
+//! checkpoints stay marked until the machine has come up anew, and can be read from the medium.
+//!
 //! Invariants: `unsynced` is durable before the first checkpoint that it vouches not for, and goes only behind a sync. Packs are
 //! synced before they are closed, whatever the durability: their trailer is trusted.
 
+use crate::prune::packs;
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::CheckpointId;
@@ -20,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
 const UNSYNCED: &str = "unsynced";
+const UNSYNCED_PACKS: &str = "unsynced.packs";
 const UNSYNCED_BYTES_MAX: u64 = 4096;
 
 /// When checkpoints become durable. Where a store's place makes all durable at once (object storage), it always is the first.
@@ -38,6 +46,15 @@ pub enum Durability {
 struct Mark {
     boot: String,
     from: CheckpointId,
+    /// A sync of these was begun. Gone once it has succeeded.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    tried: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+struct PacksMark {
+    boot: String,
+    up_to: u32,
 }
 
 /// A checkpoint that power loss took, and that was set aside.
@@ -70,43 +87,118 @@ impl Syncs {
     /// Checkpoint `id` was sealed.
     pub fn sealed(&mut self, inner: &Inner, id: CheckpointId) -> Result<()> {
         if self.every.is_some_and(|every| self.last.elapsed() >= every) {
-            inner.backend.sync_all()?;
-            inner.put_mark(CheckpointId(id.0 + 1))?;
             self.last = Instant::now();
+            inner.sync_and_mark(CheckpointId(id.0 + 1))?;
         }
         Ok(())
     }
 }
 
 impl Inner {
-    /// From here on checkpoints from `from` on may not be durable.
+    /// From here on checkpoints from `from` on may not be durable; from an earlier one on, where a sync of that one failed.
     pub fn put_mark(&self, from: CheckpointId) -> Result<()> {
-        let mark = Mark { boot: self.backend.boot()?, from };
-        let text = serde_json::to_string(&mark).unwrap_or_default();
-        self.backend.put(UNSYNCED, text.as_bytes())
+        if self.in_doubt()?.is_some() {
+            return Ok(());
+        }
+        self.write_mark(&Mark { boot: self.backend.boot()?, from, tried: false })
     }
 
-    /// All that was written is durable, and nothing else will be.
-    pub fn sync_and_unmark(&self) -> Result<()> {
-        self.backend.sync_all()?;
-        self.backend.remove(UNSYNCED)
+    fn write_mark(&self, mark: &Mark) -> Result<()> {
+        self.backend.put(UNSYNCED, serde_json::to_string(mark).unwrap_or_default().as_bytes())
     }
 
-    /// For the next writer: where the machine went down before all was durable, sets what is torn aside.
-    pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
+    /// `None` where all is durable; what cannot be understood was torn by power loss, and has no boot.
+    fn mark(&self) -> Result<Option<Mark>> {
         let bytes = match self.backend.read(UNSYNCED, UNSYNCED_BYTES_MAX) {
-            Err(e) if e.is_not_found() => return Ok(Vec::new()),
+            Err(e) if e.is_not_found() => return Ok(None),
             // Torn itself: all are doubtful.
             Err(Error::Damaged { .. }) => Vec::new(),
             other => other?,
         };
-        let mark: Option<Mark> = serde_json::from_slice(&bytes).ok();
-        let torn = match mark {
-            Some(mark) if mark.boot == self.backend.boot()? => Vec::new(),
-            mark => self.set_torn_aside(mark.map_or(CheckpointId(0), |mark| mark.from))?,
+        let torn = Mark { boot: String::new(), from: CheckpointId(0), tried: false };
+        Ok(Some(serde_json::from_slice(&bytes).unwrap_or(torn)))
+    }
+
+    /// The first of the checkpoints that a failed sync may have lost, although they can be read until the machine goes down.
+    pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
+        match self.mark()? {
+            Some(mark) if mark.tried && mark.boot == self.backend.boot()? => Ok(Some(mark.from)),
+            _ => Ok(None),
+        }
+    }
+
+    /// Makes all durable that was written, unless an earlier attempt failed: then false, and nobody can know.
+    fn sync_marked(&self) -> Result<bool> {
+        let is_known = match self.mark()? {
+            Some(mark) if mark.tried => false,
+            Some(mark) => {
+                self.write_mark(&Mark { tried: true, ..mark })?;
+                true
+            }
+            None => true,
         };
+        self.backend.sync_all()?;
+        Ok(is_known)
+    }
+
+    /// All that was written is durable, but for what comes from `from` on.
+    pub fn sync_and_mark(&self, from: CheckpointId) -> Result<()> {
+        if self.sync_marked()? {
+            self.write_mark(&Mark { boot: self.backend.boot()?, from, tried: false })?;
+        }
+        Ok(())
+    }
+
+    /// All that was written is durable, and nothing else will be.
+    pub fn sync_and_unmark(&self) -> Result<()> {
+        if self.sync_marked()? { self.backend.remove(UNSYNCED) } else { Ok(()) }
+    }
+
+    /// For the next writer: where the machine went down before all was durable, sets what is torn aside.
+    pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
+        let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
+        let boot = self.backend.boot()?;
+        if mark.boot == boot {
+            // What a failing sync was for lies in unfinished packs, too.
+            self.rely_on_packs(|| self.sync_and_unmark())?;
+            return Ok(Vec::new());
+        }
+        let torn = self.set_torn_aside(mark.from)?;
+        // What was read came from the medium: whatever failed in the life before this one matters no more.
+        self.write_mark(&Mark { boot, tried: false, ..mark })?;
         self.sync_and_unmark()?;
         Ok(torn)
+    }
+
+    /// Up to which number unfinished packs are not relied on.
+    pub fn doubted_packs(&self) -> Result<u32> {
+        let bytes = match self.backend.read(UNSYNCED_PACKS, UNSYNCED_BYTES_MAX) {
+            Err(e) if e.is_not_found() => return Ok(0),
+            // Torn by power loss, in an earlier life then.
+            Err(Error::Damaged { .. }) => return Ok(0),
+            other => other?,
+        };
+        let boot = self.backend.boot()?;
+        let mark = serde_json::from_slice::<PacksMark>(&bytes).ok();
+        Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
+    }
+
+    /// Has `sync` make durable what is in unfinished packs. Where that fails, nobody relies on these any more in this life of the
+    /// machine.
+    pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
+        let before = self.doubted_packs()?;
+        let newest = packs::numbers(self)?.last().copied().unwrap_or(0);
+        if newest <= before {
+            return sync();
+        }
+        let put = |up_to| {
+            let mark = PacksMark { boot: self.backend.boot()?, up_to };
+            let text = serde_json::to_string(&mark).unwrap_or_default();
+            self.backend.put(UNSYNCED_PACKS, text.as_bytes())
+        };
+        put(newest)?;
+        sync()?;
+        if before == 0 { self.backend.remove(UNSYNCED_PACKS) } else { put(before) }
     }
 
     fn set_torn_aside(&self, from: CheckpointId) -> Result<Vec<TornCheckpoint>> {

@@ -23,7 +23,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// More prunes than come to an end while a map is read.
-const ATTEMPTS: u32 = 4;
+const ATTEMPTS: u32 = 32;
 
 /// The packs that a loaded checkpoint needs, open.
 pub type Held = Vec<Arc<PackFile>>;
@@ -38,6 +38,12 @@ impl Inner {
                 Ok(maps) => {
                     let (held, is_all) = self.hold(&maps, &listed);
                     if is_all {
+                        return Ok((maps.0, maps.1, held));
+                    }
+                    // Forgotten meanwhile: its maps may not have been rewritten then.
+                    self.read_checkpoint(id)?;
+                    if numbers(self)? == listed {
+                        // No prune was at work: it is lost.
                         return Ok((maps.0, maps.1, held));
                     }
                 }

@@ -88,6 +88,25 @@ impl Loaded {
         self.inner.read_many(&self.wanted(range), sink)
     }
 
+    /// Fills `out` with the image from page `first` on, zeros among it, by as many threads as there are cores: for who has memory
+    /// for it, as each page goes to its place without a stop. Each is verified as in [`Self::read_pages`]; after an error `out` holds
+    /// anything.
+    pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
+        let range = PageRange::new(first, out.len() as u64);
+        let mut wanted = Vec::with_capacity(out.len());
+        let (mut rest, mut next) = (out, first.0);
+        for (page, to) in self.map.range(range) {
+            let (zeros, behind) = std::mem::take(&mut rest).split_at_mut((page.0 - next) as usize);
+            zeros.fill(ZERO_PAGE);
+            let Some((place, behind)) = behind.split_first_mut() else { break };
+            wanted.push((to, place));
+            (rest, next) = (behind, page.0 + 1);
+        }
+        rest.fill(ZERO_PAGE);
+        wanted.sort_unstable_by_key(|(to, _)| *to);
+        self.inner.read_into(&mut wanted)
+    }
+
     /// The records of a range, rising.
     fn wanted(&self, range: PageRange) -> Vec<(PageRef, PageIndex)> {
         let mut wanted: Vec<_> = self.map.range(range).map(|(page, to)| (to, page)).collect();

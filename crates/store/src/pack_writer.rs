@@ -110,7 +110,8 @@ struct OpenPack {
 impl PackWriter {
     /// Takes the index as an earlier writer left it, and reads the indexes of packs that are not in it, the newest first, as far as
     /// there is room. Unfinished packs are read whole, and synced: what can be read of them now may still be in memory
-    /// alone. Packs that a prune gives up are left out, and unfinished ones while one is at work.
+    /// alone. Packs that a prune gives up are left out, and unfinished ones while one is at work, or where a sync of them has
+    /// failed before.
     pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
         this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
@@ -119,6 +120,7 @@ impl PackWriter {
         numbers.retain(|number| !is_going(number));
         // A prune takes back what it could not make durable.
         let is_pruned = this.inner.backend.is_pruned()?;
+        let doubted = this.inner.doubted_packs()?;
         let inner = &this.inner;
         this.index.load(moves.is_some(), &mut |number| {
             numbers.binary_search(&number).ok()?;
@@ -129,7 +131,7 @@ impl PackWriter {
             if this.index.covers(number) || this.index.is_at_end() {
                 this.learnt.insert(number);
             } else {
-                this.learn(number, is_pruned, moves.is_some())?;
+                this.learn(number, is_pruned || number <= doubted, moves.is_some())?;
             }
         }
         Ok(this)
@@ -154,7 +156,7 @@ impl PackWriter {
                 let mut entries = Vec::new();
                 pack.walk(&self.inner, pack.first, len_bytes, &mut |entry| entries.extend(entry));
                 if !entries.is_empty() {
-                    self.inner.backend.sync(&names::pack(number))?;
+                    self.inner.rely_on_packs(|| self.inner.backend.sync(&names::pack(number)))?;
                 }
                 entries
             }
@@ -411,7 +413,7 @@ impl PackWriter {
     }
 
     /// Gives up the open pack: what is durable of it stays known, the rest is forgotten.
-    fn retire(&mut self) {
+    pub fn retire(&mut self) {
         if let Some(synced) = self.open.as_ref().map(|pack| pack.synced) {
             self.forget_from(synced);
             self.open = None;

@@ -9,6 +9,8 @@
 //!                            └──────── emptied ─────┘
 //! ```
 //!
+//! Who has memory for all of it gives each page its place instead ([`Inner::read_into`]): then a thread puts what it reads there itself.
+//!
 //! Invariants: the sink is called on the caller's thread alone. Memory is bounded by the threads: a few batches for each, and what
 //! [`Inner::read_pages`] takes. Where the sink or a thread fails, the others end with their batch.
 
@@ -104,7 +106,44 @@ impl Inner {
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
-    /// The same, by so many threads.
+    /// Reads the pages at `wanted` (rising references) into their places, by several threads where there is much to read: no page goes
+    /// from one thread to another.
+    pub fn read_into(&self, wanted: &mut [(PageRef, &mut Page)]) -> Result<()> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+        let threads = if wanted.len() < PAGES_MIN { 1 } else { cores };
+        let pieces = Mutex::new(wanted.chunks_mut(PIECE_RECORDS));
+        let failed = Mutex::new(None);
+        let work = || {
+            loop {
+                let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(piece) = piece else { return };
+                if let Err(error) = self.read_piece(piece) {
+                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    // Nobody begins another one.
+                    while pieces.lock().unwrap_or_else(PoisonError::into_inner).next().is_some() {}
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(work);
+            }
+            work();
+        });
+        failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+
+    fn read_piece(&self, piece: &mut [(PageRef, &mut Page)]) -> Result<()> {
+        let places: Vec<(PageRef, usize)> = piece.iter().map(|(to, _)| *to).zip(0..).collect();
+        self.read_pages(&places, &mut |at, page| {
+            if let Some((_, into)) = piece.get_mut(at) {
+                **into = *page;
+            }
+            Ok(())
+        })
+    }
+
+    /// As [`Self::read_many`], by so many threads.
     pub fn read_by<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         threads: usize,
@@ -201,6 +240,28 @@ mod tests {
         }
         let kinds = crate::tests::kinds_of(&loaded);
         assert!(kinds[&'D'] > 100 && kinds[&'P'] > 1000, "{kinds:?}");
+    }
+
+    #[test]
+    fn memory_is_filled_with_the_image_and_its_zeros_whatever_was_in_it() {
+        let (medium, loaded) = subject();
+        let expected = |first: u64, pages: u64| -> Vec<Page> {
+            let held = |page: u64| if page < PAGES { page_of(page, epoch_of(page)) } else { ZERO_PAGE };
+            (first..first + pages).map(held).collect()
+        };
+        // All, by several threads; some, by one; beyond the end; none.
+        for (first, pages) in [(0, PAGES), (13, 700), (PAGES - 20, 40), (PAGES + 5, 3), (7, 0)] {
+            let mut out = vec![[0xa5; keyframe_units::PAGE_BYTES]; pages as usize];
+            loaded.read_into(PageIndex(first), &mut out).unwrap();
+            assert!(out == expected(first, pages), "{pages} pages from {first} on");
+        }
+        let name = medium.files().into_keys().rfind(|name| name.starts_with("packs/")).unwrap();
+        let mut bytes = medium.files()[&name].clone();
+        bytes[5000] ^= 1;
+        medium.overwrite(&name, Some(bytes));
+        let loaded = on(&medium).unwrap().load(loaded.id).unwrap();
+        let read = loaded.read_into(PageIndex(0), &mut vec![ZERO_PAGE; PAGES as usize]);
+        assert!(matches!(&read, Err(Error::Damaged { object, .. }) if object.contains(&name)), "{read:?}");
     }
 
     #[test]

@@ -426,7 +426,8 @@ impl Run {
         self.session()?.packs.close()?;
         self.session()?.packs.save_index();
         if self.session()?.syncs.is_some() {
-            self.inner.backend.sync_all()?;
+            let next = CheckpointId(self.session()?.next_checkpoint);
+            self.inner.sync_and_mark(next)?;
         }
         // Dropping gives the session back.
         Ok(())
@@ -434,7 +435,10 @@ impl Run {
 
     fn sync_if_due(&mut self, id: CheckpointId) -> Result<()> {
         let inner = Arc::clone(&self.inner);
-        self.session()?.syncs.as_mut().map_or(Ok(()), |syncs| syncs.sealed(&inner, id))
+        let session = self.session()?;
+        let synced = session.syncs.as_mut().map_or(Ok(()), |syncs| syncs.sealed(&inner, id));
+        // What can still be read of the open pack may be lost.
+        synced.inspect_err(|_| session.packs.retire())
     }
 
     fn settle(&mut self) {

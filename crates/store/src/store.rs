@@ -243,7 +243,7 @@ impl Store {
 
     /// What one sealed checkpoint tells about itself.
     pub fn sealed(&self, id: CheckpointId) -> Result<Sealed> {
-        let meta = self.inner.read_checkpoint(id)?.meta;
+        let meta = self.inner.read_meta(id)?;
         let tags = self.tags()?.into_iter().filter(|(_, to)| *to == id).map(|(tag, _)| tag).collect();
         Ok(Sealed { id, meta, tags })
     }
@@ -319,20 +319,31 @@ impl Inner {
     }
 
     pub fn read_checkpoint(&self, id: CheckpointId) -> Result<CheckpointFile> {
+        let (bytes, object) = self.checkpoint_bytes(id)?;
+        checkpoint::decode(&bytes, id.0, self.config.id, &object)
+    }
+
+    /// What it tells about itself alone.
+    pub fn read_meta(&self, id: CheckpointId) -> Result<Meta> {
+        let (bytes, object) = self.checkpoint_bytes(id)?;
+        checkpoint::decode_meta(&bytes, id.0, self.config.id, &object)
+    }
+
+    /// Its file, and how errors call that.
+    fn checkpoint_bytes(&self, id: CheckpointId) -> Result<(Vec<u8>, String)> {
         let name = names::checkpoint(id);
-        let bytes = match self.backend.read(&name, CHECKPOINT_BYTES_MAX) {
+        match self.backend.read(&name, CHECKPOINT_BYTES_MAX) {
             Err(e) if e.is_not_found() => {
                 let newest = self.checkpoint_ids()?.last().copied();
-                return Err(Error::UnknownCheckpoint { name: id.to_string(), newest });
+                Err(Error::UnknownCheckpoint { name: id.to_string(), newest })
             }
-            other => other?,
-        };
-        checkpoint::decode(&bytes, id.0, self.config.id, &self.backend.describe(&name))
+            other => Ok((other?, self.backend.describe(&name))),
+        }
     }
 
     /// What checkpoints tell about themselves, in the order of `ids`; where they are many, several are read at a time.
     fn read_metas(&self, ids: &[CheckpointId]) -> Vec<(CheckpointId, Result<Meta>)> {
-        let read = |id: &CheckpointId| (*id, self.read_checkpoint(*id).map(|file| file.meta));
+        let read = |id: &CheckpointId| (*id, self.read_meta(*id));
         let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(LISTING_THREADS_MAX);
         let share = ids.len().div_ceil(threads).max(LISTED_ALONE);
         let mut shares = ids.chunks(share);

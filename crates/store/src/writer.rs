@@ -76,6 +76,7 @@ pub struct Writer {
     slot: Slot,
     tuning: Tuning,
     torn: Vec<TornCheckpoint>,
+    doubt: Option<CheckpointId>,
 }
 
 /// Where the session rests while no run is open.
@@ -106,6 +107,7 @@ impl Writer {
         let tuning = Tuning { pack_bytes_max: tuning.pack_bytes_max.min(1 << 39), ..tuning };
         let lock = inner.backend.lock(&holder(owner)).map_err(named)?;
         let torn = inner.settle()?;
+        let doubt = inner.in_doubt()?;
         let (inner, tuning) = match inner.backend.relaxed() {
             Some(relaxed) if tuning.durability != Durability::Checkpoint => (inner.on(relaxed), tuning),
             _ => (inner, Tuning { durability: Durability::Checkpoint, ..tuning }),
@@ -131,12 +133,23 @@ impl Writer {
             // What comes from here on is not to be durable before that is.
             inner.backend.sync_all()?;
         }
-        Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning, torn })
+        Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning, torn, doubt })
+    }
+
+    /// When its checkpoints become durable: what was asked for, or with each one, where the store's place knows nothing else.
+    pub fn durability(&self) -> Durability {
+        self.tuning.durability
     }
 
     /// Checkpoints that power loss took before they were durable ([`Durability`]): set aside when the store was locked.
     pub fn torn(&self) -> &[TornCheckpoint] {
         &self.torn
+    }
+
+    /// A sync of the checkpoints from this one on has failed since the machine came up: until it goes down they can be read, and what
+    /// is missing of them then is set aside. New ones do not build on them.
+    pub fn in_doubt(&self) -> Option<CheckpointId> {
+        self.doubt
     }
 
     /// What its index of deduplication holds; none while a run is open.

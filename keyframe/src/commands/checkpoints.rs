@@ -47,7 +47,8 @@ pub struct Checkpoints {
     #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     index_memory: u64,
     /// When checkpoints survive power loss: `checkpoint`, each before it is listed; a time (10s), all with a sync so often; `never`,
-    /// when the kernel writes them. They survive the death of Keyframe in any case
+    /// when the kernel writes them. They survive the death of Keyframe in any case. In object storage it is always `checkpoint`,
+    /// as is said when a run starts
     #[arg(long, value_name = "WHEN", default_value = "checkpoint", value_parser = parse_durability)]
     durability: Durability,
     /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that checkpoint is dropped

@@ -2,6 +2,7 @@
 
 use super::{StoreArg, warn_of_unreadable};
 use crate::failure::{DONE, Failure, Outcome, WARNED};
+use crate::keys::{TargetKeyArg, fix_of_target};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_store::{CheckpointId, CopyProgress, CopyReport, Store};
@@ -20,13 +21,18 @@ store has already, from whatever VM, are not stored again.
 Images beneath disks are not copied: the copy names the same files. A run may go on in the store that is
 copied from; nobody else may write to the other one.
 
+Either store may be encrypted, each with a key of its own: --key-file, KEYFRAME_KEY_FILE or KEYFRAME_PASSPHRASE
+opens the one that is copied from, --to-key-file, KEYFRAME_TO_KEY_FILE or KEYFRAME_TO_PASSPHRASE the other.
+
 Exit code 3: some could not be copied, or a tag is taken in the other store, as is said.
 
 Examples:
   keyframe init /backup/S
   keyframe copy --store S latest --to /backup/S
   keyframe copy --store S --all --to /backup/S --json | jq '.copied | length'
-  keyframe copy --store S --name web --to /backup/S"
+  keyframe copy --store S --name web --to /backup/S
+  keyframe init /backup/E --encrypt --key-file new.key
+  keyframe copy --store S --key-file old.key --all --to /backup/E --to-key-file new.key"
 )]
 pub struct Copy {
     #[command(flatten)]
@@ -43,6 +49,8 @@ pub struct Copy {
     /// The store to copy to
     #[arg(long, value_name = "STORE")]
     to: PathBuf,
+    #[command(flatten)]
+    to_key: TargetKeyArg,
     /// Print JSON: sizes in bytes
     #[arg(long)]
     json: bool,
@@ -55,7 +63,13 @@ impl Copy {
     /// Copies and reports.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
-        let target = Store::open(&self.to).map_err(|e| Failure::store(&e, &self.to))?;
+        let target = self.to_key.open(&self.to).map_err(|e| {
+            let failure = Failure::store(&e, &self.to);
+            match fix_of_target(&e) {
+                Some(fix) => failure.fix(fix),
+                None => failure,
+            }
+        })?;
         let (ids, mut code) = self.which(&store)?;
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(ids.len() as u64) };
         if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}") {

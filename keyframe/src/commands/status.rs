@@ -83,8 +83,90 @@ fn text(s: &Shown) -> String {
     if s.backlog_ns > 0 {
         lines.push(format!("  backlog     {}", output::duration(s.backlog_ns)));
     }
+    if let Some(recorder) = &s.recorder {
+        lines.push(format!(
+            "  recorder    keeps {}: {} checkpoints kept, {} forgotten, {} packs given back",
+            output::duration(recorder.keep_within_ns),
+            recorder.kept,
+            recorder.forgotten,
+            recorder.freed_packs
+        ));
+        lines.extend(
+            recorder
+                .last_error
+                .as_ref()
+                .map(|error| format!("              it failed: {error}; it is tried again")),
+        );
+    }
+    if let Some(recompressor) = &s.recompressor {
+        lines.push(match &recompressor.off {
+            Some(why) => format!("  recompress  not: {why}"),
+            None => format!(
+                "  recompress  {}: {} packs recompressed, {} to go",
+                if recompressor.at_work { "at work" } else { "rests" },
+                recompressor.recompressed_packs,
+                output::bytes(recompressor.cold_bytes)
+            ),
+        });
+        lines.extend(
+            recompressor
+                .last_error
+                .as_ref()
+                .map(|error| format!("              it failed: {error}; it is tried again")),
+        );
+    }
     if let Some(error) = &s.last_error {
         lines.push(format!("  last error  {error}"));
     }
     lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::{RecompressorStatus, RecorderStatus};
+
+    /// As an engine of a version that had neither answers.
+    const PLAIN: &str = r#"{"vm":"web","state":"running","qemu_pid":1,"engine_pid":2,"store":"/s","interval_ns":1000000000,
+        "tuned":null,"sealed":3,"failed":0,"last_error":null,"backlog_ns":0,"phase":"idle","encoder":"sealed","queued":0,
+        "last":null,"last_age_ns":null,"qmp":""}"#;
+
+    #[test]
+    fn what_works_beside_a_run_is_shown_and_only_where_it_was_asked_for() {
+        let mut status: Shown = serde_json::from_str(PLAIN).unwrap();
+        let plain = (text(&status), serde_json::to_value(&status).unwrap());
+        assert!(!plain.0.contains("recorder") && !plain.0.contains("recompress"), "{}", plain.0);
+        assert!(plain.1.get("recorder").is_none() && plain.1.get("recompressor").is_none());
+        status.recorder = Some(RecorderStatus {
+            keep_within_ns: 600_000_000_000,
+            kept: 41,
+            forgotten: 17,
+            freed_packs: 5,
+            last_error: Some("no space left".into()),
+        });
+        status.recompressor =
+            Some(RecompressorStatus { recompressed_packs: 7, cold_bytes: 3 << 30, ..Default::default() });
+        let shown = text(&status);
+        for word in
+            ["41 checkpoints kept, 17 forgotten, 5 packs given back", "no space left; it is tried again"]
+        {
+            assert!(shown.contains(word), "{shown}");
+        }
+        assert!(shown.contains("recompress  rests: 7 packs recompressed, 3.0 GiB to go"), "{shown}");
+        let json = serde_json::to_value(&status).unwrap();
+        assert_eq!(
+            (&json["recorder"]["forgotten"], &json["recompressor"]["cold_bytes"]),
+            (&17.into(), &(3u64 << 30).into())
+        );
+        let back: Shown = serde_json::from_value(json).unwrap();
+        assert_eq!(
+            (back.recorder, back.recompressor),
+            (status.recorder.clone(), status.recompressor.clone())
+        );
+        status.recompressor = Some(RecompressorStatus {
+            off: Some("the store is in object storage".into()),
+            ..Default::default()
+        });
+        assert!(text(&status).contains("recompress  not: the store is in object storage"));
+    }
 }

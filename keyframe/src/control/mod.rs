@@ -157,6 +157,42 @@ pub struct Status {
     /// The VMs of a group; empty for one VM alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<MemberStatus>,
+    /// The flight recorder; absent without `--keep-within`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recorder: Option<RecorderStatus>,
+    /// What recompresses packs; absent without `--recompress idle`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recompressor: Option<RecompressorStatus>,
+}
+
+/// How a flight recorder goes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecorderStatus {
+    /// Checkpoints of the run are kept for so long.
+    pub keep_within_ns: u64,
+    /// Checkpoints of the run that there are, as of its last look.
+    pub kept: u64,
+    /// Checkpoints that it has forgotten.
+    pub forgotten: u64,
+    /// Packs whose space it has given back.
+    pub freed_packs: u64,
+    /// Why its last look failed; it looks again.
+    pub last_error: Option<String>,
+}
+
+/// How the recompression beside a run goes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecompressorStatus {
+    /// Why there is none, although it was asked for.
+    pub off: Option<String>,
+    /// It is at work; else it rests, or there is too little to do.
+    pub at_work: bool,
+    /// Packs that it has recompressed.
+    pub recompressed_packs: u64,
+    /// Bytes in packs that are still to be, as of its last look.
+    pub cold_bytes: u64,
+    /// Why its last look failed; it looks again.
+    pub last_error: Option<String>,
 }
 
 /// One VM of a group.

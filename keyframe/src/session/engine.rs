@@ -131,8 +131,8 @@ impl<'a> Engine<'a> {
             Arc::clone(&status),
             options.fault.clone(),
         )?;
-        let recorder = Recorder::start(store, &parts.name, &options)?;
-        let recompressor = Recompressor::start(store, &options)?;
+        let recorder = Recorder::start(store, &parts.name, &options, &status)?;
+        let recompressor = Recompressor::start(store, &options, &status)?;
         Ok(Self {
             store,
             recorder,
@@ -430,6 +430,8 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         last_age_ns: None,
         qmp: members.first().map_or_else(String::new, |m| m.qmp.clone()),
         members: if parts.machines.is_group() { members } else { Vec::new() },
+        recorder: None,
+        recompressor: None,
     }
 }
 

@@ -16,7 +16,7 @@ use crate::lans::{self, Lans};
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
-use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
+use keyframe_store::{DiskState, Durability, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -235,7 +235,32 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
             torn.problem
         );
     }
+    if let Some(from) = writer.in_doubt() {
+        eprintln!(
+            "keyframe: a sync of checkpoints from {from} on has failed since the machine was started: they can be read now, and \
+             the next power loss may take them; keep what matters with: keyframe copy --to STORE2"
+        );
+    }
+    if let Some(note) =
+        no_effect(options.durability, writer.durability(), store.is_remote()).filter(|_| !options.quiet)
+    {
+        eprintln!("keyframe: {note}");
+    }
     Ok(writer)
+}
+
+/// What to say where the durability that was asked for is not what there is.
+fn no_effect(asked: Durability, given: Durability, is_remote: bool) -> Option<String> {
+    let why = if is_remote {
+        "what is put into object storage is durable at once"
+    } else {
+        "the store's place cannot hold back what is put into it"
+    };
+    (asked != given).then(|| {
+        format!(
+            "--durability has no effect here: {why}, so that each checkpoint is durable before it is listed"
+        )
+    })
 }
 
 /// The networks that `options` name.
@@ -407,4 +432,20 @@ pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog, Failure> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__watchdog");
     Watchdog::spawn(&mut command, &watched).map_err(|e| Failure::qemu(&e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_durability_that_the_place_does_not_know_is_said_with_the_reason() {
+        let every = Durability::Every(std::time::Duration::from_secs(9));
+        assert_eq!(no_effect(every, every, false), None);
+        assert_eq!(no_effect(Durability::Checkpoint, Durability::Checkpoint, true), None);
+        for asked in [every, Durability::Never] {
+            let said = no_effect(asked, Durability::Checkpoint, true).unwrap();
+            assert!(said.contains("--durability has no effect") && said.contains("object storage"), "{said}");
+        }
+    }
 }

@@ -15,9 +15,12 @@
 //! --recompress`, and said. It may be killed at any instant, as a prune may. Not here: what recompression is (the store's prune).
 
 use super::Options;
+use crate::control::RecompressorStatus;
+use crate::control::server::SharedStatus;
 use crate::failure::{Failure, chain};
 use crate::output;
 use keyframe_store::{Error, PruneOptions, Store};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -53,9 +56,19 @@ pub struct Recompressor {
 
 impl Recompressor {
     /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight recorder keeps is soon gone, and
-    /// over a network the old packs would have to be read again.
-    pub fn start(store: &Store, options: &Options) -> Result<Option<Self>, Failure> {
-        if options.recompress == Recompress::Never || options.keep_within.is_some() || store.is_remote() {
+    /// over a network the old packs would have to be read again. `status` shows it.
+    pub fn start(store: &Store, options: &Options, status: &SharedStatus) -> Result<Option<Self>, Failure> {
+        if options.recompress == Recompress::Never {
+            return Ok(None);
+        }
+        let off = if options.keep_within.is_some() {
+            Some("what --keep-within keeps is soon gone")
+        } else {
+            store.is_remote().then_some("the store is in object storage")
+        };
+        let shown = Shown { status: Arc::clone(status), off: off.map(String::from) };
+        shown.change(|_| {});
+        if off.is_some() {
             return Ok(None);
         }
         let (stop, stopped) = channel();
@@ -63,7 +76,7 @@ impl Recompressor {
         let work = store.clone();
         let thread = std::thread::Builder::new().name("recompressor".into());
         let spawned = thread.spawn(move || {
-            until_stopped(&work, &stopped);
+            until_stopped(&work, &stopped, &shown);
             drop(end);
         });
         spawned.map_err(|e| Failure::new(format!("start the thread that recompresses: {e}")))?;
@@ -96,15 +109,35 @@ impl Drop for Recompressor {
     }
 }
 
-fn until_stopped(store: &Store, stopped: &Receiver<()>) {
+/// What `status` shows of it.
+struct Shown {
+    status: SharedStatus,
+    off: Option<String>,
+}
+
+impl Shown {
+    fn change(&self, change: impl FnOnce(&mut RecompressorStatus)) {
+        if let Ok(mut status) = self.status.lock() {
+            let first = || RecompressorStatus { off: self.off.clone(), ..RecompressorStatus::default() };
+            change(status.recompressor.get_or_insert_with(first));
+        }
+    }
+}
+
+fn until_stopped(store: &Store, stopped: &Receiver<()>, shown: &Shown) {
     // What is not permitted stays as it is.
     let _ = rustix::process::setpriority_process(None, NICE);
     let (mut rest, mut said) = (LOOK, String::new());
     while matches!(stopped.recv_timeout(rest), Err(RecvTimeoutError::Timeout)) {
         let began = Instant::now();
-        match look(store) {
-            // Somebody else prunes.
-            Ok(()) | Err(Error::Locked { .. }) => said.clear(),
+        let looked = look(store, shown);
+        shown.change(|status| {
+            status.at_work = false;
+            status.last_error = looked.as_ref().err().filter(|e| !is_taken(e)).map(|e| chain(e));
+        });
+        match looked {
+            Ok(()) => said.clear(),
+            Err(error) if is_taken(&error) => said.clear(),
             // Once, not at every look.
             Err(error) => {
                 let text = chain(&error);
@@ -118,12 +151,25 @@ fn until_stopped(store: &Store, stopped: &Receiver<()>) {
     }
 }
 
-fn look(store: &Store) -> Result<(), Error> {
-    if store.cold_bytes()? < PART_BYTES {
+/// Somebody else prunes.
+fn is_taken(error: &Error) -> bool {
+    matches!(error, Error::Locked { .. })
+}
+
+fn look(store: &Store, shown: &Shown) -> Result<(), Error> {
+    let cold_bytes = store.cold_bytes()?;
+    shown.change(|status| (status.cold_bytes, status.at_work) = (cold_bytes, cold_bytes >= PART_BYTES));
+    if cold_bytes < PART_BYTES {
         return Ok(());
     }
     // Nothing is copied for the space alone.
     let options =
         PruneOptions { max_unused: 1.0, wait: ANSWER_WAIT, recompress_bytes: PART_BYTES, dry_run: false };
-    store.prune(&options, &mut |_| {}).map(drop)
+    let report = store.prune(&options, &mut |_| {})?;
+    let cold_bytes = store.cold_bytes()?;
+    shown.change(|status| {
+        status.recompressed_packs += report.recompressed_packs;
+        status.cold_bytes = cold_bytes;
+    });
+    Ok(())
 }

@@ -16,6 +16,8 @@
 
 use super::Options;
 use crate::commands::forget;
+use crate::control::RecorderStatus;
+use crate::control::server::SharedStatus;
 use crate::failure::{Failure, chain};
 use keyframe_scheduling::Recording;
 use keyframe_store::{CheckpointId, Error, Moment, PruneOptions, Retention, Sealed, Store};
@@ -43,8 +45,14 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Starts one over what the run called `vm` puts into `store` from now on; `None` where none was asked for.
-    pub fn start(store: &Store, vm: &str, options: &Options) -> Result<Option<Self>, Failure> {
+    /// Starts one over what the run called `vm` puts into `store` from now on, and shows it in `status`; `None` where none was
+    /// asked for.
+    pub fn start(
+        store: &Store,
+        vm: &str,
+        options: &Options,
+        status: &SharedStatus,
+    ) -> Result<Option<Self>, Failure> {
         let Some(within) = options.keep_within else { return Ok(None) };
         let before = store.ids().map_err(|e| Failure::store(&e, store.path()))?.last().copied();
         let (stop, stopped) = channel();
@@ -61,7 +69,10 @@ impl Recorder {
             recording: Recording::new(within_ns),
             born: Instant::now(),
             said: String::new(),
+            shown: RecorderStatus { keep_within_ns: within_ns, ..RecorderStatus::default() },
+            status: Arc::clone(status),
         };
+        work.show();
         let thread = std::thread::Builder::new().name("recorder".into());
         let spawned = thread.spawn(move || {
             work.until_stopped(&stopped);
@@ -107,14 +118,27 @@ struct Work {
     recording: Recording,
     born: Instant,
     said: String,
+    /// What `status` shows of it.
+    shown: RecorderStatus,
+    status: SharedStatus,
 }
 
 impl Work {
+    fn show(&self) {
+        if let Ok(mut status) = self.status.lock() {
+            status.recorder = Some(self.shown.clone());
+        }
+    }
+
     fn until_stopped(mut self, stopped: &Receiver<()>) {
         set_priority(false);
         let look = Duration::from_nanos(self.recording.look_ns());
         while matches!(stopped.recv_timeout(look), Err(RecvTimeoutError::Timeout)) {
-            match self.look() {
+            let looked = self.look();
+            self.shown.kept = self.known.len() as u64;
+            self.shown.last_error = looked.as_ref().err().map(ToString::to_string);
+            self.show();
+            match looked {
                 Ok(()) => self.said.clear(),
                 // Once, not at every look.
                 Err(failure) => {
@@ -136,6 +160,7 @@ impl Work {
                 eprintln!("keyframe: flight recorder: remove {}: {why}", clone.display());
             })?;
             self.known.retain(|id, _| !gone.contains(id));
+            self.shown.forgotten += gone.len() as u64;
         }
         let began_ns = now_ns(self);
         let kept = self.known.len() as u64;
@@ -148,8 +173,9 @@ impl Work {
             set_priority(false);
             self.recording.pruned(began_ns, now_ns(self), all);
             match pruned {
+                Ok(report) => self.shown.freed_packs += report.removed_packs + report.rewritten_packs,
                 // Somebody else prunes.
-                Ok(_) | Err(Error::Locked { .. }) => {}
+                Err(Error::Locked { .. }) => {}
                 Err(error) => return Err(self.failure(&error)),
             }
         }

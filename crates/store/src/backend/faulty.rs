@@ -375,7 +375,12 @@ impl Backend for Faulty {
     fn sync_all(&self) -> Result<()> {
         let mut state = self.state();
         state.step("", "sync the file system")?;
-        state.count_sync("")?;
+        if let Err(error) = state.count_sync("") {
+            for inode in &mut state.inodes {
+                inode.lost = inode.live.len();
+            }
+            return Err(error);
+        }
         for inode in &mut state.inodes {
             inode.durable = inode.synced();
         }

@@ -19,6 +19,7 @@
 use crate::chain::Changes;
 use crate::identity::PageRef;
 use crate::map_run::MapRun;
+use crate::meta::Meta;
 use crate::pack_file::Content;
 use crate::prune::packs::{self, Shape};
 use crate::record::Entry;
@@ -26,6 +27,9 @@ use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// More changes than come while a folder is read.
+const LISTINGS_MAX: u32 = 16;
 
 /// A map that a checkpoint needs.
 #[derive(Debug)]
@@ -106,24 +110,7 @@ impl Live {
     /// The same of the maps that are wanted: all live records that these mention.
     pub fn find_where(inner: &Inner, is_wanted: &dyn Fn(u64) -> bool) -> Result<Self> {
         let mut live = Self::default();
-        for id in inner.checkpoint_ids()? {
-            let meta = match inner.read_checkpoint(id) {
-                // Forgotten since it was listed.
-                Err(Error::UnknownCheckpoint { .. }) => continue,
-                Err(source) => return Err(Error::Unreadable { id, source: Box::new(source) }),
-                Ok(file) => file.meta,
-            };
-            live.ids.insert(id);
-            for (at, map) in meta.map_chain.iter().enumerate() {
-                let node = live.nodes.entry(*map).or_insert_with(|| Node {
-                    parent: meta.map_chain.get(at + 1).copied(),
-                    sealed: false,
-                    ram_pages: meta.ram.len_pages(),
-                    disks: !meta.disks.is_empty(),
-                });
-                node.sealed |= at == 0;
-            }
-        }
+        live.find_nodes(inner)?;
         let mut wanted = BTreeMap::<u32, Offsets>::new();
         let (mut shown, mut mentions) = (Vec::new(), BTreeMap::new());
         live.each_map(inner, is_wanted, &mut |id, _, run, visible| {
@@ -145,6 +132,45 @@ impl Live {
         wanted.values_mut().for_each(Offsets::settle);
         (live.wanted, live.mentions) = (wanted, mentions);
         Ok(live)
+    }
+
+    /// Reads all checkpoints that there are. Beside a run they come and go: where one is forgotten that was listed, the one that
+    /// was sealed before it went may not have been, and all that the run goes on with would be known of neither. So it is listed again
+    /// until nothing is new; what is sealed behind that builds on what was read.
+    fn find_nodes(&mut self, inner: &Inner) -> Result<()> {
+        // Numbers are not used again: what is gone stays so.
+        let mut looked_at = BTreeSet::new();
+        loop {
+            let mut is_all = true;
+            for id in inner.settled_checkpoint_ids()? {
+                if !looked_at.insert(id) {
+                    continue;
+                }
+                is_all = false;
+                match inner.read_meta(id) {
+                    // Forgotten since it was listed.
+                    Err(Error::UnknownCheckpoint { .. }) => {}
+                    Err(source) => return Err(Error::Unreadable { id, source: Box::new(source) }),
+                    Ok(meta) => self.add(id, &meta),
+                }
+            }
+            if is_all {
+                return Ok(());
+            }
+        }
+    }
+
+    fn add(&mut self, id: CheckpointId, meta: &Meta) {
+        self.ids.insert(id);
+        for (at, map) in meta.map_chain.iter().enumerate() {
+            let node = self.nodes.entry(*map).or_insert_with(|| Node {
+                parent: meta.map_chain.get(at + 1).copied(),
+                sealed: false,
+                ram_pages: meta.ram.len_pages(),
+                disks: !meta.disks.is_empty(),
+            });
+            node.sealed |= at == 0;
+        }
     }
 
     /// The maps that are needed.
@@ -244,6 +270,20 @@ impl Live {
 }
 
 impl Inner {
+    /// The numbers of the sealed checkpoints, rising. A folder that changes while it is read may show neither what was there nor what
+    /// came: two lists that are the same show one instant.
+    pub fn settled_checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
+        let mut before = self.checkpoint_ids()?;
+        for _ in 0..LISTINGS_MAX {
+            let now = self.checkpoint_ids()?;
+            if now == before {
+                break;
+            }
+            before = now;
+        }
+        Ok(before)
+    }
+
     /// What composed records (rising) refer to; those that are not composed are left out.
     pub fn parts_of(&self, wanted: &[PageRef]) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let mut found = Vec::with_capacity(wanted.len());

@@ -342,7 +342,7 @@ impl Prune<'_> {
             return Ok(None);
         }
         // What was sealed, or forgotten, before the writer followed.
-        let now: BTreeSet<CheckpointId> = self.inner.checkpoint_ids()?.into_iter().collect();
+        let now: BTreeSet<CheckpointId> = self.inner.settled_checkpoint_ids()?.into_iter().collect();
         if now != live.ids {
             live = self.cover(&mut moves)?;
         }

@@ -64,6 +64,21 @@ fn cut_missing_swapped_and_foreign_files_are_told() {
     encrypted(damage::a_damaged_pack_is_not_deduplicated_against);
 }
 
+#[test]
+fn recompression_costs_nothing_but_work_wherever_it_is_cut_off() {
+    encrypted(recompress::a_recompressed_store_is_smaller_and_goes_on);
+    encrypted(recompress::a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed);
+    encrypted(recompress::a_crash_at_any_operation_costs_nothing_but_work);
+    encrypted(recompress::a_failed_sync_and_a_full_disk_cost_nothing_but_work);
+    encrypted(recompress::who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it);
+}
+
+#[test]
+fn checkpoints_that_are_not_synced_one_by_one_are_whole_or_set_aside() {
+    encrypted(durability::after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside);
+    encrypted(durability::a_writer_that_ends_well_leaves_all_durable);
+}
+
 /// A store of some checkpoints, and the bytes of its files.
 fn subject() -> Faulty {
     let medium = Faulty::default();

@@ -3,10 +3,11 @@
 //! The model of a run is one content number per page; [`content`] makes the page of a number. Every test ends in
 //! [`assert_image`]: what the store gives back is what was put.
 
+mod beside;
 mod copy;
 pub(crate) mod crash;
 mod damage;
-mod deltas;
+pub(crate) mod deltas;
 mod diff;
 mod disks;
 mod durability;
@@ -19,7 +20,7 @@ mod lock;
 mod oracle;
 mod parts;
 mod prune;
-mod recompress;
+pub(crate) mod recompress;
 mod repair;
 mod scale;
 mod simulation;

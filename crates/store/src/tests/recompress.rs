@@ -5,6 +5,8 @@ use super::*;
 use crate::dictionary::tests::lines;
 use crate::record::{DICTIONARY_CHECK_BYTES, PACK_HEADER_BYTES};
 use crate::{PruneOptions, PruneReport, names, pack_file::PackFile};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 const PAGES: u64 = 140;
 pub const GOLDEN_SECONDS: std::ops::Range<u64> = 0..3;
@@ -48,7 +50,16 @@ fn tick(run: &mut Run, second: u64, first: bool) -> CheckpointId {
 }
 
 pub fn ticks(store: &Store, seconds: std::ops::Range<u64>, known: &mut Vec<(CheckpointId, u64)>) {
-    let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
+    ticks_tuned(store, seconds, known, deltas::ROOMY);
+}
+
+fn ticks_tuned(
+    store: &Store,
+    seconds: std::ops::Range<u64>,
+    known: &mut Vec<(CheckpointId, u64)>,
+    tuning: Tuning,
+) {
+    let mut writer = store.lock_writer_tuned("test", tuning).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
     for second in seconds.clone() {
         known.push((tick(&mut run, second, second == seconds.start), second));
@@ -71,7 +82,7 @@ pub fn dense_packs(store: &Store) -> usize {
 }
 
 #[test]
-fn a_recompressed_store_is_smaller_and_goes_on() {
+pub fn a_recompressed_store_is_smaller_and_goes_on() {
     let medium = Faulty::default();
     init_on(&medium).unwrap();
     let mut known = Vec::new();
@@ -103,7 +114,7 @@ fn a_recompressed_store_is_smaller_and_goes_on() {
 }
 
 #[test]
-fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
+pub fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
     let medium = Faulty::default();
     let store = init_on(&medium).unwrap();
     let mut known = Vec::new();
@@ -131,7 +142,7 @@ fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
 }
 
 #[test]
-fn a_crash_at_any_operation_costs_nothing_but_work() {
+pub fn a_crash_at_any_operation_costs_nothing_but_work() {
     let base = Faulty::default();
     let mut known = store_of(&base, 5);
     add_run(&base, 2, &mut known);
@@ -159,7 +170,7 @@ fn a_crash_at_any_operation_costs_nothing_but_work() {
 }
 
 #[test]
-fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
+pub fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
     let base = Faulty::default();
     let known = store_of(&base, 5);
     for sync in 1.. {
@@ -182,7 +193,7 @@ fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
 }
 
 #[test]
-fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
+pub fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
     let medium = Faulty::default();
     let known = store_of(&medium, 8);
     let store = on(&medium).unwrap();
@@ -252,4 +263,66 @@ fn damage_of_the_head_is_told_blamed_and_as_far_as_it_goes_mended() {
         assert_eq!(report.lost.len(), known.len(), "byte {at}: {report:#?}");
         assert_clean(&on(&medium).unwrap());
     }
+}
+
+/// Packs of a dozen pages, so that a recompression is many rounds.
+const SMALL: Tuning = Tuning { pack_bytes_max: 24_000, ..TINY };
+const KILLED_STORE: &str = "KEYFRAME_TEST_RECOMPRESS";
+
+/// What is killed: a process that recompresses the store that it is told of. It does nothing where it is told of none.
+#[test]
+fn the_process_that_is_killed() {
+    let Some(path) = std::env::var_os(KILLED_STORE) else { return };
+    recompress_tuned(&Store::open(Path::new(&path)).unwrap(), SMALL).unwrap();
+}
+
+/// How far a recompression is, as its store shows it.
+#[derive(Clone, Copy, Debug)]
+enum Seen {
+    NewPack(u64),
+    Moves,
+    /// One of the old packs is gone.
+    Removed,
+}
+
+fn is_seen(seen: Seen, path: &Path, old: &[u32]) -> bool {
+    let has = |number: u32| path.join(names::pack(number)).exists();
+    match seen {
+        Seen::NewPack(count) => (1..=count).all(|n| has(old[old.len() - 1] + n as u32)),
+        Seen::Moves => path.join("moves").exists(),
+        Seen::Removed => old.iter().any(|number| !has(*number)),
+    }
+}
+
+#[test]
+fn killed_in_its_middle_it_costs_nothing_and_the_next_one_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, mut known, mut killed) = (dir.path().join("store"), Vec::new(), 0);
+    let made = Store::init(&path).unwrap();
+    let points =
+        [Seen::NewPack(1), Seen::Moves, Seen::Removed, Seen::NewPack(3), Seen::Removed, Seen::NewPack(2)];
+    for (turn, seen) in (0..).zip(points) {
+        // Something new to recompress.
+        ticks_tuned(&made, 10 * turn..10 * turn + 10, &mut known, SMALL);
+        let old = crate::prune::packs::numbers(made.inner()).unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "tests::recompress::the_process_that_is_killed"])
+            .env(KILLED_STORE, &path)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !is_seen(seen, &path, &old) && child.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < limit, "it neither ends nor comes to {seen:?}");
+        }
+        child.kill().unwrap();
+        killed += usize::from(!child.wait().unwrap().success());
+        assert_ticked(&Store::open(&path).unwrap(), &known);
+    }
+    assert!(killed > 3, "killed {killed} times only: the others came to their end before");
+    let store = Store::open(&path).unwrap();
+    recompress_tuned(&store, SMALL).unwrap();
+    assert_ticked(&Store::open(&path).unwrap(), &known);
+    let packs = crate::prune::packs::numbers(store.inner()).unwrap();
+    assert_eq!(dense_packs(&store), packs.len(), "some are left");
 }

@@ -29,7 +29,7 @@ use crate::failure::Failure;
 use crate::images::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
-use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout};
 use std::sync::mpsc::TryRecvError;
 
 /// How long a checkpoint may take to be sealed.
@@ -298,14 +298,8 @@ impl Engine<'_> {
                     image.resize(usize::try_from(range.len_bytes()).unwrap_or(0), 0);
                 }
                 reader.read(&[range], &mut here).map_err(|e| chain(&*e))?;
-                to.read_pages_by_all_cores(range, &mut |page: PageIndex, content: &Page| {
-                    let at = (page.0 - range.first.0) as usize * PAGE_BYTES;
-                    if let Some(place) = there.get_mut(at..at + PAGE_BYTES) {
-                        place.copy_from_slice(content);
-                    }
-                    Ok::<_, keyframe_store::Error>(())
-                })
-                .map_err(|e| chain(&e))?;
+                let pages = there.as_chunks_mut::<PAGE_BYTES>().0;
+                to.read_into(range.first, pages).map_err(|e| chain(&e))?;
                 let pairs = here.chunks_exact(PAGE_BYTES).zip(there.chunks_exact(PAGE_BYTES));
                 wrong.extend(range.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(page, _)| page));
             }

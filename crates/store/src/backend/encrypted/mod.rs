@@ -61,6 +61,19 @@ impl Backend for Encrypted {
         self.below.holder()
     }
 
+    fn relaxed(&self) -> Option<Arc<dyn Backend>> {
+        let below = self.below.relaxed()?;
+        Some(Arc::new(Self { below, sealer: Arc::clone(&self.sealer) }))
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        self.below.sync_all()
+    }
+
+    fn boot(&self) -> Result<String> {
+        self.below.boot()
+    }
+
     fn stays(&self) -> bool {
         self.below.stays()
     }
@@ -234,52 +247,82 @@ impl Reading {
     }
 
     /// Where block `number` begins in the plain file, if what it says makes sense behind block `known`, which begins at `plain`.
-    fn beginning(&self, number: u64, sealed: u64, (known, plain): (u64, u64)) -> Option<u64> {
+    fn beginning(&self, number: u64, sealed: u64, (known, plain): (u64, u64)) -> Result<Option<u64>> {
         let mut first = [0; 8];
         let start = number * BLOCK_BYTES;
-        self.file.read_at(start, &mut first).ok().filter(|()| start + 8 <= sealed)?;
+        if start + first.len() as u64 > sealed {
+            return Ok(None);
+        }
+        self.file.read_at(start, &mut first)?;
         let begins = u64::from_le_bytes(first);
         let most = plain.saturating_add((number - known) * PLAIN_BYTES_MAX);
-        (plain < begins && begins <= most).then_some(begins)
+        Ok((plain < begins && begins <= most).then_some(begins))
     }
 
     /// The block that has the place `offset` of the plain file, if any has. A step is never too long, as a block holds no more
     /// than [`PLAIN_BYTES_MAX`].
-    fn find(&self, offset: u64, sealed: u64) -> u64 {
+    fn find(&self, offset: u64, sealed: u64) -> Result<Found> {
         let blocks = sealed.div_ceil(BLOCK_BYTES);
         let mut known = (0, 0);
+        let mut unread = None;
         loop {
             let mut next = known.0 + ((offset - known.1) / PLAIN_BYTES_MAX).max(1);
             let begins = loop {
                 if next >= blocks {
-                    return self.find_near(offset, sealed, known, blocks);
+                    return self.find_near(offset, sealed, known, blocks, unread);
                 }
-                match self.beginning(next, sealed, known) {
+                match passable(self.beginning(next, sealed, known), &mut unread)? {
                     Some(begins) => break begins,
                     None => next += 1,
                 }
             };
             if begins > offset {
-                return self.find_near(offset, sealed, known, next);
+                return self.find_near(offset, sealed, known, next, unread);
             }
             known = (next, begins);
         }
     }
 
     /// The same among the blocks from `known` on and before `end`, of which all but the first may be damaged.
-    fn find_near(&self, offset: u64, sealed: u64, mut known: (u64, u64), end: u64) -> u64 {
+    fn find_near(
+        &self,
+        offset: u64,
+        sealed: u64,
+        mut known: (u64, u64),
+        end: u64,
+        mut unread: Option<Error>,
+    ) -> Result<Found> {
         for number in known.0 + 1..end {
-            match self.beginning(number, sealed, known) {
+            match passable(self.beginning(number, sealed, known), &mut unread)? {
                 Some(begins) if begins <= offset => known = (number, begins),
                 _ => {}
             }
         }
-        known.0
+        Ok(Found { number: known.0, unread })
     }
 
     fn ends_before(&self, offset: u64) -> Error {
         let object = format!("{} at offset {offset}", self.object);
         Error::Io { object, operation: "read", source: io::ErrorKind::UnexpectedEof.into() }
+    }
+}
+
+/// Where a place is thought to be.
+struct Found {
+    number: u64,
+    /// The beginning of some block could not be read, so that the place may be in that one.
+    unread: Option<Error>,
+}
+
+/// A bad sector is no reason not to find what lies in other blocks, and is remembered; every other failure is one.
+fn passable(beginning: Result<Option<u64>>, unread: &mut Option<Error>) -> Result<Option<u64>> {
+    const EIO: i32 = 5;
+    match beginning {
+        Err(error) if matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(EIO)) => {
+            unread.get_or_insert(error);
+            Ok(None)
+        }
+        other => other,
     }
 }
 
@@ -304,7 +347,7 @@ impl Readable for Reading {
         let Some(header) = self.header(sealed)? else { return Err(self.ends_before(offset)) };
         let end = offset.checked_add(buffer.len() as u64).ok_or_else(|| self.ends_before(offset))?;
         let mut at = offset;
-        let mut number = self.find(offset, sealed);
+        let Found { mut number, mut unread } = self.find(offset, sealed)?;
         while at < end {
             let start = number * BLOCK_BYTES;
             let block = if start < sealed { self.block(number, sealed)? } else { Vec::new() };
@@ -323,6 +366,10 @@ impl Readable for Reading {
                 at += len as u64;
             }
             if at == before {
+                // In a block whose beginning the medium did not give: nothing is known to be wrong with it.
+                if let Some(error) = unread.take() {
+                    return Err(error);
+                }
                 // Behind its end, or where something that was written does not hold.
                 if self.len_bytes()? < end {
                     return Err(self.ends_before(at));

@@ -91,6 +91,96 @@ fn a_reader_follows_a_file_that_grows() {
     assert_eq!(all(&backend, "packs/1"), expected);
 }
 
+/// A file of ten blocks, of frames of many lengths, and what is in it.
+fn ten_blocks(backend: &Encrypted) -> Vec<u8> {
+    let mut growing = backend.create("packs/1").unwrap();
+    let mut plain = Vec::new();
+    for seed in 0.. {
+        let bytes = pattern(1 + (seed as usize * 7919) % 30_000, seed);
+        growing.append(&bytes).unwrap();
+        plain.extend(bytes);
+        if plain.len() > 620_000 {
+            return plain;
+        }
+    }
+    unreachable!()
+}
+
+#[test]
+fn a_read_that_fails_is_no_damage_and_gives_no_wrong_bytes() {
+    let medium = Faulty::default();
+    let backend = over(&medium);
+    let plain = ten_blocks(&backend);
+    let mut failed = 0;
+    for at in (0..plain.len() - 9000).step_by(17_011) {
+        let file = backend.open("packs/1").unwrap();
+        let read = || {
+            let mut part = vec![0; 9000];
+            file.read_at(at as u64, &mut part).map(|()| part)
+        };
+        // The header is read once.
+        assert_eq!(read().unwrap(), plain[at..at + 9000]);
+        let before = medium.reads();
+        assert_eq!(read().unwrap(), plain[at..at + 9000]);
+        let reads = medium.reads() - before;
+        for number in 1..=reads {
+            medium.fail_read_in(number);
+            let error = read().map(drop).expect_err("a read below failed");
+            assert!(matches!(error, Error::Io { .. }), "read {number} of {reads} at {at}: {error}");
+            failed += 1;
+            assert_eq!(read().unwrap(), plain[at..at + 9000], "the same again at {at}");
+        }
+    }
+    assert!(failed > 60, "{failed} reads failed: the search for blocks was hardly met");
+}
+
+/// A file with a bad sector.
+#[derive(Debug)]
+struct BadSector(Arc<dyn Readable>, u64);
+
+impl Readable for BadSector {
+    fn len_bytes(&self) -> Result<u64> {
+        self.0.len_bytes()
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        if offset < self.1 + 512 && self.1 < offset + buffer.len() as u64 {
+            let source = io::Error::from_raw_os_error(5);
+            return Err(Error::Io { object: "packs/1".into(), operation: "read", source });
+        }
+        self.0.read_at(offset, buffer)
+    }
+}
+
+#[test]
+fn a_bad_sector_costs_its_block_alone_and_is_told_as_what_it_is() {
+    let medium = Faulty::default();
+    let backend = over(&medium);
+    let plain = ten_blocks(&backend);
+    for bad in 1..9 {
+        let below = Arc::new(BadSector(medium.open("packs/1").unwrap(), bad * BLOCK_BYTES));
+        let file = Reading {
+            file: below,
+            sealer: backend.sealer.clone(),
+            name: "packs/1".into(),
+            object: "packs/1".into(),
+            header: OnceLock::new(),
+            len: Mutex::default(),
+        };
+        let mut lost = 0;
+        for at in (0..plain.len() - 1).step_by(997) {
+            let mut byte = [0];
+            match file.read_at(at as u64, &mut byte) {
+                Ok(()) => assert_eq!(byte[0], plain[at]),
+                Err(Error::Io { source, .. }) if source.raw_os_error() == Some(5) => lost += 997,
+                Err(error) => panic!("{bad}, {at}: {error}"),
+            }
+        }
+        let most = PLAIN_BYTES_MAX + 997;
+        assert!(0 < lost && lost <= most, "block {bad}: {lost} bytes are not given");
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Append(usize),

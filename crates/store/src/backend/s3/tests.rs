@@ -210,7 +210,8 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
 mod store {
     use super::*;
     use crate::tests::crash::{Known, play_on, script};
-    use crate::tests::{TINY, assert_image, layout, put_changes, seal};
+    use crate::tests::recompress::{assert_ticked, dense_packs, recompress_tuned, ticks};
+    use crate::tests::{TINY, assert_image, deltas::ROOMY, layout, put_changes, seal};
 
     fn open(s3: S3) -> Result<Store> {
         Store::open_on(Arc::new(s3), Path::new("s3"))
@@ -313,6 +314,52 @@ mod store {
         run.finish().unwrap();
         drop(writer);
         assert_known(&endpoint, prefix, &known, "killed twice");
+    }
+
+    /// The network of the one that recompresses goes at one request after the other: before it is sent, or before its answer.
+    #[test]
+    fn recompression_cut_off_at_a_request_costs_nothing_and_is_gone_on_with() {
+        let Some(server) = running() else { return };
+        let endpoint = server.endpoint();
+        let (mut request, mut crashes) = (2, 0);
+        loop {
+            let prefix = format!("dense-{request}");
+            let store = Store::init_on(Arc::new(at(&endpoint, &prefix, 60)), Path::new("s3")).unwrap();
+            let mut known = Vec::new();
+            ticks(&store, 0..3, &mut known);
+            let s3 = hasty(&endpoint, &prefix);
+            faults(&s3).from.store(request, Ordering::Relaxed);
+            faults(&s3).is_answer_lost.store(crashes % 2 == 1, Ordering::Relaxed);
+            let cut = open(s3).and_then(|store| recompress_tuned(&store, ROOMY));
+            // Nobody waits for the lease of the dead.
+            let elsewhere = at(&endpoint, &prefix, 60);
+            lease::break_it(&elsewhere.shared.client, PRUNE_LOCK).unwrap();
+            let store = open(elsewhere).unwrap();
+            assert_ticked(&store, &known);
+            let again = recompress_tuned(&store, ROOMY).unwrap();
+            assert!(again.postponed_packs == 0 && again.damaged.is_empty(), "{again:?}");
+            assert!(dense_packs(&store) > 0);
+            // Who has read it before, and who has not.
+            assert_ticked(&store, &known);
+            assert_ticked(&open(at(&endpoint, &prefix, 60)).unwrap(), &known);
+            ticks(&store, 3..4, &mut known);
+            assert_ticked(&store, &known);
+            if cut.is_ok() {
+                break;
+            }
+            crashes += 1;
+            request += 5;
+        }
+        assert!(crashes > 5, "{crashes}");
+    }
+
+    #[test]
+    fn a_durability_that_is_not_known_here_is_the_safe_one() {
+        let Some(server) = running() else { return };
+        let store = Store::init_on(Arc::new(at(&server.endpoint(), "durable", 60)), Path::new("s3")).unwrap();
+        let tuning = Tuning { durability: crate::Durability::Never, ..TINY };
+        let writer = store.lock_writer_tuned("test", tuning).unwrap();
+        assert_eq!(writer.durability(), crate::Durability::Checkpoint);
     }
 
     /// Readers on other machines, while a run goes on; then a prune.

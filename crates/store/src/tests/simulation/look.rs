@@ -133,7 +133,7 @@ impl World {
             if crashed {
                 self.came("repair cut off", 1);
                 let seed = self.chance.next();
-                self.medium = if !self.in_doubt && self.below(2) == 0 {
+                self.medium = if self.below(2) == 0 {
                     self.medium.after_power_loss(seed)
                 } else {
                     self.medium.copy_with_same_durability()
@@ -146,11 +146,9 @@ impl World {
             if !crashed {
                 let after = store.check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
                 assert!(after.is_clean(), "{name}, byte {at}: {after:#?}");
-                if !self.in_doubt {
-                    let store = on(&self.medium.after_power_loss(self.chance.next())).unwrap();
-                    for (id, fact) in &self.facts {
-                        assert_fact(&store, *id, &fact.image);
-                    }
+                let store = on(&self.medium.after_power_loss(self.chance.next())).unwrap();
+                for (id, fact) in &self.facts {
+                    assert_fact(&store, *id, &fact.image);
                 }
                 return;
             }

@@ -33,7 +33,7 @@ const FAILED_MAX: usize = 10;
 type Tally = BTreeMap<&'static str, u64>;
 
 /// What must have come for the seeds to have tested anything.
-const MUST_COME: [&str; 17] = [
+const MUST_COME: [&str; 18] = [
     "sealed",
     "seal failed",
     "forgotten",
@@ -49,6 +49,7 @@ const MUST_COME: [&str; 17] = [
     "taken by power loss",
     "full disk",
     "failed sync",
+    "doubted",
     "short read",
     "repair cut off",
 ];

@@ -92,9 +92,6 @@ pub struct World {
     /// In the other store.
     pub copies: BTreeMap<CheckpointId, Image>,
     fault: Fault,
-    /// A sync failed that sealed checkpoints had not waited for, or of what an earlier writer had left: what power loss would leave
-    /// of these nobody can know (docs/formats/store.md), so there is none any more.
-    pub in_doubt: bool,
     /// Each is taken a second after the one before.
     seals: i64,
     /// What happened, for whoever looks into a failure.
@@ -127,7 +124,6 @@ impl World {
             history: BTreeMap::new(),
             copies: BTreeMap::new(),
             fault: Fault::None,
-            in_doubt: false,
             seals: 0,
             story: Vec::new(),
             tally: Tally::new(),
@@ -225,7 +221,7 @@ impl World {
             }
         }
         hit.calm();
-        let power = self.below(3) == 0 && (!self.in_doubt || on_other);
+        let power = self.below(3) == 0;
         if on_other {
             if hit.has_crashed() {
                 let seed = self.chance.next();
@@ -254,6 +250,14 @@ impl World {
     pub fn know(&mut self, id: CheckpointId, image: Image, durable: bool) {
         self.history.entry(id).or_default().push(image.clone());
         self.facts.insert(id, Fact { image, durable, going: false });
+    }
+
+    /// All are durable that are not in doubt.
+    fn know_durable(&mut self, doubt: Option<CheckpointId>) {
+        self.came("doubted", doubt.iter().len() as u64);
+        for (id, fact) in &mut self.facts {
+            fact.durable |= doubt.is_none_or(|from| *id < from);
+        }
     }
 
     fn tuning(&mut self) -> Tuning {
@@ -291,12 +295,9 @@ impl World {
     fn run(&mut self) -> Result<()> {
         let tuning = self.tuning();
         let store = on(&self.medium)?;
-        let relaxed = tuning.durability != Durability::Checkpoint;
-        self.in_doubt |= self.fault == Fault::Sync && relaxed;
-        let locked = store.lock_writer_tuned("simulation", tuning);
-        let mut writer = locked.inspect_err(|_| self.in_doubt |= self.fault == Fault::Sync)?;
-        // What it found is durable.
-        self.facts.values_mut().for_each(|fact| fact.durable = true);
+        let mut writer = store.lock_writer_tuned("simulation", tuning)?;
+        // What it found is durable, but for what a failed sync may have lost.
+        self.know_durable(writer.in_doubt());
         let has_disk = self.below(2) == 0;
         let disks = if has_disk { vec![disk()] } else { Vec::new() };
         let mut run = writer.begin_run_with("vm", &layout(RAM_PAGES as u64), disks, DiskState::default())?;
@@ -321,7 +322,7 @@ impl World {
             run.finish()?;
             drop(writer);
             if tuning.durability != Durability::Checkpoint && !self.medium.files().contains_key("unsynced") {
-                self.facts.values_mut().for_each(|fact| fact.durable = true);
+                self.know_durable(None);
             }
         }
         Ok(())
@@ -352,7 +353,9 @@ impl World {
         self.strangers.pop();
         self.know(id, next.clone(), tuning.durability == Durability::Checkpoint);
         if matches!(tuning.durability, Durability::Every(_)) && result.is_ok() {
-            self.facts.values_mut().for_each(|fact| fact.durable = true);
+            let doubt =
+                on(&self.medium).and_then(|store| store.inner().in_doubt()).unwrap_or(Some(CheckpointId(0)));
+            self.know_durable(doubt);
         }
         *guest = Guest { image: next, owed: false };
         result

@@ -1,0 +1,284 @@
+//! A prune, a forget and a run at the same time: at each step that the prune takes, the run seals a checkpoint and others are
+//! forgotten. And the same on a directory, as fast as it goes.
+
+use super::*;
+use crate::backend::faulty::Chance;
+use crate::backend::{Backend, Growing, LockGuard, Readable};
+use crate::{PruneOptions, PruneStep, Writer};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+const PAGES: u64 = 12;
+
+/// What is done behind a step of the one that uses a medium.
+type Hook = Box<dyn FnMut() + Send>;
+
+/// A medium that counts the looks at it, and does something behind one of them.
+struct Watched {
+    medium: Faulty,
+    looks: AtomicU64,
+    at: u64,
+    hook: Mutex<Hook>,
+}
+
+impl std::fmt::Debug for Watched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Watched")
+    }
+}
+
+impl Watched {
+    fn looked<T>(&self, seen: T) -> T {
+        if self.looks.fetch_add(1, Ordering::Relaxed) == self.at {
+            self.hook.lock().unwrap_or_else(PoisonError::into_inner)();
+        }
+        seen
+    }
+}
+
+impl Backend for Watched {
+    fn describe(&self, name: &str) -> String {
+        self.medium.describe(name)
+    }
+
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.medium.lock(holder)
+    }
+
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.medium.lock_prune(holder)
+    }
+
+    fn holder(&self) -> Result<Option<String>> {
+        self.looked(self.medium.holder())
+    }
+
+    fn is_pruned(&self) -> Result<bool> {
+        self.medium.is_pruned()
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
+        self.looked(self.medium.create(name))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.looked(self.medium.put(name, bytes))
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn Readable>> {
+        self.looked(self.medium.open(name))
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<String>> {
+        self.looked(self.medium.list(folder))
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        self.looked(self.medium.remove(name))
+    }
+
+    fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+        self.looked(self.medium.remove_all(folder, names))
+    }
+
+    fn sync(&self, name: &str) -> Result<()> {
+        self.medium.sync(name)
+    }
+}
+
+/// A run, and what it has sealed.
+struct Guest {
+    writer: Writer,
+    run: Run,
+    image: Image,
+    chance: Chance,
+    known: BTreeMap<CheckpointId, Image>,
+}
+
+impl Guest {
+    fn begin(medium: &Faulty, seed: u64) -> Self {
+        let mut writer = on(medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
+        let run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+        let image = vec![0; PAGES as usize];
+        Self { writer, run, image, chance: Chance(seed), known: BTreeMap::new() }
+    }
+
+    fn seal(&mut self) {
+        let old = self.image.clone();
+        for page in &mut self.image {
+            if self.known.is_empty() || self.chance.next().is_multiple_of(3) {
+                *page = 1 + self.chance.next() % 60;
+            }
+        }
+        put_changes(&mut self.run, &old, &self.image).unwrap();
+        let id = seal(&mut self.run, PAGES).unwrap().id;
+        self.known.insert(id, self.image.clone());
+    }
+
+    /// Forgets all but the newest.
+    fn forget(&mut self, store: &Store) {
+        let newest = self.known.keys().next_back().copied();
+        let gone: BTreeSet<_> = self.known.keys().copied().filter(|id| Some(*id) != newest).collect();
+        store.forget(&gone).unwrap();
+        self.known.retain(|id, _| Some(*id) == newest);
+    }
+
+    fn end(self) -> BTreeMap<CheckpointId, Image> {
+        self.run.finish().unwrap();
+        drop(self.writer);
+        self.known
+    }
+}
+
+fn locked(guest: &Mutex<Guest>) -> std::sync::MutexGuard<'_, Guest> {
+    guest.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One prune, behind whose look number `at` a checkpoint is sealed and all others are forgotten; false where it takes fewer looks.
+fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
+    let medium = Faulty::default();
+    init_on(&medium).unwrap();
+    let guest = Arc::new(Mutex::new(Guest::begin(&medium, seed)));
+    for _ in 0..7 {
+        locked(&guest).seal();
+    }
+    let (theirs, store) = (Arc::clone(&guest), on(&medium).unwrap());
+    let gone: BTreeSet<_> = [2, 3, 5].map(CheckpointId).into();
+    store.forget(&gone).unwrap();
+    locked(&guest).known.retain(|id, _| !gone.contains(id));
+    let hook: Hook = Box::new(move || {
+        let mut guest = locked(&theirs);
+        guest.seal();
+        guest.forget(&store);
+    });
+    let watched = Arc::new(Watched { medium: medium.clone(), looks: 0.into(), at, hook: Mutex::new(hook) });
+    let beside = Store::open_on(Arc::clone(&watched) as Arc<dyn Backend>, Path::new("memory")).unwrap();
+    let options =
+        PruneOptions { max_unused: 0.0, dry_run: false, wait: Duration::from_secs(60), recompress_bytes };
+    let report = beside.prune_tuned(&options, TINY, &mut |progress| {
+        if progress.step == PruneStep::Waiting {
+            locked(&guest).seal();
+        }
+    });
+    let context = format!("look {at}, recompress {recompress_bytes}, seed {seed}");
+    let report = report.unwrap_or_else(|e| panic!("{context}: {e}"));
+    assert!(report.damaged.is_empty(), "{context}: {report:#?}");
+    let came = watched.looks.load(Ordering::Relaxed) > at;
+    drop(watched);
+    locked(&guest).seal();
+    drop(beside);
+    let guest = Arc::into_inner(guest);
+    let Some(guest) = guest else { panic!("{context}: the run is held") };
+    let known = guest.into_inner().unwrap_or_else(PoisonError::into_inner).end();
+    let store = on(&medium).unwrap();
+    for (id, image) in &known {
+        let is_same = image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}"));
+        assert!(is_same, "{context}: {id} is not what was put");
+    }
+    let report = check(&store);
+    assert!(report.is_clean(), "{context}: {report:#?}");
+    came
+}
+
+#[test]
+fn whenever_a_run_seals_and_others_are_forgotten_beside_a_prune_what_is_left_is_whole() {
+    for (seed, recompress_bytes) in [(1, 0), (2, u64::MAX), (3, 20_000)] {
+        let looks = (0..5000).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
+        assert!(looks > 80, "only {looks} looks");
+    }
+}
+
+/// All at once on a real directory: a run that seals as fast as it can, one who recompresses, one who forgets, and one who reads
+/// what is there. Each opens the store for itself, as processes do.
+#[test]
+fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("store");
+    let store = Store::init(&path).unwrap();
+    let known = Mutex::new(BTreeMap::<CheckpointId, Image>::new());
+    let forgotten = Mutex::new(BTreeSet::<CheckpointId>::new());
+    let ended = AtomicBool::new(false);
+    let is_on = || !ended.load(Ordering::Relaxed);
+    let (pruned, read, lost) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let beside = Store::open(&path).unwrap();
+            let wait = Duration::from_secs(20);
+            let options = PruneOptions { max_unused: 1.0, dry_run: false, wait, recompress_bytes: 60_000 };
+            while is_on() {
+                let report = beside.prune_tuned(&options, TINY, &mut |_| {}).unwrap();
+                assert!(report.damaged.is_empty(), "{report:#?}");
+                pruned.fetch_add(report.removed_packs + report.rewritten_packs, Ordering::Relaxed);
+            }
+        });
+        scope.spawn(|| {
+            let mut chance = Chance(5);
+            while is_on() {
+                let beside = Store::open(&path).unwrap();
+                let listing = beside.checkpoints().unwrap();
+                assert!(listing.unreadable.is_empty(), "{:?}", listing.unreadable);
+                let mut ids: BTreeSet<_> = listing.sealed.iter().map(|sealed| sealed.id).collect();
+                ids.pop_last();
+                ids.retain(|_| !chance.next().is_multiple_of(4));
+                // Before it is done: whoever finds one gone knows why.
+                forgotten.lock().unwrap().extend(&ids);
+                beside.forget(&ids).unwrap();
+                lost.fetch_add(ids.len() as u64, Ordering::Relaxed);
+            }
+        });
+        scope.spawn(|| {
+            while is_on() {
+                let beside = Store::open(&path).unwrap();
+                for id in beside.ids().unwrap() {
+                    let Some(image) = known.lock().unwrap().get(&id).cloned() else { continue };
+                    match image_is(&beside, id, &image) {
+                        Ok(same) => assert!(same, "checkpoint {id} is not what was put"),
+                        Err(Error::UnknownCheckpoint { .. }) => {
+                            assert!(forgotten.lock().unwrap().contains(&id), "checkpoint {id} is gone");
+                        }
+                        Err(error) => panic!("checkpoint {id}: {error}"),
+                    }
+                    read.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        });
+        let _end = End(&ended);
+        let mut chance = Chance(6);
+        let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+        let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+        let mut image = vec![0; PAGES as usize];
+        for _ in 0..600 {
+            let old = image.clone();
+            for page in &mut image {
+                if chance.next().is_multiple_of(3) {
+                    *page = 1 + chance.next() % 90;
+                }
+            }
+            put_changes(&mut run, &old, &image).unwrap();
+            let id = seal(&mut run, PAGES).unwrap().id;
+            known.lock().unwrap().insert(id, image.clone());
+        }
+        run.finish().unwrap();
+    });
+    let counts = [pruned.into_inner(), read.into_inner(), lost.into_inner()];
+    assert!(counts.iter().all(|count| *count > 10), "packs, reads, forgotten: {counts:?}");
+    let (store, known) = (Store::open(&path).unwrap(), known.into_inner().unwrap());
+    let forgotten = forgotten.into_inner().unwrap();
+    let left: BTreeSet<_> = store.ids().unwrap().into_iter().collect();
+    assert!(known.keys().all(|id| left.contains(id) != forgotten.contains(id)));
+    for id in left {
+        assert_image(&store, id, &known[&id]);
+    }
+    assert_clean(&store);
+}
+
+/// Ends the others, also where this one fails.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
