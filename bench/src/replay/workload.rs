@@ -1,0 +1,209 @@
+//! The guests' work: a fixed amount of it between two lines on the console, in whatever way the guest is run.
+//!
+//! ```text
+//!   small guest   shell: the script is typed ─▶ kf-begin 42 ─ work ─ kf-end 42
+//!   real guest    the script is its job      ─▶ kf-begin 42 ─ work ─ kf-end 42
+//! ```
+
+use crate::guest::{Guest, Real};
+use crate::overhead::compile;
+use crate::{Error, Options};
+use std::fmt::Write as _;
+use std::path::Path;
+
+/// Said before the work.
+pub const BEGIN: &str = "kf-begin 42";
+/// Said behind it.
+pub const END: &str = "kf-end 42";
+/// As a shell writes them: what is typed is echoed, and must not be taken for what is said.
+const SAY_BEGIN: &str = "echo kf-begin $((6*7))";
+const SAY_END: &str = "echo kf-end $((6*7))";
+
+/// Which guest it needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum In {
+    Small,
+    Real,
+}
+
+/// A workload, before its guest is looked for.
+pub struct Kind {
+    /// As in keys.
+    pub key: &'static str,
+    /// For people.
+    pub about: &'static str,
+    place: In,
+    /// It mostly waits: its ratios are in no mean.
+    pub is_idle: bool,
+    /// Shell commands that come before the work, and the work, `units` of it: about a second each.
+    script: fn(units: u32) -> (String, String),
+}
+
+/// All of them.
+pub const ALL: [Kind; 9] = [
+    Kind {
+        key: "idle",
+        about: "sleeping",
+        place: In::Small,
+        is_idle: true,
+        script: |units| (String::new(), format!("sleep {units}")),
+    },
+    Kind {
+        key: "compute",
+        about: "floating-point sums, no memory to speak of",
+        place: In::Small,
+        is_idle: false,
+        script: |units| {
+            let steps = units * 200_000;
+            (String::new(), format!("awk 'BEGIN{{for(i=0;i<{steps};i++)s+=i*i; print s}}'"))
+        },
+    },
+    Kind {
+        key: "hash",
+        about: "SHA-256 through a pipe",
+        place: In::Small,
+        is_idle: false,
+        script: |units| {
+            (String::new(), format!("dd if=/dev/zero bs=1M count={} 2>/dev/null | sha256sum", units * 28))
+        },
+    },
+    Kind {
+        key: "processes",
+        about: "what a compiler run does: processes, small files, sorting, allocation, pipes",
+        place: In::Small,
+        is_idle: false,
+        script: |units| {
+            let jobs = units * 25;
+            let work = format!(
+                "i=0; while [ $i -lt {jobs} ]; do /kfguest --compile-job $i 0 | md5sum >/dev/null; i=$((i+1)); done"
+            );
+            ("mkdir -p /tmp/kf".into(), work)
+        },
+    },
+    Kind {
+        key: "compile",
+        about: "gcc, assembler and linker",
+        place: In::Real,
+        is_idle: false,
+        script: |units| {
+            let work = format!(
+                "n=0; while [ $n -lt {units} ]; do gcc -std=gnu11 -D_GNU_SOURCE -O2 -c params.c; n=$((n + 1)); done"
+            );
+            (compile::sources(), work)
+        },
+    },
+    Kind {
+        key: "redis",
+        about: "redis-benchmark, sets and gets",
+        place: In::Real,
+        is_idle: false,
+        script: |units| {
+            let before = "redis-server --save '' --daemonize yes >/dev/null\n\
+                          until redis-cli ping >/dev/null 2>&1; do sleep 0.2; done";
+            (before.into(), format!("redis-benchmark -q -n {} -c 8 -t set,get >/dev/null", units * 700))
+        },
+    },
+    Kind {
+        key: "sqlite",
+        about: "rows inserted into a table, a transaction each",
+        place: In::Real,
+        is_idle: false,
+        script: |units| {
+            let before = format!(
+                "sqlite3 /tmp/db 'create table t(a integer primary key, b text)'\n\
+                 i=0; while [ $i -lt {} ]; do echo \"insert into t(b) values('row $i of a table');\"; i=$((i+1)); done >/tmp/rows",
+                units * 400
+            );
+            (before, "sqlite3 /tmp/db </tmp/rows".into())
+        },
+    },
+    Kind {
+        key: "web",
+        about: "nginx, asked by ab",
+        place: In::Real,
+        is_idle: false,
+        script: |units| {
+            let before = "mkdir -p /var/log/nginx; nginx\n\
+                          until ab -n 1 http://127.0.0.1/ >/dev/null 2>&1; do sleep 0.2; done";
+            (before.into(), format!("ab -q -n {} -c 4 http://127.0.0.1/ >/dev/null", units * 300))
+        },
+    },
+    Kind {
+        key: "postmark",
+        about: "small files made, read, appended to, removed",
+        place: In::Real,
+        is_idle: false,
+        script: |units| {
+            let transactions = units * 1500;
+            let before = format!(
+                "mkdir /tmp/mail\nprintf 'set location /tmp/mail\\nset number 500\\nset transactions {transactions}\\nrun\\nquit\\n' >/tmp/mail.conf"
+            );
+            (before, "postmark </tmp/mail.conf >/dev/null".into())
+        },
+    },
+];
+
+/// A workload with its guest.
+pub struct Workload {
+    /// What it is.
+    pub kind: &'static Kind,
+    /// QEMU's command line.
+    pub command: Vec<String>,
+    /// What is typed once the guest is ready; none where it begins by itself.
+    pub typed: Option<String>,
+    /// What switches the guest off.
+    pub off: &'static str,
+}
+
+impl Workload {
+    /// `units` of it. Scripts are written into `dir`.
+    pub fn prepare(kind: &'static Kind, units: u32, options: &Options, dir: &Path) -> Result<Self, Error> {
+        let (before, work) = (kind.script)(units);
+        let mut made = match kind.place {
+            In::Small => {
+                let typed = [&before[..], SAY_BEGIN, &work, SAY_END];
+                let typed: Vec<&str> = typed.into_iter().filter(|part| !part.is_empty()).collect();
+                Self {
+                    kind,
+                    command: Guest::find(options)?.command("256M", "kf.work=shell"),
+                    typed: Some(typed.join("; ")),
+                    off: "busybox poweroff -f",
+                }
+            }
+            In::Real => {
+                let path = dir.join(format!("{}-{units}.sh", kind.key));
+                let mut job = String::from("#!/bin/bash\nset -e\ncd /tmp\n");
+                let _ = writeln!(job, "{before}\n{SAY_BEGIN}\n{work}\n{SAY_END}\nsleep 1000");
+                std::fs::write(&path, job).map_err(Error::io(format!("write {}", path.display())))?;
+                let command = Real::find(options)?.command("1G", &path);
+                Self { kind, command, typed: None, off: "poweroff" }
+            }
+        };
+        if let Some(qemu) = &options.qemu {
+            made.command[0] = qemu.display().to_string();
+        }
+        // As a recording has it, so that all ways have the same clocks.
+        for word in &mut made.command {
+            if word == "pc" {
+                "pc,hpet=off".clone_into(word);
+            }
+        }
+        Ok(made)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_typed_is_never_taken_for_what_is_said() {
+        for kind in &ALL {
+            let (before, work) = (kind.script)(4);
+            let typed = format!("{before}; {SAY_BEGIN}; {work}; {SAY_END}");
+            assert!(!typed.contains(BEGIN) && !typed.contains(END), "{}", kind.key);
+            // The small guest's shell is typed one line.
+            assert!(kind.place == In::Real || !typed.contains('\n'), "{}", kind.key);
+        }
+    }
+}
