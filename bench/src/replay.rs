@@ -126,6 +126,9 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         }
     }
     let mut report = Report::new("replay");
+    if rows.is_empty() {
+        return Err(Error::failed("measure what recordings cost", "no workload could be run"));
+    }
     rows.report(&mut report);
     report.plot = chart::figure(&rows);
     Ok(report)

@@ -61,6 +61,11 @@ impl Rows {
         self.workloads[at].1.entry(way).or_default().push(spent);
     }
 
+    /// Whether no workload has run.
+    pub fn is_empty(&self) -> bool {
+        self.workloads.is_empty() && self.tools.is_empty() && self.jobs.is_empty()
+    }
+
     pub fn push_sweep(&mut self, way: &'static str, spent: Spent) {
         self.sweep.entry(way).or_default().push(spent);
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// How long a guest may take to boot and to begin.
-const BEGIN_S: u64 = 180;
+const BEGIN_S: u64 = 120;
 /// How long it may take for its work.
 const END_S: u64 = 300;
 /// How long a recording may take to be closed.

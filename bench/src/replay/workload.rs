@@ -1,23 +1,20 @@
 //! The guests' work: a fixed amount of it between two lines on the console, in whatever way the guest is run.
 //!
 //! ```text
-//!   small guest   shell: the script is typed ─▶ kf-begin 42 ─ work ─ kf-end 42
-//!   real guest    the script is its job      ─▶ kf-begin 42 ─ work ─ kf-end 42
+//!   small guest   shell: the script's name is typed ─▶ kf-begin ─ work ─ kf-end ─ a line feed is typed ─▶ power off
+//!   real guest    the script is its job             ─▶ kf-begin ─ work ─ kf-end ─ `poweroff` is typed ───▶ power off
 //! ```
 
+use super::initrd;
 use crate::guest::{Guest, Real};
 use crate::overhead::compile;
 use crate::{Error, Options};
-use std::fmt::Write as _;
 use std::path::Path;
 
 /// Said before the work.
-pub const BEGIN: &str = "kf-begin 42";
+pub const BEGIN: &str = "kf-begin";
 /// Said behind it.
-pub const END: &str = "kf-end 42";
-/// As a shell writes them: what is typed is echoed, and must not be taken for what is said.
-const SAY_BEGIN: &str = "echo kf-begin $((6*7))";
-const SAY_END: &str = "echo kf-end $((6*7))";
+pub const END: &str = "kf-end";
 
 /// Which guest it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,22 +156,23 @@ impl Workload {
     /// `units` of it. Scripts are written into `dir`.
     pub fn prepare(kind: &'static Kind, units: u32, options: &Options, dir: &Path) -> Result<Self, Error> {
         let (before, work) = (kind.script)(units);
+        let script = format!("{before}\necho {BEGIN}\n{work}\necho {END}\n");
         let mut made = match kind.place {
             In::Small => {
-                let typed = [&before[..], SAY_BEGIN, &work, SAY_END];
-                let typed: Vec<&str> = typed.into_iter().filter(|part| !part.is_empty()).collect();
-                Self {
-                    kind,
-                    command: Guest::find(options)?.command("256M", "kf.work=shell"),
-                    typed: Some(typed.join("; ")),
-                    off: "busybox poweroff -f",
+                let mut command = Guest::find(options)?.command("256M", "kf.work=shell");
+                let path = dir.join(format!("{}-{units}.cpio", kind.key));
+                let given = command.iter().position(|word| word == "-initrd").map(|at| at + 1);
+                if let Some(word) = given.and_then(|at| command.get_mut(at)) {
+                    let script = format!("{script}read x\nbusybox poweroff -f\n");
+                    initrd::write(Path::new(word), &script, &path)?;
+                    *word = path.display().to_string();
                 }
+                Self { kind, command, typed: Some(format!("sh /{}", initrd::NAME)), off: "" }
             }
             In::Real => {
                 let path = dir.join(format!("{}-{units}.sh", kind.key));
-                let mut job = String::from("#!/bin/bash\nset -e\ncd /tmp\n");
-                let _ = writeln!(job, "{before}\n{SAY_BEGIN}\n{work}\n{SAY_END}\nsleep 1000");
-                std::fs::write(&path, job).map_err(Error::io(format!("write {}", path.display())))?;
+                let script = format!("#!/bin/bash\nset -e\ncd /tmp\n{script}sleep 1000\n");
+                std::fs::write(&path, script).map_err(Error::io(format!("write {}", path.display())))?;
                 let command = Real::find(options)?.command("1G", &path);
                 Self { kind, command, typed: None, off: "poweroff" }
             }
@@ -197,13 +195,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_typed_is_never_taken_for_what_is_said() {
+    fn what_is_typed_fits_a_serial_port_and_no_work_ends_itself() {
+        assert!(initrd::NAME.len() < 8);
         for kind in &ALL {
             let (before, work) = (kind.script)(4);
-            let typed = format!("{before}; {SAY_BEGIN}; {work}; {SAY_END}");
-            assert!(!typed.contains(BEGIN) && !typed.contains(END), "{}", kind.key);
-            // The small guest's shell is typed one line.
-            assert!(kind.place == In::Real || !typed.contains('\n'), "{}", kind.key);
+            assert!(!before.contains(END) && !work.contains(END) && !work.is_empty(), "{}", kind.key);
         }
     }
 }
