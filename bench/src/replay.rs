@@ -16,6 +16,7 @@
 mod analyses;
 mod chart;
 mod clock;
+mod initrd;
 mod recorded;
 mod rows;
 mod ways;
