@@ -63,7 +63,7 @@ const QUICK: Plan = Plan {
     units: 1,
     sweep_units: None,
     rounds: 1,
-    every: "500ms",
+    every: "250ms",
     workloads: &["processes"],
     tools: &["icount"],
 };

@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 
 /// Between two looks.
 const EVERY: Duration = Duration::from_millis(20);
+/// QEMU only says its version in less.
+const GLIMPSE_MAX: Duration = Duration::from_millis(500);
 /// Generations below the process that was started in which QEMU is looked for.
 const DEPTH_MAX: u32 = 4;
 
@@ -41,7 +43,7 @@ struct Seen {
     waited_ns: f64,
 }
 
-/// Watches the first QEMU below a process.
+/// Watches the first QEMU below a process that runs a guest.
 pub struct Clock {
     ends: Arc<AtomicBool>,
     seen: Arc<Mutex<Vec<Seen>>>,
@@ -58,9 +60,19 @@ impl Clock {
             let mut threads = HashMap::new();
             while !over.load(Ordering::Relaxed) {
                 qemu = qemu.or_else(|| find(pid, DEPTH_MAX));
-                if let Some(now) = qemu.and_then(|qemu| look(qemu, &mut threads)) {
-                    all.lock().unwrap_or_else(PoisonError::into_inner).push(now);
+                let now = qemu.and_then(|qemu| look(qemu, &mut threads));
+                let mut seen = all.lock().unwrap_or_else(PoisonError::into_inner);
+                match now {
+                    Some(now) => seen.push(now),
+                    None if is_glimpse(&seen) => {
+                        // It was asked for its version and ended: the one that is meant comes later.
+                        seen.clear();
+                        threads.clear();
+                        qemu = None;
+                    }
+                    None => {}
                 }
+                drop(seen);
                 std::thread::sleep(EVERY);
             }
         });
@@ -85,6 +97,14 @@ impl Drop for Clock {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+/// Whether what was seen is too short to be a guest's life.
+fn is_glimpse(seen: &[Seen]) -> bool {
+    match seen {
+        [first, .., last] => last.at.duration_since(first.at) < GLIMPSE_MAX,
+        _ => true,
     }
 }
 
@@ -129,14 +149,25 @@ fn find(pid: u32, depth: u32) -> Option<u32> {
 
 /// Time on a core, and waiting for one, of each thread that was ever seen: those of one that has ended still count.
 fn look(pid: u32, threads: &mut HashMap<std::ffi::OsString, (f64, f64)>) -> Option<Seen> {
+    let mut lives = false;
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten() {
         if let Some(times) = times(&task.path()) {
             threads.insert(task.file_name(), times);
+            lives = true;
         }
+    }
+    if !lives || is_zombie(pid) {
+        return None;
     }
     // The thread that runs the guest is the one that runs most.
     let vcpu = threads.values().max_by(|a, b| a.0.total_cmp(&b.0))?;
     Some(Seen { at: Instant::now(), cpu_ns: threads.values().map(|(ran, _)| ran).sum(), waited_ns: vcpu.1 })
+}
+
+/// It has ended, and nobody has taken notice yet.
+fn is_zombie(pid: u32) -> bool {
+    let stat = read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_none_or(|rest| rest.trim_start().starts_with(['Z', 'X']) || rest.is_empty())
 }
 
 fn times(task: &Path) -> Option<(f64, f64)> {

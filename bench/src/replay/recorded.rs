@@ -26,6 +26,8 @@ pub struct Analysed {
 pub enum Part {
     /// All.
     All,
+    /// From the interval on that has this instruction.
+    Behind(u64),
     /// The interval that has this instruction.
     Around(u64),
 }
@@ -84,6 +86,7 @@ impl Recorded<'_> {
         let place = tempfile::tempdir_in(self.dir).map_err(Error::io("make a directory for an analysis"))?;
         let range = match part {
             Part::All => Vec::new(),
+            Part::Behind(at) => vec!["--from".into(), at.to_string()],
             Part::Around(at) => vec!["--from".into(), at.to_string(), "--to".into(), (at + 1).to_string()],
         };
         let before = cpu_ns();
