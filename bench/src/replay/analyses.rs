@@ -28,8 +28,8 @@ pub fn all(bench: &Bench<'_>, dir: &Path, rows: &mut Rows) -> Result<(), Error> 
         tools.extend(bench.plan.tools);
     }
     if bench.chosen.section("tools") || bench.chosen.section("memtrace") {
-        // Behind the boot, and before the power-off.
-        let around = Part::Around(recorded.instructions()? / 10 * 7);
+        // In the work: the boot is before it, and behind it little.
+        let around = Part::Around(recorded.instructions()? / 10 * 9);
         for round in 0..bench.rounds {
             if round % 2 == 1 {
                 tools.reverse();
