@@ -29,7 +29,9 @@ fn pad(bytes: &mut Vec<u8>) {
 fn entry(bytes: &mut Vec<u8>, name: &str, mode: u32, content: &[u8]) {
     let numbers = [1, mode, 0, 0, 1, 0, content.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
     bytes.extend_from_slice(b"070701");
-    numbers.iter().for_each(|number| bytes.extend_from_slice(format!("{number:08X}").as_bytes()));
+    for number in numbers {
+        bytes.extend_from_slice(format!("{number:08X}").as_bytes());
+    }
     bytes.extend_from_slice(name.as_bytes());
     bytes.push(0);
     pad(bytes);

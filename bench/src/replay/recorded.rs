@@ -97,9 +97,9 @@ impl Recorded<'_> {
                 let fixed = ["--tool", tool, "--jobs", jobs, "--out", &out, "--json"];
                 let mut command = self.command("analyze", &fixed);
                 command.args(&range);
-                arguments.iter().for_each(|argument| {
+                for argument in arguments {
                     command.args(["--tool-arg", argument]);
-                });
+                }
                 spawn(command, "analyze")
             })
             .collect::<Result<Vec<Child>, Error>>()?;

@@ -113,7 +113,9 @@ impl Rows {
             for (way, all) in runs {
                 for (unit, of) in [("ns", time as fn(&Spent) -> f64), ("cpu_ns", cpu)] {
                     let mut sample = Sample::default();
-                    all.iter().for_each(|spent| sample.push(of(spent)));
+                    for spent in all {
+                        sample.push(of(spent));
+                    }
                     report.figure(format!("{}_{way}_{unit}", kind.key), sample.median());
                 }
             }
@@ -168,7 +170,8 @@ impl Rows {
     }
 
     fn report_tools(&self, report: &mut Report) {
-        let (wall, cpu): (fn(&Analysed) -> f64, fn(&Analysed) -> f64) = (|a| a.intervals_ns, |a| a.cpu_ns);
+        let wall: fn(&Analysed) -> f64 = |analysed| analysed.intervals_ns;
+        let cpu: fn(&Analysed) -> f64 = |analysed| analysed.cpu_ns;
         for tool in self.tools() {
             let name = tool.replace("baseline-", "").replace('-', "_");
             for (unit, of) in [("", wall), ("_cpu", cpu)] {
