@@ -36,6 +36,9 @@ const SWEEP: [&str; 5] = ["500ms", "1s", "2s", "4s", "8s"];
 /// The workload whose recording is analysed, and with which intervals are varied; the first that is wanted where it is not.
 const SUBJECT: &str = "processes";
 
+/// Recordings of a workload that are replayed, twice each.
+const REPLAYS_MAX: usize = 2;
+
 /// How much and how often.
 struct Plan {
     /// Seconds of work, about.
@@ -167,10 +170,12 @@ impl Bench<'_> {
     fn workload(&self, kind: &'static Kind, is_subject: bool, rows: &mut Rows) -> Result<(), Error> {
         let work = Workload::prepare(kind, self.plan.units, self.options, self.dir)?;
         let ways = self.ways();
-        for round in 0..self.rounds {
-            let order = in_turn(&ways, round);
-            for way in order {
-                self.once(&work, way, rows)?;
+        // The real guest boots slowly, and there are many workloads for it.
+        let rounds = if kind.is_of_real_guest() { self.rounds.div_ceil(3) } else { self.rounds };
+        for round in 0..rounds {
+            for way in in_turn(&ways, round) {
+                let is_replayed = way == Way::Record && round < REPLAYS_MAX && self.chosen.section("replay");
+                self.once(&work, way, is_replayed, rows)?;
             }
         }
         if is_subject
@@ -190,13 +195,13 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Runs it once; a plain recording is replayed while it is there.
-    fn once(&self, work: &Workload, way: Way, rows: &mut Rows) -> Result<(), Error> {
+    /// Runs it once; a recording can be replayed while it is there.
+    fn once(&self, work: &Workload, way: Way, is_replayed: bool, rows: &mut Rows) -> Result<(), Error> {
         let out = self.place(work.kind, way.key());
         let ran = ways::run(self.options, work, way, &out);
         if let Ok(ran) = &ran {
             rows.push(work.kind, way.key(), ran.work);
-            if way == Way::Record && self.chosen.section("replay") {
+            if is_replayed {
                 let recorded = Recorded { options: self.options, dir: &out };
                 rows.push(work.kind, "recorded_whole", ran.whole);
                 self.options.say(format!("{}, replay", work.kind.key));

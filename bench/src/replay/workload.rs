@@ -36,6 +36,13 @@ pub struct Kind {
     script: fn(units: u32) -> (String, String),
 }
 
+impl Kind {
+    /// Whether it needs the guest with a distribution's programs.
+    pub fn is_of_real_guest(&self) -> bool {
+        self.place == In::Real
+    }
+}
+
 /// All of them.
 pub const ALL: [Kind; 9] = [
     Kind {

@@ -17,7 +17,7 @@ Benchmarks:
   overhead  work that a guest loses to checkpoints, by strategy and interval: computing, dirtying, compiling (12 minutes)
   restore   how soon a VM of 1 GiB runs again, lazily and eagerly, against -loadvm and memcpy (2 minutes)
   replay    what recording, replaying and analysing cost on the same guest work: recording over plain and over counting,
-            with checkpoints, in two stages and three; replay over recording; each tool; two jobs (20 minutes)
+            with checkpoints, in two stages and three; replay over recording; each tool; two jobs (25 minutes)
   store     ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file: speed and size (15 minutes)
 
 Examples:
