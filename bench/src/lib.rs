@@ -10,6 +10,8 @@
 //!             └─▶ vm::Guest ─────┴▶ the guest's own counter of its work, against the host's clock
 //!   restore ──┬─▶ keyframe restore, eager and lazy               from the command until the VM runs
 //!             └─▶ qemu -loadvm, and memcpy
+//!   replay ───┬─▶ qemu, plain and counting; keyframe record          the same work between two lines of the guest
+//!             └─▶ keyframe verify, segment, analyze                its recordings
 //!   store ────┬─▶ keyframe bench store --job                     pages put and read again, one process for each store
 //!             └─▶ keyframe-bench-peers, borg, restic
 //! ```
@@ -22,6 +24,7 @@ mod overhead;
 mod parts;
 mod pause;
 mod peer;
+mod replay;
 mod restore;
 mod sample;
 mod store;
@@ -48,6 +51,8 @@ pub struct Options {
     pub guest: Option<PathBuf>,
     /// The real guest's files; built where absent.
     pub real_guest: Option<PathBuf>,
+    /// The QEMU that `replay` records with; the one on the path where none is named.
+    pub qemu: Option<PathBuf>,
     /// Told what is being measured.
     pub progress: fn(&str),
     /// Told what is left out, and why.
@@ -227,17 +232,25 @@ fn restore(options: &Options) -> Result<Report, Error> {
     Err(Error::NoOption { benchmark: "restore", option })
 }
 
-const ALL: [(&str, Benchmark); 4] =
-    [("pause", pause::run), ("overhead", overhead::run), ("restore", restore), ("store", store::run)];
+const ALL: [(&str, Benchmark); 5] = [
+    ("pause", pause::run),
+    ("overhead", overhead::run),
+    ("restore", restore),
+    ("store", store::run),
+    ("replay", replay::run),
+];
 
 /// The benchmarks there are.
-pub fn names() -> [&'static str; 4] {
+pub fn names() -> [&'static str; 5] {
     ALL.map(|(name, _)| name)
 }
 
 /// Runs benchmark `name`.
 pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
     match ALL.iter().find(|(known, _)| *known == name) {
+        Some((benchmark, _)) if options.qemu.is_some() && *benchmark != "replay" => {
+            Err(Error::NoOption { benchmark, option: "--qemu" })
+        }
         Some((_, benchmark)) => benchmark(options),
         None => Err(Error::failed("find the benchmark", format!("no benchmark is named {name}"))),
     }

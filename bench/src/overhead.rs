@@ -10,7 +10,7 @@
 //! Plain runs on both sides of a few others, in an order that turns round, let a machine that gets slower favour nobody.
 
 mod chart;
-mod compile;
+pub(crate) mod compile;
 mod subject;
 
 use crate::guest::Guest as Files;

@@ -45,6 +45,16 @@ impl Guest {
         Ok(Self { child, console, lines })
     }
 
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// When the first line came that contains `text`.
+    pub fn at(&self, text: &str) -> Option<Instant> {
+        self.with_lines(|lines| lines.iter().find(|(_, line)| line.contains(text)).map(|(at, _)| *at))
+    }
+
     /// Writes a line to the guest's console.
     pub fn say(&mut self, line: &str) -> Result<(), Error> {
         writeln!(self.console, "{line}").map_err(Error::io("write to the guest's console"))

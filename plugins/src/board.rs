@@ -29,6 +29,9 @@ use std::time::{Duration, Instant};
 pub const MAGIC: u64 = u64::from_le_bytes(*b"kfboard1");
 /// Counters that translated code can add to.
 pub const COUNTERS: usize = 512;
+/// Counters of one thing: instructions of a block take turns with them, and the thing's number is their sum. With one alone each
+/// instruction would wait for the addition of the one before.
+pub const LANES: usize = 4;
 /// Words of 8 bytes in a record.
 pub const RECORD_WORDS: usize = 3;
 /// Most records that a ring can have.
@@ -118,6 +121,12 @@ impl Board {
     pub fn counter(&self, index: usize) -> &AtomicU64 {
         assert!(index < COUNTERS, "counter {index}");
         self.word(COUNTERS_OFFSET_BYTES / 8 + index)
+    }
+
+    /// The sum of a thing's counters, of the `number`th thing.
+    pub fn counted(&self, number: usize) -> u64 {
+        let lanes = (0..LANES).map(|lane| self.counter(number * LANES + lane).load(Ordering::Acquire));
+        lanes.fold(0, u64::wrapping_add)
     }
 
     /// How many cuts have been made.

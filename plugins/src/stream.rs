@@ -1,15 +1,15 @@
 //! What tools with records have in common: the ring's writing end, and the number of the instruction that runs.
 //!
-//! Counter 0 of the board counts instructions; translated code adds to it before each of them runs.
+//! The board's first counters count instructions, by turns ([`LANES`]); translated code adds to one before each of them runs.
 
 use crate::api::{BoardCounters, Counter, Instruction};
-use crate::board::{Board, Record, Writer};
+use crate::board::{Board, LANES, Record, Writer};
 use crate::tools::fail;
 
 /// A stream of records.
 pub struct Stream {
     counters: BoardCounters,
-    instructions: Option<Counter>,
+    instructions: Option<[Counter; LANES]>,
     writer: Writer,
 }
 
@@ -28,20 +28,20 @@ impl Stream {
         if let Err(error) = self.counters.vcpu_is_there(self.writer.board()) {
             fail(&format!("sharing the counters: {error}"));
         }
-        self.instructions = Some(self.counters.counter(0));
+        self.instructions = Some(std::array::from_fn(|lane| self.counters.counter(lane)));
     }
 
-    /// Has an instruction counted.
-    pub fn count(&self, instruction: &Instruction<'_>) {
-        if let Some(counter) = self.instructions {
-            instruction.count(counter);
+    /// Has an instruction counted, the `index`th of its block.
+    pub fn count(&self, instruction: &Instruction<'_>, index: usize) {
+        if let Some(lanes) = self.instructions {
+            instruction.count(lanes[index % LANES]);
         }
     }
 
     /// Instructions begun, the running one among them.
     #[inline]
     pub fn begun(&self) -> u64 {
-        self.instructions.map_or(0, Counter::get)
+        self.instructions.map_or(0, |lanes| lanes.into_iter().map(Counter::get).fold(0, u64::wrapping_add))
     }
 
     /// Appends a record; ends QEMU where nobody reads.

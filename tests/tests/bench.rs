@@ -140,11 +140,49 @@ fn databases_that_are_not_built_are_left_out_aloud() {
 }
 
 #[test]
+fn recording_replaying_and_analysing_are_measured_on_the_same_work() {
+    let bench = Bench::alone();
+    let (report, output) = report(&bench, &["replay", "--quick", "--plot", "replay.svg"]);
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let mut keys = vec![
+        "record_over_icount",
+        "checkpointed_record_over_record_1s",
+        "replay_over_record",
+        "analysis_speedup_2_jobs",
+        "machine_gain_2",
+        "memtrace_over_callback",
+        "text_over_memtrace",
+    ];
+    // Where a recording cannot be followed, that is said, and no number is made up.
+    let key = "three_stage_record_over_record";
+    if ratios.contains_key(key) {
+        keys.push(key);
+    } else {
+        assert!(errors.contains(key) && errors.contains("left out"), "{errors}");
+    }
+    for key in keys {
+        let value = ratios.get(key).and_then(Value::as_f64);
+        assert!(value.is_some_and(|value| value > 0.0 && value.is_finite()), "{key}: {report}");
+    }
+    let each = figures["memtrace_bytes_per_access"].as_f64();
+    assert!(each.is_some_and(|bytes| bytes > 0.0 && bytes < 24.0), "no more than a record has: {report}");
+    let ns = |way: &str| figures[&format!("processes_{way}_ns")].as_f64().unwrap();
+    let ratio = ratios["record_over_icount_processes"].as_f64().unwrap();
+    assert!((ratio / (ns("record") / ns("icount")) - 1.0).abs() < 1e-9, "one round: {report}");
+    assert!(!report.to_string().contains("redis"), "keys of what was not measured: {report}");
+    let plot = std::fs::read_to_string(bench.path().join("replay.svg")).expect("the plot");
+    assert!(plot.contains("processes"));
+}
+
+#[test]
 fn what_a_benchmark_does_not_have_is_refused() {
     let bench = Bench::new();
     bench.refused(&["bench", "pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
     bench.refused(&["bench", "overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
     bench.refused(&["bench", "restore", "--only", "lazy"], 1, &["restore has no --only"]);
+    bench.refused(&["bench", "replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
+    bench.refused(&["bench", "restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
     bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
     bench.refused(&["bench", "store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
     bench.refused(&["bench", "store", "--job", "{}"], 1, &["read the job"]);

@@ -30,12 +30,18 @@ const END: &str = "END_OF_FILE";
 /// How long the guest may take to boot, and to compile once.
 const TIMEOUT_S: u64 = 180;
 
+/// Shell commands that write the sources into a directory of their own, and go there.
+pub fn sources() -> String {
+    let mut commands = String::from("mkdir /tmp/compile\ncd /tmp/compile\n");
+    for (name, text) in HEADERS.iter().chain(&SOURCES) {
+        let _ = writeln!(commands, "cat > {name} <<'{END}'\n{text}\n{END}");
+    }
+    commands
+}
+
 /// The script that the guest runs: it writes the sources and compiles them until the machine ends.
 pub fn job() -> String {
-    let mut job = String::from("#!/bin/sh\nset -e\nmkdir /tmp/compile\ncd /tmp/compile\n");
-    for (name, text) in HEADERS.iter().chain(&SOURCES) {
-        let _ = writeln!(job, "cat > {name} <<'{END}'\n{text}\n{END}");
-    }
+    let mut job = format!("#!/bin/sh\nset -e\n{}", sources());
     job.push_str(
         "n=0
 while :; do

@@ -39,6 +39,7 @@ mod frame;
 pub mod fresh;
 mod gadgets;
 pub mod lineage;
+pub mod malloc;
 mod maps;
 pub mod memory;
 pub mod missing;

@@ -130,6 +130,8 @@ impl Analyze {
             return Err(Failure::new("REC, --tool and --out are needed"));
         };
         let tool = self.tool(name)?;
+        // Columns of a trace are taken and freed all the time.
+        keyframe_kernel::malloc::keep_freed_memory();
         if self.approximate {
             let store = self.key.open(recording).map_err(|e| Failure::store(&e, recording))?;
             let captured = Captured::open(store, self.vm.as_deref(), self.from, self.to)?;

@@ -16,6 +16,8 @@ Benchmarks:
             and with 1 to 4 GiB of RAM (8 minutes)
   overhead  work that a guest loses to checkpoints, by strategy and interval: computing, dirtying, compiling (12 minutes)
   restore   how soon a VM of 1 GiB runs again, lazily and eagerly, against -loadvm and memcpy (2 minutes)
+  replay    what recording, replaying and analysing cost on the same guest work: recording over plain and over counting,
+            with checkpoints, in two stages and three; replay over recording; each tool; two jobs (25 minutes)
   store     ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file: speed and size (15 minutes)
 
 Examples:
@@ -24,6 +26,8 @@ Examples:
   keyframe bench pause --only 20k,4gib --rounds 3
   keyframe bench overhead --only compute,60k_1s
   keyframe bench overhead --json > overhead.json
+  keyframe bench replay --quick
+  keyframe bench replay --only record,checkpoints,compute,redis --qemu /opt/qemu10/bin/qemu-system-x86_64
   keyframe bench store --quick
   keyframe bench store --only keyframe,kyoto,borg"
 )]
@@ -41,7 +45,7 @@ pub struct Bench {
     #[arg(long)]
     quick: bool,
     /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ..., or
-    /// keyframe kyoto borg ...
+    /// keyframe kyoto borg ..., or record jobs memtrace compute redis ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// How often each thing is measured [default: what it takes for a stable median]
@@ -53,6 +57,9 @@ pub struct Bench {
     /// The files of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
+    /// The QEMU that `bench replay` records and replays with [default: qemu-system-x86_64]
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
     /// One store of `bench store`, as a process of its own
     #[arg(long, hide = true, value_name = "JSON", conflicts_with = "json")]
     job: Option<String>,
@@ -81,6 +88,7 @@ impl Bench {
             rounds: self.rounds,
             guest: self.guest.clone(),
             real_guest: self.real_guest.clone(),
+            qemu: self.qemu.clone(),
             progress: if self.quiet { |_| () } else { |line| eprintln!("keyframe bench: {line}") },
             warning: |line| eprintln!("keyframe bench: {line}"),
         };

@@ -1,4 +1,4 @@
-//! What benchmarks compare `memtrace` with: a callback for each access that does nothing, and a trace as text.
+//! What benchmarks compare tools with: nothing at all, a callback for each access that does nothing, and a trace as text.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Accesses, Block, MemoryInfo};
@@ -7,6 +7,13 @@ use crate::state::State;
 use std::ffi::{c_uint, c_void};
 use std::fs::File;
 use std::io::{BufWriter, Write};
+
+/// Asks for nothing: what a replay with a plugin costs by itself.
+pub struct Nothing;
+
+impl Tool for Nothing {
+    fn translate(&mut self, _block: &Block<'_>, _data: *mut c_void) {}
+}
 
 /// A callback for each access: what any trace costs at least.
 pub struct Callback;

@@ -1,10 +1,11 @@
 //! `icount`: instructions in each half of the address space. Translated code counts by itself; nothing is called.
 //!
-//! Counter 0: addresses in the lower half (user programs, firmware); 1: in the upper half (the kernel of x86-64).
+//! The first thing that the board counts: addresses in the lower half (user programs, firmware); the second: in the upper half (the kernel
+//! of x86-64).
 
 use super::{Setup, Tool};
 use crate::api::{Block, BoardCounters};
-use crate::board::Board;
+use crate::board::{Board, LANES};
 use std::ffi::c_void;
 
 /// The tool.
@@ -28,8 +29,9 @@ impl Tool for Icount {
     }
 
     fn translate(&mut self, block: &Block<'_>, _data: *mut c_void) {
-        for instruction in block.instructions() {
-            instruction.count(self.counters.counter(usize::from(instruction.pc() >> 63 == 1)));
+        for (index, instruction) in block.instructions().enumerate() {
+            let half = usize::from(instruction.pc() >> 63 == 1);
+            instruction.count(self.counters.counter(half * LANES + index % LANES));
         }
     }
 }

@@ -89,8 +89,8 @@ impl Tool for Memtrace {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
-        for instruction in block.instructions() {
-            self.stream.count(&instruction);
+        for (index, instruction) in block.instructions().enumerate() {
+            self.stream.count(&instruction, index);
             let pc = instruction.pc();
             let access = self
                 .known

@@ -118,6 +118,7 @@ fn by_name(name: &str, setup: &mut Setup) -> Result<Installed, String> {
         "watch" => prepare(watch::Watch::new(setup)?),
         "syscalls" => prepare(syscalls::Syscalls::new(setup)?),
         "cache" => prepare(cache::Cache::of(setup)?),
+        "nothing" => prepare(baseline::Nothing),
         "callback" => prepare(baseline::Callback),
         "text" => prepare(baseline::Text::new(setup)?),
         other => return Err(format!("tool {other} is unknown")),

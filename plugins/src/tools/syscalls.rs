@@ -92,8 +92,8 @@ impl Tool for Syscalls {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
-        for instruction in block.instructions() {
-            self.stream.count(&instruction);
+        for (index, instruction) in block.instructions().enumerate() {
+            self.stream.count(&instruction, index);
             let (bytes, len) = instruction.bytes();
             let kernel = instruction.pc() >> 63 == 1;
             if !kernel && bytes[..len] == [0x0f, 0x05] {

@@ -79,8 +79,8 @@ impl Tool for Watch {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
-        for instruction in block.instructions() {
-            self.stream.count(&instruction);
+        for (index, instruction) in block.instructions().enumerate() {
+            self.stream.count(&instruction, index);
             let pc = instruction.pc();
             let site = self.sites.entry(pc).or_insert_with(|| State::leak(Site { pc, tool: data }));
             instruction.on_memory(Accesses::Writes, on_write, site.data());

@@ -10,7 +10,6 @@ use crate::ring::{Reader, SharedBoard, Sink};
 use keyframe_plugins::board::{Board, RECORD_WORDS, Record};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Records in the ring: events are rare.
 const RING_RECORDS: u64 = 1 << 14;
@@ -96,7 +95,7 @@ impl Gather {
 
     fn next_interval(&mut self) {
         self.running = self.pending.next();
-        let begun = self.board.counter(0).load(Ordering::Acquire);
+        let begun = self.board.counted(0);
         let start = self.running.map_or(0, |(interval, _)| interval.start.0);
         self.base = start.wrapping_sub(begun).wrapping_sub(1);
     }

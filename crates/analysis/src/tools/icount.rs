@@ -6,7 +6,6 @@ use crate::csv::Csv;
 use crate::error::{Error, Result, file};
 use crate::part::Rows;
 use crate::ring::SharedBoard;
-use std::sync::atomic::Ordering;
 
 pub(super) const DESCRIPTION: Description = Description {
     name: "icount",
@@ -76,8 +75,7 @@ impl Running for Run {
 
     fn cut(&mut self) -> Result<()> {
         self.shared.check()?;
-        let now: [u64; HALVES] =
-            std::array::from_fn(|half| self.shared.board.counter(half).load(Ordering::Acquire));
+        let now: [u64; HALVES] = std::array::from_fn(|half| self.shared.board.counted(half));
         self.cuts.push(std::array::from_fn(|half| now[half].wrapping_sub(self.seen[half])));
         self.seen = now;
         Ok(())

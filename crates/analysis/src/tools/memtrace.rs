@@ -16,7 +16,6 @@ use keyframe_plugins::board::{Board, Record};
 use keyframe_plugins::{DEVICE, TRACE_DEFINITION, UNKNOWN};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 pub(super) const DESCRIPTION: Description = Description {
     name: "memtrace",
@@ -38,8 +37,8 @@ pub const COLUMNS: &[Column] = &[
     column("pc", Kind::U64, Layout::Split, "virtual address of the instruction"),
     column("vaddr", Kind::U64, Layout::Split, "virtual address of the first byte"),
     column("page", Kind::U32, Layout::Split, "guest-physical address of the first byte, divided by 4096"),
-    column("size", Kind::U8, Layout::Plain, "bytes"),
-    column("flags", Kind::U8, Layout::Plain, "1 write, 2 device, 4 physical page unknown"),
+    column("size", Kind::U8, Layout::Split, "bytes"),
+    column("flags", Kind::U8, Layout::Split, "1 write, 2 device, 4 physical page unknown"),
 ];
 
 const KIND: &str = "memtrace";
@@ -185,7 +184,7 @@ struct Trace {
 
 impl Trace {
     fn next_interval(&mut self) -> Result<()> {
-        self.count = self.board.counter(0).load(Ordering::Acquire);
+        self.count = self.board.counted(0);
         let Some((interval, kept)) = self.pending.pop() else { return Ok(()) };
         self.base = interval.start.0.wrapping_sub(self.count).wrapping_sub(1);
         self.last = interval.end.0.saturating_sub(1).max(interval.start.0);

@@ -182,8 +182,11 @@ pub fn descriptions() -> impl Iterator<Item = &'static Description> {
     TOOLS.iter().map(|(description, _)| description)
 }
 
-/// The tool of this name, with its arguments.
+/// The tool of this name, with its arguments; also one of those that tools are compared with ([`Baseline`]), which no help lists.
 pub fn by_name(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
+    if let (Some(baseline), []) = (Baseline::by_name(name), arguments) {
+        return Ok(Box::new(baseline));
+    }
     let Some((description, make)) = TOOLS.iter().find(|(description, _)| description.name == name) else {
         let known: Vec<_> = descriptions().map(|one| one.name).collect();
         return Err(Error::UnknownTool { name: name.into(), known: known.join(", ") });

@@ -5,7 +5,7 @@
 //!   -blockdev driver=D,node-name=n,...  ─▶  -blockdev driver=D,node-name=n-image,...  -blockdev driver=blkreplay,node-name=n,image=n-image
 //! ```
 //!
-//! The upper one has the name that devices use. Of nodes only those are layered that are no other's file.
+//! The upper one has the name that devices use, and is read-only where the lower one is: else QEMU asks that one for the right to write. Of nodes only those are layered that are no other's file.
 
 use super::option;
 use crate::options::{self, Argument, escape, value_of};
@@ -53,9 +53,16 @@ fn drive(argument: &Argument, unnamed: &mut usize, out: &mut Vec<Argument>) {
         *unnamed += 1;
         format!("keyframe-{unnamed}-image")
     };
+    upper.extend(is_read_only(&lower).then(|| ("readonly".into(), "on".into())));
     lower.extend([("if".into(), "none".into()), ("id".into(), image.clone())]);
     upper.splice(0..0, [("driver".into(), "blkreplay".into()), ("image".into(), image)]);
     out.extend([option("drive", text(&lower)), option("drive", text(&upper))]);
+}
+
+/// Whether a medium or a node says so of itself.
+fn is_read_only(keys: &[(String, String)]) -> bool {
+    let says = |key| value_of(keys, key).is_some_and(|value| matches!(value, "on" | "true" | "yes" | "y"));
+    says("readonly") || says("read-only")
 }
 
 fn cdrom(argument: &Argument, out: &mut Vec<Argument>) {
@@ -94,9 +101,10 @@ fn node(argument: &Argument, files: &[String], out: &mut Vec<Argument>) -> Resul
     }
     let image = format!("{name}-image");
     out.push(option("blockdev", renamed(argument.value(), &name, &image)));
+    let read_only = if is_read_only(&keys) { ",read-only=on" } else { "" };
     out.push(option(
         "blockdev",
-        format!("driver=blkreplay,node-name={},image={}", escape(&name), escape(&image)),
+        format!("driver=blkreplay,node-name={},image={}{read_only}", escape(&name), escape(&image)),
     ));
     Ok(())
 }
@@ -136,7 +144,7 @@ mod tests {
         );
         assert_eq!(
             layered("-drive file=/a,,b,readonly=on"),
-            "-drive file=/a,,b,readonly=on,if=none,id=keyframe-1-image -drive driver=blkreplay,image=keyframe-1-image"
+            "-drive file=/a,,b,readonly=on,if=none,id=keyframe-1-image -drive driver=blkreplay,image=keyframe-1-image,readonly=on"
         );
         assert_eq!(layered("-drive if=pflash,file=x"), "-drive if=pflash,file=x");
         assert_eq!(layered("-drive if=ide,media=cdrom"), "-drive if=ide,media=cdrom", "an empty one");
@@ -148,6 +156,10 @@ mod tests {
         assert_eq!(
             layered(line),
             r#"-blockdev {"driver":"file","filename":"/a","node-name":"f"} -blockdev driver=raw,file=f,node-name=r-image -blockdev driver=blkreplay,node-name=r,image=r-image"#
+        );
+        assert_eq!(
+            layered(r#"-blockdev {"driver":"file","filename":"/a","node-name":"f","read-only":true}"#),
+            r#"-blockdev {"driver":"file","filename":"/a","node-name":"f-image","read-only":true} -blockdev driver=blkreplay,node-name=f,image=f-image,read-only=on"#
         );
         let words = vec!["-blockdev".to_owned(), "driver=null-co".to_owned()];
         assert!(layer(&options::parse(&words).unwrap()).unwrap_err().fix().is_some());
