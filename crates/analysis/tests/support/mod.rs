@@ -258,7 +258,7 @@ impl Recording {
             "-accel",
             "tcg",
             "-icount",
-            &format!("shift=auto,rr={mode},rrfile={}", self.file("log").display()),
+            &format!("shift=3,rr={mode},rrfile={}", self.file("log").display()),
             "-machine",
             &format!("q35,hpet=off,memory-backend=ram{suppress}"),
             "-m",

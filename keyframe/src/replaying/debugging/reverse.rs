@@ -113,28 +113,31 @@ fn last_in(
     let watches = told.points.iter().any(keyframe_gdb::Point::is_watch);
     let stop = (end + u64::from(watches)).min(with.source.last_standing());
     let mut last = None;
-    let mut at = start;
-    while at < stop {
+    // Off a breakpoint it steps: else it meets that again where it stands. The step may touch what is watched.
+    let mut how: &[u8] = b"c";
+    while stub.icount()? < stop {
         // Anew each time: it holds once, and another stop may have taken it.
         stub.standing.replay.restored().vm().qmp().replay_break(stop).map_err(|e| Failure::qemu(&e))?;
-        let Some(reply) = run_on(with, gdb, &mut stub, b"c")? else { return Ok(Looked::Interrupted) };
-        at = stub.icount()?;
-        let hit = StopReply::parse(&reply).filter(|reply| reply.signal == 5);
-        let place = match &hit {
-            Some(StopReply { watch: Some(_), .. }) => at.saturating_sub(1),
-            Some(_) => at,
+        let Some(reply) = run_on(with, gdb, &mut stub, how)? else { return Ok(Looked::Interrupted) };
+        let at = stub.icount()?;
+        let Some(hit) = StopReply::parse(&reply).filter(|reply| reply.signal == 5) else {
             // Its end, or the guest's.
-            None => break,
+            break;
+        };
+        let was_step = how == b"s";
+        how = b"c";
+        let place = match &hit.watch {
+            Some(_) => at.saturating_sub(1),
+            None if was_step => continue,
+            None => {
+                how = b"s";
+                at
+            }
         };
         if place >= end {
             break;
         }
-        last = Some(Found { icount: place, watch: hit.and_then(|hit| hit.watch) });
-        // Off the breakpoint: else it is met again where it stands.
-        if run_on(with, gdb, &mut stub, b"s")?.is_none() {
-            return Ok(Looked::Interrupted);
-        }
-        at = stub.icount()?;
+        last = Some(Found { icount: place, watch: hit.watch });
     }
     Ok(last.map_or(Looked::Nothing, Looked::Found))
 }
