@@ -154,13 +154,15 @@ fn a_recording_is_followed_and_travelled_through() {
         let bench = Bench::without_store();
         let disk = disks::virtio(&disks::image(&bench), "raw");
         let boot = guest(&qemu.path, "journal").with(&disks::words(&disk));
-        let mut vm = record(&bench, &["--follow", "--checkpoint-every", "500ms"], &boot);
+        let mut vm = record(&bench, &["--follow", "--checkpoint-every", "1s"], &boot);
         vm.wait_for("journal written=");
-        end_after(&bench, &mut vm, 5);
+        std::thread::sleep(Duration::from_secs(2));
+        vm.signal(Signal::INT);
+        assert!(vm.wait().success(), "{}", vm.report());
         assert!(!bench.path().join("R/first").exists(), "one store is left");
         let report = verified(&bench);
         let all = intervals(&report);
-        assert!(all.len() >= 5, "{report:#}");
+        assert!(all.len() >= 3, "{report:#}");
         // Each lies where a VM has one state only.
         assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
         bench.refused(&["segment", "R", "--follow", "--every", "1s"], 1, &["not being recorded", "fix:"]);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Nice value of one that follows a recording.
-const NICE: i32 = 10;
+const NICE: i32 = 5;
 /// How often it is looked whether a recording has begun.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 

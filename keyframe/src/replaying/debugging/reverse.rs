@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Instructions of the first stretch.
-const FIRST: u64 = 1_000_000;
+const FIRST: u64 = 10_000;
 /// How much longer each is than the one before it.
 const GROWTH: u64 = 16;
 
