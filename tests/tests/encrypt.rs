@@ -128,9 +128,7 @@ fn checkpoints_are_copied_between_stores_with_keys_of_their_own_or_none() {
     let with = |line: Vec<String>, keys: &[&str]| {
         line.into_iter().chain(keys.iter().map(|key| (*key).to_owned())).collect::<Vec<_>>()
     };
-    fn args(line: &[String]) -> Vec<&str> {
-        line.iter().map(String::as_str).collect()
-    }
+    let args = keyframe_tests::disks::words;
     // Plain to encrypted: the one key is not taken for the other.
     bench.refused(&args(&copy(&plain, &one)), 1, &["key file is needed", "--to-key-file"]);
     let line = with(copy(&plain, &one), &["--key-file", "one.key"]);

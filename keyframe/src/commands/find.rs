@@ -161,7 +161,11 @@ impl Find {
                 report.writes.len()
             );
             if let Some(last) = report.writes.last() {
-                eprintln!("keyframe: stand before the last one: keyframe goto REC --icount {}", last.icount);
+                let recording = self.recorded.recording.display();
+                eprintln!(
+                    "keyframe: stand before the last one: keyframe goto {recording} --icount {}",
+                    last.icount
+                );
             }
         }
         Ok(if report.writes.is_empty() { FAILED } else { DONE })

@@ -146,7 +146,7 @@ impl Goto {
         let console = replaying::console(source, self.recorded.jobs, !self.quiet && !self.json)?;
         let line = console.find(marker).ok_or_else(|| {
             Failure::new(format!("no line of the console holds {marker:?}"))
-                .fix("see what it holds: keyframe log REC")
+                .fix(format!("see what it holds: keyframe log {}", self.recorded.recording.display()))
         })?;
         Ok(standing(line.last))
     }

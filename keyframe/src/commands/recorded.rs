@@ -10,7 +10,7 @@ use std::path::PathBuf;
 pub struct RecordedArgs {
     /// The recording
     #[arg(value_name = "REC")]
-    recording: PathBuf,
+    pub recording: PathBuf,
     /// The store that has its checkpoints [default: the one that the recording names]
     #[arg(long, value_name = "STORE")]
     store: Option<PathBuf>,

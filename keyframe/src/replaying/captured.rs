@@ -17,7 +17,7 @@ use crate::disks::Served;
 use crate::failure::Failure;
 use keyframe_qemu::restore::apart::{self, Clone as Apart};
 use keyframe_qemu::restore::{self, Plan, RestoreOptions, Restored};
-use keyframe_qemu::{Accelerator, DiskServer};
+use keyframe_qemu::{Accelerator, DiskServer, Event};
 use keyframe_replay::interval::{Interval, Place};
 use keyframe_store::{Sealed, Store};
 use keyframe_units::CheckpointId;
@@ -104,7 +104,9 @@ impl Captured {
     }
 
     /// Starts a VM at `checkpoint`, standing.
-    pub fn start(&self, checkpoint: CheckpointId, extra: Vec<OsString>) -> Result<Simulation, Failure> {
+    pub fn start(&self, checkpoint: CheckpointId, mut extra: Vec<OsString>) -> Result<Simulation, Failure> {
+        // One whose guest shuts down stands, so that its tool gets to the end.
+        extra.push("-no-shutdown".into());
         let loaded = self.store.load(checkpoint).map_err(|e| Failure::store(&e, self.store.path()))?;
         let loaded = Arc::new(loaded);
         let disks = serve(&self.store, &loaded)?;
@@ -156,7 +158,11 @@ impl Simulation {
         self.restored.vm().qmp().cont().map_err(failed)?;
         loop {
             if self.restored.try_wait().map_err(failed)?.is_some() {
-                // The guest has shut down: its interval is over.
+                return Err(Failure::new("QEMU ended within the interval"));
+            }
+            let events = self.restored.vm().qmp().drain_events().map_err(failed)?;
+            if events.iter().any(|event| matches!(event, Event::Shutdown { .. })) {
+                // It stands then, and its interval is over.
                 return Ok(true);
             }
             let icount = self.restored.vm().qmp().icount().map_err(failed)?;

@@ -139,10 +139,15 @@ impl Session<'_> {
             if self.with.interrupted.load(Ordering::Relaxed) {
                 return Ok(Ended::Killed);
             }
-            let payload = match self.gdb.receive(LOOK_EVERY).map_err(|e| failed(&e))? {
-                None | Some(Received::Interrupt) => continue,
-                Some(Received::Closed) => return Ok(Ended::Detached),
-                Some(Received::Packet(payload)) => payload,
+            let payload = match self.gdb.receive(LOOK_EVERY) {
+                Ok(None | Some(Received::Interrupt)) => continue,
+                Ok(Some(Received::Closed)) => return Ok(Ended::Detached),
+                Ok(Some(Received::Packet(payload))) => payload,
+                Err(e) => {
+                    // Whoever that was, the VM stands for the next one.
+                    eprintln!("keyframe: {}", failed(&e).message);
+                    return Ok(Ended::Detached);
+                }
             };
             if std::mem::take(&mut is_first) {
                 // One who connected before the VM stood has asked again and again meanwhile.
