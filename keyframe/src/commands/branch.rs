@@ -228,6 +228,7 @@ impl Branch {
             disks: place.disks.server(),
             lineage: Some(lineage.clone()),
             monitor: Some(place.directory.path().join("qmp.sock")),
+            log: None,
         };
         let extra = extra.into_iter().map(OsString::from).collect();
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;

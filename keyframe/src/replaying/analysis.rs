@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
-//!   OUT/parts/000007/      of interval 7: the tool's part, `done` when it is whole, `log`
+//!   OUT/parts/000007/      of interval 7: the tool's part, `done` when it is whole, `log` with each try and what QEMU said in it
 //!   OUT/...                the results, once all parts are there
 //! ```
 //!
@@ -18,10 +18,26 @@ use keyframe_replay::interval::{Interval, Place};
 use keyframe_units::BlockKind;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+
+/// What QEMU says while it makes a part.
+const QEMU_LOG: &str = "qemu.log";
+/// Of that, what an interval's log has.
+const SAID_BYTES_MAX: u64 = 64 << 10;
+/// And what the error has.
+const SAID_LINES: usize = 4;
+
+/// What QEMU said, as far as it is told.
+fn said(path: &Path) -> String {
+    let mut bytes = Vec::new();
+    let read = std::fs::File::open(path).and_then(|file| file.take(SAID_BYTES_MAX).read_to_end(&mut bytes));
+    // A QEMU that was not started said nothing.
+    read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
+}
 
 /// What `analysis.json` says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -205,6 +221,8 @@ impl<'a> Analysis<'a> {
                 Ok(_) => writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64()),
                 Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
             };
+            let said = said(&dir.join(QEMU_LOG));
+            log.push_str(&said);
             write(&dir.join("log"), log.as_bytes())?;
             match ran {
                 Ok(parts) => {
@@ -214,7 +232,10 @@ impl<'a> Analysis<'a> {
                     return Ok(done);
                 }
                 Err(failure) if tries >= tries_max || interrupted.load(Ordering::Relaxed) => {
-                    return Err(failure);
+                    // Its reason is in what QEMU said last, if it said anything.
+                    let last: Vec<&str> = said.lines().rev().take(SAID_LINES).collect();
+                    let message = last.iter().rev().fold(failure.message, |all, line| all + "\n  " + line);
+                    return Err(Failure { message, ..failure });
                 }
                 Err(_) => {}
             }
@@ -259,7 +280,7 @@ impl<'a> Analysis<'a> {
         let mut running = self.tool.begin(&context).map_err(failed)?;
         let with = With {
             extra: vec!["-plugin".into(), running.option().into()],
-            console: None,
+            log: Some(dir.join(QEMU_LOG)),
             lazy: !self.tool.reads_ram(),
             ..With::default()
         };

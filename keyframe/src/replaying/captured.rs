@@ -11,6 +11,7 @@
 //!
 //! A guest's second is a thousand million instructions (`-icount shift=0`), less those that it sleeps.
 
+use super::With;
 use super::replay::{StoredRam, serve};
 use crate::commands::restore::source_of;
 use crate::disks::Served;
@@ -21,7 +22,6 @@ use keyframe_qemu::{Accelerator, DiskServer, Event};
 use keyframe_replay::interval::{Interval, Place};
 use keyframe_store::{Sealed, Store};
 use keyframe_units::CheckpointId;
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,8 +104,9 @@ impl Captured {
     }
 
     /// Starts a VM at `checkpoint`, standing.
-    pub fn start(&self, checkpoint: CheckpointId, mut extra: Vec<OsString>) -> Result<Simulation, Failure> {
+    pub fn start(&self, checkpoint: CheckpointId, with: With) -> Result<Simulation, Failure> {
         // One whose guest shuts down stands, so that its tool gets to the end.
+        let mut extra = with.extra;
         extra.push("-no-shutdown".into());
         let loaded = self.store.load(checkpoint).map_err(|e| Failure::store(&e, self.store.path()))?;
         let loaded = Arc::new(loaded);
@@ -119,6 +120,7 @@ impl Captured {
             icount_shift: Some(SHIFT),
             accelerator: Some(Accelerator::Tcg),
             disks: server,
+            log: with.log,
             ..RestoreOptions::default()
         };
         let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);

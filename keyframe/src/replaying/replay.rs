@@ -41,6 +41,8 @@ pub struct With {
     pub extra: Vec<OsString>,
     /// Where the guest's serial output goes.
     pub console: Option<PathBuf>,
+    /// The file that what QEMU says is added to; our standard error without one.
+    pub log: Option<PathBuf>,
     /// Bring RAM as it is touched.
     pub lazy: bool,
     /// How long it may stand at one instruction before it counts as having come off its log.
@@ -49,7 +51,7 @@ pub struct With {
 
 impl Default for With {
     fn default() -> Self {
-        Self { extra: Vec::new(), console: None, lazy: false, patience: PATIENCE }
+        Self { extra: Vec::new(), console: None, log: None, lazy: false, patience: PATIENCE }
     }
 }
 
@@ -166,7 +168,7 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     };
     let line = record::line(&words, wanted).map_err(|e| Failure::qemu(&e))?;
     machine.user_command.extend(line.words);
-    let options = RestoreOptions { replays: Some(until), ..RestoreOptions::default() };
+    let options = RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
     let plan = Plan::new(machine, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
     let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
     let restored = if with.lazy {

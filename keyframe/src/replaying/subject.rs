@@ -64,7 +64,7 @@ impl<'a> Subject<'a> {
                         "a run that was not recorded is simulated interval by interval",
                     ));
                 };
-                let mut simulation: Simulation = captured.start(interval.begin.checkpoint, with.extra)?;
+                let mut simulation: Simulation = captured.start(interval.begin.checkpoint, with)?;
                 if !simulation.run(interval, interrupted, tell)? {
                     return Err(Failure::new("interrupted"));
                 }

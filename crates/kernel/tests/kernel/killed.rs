@@ -18,6 +18,8 @@ const TARGETS: u64 = 8;
 const KILLS: u64 = 40;
 /// More than there are steps of any session.
 const STEPS_MAX: u32 = 500;
+/// By then a thread has run again, however busy the machine is.
+const SETTLES_WITHIN: Duration = Duration::from_secs(10);
 /// The calls by which a session touches the target.
 const STEPS: &str = "ptrace,process_vm_writev,pidfd_getfd";
 
@@ -134,6 +136,11 @@ fn kill_at_each_step(state: &str, expected: &str, of_fork: bool) {
         let finished = role.wait();
         let answer = target.answer();
         assert!(answer.starts_with(expected), "{context}: {answer}");
+        // The answer may be older than the kill: then the thread has yet to run to where it puts its mask back.
+        let since = Instant::now();
+        while target.status("SigBlk") != mask && since.elapsed() < SETTLES_WITHIN {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         assert_eq!(target.status("SigBlk"), mask, "{context}");
         assert_eq!(target.status("TracerPid"), "0", "{context}");
         if finished {

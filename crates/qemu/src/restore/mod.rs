@@ -43,6 +43,7 @@ use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock
 use lazy::{Lazy, SharedSource};
 use plan::Word;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::fs::File;
 use std::io::{self, BufWriter};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
@@ -107,6 +108,8 @@ pub struct RestoreOptions {
     pub lineage: Option<Lineage>,
     /// Where a socket for one more monitor is made.
     pub monitor: Option<PathBuf>,
+    /// The file that what QEMU says on its standard error is added to; our own standard error without one.
+    pub log: Option<PathBuf>,
 }
 
 /// Where a replay ends.
@@ -366,6 +369,10 @@ impl Starting {
 
         let mut command = Command::new(&plan.binary);
         command.args(words.iter().skip(1));
+        if let Some(path) = &plan.log {
+            let log = File::options().create(true).append(true).open(path);
+            command.stderr(log.map_err(Error::io(format!("open {}", path.display())))?);
+        }
         if let Some(directory) = &plan.working_directory {
             command.current_dir(directory);
         }

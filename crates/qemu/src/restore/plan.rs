@@ -107,6 +107,7 @@ pub struct Plan {
     pub(super) counts: bool,
     pub(super) lineage: Option<Lineage>,
     pub(super) monitor: Option<PathBuf>,
+    pub(super) log: Option<PathBuf>,
     notes: Vec<String>,
 }
 
@@ -116,7 +117,7 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused, replays, icount_shift, accelerator, disks, lineage, monitor } =
+        let RestoreOptions { qemu, paused, replays, icount_shift, accelerator, disks, lineage, monitor, log } =
             options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
@@ -155,6 +156,7 @@ impl Plan {
             counts: icount_shift.is_some(),
             lineage,
             monitor,
+            log,
             notes,
         })
     }
