@@ -143,6 +143,12 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
             "{log:#}"
         );
         assert_eq!(bench.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(), Some(1));
+        // One goes to a line of it.
+        let (vm, told) = goto(&bench, &["--store", "S", "--marker", "journal"]);
+        assert!(number(&told, "icount") > number(&lines[0], "last"), "behind it: {told:#}");
+        ended(vm);
+        let args = ["goto", "R", "--store", "S", "--marker", "never said"];
+        bench.refused(&args, 1, &["never said", "keyframe log"]);
     }
 }
 
@@ -200,7 +206,6 @@ fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
     assert_eq!(differing_pages(&live, &stored), [0; 0]);
     ended(vm);
     bench.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
-    bench.refused(&["goto", "R", "--marker", "never said"], 1, &["never said", "keyframe log"]);
 }
 
 /// A debugger steps on and back, and meets breakpoints and writes in both directions where they are.
@@ -229,6 +234,8 @@ fn moves_both_ways(bench: &Bench, icount: u64) {
         &format!("{stack:#x}"),
         "--from",
         &icount.to_string(),
+        "--to",
+        &(icount + 1).to_string(),
         "--json",
     ]);
     let behind = found["writes"].as_array().map_or(&[][..], Vec::as_slice);
