@@ -93,7 +93,7 @@ impl Goto {
         // A port that is taken is said before anything is replayed.
         let debugger = self.gdb.map(|port| Debugger::listen(&source, port, self.extra.clone()));
         let debugger = debugger.transpose()?;
-        let way = Way::to(&source, self.target(&source)?)?;
+        let way = Way::to(&source, &source.places()?, self.target(&source)?)?;
         let began = Instant::now();
         let bar = if self.quiet || self.json {
             indicatif::ProgressBar::hidden()

@@ -76,8 +76,9 @@ impl Record {
         let mut recording = Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
         let kept = self.store(&recording, &recording.store_path(), self.store.is_some())?;
         // With one that follows, that one has it, and the recording's own engine a place for the first checkpoint.
-        let store =
-            if self.follow { self.store(&recording, &recording.first_store_path(), false)? } else { kept };
+        let first = self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
+        let first = first.transpose()?;
+        let store = first.as_ref().unwrap_or(&kept);
         let recorded = Recorded { recording: id.clone(), log: recording.log_path(), machine: None };
         let options = Options {
             name: self.name.clone(),
@@ -86,13 +87,12 @@ impl Record {
             recorded: Some(recorded),
             ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
         };
-        let follower = self.follow.then(|| {
-            let every = self.checkpoint_every.unwrap_or(FOLLOW_EVERY);
-            Follower::start(recording.path(), every, &recording.store_path())
-        });
+        let follower = self
+            .follow
+            .then(|| Follower::start(recording.path(), self.follow_every(), &recording.store_path()));
         let follower = follower.transpose()?;
         let began = Instant::now();
-        let ran = session::run(&store, Commands::One(command), options);
+        let ran = session::run(store, Commands::One(command), options);
         let duration_ns = output::elapsed_ns(began);
         if !recording.log_path().exists() {
             // QEMU has not begun: there is nothing to keep.
@@ -100,9 +100,9 @@ impl Record {
             let _ = std::fs::remove_dir_all(recording.path());
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
-        recording.meta.images = images(&store, &id)?;
+        recording.meta.images = images(store, &id)?;
         let summary = recording.end(duration_ns).map_err(|e| Failure::recording(&e))?;
-        let has_followed = follower.map(|follower| self.wait_for(follower, &recording)).transpose()?;
+        let has_followed = follower.map(|follower| self.wait_for(follower, &recording, &kept)).transpose()?;
         recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;
         let cut = recording.meta.ending == Ending::Cut;
@@ -123,6 +123,10 @@ impl Record {
         Ok(if code == DONE && warns { WARNED } else { code })
     }
 
+    fn follow_every(&self) -> Duration {
+        self.checkpoint_every.unwrap_or(FOLLOW_EVERY)
+    }
+
     /// A store for the recording: one that is there, or is made.
     fn store(&self, recording: &Recording, place: &Path, is_there: bool) -> Result<Store, Failure> {
         let opened = match is_there {
@@ -138,21 +142,18 @@ impl Record {
     }
 
     /// Waits for the one that follows, which has all checkpoints then. False where it has not come to the end.
-    fn wait_for(&self, follower: Follower, recording: &Recording) -> Result<bool, Failure> {
+    fn wait_for(&self, follower: Follower, recording: &Recording, kept: &Store) -> Result<bool, Failure> {
         let interrupted = jobs::interruption()?;
         let ended = Instant::now();
         let has_followed = follower.finish(&interrupted)?;
-        let place = recording.store_path();
-        let kept = self.key.open(&place).map_err(|e| Failure::store(&e, &place))?;
-        adopt_first(recording, &kept, &self.key)?;
+        adopt_first(recording, kept, &self.key)?;
         if !has_followed {
-            let (out, every) = (self.out.display(), self.checkpoint_every.unwrap_or(FOLLOW_EVERY));
-            let every = humantime::format_duration(every);
+            let (out, every) = (self.out.display(), humantime::format_duration(self.follow_every()));
             eprintln!(
                 "keyframe: the one that followed has not come to the end: keyframe segment {out} --every {every}"
             );
         } else if !self.quiet {
-            let count = places_in(&kept, recording)?.len();
+            let count = places_in(kept, recording)?.len();
             let after = output::duration(output::elapsed_ns(ended));
             eprintln!("keyframe: {count} checkpoints, the last {after} behind the recording's end");
         }

@@ -3,14 +3,13 @@
 use crate::control::OnExit;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::keys::KeyArg;
-use crate::replaying::{Known, Live, Source, jobs, places_in};
+use crate::replaying::{Known, Live, Source, copy_places, jobs, places_in};
 use crate::session::{self, Options};
 use indicatif::ProgressBar;
 use keyframe_replay::cutting::{self, Every};
 use keyframe_replay::interval::Place;
 use keyframe_replay::{Growing, Recording};
-use keyframe_store::Store;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -86,11 +85,9 @@ impl Segment {
         }
         let instructions = source.recording.meta.instructions;
         let bar = self.bar(instructions);
-        let options =
-            Options { verbose: self.verbose, quiet: self.quiet, ..Options::every(None, OnExit::Kill) };
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()? };
         let mut tell = |icount| bar.set_position(icount);
-        let code = session::segment(&source, begin, &mut course, options, &mut tell)?;
+        let code = session::segment(&source, begin, &mut course, self.options(), &mut tell)?;
         bar.finish_and_clear();
         let taken = source.places()?.len().saturating_sub(there.len());
         let place = self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
@@ -106,7 +103,7 @@ impl Segment {
         let mut source = Source::open(&self.recording, None, &self.key)?;
         let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
         if store.id() != source.store.id() {
-            copy_first(&source, &store, place)?;
+            copy_places(&source.store, &[first(&source.places()?, &source)?], &store)?;
         }
         source.store = store;
         Ok(source)
@@ -124,10 +121,10 @@ impl Segment {
         let _ = rustix::process::setpriority_process(None, NICE);
         let interrupted = jobs::interruption()?;
         let wait = Wait { recording: &recording, interrupted: &interrupted };
-        let beginning = recording.first_store_path();
-        let beginning = if beginning.exists() { beginning } else { recording.store_path() };
-        let own = wait.until("its store", || Ok(self.key.open(&beginning).ok()))?;
-        let first = wait.until("its first checkpoint", || {
+        let place = Some(recording.first_store_path()).filter(|place| place.exists());
+        let place = place.unwrap_or_else(|| recording.store_path());
+        let own = wait.until("its store", || Ok(self.key.open(&place).ok()))?;
+        let beginning = wait.until("its first checkpoint", || {
             Ok(places_in(&own, &recording)?.first().filter(|place| place.icount == 0).copied())
         })?;
         let place = self.store.clone().unwrap_or_else(|| recording.store_path());
@@ -136,24 +133,22 @@ impl Segment {
             return Err(Failure::new(format!("{} is written to by the recording itself", place.display()))
                 .fix("name another store: --store"));
         }
-        let copied = own.copy_to(&store, &[first.checkpoint].into(), &mut |_| ());
-        copied.map_err(|e| Failure::store(&e, &place))?;
+        copy_places(&own, &[beginning], &store)?;
         let every = self.every()?;
         let log = recording.log_path();
         let growing = wait.until("its log", || Growing::open(&log, every).map_err(failed))?;
         let source = Source::growing(&recording, store);
-        let first = source.places()?.first().copied().unwrap_or(first);
-        let options = Options {
-            name: Some(follower_of(&recording)),
-            verbose: self.verbose,
-            quiet: self.quiet,
-            ..Options::every(None, OnExit::Kill)
-        };
+        let options = Options { name: Some(follower_of(&recording)), ..self.options() };
         let mut course = Live::new(growing, recording.clone());
-        let code = session::segment(&source, first, &mut course, options, &mut |_| ())?;
+        let code =
+            session::segment(&source, first(&source.places()?, &source)?, &mut course, options, &mut |_| ())?;
         let taken = source.places()?.len().saturating_sub(1);
         self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
         Ok(code)
+    }
+
+    fn options(&self) -> Options {
+        Options { verbose: self.verbose, quiet: self.quiet, ..Options::every(None, OnExit::Kill) }
     }
 
     fn every(&self) -> Result<Every, Failure> {
@@ -221,19 +216,10 @@ fn is_there(places: &[Place], cut: u64, next: Option<&u64>) -> bool {
 
 /// The checkpoint before the first instruction.
 fn first(places: &[Place], source: &Source) -> Result<Place, Failure> {
-    match places.first() {
-        Some(first) if first.icount == 0 => Ok(*first),
-        _ => Err(Failure::new(format!(
-            "{} has no checkpoint of the recording's first instruction",
-            source.store.path().display()
-        ))
-        .fix("name the store that it was recorded with, or copy that checkpoint there: keyframe copy")),
-    }
-}
-
-/// Brings the recording's first checkpoint to `store`, unless it is there.
-fn copy_first(own: &Source, store: &Store, place: &Path) -> Result<(), Failure> {
-    let first = first(&own.places()?, own)?;
-    let copied = own.store.copy_to(store, &[first.checkpoint].into(), &mut |_| ());
-    copied.map(drop).map_err(|e| Failure::store(&e, place))
+    let first = places.first().filter(|first| first.icount == 0).copied();
+    first.ok_or_else(|| {
+        let place = source.store.path().display();
+        Failure::new(format!("{place} has no checkpoint of the recording's first instruction"))
+            .fix("name the store that it was recorded with, or copy that checkpoint there: keyframe copy")
+    })
 }

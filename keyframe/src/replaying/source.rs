@@ -126,6 +126,12 @@ pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<Place>, Fai
     Ok(places)
 }
 
+/// Brings checkpoints to another store, unless they are there.
+pub fn copy_places(from: &Store, places: &[Place], to: &Store) -> Result<(), Failure> {
+    let ids = places.iter().map(|place| place.checkpoint).collect();
+    from.copy_to(to, &ids, &mut |_| ()).map(drop).map_err(|e| Failure::store(&e, to.path()))
+}
+
 /// Of a recording that was followed, and that nobody makes any more: its first checkpoint is in the store with the others, and nowhere else.
 pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result<(), Failure> {
     let place = recording.first_store_path();
@@ -134,8 +140,7 @@ pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result
     }
     if places_in(store, recording)?.is_empty() {
         let first = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
-        let ids = places_in(&first, recording)?.iter().map(|place| place.checkpoint).collect();
-        first.copy_to(store, &ids, &mut |_| ()).map_err(|e| Failure::store(&e, store.path()))?;
+        copy_places(&first, &places_in(&first, recording)?, store)?;
     }
     std::fs::remove_dir_all(&place).map_err(|e| Failure::new(format!("remove {}: {e}", place.display())))
 }

@@ -30,8 +30,8 @@ pub struct Way {
 
 impl Way {
     /// To `icount`, or, where that is the recording's beginning, to the first instruction that a replay can stand before.
-    pub fn to(source: &Source, icount: u64) -> Result<Self, Failure> {
-        let places = source.places()?;
+    /// `places` are the recording's checkpoints.
+    pub fn to(source: &Source, places: &[Place], icount: u64) -> Result<Self, Failure> {
         let (end, last) = (source.recording.meta.instructions, source.last_standing());
         let icount = icount.max(places.first().map_or(0, |place| place.icount) + 1);
         let before = places.partition_point(|place| place.icount < icount);

@@ -17,6 +17,7 @@ use super::Source;
 use super::travel::{Standing, Way};
 use crate::failure::Failure;
 use keyframe_gdb::{Command, Link, Point, Received, StopReply, command, wait_for_either};
+use keyframe_replay::interval::Place;
 use reverse::Back;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -35,6 +36,8 @@ const ASK_EVERY: Duration = Duration::from_secs(1);
 /// What every replay of a session has.
 struct With<'a> {
     source: &'a Source,
+    /// Its checkpoints.
+    places: Vec<Place>,
     /// Further words for QEMU.
     extra: Vec<OsString>,
     interrupted: &'a AtomicBool,
@@ -92,7 +95,8 @@ impl<'a> Debugger<'a> {
 
     /// Serves one debugger after the other, until one kills the VM or the user interrupts.
     pub fn serve(self, standing: Standing, interrupted: &AtomicBool) -> Result<(), Failure> {
-        let with = With { source: self.source, extra: self.extra, interrupted };
+        let places = self.source.places()?;
+        let with = With { source: self.source, places, extra: self.extra, interrupted };
         let mut standing = standing;
         while !interrupted.load(Ordering::Relaxed) {
             if standing.replay.restored().try_wait().map_err(|e| Failure::qemu(&e))?.is_some() {
@@ -110,12 +114,11 @@ impl<'a> Debugger<'a> {
             prepared.map_err(|e| Failure::new(format!("prepare a debugger's connection: {e}")))?;
             let stub = Stub::new(standing, &Told::default())?;
             let gdb = Link::new(stream, "the debugger");
-            let mut session =
-                Session { with: &with, gdb, stub: Some(stub), told: Told::default(), has_refused: false };
+            let mut session = Session { with: &with, gdb, stub, told: Told::default(), has_refused: false };
             if session.run()? == Ended::Killed {
                 return Ok(());
             }
-            standing = session.into_standing()?;
+            standing = session.stub.release()?;
         }
         Ok(())
     }
@@ -125,8 +128,8 @@ impl<'a> Debugger<'a> {
 struct Session<'a> {
     with: &'a With<'a>,
     gdb: Link<TcpStream>,
-    /// None only while one takes another's place.
-    stub: Option<Stub>,
+    /// Of the VM that stands.
+    stub: Stub,
     told: Told,
     /// It has been said that nothing can be written.
     has_refused: bool,
@@ -165,10 +168,6 @@ impl Session<'_> {
         }
     }
 
-    fn stub(&mut self) -> Result<&mut Stub, Failure> {
-        self.stub.as_mut().ok_or_else(|| Failure::new("no VM stands any more: the last replay failed"))
-    }
-
     fn answer(&mut self, payload: &[u8]) -> Result<Answer, Failure> {
         let asked = command(payload);
         let answer = match asked {
@@ -180,7 +179,7 @@ impl Session<'_> {
             Command::StepBack => self.back(Back::Step)?,
             Command::RunBack => self.back(Back::Run)?,
             Command::Point(is_set, point) => {
-                let answer = self.stub()?.ask(payload)?;
+                let answer = self.stub.ask(payload)?;
                 if answer == b"OK" && is_set {
                     self.told.points.insert(point);
                 } else if answer == b"OK" {
@@ -190,28 +189,28 @@ impl Session<'_> {
             }
             Command::Why => {
                 self.told.points.clear();
-                self.stub()?.ask(payload)?
+                self.stub.ask(payload)?
             }
             Command::Supported => {
                 self.told.supported = payload.to_vec();
-                with_reverse(self.stub()?.ask(payload)?)
+                with_reverse(self.stub.ask(payload)?)
             }
             Command::Thread => {
                 self.told.thread = payload.to_vec();
-                self.stub()?.ask(payload)?
+                self.stub.ask(payload)?
             }
             Command::Monitor => self.monitor(payload)?,
-            Command::Other => self.stub()?.ask(payload)?,
+            Command::Other => self.stub.ask(payload)?,
         };
         Ok(Answer::Send(answer))
     }
 
     /// A line for QEMU's monitor: what it prints comes before the answer.
     fn monitor(&mut self, payload: &[u8]) -> Result<Vec<u8>, Failure> {
-        let mut answer = self.stub()?.ask(payload)?;
+        let mut answer = self.stub.ask(payload)?;
         while answer.first() == Some(&b'O') && answer != b"OK" {
             self.gdb.send(&answer).map_err(|e| failed(&e))?;
-            answer = self.stub()?.answer()?;
+            answer = self.stub.answer()?;
         }
         Ok(answer)
     }
@@ -230,7 +229,7 @@ impl Session<'_> {
         let with = self.with;
         let end = with.source.last_standing();
         let gdb = &mut self.gdb;
-        let stub = self.stub.as_mut().ok_or_else(|| Failure::new("no VM stands any more"))?;
+        let stub = &mut self.stub;
         let thread = stub.thread.clone();
         let ended = || StopReply { signal: 5, watch: None, thread: thread.clone() }.packet("replaylog:end;");
         if stub.icount()? >= end {
@@ -261,19 +260,19 @@ impl Session<'_> {
                 gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?,
                 Some(Received::Interrupt | Received::Closed)
             );
-            let must_stop =
-                wants_stop || with.interrupted.load(Ordering::Relaxed) || watch.is_frozen(stub)?;
-            if must_stop && !std::mem::replace(&mut has_stopped, true) {
+            if !has_stopped
+                && (wants_stop || with.interrupted.load(Ordering::Relaxed) || watch.is_frozen(stub)?)
+            {
                 stub.interrupt()?;
+                has_stopped = true;
             }
         }
     }
 
     /// Another replay to where the debugger comes when it goes back.
     fn back(&mut self, how: Back) -> Result<Vec<u8>, Failure> {
-        let stub = self.stub()?;
-        let from = stub.icount()?;
-        let thread = stub.thread.clone();
+        let from = self.stub.icount()?;
+        let thread = self.stub.thread.clone();
         let stop = |signal, watch, why: &str| StopReply { signal, watch, thread: thread.clone() }.packet(why);
         let found = match how {
             Back::Step => Some(reverse::Found { icount: from.saturating_sub(1), watch: None }),
@@ -283,7 +282,7 @@ impl Session<'_> {
             // Interrupted: it still stands where it stood.
             return Ok(stop(2, None, ""));
         };
-        let way = Way::to(self.with.source, found.icount)?;
+        let way = Way::to(self.with.source, &self.with.places, found.icount)?;
         if way.icount >= from {
             return Ok(stop(5, None, "replaylog:begin;"));
         }
@@ -291,14 +290,9 @@ impl Session<'_> {
         // It is kept until the other one stands: should that fail, nothing is lost.
         let stands = Standing::at(self.with.source, way, what, self.with.interrupted, &mut |_| ())?;
         let Some(standing) = stands else { return Ok(stop(2, None, "")) };
-        self.stub = Some(Stub::new(standing, &self.told)?);
+        self.stub = Stub::new(standing, &self.told)?;
         let begins = found.icount < way.icount || found.icount == 0;
         Ok(stop(5, found.watch, if begins { "replaylog:begin;" } else { "" }))
-    }
-
-    fn into_standing(mut self) -> Result<Standing, Failure> {
-        let told = std::mem::take(&mut self.told);
-        self.stub.take().ok_or_else(|| Failure::new("no VM stands any more"))?.release(&told)
     }
 }
 
@@ -322,28 +316,27 @@ struct Frozen {
     progress: Option<keyframe_replay::Progress>,
     began: Instant,
     asked: Instant,
-    told: bool,
 }
 
 impl Frozen {
     fn new() -> Self {
-        Self { progress: None, began: Instant::now(), asked: Instant::now(), told: false }
+        Self { progress: None, began: Instant::now(), asked: Instant::now() }
     }
 
-    /// True once, when it has stood at one instruction for too long.
+    /// Whether it has stood at one instruction for too long, which is said.
     fn is_frozen(&mut self, stub: &mut Stub) -> Result<bool, Failure> {
-        if self.told || self.asked.elapsed() < ASK_EVERY {
+        if self.asked.elapsed() < ASK_EVERY {
             return Ok(false);
         }
         self.asked = Instant::now();
         let icount = stub.icount()?;
         let progress = self.progress.get_or_insert_with(|| keyframe_replay::Progress::new(icount, PATIENCE));
-        if let keyframe_replay::Verdict::Frozen { icount } = progress.look(self.began.elapsed(), icount) {
-            self.told = true;
-            eprintln!(
-                "keyframe: the replay has come off its log at instruction {icount}: go back from there, by one instruction, and on"
-            );
-        }
-        Ok(self.told)
+        let keyframe_replay::Verdict::Frozen { icount } = progress.look(self.began.elapsed(), icount) else {
+            return Ok(false);
+        };
+        eprintln!(
+            "keyframe: the replay has come off its log at instruction {icount}: go back from there, by one instruction, and on"
+        );
+        Ok(true)
     }
 }

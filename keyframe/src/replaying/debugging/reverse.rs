@@ -67,7 +67,7 @@ pub(super) fn search(
 fn stretches(with: &With<'_>, from: u64) -> Result<Vec<(u64, u64)>, Failure> {
     let boundaries = with.source.boundaries()?;
     let standing = |icount: u64| boundaries.next_unambiguous(icount).unwrap_or(u64::MAX);
-    let places = with.source.places()?;
+    let places = &with.places;
     let before = places.partition_point(|place| standing(place.icount) < from);
     let mut begins: Vec<u64> = places.iter().take(before).map(|place| standing(place.icount)).collect();
     // Within the last interval, and only there, some that are nearer.
@@ -102,7 +102,7 @@ fn last_in(
     start: u64,
     end: u64,
 ) -> Result<Looked, Failure> {
-    let way = Way::to(with.source, start)?;
+    let way = Way::to(with.source, &with.places, start)?;
     let Some(standing) =
         Standing::at(with.source, way, (&with.extra[..], true), with.interrupted, &mut |_| ())?
     else {

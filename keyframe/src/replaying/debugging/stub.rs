@@ -86,7 +86,7 @@ impl Stub {
     }
 
     /// Its VM, without breakpoints.
-    pub(super) fn release(mut self, _told: &Told) -> Result<Standing, Failure> {
+    pub(super) fn release(mut self) -> Result<Standing, Failure> {
         self.ask(b"?")?;
         Ok(self.standing)
     }
