@@ -196,10 +196,7 @@ impl Analyze {
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
-        if self.quiet || self.json {
-            return ProgressBar::hidden();
-        }
-        jobs::bar("analysing", intervals.iter().map(Interval::len).sum())
+        jobs::bar("analysing", intervals.iter().map(Interval::len).sum(), !self.quiet && !self.json)
     }
 
     /// The result files that one replay through all makes otherwise, and how long it took.

@@ -4,7 +4,6 @@ use super::recorded::RecordedArgs;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::replaying::{Analysis, Head, Subject, jobs};
-use indicatif::ProgressBar;
 use keyframe_analysis::tools;
 use keyframe_replay::interval::Interval;
 use serde::Serialize;
@@ -118,8 +117,7 @@ impl Find {
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
         let instructions = head.intervals.iter().map(Interval::len).sum();
         let analysis = Analysis::new(subject, &*tool, all, head, &folder.path().join("watch"))?;
-        let bar =
-            if self.quiet || self.json { ProgressBar::hidden() } else { jobs::bar("looking", instructions) };
+        let bar = jobs::bar("looking", instructions, !self.quiet && !self.json);
         let done = analysis.make_all(self.recorded.jobs, TRIES, &interrupted, &bar)?;
         let summary = analysis.merge(done)?;
         let mut writes = Vec::new();

@@ -95,11 +95,8 @@ impl Goto {
         let debugger = debugger.transpose()?;
         let way = Way::to(&source, &source.places()?, self.target(&source)?)?;
         let began = Instant::now();
-        let bar = if self.quiet || self.json {
-            indicatif::ProgressBar::hidden()
-        } else {
-            jobs::bar("replaying", way.icount - way.begin.icount)
-        };
+        let is_shown = !self.quiet && !self.json;
+        let bar = jobs::bar("replaying", way.icount - way.begin.icount, is_shown);
         let mut tell = |at: u64| bar.set_position(at.saturating_sub(way.begin.icount));
         let with = (&self.extra[..], debugger.is_some());
         let stands = Standing::at(&source, way, with, &interrupted, &mut tell)?;

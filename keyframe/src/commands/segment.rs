@@ -5,7 +5,6 @@ use crate::failure::{DONE, Failure, Outcome};
 use crate::keys::KeyArg;
 use crate::replaying::{Known, Live, Source, copy_places, jobs, places_in};
 use crate::session::{self, Options};
-use indicatif::ProgressBar;
 use keyframe_replay::cutting::{self, Every};
 use keyframe_replay::interval::Place;
 use keyframe_replay::{Growing, Recording};
@@ -84,7 +83,7 @@ impl Segment {
             return Ok(DONE);
         }
         let instructions = source.recording.meta.instructions;
-        let bar = self.bar(instructions);
+        let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()? };
         let mut tell = |icount| bar.set_position(icount);
         let code = session::segment(&source, begin, &mut course, self.options(), &mut tell)?;
@@ -161,13 +160,6 @@ impl Segment {
 
     fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
         cutting::cuts(source.log(), self.every()?, source.boundaries()?).map_err(|e| Failure::recording(&e))
-    }
-
-    fn bar(&self, instructions: u64) -> ProgressBar {
-        if self.quiet || self.verbose {
-            return ProgressBar::hidden();
-        }
-        jobs::bar("replaying", instructions)
     }
 
     fn say(&self, text: &str) {

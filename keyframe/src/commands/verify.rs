@@ -91,10 +91,7 @@ impl Verify {
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
-        if self.quiet || self.json {
-            return ProgressBar::hidden();
-        }
-        jobs::bar("replaying", intervals.iter().map(Interval::len).sum())
+        jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), !self.quiet && !self.json)
     }
 
     fn tell(&self, source: &Source, checked: Vec<Checked>) -> Outcome {

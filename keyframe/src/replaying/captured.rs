@@ -12,13 +12,12 @@
 //! A guest's second is a thousand million instructions (`-icount shift=0`), less those that it sleeps.
 
 use super::With;
-use super::replay::{StoredRam, serve};
+use super::replay::{Alive, StoredRam, serve, server};
 use crate::commands::restore::source_of;
-use crate::disks::Served;
 use crate::failure::Failure;
 use keyframe_qemu::restore::apart::{self, Clone as Apart};
-use keyframe_qemu::restore::{self, Plan, RestoreOptions, Restored};
-use keyframe_qemu::{Accelerator, DiskServer, Event};
+use keyframe_qemu::restore::{self, Plan, RestoreOptions};
+use keyframe_qemu::{Accelerator, Event};
 use keyframe_replay::interval::{Interval, Place};
 use keyframe_store::{Sealed, Store};
 use keyframe_units::CheckpointId;
@@ -111,15 +110,11 @@ impl Captured {
         let loaded = self.store.load(checkpoint).map_err(|e| Failure::store(&e, self.store.path()))?;
         let loaded = Arc::new(loaded);
         let disks = serve(&self.store, &loaded)?;
-        let server = disks.as_ref().map(|(_, folder)| DiskServer {
-            socket: folder.path().join(super::SOCKET),
-            prefix: String::new(),
-        });
         let options = RestoreOptions {
             paused: true,
             icount_shift: Some(SHIFT),
             accelerator: Some(Accelerator::Tcg),
-            disks: server,
+            disks: server(&disks),
             log: with.log,
             ..RestoreOptions::default()
         };
@@ -133,14 +128,13 @@ impl Captured {
         let plan = Plan::new(machine, extra, options).map_err(|e| Failure::qemu(&e))?;
         let ram = StoredRam(Arc::clone(&loaded));
         let restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
-        Ok(Simulation { restored, disks, _place: place })
+        Ok(Simulation { alive: Alive { restored, disks }, _place: place })
     }
 }
 
 /// A VM that is simulated. Dropping it leaves no QEMU behind.
 pub struct Simulation {
-    restored: Restored,
-    disks: Option<(Served, tempfile::TempDir)>,
+    alive: Alive,
     _place: tempfile::TempDir,
 }
 
@@ -157,22 +151,22 @@ impl Simulation {
         let clock = self.clock()?;
         let (began, before) = (Instant::now(), clock.ran()?);
         let mut last = (0, Instant::now());
-        self.restored.vm().qmp().cont().map_err(failed)?;
+        self.alive.restored.vm().qmp().cont().map_err(failed)?;
         loop {
-            if self.restored.try_wait().map_err(failed)?.is_some() {
+            if self.alive.restored.try_wait().map_err(failed)?.is_some() {
                 return Err(Failure::new("QEMU ended within the interval"));
             }
-            let events = self.restored.vm().qmp().drain_events().map_err(failed)?;
+            let events = self.alive.restored.vm().qmp().drain_events().map_err(failed)?;
             if events.iter().any(|event| matches!(event, Event::Shutdown { .. })) {
                 // It stands then, and its interval is over.
                 return Ok(true);
             }
-            let icount = self.restored.vm().qmp().icount().map_err(failed)?;
+            let icount = self.alive.restored.vm().qmp().icount().map_err(failed)?;
             let slept = began.elapsed().saturating_sub(clock.ran()?.saturating_sub(before));
             let time = (icount << SHIFT).saturating_add(slept.as_nanos() as u64);
             tell(interval.from_icount.saturating_add(icount).min(interval.end_icount));
             if time >= interval.len() << SHIFT {
-                self.restored.vm().qmp().stop().map_err(failed)?;
+                self.alive.restored.vm().qmp().stop().map_err(failed)?;
                 return Ok(true);
             }
             if interrupted.load(Ordering::Relaxed) {
@@ -192,27 +186,15 @@ impl Simulation {
     /// That of the thread that its processors run on.
     fn clock(&mut self) -> Result<ThreadClock, Failure> {
         let told =
-            self.restored.vm().qmp().execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
+            self.alive.restored.vm().qmp().execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
         let thread = told.get(0).and_then(|cpu| cpu.get("thread-id")).and_then(serde_json::Value::as_u64);
         let thread = thread.ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))?;
-        Ok(ThreadClock(format!("/proc/{}/task/{thread}/schedstat", self.restored.pid()).into()))
+        Ok(ThreadClock(format!("/proc/{}/task/{thread}/schedstat", self.alive.restored.pid()).into()))
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.
-    pub fn end(mut self) -> Result<(), Failure> {
-        let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
-        let closed = self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
-        killed.and(closed)
-    }
-}
-
-impl Drop for Simulation {
-    fn drop(&mut self) {
-        // It is the error that led here that is told.
-        let _ = self.restored.kill();
-        if let Some((served, _folder)) = self.disks.take() {
-            let _ = served.end(false);
-        }
+    pub fn end(self) -> Result<(), Failure> {
+        self.alive.end()
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::{Reached, Replay, Source, With, jobs, until};
 use crate::failure::Failure;
-use indicatif::ProgressBar;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
 use keyframe_replay::{Console, log, read_output};
@@ -28,11 +27,7 @@ pub fn console(source: &Source, jobs: Option<u64>, shows_progress: bool) -> Resu
 fn replay(source: &Source, path: &Path, jobs: Option<u64>, shows_progress: bool) -> Result<(), Failure> {
     let intervals = source.with_standing_ends(&source.intervals()?)?;
     let interrupted = jobs::interruption()?;
-    let bar = if shows_progress {
-        jobs::bar("replaying", intervals.iter().map(Interval::len).sum())
-    } else {
-        ProgressBar::hidden()
-    };
+    let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
     let mut parts = jobs::side_by_side(&intervals, jobs, &interrupted, |interval| {
         let part = part(source, interval, &interrupted);
         bar.inc(interval.len());

@@ -45,8 +45,11 @@ pub fn side_by_side<T: Send>(
     done.into_inner().unwrap_or_default()
 }
 
-/// A bar of `instructions`, while the VM is `doing` something: `replaying`.
-pub fn bar(doing: &str, instructions: u64) -> ProgressBar {
+/// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown may be moved all the same.
+pub fn bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
+    if !is_shown {
+        return ProgressBar::hidden();
+    }
     let bar = ProgressBar::new(instructions);
     let template = format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}}");
     if let Ok(style) = ProgressStyle::with_template(&template) {

@@ -23,7 +23,7 @@ mod subject;
 mod travel;
 
 pub use analysis::{Analysis, Done, Head};
-pub use captured::{Captured, Simulation};
+pub use captured::Captured;
 pub use compare::{Difference, differing, differing_vms};
 pub use console::console;
 pub use course::{Course, Known, Live};

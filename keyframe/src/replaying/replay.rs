@@ -57,8 +57,7 @@ impl Default for With {
 
 /// A QEMU that replays.
 pub struct Replay {
-    restored: Restored,
-    disks: Option<(Served, tempfile::TempDir)>,
+    alive: Alive,
     passage: Passage,
     /// The checkpoint that it began with.
     pub loaded: Arc<Loaded>,
@@ -94,12 +93,12 @@ impl Replay {
     pub fn start(source: &Source, place: Place, until: Until, with: &With) -> Result<Self, Failure> {
         let Started { restored, disks, loaded } = begin(source, place, until, with)?;
         let passage = Passage { icount: place.icount, until, patience: with.patience };
-        Ok(Self { restored, disks, passage, loaded })
+        Ok(Self { alive: Alive { restored, disks }, passage, loaded })
     }
 
     /// Its QEMU.
     pub fn restored(&mut self) -> &mut Restored {
-        &mut self.restored
+        &mut self.alive.restored
     }
 
     /// Waits until it is where it runs to.
@@ -108,7 +107,7 @@ impl Replay {
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
     ) -> Result<Reached, Failure> {
-        self.passage.arrive(&mut self.restored, interrupted, tell)
+        self.passage.arrive(&mut self.alive.restored, interrupted, tell)
     }
 
     /// Lets it run on from where it stands to `until`, and waits until it is there.
@@ -118,10 +117,26 @@ impl Replay {
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
     ) -> Result<Reached, Failure> {
-        self.passage.go_on(&mut self.restored, until, interrupted, tell)
+        self.passage.go_on(&mut self.alive.restored, until, interrupted, tell)
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.
+    pub fn end(self) -> Result<(), Failure> {
+        self.alive.end()
+    }
+}
+
+/// The disks of a VM, and the directory of their socket.
+pub type Disks = Option<(Served, tempfile::TempDir)>;
+
+/// A QEMU and its disks, which end with this.
+pub(super) struct Alive {
+    pub restored: Restored,
+    pub disks: Disks,
+}
+
+impl Alive {
+    /// Ends QEMU in good order.
     pub fn end(mut self) -> Result<(), Failure> {
         let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
         let closed = self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
@@ -129,7 +144,7 @@ impl Replay {
     }
 }
 
-impl Drop for Replay {
+impl Drop for Alive {
     fn drop(&mut self) {
         // It is the error that led here that is told.
         let _ = self.restored.kill();
@@ -144,7 +159,7 @@ pub struct Started {
     /// It.
     pub restored: Restored,
     /// Its disks, and the directory of their socket.
-    pub disks: Option<(Served, tempfile::TempDir)>,
+    pub disks: Disks,
     /// The checkpoint.
     pub loaded: Arc<Loaded>,
 }
@@ -154,9 +169,7 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     let loaded = source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
     let loaded = Arc::new(loaded);
     let disks = serve(&source.store, &loaded)?;
-    let server = disks
-        .as_ref()
-        .map(|(_, folder)| DiskServer { socket: folder.path().join(SOCKET), prefix: String::new() });
+    let server = server(&disks);
     let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
     let wanted = Wanted {
@@ -181,7 +194,7 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
 }
 
 /// The disks as they were at the checkpoint; what the VM writes is thrown away.
-pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Option<(Served, tempfile::TempDir)>, Failure> {
+pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
     if loaded.meta.disks.is_empty() {
         return Ok(None);
     }
@@ -195,4 +208,10 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Option<(Served, te
     let socket = folder.path().join(SOCKET);
     let served = disks::serve(store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
     Ok(Some((served, folder)))
+}
+
+/// Who serves them.
+pub(super) fn server(disks: &Disks) -> Option<DiskServer> {
+    let (_, folder) = disks.as_ref()?;
+    Some(DiskServer { socket: folder.path().join(SOCKET), prefix: String::new() })
 }

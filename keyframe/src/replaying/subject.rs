@@ -1,6 +1,6 @@
 //! What is analysed: a recording, whose intervals are replayed, or a run that was not recorded, whose intervals are simulated.
 
-use super::{Captured, Reached, Replay, Simulation, Source, With, until};
+use super::{Captured, Reached, Replay, Source, With, until};
 use crate::failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place};
@@ -64,7 +64,7 @@ impl<'a> Subject<'a> {
                         "a run that was not recorded is simulated interval by interval",
                     ));
                 };
-                let mut simulation: Simulation = captured.start(interval.begin.checkpoint, with)?;
+                let mut simulation = captured.start(interval.begin.checkpoint, with)?;
                 if !simulation.run(interval, interrupted, tell)? {
                     return Err(Failure::new("interrupted"));
                 }
