@@ -58,7 +58,7 @@ fn main() {
         println!("{} ({}), {:?}", qemu.path, qemu.interface, recording.intervals());
         let mut best = [(Duration::MAX, Duration::ZERO); 4];
         let context = |way: usize| {
-            recording.context(&recording.file(&format!("way-{way}")), None, recording.intervals())
+            recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals())
         };
         for _ in 0..turns {
             for (number, way) in WAYS.into_iter().enumerate() {

@@ -96,11 +96,6 @@ impl Reader {
         Ok(Self { shared, commands, answers, thread: Some(thread) })
     }
 
-    /// The board's path for the plugin.
-    pub fn path(&self) -> String {
-        self.shared.path()
-    }
-
     /// Ends an interval. The VM stands still.
     pub fn cut(&mut self) -> Result<()> {
         self.shared.check()?;

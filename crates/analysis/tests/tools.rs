@@ -119,7 +119,7 @@ fn third_party(recording: &Recording) {
     let summary = recording.merged(&tool, "opcodes-out", parts);
     let csv = std::fs::read_to_string(&summary.files[0]).unwrap();
     let rows = csv.lines().skip(1).map(|line| line.split(',').nth(1).unwrap().parse::<u64>().unwrap());
-    let all = recording.checkpoints.last().unwrap().0 - recording.checkpoints[0].0;
+    let all = recording.starts.last().unwrap().0 - recording.starts[0].0;
     let counted: u64 = rows.sum();
     assert!(counted.abs_diff(all) <= all / 1000 + 100, "{counted} instructions of {all}");
 }

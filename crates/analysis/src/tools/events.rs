@@ -3,8 +3,9 @@
 //! An event is a fixed number of records, of which the first word counts the instructions begun. In the part that word is the
 //! recording's own count of the instruction (`memtrace` says how it is found).
 
-use super::{Running, check_cuts, option};
-use crate::context::{Interval, Part, RunContext, part_file};
+use super::Running;
+use super::ringed::{Counts, Ringed};
+use crate::context::{Interval, RunContext, part_file};
 use crate::error::{Error, Result, file};
 use crate::ring::{Reader, SharedBoard, Sink};
 use keyframe_plugins::board::{Board, RECORD_WORDS, Record};
@@ -16,64 +17,31 @@ const RING_RECORDS: u64 = 1 << 14;
 /// Most words of events in an interval, which are held in memory: 1 GiB.
 const WORDS_MAX: usize = 1 << 27;
 
-/// Such a run.
-pub(super) struct Events {
-    context: RunContext,
-    reader: Reader,
+/// Begins one, with the plugin's tool `kind`, whose events have so many records, and its arguments.
+pub(super) fn begin(
+    run: &RunContext,
+    kind: &'static str,
+    records: usize,
     arguments: Vec<(&'static str, String)>,
-    cuts: usize,
-}
-
-impl Events {
-    /// With the plugin's tool `kind`, whose events have so many records, and its arguments.
-    pub fn begin(
-        run: &RunContext,
-        kind: &'static str,
-        records: usize,
-        arguments: Vec<(&'static str, String)>,
-    ) -> Result<Box<dyn Running>> {
-        let shared = SharedBoard::create(RING_RECORDS)?;
-        let mut pending: Vec<_> = run.warm_up.into_iter().map(|interval| (interval, false)).collect();
-        pending.extend(run.intervals.iter().map(|&interval| (interval, true)));
-        let sink = Gather {
-            board: Arc::clone(&shared.board),
-            dir: run.dir.clone(),
-            kind,
-            columns: records * RECORD_WORDS,
-            pending: pending.into_iter(),
-            running: None,
-            words: Vec::new(),
-            base: 0,
-        };
-        let mut all = vec![
-            ("tool", kind.to_owned()),
-            ("board", shared.path()),
-            ("ram", run.ram.argument()),
-            ("ramfile", run.ram.file.display().to_string()),
-        ];
-        all.extend(arguments);
-        let reader = Reader::start(shared, sink.ready())?;
-        Ok(Box::new(Self { context: run.clone(), reader, arguments: all, cuts: 0 }))
-    }
-}
-
-impl Running for Events {
-    fn option(&self) -> String {
-        let arguments: Vec<_> = self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        option(&self.context.plugin, &arguments)
-    }
-
-    fn cut(&mut self) -> Result<()> {
-        self.cuts += 1;
-        self.reader.cut()
-    }
-
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
-        self.reader.finish()?;
-        check_cuts(&self.context, self.cuts)?;
-        let part = |&interval| Part { interval, dir: self.context.dir.clone() };
-        Ok(self.context.intervals.iter().map(part).collect())
-    }
+) -> Result<Box<dyn Running>> {
+    let shared = SharedBoard::create(RING_RECORDS)?;
+    let sink = Gather {
+        board: Arc::clone(&shared.board),
+        dir: run.dir.clone(),
+        kind,
+        columns: records * RECORD_WORDS,
+        counts: Counts::of(run),
+        running: None,
+        words: Vec::new(),
+    };
+    let mut all = vec![
+        ("tool", kind.to_owned()),
+        ("board", shared.path()),
+        ("ram", run.ram.argument()),
+        ("ramfile", run.ram.file.display().to_string()),
+    ];
+    all.extend(arguments);
+    Ok(Box::new(Ringed::new(run, Reader::start(shared, sink.ready())?, all)))
 }
 
 struct Gather {
@@ -81,10 +49,9 @@ struct Gather {
     dir: PathBuf,
     kind: &'static str,
     columns: usize,
-    pending: std::vec::IntoIter<(Interval, bool)>,
+    counts: Counts,
     running: Option<(Interval, bool)>,
     words: Vec<u64>,
-    base: u64,
 }
 
 impl Gather {
@@ -94,10 +61,7 @@ impl Gather {
     }
 
     fn next_interval(&mut self) {
-        self.running = self.pending.next();
-        let begun = self.board.counted(0);
-        let start = self.running.map_or(0, |(interval, _)| interval.start.0);
-        self.base = start.wrapping_sub(begun).wrapping_sub(1);
+        self.running = self.counts.next_interval(self.board.counted(0));
     }
 }
 
@@ -113,8 +77,7 @@ impl Sink for Gather {
             return Err(Error::Plugin { operation: "taking its records", problem });
         }
         if self.words.len().is_multiple_of(self.columns) {
-            let last = interval.end.0.saturating_sub(1).max(interval.start.0);
-            record[0] = self.base.wrapping_add(record[0]).min(last);
+            record[0] = self.counts.icount(record[0]);
         }
         self.words.extend(record);
         Ok(())

@@ -7,8 +7,9 @@
 //! start is added to what was counted since the cut before. An instruction that a fault starts again counts twice, which QEMU's own count
 //! does not; so what lies beyond the interval's end is put at its last instruction, and the column never falls.
 
-use super::{Arguments, Description, Running, Tool, check_cuts, option};
-use crate::context::{Interval, MergeContext, Part, RunContext, Summary, part_file};
+use super::ringed::{Counts, Ringed};
+use super::{Arguments, Description, Running, Tool};
+use crate::context::{Interval, MergeContext, RunContext, Summary, part_file};
 use crate::error::{Error, Result};
 use crate::ring::{Reader, SharedBoard, Sink};
 use crate::table::{self, Column, Kind, Layout, Table, Values};
@@ -65,22 +66,19 @@ impl Tool for Memtrace {
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
         let shared = SharedBoard::create(RING_RECORDS)?;
-        let sink = Trace {
+        let mut sink = Trace {
             board: Arc::clone(&shared.board),
             dir: run.dir.clone(),
-            pending: run.warm_up.map(|interval| (interval, false)).into_iter().collect(),
+            counts: Counts::of(run),
             table: None,
             columns: Columns::with_room(),
             sites: Vec::new(),
             count: 0,
-            base: 0,
-            last: 0,
         };
-        let mut sink = sink;
-        sink.pending.extend(run.intervals.iter().map(|&interval| (interval, true)));
-        sink.pending.reverse();
         sink.next_interval()?;
-        Ok(Box::new(Run { context: run.clone(), reader: Reader::start(shared, sink)?, cuts: 0 }))
+        let arguments =
+            vec![("tool", KIND.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
+        Ok(Box::new(Ringed::new(run, Reader::start(shared, sink)?, arguments)))
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
@@ -91,31 +89,6 @@ impl Tool for Memtrace {
         let each = bytes as f64 / rows.max(1) as f64;
         let line = format!("{rows} accesses, {bytes} bytes, {each:.2} each");
         Ok(Summary { lines: vec![line], files: vec![path] })
-    }
-}
-
-struct Run {
-    context: RunContext,
-    reader: Reader,
-    cuts: usize,
-}
-
-impl Running for Run {
-    fn option(&self) -> String {
-        let ram = self.context.ram.argument();
-        option(&self.context.plugin, &[("tool", "memtrace"), ("board", &self.reader.path()), ("ram", &ram)])
-    }
-
-    fn cut(&mut self) -> Result<()> {
-        self.cuts += 1;
-        self.reader.cut()
-    }
-
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
-        self.reader.finish()?;
-        check_cuts(&self.context, self.cuts)?;
-        let part = |&interval| Part { interval, dir: self.context.dir.clone() };
-        Ok(self.context.intervals.iter().map(part).collect())
     }
 }
 
@@ -168,27 +141,19 @@ struct Site {
 struct Trace {
     board: Arc<Board>,
     dir: PathBuf,
-    /// What comes, last first, and whether it is kept.
-    pending: Vec<(Interval, bool)>,
+    counts: Counts,
     /// Of the interval that runs; none where it is dropped, or all are done.
     table: Option<(Table, Interval)>,
     columns: Columns,
     sites: Vec<Site>,
     /// Instructions begun, as of the last record.
     count: u64,
-    /// To be added to that for the recording's own count.
-    base: u64,
-    /// The interval's last instruction.
-    last: u64,
 }
 
 impl Trace {
     fn next_interval(&mut self) -> Result<()> {
         self.count = self.board.counted(0);
-        let Some((interval, kept)) = self.pending.pop() else { return Ok(()) };
-        self.base = interval.start.0.wrapping_sub(self.count).wrapping_sub(1);
-        self.last = interval.end.0.saturating_sub(1).max(interval.start.0);
-        if kept {
+        if let Some((interval, true)) = self.counts.next_interval(self.count) {
             let path = part_file(&self.dir, interval.index, KIND, "parquet");
             self.table = Some((Table::create(&path, COLUMNS)?, interval));
         }
@@ -242,7 +207,7 @@ impl Sink for Trace {
             Ok(page) if physical != UNKNOWN => (page, device),
             _ => (0, site.flags | UNKNOWN_FLAG),
         };
-        let icount = self.base.wrapping_add(self.count).min(self.last);
+        let icount = self.counts.icount(self.count);
         self.columns.icount.push(icount as i64);
         self.columns.pc.push(site.pc);
         self.columns.vaddr.push(vaddr as i64);

@@ -15,6 +15,7 @@ mod hot;
 mod icount;
 mod memtrace;
 mod reduced;
+mod ringed;
 mod syscall_names;
 mod syscalls;
 mod watch;

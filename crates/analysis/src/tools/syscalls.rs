@@ -1,6 +1,6 @@
 //! `syscalls`: system calls of an x86-64 Linux guest.
 
-use super::events::Events;
+use super::events;
 use super::syscall_names::name;
 use super::{Arguments, Description, Running, Tool};
 use crate::context::{MergeContext, RunContext, Summary};
@@ -36,7 +36,7 @@ impl Tool for Syscalls {
     }
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        Events::begin(run, KIND, RECORDS, Vec::new())
+        events::begin(run, KIND, RECORDS, Vec::new())
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {

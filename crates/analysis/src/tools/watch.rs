@@ -1,6 +1,6 @@
 //! `watch`: who wrote to a range of addresses, when, and what.
 
-use super::events::Events;
+use super::events;
 use super::{Arguments, Description, Running, SYMBOLS, Tool};
 use crate::context::{MergeContext, RunContext, Summary};
 use crate::csv::{Csv, cell};
@@ -60,7 +60,7 @@ impl Tool for Watch {
             ("len", self.len_bytes.to_string()),
             ("space", self.space.to_owned()),
         ];
-        Events::begin(run, KIND, RECORDS, arguments)
+        events::begin(run, KIND, RECORDS, arguments)
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {

@@ -5,12 +5,16 @@
 //!   Recording::make    boot ... KF READY │ checkpoint 0 ── run ── │ checkpoint 1 ── run ── │ checkpoint 2     rr=record
 //!   Recording::replay  from a checkpoint to later ones, each stop exact                                    rr=replay
 //! ```
+//!
+//! Intervals begin and end just behind a checkpoint, where the log has nothing: at a checkpoint an interrupt may come before or
+//! after a replay that goes on stops there.
 
 #![allow(dead_code, reason = "tests and examples use different parts")]
 
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::tools::{Running, Tool};
 use keyframe_analysis::{GuestRam, Icount, Interval, MergeContext, Part, RamRange, RunContext, Summary};
+use keyframe_replay::log::Boundaries;
 use keyframe_units::GuestPhys;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -184,13 +188,15 @@ pub struct Recording {
     pub dir: tempfile::TempDir,
     pub qemu: Qemu,
     pub checkpoints: Vec<Icount>,
+    /// Behind each checkpoint, where its interval begins.
+    pub starts: Vec<Icount>,
 }
 
 impl Recording {
     /// Boots the small guest with `work` and takes `count` checkpoints, `apart` from each other, once it is ready.
     pub fn make(qemu: &Qemu, work: &str, count: usize, apart: Duration) -> Self {
         let dir = tempfile::Builder::new().prefix("keyframe-analysis-").tempdir().unwrap();
-        let mut recording = Self { dir, qemu: qemu.clone(), checkpoints: Vec::new() };
+        let mut recording = Self { dir, qemu: qemu.clone(), checkpoints: Vec::new(), starts: Vec::new() };
         let line = recording.line(work, "record", &recording.file("ram"), &[]);
         let mut vm = Vm::start(&line, recording.dir.path());
         let until = Instant::now() + PATIENCE;
@@ -212,6 +218,9 @@ impl Recording {
         println!("checkpoints {:?}, end {:?}", recording.checkpoints, vm.icount());
         vm.quit();
         std::fs::write(recording.file("work"), work).unwrap();
+        let boundaries = Boundaries::read(&recording.file("log")).unwrap();
+        let behind = |at: &Icount| Icount(boundaries.next_unambiguous(at.0).expect("the log goes on"));
+        recording.starts = recording.checkpoints.iter().map(behind).collect();
         recording
     }
 
@@ -240,13 +249,9 @@ impl Recording {
         self.dir.path().join(name)
     }
 
-    /// Between checkpoints.
-    pub fn interval(&self, index: usize) -> Interval {
-        Interval { index: index as u32, start: self.checkpoints[index], end: self.checkpoints[index + 1] }
-    }
-
     pub fn intervals(&self) -> Vec<Interval> {
-        (0..self.checkpoints.len() - 1).map(|index| self.interval(index)).collect()
+        let pairs = self.starts.windows(2).enumerate();
+        pairs.map(|(index, pair)| Interval { index: index as u32, start: pair[0], end: pair[1] }).collect()
     }
 
     fn line(&self, work: &str, mode: &str, ram: &Path, extra: &[String]) -> Vec<String> {
@@ -313,26 +318,28 @@ impl Recording {
         vm
     }
 
-    /// What a tool is told of a run over `intervals`, in a directory of its own.
-    pub fn context(&self, dir: &Path, warm_up: Option<Interval>, intervals: Vec<Interval>) -> RunContext {
+    /// What a tool is told of a run from checkpoint `from` over `intervals`, in a directory of its own.
+    pub fn context(&self, dir: &Path, from: usize, intervals: Vec<Interval>) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
+        let warm_up =
+            Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
         let range = RamRange { guest: GuestPhys(0), offset_bytes: 0, len_bytes: RAM_MIB << 20 };
         RunContext {
             interface: self.qemu.interface,
             plugin: plugin::place(self.dir.path(), self.qemu.interface).unwrap(),
             ram: GuestRam { file: dir.join("ram"), ranges: vec![range] },
             dir: dir.to_owned(),
-            warm_up,
+            warm_up: Some(warm_up),
             intervals,
         }
     }
 
     /// Replays what `context` says under `running`; returns the parts and QEMU's CPU time from the start of the first interval.
     pub fn replay(&self, context: &RunContext, mut running: Box<dyn Running>) -> (Vec<Part>, Duration) {
-        let all: Vec<Interval> = context.warm_up.into_iter().chain(context.intervals.clone()).collect();
-        let mut vm = self.restored(all[0].index as usize, &context.dir, Some(running.option()));
+        let warm_up = context.warm_up.unwrap();
+        let mut vm = self.restored(warm_up.index as usize, &context.dir, Some(running.option()));
         let before = vm.cpu();
-        for interval in &all {
+        for interval in [warm_up].iter().chain(&context.intervals) {
             self.run_to(&mut vm, interval.end);
             running.cut().unwrap();
         }
@@ -353,9 +360,9 @@ impl Recording {
     pub fn side_by_side(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
         let each = self.intervals().into_iter().map(|interval| {
             let dir = self.file(&format!("{name}-{}", interval.index));
-            let warm_up = (tool.warm_up_instructions() > 0 && interval.index > 0)
-                .then(|| self.interval(interval.index as usize - 1));
-            let context = self.context(&dir, warm_up, vec![interval]);
+            let warms = tool.warm_up_instructions() > 0;
+            let from = (interval.index as usize).saturating_sub(usize::from(warms));
+            let context = self.context(&dir, from, vec![interval]);
             self.replay(&context, tool.begin(&context).unwrap()).0
         });
         each.flatten().collect()
@@ -363,7 +370,7 @@ impl Recording {
 
     /// One QEMU for all.
     pub fn in_sequence(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
-        let context = self.context(&self.file(name), None, self.intervals());
+        let context = self.context(&self.file(name), 0, self.intervals());
         self.replay(&context, tool.begin(&context).unwrap()).0
     }
 
