@@ -57,9 +57,8 @@ fn main() {
         let recording = Recording::make(&qemu, &work, 2, Duration::from_millis(1500));
         println!("{} ({}), {:?}", qemu.path, qemu.interface, recording.intervals());
         let mut best = [(Duration::MAX, Duration::ZERO); 4];
-        let context = |way: usize| {
-            recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals())
-        };
+        let context =
+            |way: usize| recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals());
         for _ in 0..turns {
             for (number, way) in WAYS.into_iter().enumerate() {
                 let took = once(&recording, way, &context(number));

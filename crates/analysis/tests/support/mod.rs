@@ -321,8 +321,7 @@ impl Recording {
     /// What a tool is told of a run from checkpoint `from` over `intervals`, in a directory of its own.
     pub fn context(&self, dir: &Path, from: usize, intervals: Vec<Interval>) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
-        let warm_up =
-            Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
+        let warm_up = Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
         let range = RamRange { guest: GuestPhys(0), offset_bytes: 0, len_bytes: RAM_MIB << 20 };
         RunContext {
             interface: self.qemu.interface,
