@@ -307,6 +307,18 @@ impl LoadedDisks {
         self.map.next(from)
     }
 
+    /// The first block, at or behind `from`, for which this and `other`, of the same VM, do not name one record: it may hold
+    /// something else.
+    pub fn next_differing(&self, other: &Self, mut from: PageIndex) -> Option<PageIndex> {
+        loop {
+            let next = self.next_block(from).into_iter().chain(other.next_block(from)).min()?;
+            if self.record(next) != other.record(next) {
+                return Some(next);
+            }
+            from = PageIndex(next.0.checked_add(1)?);
+        }
+    }
+
     /// Blocks of all disks of which something is known.
     pub fn known_blocks(&self) -> u64 {
         self.map.known_blocks()

@@ -3,12 +3,16 @@
 use super::recorded::RecordedArgs;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
-use crate::replaying::{Difference, Reached, Replay, Source, With, differing, differing_vms, jobs, until};
+use crate::replaying::{
+    Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms, jobs, until,
+};
 use indicatif::ProgressBar;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place};
+use keyframe_store::LoadedDisks;
 use keyframe_units::CheckpointId;
 use serde::Serialize;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -16,7 +20,7 @@ use std::time::{Duration, Instant};
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one; there all of its RAM must
-be that checkpoint's, page by page. A replay that has come off its log stands still for ever: that is noticed, and told with the
+be that checkpoint's, page by page, and all that it or the recording has written to disks, block by block. A replay that has come off its log stands still for ever: that is noticed, and told with the
 interval, the instruction and the processor's registers. The last interval ends with the log, where there is nothing to compare
 with: it must get there.
 
@@ -56,6 +60,10 @@ struct Checked {
     differing_pages: u64,
     /// The first of them: RAM block, offset in it in bytes.
     first_differing: Vec<(String, u64)>,
+    /// Blocks of 4096 bytes of disks.
+    differing_blocks: u64,
+    /// The first of them: disk, offset in it in bytes.
+    first_differing_blocks: Vec<(String, u64)>,
     /// Why it did not get to its end.
     error: Option<String>,
     /// From QEMU's start to its end.
@@ -109,13 +117,27 @@ impl Verify {
             if wrong == 0 && !self.quiet {
                 let compared = report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
                 output::print_line(&format!(
-                    "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages differ",
+                    "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages of RAM and 0 blocks of \
+                     disks differ",
                     report.intervals.len(),
                     report.instructions
                 ))?;
             }
         }
         Ok(if wrong == 0 { DONE } else { FAILED })
+    }
+}
+
+/// How a replay differs from what it is to be.
+#[derive(Default)]
+struct Differences {
+    ram: Difference,
+    disks: Difference,
+}
+
+impl Differences {
+    fn are_none(&self) -> bool {
+        self.ram.count == 0 && self.disks.count == 0
     }
 }
 
@@ -129,9 +151,10 @@ fn say_wrong(one: &Checked) {
         eprintln!("keyframe: {which}: {error}");
         return;
     }
-    eprintln!("keyframe: {which}: {} pages differ at its end", one.differing_pages);
-    for (block, offset) in &one.first_differing {
-        eprintln!("keyframe:   {block} at {offset:#x}");
+    let (pages, blocks) = (one.differing_pages, one.differing_blocks);
+    eprintln!("keyframe: {which}: {pages} pages of RAM and {blocks} blocks of disks differ at its end");
+    for (name, offset) in one.first_differing.iter().chain(&one.first_differing_blocks) {
+        eprintln!("keyframe:   {name} at {offset:#x}");
     }
 }
 
@@ -140,7 +163,7 @@ fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &Progres
     let found = replayed(source, interval, limits, bar);
     let (difference, compared_at, error) = match found {
         Ok((difference, compared_at)) => (difference, compared_at, None),
-        Err(failure) => (Difference::default(), None, Some(failure.message)),
+        Err(failure) => (Differences::default(), None, Some(failure.message)),
     };
     Checked {
         index: interval.index,
@@ -149,9 +172,11 @@ fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &Progres
         end: interval.end_icount,
         compared_with: interval.end.map(|id| id.0),
         compared_at,
-        exact: error.is_none() && difference.pages == 0,
-        differing_pages: difference.pages,
-        first_differing: difference.first,
+        exact: error.is_none() && difference.are_none(),
+        differing_pages: difference.ram.count,
+        first_differing: difference.ram.first,
+        differing_blocks: difference.disks.count,
+        first_differing_blocks: difference.disks.first,
         error,
         wall_ns: output::elapsed_ns(began),
     }
@@ -162,7 +187,7 @@ fn replayed(
     interval: &Interval,
     (interrupted, patience): Limits<'_>,
     bar: &ProgressBar,
-) -> Result<(Difference, Option<u64>), Failure> {
+) -> Result<(Differences, Option<u64>), Failure> {
     let with = With { patience, ..With::default() };
     let mut replay = Replay::start(source, interval.begin, until(interval), &with)?;
     let mut told = interval.begin.icount;
@@ -173,13 +198,13 @@ fn replayed(
     let reached = replay.arrive(interrupted, &mut tell)?;
     tell(interval.end_icount);
     let difference = match (reached, interval.end) {
-        (Reached::There, Some(end)) => differing_from(source, &mut replay, end)?,
+        (Reached::There, Some(end)) => differing_from(source, &mut replay, interval.begin.checkpoint, end)?,
         (Reached::Interrupted, _) => return Err(Failure::new("interrupted")),
-        _ => Difference::default(),
+        _ => Differences::default(),
     };
     replay.end()?;
     match interval.end {
-        Some(end) if difference.pages > 0 => {
+        Some(end) if !difference.are_none() => {
             let (difference, at) = beyond(source, interval, end, &with, interrupted)?;
             Ok((difference, Some(at)))
         }
@@ -196,7 +221,7 @@ fn beyond(
     end: CheckpointId,
     with: &With,
     interrupted: &AtomicBool,
-) -> Result<(Difference, u64), Failure> {
+) -> Result<(Differences, u64), Failure> {
     let Some(at) = source.boundaries()?.next_unambiguous(interval.end_icount) else {
         return at_log_end(source, interval, end, with, interrupted);
     };
@@ -209,7 +234,11 @@ fn beyond(
         return Err(Failure::new("interrupted"));
     }
     let layout = other.loaded.meta.ram.clone();
-    let difference = differing_vms(one.restored(), other.restored(), &layout)?;
+    let ram = differing_vms(one.restored(), other.restored(), &layout)?;
+    let [of_one, of_other] = [disks_of(source, interval.begin.checkpoint)?, disks_of(source, end)?];
+    let disks =
+        differing_disks(&mut Side::new(of_one, one.served()), &mut Side::new(of_other, other.served()))?;
+    let difference = Differences { ram, disks };
     one.end().and(other.end())?;
     Ok((difference, at))
 }
@@ -221,18 +250,30 @@ fn at_log_end(
     end: CheckpointId,
     with: &With,
     interrupted: &AtomicBool,
-) -> Result<(Difference, u64), Failure> {
+) -> Result<(Differences, u64), Failure> {
     let mut replay = Replay::start(source, interval.begin, Until::LogEnd, with)?;
     if replay.arrive(interrupted, &mut |_| ())? == Reached::Interrupted {
         return Err(Failure::new("interrupted"));
     }
-    let difference = differing_from(source, &mut replay, end)?;
+    let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
     replay.end()?;
     Ok((difference, source.recording.meta.instructions))
 }
 
-/// How the RAM of `replay` differs from that of checkpoint `end`.
-fn differing_from(source: &Source, replay: &mut Replay, end: CheckpointId) -> Result<Difference, Failure> {
+/// How `replay`, which began at checkpoint `begin`, differs from checkpoint `end`.
+fn differing_from(
+    source: &Source,
+    replay: &mut Replay,
+    begin: CheckpointId,
+    end: CheckpointId,
+) -> Result<Differences, Failure> {
     let expected = source.store.load(end).map_err(|e| Failure::store(&e, source.store.path()))?;
-    differing(replay.restored(), &expected)
+    let ram = differing(replay.restored(), &expected)?;
+    let [of_begin, of_end] = [disks_of(source, begin)?, disks_of(source, end)?];
+    let disks = differing_disks(&mut Side::new(of_begin, replay.served()), &mut Side::new(of_end, None))?;
+    Ok(Differences { ram, disks })
+}
+
+fn disks_of(source: &Source, id: CheckpointId) -> Result<Arc<LoadedDisks>, Failure> {
+    source.store.load_disks(id).map(Arc::new).map_err(|e| Failure::store(&e, source.store.path()))
 }

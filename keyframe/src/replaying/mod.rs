@@ -24,7 +24,7 @@ mod travel;
 
 pub use analysis::{Analysis, Done, Head};
 pub use captured::Captured;
-pub use compare::{Difference, differing, differing_vms};
+pub use compare::{Difference, Side, differing, differing_disks, differing_vms};
 pub use console::console;
 pub use course::{Course, Known, Live};
 pub use debugging::Debugger;

@@ -101,6 +101,11 @@ impl Replay {
         &mut self.alive.restored
     }
 
+    /// Its disks.
+    pub fn served(&mut self) -> Option<&mut Served> {
+        self.alive.disks.as_mut().map(|(served, _)| served)
+    }
+
     /// Waits until it is where it runs to.
     pub fn arrive(
         &mut self,

@@ -1,5 +1,6 @@
 //! Whether a replay's RAM is a checkpoint's: all of it, page by page.
 
+use super::Difference;
 use crate::failure::Failure;
 use keyframe_kernel::{Process, read_memory};
 use keyframe_qemu::restore::Restored;
@@ -8,18 +9,6 @@ use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 
 /// Pages that are compared at once: 8 MiB.
 const BATCH_PAGES: u64 = 2048;
-/// Pages that are named one by one.
-const NAMED_MAX: usize = 16;
-
-/// Where two RAMs differ.
-#[derive(Clone, Debug, Default)]
-pub struct Difference {
-    /// How many pages.
-    pub pages: u64,
-    /// The first of them: RAM block, offset in it in bytes.
-    pub first: Vec<(String, u64)>,
-}
-
 /// Compares the RAM of a VM that stands with that of `loaded`.
 pub fn differing(restored: &mut Restored, loaded: &Loaded) -> Result<Difference, Failure> {
     compare(restored, &loaded.meta.ram, &mut |part, expected| {
@@ -79,10 +68,7 @@ fn compare(restored: &mut Restored, layout: &RamLayout, expect: Expected<'_>) ->
             read_memory(&process, at, &mut actual).map_err(|e| Failure::kernel(&e))?;
             let pairs = expected.chunks_exact(PAGE_BYTES).zip(actual.chunks_exact(PAGE_BYTES));
             for (offset, _) in (done..).zip(pairs).filter(|(_, (a, b))| a != b) {
-                difference.pages += 1;
-                if difference.first.len() < NAMED_MAX {
-                    difference.first.push((wanted.name.clone(), offset * PAGE_BYTES as u64));
-                }
+                difference.add(&wanted.name, offset * PAGE_BYTES as u64);
             }
             done += part.len_pages;
         }
