@@ -5,6 +5,7 @@
 
 mod debugger;
 pub mod disks;
+mod echo;
 mod exact;
 mod foreign;
 mod hash;
@@ -27,6 +28,7 @@ pub mod libvirt;
 pub mod s3;
 
 pub use debugger::Debugger;
+pub use echo::echo;
 pub use exact::{
     assert_no_errors, assert_restores_exactly, assert_restores_exactly_with, audited, restored_pid,
 };

@@ -2,11 +2,9 @@
 //! page, for every backing of RAM and with devices writing to it.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, guest_dir, number,
+    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, guest_dir, number,
 };
 use serde_json::Value;
-use std::io::{Read, Write};
-use std::net::TcpListener;
 
 /// Takes checkpoints of a booted guest under load, each audited against a full copy, then restores some of them paused
 /// and compares their live RAM with the copy.
@@ -108,22 +106,7 @@ fn a_disk_that_writes_to_ram_by_dma() {
 
 #[test]
 fn a_network_card_under_load() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    // Echoes until the guest goes away; ends with the test program.
-    std::thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            std::thread::spawn(move || {
-                let (mut from, mut to) = (stream.try_clone().expect("clone a socket"), stream);
-                let mut buffer = vec![0; 65536];
-                while let Ok(n) = from.read(&mut buffer) {
-                    if n == 0 || to.write_all(&buffer[..n]).is_err() {
-                        break;
-                    }
-                }
-            });
-        }
-    });
+    let port = echo();
     let boot = Boot::new(&format!("net kf.net=10.0.2.2:{port}")).with(&[
         "-netdev",
         "user,id=n0",

@@ -28,6 +28,7 @@ mod mount;
 mod ops;
 mod profile;
 mod record;
+mod recordings;
 mod reflink;
 mod refusals;
 mod rollback;

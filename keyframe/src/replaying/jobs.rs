@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_replay::interval::Interval;
+use std::cmp::Reverse;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -17,7 +18,8 @@ pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
 }
 
 /// Has `job` done for each of `intervals`, `jobs` at a time, or as many as there are cores. Those that were begun before
-/// `interrupted`; in any order.
+/// `interrupted`; in any order. The longest begin first, so that all jobs end at about the same time (longest processing time
+/// first: Graham, Bounds on multiprocessing timing anomalies, 1969).
 pub fn side_by_side<T: Send>(
     intervals: &[Interval],
     jobs: Option<u64>,
@@ -26,11 +28,13 @@ pub fn side_by_side<T: Send>(
 ) -> Vec<T> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let jobs = jobs.map_or(cores, |n| n as usize).min(intervals.len().max(1));
+    let mut longest_first: Vec<&Interval> = intervals.iter().collect();
+    longest_first.sort_by_key(|interval| Reverse(interval.len()));
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(intervals.len())));
     std::thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
-                while let Some(interval) = intervals.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(interval) = longest_first.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if interrupted.load(Ordering::Relaxed) {
                         return;
                     }

@@ -363,6 +363,10 @@ impl Starting {
             ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
                 .map(String::from),
         );
+        if plan.replays.is_some() {
+            // A network card that has come to another host tells the guest, which tells the network: nothing that was recorded.
+            words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
+        }
         words.extend(state.arguments_of(plan.lineage.as_ref().map(Lineage::mark)));
         words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);

@@ -1,0 +1,85 @@
+//! Recordings at length: of every kind and both QEMUs, with dozens of intervals, minutes or a large guest, each interval exact in
+//! RAM and on disks. For `make soak`: together they take a quarter of an hour.
+
+use keyframe_tests::{Bench, Boot, Process, Qemu, disks, echo, number, qemus};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::time::Duration;
+
+/// A recording: how long, with a checkpoint how often, and how many exact ends of intervals it must have at least.
+struct Length {
+    runs: Duration,
+    every: &'static str,
+    compared_min: usize,
+}
+
+const INTERVALS: Length = Length { runs: Duration::from_secs(16), every: "400ms", compared_min: 30 };
+const MINUTES: Length = Length { runs: Duration::from_mins(5), every: "5s", compared_min: 50 };
+
+fn guest(qemu: &Qemu, work: &str) -> Boot {
+    Boot { qemu: qemu.path.clone(), machine: "q35".into(), mem_mib: 96, ..Boot::new(work) }
+}
+
+/// Records `boot` for so long once its guest is ready, and verifies all of it.
+fn exact_at_length(bench: &Bench, boot: &Boot, length: &Length) {
+    let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", length.every, "--"]);
+    command.args(boot.command());
+    let mut vm = Process::start(command);
+    vm.wait_for("KF READY");
+    std::thread::sleep(length.runs);
+    vm.signal(Signal::INT);
+    assert!(vm.wait().success(), "{}", vm.report());
+    let output = bench.run(&["verify", "R", "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let all = report["intervals"].as_array().expect("intervals");
+    let compared = all.iter().filter(|one| !one["compared_with"].is_null()).count();
+    println!("{}: {} intervals, {compared} compared", boot.qemu, all.len());
+    let wrong: Vec<&Value> = all.iter().filter(|one| one["exact"] != true).collect();
+    assert!(wrong.is_empty() && output.status.success(), "{wrong:#?}");
+    assert!(compared >= length.compared_min, "{compared} of {}", number(&report, "instructions"));
+}
+
+fn with_disk(bench: &Bench, boot: Boot) -> Boot {
+    boot.with(&disks::words(&disks::virtio(&disks::image(bench), "raw")))
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_without_a_disk() {
+    for qemu in qemus() {
+        for work in ["compute", "hash+dirty kf.mib=12"] {
+            exact_at_length(&Bench::without_store(), &guest(&qemu, work), &INTERVALS);
+        }
+    }
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_with_a_disk() {
+    for qemu in qemus() {
+        let bench = Bench::without_store();
+        exact_at_length(&bench, &with_disk(&bench, guest(&qemu, "journal")), &INTERVALS);
+    }
+}
+
+/// With virtio-net, whose replays do not end on the distribution's QEMU: `record` refuses it there.
+#[test]
+#[ignore = "make soak"]
+fn soak_with_a_network() {
+    let port = echo();
+    for qemu in qemus().iter().filter(|qemu| qemu.label != "distribution") {
+        let boot = guest(qemu, &format!("net kf.net=10.0.2.2:{port}"));
+        let card = ["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0,romfile="];
+        exact_at_length(&Bench::without_store(), &boot.with(&card), &INTERVALS);
+    }
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_for_minutes_with_a_large_guest() {
+    for qemu in qemus() {
+        let bench = Bench::without_store();
+        let boot = with_disk(&bench, guest(&qemu, "journal+hash kf.mib=256"));
+        exact_at_length(&bench, &Boot { mem_mib: 1024, ..boot }, &MINUTES);
+    }
+}
