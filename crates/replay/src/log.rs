@@ -39,6 +39,8 @@ pub enum Event {
     Shutdown(u8),
     /// A checkpoint of the log's own: its number.
     Checkpoint(u8),
+    /// A device's bottom half ran that had been scheduled at this instruction.
+    BottomHalf(u64),
     /// The log ends.
     End,
     /// Any other.
@@ -134,6 +136,7 @@ impl<R: Read> Events<R> {
                 Event::ConsoleOutput(result)
             }
             28 => Event::HostClock(i64::from_be_bytes(self.bytes(len)?)),
+            3 => Event::BottomHalf(u64::from_be_bytes(self.bytes(len)?)),
             30..=38 => Event::Checkpoint(kind - 30),
             39 => Event::End,
             _ => {
@@ -148,7 +151,7 @@ impl<R: Read> Events<R> {
         match kind {
             1 | 2 | 6 => Ok(()),
             // Bottom halves and block requests have a number; so has a clock.
-            3 | 4 | 8 | 29 => self.bytes::<8>(len).map(drop),
+            4 | 8 | 29 => self.bytes::<8>(len).map(drop),
             5 => self.input_event(len),
             // The console; the network.
             7 => self.bytes::<1>(len).and_then(|_| self.data(len)),
@@ -259,6 +262,9 @@ pub struct Boundaries {
     all: Vec<u64>,
     /// Those at which a disk answered.
     answers: Vec<u64>,
+    /// See [`Boundaries::holds`].
+    holds: Vec<u64>,
+    last: Option<Event>,
 }
 
 impl Boundaries {
@@ -277,8 +283,13 @@ impl Boundaries {
         let of = match placed.event {
             Event::Instructions(_) => &mut self.all,
             Event::Other(BLOCK) => &mut self.answers,
-            _ => return,
+            Event::BottomHalf(_) if self.last == Some(placed.event) => &mut self.holds,
+            _ => {
+                self.last = Some(placed.event);
+                return;
+            }
         };
+        self.last = Some(placed.event);
         if of.last() != Some(&placed.icount) {
             of.push(placed.icount);
         }
@@ -287,6 +298,12 @@ impl Boundaries {
     /// The log's instructions.
     pub fn end(&self) -> u64 {
         self.all.last().copied().unwrap_or(0)
+    }
+
+    /// The instructions at which the recorded VM stood while a network card was about to send. When a VM goes on, such a card schedules the bottom
+    /// half that sends once more, so that the log has it twice; a replay gets by only if it stands there too.
+    pub fn holds(&self) -> &[u64] {
+        &self.holds
     }
 
     /// Whether a VM has one state only at instruction `icount`.

@@ -79,7 +79,8 @@ impl Record {
         let first = self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
         let first = first.transpose()?;
         let store = first.as_ref().unwrap_or(&kept);
-        let recorded = Recorded { recording: id.clone(), log: recording.log_path(), machine: None };
+        let recorded =
+            Recorded { recording: id.clone(), log: recording.log_path(), machine: None, begin: None };
         let options = Options {
             name: self.name.clone(),
             verbose: self.verbose,

@@ -70,7 +70,7 @@ impl Segment {
         }
         let source = self.source()?;
         let there = source.places()?;
-        let begin = first(&there, &source)?;
+        let first = first(&there, &source)?;
         let asked = self.cuts(&source)?;
         let missing = (0..).zip(&asked).filter(|(n, cut)| !is_there(&there, **cut, asked.get(n + 1)));
         let cuts: Vec<u64> = missing.map(|(_, cut)| *cut).collect();
@@ -82,6 +82,9 @@ impl Segment {
             });
             return Ok(DONE);
         }
+        // From the last checkpoint before what is missing.
+        let before = there.iter().rev().find(|place| cuts.first().is_some_and(|cut| place.icount < *cut));
+        let begin = before.copied().unwrap_or(first);
         let instructions = source.recording.meta.instructions;
         let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()? };

@@ -6,6 +6,7 @@ use keyframe_qemu::{Event, Vm};
 use keyframe_replay::interval::Interval;
 use keyframe_replay::{Progress, Verdict};
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -61,17 +62,33 @@ impl Replaying for Vm {
 }
 
 /// A replay's way.
-#[derive(Clone, Copy, Debug)]
+///
+/// ```text
+///   from ──▶ hold: stands for a moment, as the recorded VM did ──▶ hold ──▶ ... ──▶ until
+/// ```
+#[derive(Clone, Debug)]
 pub struct Passage {
     /// Where it is, as far as is known.
     pub icount: u64,
     /// Where it runs to.
     pub until: Until,
+    /// Where it stands for a moment on its way, rising.
+    pub holds: Arc<[u64]>,
     /// How long it may stand at one instruction before it counts as having come off its log.
     pub patience: Duration,
 }
 
 impl Passage {
+    /// Where it stops next: its end, or a hold before that.
+    pub fn next_stop(&self) -> Until {
+        let next = self.holds.partition_point(|hold| *hold <= self.icount);
+        match (self.holds.get(next), self.until) {
+            (Some(&hold), Until::Instruction(end)) if hold < end => Until::Instruction(hold),
+            (Some(&hold), Until::LogEnd) => Until::Instruction(hold),
+            (_, until) => until,
+        }
+    }
+
     /// Lets it run on from where it stands to `until`, and waits until it is there, as [`Passage::arrive`] does.
     pub fn go_on(
         &mut self,
@@ -80,15 +97,20 @@ impl Passage {
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
     ) -> Result<Reached, Failure> {
+        self.until = until;
+        self.run(replay.vm())?;
+        self.arrive(replay, interrupted, tell)
+    }
+
+    /// Lets it run on to where it stops next.
+    fn run(&self, vm: &mut Vm) -> Result<(), Failure> {
         let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
-        let qmp = replay.vm().qmp();
+        let qmp = vm.qmp();
         qmp.drain_events().map_err(failed)?;
-        if let Until::Instruction(icount) = until {
+        if let Until::Instruction(icount) = self.next_stop() {
             qmp.replay_break(icount).map_err(failed)?;
         }
-        qmp.cont().map_err(failed)?;
-        self.until = until;
-        self.arrive(replay, interrupted, tell)
+        qmp.cont().map_err(failed)
     }
 
     /// Waits until it is where it runs to. `tell` learns now and then where it is.
@@ -110,6 +132,10 @@ impl Passage {
             let Ok(events) = replay.vm().qmp().drain_events() else { return self.gone(replay.vm()) };
             let shut_down = events.iter().any(|event| matches!(event, Event::Shutdown { .. }));
             if shut_down || events.contains(&Event::Stop) {
+                if !shut_down && self.is_held(replay.vm())? {
+                    self.run(replay.vm())?;
+                    continue;
+                }
                 return self.stopped(replay.vm(), shut_down);
             }
             if interrupted.load(Ordering::Relaxed) {
@@ -130,6 +156,17 @@ impl Passage {
             }
             std::thread::sleep(LOOK_EVERY);
         }
+    }
+
+    /// Whether it stands at a hold.
+    fn is_held(&mut self, vm: &mut Vm) -> Result<bool, Failure> {
+        let Until::Instruction(hold) = self.next_stop() else { return Ok(false) };
+        let icount = vm.qmp().icount().map_err(|e| Failure::qemu(&e))?;
+        let is_held = icount == hold && !matches!(self.until, Until::Instruction(end) if end == hold);
+        if is_held {
+            self.icount = icount;
+        }
+        Ok(is_held)
     }
 
     fn stopped(&mut self, vm: &mut Vm, shut_down: bool) -> Result<Reached, Failure> {

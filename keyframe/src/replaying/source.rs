@@ -8,7 +8,7 @@ use keyframe_replay::recording::Readable;
 use keyframe_replay::{Ending, Recording};
 use keyframe_store::Store;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// A recording that can be replayed.
 pub struct Source {
@@ -18,6 +18,7 @@ pub struct Source {
     pub store: Store,
     log: Readable,
     boundaries: OnceLock<Boundaries>,
+    holds: OnceLock<Arc<[u64]>>,
 }
 
 impl Source {
@@ -43,13 +44,13 @@ impl Source {
             adopt_first(&recording, &store, key)?;
         }
         let log = recording.readable_log().map_err(failed)?;
-        Ok(Self { recording, store, log, boundaries: OnceLock::new() })
+        Ok(Self { recording, store, log, boundaries: OnceLock::new(), holds: OnceLock::new() })
     }
 
     /// One that is still being recorded, with the store for its checkpoints.
     pub fn growing(recording: &Recording, store: Store) -> Self {
         let log = recording.growing_log();
-        Self { recording: recording.clone(), store, log, boundaries: OnceLock::new() }
+        Self { recording: recording.clone(), store, log, boundaries: OnceLock::new(), holds: OnceLock::new() }
     }
 
     /// QEMU's log.
@@ -64,6 +65,17 @@ impl Source {
         }
         let read = Boundaries::read(self.log()).map_err(|e| Failure::recording(&e))?;
         Ok(self.boundaries.get_or_init(|| read))
+    }
+
+    /// Where a replay must stand on its way ([`Boundaries::holds`]). None of one that is still being recorded: what follows it takes its
+    /// checkpoints, so that the recording stands nowhere.
+    pub fn holds(&self) -> Result<Arc<[u64]>, Failure> {
+        if let Some(holds) = self.holds.get() {
+            return Ok(Arc::clone(holds));
+        }
+        let is_growing = self.recording.meta.ending == Ending::Recording;
+        let found: Arc<[u64]> = if is_growing { Arc::new([]) } else { self.boundaries()?.holds().into() };
+        Ok(Arc::clone(self.holds.get_or_init(|| found)))
     }
 
     /// Whether its QEMU wrote the log to its end: a replay stands there, with the guest shut down.

@@ -351,8 +351,12 @@ fn looked_into(
     }
     let meta = MachinesMeta::new(members, is_group);
     let disk_metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
+    let has_disks = !disk_metas.is_empty();
     let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());
-    let run = run.map_err(|e| Failure::store(&e, store.path()))?;
+    let mut run = run.map_err(|e| Failure::store(&e, store.path()))?;
+    if let Some(begin) = options.recorded.as_ref().and_then(|recorded| recorded.begin).filter(|_| has_disks) {
+        run.put_disks_of(begin).map_err(|e| Failure::store(&e, store.path()))?;
+    }
     // A group's members come from one checkpoint.
     let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
     let origin = lineage.map(|l| l.checkpoint);

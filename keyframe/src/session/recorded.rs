@@ -1,21 +1,24 @@
 //! A VM that is recorded, or replays a recording, while checkpoints are taken of it.
 //!
 //! ```text
-//!   no disk request under way? ─▶ stop ─▶ still none? ─▶ icount ─▶ ... the checkpoint as of any VM ...
-//!        ▲ a moment │ one is       ▲          │ one is
-//!        └──────────┘              └── cont ◀─┘ a moment
+//!   no request under way? ─▶ stop ─▶ still none? ─▶ icount ─▶ ... the checkpoint as of any VM ...
+//!    ▲ a moment │ one is       ▲          │ one is
+//!    └──────────┘              └── cont ◀─┘ a moment
 //! ```
+//!
+//! Requests are those of disks, and packets that a network card is to send.
 
 use crate::failure::Failure;
 use keyframe_capture::BoxError;
 use keyframe_qemu::record::Queues;
 use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
 use keyframe_store::MachineMeta;
+use keyframe_units::CheckpointId;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long a VM may always have disk requests under way before a checkpoint of it is given up.
+/// How long a VM may always have requests under way before a checkpoint of it is given up.
 const BUSY_MAX: Duration = Duration::from_secs(5);
 /// How long it runs on between two looks.
 const MOMENT: Duration = Duration::from_micros(500);
@@ -32,6 +35,8 @@ pub struct Recorded {
     pub log: PathBuf,
     /// Of a VM that replays it: the machine as the recording's own checkpoints know it.
     pub machine: Option<MachineMeta>,
+    /// Of such a VM: the checkpoint that it began with, whose disks it has.
+    pub begin: Option<CheckpointId>,
 }
 
 impl Recorded {
@@ -49,12 +54,12 @@ impl Recorded {
     }
 }
 
-/// The disks of a VM that is recorded.
+/// The disks and network cards of a VM that is recorded.
 #[derive(Debug, Default)]
 pub struct Disks(Option<Queues>);
 
 impl Disks {
-    /// Waits, while the VM runs, until no disk request is under way, or has been for [`BUSY_MAX`].
+    /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
     ///
     /// A stop that has to be taken back costs the guest time. And where its processor has halted, one stop in some hundred falls
     /// between a timer's end and its handler, which a VM that stands does not run: then only a checkpoint taken there gives
@@ -67,13 +72,13 @@ impl Disks {
         Ok(())
     }
 
-    /// Lets a VM that has just been stopped run on until no disk request is under way as it stands.
+    /// Lets a VM that has just been stopped run on until no request is under way as it stands.
     pub fn settle(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? {
             if began.elapsed() > BUSY_MAX {
                 return Err(format!(
-                    "the guest's disks have had requests under way for {} s without a moment's rest: there a recording \
+                    "the guest's disks and network cards have had requests under way for {} s without a moment's rest: there a recording \
                      cannot be cut",
                     BUSY_MAX.as_secs()
                 )

@@ -29,8 +29,8 @@ pub fn segment(
     let writer = launch::lock(&source.store, "segment", &name, &options)?;
     let until = Until::Instruction(first);
     let with = With::default();
-    let Started { mut restored, disks, loaded } = begin(source, from, until, &with)?;
-    let mut passage = Passage { icount: from.icount, until, patience: with.patience };
+    let mut passage = Passage { icount: from.icount, until, holds: source.holds()?, patience: with.patience };
+    let Started { mut restored, disks, loaded } = begin(source, from, passage.next_stop(), &with)?;
     let arrived = passage.arrive(&mut restored, &interrupted, tell);
     let socket = disks.as_ref().map(|(_, folder)| folder.path().join(SOCKET));
     let (served, _folder) = disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
@@ -61,6 +61,7 @@ pub fn segment(
         recording: source.recording.meta.id.clone(),
         log: source.log().to_owned(),
         machine: Some(machine.clone()),
+        begin: Some(from.checkpoint),
     });
     let found = Found { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
     let beside = Beside { lans: None, disks };
