@@ -73,7 +73,7 @@ pub struct RunContext {
     pub ram: GuestRam,
     /// Where its parts go; there already.
     pub dir: PathBuf,
-    /// What it goes through before the first interval, to warm up; its part is dropped.
+    /// What it goes through before the first interval, as that begins behind its checkpoint; its part is dropped.
     pub warm_up: Option<Interval>,
     /// In order, each beginning where the one before ends.
     pub intervals: Vec<Interval>,

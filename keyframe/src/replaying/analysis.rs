@@ -215,8 +215,7 @@ impl<'a> Analysis<'a> {
         loop {
             tries += 1;
             fresh(&dir)?;
-            let begin = self.begin(interval);
-            let ran = self.run(&dir, begin, std::slice::from_ref(interval), interrupted, tell);
+            let ran = self.run(&dir, std::slice::from_ref(interval), interrupted, tell);
             let _ = match &ran {
                 Ok(_) => writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64()),
                 Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
@@ -242,19 +241,38 @@ impl<'a> Analysis<'a> {
         }
     }
 
-    /// The checkpoint that the replay of `interval` starts from: its own, or the one before, for a tool that warms up.
-    fn begin(&self, interval: &Interval) -> Place {
-        let before = match self.tool.warm_up_instructions() {
-            // Where a simulation of the interval before would end is not where this one begins.
-            _ if self.subject.is_approximate() => None,
-            0 => None,
-            _ => self.all.iter().find(|before| before.end_icount == interval.from_icount),
-        };
-        before.unwrap_or(interval).begin
+    /// The intervals before `first` that warm the tool up for it.
+    fn warm_up(&self, first: &Interval) -> &[Interval] {
+        // Where a simulation of the interval before would end is not where this one begins.
+        if self.subject.is_approximate() {
+            return &[];
+        }
+        let Some(at) = self.all.iter().position(|one| one.index == first.index) else { return &[] };
+        let before = &self.all[..=at];
+        let follow = before.windows(2).rev().take_while(|pair| pair[0].end_icount == pair[1].from_icount);
+        let count = follow.take(self.tool.warm_up_intervals()).count();
+        &self.all[at - count..at]
+    }
+
+    /// The parts of `intervals`, which follow each other, by one QEMU that goes through what warms it up and then them.
+    fn run(
+        &self,
+        dir: &Path,
+        intervals: &[Interval],
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Vec<Part>, Failure> {
+        let Some(first) = intervals.first() else { return Ok(Vec::new()) };
+        let before = self.warm_up(first);
+        let all = [before, intervals].concat();
+        let begin = before.first().unwrap_or(first).begin;
+        let mut parts = self.go_through(dir, begin, &all, interrupted, tell)?;
+        parts.retain(|part| before.iter().all(|one| one.index != part.interval.index));
+        Ok(parts)
     }
 
     /// One QEMU from `begin` on through `intervals`, which follow each other. What lies before them is dropped.
-    fn run(
+    fn go_through(
         &self,
         dir: &Path,
         begin: Place,
@@ -337,7 +355,7 @@ impl<'a> Analysis<'a> {
         } else {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
-        let parts = self.run(&parts, first.begin, &intervals, interrupted, tell)?;
+        let parts = self.run(&parts, &intervals, interrupted, tell)?;
         self.tool.merge(&MergeContext { parts, out: dir }).map_err(|e| Failure::analysis(&e))
     }
 

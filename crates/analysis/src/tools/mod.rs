@@ -49,8 +49,9 @@ pub trait Tool: Send + Sync {
     /// Its name, as parts and logs are labelled.
     fn name(&self) -> &str;
 
-    /// How many instructions before an interval it wants to see, to know the state in which the interval begins.
-    fn warm_up_instructions(&self) -> u64 {
+    /// How many intervals before one it wants to see, to know the state in which that begins: a run then has them as its first
+    /// intervals, and their parts, which know less, are dropped.
+    fn warm_up_intervals(&self) -> usize {
         0
     }
 

@@ -357,12 +357,13 @@ impl Recording {
 
     /// A QEMU for each interval.
     pub fn side_by_side(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
-        let each = self.intervals().into_iter().map(|interval| {
-            let dir = self.file(&format!("{name}-{}", interval.index));
-            let warms = tool.warm_up_instructions() > 0;
-            let from = (interval.index as usize).saturating_sub(usize::from(warms));
-            let context = self.context(&dir, from, vec![interval]);
-            self.replay(&context, tool.begin(&context).unwrap()).0
+        let all = self.intervals();
+        let each = (0..all.len()).map(|index| {
+            let dir = self.file(&format!("{name}-{index}"));
+            let from = index.saturating_sub(tool.warm_up_intervals());
+            let context = self.context(&dir, from, all[from..=index].to_vec());
+            let mut parts = self.replay(&context, tool.begin(&context).unwrap()).0;
+            parts.split_off(index - from)
         });
         each.flatten().collect()
     }
