@@ -22,6 +22,8 @@ mod context;
 mod counted;
 mod csv;
 mod error;
+mod lcov;
+mod lines;
 mod manifest;
 mod part;
 pub mod plugin;

@@ -17,7 +17,7 @@ const TOOLS: [(&str, &[&str], &str); 9] = [
     ("memtrace", &[], "accesses, # bytes, #.# each"),
     ("hot", &["symbols=MAP"], "# % of instructions: block #x"),
     ("working-set", &[], "pages touched in all"),
-    ("coverage", &["symbols=MAP"], "# functions ran"),
+    ("coverage", &["symbols=MAP"], "# of # functions entered"),
     ("watch", &["addr=0x1000000", "len=16M", "space=physical"], "writes by # instructions"),
     ("syscalls", &[], "# clock_gettime"),
     ("cache", &["l1=4K:2", "l2=256K:8", "l3=none"], "level #: # accesses, # misses"),

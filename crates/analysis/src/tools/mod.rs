@@ -129,9 +129,13 @@ impl Arguments {
 
     /// What [`SYMBOLS`] say; none where no file is named.
     fn symbols(&self) -> Result<Symbols> {
-        let slide = self.number("slide", 0, u64::MAX)?.unwrap_or(0);
+        let slide = self.slide()?;
         self.text("symbols")
             .map_or_else(|| Ok(Symbols::default()), |path| Symbols::read(Path::new(path), slide))
+    }
+
+    fn slide(&self) -> Result<u64> {
+        Ok(self.number("slide", 0, u64::MAX)?.unwrap_or(0))
     }
 
     fn missing(&self, name: &str, what: &str) -> Error {
