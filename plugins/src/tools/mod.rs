@@ -10,6 +10,7 @@ mod syscalls;
 mod watch;
 
 pub use memtrace::DEFINITION as TRACE_DEFINITION;
+pub use syscalls::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
 
 use crate::api::{self, Block, Info, PluginId, RawBlock};
 use crate::arguments::Arguments;
