@@ -33,7 +33,7 @@ mod symbols;
 mod table;
 pub mod tools;
 
-pub use context::{GuestRam, Icount, Interval, MergeContext, Part, RamRange, RunContext, Summary};
+pub use context::{GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary};
 pub use error::{Error, Result};
 pub use manifest::Foreign;
 pub use tools::{Description, Running, Tool};

@@ -132,16 +132,14 @@ impl Gathered {
             }
             let (false, Some(line)) = (row.end_sequence(), row.line()) else { continue };
             let index = row.file_index();
-            let file = match numbers.get(&index) {
-                Some(&file) => file,
-                None => {
-                    let Some(entry) = row.file(header) else { continue };
-                    let path = path_of(dwarf, unit, header, entry)?;
-                    let next = u32::try_from(self.files.len())?;
-                    let file = *self.files.entry(path).or_insert(next);
-                    numbers.insert(index, file);
-                    file
-                }
+            let file = if let Some(&file) = numbers.get(&index) {
+                file
+            } else {
+                let Some(entry) = row.file(header) else { continue };
+                let next = u32::try_from(self.files.len())?;
+                let file = *self.files.entry(path_of(dwarf, unit, header, entry)?).or_insert(next);
+                numbers.insert(index, file);
+                file
             };
             before = Some(Piece { start: row.address(), end: 0, file, line: u32::try_from(line.get())? });
         }

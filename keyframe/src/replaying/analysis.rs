@@ -8,14 +8,13 @@
 //!
 //! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
 
-use super::{Subject, With, jobs};
+use super::{Subject, With, jobs, ram};
+use crate::commands::restore::source_of;
 use crate::failure::Failure;
 use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
-use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RamRange, RunContext, Summary, Tool};
-use keyframe_qemu::restore::MAIN_RAM;
+use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Summary, Tool};
 use keyframe_replay::interval::{Interval, Place};
-use keyframe_units::BlockKind;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 use std::io::Read;
@@ -311,23 +310,8 @@ impl<'a> Analysis<'a> {
     fn ram(&self, place: Place) -> Result<GuestRam, Failure> {
         let store = self.subject.store();
         let meta = store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
-        let backends: Vec<_> = meta.ram.blocks().iter().filter(|b| b.kind == BlockKind::Backend).collect();
-        let [main] = backends[..] else {
-            return Err(Failure::new(format!("the recorded VM has {} RAM backends", backends.len()))
-                .fix("analyse recordings of VMs whose RAM is one (-m alone, no NUMA nodes)"));
-        };
-        let regions = meta.machine.guest_map.unwrap_or_default();
-        let mut ranges: Vec<_> = regions
-            .iter()
-            .filter(|region| region.block == main.name)
-            .map(|region| RamRange {
-                guest: region.start,
-                offset_bytes: region.offset_bytes,
-                len_bytes: region.len_bytes,
-            })
-            .collect();
-        ranges.sort_by_key(|range| range.guest.0);
-        Ok(GuestRam { file: MAIN_RAM.into(), ranges })
+        let source = source_of(&meta.machine, &meta.ram);
+        ram::of(&source, &meta.machine.guest_map.unwrap_or_default(), self.interface)
     }
 
     /// The results of all parts.

@@ -261,7 +261,7 @@ mod tests {
     }
 
     fn table(levels: &[&str], warm_up: u64, intervals: u64) -> Table {
-        Table::new(Physical::new("", None).unwrap(), 6, hierarchy(levels), warm_up, intervals)
+        Table::new(Physical::new("", &[]).unwrap(), 6, hierarchy(levels), warm_up, intervals)
     }
 
     #[test]

@@ -278,7 +278,7 @@ mod tests {
         bytes[0x2020..0x2030].copy_from_slice(b"kfguest\0rest....");
         let path = std::env::temp_dir().join(format!("keyframe-tasks-{}-{task:x}", std::process::id()));
         std::fs::write(&path, bytes).unwrap();
-        let physical = Physical::new("0:0:0x3000", path.to_str());
+        let physical = Physical::new("0:0:0x3000", &[format!("0:{}", path.display())]);
         std::fs::remove_file(&path).unwrap();
         physical.unwrap()
     }

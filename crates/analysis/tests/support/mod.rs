@@ -13,7 +13,9 @@
 
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::tools::{Running, Tool};
-use keyframe_analysis::{GuestRam, Icount, Interval, MergeContext, Part, RamRange, RunContext, Summary};
+use keyframe_analysis::{
+    GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
+};
 use keyframe_replay::log::Boundaries;
 use keyframe_units::GuestPhys;
 use serde_json::{Value, json};
@@ -322,11 +324,12 @@ impl Recording {
     pub fn context(&self, dir: &Path, from: usize, intervals: Vec<Interval>) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
         let warm_up = Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
-        let range = RamRange { guest: GuestPhys(0), offset_bytes: 0, len_bytes: RAM_MIB << 20 };
+        let range = RamRange { guest: GuestPhys(0), number: 0, len_bytes: RAM_MIB << 20 };
+        let file = RamFile { number: 0, path: dir.join("ram") };
         RunContext {
             interface: self.qemu.interface,
             plugin: plugin::place(self.dir.path(), self.qemu.interface).unwrap(),
-            ram: GuestRam { file: dir.join("ram"), ranges: vec![range] },
+            ram: GuestRam { files: vec![file], ranges: vec![range] },
             dir: dir.to_owned(),
             warm_up: Some(warm_up),
             intervals,
