@@ -144,8 +144,9 @@ fn tools_see_a_machine_of_two_nodes() {
         let kernel = format!("symbols={}", guest_dir().join("vmlinux").display());
         let (found, out) = analyzed("syscalls", &kernel);
         let calls = std::fs::read_to_string(out.join("syscalls.csv")).expect("read syscalls.csv");
-        assert!(calls.lines().count() > 20, "{found:#}");
-        assert!(calls.lines().skip(1).all(|line| line.ends_with(",kfguest")), "{found:#}");
+        // Stacks and tasks are in the CPU's node.
+        assert!(calls.lines().filter(|line| line.ends_with(",kfguest")).count() > 20, "{found:#}");
+        assert!(calls.lines().all(|line| !line.ends_with(',')), "{found:#}");
     }
 }
 
