@@ -68,7 +68,7 @@ pub fn of(source: &RestoreSource, map: &[GuestRegion], interface: Interface) -> 
     let numbers = match interface {
         Interface::V1 => numbers?,
         // Only files and ranges have to agree.
-        _ => numbers.unwrap_or_else(|_| apart(&made)),
+        Interface::V4 => numbers.unwrap_or_else(|_| apart(&made)),
     };
     let number_of = |block: usize| {
         let found = made.iter().zip(&numbers).find(|(backend, _)| backend.block == block);
