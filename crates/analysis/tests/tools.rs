@@ -119,12 +119,12 @@ fn all_tools(qemu: &Qemu, half: usize) {
     write_map(&recording.file("System.map"));
     compile_program(&recording.file("program"));
     println!("{qemu:?}: {:?}", recording.checkpoints);
-    for number in 0..TOOLS.len() {
+    for (number, (_, arguments, _)) in TOOLS.into_iter().enumerate() {
         // The first two on each QEMU, each other one on one of them, unless all are asked for.
         let all = std::env::var_os("KEYFRAME_EVERY_QEMU").is_some_and(|value| value != "0");
         if all || number < 2 || number % 2 == half {
             equal_in_both_ways(&recording, number);
-            if TOOLS[number].1 == ["symbols=PROGRAM"] {
+            if arguments == ["symbols=PROGRAM"] {
                 lines_are_the_guests(&recording, number);
             }
         }
