@@ -38,5 +38,5 @@ mod stream;
 mod tools;
 
 pub use part::{Header as PartHeader, write as write_part};
-pub use physical::{DEVICE, UNKNOWN};
-pub use tools::{TRACE_DEFINITION, qemu_plugin_install};
+pub use physical::{DEVICE, FILE_ARGUMENTS, UNKNOWN};
+pub use tools::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED, TRACE_DEFINITION, qemu_plugin_install};

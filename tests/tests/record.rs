@@ -1,7 +1,8 @@
 //! Recordings: every interval replays exactly, tools see in parallel what they see in one replay, and what goes wrong is told.
 
 use keyframe_tests::{
-    Bench, Boot, Debugger, Process, a_qemu, differing_pages, disks, live_ram, number, stored_ram, until,
+    Bench, Boot, Debugger, Process, a_qemu, differing_pages, disks, guest_dir, live_ram, number, stored_ram,
+    until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -89,6 +90,63 @@ fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
         assert_eq!(output.status.code(), Some(1));
         let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
         assert!(intervals(&report).iter().all(|one| one["error"].is_string()), "{report:#}");
+    }
+}
+
+/// Main RAM of two backends, the CPU at the second: tools find pages and what stands in them in both.
+#[test]
+fn tools_see_a_machine_of_two_nodes() {
+    const NODE_BYTES: u64 = 48 << 20;
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        let nodes = [
+            "-object",
+            "memory-backend-ram,id=n0,size=48M",
+            "-object",
+            "memory-backend-memfd,id=n1,size=80M",
+            "-numa",
+            "node,nodeid=0,memdev=n0",
+            "-numa",
+            "node,nodeid=1,memdev=n1,cpus=0",
+        ];
+        let boot = Boot { mem_mib: 128, ..guest(&qemu.path, "hash+dirty kf.mib=4") }.with(&nodes);
+        let mut vm = record(&bench, &["--checkpoint-every", "400ms"], &boot);
+        vm.wait_for("KF READY");
+        end_after(&bench, &mut vm, 8);
+        let report = verified(&bench);
+        let all = intervals(&report);
+        let begin = number(&all[all.len() - 3], "begin").to_string();
+        let analyzed = |tool: &str, argument: &str| {
+            let out = format!("A-{tool}");
+            let args =
+                ["analyze", "R", "--tool", tool, "--tool-arg", argument, "--from", &begin, "--out", &out];
+            let found = bench.json(&[&args[..], &["--check-sequential", "--json"]].concat());
+            assert_eq!(found["equals_sequential"], true, "{found:#}");
+            (found, bench.path().join(out))
+        };
+        let (_, out) = analyzed("hot", "top=1000000");
+        let pages = std::fs::read_to_string(out.join("hot-pages.csv")).expect("read hot-pages.csv");
+        let pages: Vec<u64> = pages
+            .lines()
+            .skip(1)
+            .map(|line| {
+                let digits = line.split(',').next().unwrap_or_default().trim_start_matches("0x");
+                u64::from_str_radix(digits, 16).expect("an address")
+            })
+            .collect();
+        let in_node = |node: std::ops::Range<u64>| pages.iter().filter(|page| node.contains(page)).count();
+        let (first, second) = (in_node(0..NODE_BYTES), in_node(NODE_BYTES..128 << 20));
+        println!("{first} pages of node 0, {second} of node 1, of {}", pages.len());
+        // What is no RAM (ROMs, the card's) lies above.
+        assert!(first > 0 && second > 100, "{first} and {second} of {}", pages.len());
+        assert!(first + second + 16 > pages.len(), "{first} and {second} of {}", pages.len());
+
+        let kernel = format!("symbols={}", guest_dir().join("vmlinux").display());
+        let (found, out) = analyzed("syscalls", &kernel);
+        let calls = std::fs::read_to_string(out.join("syscalls.csv")).expect("read syscalls.csv");
+        // Stacks and tasks are in the CPU's node.
+        assert!(calls.lines().filter(|line| line.ends_with(",kfguest")).count() > 20, "{found:#}");
+        assert!(calls.lines().all(|line| !line.ends_with(',')), "{found:#}");
     }
 }
 

@@ -8,6 +8,7 @@
 //! ```
 
 use crate::plugin::Interface;
+use keyframe_plugins::FILE_ARGUMENTS;
 use keyframe_units::GuestPhys;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
@@ -34,31 +35,49 @@ pub struct Interval {
 pub struct RamRange {
     /// Where the guest sees its first byte.
     pub guest: GuestPhys,
-    /// Where that byte is in the RAM file.
-    pub offset_bytes: u64,
+    /// QEMU's number of that byte, as plugins of its interface 1 are told; under interface 4 any that [`RamFile`]s agree with.
+    pub number: u64,
     /// Length.
     pub len_bytes: u64,
 }
 
+/// A file with RAM, which QEMU maps shared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RamFile {
+    /// The number of its first byte.
+    pub number: u64,
+    /// Where QEMU finds it.
+    pub path: PathBuf,
+}
+
 /// The guest's RAM.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestRam {
-    /// The file that QEMU maps shared.
-    pub file: PathBuf,
+    /// One for each memory backend, [`GuestRam::FILES_MAX`] at most.
+    pub files: Vec<RamFile>,
     /// Where it is in the guest's physical address space; the range at 0 first.
     pub ranges: Vec<RamRange>,
 }
 
 impl GuestRam {
+    /// Most files.
+    pub const FILES_MAX: usize = FILE_ARGUMENTS.len();
+
     /// As the plugin takes them.
     pub(crate) fn argument(&self) -> String {
         let mut text = String::new();
         for range in &self.ranges {
             let separator = if text.is_empty() { "" } else { "/" };
-            let (guest, offset, len) = (range.guest.0, range.offset_bytes, range.len_bytes);
-            let _ = write!(text, "{separator}{guest:#x}:{offset:#x}:{len:#x}");
+            let (guest, number, len) = (range.guest.0, range.number, range.len_bytes);
+            let _ = write!(text, "{separator}{guest:#x}:{number:#x}:{len:#x}");
         }
         text
+    }
+
+    /// The files, as the plugin takes them.
+    pub(crate) fn file_arguments(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let text = |file: &RamFile| format!("{:#x}:{}", file.number, file.path.display());
+        FILE_ARGUMENTS.into_iter().zip(self.files.iter().map(text))
     }
 }
 
@@ -73,7 +92,7 @@ pub struct RunContext {
     pub ram: GuestRam,
     /// Where its parts go; there already.
     pub dir: PathBuf,
-    /// What it goes through before the first interval, to warm up; its part is dropped.
+    /// What it goes through before the first interval, as that begins behind its checkpoint; its part is dropped.
     pub warm_up: Option<Interval>,
     /// In order, each beginning where the one before ends.
     pub intervals: Vec<Interval>,

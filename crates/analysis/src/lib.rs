@@ -18,10 +18,13 @@
 //!
 //! Left out: QEMU processes, recordings and where intervals begin (the caller's); a file that is not a tool's own is never read.
 
+mod btf;
 mod context;
 mod counted;
 mod csv;
 mod error;
+mod lcov;
+mod lines;
 mod manifest;
 mod part;
 pub mod plugin;
@@ -30,7 +33,7 @@ mod symbols;
 mod table;
 pub mod tools;
 
-pub use context::{GuestRam, Icount, Interval, MergeContext, Part, RamRange, RunContext, Summary};
+pub use context::{GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary};
 pub use error::{Error, Result};
 pub use manifest::Foreign;
 pub use tools::{Description, Running, Tool};

@@ -23,6 +23,8 @@ struct Symbol {
     name: String,
     /// 0: up to the next.
     len_bytes: u64,
+    /// Its line of a text, its number in an ELF file's table.
+    number: u64,
 }
 
 /// Names by address; none at all where no file is given.
@@ -38,27 +40,24 @@ pub struct Found<'a> {
     pub address: u64,
     /// Its length, up to the next symbol where its own is not known; 0 for the last.
     pub len_bytes: u64,
+    /// Its line of a text, its number in an ELF file's table.
+    pub number: u64,
 }
 
 impl Symbols {
     /// Reads a file of either kind. `slide` is added to each address, for a kernel that placed itself elsewhere.
     pub fn read(path: &Path, slide: u64) -> Result<Self> {
-        let mut bytes = Vec::new();
-        let input = File::open(path).map_err(file("opening the symbols", path))?;
-        input.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(file("reading", path))?;
-        let damaged = |problem: String| Error::Damaged {
-            path: path.to_owned(),
-            place: "symbols".into(),
-            problem: format!("{problem}; name a vmlinux, a System.map or a copy of /proc/kallsyms"),
-        };
-        if bytes.len() as u64 > FILE_BYTES_MAX {
-            return Err(damaged(format!("more than {FILE_BYTES_MAX} bytes")));
+        Self::parse(path, &contents(path)?, slide)
+    }
+
+    /// As [`Symbols::read`], of what the file holds.
+    pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
+        let found = if is_elf(bytes) { elf(bytes) } else { Ok(text(bytes)) };
+        match found {
+            Ok(found) if found.is_empty() => Err(damaged(path, "no function is named there")),
+            Ok(found) => Ok(Self::of(found, slide)),
+            Err(problem) => Err(damaged(path, &problem)),
         }
-        let found = if bytes.starts_with(b"\x7fELF") { elf(&bytes).map_err(damaged)? } else { text(&bytes) };
-        if found.is_empty() {
-            return Err(damaged("no function is named there".into()));
-        }
-        Ok(Self::of(found, slide))
     }
 
     fn of(mut all: Vec<Symbol>, slide: u64) -> Self {
@@ -68,6 +67,11 @@ impl Symbols {
         all.sort_unstable();
         all.dedup_by_key(|symbol| symbol.address);
         Self(all)
+    }
+
+    /// All, by address.
+    pub fn iter(&self) -> impl Iterator<Item = Found<'_>> {
+        self.0.iter().filter_map(|symbol| self.find(symbol.address))
     }
 
     /// Whether there are none.
@@ -82,8 +86,9 @@ impl Symbols {
         let after = self.0.get(next).map_or(0, |following| following.address - symbol.address);
         let len_bytes = if symbol.len_bytes == 0 { after } else { symbol.len_bytes };
         // A program's address is not in the kernel's last function, nor in a gap behind one whose end is known.
-        (address - symbol.address < len_bytes || (len_bytes == 0 && address == symbol.address))
-            .then_some(Found { name: &symbol.name, address: symbol.address, len_bytes })
+        (address - symbol.address < len_bytes || (len_bytes == 0 && address == symbol.address)).then_some(
+            Found { name: &symbol.name, address: symbol.address, len_bytes, number: symbol.number },
+        )
     }
 
     /// `name+0x12`, `name`, or nothing.
@@ -96,25 +101,50 @@ impl Symbols {
     }
 }
 
+/// What a file of symbols holds, whole.
+pub(crate) fn contents(path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let input = File::open(path).map_err(file("opening the symbols", path))?;
+    input.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(file("reading", path))?;
+    if bytes.len() as u64 > FILE_BYTES_MAX {
+        return Err(damaged(path, &format!("more than {FILE_BYTES_MAX} bytes")));
+    }
+    Ok(bytes)
+}
+
+/// Whether they are an ELF file's.
+pub(crate) fn is_elf(bytes: &[u8]) -> bool {
+    bytes.starts_with(b"\x7fELF")
+}
+
+fn damaged(path: &Path, problem: &str) -> Error {
+    Error::Damaged {
+        path: path.to_owned(),
+        place: "symbols".into(),
+        problem: format!("{problem}; name a vmlinux, a System.map or a copy of /proc/kallsyms"),
+    }
+}
+
 fn elf(bytes: &[u8]) -> Result<Vec<Symbol>, String> {
     let parsed = object::File::parse(bytes).map_err(|error| error.to_string())?;
     let functions =
         parsed.symbols().filter(|symbol| symbol.kind() == SymbolKind::Text && symbol.is_definition());
     let named = functions.filter_map(|symbol| {
         let name = symbol.name().ok().filter(|name| !name.is_empty())?.to_owned();
-        Some(Symbol { address: symbol.address(), name, len_bytes: symbol.size() })
+        let number = symbol.index().0 as u64;
+        Some(Symbol { address: symbol.address(), name, len_bytes: symbol.size(), number })
     });
     Ok(named.collect())
 }
 
 fn text(bytes: &[u8]) -> Vec<Symbol> {
-    let lines = bytes.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
-    let symbols = lines.filter_map(|line| {
-        let mut words = line.split_whitespace();
+    let lines = bytes.split(|byte| *byte == b'\n').zip(1..);
+    let symbols = lines.filter_map(|(line, number)| {
+        let mut words = std::str::from_utf8(line).ok()?.split_whitespace();
         let address = u64::from_str_radix(words.next()?, 16).ok()?;
         let kind = words.next()?;
         let name = words.next()?.to_owned();
-        matches!(kind, "t" | "T" | "w" | "W").then_some(Symbol { address, name, len_bytes: 0 })
+        matches!(kind, "t" | "T" | "w" | "W").then_some(Symbol { address, name, len_bytes: 0, number })
     });
     symbols.collect()
 }

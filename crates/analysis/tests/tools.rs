@@ -7,20 +7,23 @@ use keyframe_analysis::plugin::Interface;
 use keyframe_analysis::tools::by_name;
 use std::path::Path;
 use std::time::Duration;
-use support::{Qemu, Recording, qemus};
+use support::{Qemu, Recording, guest_dir, qemus};
 
 const WORK: &str = "hash+dirty kf.mib=4 kf.hash.pause_ms=5";
 
 /// The tools, each with arguments and a line that its result has in any guest that runs, but for digits.
-const TOOLS: [(&str, &[&str], &str); 8] = [
+const TOOLS: [(&str, &[&str], &str); 10] = [
     ("icount", &[], "instructions: # user, # kernel"),
     ("memtrace", &[], "accesses, # bytes, #.# each"),
     ("hot", &["symbols=MAP"], "# % of instructions: block #x"),
     ("working-set", &[], "pages touched in all"),
-    ("coverage", &["symbols=MAP"], "# functions ran"),
+    ("coverage", &["symbols=MAP"], "# of # functions entered"),
+    ("coverage", &["symbols=PROGRAM"], "lines and # of # functions in # source files"),
     ("watch", &["addr=0x1000000", "len=16M", "space=physical"], "writes by # instructions"),
-    ("syscalls", &[], "# clock_gettime"),
+    ("syscalls", &["symbols=KERNEL"], "# by kfguest (thread # of #)"),
     ("cache", &["l1=4K:2", "l2=256K:8", "l3=none"], "level #: # accesses, # misses"),
+    // Larger than what an interval fills: the bounds are apart.
+    ("cache", &["l3=256M:16", "warmup=0"], "level #: # accesses, # misses"),
 ];
 
 /// Numbers as `#`.
@@ -36,10 +39,16 @@ fn shape(text: &str) -> String {
     shape
 }
 
-fn equal_in_both_ways(recording: &Recording, name: &str, arguments: &[&str], line: &str) {
+fn equal_in_both_ways(recording: &Recording, number: usize) {
+    let (tool_name, arguments, line) = TOOLS[number];
+    let name = format!("{tool_name}-{number}");
     let map = recording.file("System.map").display().to_string();
-    let arguments: Vec<String> = arguments.iter().map(|one| one.replace("MAP", &map)).collect();
-    let tool = by_name(name, &arguments).unwrap();
+    let kernel = guest_dir().join("vmlinux").display().to_string();
+    let program = recording.file("program").display().to_string();
+    let filled =
+        |one: &&str| one.replace("MAP", &map).replace("KERNEL", &kernel).replace("PROGRAM", &program);
+    let arguments: Vec<String> = arguments.iter().map(filled).collect();
+    let tool = by_name(tool_name, &arguments).unwrap();
     let parallel = recording.side_by_side(&*tool, &format!("{name}-p"));
     let sequential = recording.in_sequence(&*tool, &format!("{name}-s"));
     let parallel = recording.merged(&*tool, &format!("{name}-out-p"), parallel);
@@ -62,15 +71,62 @@ fn write_map(path: &Path) {
     std::fs::write(path, lines.concat()).unwrap();
 }
 
+/// The guest's program again, with debug information, which changes no address of its code.
+fn compile_program(path: &Path) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/small");
+    let sources = std::fs::read_dir(&source).unwrap().map(|entry| entry.unwrap().path()).filter(|path| {
+        let name = path.file_name().unwrap().to_string_lossy();
+        let is_own = ["kfguest.c", "console.c", "params.c", "memory.c"].contains(&&*name);
+        is_own || (name.starts_with("work_") && name.ends_with(".c"))
+    });
+    let mut cc = std::process::Command::new("gcc");
+    cc.args(["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-static", "-g", "-o"]).arg(path);
+    // As the guest's recipe has them: the linker puts code in this order.
+    let mut sources: Vec<_> = sources.collect();
+    let first = |path: &Path| {
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        ["kfguest", "console", "params", "memory"].iter().position(|known| *known == name).unwrap_or(9)
+    };
+    sources.sort_by_key(|path| (first(path), path.clone()));
+    assert!(cc.args(sources).status().expect("a C compiler").success());
+}
+
+/// The guest hashes: most lines of that work ran, and none of the others' loops.
+fn lines_are_the_guests(recording: &Recording, number: usize) {
+    let info = recording.file(&format!("coverage-{number}-out-p")).join("coverage.info");
+    let info = std::fs::read_to_string(info).unwrap();
+    let share = |file: &str| {
+        let record = info.split("end_of_record").find(|record| record.contains(&format!("/{file}\n")));
+        let record = record.unwrap_or_else(|| panic!("no {file}"));
+        let number = |name: &str| {
+            let line = record.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            line.parse::<u64>().unwrap()
+        };
+        (number("LH:"), number("LF:"))
+    };
+    let (run, all) = share("hash.h");
+    println!(
+        "hash.h: {run} of {all}; work_hash.c: {:?}; work_compile.c: {:?}",
+        share("work_hash.c"),
+        share("work_compile.c")
+    );
+    assert!(run * 2 > all, "hash.h: {run} of {all}");
+    assert_eq!(share("work_compile.c").0, 0);
+}
+
 fn all_tools(qemu: &Qemu, half: usize) {
-    let recording = Recording::make(qemu, WORK, 3, Duration::from_millis(60));
+    let recording = Recording::make(qemu, WORK, 4, Duration::from_millis(60));
     write_map(&recording.file("System.map"));
+    compile_program(&recording.file("program"));
     println!("{qemu:?}: {:?}", recording.checkpoints);
-    for (number, (name, arguments, line)) in TOOLS.into_iter().enumerate() {
+    for (number, (_, arguments, _)) in TOOLS.into_iter().enumerate() {
         // The first two on each QEMU, each other one on one of them, unless all are asked for.
         let all = std::env::var_os("KEYFRAME_EVERY_QEMU").is_some_and(|value| value != "0");
         if all || number < 2 || number % 2 == half {
-            equal_in_both_ways(&recording, name, arguments, line);
+            equal_in_both_ways(&recording, number);
+            if arguments == ["symbols=PROGRAM"] {
+                lines_are_the_guests(&recording, number);
+            }
         }
     }
     counts_are_qemus_own(&recording);
@@ -79,7 +135,7 @@ fn all_tools(qemu: &Qemu, half: usize) {
 
 /// The plugin counts what QEMU counts, to a few instructions that faults start again.
 fn counts_are_qemus_own(recording: &Recording) {
-    let csv = std::fs::read_to_string(recording.file("icount-out-p").join("icount.csv")).unwrap();
+    let csv = std::fs::read_to_string(recording.file("icount-0-out-p").join("icount.csv")).unwrap();
     let rows = csv.lines().skip(1).map(|line| line.split(',').nth(2).unwrap().parse::<u64>().unwrap());
     for (interval, counted) in recording.intervals().into_iter().zip(rows) {
         let expected = interval.end.0 - interval.start.0;

@@ -8,14 +8,13 @@
 //!
 //! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
 
-use super::{Subject, With, jobs};
+use super::{Subject, With, jobs, ram};
+use crate::commands::restore::source_of;
 use crate::failure::Failure;
 use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
-use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RamRange, RunContext, Summary, Tool};
-use keyframe_qemu::restore::MAIN_RAM;
+use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Summary, Tool};
 use keyframe_replay::interval::{Interval, Place};
-use keyframe_units::BlockKind;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 use std::io::Read;
@@ -215,8 +214,7 @@ impl<'a> Analysis<'a> {
         loop {
             tries += 1;
             fresh(&dir)?;
-            let begin = self.begin(interval);
-            let ran = self.run(&dir, begin, std::slice::from_ref(interval), interrupted, tell);
+            let ran = self.run(&dir, std::slice::from_ref(interval), interrupted, tell);
             let _ = match &ran {
                 Ok(_) => writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64()),
                 Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
@@ -242,19 +240,38 @@ impl<'a> Analysis<'a> {
         }
     }
 
-    /// The checkpoint that the replay of `interval` starts from: its own, or the one before, for a tool that warms up.
-    fn begin(&self, interval: &Interval) -> Place {
-        let before = match self.tool.warm_up_instructions() {
-            // Where a simulation of the interval before would end is not where this one begins.
-            _ if self.subject.is_approximate() => None,
-            0 => None,
-            _ => self.all.iter().find(|before| before.end_icount == interval.from_icount),
-        };
-        before.unwrap_or(interval).begin
+    /// The intervals before `first` that warm the tool up for it.
+    fn warm_up(&self, first: &Interval) -> &[Interval] {
+        // Where a simulation of the interval before would end is not where this one begins.
+        if self.subject.is_approximate() {
+            return &[];
+        }
+        let Some(at) = self.all.iter().position(|one| one.index == first.index) else { return &[] };
+        let before = &self.all[..=at];
+        let follow = before.windows(2).rev().take_while(|pair| pair[0].end_icount == pair[1].from_icount);
+        let count = follow.take(self.tool.warm_up_intervals()).count();
+        &self.all[at - count..at]
+    }
+
+    /// The parts of `intervals`, which follow each other, by one QEMU that goes through what warms it up and then them.
+    fn run(
+        &self,
+        dir: &Path,
+        intervals: &[Interval],
+        interrupted: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Vec<Part>, Failure> {
+        let Some(first) = intervals.first() else { return Ok(Vec::new()) };
+        let before = self.warm_up(first);
+        let all = [before, intervals].concat();
+        let begin = before.first().unwrap_or(first).begin;
+        let mut parts = self.go_through(dir, begin, &all, interrupted, tell)?;
+        parts.retain(|part| before.iter().all(|one| one.index != part.interval.index));
+        Ok(parts)
     }
 
     /// One QEMU from `begin` on through `intervals`, which follow each other. What lies before them is dropped.
-    fn run(
+    fn go_through(
         &self,
         dir: &Path,
         begin: Place,
@@ -293,23 +310,8 @@ impl<'a> Analysis<'a> {
     fn ram(&self, place: Place) -> Result<GuestRam, Failure> {
         let store = self.subject.store();
         let meta = store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
-        let backends: Vec<_> = meta.ram.blocks().iter().filter(|b| b.kind == BlockKind::Backend).collect();
-        let [main] = backends[..] else {
-            return Err(Failure::new(format!("the recorded VM has {} RAM backends", backends.len()))
-                .fix("analyse recordings of VMs whose RAM is one (-m alone, no NUMA nodes)"));
-        };
-        let regions = meta.machine.guest_map.unwrap_or_default();
-        let mut ranges: Vec<_> = regions
-            .iter()
-            .filter(|region| region.block == main.name)
-            .map(|region| RamRange {
-                guest: region.start,
-                offset_bytes: region.offset_bytes,
-                len_bytes: region.len_bytes,
-            })
-            .collect();
-        ranges.sort_by_key(|range| range.guest.0);
-        Ok(GuestRam { file: MAIN_RAM.into(), ranges })
+        let source = source_of(&meta.machine, &meta.ram);
+        ram::of(&source, &meta.machine.guest_map.unwrap_or_default(), self.interface)
     }
 
     /// The results of all parts.
@@ -337,7 +339,7 @@ impl<'a> Analysis<'a> {
         } else {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
-        let parts = self.run(&parts, first.begin, &intervals, interrupted, tell)?;
+        let parts = self.run(&parts, &intervals, interrupted, tell)?;
         self.tool.merge(&MergeContext { parts, out: dir }).map_err(|e| Failure::analysis(&e))
     }
 

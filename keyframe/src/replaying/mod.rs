@@ -17,6 +17,7 @@ mod debugging;
 mod follower;
 pub mod jobs;
 mod passage;
+mod ram;
 mod replay;
 mod source;
 mod subject;

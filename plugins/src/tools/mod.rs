@@ -10,12 +10,13 @@ mod syscalls;
 mod watch;
 
 pub use memtrace::DEFINITION as TRACE_DEFINITION;
+pub use syscalls::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
 
 use crate::api::{self, Block, Info, PluginId, RawBlock};
 use crate::arguments::Arguments;
 use crate::board::Board;
 use crate::cut::{Reduced, Reducer};
-use crate::physical::Physical;
+use crate::physical::{FILE_ARGUMENTS, Physical};
 use crate::state::State;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::fs::File;
@@ -46,8 +47,12 @@ impl Setup {
     /// Where RAM is; with its file where the tool needs what stands there.
     pub fn physical(&mut self, with_file: bool) -> Result<Physical, String> {
         let ranges = self.arguments.text("ram")?;
-        let file = if with_file { Some(self.arguments.text("ramfile")?) } else { None };
-        Physical::new(&ranges, file.as_deref())
+        let mut files = Vec::new();
+        if with_file {
+            files.push(self.arguments.text(FILE_ARGUMENTS[0])?);
+            files.extend(FILE_ARGUMENTS[1..].iter().map_while(|name| self.arguments.text(name).ok()));
+        }
+        Physical::new(&ranges, &files)
     }
 
     /// `table` with the place of its parts.

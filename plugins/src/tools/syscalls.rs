@@ -3,29 +3,104 @@
 //! ```text
 //!   user      syscall                         an instruction of bytes 0f 05 runs: armed
 //!   kernel    push ss, rsp, r11, cs, rcx, rax, rdi, rsi, rdx, rcx, (-ENOSYS), r8, r9, r10, ...
-//!                            │              └ 6: the number       7 8 9            12 13 14: arguments
-//!                            └ rcx, 5th: where the program goes on
-//!   event, three records     instructions begun │ pc │ number     arguments 0, 1, 2     arguments 3, 4, 5
+//!                      │             │    └ 6: the number       7 8 9            12 13 14: arguments
+//!                      │             └ 5: where the program goes on
+//!                      └ 2: from a variable of the CPU, push gs:ADDRESS
+//!   event, four records      instructions begun │ pc │ number     arguments 0, 1, 2     arguments 3, 4, 5     who: pid │ comm │ comm
 //! ```
 //!
 //! The kernel's entry saves the registers as 8-byte pushes, each 8 bytes below the one before, which since 2.6 has been
 //! their order (`struct pt_regs`). Their values are read from RAM behind each push. Pushes that do not follow each other disarm: then
 //! it was no Linux.
+//!
+//! Who calls is read from RAM as well (`task=`), from where that variable of the CPU lies: its virtual address less the instruction's
+//! own is where the CPU's variables begin, and `current_task` is one of them. They lie in the direct map of physical memory, as tasks do: so the
+//! access's virtual less its physical address is what every pointer to a task has to be lessened by.
+//!
+//! ```text
+//!   push gs:ADDRESS   reads at virtual V, physical P
+//!   current_task      at physical P - ADDRESS + CURRENT holds the virtual address T
+//!   task_struct       at physical T - (V - P)           pid, tgid, comm at their offsets
+//! ```
 
 use super::{Setup, Tool};
 use crate::api::{self, Accesses, Block, MemoryInfo};
-use crate::physical::Physical;
+use crate::arguments::number;
+use crate::physical::{DEVICE, Physical};
 use crate::state::State;
 use crate::stream::Stream;
+use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
+
+/// In place of who called: it was not asked for.
+pub const NOT_ASKED: u64 = u64::MAX;
+/// The CPU's variables are not in the direct map, or the entry pushes none of them.
+pub const NO_DIRECT_MAP: u64 = u64::MAX - 1;
+/// What should be the pointer to the task leads to no RAM.
+pub const NO_TASK: u64 = u64::MAX - 2;
+
+/// The kernel's own half of the address space, and its image in it: what lies between the two has the direct map.
+const KERNEL_START: u64 = 1 << 63;
+const IMAGE_START: u64 = 0xffff_ffff_8000_0000;
 
 /// Pushes from the first to the last one that holds an argument.
 const PUSHES: usize = 14;
+
+/// Where a kernel keeps who runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tasks {
+    /// Address of the CPU's variable `current_task`, as instructions have it.
+    current: u64,
+    /// Offsets in `struct task_struct`.
+    pid: u64,
+    tgid: u64,
+    comm: u64,
+}
+
+impl Tasks {
+    /// Of `CURRENT:PID:TGID:COMM`, or of `none`.
+    fn new(text: &str) -> Result<Option<Self>, String> {
+        if text == "none" {
+            return Ok(None);
+        }
+        let numbers: Option<Vec<u64>> = text.split(':').map(number).collect();
+        match numbers.as_deref() {
+            Some(&[current, pid, tgid, comm]) => Ok(Some(Self { current, pid, tgid, comm })),
+            _ => Err(format!("argument task={text} is not CURRENT:PID:TGID:COMM")),
+        }
+    }
+
+    /// Who runs: thread group and thread in one word, and the name; `variables` are the virtual and the physical address where the CPU's
+    /// variables begin.
+    fn running(&self, variables: Option<(u64, u64)>, physical: &Physical) -> [u64; 3] {
+        let Some((vaddr, paddr)) = variables else { return [NO_DIRECT_MAP, 0, 0] };
+        let found = || {
+            let task = physical.read(paddr.wrapping_add(self.current), 8)?;
+            // The pointer less the distance of the direct map's virtual addresses from the physical ones.
+            let at = task.wrapping_sub(vaddr.wrapping_sub(paddr));
+            let read = |offset: u64, len| physical.read(at.wrapping_add(offset), len);
+            let who = read(self.tgid, 4)? << 32 | read(self.pid, 4)?;
+            Some([who, read(self.comm, 8)?, read(self.comm.wrapping_add(8), 8)?])
+        };
+        found().unwrap_or([NO_TASK, 0, 0])
+    }
+}
+
+/// An instruction that pushes a variable of the CPU.
+struct Site {
+    /// The variable's address, before gs is added.
+    address: u64,
+    tool: *mut c_void,
+}
 
 /// The tool.
 pub struct Syscalls {
     stream: Stream,
     physical: Physical,
+    tasks: Option<Tasks>,
+    sites: HashMap<u64, &'static State<Site>>,
+    /// Where the CPU's variables begin, virtual and physical, as this call's pushes have told.
+    variables: Option<(u64, u64)>,
     /// Instructions begun at the `syscall`, while its pushes come.
     armed: Option<u64>,
     pushed: Vec<u64>,
@@ -33,10 +108,39 @@ pub struct Syscalls {
 }
 
 impl Syscalls {
-    /// Takes `ram` and `ramfile`.
+    /// Takes `ram`, `ramfile` and `task` (`CURRENT:PID:TGID:COMM`, or `none`).
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let (stream, physical) = (Stream::new(setup.board)?, setup.physical(true)?);
-        Ok(Self { stream, physical, armed: None, pushed: Vec::with_capacity(PUSHES), next: 0 })
+        Ok(Self {
+            stream,
+            physical,
+            tasks: Tasks::new(&setup.arguments.text("task")?)?,
+            sites: HashMap::new(),
+            variables: None,
+            armed: None,
+            pushed: Vec::with_capacity(PUSHES),
+            next: 0,
+        })
+    }
+
+    /// An instruction has accessed memory that is a push.
+    fn accessed(&mut self, info: MemoryInfo, vaddr: u64) {
+        let Some(begun) = self.armed else { return };
+        // QEMU 7.2 calls for the reads of an instruction that also writes, too.
+        if api::is_store(info) && api::size_bytes(info) == 8 {
+            let at = self.physical.of_access(info, vaddr);
+            let value = self.physical.read(at, 8);
+            self.push(begun, vaddr, value);
+        }
+    }
+
+    /// The CPU's variable `address` has been read at `vaddr`.
+    fn variable_is_at(&mut self, address: u64, info: MemoryInfo, vaddr: u64) {
+        let at = self.physical.of_access(info, vaddr);
+        let is_mapped_directly = (KERNEL_START..IMAGE_START).contains(&vaddr) && at & DEVICE == 0;
+        if is_mapped_directly {
+            self.variables = Some((vaddr.wrapping_sub(address), at.wrapping_sub(address)));
+        }
     }
 
     fn push(&mut self, begun: u64, vaddr: u64, value: Option<u64>) {
@@ -52,6 +156,8 @@ impl Syscalls {
             self.stream.push([begun, after.wrapping_sub(2), number]);
             self.stream.push([a0, a1, a2]);
             self.stream.push([a3, a4, a5]);
+            let running = |tasks: Tasks| tasks.running(self.variables, &self.physical);
+            self.stream.push(self.tasks.map_or([NOT_ASKED, 0, 0], running));
             self.armed = None;
         }
     }
@@ -61,19 +167,37 @@ extern "C" fn on_syscall(_vcpu: c_uint, data: *mut c_void) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let tool = unsafe { State::<Syscalls>::of(data) };
     tool.armed = Some(tool.stream.begun());
+    tool.variables = None;
     tool.pushed.clear();
 }
 
 extern "C" fn on_push(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: as above.
     let tool = unsafe { State::<Syscalls>::of(data) };
-    let Some(begun) = tool.armed else { return };
-    // QEMU 7.2 calls for the reads of an instruction that also writes, too.
-    if api::is_store(info) && api::size_bytes(info) == 8 {
-        let at = tool.physical.of_access(info, vaddr);
-        let value = tool.physical.read(at, 8);
-        tool.push(begun, vaddr, value);
+    tool.accessed(info, vaddr);
+}
+
+extern "C" fn on_push_of_variable(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+    // SAFETY: registered with a site's data; on the vCPU's thread.
+    let site = unsafe { State::<Site>::of(data) };
+    // SAFETY: the tool's own data, of another state than the site.
+    let tool = unsafe { State::<Syscalls>::of(site.tool) };
+    if tool.armed.is_some() && !api::is_store(info) {
+        tool.variable_is_at(site.address, info, vaddr);
     }
+    tool.accessed(info, vaddr);
+}
+
+/// The address of the CPU's variable that the instruction at `pc` pushes, if it is such a push: absolute, or as those of
+/// Linux from 6.15 on relative to the next instruction.
+fn pushed_variable(bytes: &[u8], pc: u64) -> Option<u64> {
+    let (displacement, base) = match bytes {
+        [0x65, 0xff, 0x34, 0x25, displacement @ ..] => (displacement, 0),
+        [0x65, 0xff, 0x35, displacement @ ..] => (displacement, pc.wrapping_add(bytes.len() as u64)),
+        _ => return None,
+    };
+    let displacement = i32::from_le_bytes(displacement.try_into().ok()?);
+    Some(base.wrapping_add_signed(displacement.into()))
 }
 
 /// Whether the bytes are a push of 64-bit code: of a register, an immediate, or memory.
@@ -98,6 +222,10 @@ impl Tool for Syscalls {
             let kernel = instruction.pc() >> 63 == 1;
             if !kernel && bytes[..len] == [0x0f, 0x05] {
                 instruction.on_executed(on_syscall, data);
+            } else if kernel && let Some(address) = pushed_variable(&bytes[..len], instruction.pc()) {
+                let site = || State::leak(Site { address, tool: data });
+                let site = self.sites.entry(instruction.pc()).or_insert_with(site);
+                instruction.on_memory(Accesses::All, on_push_of_variable, site.data());
             } else if kernel && is_push(&bytes[..len]) {
                 instruction.on_memory(Accesses::Writes, on_push, data);
             }
@@ -131,5 +259,42 @@ mod tests {
         for bytes in others {
             assert!(!is_push(bytes), "{bytes:x?}");
         }
+    }
+
+    #[test]
+    fn variables_of_the_cpu_are_found_in_a_push() {
+        assert_eq!(pushed_variable(&[0x65, 0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0x9000), Some(0x6014));
+        assert_eq!(pushed_variable(&[0x65, 0xff, 0x35, 0xf8, 0xff, 0xff, 0xff], 0x9000), Some(0x8fff));
+        assert_eq!(pushed_variable(&[0x65, 0xff, 0x34, 0x25, 0x14], 0), None);
+        assert_eq!(pushed_variable(&[0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0), None);
+    }
+
+    /// Guest memory with the CPU's variables at 0x1000 and a task at 0x2000.
+    fn memory(task: u64) -> Physical {
+        let mut bytes = vec![0_u8; 0x3000];
+        bytes[0x1040..0x1048].copy_from_slice(&task.to_le_bytes());
+        bytes[0x2010..0x2014].copy_from_slice(&42_u32.to_le_bytes());
+        bytes[0x2014..0x2018].copy_from_slice(&41_u32.to_le_bytes());
+        bytes[0x2020..0x2030].copy_from_slice(b"kfguest\0rest....");
+        let path = std::env::temp_dir().join(format!("keyframe-tasks-{}-{task:x}", std::process::id()));
+        std::fs::write(&path, bytes).unwrap();
+        let physical = Physical::new("0:0:0x3000", &[format!("0:{}", path.display())]);
+        std::fs::remove_file(&path).unwrap();
+        physical.unwrap()
+    }
+
+    #[test]
+    fn who_runs_is_read_from_where_the_cpus_variables_are() {
+        const MAP: u64 = 0xffff_9a80_0000_0000;
+        let tasks = Tasks::new("0x40:0x10:0x14:0x20").unwrap().unwrap();
+        let words = |text: &[u8; 8]| u64::from_le_bytes(*text);
+        let found = tasks.running(Some((MAP + 0x1000, 0x1000)), &memory(MAP + 0x2000));
+        assert_eq!(found, [41 << 32 | 0x2a, words(b"kfguest\0"), words(b"rest....")]);
+        for task in [0, MAP + 0x2ff0, u64::MAX, 0xffff_ffff_8200_0000] {
+            assert_eq!(tasks.running(Some((MAP + 0x1000, 0x1000)), &memory(task))[0], NO_TASK, "{task:x}");
+        }
+        assert_eq!(tasks.running(None, &memory(MAP))[0], NO_DIRECT_MAP);
+        assert_eq!(Tasks::new("none"), Ok(None));
+        assert!(Tasks::new("1:2:3").is_err() && Tasks::new("a:b:c:d").is_err());
     }
 }

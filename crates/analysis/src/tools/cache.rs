@@ -1,7 +1,8 @@
 //! `cache`: hits and misses of a hierarchy of data caches, by interval.
 //!
-//! What the caches hold when an interval begins is found by warm-up: the run begins some instructions before. The result is that of
-//! one sequential run only as far as these filled the caches; so it is the one tool whose parts depend on where the run began.
+//! What the caches hold when an interval begins is found by warm-up: they are empty at the beginning of an interval before it, and filled
+//! from there on, in a run of one interval as in a run of all. What this leaves unknown is counted: for each level, how many misses there are at
+//! least and at most, whatever the caches held before (`plugins/src/tools/cache.rs`).
 
 use super::reduced::Reduced;
 use super::{Arguments, Description, Running, Tool};
@@ -20,17 +21,19 @@ pub(super) const DESCRIPTION: Description = Description {
         ("l2", "of level 2 (default 1M:16), or none"),
         ("l3", "of level 3 (default 16M:16), or none"),
         ("line", "bytes of a line (default 64)"),
-        ("warmup", "instructions before an interval that fill the caches (default 20000000)"),
+        ("warmup", "intervals before each one that fill the caches, 0 to 16 (default 1)"),
     ],
     results: &[(
         "cache.csv",
-        "interval, first instruction, level, reads, writes, reads and writes that missed",
+        "interval, first instruction, level, reads, writes, reads and writes that missed, misses at least and at most whatever was \
+         cached before the warm-up",
     )],
 };
 
 const KIND: &str = "cache";
-const COLUMNS: usize = 5;
-const WARM_UP_DEFAULT: u64 = 20_000_000;
+const COLUMNS: usize = 7;
+const WARM_UP_DEFAULT: u64 = 1;
+const WARM_UP_MAX: u64 = 16;
 
 struct Cache {
     levels: String,
@@ -61,7 +64,7 @@ pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
         let separator = if levels.is_empty() { "" } else { "/" };
         let _ = write!(levels, "{separator}{bytes}:{ways}");
     }
-    let warm_up = arguments.number("warmup", 0, u64::MAX)?.unwrap_or(WARM_UP_DEFAULT);
+    let warm_up = arguments.number("warmup", 0, WARM_UP_MAX)?.unwrap_or(WARM_UP_DEFAULT);
     Ok(Box::new(Cache { levels, line_bytes, warm_up }))
 }
 
@@ -70,8 +73,8 @@ impl Tool for Cache {
         DESCRIPTION.name
     }
 
-    fn warm_up_instructions(&self) -> u64 {
-        self.warm_up
+    fn warm_up_intervals(&self) -> usize {
+        self.warm_up as usize
     }
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
@@ -79,29 +82,39 @@ impl Tool for Cache {
             ("ram", run.ram.argument()),
             ("line", self.line_bytes.to_string()),
             ("levels", self.levels.clone()),
+            ("warmup", self.warm_up.to_string()),
+            ("intervals", run.cuts().to_string()),
         ];
         Reduced::begin(run, "cache", &[KIND], arguments)
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let header = "interval,start_icount,level,reads,writes,read_misses,write_misses";
+        let header =
+            "interval,start_icount,level,reads,writes,read_misses,write_misses,misses_least,misses_most";
         let mut csv = Csv::create(&merge.out, "cache.csv", header)?;
-        let mut sums: BTreeMap<u64, [u64; 2]> = BTreeMap::new();
+        let mut sums: BTreeMap<u64, [u64; 4]> = BTreeMap::new();
         for part in &merge.parts {
             for row in Rows::read(&part.file(KIND, "part"), KIND, COLUMNS)?.iter() {
-                let &[level, reads, writes, read_misses, write_misses] = row else { continue };
+                let &[level, reads, writes, read_misses, write_misses, least, open] = row else { continue };
+                let most = least.saturating_add(open);
                 let (index, start) = (part.interval.index, part.interval.start.0);
                 csv.line(format_args!(
-                    "{index},{start},{level},{reads},{writes},{read_misses},{write_misses}"
+                    "{index},{start},{level},{reads},{writes},{read_misses},{write_misses},{least},{most}"
                 ))?;
-                let [accesses, misses] = sums.entry(level).or_default();
-                *accesses = accesses.saturating_add(reads).saturating_add(writes);
-                *misses = misses.saturating_add(read_misses).saturating_add(write_misses);
+                let (accesses, misses) =
+                    (reads.saturating_add(writes), read_misses.saturating_add(write_misses));
+                let all = sums.entry(level).or_default().iter_mut();
+                all.zip([accesses, misses, least, most])
+                    .for_each(|(sum, one)| *sum = sum.saturating_add(one));
             }
         }
-        let lines = sums.iter().map(|(level, [accesses, misses])| {
-            let percent = 100.0 * *misses as f64 / (*accesses).max(1) as f64;
-            format!("level {level}: {accesses} accesses, {misses} misses ({percent:.2} %)")
+        let lines = sums.iter().map(|(level, &[accesses, misses, least, most])| {
+            let percent = |misses: u64| 100.0 * misses as f64 / accesses.max(1) as f64;
+            let [share, low, high] = [misses, least, most].map(percent);
+            format!(
+                "level {level}: {accesses} accesses, {misses} misses ({share:.2} %); whatever was cached before the warm-up, \
+                 {least} to {most} misses ({low:.2} to {high:.2} %)"
+            )
         });
         Ok(Summary { lines: lines.collect(), files: vec![csv.finish()?] })
     }

@@ -1,30 +1,51 @@
-//! `coverage`: which code ran at all, as ranges of addresses, and how much of each function.
+//! `coverage`: which code ran at all, as ranges of addresses, how much of each function, and lcov's tracefile of lines and functions.
 
 use super::reduced::Reduced;
 use super::{Arguments, Description, Running, SYMBOLS, Tool};
 use crate::context::{MergeContext, RunContext, Summary};
 use crate::counted::{self, Counted};
-use crate::csv::{Csv, cell};
-use crate::error::Result;
-use crate::symbols::Symbols;
+use crate::csv::{Csv, Lined, cell};
+use crate::error::{Result, file};
+use crate::lcov;
+use crate::lines::Lines;
+use crate::symbols::{self, Symbols};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 pub(super) const DESCRIPTION: Description = Description {
     name: "coverage",
-    about: "Code that ran: ranges of addresses, and with symbols how much of each function",
+    about: "Code that ran: ranges of addresses, and with symbols how much of each function, and which lines (lcov)",
     arguments: &[SYMBOLS[0], SYMBOLS[1]],
     results: &[
         ("coverage.csv", "first address, bytes, instructions, symbol"),
         ("coverage-functions.csv", "address, bytes of the function, bytes and instructions that ran, symbol"),
+        (
+            "coverage.info",
+            "for lcov and genhtml: times that each function ran, and each line where the symbols are an ELF file with debug information",
+        ),
     ],
 };
 
 struct Coverage {
     symbols: Symbols,
+    lines: Lines,
+    /// The file of symbols.
+    path: String,
 }
 
 pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
-    Ok(Box::new(Coverage { symbols: arguments.symbols()? }))
+    let mut tool = Coverage { symbols: Symbols::default(), lines: Lines::default(), path: String::new() };
+    if let Some(path) = arguments.text("symbols") {
+        let (slide, path) = (arguments.slide()?, Path::new(path));
+        let bytes = symbols::contents(path)?;
+        tool.symbols = Symbols::parse(path, &bytes, slide)?;
+        if symbols::is_elf(&bytes) {
+            tool.lines = Lines::parse(path, &bytes, slide)?;
+        }
+        let path = std::path::absolute(path).map_err(file("resolving", path))?;
+        tool.path = path.display().to_string().replace(char::is_control, " ");
+    }
+    Ok(Box::new(tool))
 }
 
 impl Tool for Coverage {
@@ -38,10 +59,13 @@ impl Tool for Coverage {
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
         let mut ran: Counted = counted::counted(&merge.parts)?;
+        let mut summary = Summary::default();
+        if !self.symbols.is_empty() {
+            self.write_lcov(merge, &ran, &mut summary)?;
+        }
         for times in ran.values_mut() {
             *times = 1;
         }
-        let mut summary = Summary::default();
         let mut csv = Csv::create(&merge.out, "coverage.csv", "address,bytes,instructions,symbol")?;
         let (mut bytes, mut ranges) = (0, 0_u64);
         for block in counted::blocks(&ran, &self.symbols) {
@@ -59,6 +83,20 @@ impl Tool for Coverage {
 }
 
 impl Coverage {
+    fn write_lcov(&self, merge: &MergeContext, ran: &Counted, summary: &mut Summary) -> Result<()> {
+        let mut out = Lined::create(&merge.out, "coverage.info")?;
+        let mut line = |line: std::fmt::Arguments<'_>| out.line(line);
+        let sums = lcov::write(ran, &self.symbols, &self.lines, &self.path, &mut line)?;
+        summary.files.push(out.finish()?);
+        let lcov::Sums { files, lines, lines_run, functions, functions_run } = sums;
+        summary.lines.push(if self.lines.is_empty() {
+            format!("{functions_run} of {functions} functions entered; no lines: the symbols have no debug information")
+        } else {
+            format!("{lines_run} of {lines} lines and {functions_run} of {functions} functions in {files} source files")
+        });
+        Ok(())
+    }
+
     fn write_functions(&self, merge: &MergeContext, ran: &Counted, summary: &mut Summary) -> Result<()> {
         let mut functions: BTreeMap<u64, (&str, u64, u64, u64)> = BTreeMap::new();
         for &(pc, len_bytes) in ran.keys() {

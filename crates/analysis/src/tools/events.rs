@@ -34,12 +34,8 @@ pub(super) fn begin(
         running: None,
         words: Vec::new(),
     };
-    let mut all = vec![
-        ("tool", kind.to_owned()),
-        ("board", shared.path()),
-        ("ram", run.ram.argument()),
-        ("ramfile", run.ram.file.display().to_string()),
-    ];
+    let mut all = vec![("tool", kind.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
+    all.extend(run.ram.file_arguments());
     all.extend(arguments);
     Ok(Box::new(Ringed::new(run, Reader::start(shared, sink.ready())?, all)))
 }

@@ -49,8 +49,9 @@ pub trait Tool: Send + Sync {
     /// Its name, as parts and logs are labelled.
     fn name(&self) -> &str;
 
-    /// How many instructions before an interval it wants to see, to know the state in which the interval begins.
-    fn warm_up_instructions(&self) -> u64 {
+    /// How many intervals before one it wants to see, to know the state in which that begins: a run then has them as its first
+    /// intervals, and their parts, which know less, are dropped.
+    fn warm_up_intervals(&self) -> usize {
         0
     }
 
@@ -128,9 +129,13 @@ impl Arguments {
 
     /// What [`SYMBOLS`] say; none where no file is named.
     fn symbols(&self) -> Result<Symbols> {
-        let slide = self.number("slide", 0, u64::MAX)?.unwrap_or(0);
+        let slide = self.slide()?;
         self.text("symbols")
             .map_or_else(|| Ok(Symbols::default()), |path| Symbols::read(Path::new(path), slide))
+    }
+
+    fn slide(&self) -> Result<u64> {
+        Ok(self.number("slide", 0, u64::MAX)?.unwrap_or(0))
     }
 
     fn missing(&self, name: &str, what: &str) -> Error {

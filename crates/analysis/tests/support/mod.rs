@@ -13,7 +13,9 @@
 
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::tools::{Running, Tool};
-use keyframe_analysis::{GuestRam, Icount, Interval, MergeContext, Part, RamRange, RunContext, Summary};
+use keyframe_analysis::{
+    GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
+};
 use keyframe_replay::log::Boundaries;
 use keyframe_units::GuestPhys;
 use serde_json::{Value, json};
@@ -322,11 +324,12 @@ impl Recording {
     pub fn context(&self, dir: &Path, from: usize, intervals: Vec<Interval>) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
         let warm_up = Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
-        let range = RamRange { guest: GuestPhys(0), offset_bytes: 0, len_bytes: RAM_MIB << 20 };
+        let range = RamRange { guest: GuestPhys(0), number: 0, len_bytes: RAM_MIB << 20 };
+        let file = RamFile { number: 0, path: dir.join("ram") };
         RunContext {
             interface: self.qemu.interface,
             plugin: plugin::place(self.dir.path(), self.qemu.interface).unwrap(),
-            ram: GuestRam { file: dir.join("ram"), ranges: vec![range] },
+            ram: GuestRam { files: vec![file], ranges: vec![range] },
             dir: dir.to_owned(),
             warm_up: Some(warm_up),
             intervals,
@@ -357,12 +360,13 @@ impl Recording {
 
     /// A QEMU for each interval.
     pub fn side_by_side(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
-        let each = self.intervals().into_iter().map(|interval| {
-            let dir = self.file(&format!("{name}-{}", interval.index));
-            let warms = tool.warm_up_instructions() > 0;
-            let from = (interval.index as usize).saturating_sub(usize::from(warms));
-            let context = self.context(&dir, from, vec![interval]);
-            self.replay(&context, tool.begin(&context).unwrap()).0
+        let all = self.intervals();
+        let each = (0..all.len()).map(|index| {
+            let dir = self.file(&format!("{name}-{index}"));
+            let from = index.saturating_sub(tool.warm_up_intervals());
+            let context = self.context(&dir, from, all[from..=index].to_vec());
+            let mut parts = self.replay(&context, tool.begin(&context).unwrap()).0;
+            parts.split_off(index - from)
         });
         each.flatten().collect()
     }

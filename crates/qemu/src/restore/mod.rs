@@ -63,8 +63,11 @@ const STREAM_PAGES: u64 = 1024;
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
 const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 
-/// In a word that is added to the line, stands for the file that holds the guest's RAM: of the first RAM block behind a backend.
-pub const MAIN_RAM: &str = "/keyframe-main-ram";
+/// In a word that is added to the line, stands for a file that holds the guest's RAM: of the `backend`-th of those RAM blocks of the
+/// layout that lie behind a backend, from 0.
+pub fn ram_file(backend: usize) -> String {
+    format!("/keyframe-ram-{backend}.")
+}
 
 /// What a checkpoint knows of its machine.
 #[derive(Clone, Debug)]
@@ -349,10 +352,13 @@ impl Starting {
         let mut words = vec![plan.binary.to_string_lossy().into_owned()];
         for word in &plan.words {
             match word {
-                Word::Plain(word) => match memories.first().filter(|_| word.contains(MAIN_RAM)) {
-                    Some((_, file)) => words.push(word.replace(MAIN_RAM, &inherited_path(file))),
-                    None => words.push(word.clone()),
-                },
+                Word::Plain(word) => {
+                    let named =
+                        memories.iter().enumerate().fold(word.clone(), |word, (number, (_, file))| {
+                            word.replace(&ram_file(number), &inherited_path(file))
+                        });
+                    words.push(named);
+                }
                 Word::Backend(number) => {
                     words.extend(backend_words(plan, *number, &memories, self.is_shared)?);
                 }

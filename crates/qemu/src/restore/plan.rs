@@ -276,6 +276,16 @@ fn rewrite(kept: &[Argument], ram: &RamLayout, notes: &mut Vec<String>) -> Resul
     Ok(words)
 }
 
+impl RestoreSource {
+    /// The numbers of the RAM blocks behind backends, in the order in which a restored QEMU makes them.
+    pub fn backends_as_made(&self) -> Result<Vec<usize>> {
+        let kept = options::parse(self.user_command.get(1..).unwrap_or_default())?;
+        let words = rewrite(&kept, &self.ram, &mut Vec::new())?;
+        let number = |word| if let Word::Backend(number) = word { Some(number) } else { None };
+        Ok(words.into_iter().filter_map(number).collect())
+    }
+}
+
 /// Where `argument` defines a backend that holds a block of `ram`: the block's number.
 fn backend(argument: &Argument, ram: &RamLayout) -> Result<Option<(usize, Object)>> {
     if argument.name() != "object" {

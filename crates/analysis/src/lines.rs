@@ -1,0 +1,283 @@
+//! Lines of source files by address, of an ELF file with DWARF (`cc -g`, CONFIG_DEBUG_INFO).
+//!
+//! ```text
+//!   .debug_line   address 0x1000 ── file 1, line 10 ─▶ 0x1004 ── file 2, line 3 (inlined) ─▶ 0x1009 ── file 1, line 11 ─▶ 0x1010 end
+//!   ranges        [0x1000, 0x1004) 1:10               [0x1004, 0x1009) 2:3                  [0x1009, 0x1010) 1:11
+//! ```
+//!
+//! Code that was inlined belongs to the line where it was written. What the linker left out lies in no section with code, and is
+//! dropped.
+//!
+//! Left out: debug information in files of its own (split DWARF, a link to a `.debug` file): name that file.
+
+use crate::error::{Error, Result};
+use gimli::{EndianSlice, RunTimeEndian};
+use object::{Object, ObjectSection, SectionKind};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+/// Most ranges: a kernel with all its drivers has some ten million.
+const RANGES_MAX: usize = 1 << 27;
+
+type Bytes<'a> = EndianSlice<'a, RunTimeEndian>;
+
+/// Code of one line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Piece {
+    start: u64,
+    end: u64,
+    file: u32,
+    line: u32,
+}
+
+/// A line of a source file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Line {
+    /// Which of [`Lines::files`].
+    pub file: u32,
+    /// From 1.
+    pub line: u32,
+}
+
+/// Lines by address.
+#[derive(Clone, Debug, Default)]
+pub struct Lines {
+    files: Vec<String>,
+    pieces: Vec<Piece>,
+}
+
+impl Lines {
+    /// Those that the ELF file `bytes` tells of; none where it has no debug information. `slide` is added to each address.
+    pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
+        let damaged = |problem: String| Error::Damaged {
+            path: path.to_owned(),
+            place: "lines (DWARF)".into(),
+            problem: format!("{problem}; without debug information (strip -g) its functions are used"),
+        };
+        let parsed = object::File::parse(bytes).map_err(|error| damaged(error.to_string()))?;
+        let mut lines = Self::of(&parsed).map_err(|error| damaged(error.to_string()))?;
+        for piece in &mut lines.pieces {
+            (piece.start, piece.end) = (piece.start.wrapping_add(slide), piece.end.wrapping_add(slide));
+        }
+        lines.pieces.sort_unstable();
+        lines.pieces.dedup();
+        Ok(lines)
+    }
+
+    fn of(parsed: &object::File<'_>) -> std::result::Result<Self, Box<dyn std::error::Error>> {
+        let endian = if parsed.is_little_endian() { RunTimeEndian::Little } else { RunTimeEndian::Big };
+        let sections = gimli::DwarfSections::load(|id| match parsed.section_by_name(id.name()) {
+            Some(section) => section.uncompressed_data(),
+            None => Ok(Cow::Borrowed(&[][..])),
+        })?;
+        let dwarf = sections.borrow(|section| EndianSlice::new(section, endian));
+        let code: Vec<_> = parsed
+            .sections()
+            .filter(|section| section.kind() == SectionKind::Text)
+            .map(|section| section.address()..section.address().saturating_add(section.size()))
+            .collect();
+        let mut all = Gathered { files: BTreeMap::new(), pieces: Vec::new(), code };
+        let mut units = dwarf.units();
+        while let Some(header) = units.next()? {
+            all.add(&dwarf, &dwarf.unit(header)?)?;
+        }
+        Ok(all.numbered())
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// The source files' paths, in order.
+    pub fn files(&self) -> &[String] {
+        &self.files
+    }
+
+    /// All lines that have code, each once for each piece of it.
+    pub fn all(&self) -> impl Iterator<Item = Line> {
+        self.pieces.iter().map(|piece| Line { file: piece.file, line: piece.line })
+    }
+
+    /// The line whose code is at an address.
+    pub fn find(&self, address: u64) -> Option<Line> {
+        let next = self.pieces.partition_point(|piece| piece.start <= address);
+        let piece = self.pieces.get(next.checked_sub(1)?)?;
+        (address < piece.end).then_some(Line { file: piece.file, line: piece.line })
+    }
+}
+
+/// What is read, before files are in order.
+struct Gathered {
+    files: BTreeMap<String, u32>,
+    pieces: Vec<Piece>,
+    code: Vec<Range<u64>>,
+}
+
+impl Gathered {
+    fn add(
+        &mut self,
+        dwarf: &gimli::Dwarf<Bytes<'_>>,
+        unit: &gimli::Unit<Bytes<'_>>,
+    ) -> std::result::Result<(), Box<dyn std::error::Error>> {
+        let Some(program) = unit.line_program.clone() else { return Ok(()) };
+        let mut numbers: BTreeMap<u64, u32> = BTreeMap::new();
+        let mut rows = program.rows();
+        let mut before: Option<Piece> = None;
+        while let Some((header, row)) = rows.next_row()? {
+            if let Some(piece) = before.take() {
+                self.push(Piece { end: row.address(), ..piece })?;
+            }
+            let (false, Some(line)) = (row.end_sequence(), row.line()) else { continue };
+            let index = row.file_index();
+            let file = if let Some(&file) = numbers.get(&index) {
+                file
+            } else {
+                let Some(entry) = row.file(header) else { continue };
+                let next = u32::try_from(self.files.len())?;
+                let file = *self.files.entry(path_of(dwarf, unit, header, entry)?).or_insert(next);
+                numbers.insert(index, file);
+                file
+            };
+            before = Some(Piece { start: row.address(), end: 0, file, line: u32::try_from(line.get())? });
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, piece: Piece) -> std::result::Result<(), String> {
+        let is_code = self.code.iter().any(|range| range.contains(&piece.start) && piece.end <= range.end);
+        if !is_code || piece.start >= piece.end {
+            return Ok(());
+        }
+        let count = self.pieces.len();
+        match self.pieces.last_mut() {
+            Some(last) if last.end == piece.start && (last.file, last.line) == (piece.file, piece.line) => {
+                last.end = piece.end;
+            }
+            _ if count >= RANGES_MAX => {
+                return Err(format!("more than {RANGES_MAX} pieces of code"));
+            }
+            _ => self.pieces.push(piece),
+        }
+        Ok(())
+    }
+
+    /// With files numbered in their order.
+    fn numbered(self) -> Lines {
+        let mut order = vec![0; self.files.len()];
+        for (place, &number) in (0..).zip(self.files.values()) {
+            order[number as usize] = place;
+        }
+        let mut pieces = self.pieces;
+        for piece in &mut pieces {
+            piece.file = order[piece.file as usize];
+        }
+        Lines { files: self.files.into_keys().collect(), pieces }
+    }
+}
+
+/// A source file's path: where it was compiled, its directory, its name, each unless the next is absolute.
+fn path_of(
+    dwarf: &gimli::Dwarf<Bytes<'_>>,
+    unit: &gimli::Unit<Bytes<'_>>,
+    header: &gimli::LineProgramHeader<Bytes<'_>>,
+    entry: &gimli::FileEntry<Bytes<'_>>,
+) -> gimli::Result<String> {
+    let mut path = unit.comp_dir.map_or_else(String::new, |dir| dir.to_string_lossy().into_owned());
+    let directory = entry.directory(header).map(|dir| dwarf.attr_string(unit, dir)).transpose()?;
+    for part in directory.into_iter().chain([dwarf.attr_string(unit, entry.path_name())?]) {
+        let part = part.to_string_lossy();
+        if part.starts_with('/') || path.is_empty() {
+            path = part.into_owned();
+        } else if !part.is_empty() {
+            path = format!("{path}/{part}");
+        }
+    }
+    // A line feed would begin another record of a result.
+    Ok(path.replace(|letter: char| letter.is_control(), " "))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use object::ObjectSymbol;
+    use std::path::PathBuf;
+    use std::process::Command;
+
+    pub(crate) const SOURCE: &str = "\
+static int twice(int n)
+{
+\treturn n + n;
+}
+
+int unused(int n)
+{
+\treturn n - 1;
+}
+
+int main(int argc, char **argv)
+{
+\tif (argc > 100)
+\t\treturn unused(argc);
+\treturn twice(argc);
+}
+";
+
+    /// A program made of [`SOURCE`]; returns what it holds and its functions' addresses.
+    pub(crate) fn program(dir: &Path, options: &[&str]) -> (PathBuf, Vec<u8>, BTreeMap<String, u64>) {
+        let (source, path) = (dir.join("some.c"), dir.join("some"));
+        std::fs::write(&source, SOURCE).unwrap();
+        let mut cc = Command::new("cc");
+        cc.args(["-O0", "-no-pie", "-o"]).arg(&path).args(options).arg("some.c").current_dir(dir);
+        assert!(cc.status().expect("a C compiler").success());
+        let bytes = std::fs::read(&path).unwrap();
+        let parsed = object::File::parse(&*bytes).unwrap();
+        let named = parsed.symbols().map(|one| (one.name().unwrap().to_owned(), one.address())).collect();
+        (path, bytes, named)
+    }
+
+    #[test]
+    fn lines_of_a_compiled_program_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        for options in [
+            &["-g"][..],
+            &["-gdwarf-4"],
+            &["-g", "-gz=zlib"],
+            &["-g", "-ffunction-sections", "-Wl,--gc-sections"],
+        ] {
+            let (path, bytes, named) = program(dir.path(), options);
+            let lines = Lines::parse(&path, &bytes, 0x1000).unwrap();
+            let [file] = lines.files() else { panic!("{options:?}: {:?}", lines.files()) };
+            assert!(file.ends_with("/some.c"), "{file}");
+            let at = |name: &str| lines.find(named[name] + 0x1000).map(|line| line.line);
+            assert_eq!((at("twice"), at("main")), (Some(2), Some(12)), "{options:?}");
+            assert_eq!(lines.find(0x10), None);
+            let mut all: Vec<_> = lines.all().map(|line| line.line).collect();
+            all.sort_unstable();
+            all.dedup();
+            assert_eq!(all, [2, 3, 4, 7, 8, 9, 12, 13, 14, 15, 16], "{options:?}");
+        }
+    }
+
+    #[test]
+    fn without_debug_information_there_are_none_and_damage_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, bytes, _) = program(dir.path(), &["-g0"]);
+        let lines = Lines::parse(&path, &bytes, 0).unwrap();
+        // What a distribution's start files bring with them is its own.
+        assert!(lines.files().iter().all(|file| !file.ends_with("some.c")));
+        let (path, bytes, _) = program(dir.path(), &["-g"]);
+        let (mut refused, mut passed) = (0, 0);
+        for at in (0..bytes.len()).step_by(7) {
+            let mut broken = bytes.clone();
+            broken[at] = !broken[at];
+            match Lines::parse(&path, &broken, 0) {
+                Ok(_) => passed += 1,
+                Err(_) => refused += 1,
+            }
+        }
+        assert!(refused > 0 && passed > 0, "{refused} refused, {passed} passed");
+    }
+}
