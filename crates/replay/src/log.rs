@@ -264,7 +264,8 @@ pub struct Boundaries {
     answers: Vec<u64>,
     /// See [`Boundaries::holds`].
     holds: Vec<u64>,
-    last: Option<Event>,
+    /// The last bottom half at this instruction.
+    last_half: Option<u64>,
 }
 
 impl Boundaries {
@@ -281,15 +282,18 @@ impl Boundaries {
     /// Takes the log's next event.
     pub fn take(&mut self, placed: Placed) {
         let of = match placed.event {
-            Event::Instructions(_) => &mut self.all,
+            Event::Instructions(_) => {
+                self.last_half = None;
+                &mut self.all
+            }
             Event::Other(BLOCK) => &mut self.answers,
-            Event::BottomHalf(_) if self.last == Some(placed.event) => &mut self.holds,
-            _ => {
-                self.last = Some(placed.event);
+            Event::BottomHalf(at) if self.last_half == Some(at) => &mut self.holds,
+            Event::BottomHalf(at) => {
+                self.last_half = Some(at);
                 return;
             }
+            _ => return,
         };
-        self.last = Some(placed.event);
         if of.last() != Some(&placed.icount) {
             of.push(placed.icount);
         }
@@ -429,6 +433,27 @@ pub(crate) mod tests {
         assert!(
             next.iter().flatten().all(|n| boundaries.is_unambiguous(*n)) && !boundaries.is_unambiguous(6)
         );
+    }
+
+    #[test]
+    fn a_bottom_half_that_was_scheduled_twice_is_a_hold() {
+        let half = |at: u64| [&[3][..], &at.to_be_bytes()].concat();
+        let packet = [&[9, 1, 0, 0, 0, 0, 0, 0, 0, 3][..], b"abc"].concat();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // Once, and by another device; twice with packets between; again at a later instruction.
+        let log = [
+            instructions(5),
+            half(5),
+            half(4),
+            instructions(5),
+            half(10),
+            packet,
+            half(10),
+            instructions(5),
+            half(10),
+        ];
+        std::fs::write(file.path(), bytes(&log.iter().map(Vec::as_slice).collect::<Vec<_>>())).unwrap();
+        assert_eq!(Boundaries::read(file.path()).unwrap().holds(), [10]);
     }
 
     #[test]
