@@ -72,6 +72,7 @@ mod tags;
 #[cfg(test)]
 mod tests;
 mod unlock;
+mod words;
 mod worksets;
 mod writer;
 
