@@ -128,13 +128,8 @@ fn rebuild(
             measured.reconstruct_ns = median(times_ns);
             measured.memcpy_ns = median(copies_ns);
             if reading.uses_all_cores() {
-                measured.reconstruct_all_cores_ns = Some(rebuild_by_all(
-                    reading.as_mut(),
-                    &stream.image,
-                    checkpoint,
-                    &mut out,
-                    cores,
-                )?);
+                measured.reconstruct_all_cores_ns =
+                    Some(rebuild_by_all(reading.as_mut(), &stream.image, checkpoint, &mut out, cores)?);
             }
         } else if checkpoint == 0 || checkpoint == last / 2 {
             image(reading.as_mut(), checkpoint, &stream.image, &mut out)?;
@@ -152,8 +147,7 @@ fn rebuild_by_all(
     cores: &Cores,
 ) -> Result<u64> {
     cores.use_all()?;
-    let times: Result<Vec<u64>> =
-        (0..REBUILDS).map(|_| image(reading, checkpoint, expected, out)).collect();
+    let times: Result<Vec<u64>> = (0..REBUILDS).map(|_| image(reading, checkpoint, expected, out)).collect();
     cores.use_one()?;
     times.map(median)
 }

@@ -28,7 +28,8 @@ use crate::pack_file::{Ending, PackFile};
 use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
 use crate::record::{
     DENSE_VERSIONS, DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES,
-    PLAIN_VERSIONS, RECORD_BYTES_MAX, Record, encode_dense_header, encode_pack_header, encode_trailer, parse_footer,
+    PLAIN_VERSIONS, RECORD_BYTES_MAX, Record, encode_dense_header, encode_pack_header, encode_trailer,
+    parse_footer,
 };
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
