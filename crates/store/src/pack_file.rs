@@ -191,7 +191,7 @@ impl PackFile {
     ) -> Result<(), E> {
         let mut page = ZERO_PAGE;
         let mut decoded = (PageRef::ZERO, PageHash([0; 2]));
-        self.read_bytes(wanted, buffer, &mut |at, bytes| {
+        self.read_bytes(wanted, buffer, |at, bytes| {
             let Some((to, what)) = wanted.get(at) else { return Ok(()) };
             if decoded.0 == *to {
                 return sink(*to, *what, Content::Plain(&page, decoded.1));
@@ -217,7 +217,7 @@ impl PackFile {
         &self,
         wanted: &[(PageRef, T)],
         buffer: &mut Vec<u8>,
-        sink: &mut dyn FnMut(usize, &[u8]) -> Result<(), E>,
+        mut sink: impl FnMut(usize, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let len_bytes = self.file.len_bytes()?;
         let mut done = 0;

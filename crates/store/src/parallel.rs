@@ -140,7 +140,7 @@ impl Inner {
         let mut derived = Vec::new();
         for group in places.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
             let pack = self.pack(group.first().map_or(0, |(to, _)| to.pack()))?;
-            pack.read_bytes(group, buffer, &mut |number, bytes| {
+            pack.read_bytes(group, buffer, |number, bytes| {
                 let Some((to, at)) = group.get(number).copied() else { return Ok(()) };
                 let (before, rest) = piece.split_at_mut(at);
                 let Some((_, into)) = rest.first_mut() else { return Ok(()) };

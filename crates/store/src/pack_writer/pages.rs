@@ -178,7 +178,9 @@ impl PackWriter {
         }
         let (bases, compressors) = (&self.bases, &mut self.compressors);
         side_by_side(&mut items, compressors, &|items, compressor| {
-            items.iter_mut().for_each(|item| item.encode(bases, compressor));
+            for item in items {
+                item.encode(bases, compressor);
+            }
         });
         self.bases.begin_batch();
         let appended = items.iter_mut().try_for_each(|item| self.append(item));
