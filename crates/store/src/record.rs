@@ -8,7 +8,7 @@
 //!             of versions 6 and 8, which have a dictionary of d bytes:   40  8 d    64 16 BLAKE3(dictionary)[0..16]    80 d dictionary
 //!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
 //!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on), 'D' delta (from 4 on)
-//!             9  1 codec (0 raw, 1 LZ4, 2 zstd; in version 6; 3 words; from 7 on)   10  2 payload length    12 16 hash    28 .. payload
+//!             9  1 codec (0 raw, 1 LZ4; in 6 and 8 also 2 zstd; from 7 on 3 words)   10  2 payload length    12 16 hash    28 .. payload
 //!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C', 3 'D'
 //!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
