@@ -109,6 +109,9 @@ pub struct Measured {
     pub peak_bytes: u64,
     /// Until the last image was in memory, of the store as it is in the end; median.
     pub reconstruct_ns: u64,
+    /// The same by all cores, for a store that has threads for it.
+    #[serde(default)]
+    pub reconstruct_all_cores_ns: Option<u64>,
     /// Copying the pages of that image that are not zero; median.
     pub memcpy_ns: u64,
 }

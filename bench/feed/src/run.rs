@@ -7,13 +7,13 @@
 //!   pure    create ─ the last image ─ pages all known ─ pages all new ─ close ─ open ─ the last image
 //! ```
 //!
-//! Everything on one core, also threads of the store's own. The stream is made before the clock runs. An image is rebuilt in
+//! Everything on one core, also threads of the store's own; the last image once more by all, for a store that has threads for it. The stream is made before the clock runs. An image is rebuilt in
 //! memory that is there already and zero.
 
 use crate::job::{Fed, Job, Measured};
 use crate::stream::Stream;
 use crate::target::{Reading, Store, Writing};
-use crate::usage::{Memory, bind_to, cpu_ns, end_with_parent, stored_bytes};
+use crate::usage::{Cores, Memory, cpu_ns, end_with_parent, stored_bytes};
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use std::path::Path;
@@ -29,11 +29,11 @@ type Dirty<'a> = (PageIndex, &'a Page);
 /// Does job `job` with `store`, in a process that does nothing else.
 pub fn run(job: &Job, store: &dyn Store) -> Result<Measured> {
     end_with_parent()?;
-    bind_to(job.cpu)?;
-    measure(job, store)
+    let cores = Cores::bind_to(job.cpu)?;
+    measure(job, store, &cores)
 }
 
-fn measure(job: &Job, store: &dyn Store) -> Result<Measured> {
+fn measure(job: &Job, store: &dyn Store, cores: &Cores) -> Result<Measured> {
     let image_pages = (job.image_mib << 20) / PAGE_BYTES as u64;
     let mut stream = Stream::new(image_pages, job.seconds, job.words);
     let mixed = job.dir.join("mixed");
@@ -46,7 +46,7 @@ fn measure(job: &Job, store: &dyn Store) -> Result<Measured> {
     let settled = store.settle(&mixed)?;
     measured.settle_cpu_ns = settled.then(|| cpu_ns() - cpu_before);
     measured.stored_bytes = stored_bytes(&mixed)?;
-    rebuild(store, &mixed, &mut stream, &mut measured)?;
+    rebuild(store, &mixed, &mut stream, cores, &mut measured)?;
     remove(&mixed)?;
     if job.pure {
         let pure = job.dir.join("pure");
@@ -104,7 +104,13 @@ fn checkpoint(writing: &mut dyn Writing, pages: &[Dirty<'_>]) -> Result<Fed> {
 }
 
 /// Rebuilds the first image, one between and the last one, and compares each; the stream's image is the last one then.
-fn rebuild(store: &dyn Store, dir: &Path, stream: &mut Stream, measured: &mut Measured) -> Result<()> {
+fn rebuild(
+    store: &dyn Store,
+    dir: &Path,
+    stream: &mut Stream,
+    cores: &Cores,
+    measured: &mut Measured,
+) -> Result<()> {
     let mut reading = store.open(dir)?;
     let mut out = vec![[1; PAGE_BYTES]; stream.image.len()];
     let last = stream.seconds.len();
@@ -121,6 +127,10 @@ fn rebuild(store: &dyn Store, dir: &Path, stream: &mut Stream, measured: &mut Me
             }
             measured.reconstruct_ns = median(times_ns);
             measured.memcpy_ns = median(copies_ns);
+            if reading.uses_all_cores() {
+                measured.reconstruct_all_cores_ns =
+                    Some(rebuild_by_all(reading.as_mut(), &stream.image, checkpoint, &mut out, cores)?);
+            }
         } else if checkpoint == 0 || checkpoint == last / 2 {
             image(reading.as_mut(), checkpoint, &stream.image, &mut out)?;
         }
@@ -128,15 +138,25 @@ fn rebuild(store: &dyn Store, dir: &Path, stream: &mut Stream, measured: &mut Me
     Ok(())
 }
 
+/// The last image once more, by all cores; how long that took, median.
+fn rebuild_by_all(
+    reading: &mut dyn Reading,
+    expected: &[Page],
+    checkpoint: usize,
+    out: &mut [Page],
+    cores: &Cores,
+) -> Result<u64> {
+    cores.use_all()?;
+    let times: Result<Vec<u64>> = (0..REBUILDS).map(|_| image(reading, checkpoint, expected, out)).collect();
+    cores.use_one()?;
+    times.map(median)
+}
+
 /// Rebuilds an image, which must be `expected`; how long that took.
 fn image(reading: &mut dyn Reading, checkpoint: usize, expected: &[Page], out: &mut [Page]) -> Result<u64> {
     out.fill(ZERO_PAGE);
     let start = Instant::now();
-    reading.image(checkpoint, &mut |page, content| {
-        if let Some(out) = out.get_mut(page.0 as usize) {
-            *out = *content;
-        }
-    })?;
+    reading.fill(checkpoint, out)?;
     let ns = ns_since(start);
     match expected.iter().zip(out).position(|(expected, out)| expected != out) {
         Some(page) => Err(Error::Differs { checkpoint, page: page as u64 }),
@@ -265,7 +285,7 @@ mod tests {
     #[test]
     fn a_store_that_gives_back_what_it_got_has_figures_and_another_has_none() {
         let dir = tempfile::tempdir().unwrap();
-        let measured = measure(&job(dir.path()), &KeyedStore::<Files>::new()).unwrap();
+        let measured = measure(&job(dir.path()), &KeyedStore::<Files>::new(), &Cores::default()).unwrap();
         assert_eq!(measured.whole.bytes, (1024 + 2 * 78) * 4096);
         // Files of whole pages, and maps.
         assert!(measured.stored_bytes >= measured.distinct_bytes && measured.distinct_bytes > 600 * 4096);
@@ -274,7 +294,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files were left behind");
         for wrong in [Wrong::Byte, Wrong::Page] {
             let dir = tempfile::tempdir().unwrap();
-            let error = measure(&job(dir.path()), &wrong).unwrap_err();
+            let error = measure(&job(dir.path()), &wrong, &Cores::default()).unwrap_err();
             assert!(matches!(error, Error::Differs { checkpoint: 0, page: 500.. }), "{error}");
         }
     }

@@ -45,4 +45,18 @@ pub trait Writing {
 pub trait Reading {
     /// Gives every page of a checkpoint that is not zero to `sink`, in any order; 0 is the first checkpoint.
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()>;
+
+    /// Fills `out`, which is zero, with a checkpoint's image.
+    fn fill(&mut self, checkpoint: usize, out: &mut [Page]) -> Result<()> {
+        self.image(checkpoint, &mut |page, content| {
+            if let Some(out) = out.get_mut(page.0 as usize) {
+                *out = *content;
+            }
+        })
+    }
+
+    /// Whether that is done by as many threads as there are cores.
+    fn uses_all_cores(&self) -> bool {
+        false
+    }
 }

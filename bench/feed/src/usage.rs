@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 use rustix::process::{Signal, set_parent_process_death_signal};
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -13,14 +13,38 @@ const STAT_BLOCK_BYTES: u64 = 512;
 /// Directories within directories.
 const DEPTH_MAX: usize = 32;
 
-/// Binds this process, and all that it starts, to one core.
-pub fn bind_to(cpu: usize) -> Result<()> {
-    let mut set = CpuSet::new();
-    if cpu >= CpuSet::MAX_CPU {
-        return Err(Error::failed("choose a core", format!("there is no core {cpu}")));
+/// The cores that this process could use when it began, and the one that it is bound to. The default is bound to none.
+#[derive(Debug, Default)]
+pub struct Cores(Option<[CpuSet; 2]>);
+
+impl Cores {
+    /// Binds this process, and all that it starts, to one core.
+    pub fn bind_to(cpu: usize) -> Result<Self> {
+        let mut one = CpuSet::new();
+        if cpu >= CpuSet::MAX_CPU {
+            return Err(Error::failed("choose a core", format!("there is no core {cpu}")));
+        }
+        one.set(cpu);
+        let all = sched_getaffinity(None).map_err(|e| Error::io("ask for cores")(e.into()))?;
+        let this = Self(Some([all, one]));
+        this.use_one()?;
+        Ok(this)
     }
-    set.set(cpu);
-    sched_setaffinity(None, &set).map_err(|e| Error::io(format!("bind to core {cpu}"))(e.into()))
+
+    /// From here on this thread, and all that it starts, may use all of them.
+    pub fn use_all(&self) -> Result<()> {
+        self.set(0)
+    }
+
+    /// And only the one again.
+    pub fn use_one(&self) -> Result<()> {
+        self.set(1)
+    }
+
+    fn set(&self, which: usize) -> Result<()> {
+        let Some(set) = self.0.as_ref().and_then(|sets| sets.get(which)) else { return Ok(()) };
+        sched_setaffinity(None, set).map_err(|e| Error::io("choose cores")(e.into()))
+    }
 }
 
 /// Nobody would take away what this process leaves, or read what it says.

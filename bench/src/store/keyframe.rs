@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
-use keyframe_store::{MachineMeta, PruneOptions, Run, SealRequest, Timing, Writer};
+use keyframe_store::{Loaded, MachineMeta, PruneOptions, Run, SealRequest, Timing, Writer};
 use keyframe_units::{BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::path::Path;
 
@@ -63,10 +63,7 @@ struct Reader {
 
 impl Reading for Reader {
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
-        let id = self.ids.get(checkpoint).copied();
-        let id =
-            id.ok_or_else(|| Error::failed("keyframe: find a checkpoint", format!("no {checkpoint}")))?;
-        let loaded = self.store.load(id).map_err(failed("load a checkpoint"))?;
+        let loaded = self.load(checkpoint)?;
         let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
         loaded
             .read_pages_by_all_cores(all, &mut |page, content| {
@@ -74,6 +71,23 @@ impl Reading for Reader {
                 Ok::<_, keyframe_store::Error>(())
             })
             .map_err(failed("read a checkpoint"))
+    }
+
+    fn fill(&mut self, checkpoint: usize, out: &mut [Page]) -> Result<()> {
+        self.load(checkpoint)?.read_into(PageIndex(0), out).map_err(failed("read a checkpoint"))
+    }
+
+    fn uses_all_cores(&self) -> bool {
+        true
+    }
+}
+
+impl Reader {
+    fn load(&self, checkpoint: usize) -> Result<Loaded> {
+        let id = self.ids.get(checkpoint).copied();
+        let id =
+            id.ok_or_else(|| Error::failed("keyframe: find a checkpoint", format!("no {checkpoint}")))?;
+        self.store.load(id).map_err(failed("load a checkpoint"))
     }
 }
 

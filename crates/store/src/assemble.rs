@@ -10,12 +10,13 @@
 //! Its content is compared with its hash, for it comes from several places. [`Waiting`] is bounded.
 
 use crate::derived::Derivation;
-use crate::identity::{PageHash, PageRef};
+use crate::identity::{LANES, PageHash, PageRef};
 use crate::pack_file::Content;
-use crate::record::{Record, verify};
+use crate::record::Record;
 use crate::store::Inner;
 use crate::{Error, Result, names};
 use keyframe_units::{Page, ZERO_PAGE};
+use std::cell::Cell;
 use std::ops::Range;
 
 /// Composed blocks put together at a time: a MiB of them.
@@ -24,6 +25,11 @@ const COMPOSED_MAX: usize = 256;
 const DELTAS_MAX: usize = 2048;
 /// And how often all of them may be wanted.
 const WANTED_MAX: usize = 4096;
+
+thread_local! {
+    /// What a thread reads packs into, but while it does.
+    static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
 
 /// Derived pages of which what lies elsewhere is still missing.
 struct Waiting<T> {
@@ -135,12 +141,14 @@ impl Inner {
         wanted: &[(PageRef, T)],
         sink: &mut dyn FnMut(PageRef, T, Content<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut buffer = Vec::new();
+        // A thread reads again and again: memory for large reads is dear to get.
+        let mut buffer = BUFFER.take();
         for group in wanted.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
             let number = group.first().map_or(0, |(to, _)| to.pack());
             let pack = self.pack(number)?;
             pack.read_records(group, &mut buffer, sink)?;
         }
+        BUFFER.set(buffer);
         Ok(())
     }
 
@@ -153,31 +161,51 @@ impl Inner {
         let mut blocks = std::mem::take(&mut waiting.blocks);
         let wanted = std::mem::take(&mut waiting.wanted);
         waiting.composed = 0;
-        let mut give = |block: &Block, page: &Page| {
-            verify(block.hash, &self.config.key, page)
-                .map_err(|problem| self.damaged_at(block.at, problem))?;
-            let wanted = wanted.get(block.wanted.clone()).unwrap_or_default();
-            wanted.iter().try_for_each(|what| sink(*what, page))
+        let mut give = |some: &[(&Block, &Page)]| {
+            let mut pages = [&ZERO_PAGE; LANES];
+            pages.iter_mut().zip(some).for_each(|(page, (_, made))| *page = made);
+            let hashes = PageHash::of_some(&self.config.key, &pages[..some.len().min(LANES)]);
+            some.iter().zip(hashes).try_for_each(|((block, page), hash)| {
+                if hash != block.hash {
+                    return Err(E::from(self.damaged_at(block.at, NOT_ITS_HASH)));
+                }
+                let wanted = wanted.get(block.wanted.clone()).unwrap_or_default();
+                wanted.iter().try_for_each(|what| sink(*what, page))
+            })
         };
         let records = |(number, block): (usize, &Block)| {
             block.derivation.records().into_iter().map(move |record| (record, number))
         };
         let mut missing: Vec<(PageRef, usize)> = blocks.iter().enumerate().flat_map(records).collect();
         missing.sort_unstable();
-        let mut made = ZERO_PAGE;
+        // Numbers of blocks, and their pages.
+        let mut made: Vec<(usize, Page)> = Vec::with_capacity(LANES);
         self.read_records(&missing, &mut |at, number, content| {
             let Content::Plain(base, hash) = content else {
                 return Err(E::from(self.damaged_at(at, DERIVED_OF_DERIVED)));
             };
             let Some(block) = blocks.get_mut(number) else { return Ok(()) };
-            let into = block.page.as_deref_mut().unwrap_or(&mut made);
+            let is_whole = block.page.is_none();
+            if is_whole {
+                made.push((number, ZERO_PAGE));
+            }
+            let Some(into) = block.page.as_deref_mut().or(made.last_mut().map(|(_, page)| page)) else {
+                return Ok(());
+            };
             block
                 .derivation
                 .fill(at, hash, base, into)
                 .map_err(|problem| self.damaged_at(block.at, problem))?;
-            if block.page.is_none() { give(block, &made) } else { Ok(()) }
+            if is_whole && made.len() == LANES {
+                give_all(&blocks, &made, &mut give)?;
+                made.clear();
+            }
+            Ok(())
         })?;
-        blocks.iter().try_for_each(|block| block.page.as_ref().map_or(Ok(()), |page| give(block, page)))
+        give_all(&blocks, &made, &mut give)?;
+        let composed: Vec<(&Block, &Page)> =
+            blocks.iter().filter_map(|block| Some((block, block.page.as_deref()?))).collect();
+        composed.chunks(LANES).try_for_each(give)
     }
 
     fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {
@@ -186,4 +214,16 @@ impl Inner {
     }
 }
 
+/// Gives on pages that were made of blocks, by their numbers.
+fn give_all<E>(
+    blocks: &[Block],
+    made: &[(usize, Page)],
+    give: &mut impl FnMut(&[(&Block, &Page)]) -> Result<(), E>,
+) -> Result<(), E> {
+    let some: Vec<(&Block, &Page)> =
+        made.iter().filter_map(|(number, page)| Some((blocks.get(*number)?, page))).collect();
+    give(&some)
+}
+
+const NOT_ITS_HASH: &str = "the page does not match its hash";
 const DERIVED_OF_DERIVED: &str = "it stands on other records, and a record stands on it";

@@ -1,10 +1,11 @@
 //! How the content of a page is compressed, and when it is not worth trying.
 //!
-//! A page is stored as one LZ4 block where that saves at least [`SAVING_BYTES_MIN`], as it is otherwise; when its pack is
-//! recompressed, with zstd and a dictionary ([`crate::dictionary`]). Pages of noise
+//! A page is stored as its words ([`crate::words`]) where these are few, else as one LZ4 block where that saves at least
+//! [`SAVING_BYTES_MIN`], as it is otherwise; when its pack is recompressed, with zstd and a dictionary ([`crate::dictionary`]). Pages of noise
 //! (compressed or encrypted data) are told by a sample of their bytes, so that they cost next to nothing.
 
 use crate::dictionary::Dictionary;
+use crate::words::{self, WordCoder};
 use keyframe_units::{PAGE_BYTES, Page};
 use lz4_flex::block::{
     CompressTable, compress_into, compress_into_with_table, decompress_into, get_maximum_output_size,
@@ -19,10 +20,12 @@ pub enum Codec {
     Lz4,
     /// One frame of zstd, with the dictionary of the pack.
     Dense,
+    /// The words of a page.
+    Words,
 }
 
 impl Codec {
-    const ALL: [Self; 3] = [Self::Raw, Self::Lz4, Self::Dense];
+    const ALL: [Self; 4] = [Self::Raw, Self::Lz4, Self::Dense, Self::Words];
 
     /// As it is written.
     pub fn number(self) -> u8 {
@@ -30,6 +33,7 @@ impl Codec {
             Self::Raw => 0,
             Self::Lz4 => 1,
             Self::Dense => 2,
+            Self::Words => 3,
         }
     }
 
@@ -42,30 +46,43 @@ impl Codec {
 pub const SAVING_BYTES_MIN: usize = 64;
 /// Only whole pages of packs that have a dictionary are dense.
 const NO_DICTIONARY: &str = "zstd where there is no dictionary";
+const NO_PAGE: &str = "words of what is no page";
 /// LZ4 expresses at most 255 bytes per byte of input.
 const LZ4_EXPANSION_MAX: u64 = 255;
 
 /// Compresses pages with buffers of its own.
 pub struct PageCompressor {
+    words: WordCoder,
     table: CompressTable,
     buffer: Vec<u8>,
 }
 
 impl PageCompressor {
     pub fn new() -> Self {
-        Self { table: CompressTable::small(), buffer: vec![0; get_maximum_output_size(PAGE_BYTES)] }
+        let buffer = vec![0; get_maximum_output_size(PAGE_BYTES)];
+        Self { words: WordCoder::new(), table: CompressTable::small(), buffer }
     }
 
     /// The bytes to store for a page.
     pub fn compress<'a>(&'a mut self, page: &'a Page) -> (Codec, &'a [u8]) {
-        if !looks_like_noise(page)
-            && let Ok(len) = compress_into_with_table(page, &mut self.buffer, &mut self.table)
+        if looks_like_noise(page) {
+            return (Codec::Raw, page);
+        }
+        if let Some(words) = self.words.encode(page) {
+            return (Codec::Words, words);
+        }
+        if let Ok(len) = compress_into_with_table(page, &mut self.buffer, &mut self.table)
             && len <= PAGE_BYTES - SAVING_BYTES_MIN
             && let Some(coded) = self.buffer.get(..len)
         {
             return (Codec::Lz4, coded);
         }
         (Codec::Raw, page)
+    }
+
+    /// The words of a page, where they are few.
+    pub fn compress_words(&mut self, page: &Page) -> Option<&[u8]> {
+        self.words.encode(page)
     }
 
     /// The bytes to store for less than a page.
@@ -95,6 +112,7 @@ pub fn decompress_page(
 ) -> Result<(), String> {
     match (codec, dictionary) {
         (Codec::Dense, Some(dictionary)) => dictionary.decompress(payload, page),
+        (Codec::Words, _) => words::decode(payload, page),
         _ => decompress_exactly(codec, payload, page),
     }
 }
@@ -111,6 +129,7 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
             }
         }
         Codec::Dense => return Err(NO_DICTIONARY.into()),
+        Codec::Words => return Err(NO_PAGE.into()),
     }
     Ok(())
 }
@@ -127,6 +146,7 @@ pub fn decompress_patch(codec: Codec, stored: &[u8], len_bytes_max: usize) -> Re
         }
         Codec::Lz4 => decompress_into(stored, &mut out).map_err(|e| format!("LZ4: {e}"))?,
         Codec::Dense => return Err(NO_DICTIONARY.into()),
+        Codec::Words => return Err(NO_PAGE.into()),
     };
     out.truncate(len);
     Ok(out)
@@ -218,6 +238,7 @@ pub(crate) mod tests {
             let mut page = [0; PAGE_BYTES];
             let _ = decompress_page(Codec::Lz4, &bytes, None, &mut page);
             let _ = decompress_page(Codec::Raw, &bytes, None, &mut page);
+            let _ = decompress_page(Codec::Words, &bytes, None, &mut page);
             let _ = decompress_section(&bytes, len);
             let _ = decompress_section(&bytes, len % 100_000);
         }

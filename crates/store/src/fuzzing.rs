@@ -142,6 +142,7 @@ pub fn small(data: &[u8]) {
         _ => {
             let mut page = ZERO_PAGE;
             let _ = decompress_page(crate::codec::Codec::Lz4, bytes, None, &mut page);
+            let _ = decompress_page(crate::codec::Codec::Words, bytes, None, &mut page);
             let _ = decompress_section(bytes, bytes.len() as u64 * 300);
             let _ = decompress_section(bytes, bytes.len() as u64 * 20);
         }

@@ -1,5 +1,5 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 6 (2 has disks, 3 composed blocks of them, 4 deltas, 5 is
-//! encrypted, 6 packs with a dictionary).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 8 (2 has disks, 3 composed blocks of them, 4 deltas, 5 is
+//! encrypted, 6 packs with a dictionary, 7 and 8 pages as their words).
 //!
 //! ```text
 //!   STORE/
@@ -72,6 +72,7 @@ mod tags;
 #[cfg(test)]
 mod tests;
 mod unlock;
+mod words;
 mod worksets;
 mod writer;
 

@@ -189,9 +189,38 @@ impl PackFile {
         buffer: &mut Vec<u8>,
         sink: &mut dyn FnMut(PageRef, T, Content<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let len_bytes = self.file.len_bytes()?;
         let mut page = ZERO_PAGE;
         let mut decoded = (PageRef::ZERO, PageHash([0; 2]));
+        self.read_bytes(wanted, buffer, |at, bytes| {
+            let Some((to, what)) = wanted.get(at) else { return Ok(()) };
+            if decoded.0 == *to {
+                return sink(*to, *what, Content::Plain(&page, decoded.1));
+            }
+            let record = self.parse(bytes, *to).map_err(|problem| self.damaged_at(*to, problem))?;
+            if record.kind.is_derived() {
+                return sink(*to, *what, Content::Derived(&record));
+            }
+            record.decompress(&mut page).map_err(|problem| self.damaged_at(*to, problem))?;
+            decoded = (*to, record.hash);
+            sink(*to, *what, Content::Plain(&page, record.hash))
+        })
+    }
+
+    /// What is wrong with a record.
+    pub fn damaged_at(&self, to: PageRef, problem: impl Into<String>) -> Error {
+        Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
+    }
+
+    /// The bytes with which each of these records begins, one after the other, as [`Self::read_records`] reads them: `sink` gets the
+    /// number of each in `wanted`.
+    pub fn read_bytes<T, E: From<Error>>(
+        &self,
+        wanted: &[(PageRef, T)],
+        buffer: &mut Vec<u8>,
+        mut sink: impl FnMut(usize, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let len_bytes = self.file.len_bytes()?;
+        let mut done = 0;
         let mut rest = wanted;
         while let Some((start, _)) = rest.first() {
             let mut count = group_len(rest);
@@ -207,22 +236,10 @@ impl PackFile {
             let span = buffer.get(..span).unwrap_or_default();
             let (group, behind) = rest.split_at(count);
             rest = behind;
-            for (to, what) in group {
-                if decoded.0 == *to {
-                    sink(*to, *what, Content::Plain(&page, decoded.1))?;
-                    continue;
-                }
-                let damaged =
-                    |problem| Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem);
+            for (to, _) in group {
                 let bytes = span.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
-                let record = self.parse(bytes, *to).map_err(damaged)?;
-                if record.kind.is_derived() {
-                    sink(*to, *what, Content::Derived(&record))?;
-                    continue;
-                }
-                record.decompress(&mut page).map_err(damaged)?;
-                decoded = (*to, record.hash);
-                sink(*to, *what, Content::Plain(&page, record.hash))?;
+                sink(done, bytes)?;
+                done += 1;
             }
         }
         Ok(())

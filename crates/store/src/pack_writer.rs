@@ -31,7 +31,7 @@ use crate::pack_file::{Ending, PackFile, seal_of};
 use crate::prune::moves::Moves;
 use crate::prune::packs;
 use crate::record::{
-    Entry, Kind, PACK_HEADER_BYTES, Record, WITH_DELTAS, append_record, encode_dense_header,
+    DENSE_WITH_WORDS, Entry, Kind, PACK_HEADER_BYTES, Record, WITH_WORDS, append_record, encode_dense_header,
     encode_dictionary, encode_pack_header, encode_trailer,
 };
 use crate::sectors::{SectorFinder, Tags};
@@ -377,10 +377,11 @@ impl PackWriter {
         };
         let id = self.inner.config.id;
         let (header, dictionary) = match &self.dense {
-            None => (encode_pack_header(id, number, WITH_DELTAS), Vec::new()),
+            None => (encode_pack_header(id, number, WITH_WORDS), Vec::new()),
             Some(dense) => {
                 let dictionary = dense.bytes();
-                (encode_dense_header(id, number, dictionary.len() as u64), encode_dictionary(dictionary))
+                let len = dictionary.len() as u64;
+                (encode_dense_header(id, number, DENSE_WITH_WORDS, len), encode_dictionary(dictionary))
             }
         };
         let head = [&header[..], &dictionary].concat();

@@ -114,10 +114,11 @@ impl Inner {
         let pieces = Mutex::new(wanted.chunks_mut(PIECE_RECORDS));
         let failed = Mutex::new(None);
         let work = || {
+            let mut buffer = Vec::new();
             loop {
                 let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(piece) = piece else { return };
-                if let Err(error) = self.read_piece(piece) {
+                if let Err(error) = self.read_piece(piece, &mut buffer) {
                     failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                     // Nobody begins another one.
                     while pieces.lock().unwrap_or_else(PoisonError::into_inner).next().is_some() {}
@@ -133,9 +134,32 @@ impl Inner {
         failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
     }
 
-    fn read_piece(&self, piece: &mut [(PageRef, &mut Page)]) -> Result<()> {
+    /// Plain records are decoded where their pages belong, derived ones behind them, elsewhere.
+    fn read_piece(&self, piece: &mut [(PageRef, &mut Page)], buffer: &mut Vec<u8>) -> Result<()> {
         let places: Vec<(PageRef, usize)> = piece.iter().map(|(to, _)| *to).zip(0..).collect();
-        self.read_pages(&places, &mut |at, page| {
+        let mut derived = Vec::new();
+        for group in places.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
+            let pack = self.pack(group.first().map_or(0, |(to, _)| to.pack()))?;
+            pack.read_bytes(group, buffer, |number, bytes| {
+                let Some((to, at)) = group.get(number).copied() else { return Ok(()) };
+                let (before, rest) = piece.split_at_mut(at);
+                let Some((_, into)) = rest.first_mut() else { return Ok(()) };
+                if let Some((same, page)) = before.last()
+                    && *same == to
+                    && derived.last().is_none_or(|(last, _)| *last != to)
+                {
+                    **into = **page;
+                    return Ok(());
+                }
+                let record = pack.parse(bytes, to).map_err(|problem| pack.damaged_at(to, problem))?;
+                if record.kind.is_derived() {
+                    derived.push((to, at));
+                    return Ok(());
+                }
+                record.decompress(into).map_err(|problem| pack.damaged_at(to, problem))
+            })?;
+        }
+        self.read_pages(&derived, &mut |at, page| {
             if let Some((_, into)) = piece.get_mut(at) {
                 **into = *page;
             }

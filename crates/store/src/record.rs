@@ -5,10 +5,10 @@
 //!                                                         └── only in a closed pack ─────────┘
 //!   header    0  8 magic "KFPACK\r\n"     8  4 version    12  4 zero    16 16 store id
 //!            32  8 pack number           40  8 zero       48 16 BLAKE3(bytes 0..48)[0..16]
-//!             of version 6, which has a dictionary of d bytes:   40  8 d    64 16 BLAKE3(dictionary)[0..16]    80 d dictionary
+//!             of versions 6 and 8, which have a dictionary of d bytes:   40  8 d    64 16 BLAKE3(dictionary)[0..16]    80 d dictionary
 //!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
 //!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on), 'D' delta (from 4 on)
-//!             9  1 codec (0 raw, 1 LZ4, 2 zstd; from version 6 on)   10  2 payload length    12 16 hash    28 .. payload
+//!             9  1 codec (0 raw, 1 LZ4; in 6 and 8 also 2 zstd; from 7 on 3 words)   10  2 payload length    12 16 hash    28 .. payload
 //!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C', 3 'D'
 //!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
@@ -54,12 +54,18 @@ const KIND_SHIFT: u32 = 56;
 
 /// The version of packs that know of disks: of blocks and composed blocks.
 pub const WITH_PARTS: u32 = 3;
-/// The version of packs that know of deltas, too: the one that is written.
+/// The version of packs that know of deltas, too.
 pub const WITH_DELTAS: u32 = 4;
-/// The version of packs that begin with a dictionary: of those that were recompressed.
+/// The version of packs that begin with a dictionary: of those that were recompressed before there were pages as words.
 pub const WITH_DICTIONARY: u32 = 6;
-/// All versions without one.
-const VERSIONS: [u32; 3] = [FORMAT_VERSION, WITH_PARTS, WITH_DELTAS];
+/// The version of packs that know of pages as words, too: the one that is written.
+pub const WITH_WORDS: u32 = 7;
+/// The same with a dictionary: of those that are recompressed.
+pub const DENSE_WITH_WORDS: u32 = 8;
+/// All versions without a dictionary.
+pub const PLAIN_VERSIONS: [u32; 4] = [FORMAT_VERSION, WITH_PARTS, WITH_DELTAS, WITH_WORDS];
+/// And those with one.
+pub const DENSE_VERSIONS: [u32; 2] = [WITH_DICTIONARY, DENSE_WITH_WORDS];
 /// The check of a dictionary, between the pack's header and it.
 pub const DICTIONARY_CHECK_BYTES: usize = 16;
 /// Where the header has the dictionary's length.
@@ -126,9 +132,14 @@ pub fn encode_pack_header(id: StoreId, number: u32, version: u32) -> [u8; PACK_H
     encode_header(id, number, version, 0)
 }
 
-/// The header of pack `number` which has a dictionary.
-pub fn encode_dense_header(id: StoreId, number: u32, dictionary_bytes: u64) -> [u8; PACK_HEADER_BYTES] {
-    encode_header(id, number, WITH_DICTIONARY, dictionary_bytes)
+/// The header of pack `number`, of a version with a dictionary.
+pub fn encode_dense_header(
+    id: StoreId,
+    number: u32,
+    version: u32,
+    dictionary_bytes: u64,
+) -> [u8; PACK_HEADER_BYTES] {
+    encode_header(id, number, version, dictionary_bytes)
 }
 
 fn encode_header(id: StoreId, number: u32, version: u32, dictionary_bytes: u64) -> [u8; PACK_HEADER_BYTES] {
@@ -162,12 +173,14 @@ pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
 
 /// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it. Where the first record is.
 pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<u64> {
-    if VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
+    if PLAIN_VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
         return Ok(PACK_HEADER_BYTES as u64);
     }
     let dictionary_bytes = bytes.get(DICTIONARY_LEN_AT..).and_then(|at| Cursor::new(at).u64().ok());
     if let Some(dictionary_bytes) = dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
-        && bytes == encode_dense_header(id, number, dictionary_bytes)
+        && DENSE_VERSIONS
+            .iter()
+            .any(|version| bytes == encode_dense_header(id, number, *version, dictionary_bytes))
     {
         return Ok((PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64 + dictionary_bytes);
     }
@@ -181,8 +194,8 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
     }
     let mut cursor = Cursor::new(covered);
     match (cursor.array::<8>(), cursor.u32()) {
-        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > WITH_DICTIONARY => {
-            Err(Error::LaterVersion { object: object.into(), found, known: WITH_DICTIONARY })
+        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > DENSE_WITH_WORDS => {
+            Err(Error::LaterVersion { object: object.into(), found, known: DENSE_WITH_WORDS })
         }
         _ => damaged("its header is that of another pack or another store"),
     }
@@ -449,15 +462,18 @@ mod tests {
     #[test]
     fn every_flipped_bit_of_header_and_trailer_is_noticed() {
         let id = StoreId([5; 16]);
-        for version in VERSIONS {
+        for version in PLAIN_VERSIONS {
             check_pack_header(&encode_pack_header(id, 7, version), id, 7, "p").unwrap();
         }
         let never = check_pack_header(&encode_pack_header(id, 7, 2), id, 7, "p");
         assert!(matches!(never, Err(Error::Damaged { .. })));
-        let later = check_pack_header(&encode_pack_header(id, 7, 7), id, 7, "p");
-        assert!(matches!(later, Err(Error::LaterVersion { found: 7, known: WITH_DICTIONARY, .. })));
-        assert_eq!(check_pack_header(&encode_dense_header(id, 7, 9), id, 7, "p").unwrap(), 64 + 16 + 9);
-        let too_long = encode_dense_header(id, 7, DICTIONARY_BYTES_MAX as u64 + 1);
+        let later = check_pack_header(&encode_pack_header(id, 7, 9), id, 7, "p");
+        assert!(matches!(later, Err(Error::LaterVersion { found: 9, known: DENSE_WITH_WORDS, .. })));
+        for version in DENSE_VERSIONS {
+            let header = encode_dense_header(id, 7, version, 9);
+            assert_eq!(check_pack_header(&header, id, 7, "p").unwrap(), 64 + 16 + 9);
+        }
+        let too_long = encode_dense_header(id, 7, DENSE_WITH_WORDS, DICTIONARY_BYTES_MAX as u64 + 1);
         assert!(check_pack_header(&too_long, id, 7, "p").is_err());
         let header = encode_pack_header(id, 7, WITH_PARTS);
         assert!(check_pack_header(&header, id, 8, "p").is_err());

@@ -27,8 +27,9 @@ use crate::identity::{PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
 use crate::record::{
-    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES, RECORD_BYTES_MAX,
-    Record, WITH_DELTAS, encode_dense_header, encode_pack_header, encode_trailer, parse_footer,
+    DENSE_VERSIONS, DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES,
+    PLAIN_VERSIONS, RECORD_BYTES_MAX, Record, encode_dense_header, encode_pack_header, encode_trailer,
+    parse_footer,
 };
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
@@ -435,7 +436,7 @@ fn with_header(inner: &Inner, number: u32, bytes: Vec<u8>) -> Option<Vec<u8>> {
 fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let place = PageRef::new(number, PACK_HEADER_BYTES as u64);
     Record::parse(bytes.get(PACK_HEADER_BYTES..)?, place).ok()?;
-    for version in 1..=WITH_DELTAS {
+    for version in PLAIN_VERSIONS {
         let header = encode_pack_header(inner.config.id, number, version);
         bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
         // The trailer vouches for the header; without one the latest version holds whatever is there.
@@ -455,10 +456,15 @@ fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
     // The seventh and last byte of the offset; behind it is the kind.
     first[..7].copy_from_slice(entry.get(..7)?);
     let head_bytes = (PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64;
-    let header =
-        encode_dense_header(inner.config.id, number, u64::from_le_bytes(first).checked_sub(head_bytes)?);
-    bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
-    is_closed(number, &bytes, header).then_some(bytes)
+    let dictionary_bytes = u64::from_le_bytes(first).checked_sub(head_bytes)?;
+    for version in DENSE_VERSIONS {
+        let header = encode_dense_header(inner.config.id, number, version, dictionary_bytes);
+        bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
+        if is_closed(number, &bytes, header) {
+            return Some(bytes);
+        }
+    }
+    None
 }
 
 fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {

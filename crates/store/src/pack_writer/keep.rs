@@ -14,9 +14,12 @@ use crate::record::{Kind, verify};
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Error, Result};
-use keyframe_units::Page;
+use keyframe_units::{PAGE_BYTES, Page};
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
+
+/// What the words of a page may take more than zstd: they are read several times as fast.
+const WORDS_MORE_BYTES_MAX: usize = PAGE_BYTES / 12;
 
 impl PackWriter {
     /// Of packs that are above all there are. It knows no record, whoever else writes.
@@ -49,11 +52,16 @@ impl PackWriter {
         }
         let mut pack = self.take_pack()?;
         let place = PageRef::new(pack.number, pack.end());
-        let dense = self.dense.as_mut().and_then(|dense| dense.compress(page));
-        let payload = match dense {
-            Some(payload) if payload.len() + SAVING_BYTES_MIN <= page.len() => (Codec::Dense, payload),
-            Some(_) => (Codec::Raw, page.as_slice()),
+        let payload = match self.dense.as_mut().and_then(|dense| dense.compress(page)) {
             None => self.compressors[0].compress(page),
+            Some(dense) => {
+                let words = self.compressors[0].compress_words(page);
+                match words.filter(|words| words.len() <= dense.len() + WORDS_MORE_BYTES_MAX) {
+                    Some(words) => (Codec::Words, words),
+                    None if dense.len() + SAVING_BYTES_MIN <= page.len() => (Codec::Dense, dense),
+                    None => (Codec::Raw, page.as_slice()),
+                }
+            }
         };
         let len_bytes = pack.append(hash, kind, payload);
         self.took(pack, hash, place, kind)?;

@@ -17,7 +17,7 @@ use crate::bases::{At, Base, Bases};
 use crate::codec::{Codec, PageCompressor};
 use crate::delta::{DELTA_HEADER_BYTES, Delta, PATCH_BYTES_MAX, diff};
 use crate::derived::Derivation;
-use crate::identity::{HashKey, PageHash, PageRef};
+use crate::identity::{HashKey, LANES, PageHash, PageRef};
 use crate::record::{Kind, RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 
@@ -58,10 +58,6 @@ pub struct Scratch {
 }
 
 impl Item<'_> {
-    fn look(&mut self, key: &HashKey) {
-        self.hash = (*self.input.content != ZERO_PAGE).then(|| PageHash::of(key, self.input.content));
-    }
-
     fn encode(&mut self, bases: &Bases, compressor: &mut PageCompressor) {
         if self.placed.is_some() || self.hash.is_none() {
             return;
@@ -174,13 +170,18 @@ impl PackWriter {
             })
             .collect();
         let key = self.inner.config.key.clone();
-        side_by_side(&mut items, &mut self.compressors, &|item, _| item.look(&key));
+        side_by_side(&mut items, &mut self.compressors, &|items, _| look(items, &key));
         self.bases.begin_batch();
+        let mut bytes = Vec::new();
         for item in &mut items {
-            self.find(item);
+            self.find(item, &mut bytes);
         }
         let (bases, compressors) = (&self.bases, &mut self.compressors);
-        side_by_side(&mut items, compressors, &|item, compressor| item.encode(bases, compressor));
+        side_by_side(&mut items, compressors, &|items, compressor| {
+            for item in items {
+                item.encode(bases, compressor);
+            }
+        });
         self.bases.begin_batch();
         let appended = items.iter_mut().try_for_each(|item| self.append(item));
         if appended.is_ok() {
@@ -192,7 +193,7 @@ impl PackWriter {
     }
 
     /// Where it is already; else what it could be a delta on.
-    fn find(&mut self, item: &mut Item<'_>) {
+    fn find(&mut self, item: &mut Item<'_>, bytes: &mut Vec<u8>) {
         let Some(hash) = item.hash else { return };
         item.placed = self.known(hash, item.input.content);
         let Some((page, before)) = item.input.home.filter(|_| item.placed.is_none()) else { return };
@@ -200,17 +201,16 @@ impl PackWriter {
         item.has_base = item.base.is_some() || before != PageRef::ZERO;
         if item.base.is_none()
             && before != PageRef::ZERO
-            && let Some((base, content)) = self.read_base(before)
+            && let Some((base, content)) = self.read_base(before, bytes)
         {
             item.base = self.bases.insert(page, base, &content);
         }
     }
 
     /// The plain record that `of` is, or is a delta on; none where it cannot be read.
-    fn read_base(&self, of: PageRef) -> Option<(Base, Page)> {
-        let mut bytes = Vec::new();
+    fn read_base(&self, of: PageRef, bytes: &mut Vec<u8>) -> Option<(Base, Page)> {
         let mut page = ZERO_PAGE;
-        let record = self.read_record(of, &mut bytes)?;
+        let record = self.read_record(of, bytes)?;
         let of = match record.kind {
             Kind::Delta => match record.derivation(&mut page).ok()? {
                 Derivation::Delta(delta) => delta.base,
@@ -218,23 +218,27 @@ impl PackWriter {
             },
             _ => of,
         };
-        let record = self.read_record(of, &mut bytes)?;
+        let record = self.read_record(of, bytes)?;
         record.decompress(&mut page).ok()?;
         Some((Base::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES), page))
     }
 
     /// A record, which may not be in the file yet.
     fn read_record<'a>(&self, at: PageRef, bytes: &'a mut Vec<u8>) -> Option<Record<'a>> {
-        bytes.clear();
         let open = self.open.as_ref().filter(|pack| pack.number == at.pack());
         if let Some(unflushed) = open.and_then(|pack| pack.unflushed(at)) {
+            bytes.clear();
             bytes.extend_from_slice(unflushed.get(..RECORD_BYTES_MAX).unwrap_or(unflushed));
             return Record::parse(bytes, at).ok();
         }
         let pack = self.inner.pack(at.pack()).ok()?;
-        let len = pack.file.len_bytes().ok()?.saturating_sub(at.offset());
-        bytes.resize(len.min(RECORD_BYTES_MAX as u64) as usize, 0);
-        pack.file.read_at(at.offset(), bytes).ok()?;
+        bytes.resize(RECORD_BYTES_MAX, 0);
+        if pack.file.read_at(at.offset(), bytes).is_err() {
+            // The pack ends before.
+            let len = pack.file.len_bytes().ok()?.saturating_sub(at.offset());
+            bytes.truncate(len.min(RECORD_BYTES_MAX as u64) as usize);
+            pack.file.read_at(at.offset(), bytes).ok()?;
+        }
         pack.parse(bytes, at).ok()
     }
 
@@ -286,24 +290,45 @@ impl OpenPack {
     }
 }
 
-/// Does `work` for each item, on as many threads as there are compressors.
+/// Hashes those that are not zero.
+fn look(items: &mut [Item<'_>], key: &HashKey) {
+    let mut waiting = [0; LANES];
+    let mut pages = [&ZERO_PAGE; LANES];
+    let mut count = 0;
+    for at in 0..=items.len() {
+        if let Some(item) = items.get(at) {
+            if *item.input.content == ZERO_PAGE {
+                continue;
+            }
+            (waiting[count], pages[count]) = (at, item.input.content);
+            count += 1;
+        }
+        if count == LANES || at == items.len() {
+            let hashes = PageHash::of_some(key, &pages[..count]);
+            for (at, hash) in waiting[..count].iter().zip(hashes) {
+                items[*at].hash = Some(hash);
+            }
+            count = 0;
+        }
+    }
+}
+
+/// Does `work` for all items, on as many threads as there are compressors.
 fn side_by_side<'a, 'b>(
     items: &mut [Item<'a>],
     compressors: &mut [PageCompressor],
-    work: &(dyn Fn(&mut Item<'a>, &mut PageCompressor) + Sync + 'b),
+    work: &(dyn Fn(&mut [Item<'a>], &mut PageCompressor) + Sync + 'b),
 ) {
     if let [compressor] = compressors {
-        return items.iter_mut().for_each(|item| work(item, compressor));
+        return work(items, compressor);
     }
     let per_thread = items.len().div_ceil(compressors.len().max(1)).max(1);
     let mut shares = items.chunks_mut(per_thread).zip(compressors);
     let Some((first, compressor)) = shares.next() else { return };
     std::thread::scope(|scope| {
         for (share, compressor) in shares {
-            scope.spawn(move || share.iter_mut().for_each(|item| work(item, compressor)));
+            scope.spawn(move || work(share, compressor));
         }
-        for item in first {
-            work(item, compressor);
-        }
+        work(first, compressor);
     });
 }

@@ -155,7 +155,7 @@ fn copied(version: u32) -> tempfile::TempDir {
 /// A writer of today goes on with a store of any version: sectors are found in what that holds, which stays as it is.
 #[test]
 fn stores_of_all_versions_are_gone_on_with() {
-    for version in 1..=5 {
+    for version in (1..=5).chain([7]) {
         let dir = copied(version);
         let store = open(version, dir.path());
         let old: Vec<_> = store.ids().unwrap();
@@ -240,16 +240,79 @@ fn a_store_of_version_6_still_loads() {
     assert!(recompress::dense_packs(&store) > 0);
 }
 
-/// As [`make_golden`], for packs that were recompressed.
+/// A page of pointers into one heap, which is stored as its words; some of them are others each second.
+fn pointers(second: u64) -> Page {
+    let mut page = ZERO_PAGE;
+    for (at, word) in (0..).zip(page.as_chunks_mut::<8>().0) {
+        let value: u64 = match at % 8 {
+            0..4 => 0x7f12_3400_0000 + (at * 0x9e37_79b9 + second * (at & 32)) % (1 << 20) * 16,
+            4 => 0xffff_ffff_8100_0000 + at * 64,
+            5 => at + second,
+            _ => 0,
+        };
+        *word = value.to_le_bytes();
+    }
+    page
+}
+
+/// The version of a pack, and how many of its records have each codec.
+fn codecs_of(path: &Path) -> (u8, BTreeMap<u8, u32>) {
+    let bytes = std::fs::read(path).unwrap();
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+    let end = word(bytes.len() - 48);
+    let mut at = if bytes[8] == 8 { 80 + word(40) } else { 64 };
+    let mut codecs = BTreeMap::new();
+    while at < end {
+        *codecs.entry(bytes[at + 9]).or_default() += 1;
+        at += 28 + usize::from(u16::from_le_bytes([bytes[at + 10], bytes[at + 11]]));
+    }
+    (bytes[8], codecs)
+}
+
+#[test]
+fn stores_of_versions_7_and_8_still_load() {
+    for version in [7u8, 8] {
+        let store = Store::open(&golden(version.into())).unwrap();
+        let sealed = store.checkpoints().unwrap().sealed;
+        assert_eq!(sealed.len() as u64, SECONDS);
+        for (second, sealed) in (0..).zip(&sealed) {
+            let ram = read_image(&store.load(sealed.id).unwrap()).unwrap();
+            let pages = ticking(second).into_iter().chain([pointers(second)]);
+            assert!((0u64..).zip(pages).all(|(page, content)| ram[&page] == content), "second {second}");
+        }
+        let packs = std::fs::read_dir(store.path().join("packs")).unwrap();
+        let codecs: Vec<_> = packs.map(|file| codecs_of(&file.unwrap().path())).collect();
+        assert!(codecs.iter().any(|(found, codecs)| *found == version && codecs[&3] > 0), "{codecs:?}");
+        assert!(check(&store).is_clean());
+    }
+}
+
+/// As [`make_golden`], for packs of a run, and those packs once they were recompressed.
 #[test]
 #[ignore = "writes into the source tree"]
-fn make_golden_dense() {
-    let store = Store::init(&golden(6)).unwrap();
-    recompress::ticks(&store, recompress::GOLDEN_SECONDS, &mut Vec::new());
-    recompress::recompress_tuned(&store, deltas::ROOMY).unwrap();
-    let _ = std::fs::remove_file(store.path().join("lock"));
-    let _ = std::fs::remove_file(store.path().join("prune.lock"));
-    let _ = std::fs::remove_dir(store.path().join("tmp"));
+fn make_golden_words() {
+    for version in [7, 8] {
+        let store = Store::init(&golden(version)).unwrap();
+        let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
+        let mut run = writer.begin_run("golden", &layout(PAGES)).unwrap();
+        for second in 0..SECONDS {
+            for (page, content) in (0..).zip(ticking(second).into_iter().chain([pointers(second)])) {
+                run.put_page(PageIndex(page), &content).unwrap();
+            }
+            seal(&mut run, PAGES).unwrap();
+        }
+        run.finish().unwrap();
+        drop(writer);
+        if version == 8 {
+            recompress::recompress_tuned(&store, deltas::ROOMY).unwrap();
+        }
+        for lock in ["lock", "prune.lock"] {
+            let _ = std::fs::remove_file(store.path().join(lock));
+        }
+        for folder in ["tmp", "worksets", "tags"] {
+            let _ = std::fs::remove_dir(store.path().join(folder));
+        }
+    }
 }
 
 #[test]

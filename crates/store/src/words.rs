@@ -1,0 +1,273 @@
+//! A page as its 64-bit words: what structures full of pointers, tables and counters are, several times faster than LZ4 and smaller.
+//!
+//! ```text
+//!   payload   0  8 groups of eight words (64 bytes of the page): bit g is set where group g is not zero
+//!             8 32 four bases             40 .. four bytes for each such group: a code of four bits for each word, the lowest first
+//!                                          .. bytes of the words, in their order: as many as the code says, the lowest first
+//!   code      0 zero     1, 2, 3  1, 4, 8 bytes, those above are zero
+//!             4 + b, 8 + b, 12 + b        0, 2, 3 bytes, those above are as in base b
+//! ```
+//!
+//! A base is a word whose upper 40 bits many words of the page have. The payload ends with the last byte of a word.
+//!
+//! Invariants: no payload is longer than [`WORDS_BYTES_MAX`]; whatever its bytes are, reading it ends with a page or a problem.
+
+use crate::bytes::Problem;
+use keyframe_units::{PAGE_BYTES, Page};
+
+/// A page that takes more is left to LZ4, which may find more in it.
+pub const WORDS_BYTES_MAX: usize = PAGE_BYTES * 3 / 8;
+const GROUP_WORDS: usize = 8;
+const GROUP_BYTES: usize = GROUP_WORDS * 8;
+const BASES: usize = 4;
+const HEAD_BYTES: usize = 8 + BASES * 8;
+const CODE_BYTES: usize = 4;
+/// Room for a group behind the longest payload, and for the word that is read or written beyond its own end.
+const BUFFER_BYTES: usize = WORDS_BYTES_MAX + GROUP_BYTES + 8;
+
+/// By code: the bytes of a word that are in the payload.
+const LEN_BYTES: [usize; 16] = [0, 1, 4, 8, 0, 0, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3];
+const MASK: [u64; 16] = masks();
+/// By the bits that a word has: the bytes it takes, above the code.
+const ALONE: [u8; 65] = costs([(0, 0, 0), (8, 1, 1), (32, 4, 2), (64, 8, 3)]);
+/// By the bits in which it differs from base 0.
+const ON_BASE: [u8; 65] = costs([(0, 0, 4), (16, 2, 8), (24, 3, 12), (64, 14, 12)]);
+/// Where words are counted by their upper bits.
+const SLOTS: usize = 64;
+const LOW_BITS: u32 = 24;
+
+const fn masks() -> [u64; 16] {
+    let mut out = [0; 16];
+    let mut code = 0;
+    while code < 16 {
+        out[code] = if LEN_BYTES[code] == 8 { u64::MAX } else { (1 << (LEN_BYTES[code] * 8)) - 1 };
+        code += 1;
+    }
+    out
+}
+
+const fn costs(steps: [(usize, u8, u8); 4]) -> [u8; 65] {
+    let mut out = [0; 65];
+    let (mut bits, mut step) = (0, 0);
+    while bits <= 64 {
+        if bits > steps[step].0 {
+            step += 1;
+        }
+        out[bits] = steps[step].1 << 4 | steps[step].2;
+        bits += 1;
+    }
+    out
+}
+
+/// Makes payloads, in memory of its own.
+pub struct WordCoder {
+    buffer: Box<[u8; BUFFER_BYTES]>,
+}
+
+impl WordCoder {
+    pub fn new() -> Self {
+        Self { buffer: Box::new([0; BUFFER_BYTES]) }
+    }
+
+    /// The payload of a page; none where it would be too long to be one.
+    pub fn encode(&mut self, page: &Page) -> Option<&[u8]> {
+        let mut words = [[0; GROUP_WORDS]; PAGE_BYTES / GROUP_BYTES];
+        for (word, bytes) in words.as_flattened_mut().iter_mut().zip(page.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        let (mut groups, mut repeated, mut before) = (0u64, 0, [0; GROUP_WORDS]);
+        for (number, group) in words.iter().enumerate() {
+            let is_zero = group.iter().fold(0, |all, word| all | word) == 0;
+            groups |= u64::from(!is_zero) << number;
+            repeated += u32::from(!is_zero && *group == before);
+            before = *group;
+        }
+        // LZ4 is fast where everything comes again, and leaves next to nothing of it.
+        if repeated * 2 > groups.count_ones() {
+            return None;
+        }
+        let bases = bases(&words, groups)?;
+        let out = &mut *self.buffer;
+        for (into, word) in out.as_chunks_mut().0.iter_mut().zip(std::iter::once(groups).chain(bases)) {
+            *into = word.to_le_bytes();
+        }
+        let mut codes_at = HEAD_BYTES;
+        let mut at = HEAD_BYTES + CODE_BYTES * groups.count_ones() as usize;
+        for (number, group) in words.iter().enumerate() {
+            if groups >> number & 1 == 0 {
+                continue;
+            }
+            let window: &mut [u8; GROUP_BYTES + 8] = out.get_mut(at..)?.first_chunk_mut()?;
+            let (mut codes, mut len) = (0u32, 0);
+            for (place, word) in group.iter().enumerate() {
+                let bits_of = |word: u64| (64 - word.leading_zeros()) as usize;
+                let mut cost = ALONE[bits_of(*word)];
+                for (base, number) in bases.iter().zip(0..) {
+                    cost = cost.min(ON_BASE[bits_of(word ^ base)] + number);
+                }
+                codes |= u32::from(cost & 15) << (4 * place);
+                window.get_mut(len..)?.first_chunk_mut::<8>()?.copy_from_slice(&word.to_le_bytes());
+                len += usize::from(cost >> 4);
+            }
+            out.get_mut(codes_at..)?.first_chunk_mut::<CODE_BYTES>()?.copy_from_slice(&codes.to_le_bytes());
+            codes_at += CODE_BYTES;
+            at += len;
+            if at > WORDS_BYTES_MAX {
+                return None;
+            }
+        }
+        out.get(..at)
+    }
+}
+
+/// The words that most others are like; none where too few are like any.
+fn bases(words: &[[u64; GROUP_WORDS]], groups: u64) -> Option<[u64; BASES]> {
+    let mut slots = [(0u64, 0u32); SLOTS];
+    let (mut others, mut codes_bytes) = (0, 0);
+    for (number, group) in words.iter().enumerate() {
+        if groups >> number & 1 == 0 {
+            continue;
+        }
+        codes_bytes += CODE_BYTES;
+        for word in group {
+            if *word < 256 {
+                continue;
+            }
+            others += 1;
+            let high = word >> LOW_BITS;
+            let slot = &mut slots[(high.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize];
+            if slot.0 >> LOW_BITS == high {
+                slot.1 += 1;
+            } else if slot.1 < 2 {
+                *slot = (*word, 1);
+            }
+        }
+    }
+    let mut found = [0; BASES];
+    for base in &mut found {
+        let best = slots.iter_mut().max_by_key(|slot| slot.1)?;
+        *base = best.0;
+        others -= std::mem::take(&mut best.1);
+    }
+    // Words like none of them take eight bytes, as a rule.
+    (HEAD_BYTES + codes_bytes + others as usize * 8 <= WORDS_BYTES_MAX).then_some(found)
+}
+
+/// Restores a page from its payload.
+pub fn decode(stored: &[u8], page: &mut Page) -> Result<(), Problem> {
+    let mut buffer = [0; BUFFER_BYTES];
+    let len = stored.len();
+    let Some(into) =
+        buffer.get_mut(..len).filter(|into| (HEAD_BYTES..=WORDS_BYTES_MAX).contains(&into.len()))
+    else {
+        return Err(format!("{len} bytes cannot be a page's words"));
+    };
+    into.copy_from_slice(stored);
+    let head = buffer.as_chunks().0;
+    let word = |at: usize| u64::from_le_bytes(head.get(at).copied().unwrap_or_default());
+    let groups = word(0);
+    // By code: what is above the bytes of the payload.
+    let above: [u64; 16] = std::array::from_fn(|code| match code {
+        0..4 => 0,
+        _ => word(1 + code % BASES) & !MASK[code],
+    });
+    let mut codes_at = HEAD_BYTES;
+    let mut at = HEAD_BYTES + CODE_BYTES * groups.count_ones() as usize;
+    for (number, group) in page.as_chunks_mut::<GROUP_BYTES>().0.iter_mut().enumerate() {
+        if groups >> number & 1 == 0 {
+            group.fill(0);
+            continue;
+        }
+        let codes = buffer.get(codes_at..).and_then(<[u8]>::first_chunk);
+        let window: Option<&[u8; GROUP_BYTES + 8]> = buffer.get(at..).and_then(<[u8]>::first_chunk);
+        let (Some(codes), Some(window)) = (codes, window) else { return Err(TOO_SHORT.into()) };
+        let mut codes = u32::from_le_bytes(*codes);
+        let mut from = 0;
+        for into in group.as_chunks_mut::<8>().0 {
+            let code = (codes & 15) as usize;
+            let bytes = window.get(from..).and_then(<[u8]>::first_chunk).copied().unwrap_or_default();
+            *into = (above[code] | u64::from_le_bytes(bytes) & MASK[code]).to_le_bytes();
+            from += LEN_BYTES[code];
+            codes >>= 4;
+        }
+        codes_at += CODE_BYTES;
+        at += from;
+        if at > len {
+            return Err(TOO_SHORT.into());
+        }
+    }
+    if at == len { Ok(()) } else { Err(format!("{} bytes behind a page's words", len - at.min(len))) }
+}
+
+const TOO_SHORT: &str = "the bytes of a page's words end too early";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::tests::noise;
+    use keyframe_units::ZERO_PAGE;
+    use proptest::prelude::*;
+
+    fn page_of(word: impl FnMut(u64) -> u64) -> Page {
+        let words: Vec<u8> = (0..512).map(word).flat_map(u64::to_le_bytes).collect();
+        words.try_into().unwrap()
+    }
+
+    fn round_trip(page: &Page) -> Option<usize> {
+        let mut coder = WordCoder::new();
+        let payload = coder.encode(page)?.to_vec();
+        let mut back = [0xee; PAGE_BYTES];
+        decode(&payload, &mut back).unwrap();
+        assert!(back == *page);
+        assert!(decode(&payload[..payload.len() - 1], &mut back).is_err());
+        assert!(decode(&[&payload[..], &[0]].concat(), &mut back).is_err());
+        Some(payload.len())
+    }
+
+    #[test]
+    fn pointers_and_tables_take_little_and_noise_is_refused() {
+        let heap = page_of(|at| if at % 2 == 0 { 0x7f12_3400_0000 + at * 4096 } else { at % 200 });
+        let table =
+            page_of(|at| [0xffff_8880_1234_5000 + at * 64, 0x8000_0000_0000_0067, 0, 7][at as usize % 4]);
+        let kernel = page_of(|at| 0xffff_ffff_8100_0000 + (at << 6));
+        let assert_short = |page: &Page, len_bytes_max: usize| {
+            let len = round_trip(page).unwrap();
+            assert!(len <= len_bytes_max, "{len} of at most {len_bytes_max}");
+        };
+        assert_short(&heap, 1400);
+        assert_short(&table, 900);
+        assert_short(&kernel, WORDS_BYTES_MAX);
+        assert_short(&ZERO_PAGE, HEAD_BYTES);
+        assert_eq!(round_trip(&noise(1)), None);
+        assert_eq!(round_trip(&[7; PAGE_BYTES]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn pages_come_back(
+            kinds in prop::collection::vec((0u8..6, any::<u64>()), 1..40), zeros in any::<u64>(), few in any::<bool>(),
+        ) {
+            let page = page_of(|at| {
+                let (kind, seed) = kinds[at as usize % kinds.len()];
+                let mixed = (seed ^ at).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
+                match kind {
+                    _ if few && zeros >> (at / 8) & 1 == 0 => 0,
+                    0 => 0,
+                    1 => mixed & 0xff,
+                    2 => mixed & 0xffff_ffff,
+                    3 => seed & !0xffff | mixed & 0xffff,
+                    4 => seed & !0xff_ffff | mixed & 0xff_ffff,
+                    _ => seed.rotate_left(at as u32 % 3),
+                }
+            });
+            round_trip(&page);
+        }
+
+        #[test]
+        fn arbitrary_payloads_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..1700), sparse in any::<u64>()) {
+            let mut page = ZERO_PAGE;
+            let _ = decode(&bytes, &mut page);
+            let _ = decode(&[&(sparse & sparse.rotate_left(7)).to_le_bytes(), &bytes[..]].concat(), &mut page);
+        }
+    }
+}
