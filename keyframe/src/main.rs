@@ -74,6 +74,7 @@ enum Command {
     Goto(commands::goto::Goto),
     Find(commands::find::Find),
     Analyze(commands::analyze::Analyze),
+    Plan(commands::plan::Plan),
     Verify(commands::verify::Verify),
     Bench(commands::bench::Bench),
     #[command(name = "__watchdog", hide = true)]
@@ -120,6 +121,7 @@ impl Command {
             Self::Goto(c) => c.run(),
             Self::Find(c) => c.run(),
             Self::Analyze(c) => c.run(),
+            Self::Plan(c) => c.run(),
             Self::Verify(c) => c.run(),
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),

@@ -161,3 +161,22 @@ fn stores_are_shared_by_runs_one_after_the_other() {
     let dedup: u64 = list[3..].iter().map(|e| number(e, "dedup_pages")).sum();
     assert!(dedup > 100, "only {dedup} pages deduplicated across runs");
 }
+
+/// The figures that are printed in the paper.
+#[test]
+fn a_parallel_simulation_is_planned() {
+    let bench = Bench::without_store();
+    let paper = ["plan", "--t-vm", "3600", "--s-sim", "100", "--s-log", "1.08", "--t-c", "0.1", "--t-i", "1"];
+    let plan = bench.json(&[&paper[..], &["--json"]].concat());
+    assert_eq!((number(&plan, "n_opt"), &plan["formula"]), (90, &"enough".into()));
+    assert!(plan["speed_up"].as_f64().is_some_and(|s| (84.0..85.0).contains(&s)), "{plan:#}");
+    let plot = ["--nodes", "4", "--plot", "plan.svg"];
+    let text = bench.ok(&[&paper[..], &plot].concat());
+    assert!(text.contains("N 90") && text.contains("4 are too few"), "{text}");
+    assert!(bench.path().join("plan.svg").exists());
+    bench.refused(&[&paper[..], &["--plot", "plan.txt"]].concat(), 1, &[".svg"]);
+    bench.refused(&["plan", "--nodes", "4"], 2, &["--t-vm", "--s-sim"]);
+    let none = ["plan", "--t-vm", "0", "--s-sim", "100", "--t-c", "0.1", "--t-i", "1"];
+    bench.refused(&none, 1, &["t_vm", "more than 0"]);
+    bench.refused(&["plan", "--from", "R", "--s-sim", "9", "--t-i", "1"], 1, &["no recording"]);
+}

@@ -21,6 +21,7 @@ pub mod list;
 pub mod log;
 pub mod mount;
 pub mod pin;
+pub mod plan;
 pub mod profile;
 pub mod prune;
 pub mod record;

@@ -135,15 +135,7 @@ impl<'a> Analysis<'a> {
     }
 
     fn place(&self, interval: &Interval) -> PathBuf {
-        self.out.join("parts").join(format!("{:06}", interval.index))
-    }
-
-    /// The part of `interval` of an earlier run.
-    fn done(&self, interval: &Interval) -> Option<Done> {
-        let text = std::fs::read_to_string(self.place(interval).join("done")).ok()?;
-        let mut done: Done = serde_json::from_str(&text).ok()?;
-        done.is_old = true;
-        (done.index == interval.index).then_some(done)
+        place_in(&self.out, interval)
     }
 
     /// The parts of all intervals, `jobs` at a time, in order.
@@ -161,7 +153,7 @@ impl<'a> Analysis<'a> {
                 bar.inc(icount.min(interval.end_icount).saturating_sub(told));
                 told = icount.max(told);
             };
-            let one = match self.done(interval) {
+            let one = match done_in(&self.out, interval) {
                 Some(done) => Ok(done),
                 None => self.make(interval, tries, interrupted, &mut tell),
             };
@@ -374,6 +366,31 @@ fn fresh(dir: &Path) -> Result<(), Failure> {
 }
 
 /// Makes `out` the place of the analysis that `head` says.
+/// What the analysis in `out` is, and the parts that are there.
+pub fn made_before(out: &Path) -> Result<(Head, Vec<Done>), Failure> {
+    let file = out.join("analysis.json");
+    let text = std::fs::read_to_string(&file).map_err(|e| {
+        Failure::new(format!("read {}: {e}", file.display()))
+            .fix("name a directory that keyframe analyze has made")
+    })?;
+    let head: Head = serde_json::from_str(&text)
+        .map_err(|e| Failure::new(format!("{} says nothing of an analysis: {e}", file.display())))?;
+    let done = head.intervals.iter().filter_map(|interval| done_in(out, interval)).collect();
+    Ok((head, done))
+}
+
+fn place_in(out: &Path, interval: &Interval) -> PathBuf {
+    out.join("parts").join(format!("{:06}", interval.index))
+}
+
+/// The part of `interval` that is in `out`.
+fn done_in(out: &Path, interval: &Interval) -> Option<Done> {
+    let text = std::fs::read_to_string(place_in(out, interval).join("done")).ok()?;
+    let mut done: Done = serde_json::from_str(&text).ok()?;
+    done.is_old = true;
+    (done.index == interval.index).then_some(done)
+}
+
 fn claim(out: &Path, head: &Head) -> Result<(), Failure> {
     let file = out.join("analysis.json");
     match std::fs::read_to_string(&file) {

@@ -23,7 +23,7 @@ mod source;
 mod subject;
 mod travel;
 
-pub use analysis::{Analysis, Done, Head};
+pub use analysis::{Analysis, Done, Head, made_before};
 pub use captured::Captured;
 pub use compare::{Difference, Side, differing, differing_disks, differing_vms};
 pub use console::console;

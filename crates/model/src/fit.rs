@@ -1,0 +1,61 @@
+//! Constants from measurements.
+
+use serde::{Deserialize, Serialize};
+
+/// A line through measured simulations: how long each took, over how long its interval had taken when it was recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Fit {
+    /// Seconds that a simulation takes to begin: `t_i`.
+    pub t_i: f64,
+    /// Seconds for each second of the interval: `s_sim / s_log`.
+    pub slowdown: f64,
+    /// The part of the variance that the line explains.
+    pub r_squared: f64,
+}
+
+/// Least squares over pairs of seconds: interval, simulation. Where that has a simulation begin before it begins, or a longer interval take less, the
+/// line goes through 0. None without a pair of an interval that took time.
+pub fn fit(pairs: &[(f64, f64)]) -> Option<Fit> {
+    let usable: Vec<(f64, f64)> = pairs
+        .iter()
+        .copied()
+        .filter(|(x, y)| x.is_finite() && y.is_finite() && *x > 0.0 && *y > 0.0)
+        .collect();
+    let count = usable.len() as f64;
+    let (sum_x, sum_y) = usable.iter().fold((0.0, 0.0), |(x, y), pair| (x + pair.0, y + pair.1));
+    if usable.is_empty() {
+        return None;
+    }
+    let (mean_x, mean_y) = (sum_x / count, sum_y / count);
+    let (mut across, mut along, mut all) = (0.0, 0.0, 0.0);
+    for (x, y) in &usable {
+        across += (x - mean_x) * (y - mean_y);
+        along += (x - mean_x) * (x - mean_x);
+        all += (y - mean_y) * (y - mean_y);
+    }
+    let slope = across / along;
+    let begin = mean_y - slope * mean_x;
+    let (t_i, slowdown) =
+        if slope.is_finite() && slope > 0.0 && begin >= 0.0 { (begin, slope) } else { (0.0, sum_y / sum_x) };
+    let left: f64 = usable.iter().map(|(x, y)| (y - t_i - slowdown * x).powi(2)).sum();
+    let r_squared = if all > 0.0 { (1.0 - left / all).max(0.0) } else { 1.0 };
+    Some(Fit { t_i, slowdown, r_squared })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_found_and_one_that_cannot_be_goes_through_0() {
+        let found = fit(&[(1.0, 5.0), (2.0, 8.0), (4.0, 14.0)]).unwrap();
+        assert!((found.t_i - 2.0).abs() < 1e-9 && (found.slowdown - 3.0).abs() < 1e-9, "{found:?}");
+        assert!(found.r_squared > 0.999);
+        // One interval; equal intervals; longer ones that take less.
+        for pairs in [&[(2.0, 8.0)][..], &[(2.0, 7.0), (2.0, 9.0)], &[(1.0, 8.0), (3.0, 8.0)]] {
+            let found = fit(pairs).unwrap();
+            assert_eq!((found.t_i, found.slowdown), (0.0, 4.0), "{pairs:?}");
+        }
+        assert_eq!(fit(&[(0.0, 1.0), (f64::NAN, 1.0)]), None);
+    }
+}

@@ -1,0 +1,256 @@
+//! `keyframe plan`: how many nodes and how long intervals a parallel simulation wants.
+
+mod chart;
+mod measured;
+
+use crate::failure::{DONE, Failure, Outcome};
+use crate::keys::KeyArg;
+use crate::output;
+use keyframe_model::{Constants, Formula, Plan as Recommended, Point, best, nodes_best};
+use measured::Measured;
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Interval lengths of the table, in seconds.
+const LENGTHS: [f64; 10] = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0];
+
+/// Predict how fast a run is simulated in parallel, and recommend nodes and intervals
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "A run is cut into intervals of L seconds, which N nodes simulate side by side while it is still recorded. Two formulas say how long
+all of it takes: equation 2.1 where the nodes are enough, so that no interval waits for one, and 3.5 where they are too few (Eicher, VM Checkpoint
+Storage and Distribution for SimuBoost, 2015). The one that holds is chosen, and it is said why. Without --s-cp it follows from the pause: 1 + t_c/L.
+
+With --from, the run's time and the pause are those of a recording; with --analysis, how slow a simulation is and how long it takes to begin are found
+by a line through the intervals of an analysis that was made of it. What is given besides counts instead. Nothing here knows of the network and of
+nodes that fail.
+
+Examples:
+  keyframe plan --t-vm 3600 --s-sim 100 --s-log 1.08 --t-c 0.1 --t-i 1
+  keyframe plan --t-vm 600 --s-sim 31 --t-c 0.05 --t-i 3.7 --nodes 4 --plot plan.svg
+  keyframe analyze R --tool icount --out A && keyframe plan --from R --analysis A --nodes 8"
+)]
+pub struct Plan {
+    /// How long the VM runs alone, in seconds
+    #[arg(long, value_name = "SECONDS", required_unless_present = "from")]
+    t_vm: Option<f64>,
+    /// How many times as long its simulation takes
+    #[arg(long, value_name = "FACTOR", required_unless_present = "analysis")]
+    s_sim: Option<f64>,
+    /// How many times as long it takes when it is recorded
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    s_log: f64,
+    /// The pause of a checkpoint, in seconds
+    #[arg(long, value_name = "SECONDS", required_unless_present = "from")]
+    t_c: Option<f64>,
+    /// How long a simulation takes to begin, in seconds
+    #[arg(long, value_name = "SECONDS", required_unless_present = "analysis")]
+    t_i: Option<f64>,
+    /// How many times as long an interval takes with its checkpoint, whatever its length
+    #[arg(long, value_name = "FACTOR")]
+    s_cp: Option<f64>,
+    /// Nodes that there are
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    nodes: Option<u64>,
+    /// Take the run's time and the pause from this recording
+    #[arg(long, value_name = "REC")]
+    from: Option<PathBuf>,
+    /// The store that has its checkpoints [default: the one that the recording names]
+    #[arg(long, value_name = "STORE", requires = "from")]
+    store: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
+    /// Take the simulation's slowdown and begin from the intervals of this analysis of it
+    #[arg(long, value_name = "DIR", requires = "from")]
+    analysis: Option<PathBuf>,
+    /// Draw speed-up over nodes and over interval length (FILE.svg, FILE.png)
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report {
+    constants: Constants,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    measured: Option<Measured>,
+    /// Nodes with which no interval waits.
+    n_opt: u64,
+    /// The best length for the nodes that there are, or for these.
+    l_opt_s: f64,
+    run_time_s: f64,
+    speed_up: f64,
+    formula: Formula,
+    equation: &'static str,
+    why: String,
+    /// With nodes enough.
+    enough: Recommended,
+    /// With those that there are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    with_nodes: Option<Recommended>,
+    table: Vec<Point>,
+}
+
+impl Plan {
+    /// Computes and prints it.
+    pub fn run(&self) -> Outcome {
+        if let Some(path) = &self.plot {
+            keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
+        }
+        let measured = self.measured()?;
+        let constants = self.constants(measured.as_ref())?;
+        let enough = nodes_best(&constants);
+        let with_nodes = self.nodes.map(|nodes| best(&constants, nodes));
+        let chosen = with_nodes.unwrap_or(enough);
+        let table = table(&constants, enough.best.nodes, self.nodes);
+        if let Some(path) = &self.plot {
+            let figure = chart::figure(&constants, enough.best.nodes, self.nodes);
+            figure.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+        }
+        let report = Report {
+            constants,
+            measured,
+            n_opt: enough.best.nodes,
+            l_opt_s: chosen.best.length_s,
+            run_time_s: chosen.best.run_time_s,
+            speed_up: chosen.best.speed_up,
+            formula: chosen.best.formula,
+            equation: chosen.best.formula.equation(),
+            why: why(&chosen),
+            enough,
+            with_nodes,
+            table,
+        };
+        if self.json {
+            output::json(&report)?;
+        } else {
+            tell(&report)?;
+        }
+        Ok(DONE)
+    }
+
+    fn measured(&self) -> Result<Option<Measured>, Failure> {
+        let Some(from) = &self.from else { return Ok(None) };
+        Measured::of(from, self.store.as_deref(), &self.key, self.analysis.as_deref()).map(Some)
+    }
+
+    fn constants(&self, measured: Option<&Measured>) -> Result<Constants, Failure> {
+        let fit = measured.and_then(|measured| measured.fit);
+        let missing = |name: &str, from: &str| {
+            Failure::new(format!("--{name} is not given, and {from} does not tell"))
+                .fix(format!("give --{name}"))
+        };
+        let given = |given: Option<f64>, found: Option<f64>, name: &str, from: &str| {
+            given.or(found).ok_or_else(|| missing(name, from))
+        };
+        let recorded_s = measured.map(|measured| measured.recorded_s / self.s_log);
+        let constants = Constants {
+            t_vm: given(self.t_vm, recorded_s, "t-vm", "the recording")?,
+            s_sim: given(self.s_sim, fit.map(|fit| fit.slowdown * self.s_log), "s-sim", "the analysis")?,
+            s_log: self.s_log,
+            t_c: given(self.t_c, measured.and_then(|m| m.pause_s), "t-c", "a recording without checkpoints")?,
+            t_i: given(self.t_i, fit.map(|fit| fit.t_i), "t-i", "the analysis")?,
+            s_cp: self.s_cp,
+        };
+        constants.check().map_err(|e| {
+            Failure::new(e.to_string()).fix(format!("give another one: --{}", e.name.replace('_', "-")))
+        })?;
+        Ok(constants)
+    }
+}
+
+/// Powers of two up to the nodes that are enough, these, and those that there are; with each length.
+fn table(constants: &Constants, enough: u64, nodes: Option<u64>) -> Vec<Point> {
+    let columns = columns(enough, nodes);
+    let longest = constants.s_log * constants.t_vm;
+    let lengths = LENGTHS.iter().filter(|length| **length <= longest);
+    lengths.flat_map(|length| columns.iter().map(|nodes| Point::at(constants, *nodes, *length))).collect()
+}
+
+/// At most so many of the powers.
+const COLUMNS_MAX: usize = 8;
+
+fn columns(enough: u64, nodes: Option<u64>) -> Vec<u64> {
+    let powers = std::iter::successors(Some(1_u64), |n| n.checked_mul(2)).take_while(|n| *n < enough);
+    let mut all: Vec<u64> = powers.collect();
+    let more = all.len().saturating_sub(COLUMNS_MAX);
+    all.drain(1..=more.min(all.len().saturating_sub(1)));
+    all.push(enough);
+    all.extend(nodes);
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+fn why(plan: &Recommended) -> String {
+    let Recommended { best, nodes_demanded, .. } = plan;
+    let Point { nodes, length_s, formula, .. } = best;
+    let busy =
+        format!("at {length_s:.3} s, {nodes_demanded:.1} nodes would be busy before the first is done");
+    match formula {
+        Formula::Limited => format!("{busy}: {nodes} are too few, and all are busy to the end"),
+        Formula::Enough => format!("{busy}: {nodes} are enough, and no interval waits"),
+    }
+}
+
+fn tell(report: &Report) -> Result<(), Failure> {
+    let Constants { t_vm, s_sim, s_log, t_c, t_i, s_cp } = report.constants;
+    if let Some(measured) = &report.measured {
+        output::print_line(&measured.line())?;
+    }
+    let given = s_cp.map_or_else(|| "1 + t_c/L".into(), |factor| factor.to_string());
+    output::print_line(&format!(
+        "T_vm {t_vm:.1} s, s_sim {s_sim:.2}, s_log {s_log:.2}, t_c {t_c:.4} s, t_i {t_i:.3} s, s_cp {given}; one simulation: {:.0} s",
+        s_sim * t_vm
+    ))?;
+    let line = |plan: &Recommended| {
+        let Point { nodes, length_s, formula, run_time_s, speed_up } = plan.best;
+        format!(
+            "N {nodes}, L {length_s:.3} s: {run_time_s:.1} s, {speed_up:.2} times as fast (equation {}: {})",
+            formula.equation(),
+            why(plan)
+        )
+    };
+    output::print_line(&format!("best:  {}", line(&report.enough)))?;
+    if let Some(plan) = &report.with_nodes {
+        output::print_line(&format!("given: {}", line(plan)))?;
+    }
+    let mut nodes: Vec<u64> = report.table.iter().map(|point| point.nodes).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    let header: Vec<String> =
+        std::iter::once("speed-up at L".into()).chain(nodes.iter().map(|n| format!("N {n}"))).collect();
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let rows: Vec<Vec<String>> = report
+        .table
+        .chunks(nodes.len().max(1))
+        .map(|points| {
+            let length = points.first().map_or_else(String::new, |point| format!("{} s", point.length_s));
+            let cell = |point: &Point| match point.formula {
+                Formula::Limited => format!("{:.2} ", point.speed_up),
+                Formula::Enough => format!("{:.2}*", point.speed_up),
+            };
+            std::iter::once(length).chain(points.iter().map(cell)).collect()
+        })
+        .collect();
+    output::print_line("")?;
+    output::print_line(output::table(&header, &rows).trim_end())?;
+    output::print_line("* nodes enough (equation 2.1); the others by equation 3.5")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_few_and_have_what_was_asked_for() {
+        assert_eq!(columns(1, None), [1]);
+        assert_eq!(columns(90, Some(4)), [1, 2, 4, 8, 16, 32, 64, 90]);
+        assert_eq!(columns(90, Some(5)), [1, 2, 4, 5, 8, 16, 32, 64, 90]);
+        let many = columns(u64::MAX, Some(7));
+        assert!(many.len() <= COLUMNS_MAX + 2 && many.contains(&1) && many.contains(&7), "{many:?}");
+    }
+}

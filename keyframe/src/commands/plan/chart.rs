@@ -1,0 +1,46 @@
+//! Speed-up over nodes, each with its best intervals, and over interval length.
+
+use super::columns;
+use keyframe_model::{Constants, Point as Predicted, best};
+use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
+
+/// Points of a line.
+const STEPS: u32 = 60;
+
+/// The figure.
+pub fn figure(constants: &Constants, enough: u64, nodes: Option<u64>) -> Figure {
+    let most = enough.max(nodes.unwrap_or(1)).max(2);
+    let point = |x: f64, y: f64| Point { x, y, deviation: None };
+    let mut counts: Vec<u64> = (0..=STEPS).map(|step| geometric(1.0, most as f64, step) as u64).collect();
+    counts.dedup();
+    let with_best = counts.iter().map(|n| point(*n as f64, best(constants, *n).best.speed_up)).collect();
+    let ideal = counts.iter().map(|n| point(*n as f64, *n as f64)).collect();
+    let over_nodes = Chart {
+        title: "With the best intervals for each number of nodes".into(),
+        x: Axis::new("nodes", Scale::Log),
+        y: Axis::new("speed-up", Scale::Log),
+        series: vec![
+            Series { name: "predicted".into(), points: with_best },
+            Series { name: "as many as nodes".into(), points: ideal },
+        ],
+    };
+    let longest = (constants.s_log * constants.t_vm).min(100.0);
+    let line = |count: u64| Series {
+        name: format!("{count} nodes"),
+        points: (0..=STEPS)
+            .map(|step| geometric(longest / 1000.0, longest, step))
+            .map(|length| point(length, Predicted::at(constants, count, length).speed_up))
+            .collect(),
+    };
+    let over_length = Chart {
+        title: "With intervals of one length".into(),
+        x: Axis::new("interval length, seconds", Scale::Log),
+        y: Axis::new("speed-up", Scale::Log),
+        series: columns(enough, nodes).into_iter().map(line).collect(),
+    };
+    Figure { title: "Predicted speed-up".into(), charts: vec![over_nodes, over_length] }
+}
+
+fn geometric(from: f64, to: f64, step: u32) -> f64 {
+    from * (to / from).powf(f64::from(step) / f64::from(STEPS))
+}
