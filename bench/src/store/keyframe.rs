@@ -1,8 +1,7 @@
 //! Keyframe's own store, through its own API with its default settings: as a run of a VM that has one RAM block.
 
-use jiff::Timestamp;
 use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
-use keyframe_store::{Loaded, MachineMeta, PruneOptions, Run, SealRequest, Timing, Writer};
+use keyframe_store::{Loaded, PruneOptions, Run, SealRequest, Writer};
 use keyframe_units::{BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::path::Path;
 
@@ -101,17 +100,7 @@ pub fn layout(pages: u64) -> Result<RamLayout> {
 
 /// What a checkpoint of a VM tells, but for its devices, which are no concern of the store.
 pub fn request(ram: &RamLayout) -> SealRequest<'static> {
-    SealRequest {
-        taken_at: Timestamp::now(),
-        reason: "interval".into(),
-        parent: None,
-        ram: ram.clone(),
-        machine: MachineMeta::default(),
-        members: Vec::new(),
-        timing: Timing::default(),
-        device_state: &[],
-        tag: None,
-    }
+    SealRequest::of_pages(ram, "interval")
 }
 
 /// An error of the store.

@@ -5,7 +5,7 @@
 //! small when compressed, so that little but hash and index is measured.
 
 use jiff::Timestamp;
-use keyframe_store::{Durability, IndexUse, MachineMeta, Run, SealRequest, Store, Timing, Tuning};
+use keyframe_store::{Durability, IndexUse, Run, SealRequest, Store, Tuning};
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, RamBlock, RamLayout};
 use std::error::Error;
 use std::time::Instant;
@@ -19,17 +19,8 @@ fn argument(at: usize, default: u64) -> Result<u64> {
 }
 
 fn request(ram: &RamLayout) -> Result<SealRequest<'static>> {
-    Ok(SealRequest {
-        taken_at: Timestamp::from_second(1_700_000_000)?,
-        reason: "interval".into(),
-        parent: None,
-        ram: ram.clone(),
-        machine: MachineMeta::default(),
-        members: Vec::new(),
-        timing: Timing::default(),
-        device_state: &[],
-        tag: None,
-    })
+    let taken_at = Timestamp::from_second(1_700_000_000)?;
+    Ok(SealRequest { taken_at, ..SealRequest::of_pages(ram, "interval") })
 }
 
 /// Puts the pages with these numbers, and says how fast.

@@ -2,7 +2,7 @@
 //! [MIB] [DIR]`. The stream is that of `keyframe bench store`, which does the same beside its peers (docs/design/benchmarks.md).
 
 use keyframe_bench_feed::{Stream, Words};
-use keyframe_store::{MachineMeta, PruneOptions, SealRequest, Store, Timing};
+use keyframe_store::{PruneOptions, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::path::Path;
 use std::time::Instant;
@@ -10,20 +10,6 @@ use std::time::Instant;
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 const SECONDS: usize = 9;
-
-fn request(ram: &RamLayout) -> SealRequest<'static> {
-    SealRequest {
-        taken_at: jiff::Timestamp::now(),
-        reason: "example".into(),
-        parent: None,
-        ram: ram.clone(),
-        machine: MachineMeta::default(),
-        members: Vec::new(),
-        timing: Timing::default(),
-        device_state: &[],
-        tag: None,
-    }
-}
 
 /// Files of the packs and the maps.
 fn size_mib(dir: &Path) -> Outcome<f64> {
@@ -77,7 +63,7 @@ fn main() -> Outcome<()> {
         for some in dirty.chunks(8192) {
             run.put_pages(some, &mut |_, _| ())?;
         }
-        run.seal(request(&ram))?;
+        run.seal(SealRequest::of_pages(&ram, "example"))?;
         let rate = (dirty.len() * PAGE_BYTES) as f64 / started.elapsed().as_secs_f64() / 1e6;
         println!(
             "checkpoint {at}: {} pages, {rate:.0} MB/s, {:.1} MiB",

@@ -2,7 +2,7 @@
 //! `keyframe bench store`: an image and nine seconds; the last checkpoint, warm, best of five turns.
 
 use keyframe_bench_feed::{Stream, Words};
-use keyframe_store::{Error, Loaded, MachineMeta, SealRequest, Store, Timing};
+use keyframe_store::{Error, Loaded, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
 use std::time::{Duration, Instant};
 
@@ -17,20 +17,6 @@ fn best(work: &mut dyn FnMut()) -> Duration {
     (0..TURNS).map(time).min().unwrap_or_default()
 }
 
-fn request(ram: &RamLayout) -> SealRequest<'static> {
-    SealRequest {
-        taken_at: jiff::Timestamp::now(),
-        reason: "interval".into(),
-        parent: None,
-        ram: ram.clone(),
-        machine: MachineMeta::default(),
-        members: Vec::new(),
-        timing: Timing::default(),
-        device_state: &[],
-        tag: None,
-    }
-}
-
 /// A store of the stream; the last checkpoint, and what it holds.
 fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(Loaded, Stream)> {
     let mut stream = Stream::new(mib << 8, 9, Words::Few);
@@ -42,12 +28,12 @@ fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(Loaded, Stream)> 
     let mut run = writer.begin_run("bench", &ram)?;
     let image: Vec<_> = (0..).map(PageIndex).zip(&stream.image).collect();
     run.put_pages(&image, &mut |_, _| ())?;
-    let mut id = run.seal(request(&ram))?.id;
+    let mut id = run.seal(SealRequest::of_pages(&ram, "interval"))?.id;
     for second in 0..stream.seconds.len() {
         let pages: Vec<_> =
             stream.seconds[second].pages.iter().copied().zip(&stream.seconds[second].contents).collect();
         run.put_pages(&pages, &mut |_, _| ())?;
-        id = run.seal(request(&ram))?.id;
+        id = run.seal(SealRequest::of_pages(&ram, "interval"))?.id;
         stream.apply(second);
     }
     run.finish()?;

@@ -4,7 +4,7 @@
 //! `cargo run --release -p keyframe-store --example recorder [CHECKPOINTS]`; figures for docs/design/flight-recorder.md.
 
 use jiff::Timestamp;
-use keyframe_store::{MachineMeta, PruneOptions, SealRequest, Store, Timing};
+use keyframe_store::{PruneOptions, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, RamBlock, RamLayout};
 use std::error::Error;
 use std::time::Instant;
@@ -20,17 +20,8 @@ fn page(number: u64) -> Page {
 }
 
 fn request(ram: &RamLayout, second: u64) -> Result<SealRequest<'static>, Box<dyn Error>> {
-    Ok(SealRequest {
-        taken_at: Timestamp::from_second(1_700_000_000 + i64::try_from(second)?)?,
-        reason: "interval".into(),
-        parent: None,
-        ram: ram.clone(),
-        machine: MachineMeta::default(),
-        members: Vec::new(),
-        timing: Timing::default(),
-        device_state: &[],
-        tag: None,
-    })
+    let taken_at = Timestamp::from_second(1_700_000_000 + i64::try_from(second)?)?;
+    Ok(SealRequest { taken_at, ..SealRequest::of_pages(ram, "interval") })
 }
 
 /// What this thread had of a processor.

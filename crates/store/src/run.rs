@@ -71,6 +71,23 @@ pub struct SealRequest<'a> {
     pub tag: Option<&'a str>,
 }
 
+impl SealRequest<'_> {
+    /// One of pages alone, taken now: of no machine, without devices, times and tag.
+    pub fn of_pages(ram: &RamLayout, reason: &str) -> Self {
+        Self {
+            taken_at: Timestamp::now(),
+            reason: reason.into(),
+            parent: None,
+            ram: ram.clone(),
+            machine: MachineMeta::default(),
+            members: Vec::new(),
+            timing: Timing::default(),
+            device_state: &[],
+            tag: None,
+        }
+    }
+}
+
 /// What is known of the blocks of a run's disks.
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);

@@ -30,8 +30,7 @@ use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
 use crate::config::Config;
 use crate::{
-    CheckOptions, CheckReport, Durability, Error, Loaded, MachineMeta, Result, Run, SealRequest, Sealed,
-    Store, Timing, Tuning,
+    CheckOptions, CheckReport, Durability, Error, Loaded, Result, Run, SealRequest, Sealed, Store, Tuning,
 };
 use jiff::Timestamp;
 use keyframe_units::{
@@ -90,14 +89,8 @@ pub(crate) fn layout(pages: u64) -> RamLayout {
 fn request(ram: &RamLayout) -> SealRequest<'static> {
     SealRequest {
         taken_at: Timestamp::from_second(1_700_000_000).unwrap(),
-        reason: "test".into(),
-        parent: None,
-        ram: ram.clone(),
-        machine: MachineMeta::default(),
-        members: Vec::new(),
-        timing: Timing::default(),
         device_state: b"the devices, the devices, the devices, the devices",
-        tag: None,
+        ..SealRequest::of_pages(ram, "test")
     }
 }
 

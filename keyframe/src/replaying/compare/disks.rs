@@ -160,7 +160,7 @@ fn failed(error: &keyframe_disk::Error) -> Failure {
 mod tests {
     use super::*;
     use keyframe_disk::{Base, Overlay};
-    use keyframe_store::{BaseMeta, DiskMeta, DiskState, MachineMeta, SealRequest, Store, Timing};
+    use keyframe_store::{BaseMeta, DiskMeta, DiskState, SealRequest, Store};
     use keyframe_units::{BlockKind, PAGE_BYTES, RamBlock, RamLayout};
 
     /// Ten blocks and a sector.
@@ -186,17 +186,7 @@ mod tests {
         let mut run = writer.begin_run_with("vm", &ram, vec![disk], DiskState::default()).unwrap();
         let each = puts.iter().map(|puts| {
             puts.iter().for_each(|(block, value)| run.put_block(0, *block, &page(*value)).map(drop).unwrap());
-            let sealed = run.seal(SealRequest {
-                taken_at: jiff::Timestamp::now(),
-                reason: "test".into(),
-                parent: None,
-                ram: ram.clone(),
-                machine: MachineMeta::default(),
-                members: Vec::new(),
-                timing: Timing::default(),
-                device_state: &[],
-                tag: None,
-            });
+            let sealed = run.seal(SealRequest::of_pages(&ram, "test"));
             Arc::new(store.load_disks(sealed.unwrap().id).unwrap())
         });
         each.collect()
