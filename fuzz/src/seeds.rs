@@ -33,6 +33,11 @@ fn main() {
             corpora.add("store_container", &format!("{name}-{way}"), &bytes);
         }
     }
+    let log =
+        [&[0, 0, 0, 9, 9, 28][..], &[7; 8], &[0, 0, 0, 9, 9, 28], &[8; 8], &[3], &[0; 8], &[30, 39]].concat();
+    corpora.add("replay_log", "made", &log);
+    corpora.add("gdb_packets", "made", b"\x08+$g#67+$T05watch:1000;#b1-\x03$Z2,1000,8#a5");
+    corpora.add("analysis_symbols", "map", b"ffffffff81000000 T _text\nffffffff81000040 t other\n");
     qemu(&corpora);
     disk(&corpora);
     net(&corpora);

@@ -23,6 +23,8 @@ mod context;
 mod counted;
 mod csv;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod lcov;
 mod lines;
 mod manifest;

@@ -35,21 +35,19 @@ impl Decoder {
     ///
     /// Error: a packet that does not end within [`PACKET_BYTES_MAX`].
     pub fn next_item(&mut self) -> Result<Option<Item>, String> {
-        loop {
-            let Some(first) = self.bytes.first() else { return Ok(None) };
-            let item = match first {
-                b'+' => Item::Ack,
-                b'-' => Item::Nack,
-                &INTERRUPT => Item::Interrupt,
-                b'$' => return self.packet(),
-                _ => {
-                    self.bytes.remove(0);
-                    continue;
-                }
-            };
-            self.bytes.remove(0);
-            return Ok(Some(item));
-        }
+        // All that is none at once: byte by byte it would take time that grows with its square.
+        let begins = |byte: &u8| matches!(*byte, b'+' | b'-' | b'$' | INTERRUPT);
+        let none = self.bytes.iter().position(begins).unwrap_or(self.bytes.len());
+        self.bytes.drain(..none);
+        let item = match self.bytes.first() {
+            None => return Ok(None),
+            Some(b'$') => return self.packet(),
+            Some(b'+') => Item::Ack,
+            Some(b'-') => Item::Nack,
+            Some(_) => Item::Interrupt,
+        };
+        self.bytes.remove(0);
+        Ok(Some(item))
     }
 
     fn packet(&mut self) -> Result<Option<Item>, String> {

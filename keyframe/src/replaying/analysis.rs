@@ -4,6 +4,7 @@
 //!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
 //!   OUT/parts/000007/      of interval 7: the tool's part, `done` when it is whole, `log` with each try and what QEMU said in it
 //!   OUT/...                the results, once all parts are there
+//!   OUT/intervals.json     how long each interval took, and after how many tries
 //! ```
 //!
 //! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
@@ -25,6 +26,8 @@ use std::time::Instant;
 
 /// What QEMU says while it makes a part.
 const QEMU_LOG: &str = "qemu.log";
+/// How long each interval took.
+const TIMES: &str = "intervals.json";
 /// Of that, what an interval's log has.
 const SAID_BYTES_MAX: u64 = 64 << 10;
 /// And what the error has.
@@ -308,6 +311,9 @@ impl<'a> Analysis<'a> {
 
     /// The results of all parts.
     pub fn merge(&self, done: Vec<Done>) -> Result<Summary, Failure> {
+        let took: Vec<Took> = done.iter().map(Took::from).collect();
+        let times = serde_json::to_string_pretty(&took).unwrap_or_default();
+        write(&self.out.join(TIMES), times.as_bytes())?;
         let parts = done.into_iter().flat_map(|done| done.parts).collect();
         let merge = MergeContext { parts, out: self.out.clone() };
         self.tool.merge(&merge).map_err(|e| Failure::analysis(&e))
@@ -366,8 +372,25 @@ fn fresh(dir: &Path) -> Result<(), Failure> {
 }
 
 /// Makes `out` the place of the analysis that `head` says.
-/// What the analysis in `out` is, and the parts that are there.
-pub fn made_before(out: &Path) -> Result<(Head, Vec<Done>), Failure> {
+/// How long an interval took.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Took {
+    /// The interval.
+    pub index: u32,
+    /// Tries that it took.
+    pub tries: u32,
+    /// From QEMU's start to its end.
+    pub wall_ns: u64,
+}
+
+impl From<&Done> for Took {
+    fn from(&Done { index, tries, wall_ns, .. }: &Done) -> Self {
+        Self { index, tries, wall_ns }
+    }
+}
+
+/// What the analysis in `out` is, and how long its intervals took, as far as they are done.
+pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
     let file = out.join("analysis.json");
     let text = std::fs::read_to_string(&file).map_err(|e| {
         Failure::new(format!("read {}: {e}", file.display()))
@@ -375,8 +398,11 @@ pub fn made_before(out: &Path) -> Result<(Head, Vec<Done>), Failure> {
     })?;
     let head: Head = serde_json::from_str(&text)
         .map_err(|e| Failure::new(format!("{} says nothing of an analysis: {e}", file.display())))?;
-    let done = head.intervals.iter().filter_map(|interval| done_in(out, interval)).collect();
-    Ok((head, done))
+    let all = std::fs::read_to_string(out.join(TIMES)).ok();
+    let all: Option<Vec<Took>> = all.and_then(|text| serde_json::from_str(&text).ok());
+    let so_far = || head.intervals.iter().filter_map(|one| done_in(out, one)).map(|done| Took::from(&done));
+    let took = all.unwrap_or_else(|| so_far().collect());
+    Ok((head, took))
 }
 
 fn place_in(out: &Path, interval: &Interval) -> PathBuf {
