@@ -37,6 +37,8 @@ fn main() {
         [&[0, 0, 0, 9, 9, 28][..], &[7; 8], &[0, 0, 0, 9, 9, 28], &[8; 8], &[3], &[0; 8], &[30, 39]].concat();
     corpora.add("replay_log", "made", &log);
     corpora.add("gdb_packets", "made", b"\x08+$g#67+$T05watch:1000;#b1-\x03$Z2,1000,8#a5");
+    let types = [&[0x9f, 0xeb, 1, 0, 24][..], &[0; 15], &[7, 0, 0, 0], b"\0pid\0x\0"].concat();
+    corpora.add("analysis_types", "made", &types);
     corpora.add("analysis_symbols", "map", b"ffffffff81000000 T _text\nffffffff81000040 t other\n");
     qemu(&corpora);
     disk(&corpora);
