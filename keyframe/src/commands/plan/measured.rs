@@ -8,6 +8,9 @@ use keyframe_replay::interval::Interval;
 use serde::Serialize;
 use std::path::Path;
 
+/// Below that, the length of an interval says little about how long its simulation takes.
+const R_SQUARED_LEAST: f64 = 0.5;
+
 /// What was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
@@ -78,8 +81,13 @@ impl Measured {
             format!("; {} checkpoints, a pause of {:.1} ms each", self.checkpoints, pause * 1e3)
         });
         let fit = self.fit.map_or_else(String::new, |fit| {
+            let poor = if fit.r_squared < R_SQUARED_LEAST {
+                ": a poor fit, so that --t-i and --s-sim are better given"
+            } else {
+                ""
+            };
             format!(
-                "; {} intervals simulated in {:.2} s and {:.2} s for each second (R^2 {:.2})",
+                "; {} intervals simulated in {:.2} s and {:.2} s for each second (R^2 {:.2}{poor})",
                 self.intervals, fit.t_i, fit.slowdown, fit.r_squared
             )
         });
