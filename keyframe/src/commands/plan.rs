@@ -176,8 +176,10 @@ const COLUMNS_MAX: usize = 8;
 fn columns(enough: u64, nodes: Option<u64>) -> Vec<u64> {
     let powers = std::iter::successors(Some(1_u64), |n| n.checked_mul(2)).take_while(|n| *n < enough);
     let mut all: Vec<u64> = powers.collect();
-    let more = all.len().saturating_sub(COLUMNS_MAX);
-    all.drain(1..=more.min(all.len().saturating_sub(1)));
+    if let Some(more) = all.len().checked_sub(COLUMNS_MAX).filter(|more| *more > 0) {
+        // One node stays, and the largest.
+        all.drain(1..=more);
+    }
     all.push(enough);
     all.extend(nodes);
     all.sort_unstable();
