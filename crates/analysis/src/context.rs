@@ -99,6 +99,11 @@ pub struct RunContext {
 }
 
 impl RunContext {
+    /// The parts of its intervals, each in its directory.
+    pub(crate) fn parts(&self) -> Vec<Part> {
+        self.intervals.iter().map(|&interval| Part { interval, dir: self.dir.clone() }).collect()
+    }
+
     /// All that is cut, warm-up first.
     pub(crate) fn cuts(&self) -> usize {
         self.intervals.len() + usize::from(self.warm_up.is_some())

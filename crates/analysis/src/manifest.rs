@@ -210,8 +210,7 @@ impl Running for Run {
         // Asked for before it is promised: the plugin is not ours.
         std::fs::metadata(&self.part)
             .map_err(file("looking for what the plugin should have written,", &self.part))?;
-        let part = |&interval| Part { interval, dir: self.context.dir.clone() };
-        Ok(self.context.intervals.iter().map(part).collect())
+        Ok(self.context.parts())
     }
 }
 

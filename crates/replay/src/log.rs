@@ -135,8 +135,8 @@ impl<R: Read> Events<R> {
                 self.bytes::<4>(len)?;
                 Event::ConsoleOutput(result)
             }
-            28 => Event::HostClock(i64::from_be_bytes(self.bytes(len)?)),
             3 => Event::BottomHalf(u64::from_be_bytes(self.bytes(len)?)),
+            28 => Event::HostClock(i64::from_be_bytes(self.bytes(len)?)),
             30..=38 => Event::Checkpoint(kind - 30),
             39 => Event::End,
             _ => {
@@ -150,7 +150,7 @@ impl<R: Read> Events<R> {
     fn skip_other(&mut self, kind: u8, len: &mut u64) -> std::result::Result<(), Stop> {
         match kind {
             1 | 2 | 6 => Ok(()),
-            // Bottom halves and block requests have a number; so has a clock.
+            // Bottom halves that run once and block requests have a number; so has a clock.
             4 | 8 | 29 => self.bytes::<8>(len).map(drop),
             5 => self.input_event(len),
             // The console; the network.

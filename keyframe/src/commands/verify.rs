@@ -1,6 +1,7 @@
 //! `keyframe verify`: each interval of a recording is replayed, and its end compared with the next checkpoint.
 
 use super::recorded::RecordedArgs;
+use crate::disks::Served;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::replaying::{
@@ -9,7 +10,6 @@ use crate::replaying::{
 use indicatif::ProgressBar;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place};
-use keyframe_store::LoadedDisks;
 use keyframe_units::CheckpointId;
 use serde::Serialize;
 use std::sync::Arc;
@@ -235,9 +235,7 @@ fn beyond(
     }
     let layout = other.loaded.meta.ram.clone();
     let ram = differing_vms(one.restored(), other.restored(), &layout)?;
-    let [of_one, of_other] = [disks_of(source, interval.begin.checkpoint)?, disks_of(source, end)?];
-    let disks =
-        differing_disks(&mut Side::new(of_one, one.served()), &mut Side::new(of_other, other.served()))?;
+    let disks = compare_disks(source, (interval.begin.checkpoint, one.served()), (end, other.served()))?;
     let difference = Differences { ram, disks };
     one.end().and(other.end())?;
     Ok((difference, at))
@@ -269,11 +267,19 @@ fn differing_from(
 ) -> Result<Differences, Failure> {
     let expected = source.store.load(end).map_err(|e| Failure::store(&e, source.store.path()))?;
     let ram = differing(replay.restored(), &expected)?;
-    let [of_begin, of_end] = [disks_of(source, begin)?, disks_of(source, end)?];
-    let disks = differing_disks(&mut Side::new(of_begin, replay.served()), &mut Side::new(of_end, None))?;
+    let disks = compare_disks(source, (begin, replay.served()), (end, None))?;
     Ok(Differences { ram, disks })
 }
 
-fn disks_of(source: &Source, id: CheckpointId) -> Result<Arc<LoadedDisks>, Failure> {
-    source.store.load_disks(id).map(Arc::new).map_err(|e| Failure::store(&e, source.store.path()))
+/// The checkpoint that a side began with, and who serves its disks where it is a replay.
+type SideOf<'a> = (CheckpointId, Option<&'a mut Served>);
+
+fn compare_disks(source: &Source, one: SideOf<'_>, other: SideOf<'_>) -> Result<Difference, Failure> {
+    // A replay's disks are served; without any, no maps need be read.
+    if one.1.is_none() {
+        return Ok(Difference::default());
+    }
+    let disks_of =
+        |id| source.store.load_disks(id).map(Arc::new).map_err(|e| Failure::store(&e, source.store.path()));
+    differing_disks(&mut Side::new(disks_of(one.0)?, one.1), &mut Side::new(disks_of(other.0)?, other.1))
 }

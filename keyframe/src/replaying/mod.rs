@@ -32,6 +32,6 @@ pub use debugging::Debugger;
 pub use follower::Follower;
 pub use passage::{Passage, Reached, until};
 pub use replay::{Replay, SOCKET, Started, With, begin};
-pub use source::{Source, adopt_first, copy_places, places_in};
+pub use source::{Source, adopt_first, copy_places, places_in, sealed_in};
 pub use subject::Subject;
 pub use travel::{Standing, Way};

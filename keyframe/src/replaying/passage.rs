@@ -160,9 +160,12 @@ impl Passage {
 
     /// Whether it stands at a hold.
     fn is_held(&mut self, vm: &mut Vm) -> Result<bool, Failure> {
-        let Until::Instruction(hold) = self.next_stop() else { return Ok(false) };
+        let next = self.next_stop();
+        if next == self.until {
+            return Ok(false);
+        }
         let icount = vm.qmp().icount().map_err(|e| Failure::qemu(&e))?;
-        let is_held = icount == hold && !matches!(self.until, Until::Instruction(end) if end == hold);
+        let is_held = next == Until::Instruction(icount);
         if is_held {
             self.icount = icount;
         }

@@ -6,7 +6,7 @@ use keyframe_replay::interval::{Interval, Place, intervals, with_standing_ends};
 use keyframe_replay::log::Boundaries;
 use keyframe_replay::recording::Readable;
 use keyframe_replay::{Ending, Recording};
-use keyframe_store::Store;
+use keyframe_store::{Sealed, Store};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -127,15 +127,20 @@ impl Source {
 
 /// The checkpoints of `recording` in `store`, by instruction.
 pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<Place>, Failure> {
+    Ok(sealed_in(store, recording)?.into_iter().map(|(place, _)| place).collect())
+}
+
+/// The same, with what each tells about itself.
+pub fn sealed_in(store: &Store, recording: &Recording) -> Result<Vec<(Place, Sealed)>, Failure> {
     let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
-    let of = |sealed: &keyframe_store::Sealed| {
+    let of = |sealed: Sealed| {
         let place = sealed.meta.machine.recorded.as_ref()?;
         let ours = place.recording == recording.meta.id;
-        ours.then_some(Place { icount: place.icount, checkpoint: sealed.id })
+        ours.then_some((Place { icount: place.icount, checkpoint: sealed.id }, sealed))
     };
-    let mut places: Vec<_> = listing.sealed.iter().filter_map(of).collect();
-    places.sort_unstable();
-    Ok(places)
+    let mut all: Vec<_> = listing.sealed.into_iter().filter_map(of).collect();
+    all.sort_unstable_by_key(|(place, _)| *place);
+    Ok(all)
 }
 
 /// Brings checkpoints to another store, unless they are there.

@@ -76,7 +76,6 @@ impl Running for Run {
     fn finish(self: Box<Self>) -> Result<Vec<Part>> {
         self.shared.check()?;
         check_cuts(&self.context, self.cuts)?;
-        let part = |&interval| Part { interval, dir: self.context.dir.clone() };
-        Ok(self.context.intervals.iter().map(part).collect())
+        Ok(self.context.parts())
     }
 }

@@ -34,8 +34,7 @@ impl Running for Ringed {
     fn finish(self: Box<Self>) -> Result<Vec<Part>> {
         self.reader.finish()?;
         check_cuts(&self.context, self.cuts)?;
-        let part = |&interval| Part { interval, dir: self.context.dir.clone() };
-        Ok(self.context.intervals.iter().map(part).collect())
+        Ok(self.context.parts())
     }
 }
 

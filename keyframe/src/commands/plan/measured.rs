@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::keys::KeyArg;
-use crate::replaying::{Source, made_before};
+use crate::replaying::{Source, made_before, sealed_in};
 use keyframe_model::{Fit, fit};
 use keyframe_replay::interval::Interval;
 use serde::Serialize;
@@ -36,12 +36,10 @@ impl Measured {
     ) -> Result<Self, Failure> {
         let source = Source::open(path, store, key)?;
         let mut pauses = Vec::new();
-        for place in source.places()? {
-            let sealed = source.store.sealed(place.checkpoint);
-            let meta = sealed.map_err(|e| Failure::store(&e, source.store.path()))?.meta;
+        for (place, sealed) in sealed_in(&source.store, &source.recording)? {
             // A replay's pauses are nobody's, and the first checkpoint comes before the VM runs.
-            if meta.reason != "segment" && place.icount > 0 {
-                pauses.push(meta.timing.pause_ns as f64 / 1e9);
+            if sealed.meta.reason != "segment" && place.icount > 0 {
+                pauses.push(sealed.meta.timing.pause_ns as f64 / 1e9);
             }
         }
         let meta = &source.recording.meta;

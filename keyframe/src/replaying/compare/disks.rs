@@ -68,16 +68,20 @@ impl<'a> Side<'a> {
 }
 
 impl Reader {
+    /// The first extent that was written and does not end before block `at`.
+    fn extent_from(&self, at: u64) -> Option<&Extent> {
+        let next = self.written.partition_point(|extent| extent.block.0 + extent.blocks <= at);
+        self.written.get(next)
+    }
+
     /// The first block at or behind `at` that was written.
     fn next_written(&self, at: u64) -> Option<u64> {
-        let next = self.written.partition_point(|extent| extent.block.0 + extent.blocks <= at);
-        self.written.get(next).map(|extent| extent.block.0.max(at))
+        self.extent_from(at).map(|extent| extent.block.0.max(at))
     }
 
     /// Fills `into` with the block, of which the disk has so many bytes.
     fn read(&self, block: DiskBlock, into: &mut Block, len: usize) -> Result<(), Failure> {
-        let next = self.written.partition_point(|extent| extent.block.0 + extent.blocks <= block.0);
-        let written = self.written.get(next).filter(|extent| extent.block <= block);
+        let written = self.extent_from(block.0).filter(|extent| extent.block <= block);
         match (written, &self.slots) {
             (Some(Extent { slot: None, .. }), _) => into.fill(0),
             (Some(Extent { block: first, slot: Some(slot), .. }), Some(slots)) => {
