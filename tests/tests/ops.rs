@@ -42,21 +42,27 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     bench.ok(&["tag", "--store", &store, "latest", "named"]);
     let named = number(&bench.json(&["show", "--json", "--store", &store, "named"]), "id");
     bench.refused(&["unlock", "--store", &store], 11, &["keyframe run, VM guest", "keyframe stop"]);
-    wait_for_id(&bench, &mut run, base + 20);
-    let (packs, maps) = (bytes(&bench, "packs"), bytes(&bench, "maps"));
-    wait_for_id(&bench, &mut run, base + 65);
-    let (packs_then, maps_then) = (bytes(&bench, "packs"), bytes(&bench, "maps"));
-    let status = bench.json(&["status", "--json", "--name", "guest"]);
-    let recorder = &status[0]["recorder"];
-    assert_eq!(number(recorder, "keep_within_ns"), 1_500_000_000, "{status}");
-    assert!(number(recorder, "forgotten") > 20 && number(recorder, "freed_packs") > 0, "{status}");
-    assert!(number(recorder, "kept") >= 2 && recorder["last_error"].is_null(), "{status}");
+    wait_for_id(&bench, &mut run, base + 30);
+    // It forgets what is older and prunes now and then: the packs have ever less of what all checkpoints would have, told
+    // by those that are still there.
+    let small = run.wait_until(120, |_| {
+        std::thread::sleep(Duration::from_millis(200));
+        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let recorder = &status[0]["recorder"];
+        assert_eq!(number(recorder, "keep_within_ns"), 1_500_000_000, "{status}");
+        assert!(recorder["last_error"].is_null(), "{status}");
+        let kept: Vec<_> = bench.list().into_iter().filter(|e| number(e, "id") > named).collect();
+        let stored: u64 = kept.iter().map(|e| number(e, "stored_bytes")).sum();
+        let all = stored / kept.len().max(1) as u64 * (number(kept.last()?, "id") - base);
+        let packs = bytes(&bench, "packs");
+        let is_small = number(recorder, "freed_packs") > 0 && packs * 3 < all * 2;
+        (is_small && number(recorder, "forgotten") > 15 && number(recorder, "kept") >= 2).then_some(packs)
+    });
+    let packs =
+        small.unwrap_or_else(|| panic!("{} bytes of packs; {}", bytes(&bench, "packs"), run.report()));
     let text = bench.ok(&["status"]);
     assert!(text.contains("recorder    keeps 1.5 s") || text.contains("recorder    keeps 1.50 s"), "{text}");
     assert!(!text.contains("recompress"), "{text}");
-    println!("packs {packs} bytes, then {packs_then}; maps {maps}, then {maps_then}");
-    // Without a recorder it is more than twice as much, and goes on.
-    assert!(packs_then * 10 < packs * 17, "packs: {packs} bytes, then {packs_then}");
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
     bench.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
@@ -64,7 +70,7 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     let kept = ids(&bench);
     println!("kept {kept:?}");
     assert!(kept.contains(&base) && kept.contains(&named), "{kept:?}");
-    assert!(!kept.iter().any(|id| (named + 1..base + 30).contains(id)), "{kept:?}");
+    assert!(!kept.iter().any(|id| (named + 1..base + 20).contains(id)), "{kept:?}");
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
     let pinned: Vec<u64> =
         bench.list().iter().filter(|e| e["pinned"] == true).map(|e| number(e, "id")).collect();
@@ -79,10 +85,7 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     assert_eq!(ids(&bench), [base, newest]);
     bench.ok(&["forget", "--store", &store, "--force", &base.to_string()]);
     let pruned: Value = bench.json(&["prune", "--quiet", "--json", "--max-unused", "0%", "--store", &store]);
-    assert!(
-        number(&pruned, "after_bytes") < packs_then && number(&pruned, "postponed_packs") == 0,
-        "{pruned}"
-    );
+    assert!(number(&pruned, "after_bytes") < packs && number(&pruned, "postponed_packs") == 0, "{pruned}");
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
     assert_restores_exactly(&bench, &newest.to_string());
 }
