@@ -108,6 +108,12 @@ impl Failure {
         Self::new(chain(error))
     }
 
+    /// An error of who works intervals off.
+    pub fn cluster(error: &keyframe_cluster::Error) -> Self {
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
+    }
+
     /// An error of a recording.
     pub fn recording(error: &keyframe_replay::Error) -> Self {
         let fix = error.fix();

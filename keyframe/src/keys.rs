@@ -11,6 +11,7 @@
 //! Invariants: a key on the command line would be for all to see, so it is never there; one is asked for only where a store needs
 //! it; a key that was given for a store that is not encrypted is an error, for whoever gave it counts on encryption.
 
+use crate::failure::Failure;
 use keyframe_store::{Error, Secret, SecretKind, Store};
 use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
 use std::fs::File;
@@ -68,6 +69,11 @@ impl KeyArg {
 
     fn keys(&self) -> Keys<'_> {
         Keys { option: self.key_file.as_deref(), place: &STORE }
+    }
+
+    /// What a key file alone says.
+    pub fn of_file(key_file: Option<PathBuf>) -> Self {
+        Self { key_file }
     }
 
     /// True where something is given, be it needed or not.
@@ -189,6 +195,19 @@ pub fn pass_on(command: &mut Command) {
         Some(Given::Passphrase(words)) => command.env(PASSPHRASE, words.as_str()),
         None => return,
     };
+}
+
+/// The key file that opened the store, for processes on other hosts; an error where it was a passphrase, which would be for all to
+/// read who may read the job's script.
+pub fn file_for_jobs() -> Result<Option<PathBuf>, Failure> {
+    match OPENED_WITH.get() {
+        None => Ok(None),
+        Some(Given::File(file)) => Ok(Some(file.clone())),
+        Some(Given::Passphrase(_)) => {
+            Err(Failure::new("the store is opened by a passphrase, which no job can be given in secret")
+                .fix("keep checkpoints for the cluster in a store with a key file: keyframe init --encrypt --key-file FILE"))
+        }
+    }
 }
 
 /// The same about the store that checkpoints are copied to.

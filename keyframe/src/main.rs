@@ -81,6 +81,8 @@ enum Command {
     Watchdog(commands::watchdog::Watchdog),
     #[command(name = "__switch", hide = true)]
     SwitchProcess(commands::switch::SwitchProcess),
+    #[command(name = "__work", hide = true)]
+    Work(commands::work::Work),
     #[command(name = "__disks", hide = true)]
     Disks(commands::disks::Disks),
 }
@@ -126,6 +128,7 @@ impl Command {
             Self::Bench(c) => c.run(),
             Self::Watchdog(c) => c.run(),
             Self::SwitchProcess(c) => c.run(),
+            Self::Work(c) => c.run(),
             Self::Disks(c) => c.run(),
         }
     }

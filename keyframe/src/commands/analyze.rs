@@ -1,14 +1,16 @@
 //! `keyframe analyze`: a tool over a recording, its intervals side by side.
 
+mod on;
+
 use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::keys::KeyArg;
+use crate::keys::{self, KeyArg};
 use crate::output;
-use crate::replaying::{Analysis, Captured, Done, Head, Source, Subject, jobs};
+use crate::replaying::{Analysis, Done, Head, Opened, Order, Stretch, jobs, tool};
 use indicatif::ProgressBar;
-use keyframe_analysis::{Foreign, Summary, Tool, tools};
+use keyframe_analysis::{Summary, Tool, tools};
 use keyframe_replay::interval::Interval;
+use on::{Driven, OnArgs};
 use serde::Serialize;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -31,6 +33,7 @@ Examples:
   keyframe analyze R --tool hot --tool-arg symbols=vmlinux --jobs 4 --out A
   keyframe analyze R --tool memtrace --from 500000000 --to 600000000 --out A --check-sequential
   keyframe analyze S --approximate --tool icount --out A
+  keyframe analyze R --tool cache --out /shared/A --on slurm:main --nodes 16
   keyframe analyze --list-tools"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
@@ -47,7 +50,7 @@ pub struct Analyze {
     /// Directory for the results: one that does not exist yet, or that of the same analysis, to go on
     #[arg(long, value_name = "DIR", required_unless_present = "list_tools")]
     out: Option<PathBuf>,
-    /// Replays at a time [default: one for each core]
+    /// Replays at a time [default: one for each core; one in each pilot]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     jobs: Option<u64>,
     /// Only intervals that end behind this instruction (with --approximate: from this checkpoint on)
@@ -80,6 +83,8 @@ pub struct Analyze {
     store: Option<PathBuf>,
     #[command(flatten)]
     key: KeyArg,
+    #[command(flatten)]
+    on: OnArgs,
     /// Print what was done as JSON
     #[arg(long)]
     json: bool,
@@ -129,37 +134,51 @@ impl Analyze {
         let (Some(recording), Some(name), Some(out)) = (&self.recording, &self.tool, &self.out) else {
             return Err(Failure::new("REC, --tool and --out are needed"));
         };
-        let tool = self.tool(name)?;
+        let tool = tool(name, &self.tool_arg)?;
         // Columns of a trace are taken and freed all the time.
         keyframe_kernel::malloc::keep_freed_memory();
-        if self.approximate {
-            let store = self.key.open(recording).map_err(|e| Failure::store(&e, recording))?;
-            let captured = Captured::open(store, self.vm.as_deref(), self.from, self.to)?;
-            let all = captured.intervals.clone();
-            return self.analyse(&*tool, name, Subject::Captured(&captured), all, 0..u64::MAX, out);
-        }
-        let source = Source::open(recording, self.store.as_deref(), &self.key)?;
-        let all = source.intervals()?;
-        let all = if tool.can_cut() { source.with_standing_ends(&all)? } else { all };
-        let range = self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX);
-        self.analyse(&*tool, name, Subject::Recorded(&source), all, range, out)
+        let order = self.order(recording)?;
+        let opened = order.open(&self.key)?;
+        self.analyse(&*tool, name, &opened, order, out)
     }
 
-    fn analyse(
-        &self,
-        tool: &dyn Tool,
-        name: &str,
-        subject: Subject<'_>,
-        all: Vec<Interval>,
-        range: Range<u64>,
-        out: &Path,
-    ) -> Outcome {
+    fn order(&self, subject: &Path) -> Result<Order, Failure> {
+        let absolute = |path: &Path| {
+            if path.to_string_lossy().contains("://") {
+                return Ok(path.to_owned());
+            }
+            std::path::absolute(path).map_err(|e| Failure::new(format!("resolve {}: {e}", path.display())))
+        };
+        let stretch = || Stretch { vm: self.vm.clone(), from: self.from, to: self.to };
+        Ok(Order {
+            subject: absolute(subject)?,
+            captured: self.approximate.then(stretch),
+            store: self.store.as_deref().map(absolute).transpose()?,
+            key_file: None,
+            tries: self.tries,
+        })
+    }
+
+    fn analyse(&self, tool: &dyn Tool, name: &str, opened: &Opened, order: Order, out: &Path) -> Outcome {
+        let (subject, all) = (opened.subject(), opened.intervals(tool)?);
+        // Of a run, only those are there that were asked for.
+        let range = match opened {
+            Opened::Recorded(_) => self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
+            Opened::Captured(_) => 0..u64::MAX,
+        };
         let head = Head::within(subject, name, &self.tool_arg, &all, range)?;
         let interrupted = jobs::interruption()?;
         let began = Instant::now();
-        let analysis = Analysis::new(subject, tool, all, head, out)?;
+        let mut analysis = Analysis::new(subject, tool, all, head, out)?;
+        if self.on.is_elsewhere() {
+            Order { key_file: keys::file_for_jobs()?, ..order }.write(analysis.out())?;
+        }
         let bar = self.bar(analysis.intervals());
-        let done = analysis.make_all(self.jobs, self.tries, &interrupted, &bar)?;
+        let driven = self.on.drive(&mut analysis, (self.jobs, self.tries), &interrupted, &bar)?;
+        if let Driven::Detached(jobs) = driven {
+            return self.tell_detached(&jobs);
+        }
+        let done = analysis.collect()?;
         let summary = analysis.merge(done.clone())?;
         let wall_ns = output::elapsed_ns(began);
         let sequential = self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
@@ -185,14 +204,17 @@ impl Analyze {
         self.tell(&report, &differing)
     }
 
-    fn tool(&self, name: &str) -> Result<Box<dyn Tool>, Failure> {
-        let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
-        let tool = if is_manifest {
-            Foreign::read(Path::new(name), &self.tool_arg).map(|tool| Box::new(tool) as Box<dyn Tool>)
-        } else {
-            tools::by_name(name, &self.tool_arg)
-        };
-        tool.map_err(|e| Failure::analysis(&e))
+    fn tell_detached(&self, jobs: &[u64]) -> Outcome {
+        if self.json {
+            output::json(&serde_json::json!({ "jobs": jobs }))?;
+        } else if !self.quiet {
+            let list: Vec<String> = jobs.iter().map(u64::to_string).collect();
+            eprintln!(
+                "keyframe: jobs {} are at it; the same command without --detach waits for them",
+                list.join(", ")
+            );
+        }
+        Ok(DONE)
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {

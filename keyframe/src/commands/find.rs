@@ -116,10 +116,10 @@ impl Find {
         let folder = tempfile::Builder::new().prefix("keyframe-find-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
         let instructions = head.intervals.iter().map(Interval::len).sum();
-        let analysis = Analysis::new(subject, &*tool, all, head, &folder.path().join("watch"))?;
+        let mut analysis = Analysis::new(subject, &*tool, all, head, &folder.path().join("watch"))?;
         let bar = jobs::bar("looking", instructions, !self.quiet && !self.json);
-        let done = analysis.make_all(self.recorded.jobs, TRIES, &interrupted, &bar)?;
-        let summary = analysis.merge(done)?;
+        analysis.make_here(self.recorded.jobs, TRIES, &interrupted, &bar)?;
+        let summary = analysis.merge(analysis.collect()?)?;
         let mut writes = Vec::new();
         for file in &summary.files {
             let text = std::fs::read_to_string(file)

@@ -40,6 +40,7 @@ pub mod take;
 pub mod unlock;
 pub mod verify;
 pub mod watchdog;
+pub mod work;
 
 use crate::failure::{DONE, Failure, WARNED, chain};
 use crate::keys::KeyArg;

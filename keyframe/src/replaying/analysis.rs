@@ -2,12 +2,15 @@
 //!
 //! ```text
 //!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
-//!   OUT/parts/000007/      of interval 7: the tool's part, `done` when it is whole, `log` with each try and what QEMU said in it
+//!   OUT/lock               held by who wants the results
+//!   OUT/queue/             the intervals that are left (crates/cluster/src/queue.rs)
+//!   OUT/parts/000007/      of interval 7: the tool's part, `done` or `failed`, `log` with each try and what QEMU said in it
 //!   OUT/...                the results, once all parts are there
 //!   OUT/intervals.json     how long each interval took, and after how many tries
 //! ```
 //!
-//! Invariant: a part counts only with its `done`, which is written last; another recording, tool or argument is another analysis.
+//! Invariants: a part is made under another name and gets its own as a whole, so that two who make the same one (the first was
+//! taken for lost) do not meet; it counts only with its `done`; another recording, tool or argument is another analysis.
 
 use super::{Subject, With, jobs, ram};
 use crate::commands::restore::source_of;
@@ -15,17 +18,24 @@ use crate::failure::Failure;
 use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Summary, Tool};
+use keyframe_cluster::{Item, Local, Queue, WorkerId, drive};
 use keyframe_replay::interval::{Interval, Place};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// What QEMU says while it makes a part.
 const QEMU_LOG: &str = "qemu.log";
+/// In the directory of a part that is whole.
+const DONE: &str = "done";
+/// In that of one that could not be made: why.
+const FAILED: &str = "failed";
 /// How long each interval took.
 const TIMES: &str = "intervals.json";
 /// Of that, what an interval's log has.
@@ -58,6 +68,11 @@ pub struct Head {
 }
 
 impl Head {
+    /// That of the analysis in `out`.
+    pub fn read(out: &Path) -> Result<Self, Failure> {
+        super::order::read(&out.join("analysis.json"))
+    }
+
     /// Of those intervals of `all` that lie within `range`, at least in part.
     pub fn within(
         subject: Subject<'_>,
@@ -105,6 +120,9 @@ pub struct Analysis<'a> {
     interface: Interface,
     plugin: PathBuf,
     _plugins: tempfile::TempDir,
+    /// Those whose parts were there.
+    old: BTreeSet<u32>,
+    _lock: Option<std::fs::File>,
 }
 
 impl<'a> Analysis<'a> {
@@ -118,7 +136,18 @@ impl<'a> Analysis<'a> {
     ) -> Result<Self, Failure> {
         let out =
             std::path::absolute(out).map_err(|e| Failure::new(format!("resolve {}: {e}", out.display())))?;
-        claim(&out, &head)?;
+        let lock = claim(&out, &head)?;
+        Ok(Self { _lock: Some(lock), ..Self::join(subject, tool, all, head, &out)? })
+    }
+
+    /// The one that somebody else has begun in `out`, which is absolute.
+    pub fn join(
+        subject: Subject<'a>,
+        tool: &'a dyn Tool,
+        all: Vec<Interval>,
+        head: Head,
+        out: &Path,
+    ) -> Result<Self, Failure> {
         let version = subject.qemu_version();
         let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
@@ -129,7 +158,8 @@ impl<'a> Analysis<'a> {
         let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
         let plugin = plugin::place(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
-        Ok(Self { subject, tool, all, head, out, interface, plugin, _plugins: folder })
+        let (out, old) = (out.to_owned(), BTreeSet::new());
+        Ok(Self { subject, tool, all, head, out, interface, plugin, _plugins: folder, old, _lock: None })
     }
 
     /// Its intervals.
@@ -141,75 +171,143 @@ impl<'a> Analysis<'a> {
         place_in(&self.out, interval)
     }
 
-    /// The parts of all intervals, `jobs` at a time, in order.
-    pub fn make_all(
-        &self,
+    /// Its directory.
+    pub fn out(&self) -> &Path {
+        &self.out
+    }
+
+    /// Its tool, as it was asked for; of a manifest its file's name.
+    pub fn tool_name(&self) -> String {
+        let stem = Path::new(&self.head.tool).file_stem().unwrap_or_default();
+        stem.to_string_lossy().into_owned()
+    }
+
+    /// Whether its part was there when the queue was made.
+    pub fn is_old(&self, index: u32) -> bool {
+        self.old.contains(&index)
+    }
+
+    /// The VM's RAM.
+    pub fn ram_bytes(&self) -> Result<u64, Failure> {
+        let store = self.subject.store();
+        let first = self.intervals().first().map(|one| one.begin.checkpoint);
+        let sealed = first.map(|id| store.sealed(id)).transpose();
+        let sealed = sealed.map_err(|e| Failure::store(&e, store.path()))?;
+        Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
+    }
+
+    /// Interval `index`.
+    pub fn interval(&self, index: u32) -> Option<&Interval> {
+        self.intervals().iter().find(|interval| interval.index == index)
+    }
+
+    /// The queue of the intervals that are left, as items. Those that were given up are in it again, and what a process of this host
+    /// had that has ended since.
+    pub fn queue(&mut self) -> Result<(Queue, Vec<Item>), Failure> {
+        let failed = |e: keyframe_cluster::Error| Failure::cluster(&e);
+        let queue = Queue::create(&self.out.join("queue")).map_err(failed)?;
+        let is_there = |one: &&Interval| done_in(&self.out, one).is_some();
+        self.old = self.intervals().iter().filter(is_there).map(|one| one.index).collect();
+        queue.put_back(WorkerId::is_local).map_err(failed)?;
+        queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
+        let settled = queue.settled().map_err(failed)?;
+        let mut items = Vec::new();
+        for interval in self.intervals() {
+            let item = Item { index: interval.index, weight: interval.len() };
+            if !self.old.contains(&interval.index) {
+                items.push(item);
+            } else if !settled.contains(&item) {
+                queue.put_settled(item).map_err(failed)?;
+            }
+        }
+        Ok((queue, items))
+    }
+
+    /// Makes the parts of all intervals in this process, `jobs` at a time.
+    pub fn make_here(
+        &mut self,
         jobs: Option<u64>,
         tries: u32,
-        interrupted: &AtomicBool,
+        interrupted: &Arc<AtomicBool>,
         bar: &ProgressBar,
-    ) -> Result<Vec<Done>, Failure> {
-        let intervals = self.intervals();
-        let work = |interval: &Interval| {
+    ) -> Result<(), Failure> {
+        let (queue, mut items) = self.queue()?;
+        let this = &*self;
+        bar.inc(this.intervals().iter().filter(|one| this.is_old(one.index)).map(Interval::len).sum());
+        let slots = jobs.map_or_else(jobs::cores, |n| n as usize).min(items.len().max(1));
+        let job = |item: Item| {
+            let Some(interval) = this.interval(item.index) else { return };
             let mut told = interval.from_icount;
             let mut tell = |icount: u64| {
                 bar.inc(icount.min(interval.end_icount).saturating_sub(told));
                 told = icount.max(told);
             };
-            let one = match done_in(&self.out, interval) {
-                Some(done) => Ok(done),
-                None => self.make(interval, tries, interrupted, &mut tell),
-            };
-            tell(interval.end_icount);
-            one.map_err(|failure| (interval.index, failure))
+            match this.make(interval, "local", tries, interrupted, &mut tell) {
+                Ok(()) => tell(interval.end_icount),
+                // It is missed when the parts are collected.
+                Err(failure) if !interrupted.load(Ordering::Relaxed) => {
+                    bar.suspend(|| eprintln!("keyframe: interval {}: {failure}", item.index));
+                }
+                Err(_) => {}
+            }
         };
-        let all = jobs::side_by_side(intervals, jobs, interrupted, work);
+        let driven = std::thread::scope(|scope| {
+            let mut local = Local::new(scope, slots, interrupted, &job);
+            drive(&queue, &mut items, &mut local, interrupted, &mut |_| ())
+        });
         bar.finish_and_clear();
-        if interrupted.load(Ordering::Relaxed) {
-            return Err(Failure::new("interrupted")
-                .fix("call it again: it goes on with the intervals that are missing"));
-        }
-        let (mut made, mut failures) = (Vec::with_capacity(all.len()), Vec::new());
-        for one in all {
-            match one {
-                Ok(done) => made.push(done),
-                Err(failure) => failures.push(failure),
-            }
-        }
-        failures.sort_by_key(|(index, _)| *index);
-        if let Some((index, failure)) = failures.first() {
-            for (index, failure) in failures.iter().skip(1) {
-                eprintln!("keyframe: interval {index}: {}", failure.message);
-            }
-            let (failed, count) = (failures.len(), intervals.len());
-            return Err(Failure::new(format!(
-                "{failed} of {count} intervals failed; interval {index}: {}",
-                failure.message
-            ))
-            .fix(
-                "call it again to try those once more; keyframe verify tells whether the recording replays",
-            ));
-        }
-        made.sort_by_key(|done: &Done| done.index);
-        Ok(made)
+        driven.map_err(|e| Failure::cluster(&e))?;
+        jobs::unless(interrupted)
     }
 
-    /// Makes the part of `interval`, trying again where a replay fails.
-    fn make(
+    /// The parts of all intervals, in order, once each is settled.
+    pub fn collect(&self) -> Result<Vec<Done>, Failure> {
+        let (mut made, mut failures) = (Vec::new(), Vec::new());
+        for interval in self.intervals() {
+            match done_in(&self.out, interval) {
+                Some(done) => {
+                    made.push(Done { is_old: self.is_old(done.index), ..done });
+                }
+                None => failures.push((interval.index, self.why_failed(interval))),
+            }
+        }
+        let Some((index, why)) = failures.first() else { return Ok(made) };
+        for (index, why) in failures.iter().skip(1) {
+            eprintln!("keyframe: interval {index}: {why}");
+        }
+        let (failed, count) = (failures.len(), self.intervals().len());
+        Err(Failure::new(format!("{failed} of {count} intervals failed; interval {index}: {why}"))
+            .fix("call it again to try those once more; keyframe verify tells whether the recording replays"))
+    }
+
+    fn why_failed(&self, interval: &Interval) -> String {
+        let text = std::fs::read_to_string(self.place(interval).join(FAILED));
+        text.unwrap_or_else(|_| "its part is not there".into())
+    }
+
+    /// Makes the part of `interval`, trying again where a replay fails, and leaves it, or why there is none. Nothing where it is
+    /// interrupted. `maker` is the name of who makes it.
+    pub fn make(
         &self,
         interval: &Interval,
+        maker: &str,
         tries_max: u32,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Done, Failure> {
+    ) -> Result<(), Failure> {
         let began = Instant::now();
-        let dir = self.place(interval);
+        let dir = self.out.join("parts").join(format!(".{:06}.{maker}", interval.index));
         let mut log = String::new();
         let mut tries = 0;
         loop {
             tries += 1;
             fresh(&dir)?;
             let ran = self.run(&dir, std::slice::from_ref(interval), interrupted, tell);
+            if interrupted.load(Ordering::Relaxed) {
+                // Nobody has ever heard of it.
+                let _ = std::fs::remove_dir_all(&dir);
+                return Err(Failure::new("interrupted"));
+            }
             let _ = match &ran {
                 Ok(_) => writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64()),
                 Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
@@ -221,18 +319,34 @@ impl<'a> Analysis<'a> {
                 Ok(parts) => {
                     let wall_ns = crate::output::elapsed_ns(began);
                     let done = Done { index: interval.index, tries, wall_ns, is_old: false, parts };
-                    write(&dir.join("done"), serde_json::to_string(&done).unwrap_or_default().as_bytes())?;
-                    return Ok(done);
+                    write(&dir.join(DONE), serde_json::to_string(&done).unwrap_or_default().as_bytes())?;
+                    return self.publish(&dir, interval);
                 }
-                Err(failure) if tries >= tries_max || interrupted.load(Ordering::Relaxed) => {
+                Err(failure) if tries >= tries_max => {
                     // Its reason is in what QEMU said last, if it said anything.
                     let last: Vec<&str> = said.lines().rev().take(SAID_LINES).collect();
                     let message = last.iter().rev().fold(failure.message, |all, line| all + "\n  " + line);
-                    return Err(Failure { message, ..failure });
+                    write(&dir.join(FAILED), message.as_bytes())?;
+                    return self.publish(&dir, interval);
                 }
                 Err(_) => {}
             }
         }
+    }
+
+    /// Gives what is in `dir` its name, unless another one was faster.
+    fn publish(&self, dir: &Path, interval: &Interval) -> Result<(), Failure> {
+        let place = self.place(interval);
+        let failed = |e: std::io::Error| Failure::new(format!("rename {}: {e}", dir.display()));
+        if std::fs::rename(dir, &place).is_ok() {
+            return Ok(());
+        }
+        if done_in(&self.out, interval).is_some() {
+            return std::fs::remove_dir_all(dir).map_err(failed);
+        }
+        // One that failed before.
+        std::fs::remove_dir_all(&place).map_err(failed)?;
+        std::fs::rename(dir, &place).map_err(failed)
     }
 
     /// The intervals before `first` that warm the tool up for it.
@@ -344,7 +458,9 @@ impl<'a> Analysis<'a> {
     /// Removes the parts, which nobody needs once the results are there.
     pub fn clear(&self) -> Result<(), Failure> {
         let parts = self.out.join("parts");
-        std::fs::remove_dir_all(&parts).map_err(|e| Failure::new(format!("remove {}: {e}", parts.display())))
+        std::fs::remove_dir_all(&parts)
+            .and_then(|()| std::fs::remove_dir_all(self.out.join("queue")))
+            .map_err(|e| Failure::new(format!("remove {} and what is beside it: {e}", parts.display())))
     }
 }
 
@@ -371,7 +487,6 @@ fn fresh(dir: &Path) -> Result<(), Failure> {
     std::fs::create_dir_all(dir).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))
 }
 
-/// Makes `out` the place of the analysis that `head` says.
 /// How long an interval took.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Took {
@@ -391,13 +506,8 @@ impl From<&Done> for Took {
 
 /// What the analysis in `out` is, and how long its intervals took, as far as they are done.
 pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
-    let file = out.join("analysis.json");
-    let text = std::fs::read_to_string(&file).map_err(|e| {
-        Failure::new(format!("read {}: {e}", file.display()))
-            .fix("name a directory that keyframe analyze has made")
-    })?;
-    let head: Head = serde_json::from_str(&text)
-        .map_err(|e| Failure::new(format!("{} says nothing of an analysis: {e}", file.display())))?;
+    let head =
+        Head::read(out).map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
     let all = std::fs::read_to_string(out.join(TIMES)).ok();
     let all: Option<Vec<Took>> = all.and_then(|text| serde_json::from_str(&text).ok());
     let so_far = || head.intervals.iter().filter_map(|one| done_in(out, one)).map(|done| Took::from(&done));
@@ -411,19 +521,22 @@ fn place_in(out: &Path, interval: &Interval) -> PathBuf {
 
 /// The part of `interval` that is in `out`.
 fn done_in(out: &Path, interval: &Interval) -> Option<Done> {
-    let text = std::fs::read_to_string(place_in(out, interval).join("done")).ok()?;
+    let place = place_in(out, interval);
+    let text = std::fs::read_to_string(place.join(DONE)).ok()?;
     let mut done: Done = serde_json::from_str(&text).ok()?;
-    done.is_old = true;
+    // It was made under another name.
+    done.parts.iter_mut().for_each(|part| part.dir.clone_from(&place));
     (done.index == interval.index).then_some(done)
 }
 
-fn claim(out: &Path, head: &Head) -> Result<(), Failure> {
+/// Makes `out` the place of the analysis that `head` says, and its caller the one who wants it.
+fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
     let file = out.join("analysis.json");
     match std::fs::read_to_string(&file) {
         Ok(text) => {
             let is_same = serde_json::from_str::<Head>(&text).is_ok_and(|there| there == *head);
             return if is_same {
-                Ok(())
+                lock(out)
             } else {
                 Err(Failure::new(format!("{} holds another analysis", out.display()))
                     .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"))
@@ -439,5 +552,22 @@ fn claim(out: &Path, head: &Head) -> Result<(), Failure> {
         return Err(Failure::new(format!("{} exists and is not empty", out.display()))
             .fix("name a directory that does not exist yet"));
     }
-    write(&file, serde_json::to_string_pretty(head).unwrap_or_default().as_bytes())
+    let lock = lock(out)?;
+    write(&file, serde_json::to_string_pretty(head).unwrap_or_default().as_bytes())?;
+    Ok(lock)
+}
+
+/// The kernel drops it with its process.
+fn lock(out: &Path) -> Result<std::fs::File, Failure> {
+    let path = out.join("lock");
+    let file = std::fs::File::options().create(true).append(true).open(&path);
+    let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(std::fs::TryLockError::WouldBlock) => {
+            Err(Failure::new(format!("{} is being worked on by another keyframe analyze", out.display()))
+                .fix("wait until that one ends, or end it; it can be called again"))
+        }
+        Err(std::fs::TryLockError::Error(e)) => Err(Failure::new(format!("lock {}: {e}", path.display()))),
+    }
 }

@@ -17,6 +17,21 @@ pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
     Ok(interrupted)
 }
 
+/// An error where the user has asked for an end of what can be gone on with.
+pub fn unless(interrupted: &AtomicBool) -> Result<(), Failure> {
+    if interrupted.load(Ordering::Relaxed) {
+        return Err(
+            Failure::new("interrupted").fix("call it again: it goes on with the intervals that are missing")
+        );
+    }
+    Ok(())
+}
+
+/// How many at a time, where nobody says.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
 /// Has `job` done for each of `intervals`, `jobs` at a time, or as many as there are cores. Those that were begun before
 /// `interrupted`; in any order. The longest begin first, so that all jobs end at about the same time (longest processing time
 /// first: Graham, Bounds on multiprocessing timing anomalies, 1969).
@@ -26,8 +41,7 @@ pub fn side_by_side<T: Send>(
     interrupted: &AtomicBool,
     job: impl Fn(&Interval) -> T + Sync,
 ) -> Vec<T> {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let jobs = jobs.map_or(cores, |n| n as usize).min(intervals.len().max(1));
+    let jobs = jobs.map_or_else(cores, |n| n as usize).min(intervals.len().max(1));
     let mut longest_first: Vec<&Interval> = intervals.iter().collect();
     longest_first.sort_by_key(|interval| Reverse(interval.len()));
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(intervals.len())));
@@ -55,7 +69,8 @@ pub fn bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(instructions);
-    let template = format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}}");
+    let template =
+        format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}} {{msg}}");
     if let Ok(style) = ProgressStyle::with_template(&template) {
         bar.set_style(style);
     }

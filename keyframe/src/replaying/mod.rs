@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Source: recording + store + log as QEMU reads it ──▶ intervals
-//!   Analysis: a tool's plugin in each interval's QEMU ─▶ parts ─▶ results
+//!   Analysis: a tool's plugin in each interval's QEMU ─▶ parts ─▶ results; Order: what a worker elsewhere must know of it
 //!   Replay: checkpoint ─▶ QEMU ─▶ runs to an instruction ─▶ compare with a checkpoint ─▶ end
 //!   Standing: a replay that stands at an instruction; Debugger: goes on from there, both ways
 //!   Passage: how it gets from one instruction to the next, and how it is seen that it does not
@@ -16,6 +16,7 @@ mod course;
 mod debugging;
 mod follower;
 pub mod jobs;
+mod order;
 mod passage;
 mod ram;
 mod replay;
@@ -30,6 +31,7 @@ pub use console::console;
 pub use course::{Course, Known, Live};
 pub use debugging::Debugger;
 pub use follower::Follower;
+pub use order::{Opened, Order, Stretch, tool};
 pub use passage::{Passage, Reached, until};
 pub use replay::{Replay, SOCKET, Started, With, begin};
 pub use source::{Source, adopt_first, copy_places, places_in, sealed_in};

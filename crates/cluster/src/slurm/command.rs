@@ -1,0 +1,73 @@
+//! Slurm's programs: called with a bound on their time and on what they may say.
+
+use crate::{Error, Result};
+use std::ffi::OsStr;
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A busy controller answers after seconds; one that is gone never.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// More no answer has.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+/// How often it is looked whether a program has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// Where the programs are.
+#[derive(Clone, Debug, Default)]
+pub struct Programs {
+    /// In this directory; on PATH without one.
+    pub dir: Option<PathBuf>,
+}
+
+impl Programs {
+    /// What `program` says on its standard output; `input` is what it reads.
+    pub fn ask(&self, program: &'static str, args: &[impl AsRef<OsStr>], input: &[u8]) -> Result<String> {
+        let failed = |source| Error::NoProgram { program, source };
+        let path = self.dir.as_ref().map_or_else(|| program.into(), |dir| dir.join(program));
+        let mut command = Command::new(path);
+        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(failed)?;
+        let (out, err) = (read(child.stdout.take()), read(child.stderr.take()));
+        if let Some(mut stdin) = child.stdin.take() {
+            // One that reads nothing says on its own what it dislikes.
+            let _ = stdin.write_all(input);
+        }
+        let status = wait(&mut child, program)?;
+        let [out, err] = [out, err].map(|reader| reader.join().unwrap_or_default());
+        if status.success() {
+            return Ok(out);
+        }
+        let message = if err.trim().is_empty() { out } else { err };
+        let message = format!("{} ({status})", message.trim());
+        Err(Error::Refused { program, message })
+    }
+}
+
+fn read(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(pipe) = pipe {
+            // What came before an error is what there is.
+            let _ = pipe.take(ANSWER_BYTES_MAX).read_to_end(&mut bytes);
+        }
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+fn wait(child: &mut Child, program: &'static str) -> Result<std::process::ExitStatus> {
+    let failed = |source| Error::NoProgram { program, source };
+    let limit = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().map_err(failed)? {
+            return Ok(status);
+        }
+        if Instant::now() > limit {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(Error::TimedOut { program, seconds: PATIENCE.as_secs() });
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}

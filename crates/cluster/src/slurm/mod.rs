@@ -1,0 +1,374 @@
+//! Pilots in Slurm: tasks of job arrays that work off a queue.
+//!
+//! ```text
+//!   sbatch --array=0-3 ──▶ task 0: keyframe __work OUT ──▶ item, item, item ... until none is left
+//!                          task 1: ...                     a node dies: Slurm starts its task again, the queue gets its items back
+//!   squeue, once a second: whose task does not run any more, has its items put back
+//!   all have ended and items are left (time limit, refused nodes): new ones, unless nothing gets done
+//! ```
+//!
+//! What is known of it is in `slurm.json`: whoever comes after a submitter that died goes on with its jobs. It needs no slurmdbd.
+
+mod command;
+mod tasks;
+
+use crate::{Error, Queue, Result, Runner, WorkerId};
+pub use command::Programs;
+use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tasks::Task;
+
+const SQUEUE: &str = "squeue";
+const SBATCH: &str = "sbatch";
+const SCANCEL: &str = "scancel";
+const SCONTROL: &str = "scontrol";
+const SINFO: &str = "sinfo";
+/// How often squeue is asked: each time is work for the controller of all users.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// Pilots that find nothing left end by themselves within this time.
+const END_WAIT: Duration = Duration::from_secs(5);
+/// So many rounds of pilots may end without having done anything.
+const ROUNDS_MAX: u32 = 3;
+/// An array's default bound on its numbers, should the controller not tell.
+const MAX_ARRAY_SIZE: u32 = 1001;
+/// How much of a pilot's log an error has.
+const LOG_BYTES: usize = 1000;
+
+/// What jobs ask for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The partition; Slurm's default without one.
+    pub partition: Option<String>,
+    /// Pilots; one for each node of the partition without a number.
+    pub pilots: Option<u32>,
+    /// At most so many run at a time.
+    pub limit: Option<u32>,
+    /// Items at a time in a pilot, and its processors.
+    pub slots: u32,
+    /// Memory of a pilot, in MiB.
+    pub memory_mib: u64,
+    /// How long a pilot may take, as Slurm writes it.
+    pub time: Option<String>,
+    /// Further options for sbatch.
+    pub more: Vec<String>,
+    /// What a pilot runs.
+    pub command: Vec<OsString>,
+    /// Jobs are called so.
+    pub name: String,
+    /// Where the pilots' logs and `slurm.json` are.
+    pub dir: PathBuf,
+}
+
+/// What is known of jobs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct State {
+    /// The arrays' ids, in the order of their submission.
+    jobs: Vec<u64>,
+}
+
+/// How the pilots are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Pilots that run.
+    pub running: usize,
+    /// Lines of squeue that wait: several tasks may be one.
+    pub waiting: usize,
+    /// Why, of the first that waits.
+    pub reason: Option<String>,
+}
+
+/// It.
+#[derive(Debug)]
+pub struct Slurm {
+    options: Options,
+    programs: Programs,
+    state: State,
+    asked: Option<Instant>,
+    standing: Standing,
+    last: Vec<Task>,
+    rounds: u32,
+    settled: usize,
+}
+
+impl Slurm {
+    /// One that goes on with what `slurm.json` tells of.
+    pub fn new(options: Options, programs: Programs) -> Result<Self> {
+        let path = options.dir.join("slurm.json");
+        let state = match fs::read_to_string(&path) {
+            Ok(text) => serde_json::from_str(&text)
+                .map_err(|e| Error::Answer { program: "slurm.json", message: e.to_string() })?,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => State::default(),
+            Err(e) => return Err(Error::io("read", &path)(e)),
+        };
+        let standing = Standing::default();
+        Ok(Self { options, programs, state, asked: None, standing, last: Vec::new(), rounds: 0, settled: 0 })
+    }
+
+    /// The ids of its jobs.
+    pub fn jobs(&self) -> &[u64] {
+        &self.state.jobs
+    }
+
+    /// How the pilots were when they were last asked for.
+    pub fn standing(&self) -> &Standing {
+        &self.standing
+    }
+
+    /// How a pilot calls itself: its job, its task and how often it was started, from the environment that Slurm gives it.
+    pub fn worker_id(variable: impl Fn(&str) -> Option<String>) -> WorkerId {
+        let of = |name: &str, otherwise: &str| variable(name).unwrap_or_else(|| otherwise.into());
+        let job = variable("SLURM_ARRAY_JOB_ID").unwrap_or_else(|| of("SLURM_JOB_ID", "0"));
+        let (task, restarts) = (of("SLURM_ARRAY_TASK_ID", "0"), of("SLURM_RESTART_COUNT", "0"));
+        let (node, pid) = (of("SLURMD_NODENAME", "node"), std::process::id());
+        WorkerId::new(&format!("slurm.{job}.{task}.{restarts}.{node}.{pid}"))
+    }
+
+    /// Whether `other` was `own`'s task before it was started again.
+    pub fn is_earlier_life(own: &WorkerId, other: &WorkerId) -> bool {
+        own != other && task_of(own).is_some_and(|task| Some(task) == task_of(other))
+    }
+
+    /// Asks once how the tasks are.
+    fn ask(&mut self) -> Result<Vec<Task>> {
+        if self.state.jobs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let jobs: Vec<String> = self.state.jobs.iter().map(u64::to_string).collect();
+        let args = [
+            "--noheader".into(),
+            "--array".into(),
+            format!("--jobs={}", jobs.join(",")),
+            tasks::FORMAT.into(),
+        ];
+        match self.programs.ask(SQUEUE, &args, &[]) {
+            Ok(text) => Ok(tasks::parse(&text)),
+            // It forgets jobs some minutes after their end; asked for one alone it then refuses.
+            Err(Error::Refused { message, .. }) if message.contains("Invalid job id") => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn look(&mut self) -> Result<Vec<Task>> {
+        let tasks = self.ask()?;
+        self.asked = Some(Instant::now());
+        let waiting: Vec<&Task> = tasks.iter().filter(|task| task.is_waiting()).collect();
+        self.standing = Standing {
+            running: tasks.iter().filter(|task| task.is_running()).count(),
+            waiting: waiting.len(),
+            reason: waiting.first().map(|task| task.reason.clone()),
+        };
+        Ok(tasks)
+    }
+
+    /// Items of pilots whose task does not run go back.
+    fn put_back(&self, queue: &Queue, tasks: &[Task]) -> Result<()> {
+        let runs = |worker: &WorkerId| match task_of(worker) {
+            Some((job, index)) if self.state.jobs.contains(&job) => {
+                tasks.iter().any(|task| task.is_running() && task.job == job && task.index == Some(index))
+            }
+            // None of ours.
+            _ => true,
+        };
+        queue.put_back(|worker| !runs(worker)).map(drop)
+    }
+
+    /// Starts pilots for `items` that are left.
+    fn submit(&mut self, items: usize) -> Result<()> {
+        let most = u32::try_from(items).unwrap_or(u32::MAX).div_ceil(self.options.slots.max(1));
+        let wanted = match self.options.pilots {
+            Some(pilots) => pilots,
+            None => self.nodes()?,
+        };
+        let mut left = wanted.clamp(1, most.max(1));
+        let mut at_once = self.max_array_size();
+        while left > 0 {
+            let count = left.min(at_once);
+            match self.submit_array(count) {
+                Ok(job) => {
+                    self.state.jobs.push(job);
+                    self.save()?;
+                    left -= count;
+                }
+                // Of what an account may not have so many, it may have fewer.
+                Err(Error::Refused { message, .. }) if is_too_many(&message) && count > 1 => {
+                    at_once = count / 2;
+                }
+                // The work is done by fewer pilots, too.
+                Err(Error::Refused { message, .. }) if is_too_many(&message) && left < wanted => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn submit_array(&self, count: u32) -> Result<u64> {
+        let o = &self.options;
+        fs::create_dir_all(&o.dir).map_err(Error::io("make", &o.dir))?;
+        let limit = o.limit.map_or_else(String::new, |limit| format!("%{limit}"));
+        let mut args: Vec<OsString> = [
+            "--parsable".to_owned(),
+            format!("--job-name={}", o.name),
+            format!("--array=0-{}{limit}", count - 1),
+            format!("--cpus-per-task={}", o.slots),
+            format!("--mem={}M", o.memory_mib),
+            "--nodes=1".into(),
+            "--ntasks=1".into(),
+            "--requeue".into(),
+            "--open-mode=append".into(),
+        ]
+        .map(OsString::from)
+        .into();
+        args.extend(o.partition.iter().map(|name| format!("--partition={name}").into()));
+        args.extend(o.time.iter().map(|time| format!("--time={time}").into()));
+        let mut output = OsString::from("--output=");
+        output.push(o.dir.join("%A_%a.log"));
+        args.push(output);
+        args.extend(o.more.iter().map(OsString::from));
+        let answer = self.programs.ask(SBATCH, &args, &script(&o.command))?;
+        // "12" or "12;cluster", behind what a site's plugin may say.
+        let number = answer.lines().last().and_then(|line| line.split(';').next()?.trim().parse().ok());
+        number.ok_or_else(|| Error::Answer { program: SBATCH, message: answer.trim().to_owned() })
+    }
+
+    fn save(&self) -> Result<()> {
+        let path = self.options.dir.join("slurm.json");
+        let new = self.options.dir.join("slurm.json.new");
+        let text = serde_json::to_string_pretty(&self.state).unwrap_or_default();
+        fs::write(&new, text).map_err(Error::io("write", &new))?;
+        fs::rename(&new, &path).map_err(Error::io("rename", &new))
+    }
+
+    fn max_array_size(&self) -> u32 {
+        let told = self.programs.ask(SCONTROL, &["show", "config"], &[]).ok();
+        let number = |text: String| {
+            let line = text.lines().find(|line| line.trim_start().starts_with("MaxArraySize"))?;
+            line.split('=').nth(1)?.trim().parse().ok()
+        };
+        told.and_then(number).filter(|size| *size > 0).unwrap_or(MAX_ARRAY_SIZE)
+    }
+
+    /// Nodes that jobs of the partition may run on.
+    fn nodes(&self) -> Result<u32> {
+        let mut args = vec!["--noheader".to_owned(), "--format=%P|%D|%t".into()];
+        args.extend(self.options.partition.iter().map(|name| format!("--partition={name}")));
+        let text = self.programs.ask(SINFO, &args, &[])?;
+        let of = |line: &str| {
+            let mut words = line.trim().split('|');
+            let (partition, count, state) =
+                (words.next()?, words.next()?.parse::<u32>().ok()?, words.next()?);
+            let is_ours = self.options.partition.is_some() || partition.ends_with('*');
+            let is_up = ["idle", "mix", "alloc", "comp"].iter().any(|up| state.starts_with(up));
+            (is_ours && is_up && !state.ends_with('*')).then_some(count)
+        };
+        Ok(text.lines().filter_map(of).fold(0, u32::saturating_add).max(1))
+    }
+
+    fn cancel(&self, options: &[&str]) -> Result<()> {
+        if self.state.jobs.is_empty() {
+            return Ok(());
+        }
+        let mut args: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
+        args.push("--quiet".into());
+        args.extend(self.state.jobs.iter().map(u64::to_string));
+        match self.programs.ask(SCANCEL, &args, &[]) {
+            Err(Error::Refused { message, .. }) if message.contains("Invalid job id") => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// What is known of pilots that do nothing.
+    fn said_last(&self) -> String {
+        let mut text = self.last.first().map_or_else(|| "the last one has ended".into(), ToString::to_string);
+        if let Some(said) = newest_log(&self.options.dir) {
+            let _ = write!(text, "; its log ends with: {said}");
+        }
+        text
+    }
+}
+
+impl Runner for Slurm {
+    fn tend(&mut self, queue: &Queue) -> Result<()> {
+        if self.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
+            return Ok(());
+        }
+        let tasks = self.look()?;
+        self.put_back(queue, &tasks)?;
+        if tasks.iter().any(|task| task.is_running() || task.is_waiting()) {
+            self.last = tasks;
+            return Ok(());
+        }
+        let left = queue.items()?.len();
+        // Those that wait for items as they come about are there already, or come with the first.
+        if left == 0 {
+            return Ok(());
+        }
+        let settled = queue.settled()?.len();
+        self.rounds = if settled > self.settled { 1 } else { self.rounds + 1 };
+        self.settled = settled;
+        if self.rounds > ROUNDS_MAX {
+            return Err(Error::NoProgress { rounds: ROUNDS_MAX, last: self.said_last() });
+        }
+        self.submit(left)?;
+        self.look().map(drop)
+    }
+
+    fn end(&mut self, queue: &Queue) -> Result<()> {
+        let is_done = queue.is_closed() && queue.items()?.is_empty() && queue.taken()?.is_empty();
+        if is_done {
+            self.cancel(&["--state=PENDING"])?;
+            let limit = Instant::now() + END_WAIT;
+            while Instant::now() < limit && self.look()?.iter().any(Task::is_running) {
+                std::thread::sleep(ASK_EVERY / 10);
+            }
+        }
+        self.cancel(&[])
+    }
+}
+
+/// The array and the task of a pilot.
+fn task_of(worker: &WorkerId) -> Option<(u64, u32)> {
+    let mut words = worker.as_str().split('.');
+    (words.next()? == "slurm").then_some(())?;
+    Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+}
+
+fn is_too_many(message: &str) -> bool {
+    ["submit limit", "MaxSubmit", "MaxJobCount", "Invalid job array", "temporarily unable"]
+        .iter()
+        .any(|text| message.contains(text))
+}
+
+/// A script of the shell that becomes `command`.
+fn script(command: &[OsString]) -> Vec<u8> {
+    use std::os::unix::ffi::OsStrExt;
+    let mut text = b"#!/bin/sh\nexec".to_vec();
+    for word in command {
+        text.extend(b" '");
+        for byte in word.as_bytes() {
+            if *byte == b'\'' { text.extend(b"'\\''") } else { text.push(*byte) }
+        }
+        text.push(b'\'');
+    }
+    text.push(b'\n');
+    text
+}
+
+/// The end of the newest of the pilots' logs.
+fn newest_log(dir: &Path) -> Option<String> {
+    let logs = fs::read_dir(dir)
+        .ok()?
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with(".log"));
+    let newest = logs.max_by_key(|entry| entry.metadata().and_then(|m| m.modified()).ok())?;
+    let text = String::from_utf8_lossy(&fs::read(newest.path()).ok()?).into_owned();
+    let from = text.char_indices().rev().nth(LOG_BYTES).map_or(0, |(at, _)| at);
+    let end = text[from..].trim();
+    (!end.is_empty()).then(|| end.to_owned())
+}
+
+#[cfg(test)]
+mod tests;

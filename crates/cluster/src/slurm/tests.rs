@@ -1,0 +1,165 @@
+//! Against programs that answer as Slurm's do. The real ones are in the end-to-end tests.
+
+use super::*;
+use crate::{Item, Placement};
+use std::os::unix::fs::PermissionsExt;
+
+struct Fake {
+    dir: tempfile::TempDir,
+}
+
+impl Fake {
+    fn new() -> Self {
+        let fake = Self { dir: tempfile::tempdir().unwrap() };
+        fake.program(SCONTROL, "echo 'MaxArraySize            = 4'");
+        fake.program(SINFO, "printf 'main*|5|idle\\nmain*|1|down*\\nother|9|idle\\n'");
+        fake.program(SQUEUE, "cat tasks 2>/dev/null || true");
+        fake.program(SCANCEL, "echo \"$@\" >> cancelled");
+        // Job ids from 10 on; what was asked for is kept.
+        fake.program(SBATCH, "echo \"$@\" >> asked; cat > script; n=$(wc -l < asked); echo $((9 + n))");
+        fake
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn text(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap_or_default()
+    }
+
+    fn program(&self, name: &str, body: &str) {
+        let path = self.path(name);
+        fs::write(&path, format!("#!/bin/sh\ncd '{}'\n{body}\n", self.dir.path().display())).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn slurm(&self, pilots: Option<u32>) -> Slurm {
+        let options = Options {
+            partition: None,
+            pilots,
+            limit: Some(3),
+            slots: 1,
+            memory_mib: 700,
+            time: Some("10".into()),
+            more: vec!["--account=theirs".into()],
+            command: ["/bin/it's", "__work"].map(OsString::from).into(),
+            name: "keyframe-icount".into(),
+            dir: self.path("slurm"),
+        };
+        Slurm::new(options, Programs { dir: Some(self.dir.path().into()) }).unwrap()
+    }
+
+    fn queue(&self, items: u32) -> Queue {
+        let queue = Queue::create(&self.path("queue")).unwrap();
+        (0..items).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
+        queue.close().unwrap();
+        queue
+    }
+}
+
+#[test]
+fn arrays_are_split_and_ask_for_what_they_need() {
+    let fake = Fake::new();
+    let queue = fake.queue(100);
+    let mut slurm = fake.slurm(Some(10));
+    slurm.tend(&queue).unwrap();
+    assert_eq!(slurm.jobs(), [10, 11, 12]);
+    let asked = fake.text("asked");
+    let arrays: Vec<&str> =
+        asked.lines().filter_map(|line| line.split(' ').find(|w| w.starts_with("--array"))).collect();
+    assert_eq!(arrays, ["--array=0-3%3", "--array=0-3%3", "--array=0-1%3"]);
+    for word in
+        ["--parsable", "--requeue", "--mem=700M", "--cpus-per-task=1", "--time=10", "--account=theirs"]
+    {
+        assert!(asked.contains(word), "{asked}");
+    }
+    assert_eq!(fake.text("script"), "#!/bin/sh\nexec '/bin/it'\\''s' '__work'\n");
+    // Whoever comes next goes on with them.
+    assert_eq!(fake.slurm(None).jobs(), [10, 11, 12]);
+}
+
+#[test]
+fn there_are_as_many_pilots_as_nodes_and_no_more_than_items() {
+    for (items, array) in [(100, "--array=0-3%3"), (2, "--array=0-1%3")] {
+        let fake = Fake::new();
+        let queue = fake.queue(items);
+        fake.slurm(None).tend(&queue).unwrap();
+        assert!(fake.text("asked").starts_with(&format!("--parsable --job-name=keyframe-icount {array}")));
+        assert_eq!(fake.text("asked").lines().count(), if items > 4 { 2 } else { 1 });
+    }
+}
+
+#[test]
+fn an_account_that_may_have_few_jobs_gets_few() {
+    let fake = Fake::new();
+    let refuse = "case \"$*\" in *--array=0-0*) ;; *) echo 'Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user size and/or time limits)' >&2; exit 1;; esac";
+    fake.program(
+        SBATCH,
+        &format!("{refuse}; [ -e one ] && {{ echo 'submit limit' >&2; exit 1; }}; touch one; echo 7"),
+    );
+    let mut slurm = fake.slurm(Some(8));
+    slurm.tend(&fake.queue(100)).unwrap();
+    assert_eq!(slurm.jobs(), [7]);
+}
+
+#[test]
+fn what_a_pilot_had_goes_back_once_its_task_does_not_run() {
+    let fake = Fake::new();
+    let queue = fake.queue(4);
+    let mut slurm = fake.slurm(Some(2));
+    slurm.tend(&queue).unwrap();
+    let variables = |task: &'static str, restarts: &'static str| {
+        move |name: &str| match name {
+            "SLURM_ARRAY_JOB_ID" => Some("10".to_owned()),
+            "SLURM_ARRAY_TASK_ID" => Some(task.to_owned()),
+            "SLURM_RESTART_COUNT" => Some(restarts.to_owned()),
+            _ => None,
+        }
+    };
+    let [lost, alive] = ["0", "1"].map(|task| Slurm::worker_id(variables(task, "0")));
+    for worker in [&lost, &alive] {
+        queue.take(worker, Placement::Neighbours, None).unwrap().unwrap();
+    }
+    fs::write(fake.path("tasks"), "10|0|PENDING||BeginTime\n10|1|RUNNING|n2|None\n").unwrap();
+    slurm.asked = None;
+    slurm.tend(&queue).unwrap();
+    let taken = queue.taken().unwrap();
+    assert_eq!(taken.iter().map(|taken| &taken.worker).collect::<Vec<_>>(), [&alive]);
+    assert_eq!((slurm.standing().running, slurm.standing().waiting), (1, 1));
+    let again = Slurm::worker_id(variables("0", "1"));
+    assert!(Slurm::is_earlier_life(&again, &lost) && !Slurm::is_earlier_life(&again, &alive));
+}
+
+#[test]
+fn pilots_that_do_nothing_are_not_started_for_ever() {
+    let fake = Fake::new();
+    let queue = fake.queue(4);
+    let mut slurm = fake.slurm(Some(1));
+    for _ in 0..ROUNDS_MAX {
+        slurm.tend(&queue).unwrap();
+        slurm.asked = None;
+    }
+    fs::write(fake.path("slurm/12_0.log"), "keyframe: no such directory\n").unwrap();
+    let error = slurm.tend(&queue).unwrap_err().to_string();
+    assert!(error.contains("no such directory") && error.contains("3 times"), "{error}");
+    slurm.end(&queue).unwrap();
+    assert_eq!(fake.text("cancelled"), "--quiet 10 11 12\n");
+}
+
+#[test]
+fn programs_that_are_not_there_or_refuse_are_errors_with_a_way_out() {
+    let fake = Fake::new();
+    let queue = fake.queue(1);
+    fake.program(SBATCH, "echo 'sbatch: error: invalid partition specified: main' >&2; exit 1");
+    let error = fake.slurm(Some(1)).tend(&queue).unwrap_err();
+    assert!(
+        error.to_string().contains("invalid partition") && error.fix().unwrap().contains("sinfo"),
+        "{error}"
+    );
+    fake.program(SBATCH, "echo nonsense");
+    assert!(matches!(fake.slurm(Some(1)).tend(&queue).unwrap_err(), Error::Answer { .. }));
+    fs::remove_file(fake.path(SBATCH)).unwrap();
+    let error = fake.slurm(Some(1)).tend(&queue).unwrap_err();
+    assert!(error.fix().unwrap().contains("slurm-client"), "{error}");
+}

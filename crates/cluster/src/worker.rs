@@ -1,0 +1,161 @@
+//! A worker: takes item after item from a queue, in several slots, until none is left.
+
+use crate::{Item, Placement, Queue, Result, WorkerId};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Condvar, PoisonError};
+use std::time::Duration;
+
+/// How often it is looked for items where there is none as yet.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// It.
+#[derive(Clone, Debug)]
+pub struct Worker {
+    /// Its name, which no other one has.
+    pub id: WorkerId,
+    /// Items at a time.
+    pub slots: usize,
+    /// Which it takes.
+    pub placement: Placement,
+    /// One that shows no life for as long is lost.
+    pub lease: Duration,
+}
+
+impl Worker {
+    /// Has `job` done for item after item until none comes any more or `interrupted`. An item is settled when `job` returns,
+    /// whatever came of it, unless that was interrupted: then it goes back. How many it settled.
+    pub fn run(&self, queue: &Queue, interrupted: &AtomicBool, job: impl Fn(Item) + Sync) -> Result<usize> {
+        queue.show_life(&self.id)?;
+        let (settled, ended) = (AtomicUsize::new(0), Ended::default());
+        let first_error = Mutex::new(None);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // A file system that hangs makes it look lost, and its items are done elsewhere.
+                while !ended.within(self.lease / 6) {
+                    let _ = queue.show_life(&self.id);
+                    let _ = queue.put_back_stale(&self.id, self.lease);
+                }
+            });
+            let slots: Vec<_> = (0..self.slots.max(1))
+                .map(|_| scope.spawn(|| self.slot(queue, interrupted, &settled, &job)))
+                .collect();
+            for slot in slots {
+                match slot.join() {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => {
+                        *first_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                    }
+                    Err(panic) => {
+                        ended.set();
+                        std::panic::resume_unwind(panic);
+                    }
+                }
+            }
+            ended.set();
+        });
+        queue.put_back(|worker| *worker == self.id)?;
+        queue.leave(&self.id)?;
+        match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(settled.into_inner()),
+        }
+    }
+
+    fn slot(
+        &self,
+        queue: &Queue,
+        interrupted: &AtomicBool,
+        settled: &AtomicUsize,
+        job: &(impl Fn(Item) + Sync),
+    ) -> Result<()> {
+        let mut last = None;
+        while !interrupted.load(Ordering::Relaxed) {
+            // Looked at first: what is put between the two is seen at the next look.
+            let is_closed = queue.is_closed();
+            let Some(item) = queue.take(&self.id, self.placement, last)? else {
+                // What others have may come back, if they get lost.
+                if is_closed && queue.taken()?.is_empty() && queue.items()?.is_empty() {
+                    return Ok(());
+                }
+                std::thread::sleep(LOOK_EVERY);
+                continue;
+            };
+            last = Some(item.index);
+            job(item);
+            if !interrupted.load(Ordering::Relaxed) && queue.settle(&self.id, item)? {
+                settled.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether all slots have ended.
+#[derive(Default)]
+struct Ended(Mutex<bool>, Condvar);
+
+impl Ended {
+    fn set(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.1.notify_all();
+    }
+
+    fn within(&self, time: Duration) -> bool {
+        let ended = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *self.1.wait_timeout_while(ended, time, |ended| !*ended).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    fn worker(name: &str, slots: usize) -> Worker {
+        let lease = Duration::from_millis(300);
+        Worker { id: WorkerId::new(name), slots, placement: Placement::Neighbours, lease }
+    }
+
+    #[test]
+    fn a_worker_waits_for_items_and_ends_when_none_comes() {
+        let dir = tempfile::tempdir().unwrap();
+        let queue = Queue::create(dir.path()).unwrap();
+        let never = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let working = scope.spawn(|| worker("a", 2).run(&queue, &never, |_| ()).unwrap());
+            for index in 0..20 {
+                std::thread::sleep(Duration::from_millis(3));
+                queue.put(Item { index, weight: 1 }).unwrap();
+            }
+            queue.close().unwrap();
+            assert_eq!(working.join().unwrap(), 20);
+        });
+        assert!(queue.workers().unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_a_dead_worker_had_is_done_by_the_next() {
+        let dir = tempfile::tempdir().unwrap();
+        let queue = Queue::create(dir.path()).unwrap();
+        (0..3).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
+        queue.close().unwrap();
+        let dead = WorkerId::new("dead");
+        queue.show_life(&dead).unwrap();
+        queue.take(&dead, Placement::Neighbours, None).unwrap().unwrap();
+        let began = Instant::now();
+        assert_eq!(worker("b", 1).run(&queue, &AtomicBool::new(false), |_| ()).unwrap(), 3);
+        assert!(began.elapsed() >= Duration::from_millis(200), "its lease is respected");
+    }
+
+    #[test]
+    fn an_interrupted_worker_gives_its_items_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let queue = Queue::create(dir.path()).unwrap();
+        (0..3).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
+        let interrupted = AtomicBool::new(false);
+        let job = |_| interrupted.store(true, Ordering::Relaxed);
+        assert_eq!(worker("c", 1).run(&queue, &interrupted, job).unwrap(), 0);
+        assert_eq!(queue.items().unwrap().len(), 3);
+    }
+}

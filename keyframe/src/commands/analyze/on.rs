@@ -1,0 +1,183 @@
+//! `--on`: where the intervals are worked off.
+
+use crate::failure::Failure;
+use crate::keys;
+use crate::replaying::{Analysis, jobs as replays};
+use indicatif::ProgressBar;
+use keyframe_cluster::slurm::{self, Programs, Slurm, Standing};
+use keyframe_cluster::{Item, On, Queue, Runner, drive};
+use keyframe_replay::interval::Interval;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A VM's RAM is not all that its QEMU and its reader have.
+const MEMORY_BESIDE_MIB: u64 = 512;
+
+/// Where the work is done.
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Where")]
+pub struct OnArgs {
+    /// local: by this process; slurm or slurm:PARTITION: by pilots, jobs that take interval after interval. DIR must be the same on
+    /// all nodes then, and so must be the recording, its store and Keyframe
+    #[arg(long, value_name = "WHERE", default_value = "local")]
+    on: On,
+    /// Pilots [default: one for each node of the partition that is up]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    nodes: Option<u32>,
+    /// Pilots that may run at a time [default: as many as Slurm lets]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    nodes_at_once: Option<u32>,
+    /// How long a pilot may take, as sbatch writes it (30, 1:00:00); what it leaves, new ones do
+    #[arg(long, value_name = "TIME")]
+    time_limit: Option<String>,
+    /// Memory of a pilot, in MiB [default: the VM's RAM and 512 MiB, for each of its replays at a time]
+    #[arg(long, value_name = "MIB")]
+    memory_mib: Option<u64>,
+    /// A further option for sbatch, such as --account=A; may be given several times
+    #[arg(long, value_name = "OPTION", allow_hyphen_values = true)]
+    sbatch_option: Vec<String>,
+    /// Keyframe on the nodes [default: where this one is]
+    #[arg(long, value_name = "FILE")]
+    worker: Option<PathBuf>,
+    /// Submit the pilots and return. The same command without it waits for them and puts the results together
+    #[arg(long)]
+    detach: bool,
+    /// A pilot that shows no life for as long is lost, even where Slurm has not noticed yet
+    #[arg(long, value_name = "TIME", default_value = "30s", hide = true)]
+    lease: String,
+}
+
+/// What came of it.
+pub enum Driven {
+    /// All is settled.
+    Settled,
+    /// These jobs are at it.
+    Detached(Vec<u64>),
+}
+
+impl OnArgs {
+    /// True where this process does not do it itself.
+    pub fn is_elsewhere(&self) -> bool {
+        self.on != On::Local
+    }
+
+    /// Has all intervals of `analysis` worked off, or, where that is wanted, begun with.
+    pub fn drive(
+        &self,
+        analysis: &mut Analysis<'_>,
+        (jobs, tries): (Option<u64>, u32),
+        interrupted: &Arc<AtomicBool>,
+        bar: &ProgressBar,
+    ) -> Result<Driven, Failure> {
+        let partition = match &self.on {
+            On::Local if self.detach => {
+                return Err(Failure::new("--detach is for work that is done elsewhere").fix("add --on slurm"));
+            }
+            On::Local => {
+                analysis.make_here(jobs, tries, interrupted, bar)?;
+                return Ok(Driven::Settled);
+            }
+            On::Slurm { partition } => partition.clone(),
+        };
+        let (queue, mut items) = analysis.queue()?;
+        let mut slurm = self.slurm(analysis, partition, jobs)?;
+        if self.detach {
+            return detach(&queue, &items, &mut slurm);
+        }
+        let analysis = &*analysis;
+        bar.inc(
+            analysis.intervals().iter().filter(|one| analysis.is_old(one.index)).map(Interval::len).sum(),
+        );
+        let mut runner = Shown { slurm, bar, said: Standing::default() };
+        let mut tell = |item: Item| {
+            // Those from before are in already.
+            if !analysis.is_old(item.index) {
+                bar.inc(item.weight);
+            }
+        };
+        let driven = drive(&queue, &mut items, &mut runner, interrupted, &mut tell);
+        bar.finish_and_clear();
+        driven.map_err(|e| Failure::cluster(&e))?;
+        replays::unless(interrupted)?;
+        Ok(Driven::Settled)
+    }
+
+    fn slurm(
+        &self,
+        analysis: &Analysis<'_>,
+        partition: Option<String>,
+        jobs: Option<u64>,
+    ) -> Result<Slurm, Failure> {
+        let slots = u32::try_from(jobs.unwrap_or(1)).unwrap_or(1);
+        let worker = match &self.worker {
+            Some(path) => path.clone(),
+            None => std::env::current_exe().map_err(|e| Failure::new(format!("find this program: {e}")))?,
+        };
+        let out = analysis.out();
+        let mut command: Vec<OsString> = vec![worker.into(), "__work".into(), out.into()];
+        command.extend(["--slots".into(), slots.to_string().into(), "--lease".into(), (&self.lease).into()]);
+        let memory_mib = match self.memory_mib {
+            Some(mib) => mib,
+            None => (analysis.ram_bytes()?.div_ceil(1 << 20) + MEMORY_BESIDE_MIB) * u64::from(slots),
+        };
+        let options = slurm::Options {
+            partition,
+            pilots: self.nodes,
+            limit: self.nodes_at_once,
+            slots,
+            memory_mib,
+            time: self.time_limit.clone(),
+            more: self.sbatch_option.clone(),
+            command,
+            name: format!("keyframe-{}", analysis.tool_name()),
+            dir: out.join("slurm"),
+        };
+        // Before anything is submitted: it would fail on the node, minutes later.
+        keys::file_for_jobs()?;
+        Slurm::new(options, Programs::default()).map_err(|e| Failure::cluster(&e))
+    }
+}
+
+fn detach(queue: &Queue, items: &[Item], slurm: &mut Slurm) -> Result<Driven, Failure> {
+    let mut submit = || {
+        keyframe_cluster::fill(queue, items)?;
+        slurm.tend(queue)?;
+        Ok(slurm.jobs().to_vec())
+    };
+    submit().map(Driven::Detached).map_err(|e| Failure::cluster(&e))
+}
+
+/// Says how the pilots are, beside the bar.
+struct Shown<'a> {
+    slurm: Slurm,
+    bar: &'a ProgressBar,
+    said: Standing,
+}
+
+impl Runner for Shown<'_> {
+    fn tend(&mut self, queue: &Queue) -> keyframe_cluster::Result<()> {
+        self.slurm.tend(queue)?;
+        let standing = self.slurm.standing();
+        if *standing != self.said {
+            self.said = standing.clone();
+            self.bar.set_message(text(standing));
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, queue: &Queue) -> keyframe_cluster::Result<()> {
+        self.slurm.end(queue)
+    }
+}
+
+/// For a person.
+fn text(standing: &Standing) -> String {
+    let running = format!("{} pilots run", standing.running);
+    match (&standing.reason, standing.waiting) {
+        (_, 0) => running,
+        (Some(reason), _) => format!("{running}, others wait: {reason}"),
+        (None, _) => format!("{running}, others wait"),
+    }
+}

@@ -1,0 +1,65 @@
+//! `keyframe __work`: a worker of an analysis that another process wants, on this node. Pilots of Slurm's run it.
+
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::keys::KeyArg;
+use crate::replaying::{Head, Order, jobs, tool};
+use keyframe_cluster::{Item, Placement, Queue, Worker, slurm::Slurm};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+/// Makes parts of an analysis until none is left
+#[derive(clap::Args, Debug)]
+pub struct Work {
+    /// The analysis' directory
+    #[arg(value_name = "DIR")]
+    out: PathBuf,
+    /// Intervals at a time
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    slots: u32,
+    /// A worker that has shown no life for as long is lost
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = humantime::parse_duration)]
+    lease: Duration,
+}
+
+impl Work {
+    /// Runs it. What came of an interval is said in its directory; the exit code says whether this worker could work.
+    pub fn run(&self) -> Outcome {
+        let out = std::path::absolute(&self.out)
+            .map_err(|e| Failure::new(format!("resolve {}: {e}", self.out.display())))?;
+        keyframe_kernel::malloc::keep_freed_memory();
+        let interrupted = jobs::interruption()?;
+        let (order, head) = (Order::read(&out)?, Head::read(&out)?);
+        let tool = tool(&head.tool, &head.arguments)?;
+        let opened = order.open(&KeyArg::of_file(order.key_file.clone()))?;
+        let analysis = order.join(&opened, head, &*tool, &out)?;
+
+        let failed = |e| Failure::cluster(&e);
+        let queue = Queue::open(&out.join("queue")).map_err(failed)?;
+        let id = Slurm::worker_id(|name| std::env::var(name).ok());
+        // What this task had when its node was lost.
+        queue.put_back(|other| Slurm::is_earlier_life(&id, other)).map_err(failed)?;
+        eprintln!("keyframe: {} works on {}", id.as_str(), out.display());
+        let broken = Mutex::new(None);
+        let job = |item: Item| {
+            let Some(interval) = analysis.interval(item.index) else { return };
+            let maker = format!("{}-{:?}", id.as_str(), std::thread::current().id());
+            let made = analysis.make(interval, &maker, order.tries, &interrupted, &mut |_| ());
+            if let Err(failure) = made {
+                // It cannot even say so where it should: nor will it with the next.
+                *broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
+                interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+        };
+        let slots = self.slots as usize;
+        let worker = Worker { id: id.clone(), slots, placement: Placement::Neighbours, lease: self.lease };
+        let count = worker.run(&queue, &interrupted, job).map_err(failed)?;
+        eprintln!("keyframe: {} settled {count} intervals", id.as_str());
+        match broken.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(failure) => Err(failure),
+            None if interrupted.load(std::sync::atomic::Ordering::Relaxed) => Ok(FAILED),
+            None => Ok(DONE),
+        }
+    }
+}
