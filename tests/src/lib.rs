@@ -16,6 +16,7 @@ mod orphan;
 mod payload;
 mod process;
 mod ram;
+pub mod slurm;
 mod turn;
 
 /// A libvirt of a test's own, as the monitor client's tests start it.

@@ -7,6 +7,7 @@ mod attach_disks;
 mod bench;
 mod branch;
 mod budgets;
+mod cluster;
 mod commands;
 mod commit;
 mod crash;

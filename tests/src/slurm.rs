@@ -1,0 +1,259 @@
+//! A Slurm cluster of a test's own on this machine: no systemd, no slurmdbd, nothing in `/etc`.
+//!
+//! ```text
+//!   server's namespace: munged, slurmctld, bridge 10.77.0.1 ──┬── 1 Gbit/s ── n1's: slurmd, 10.77.0.11
+//!                                                             ├── 1 Gbit/s ── n2's: slurmd, 10.77.0.12
+//!                                                             └── ...
+//! ```
+//!
+//! Each host is a network namespace that lives as long as a process in it. Whatever is in them ends with the cluster.
+
+use crate::{Bench, until};
+use std::fs::{self, File};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A host: a network namespace.
+struct Host {
+    holder: Child,
+    namespace: u64,
+}
+
+impl Host {
+    fn new() -> Self {
+        let mut command = Command::new("unshare");
+        command.args(["--net", "--", "sleep", "1000"]).stdin(Stdio::null());
+        let holder = command.spawn().expect("start unshare");
+        let own = namespace_of(std::process::id()).expect("our own namespace");
+        let there = || namespace_of(holder.id()).filter(|there| *there != own);
+        until("a network namespace", || there().is_some());
+        let namespace = there().expect("its namespace");
+        Self { holder, namespace }
+    }
+
+    /// A command that runs in it.
+    fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net=/proc/{}/ns/net", self.holder.id())).arg("--").arg(program);
+        command.stdin(Stdio::null());
+        command
+    }
+
+    fn ok(&self, line: &str) {
+        let mut words = line.split(' ');
+        let mut command = self.command(words.next().expect("a program"));
+        let output = command.args(words).output().expect("run nsenter");
+        assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// Kills all that is in it but what holds it.
+    fn kill_all(&self) {
+        until("a host is empty", || {
+            let entries = fs::read_dir("/proc").expect("read /proc").flatten();
+            let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+            let ours: Vec<u32> = pids
+                .filter(|pid| *pid != self.holder.id() && namespace_of(*pid) == Some(self.namespace))
+                .collect();
+            for pid in ours.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+            ours.is_empty()
+        });
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.kill_all();
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+    }
+}
+
+/// Of a process that has ended, none: nobody has waited for it, maybe.
+fn namespace_of(pid: u32) -> Option<u64> {
+    fs::metadata(format!("/proc/{pid}/ns/net")).ok().map(|m| m.ino())
+}
+
+/// The cluster.
+pub struct Cluster {
+    nodes: Vec<Host>,
+    server: Host,
+    /// Children that nobody waits for until the end.
+    daemons: Vec<Child>,
+    conf: PathBuf,
+    dir: PathBuf,
+}
+
+impl Cluster {
+    /// One of so many nodes with a processor each, in a directory of the bench. Its links carry 1 Gbit/s.
+    pub fn start(bench: &Bench, nodes: u32) -> Self {
+        let dir = bench.path().join("cluster");
+        for part in ["run", "state", "log", "spool"] {
+            fs::create_dir_all(dir.join(part)).expect("make a directory");
+        }
+        let server = Host::new();
+        server.ok("ip link set lo up");
+        server.ok("ip link add bridge type bridge");
+        server.ok("ip addr add 10.77.0.1/24 dev bridge");
+        server.ok("ip link set bridge up");
+        let hosts: Vec<Host> = (1..=nodes).map(|n| linked(&server, n)).collect();
+        let conf = write_conf(&dir, nodes);
+        let mut cluster = Self { nodes: hosts, server, daemons: Vec::new(), conf, dir };
+        cluster.start_munge();
+        cluster.start_daemon(0, &["slurmctld", "-D", "-c", "-f"]);
+        for n in 1..=nodes {
+            cluster.start_daemon(n, &["slurmd", "-D", "-N", &format!("n{n}"), "-f"]);
+        }
+        until(&format!("{nodes} idle nodes; logs in {}", cluster.dir.display()), || {
+            let said = cluster.ask("sinfo", &["--noheader", "--format=%D", "--states=idle"]);
+            said.trim().parse() == Ok(nodes)
+        });
+        cluster
+    }
+
+    fn start_munge(&mut self) {
+        use std::io::Read;
+        let run = self.dir.join("run");
+        let mut key = [0; 128];
+        File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key)).expect("read random bytes");
+        let path = run.join("munge.key");
+        fs::write(&path, key).expect("write the key");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("protect the key");
+        let mut command = self.server.command("munged");
+        command.args(["--foreground", "--force", "--num-threads=2"]);
+        for (option, name) in [
+            ("key-file", "munge.key"),
+            ("socket", "munge.sock"),
+            ("pid-file", "munged.pid"),
+            ("seed-file", "munge.seed"),
+        ] {
+            command.arg(format!("--{option}={}", run.join(name).display()));
+        }
+        self.spawn(command, "munged");
+        let socket = run.join("munge.sock");
+        until("munged's socket", || socket.exists());
+    }
+
+    /// On node `n`, or on the server.
+    fn start_daemon(&mut self, n: u32, words: &[&str]) {
+        let host = n.checked_sub(1).map_or(&self.server, |at| &self.nodes[at as usize]);
+        let mut command = host.command(sbin(words[0]));
+        command.args(&words[1..]).arg(&self.conf).env("SLURM_CONF", &self.conf);
+        self.spawn(command, &format!("{}{n}", words[0]));
+    }
+
+    fn spawn(&mut self, mut command: Command, name: &str) {
+        let log = File::create(self.dir.join("log").join(format!("{name}.out"))).expect("make a log");
+        let again = log.try_clone().expect("the log again");
+        let child = command.stdout(log).stderr(again).spawn();
+        self.daemons.push(child.unwrap_or_else(|e| panic!("start {command:?}: {e}")));
+    }
+
+    /// A command that runs on the server, where jobs are submitted.
+    pub fn on_server(&self, command: &Command) -> Command {
+        let mut there = self.server.command(command.get_program());
+        there.args(command.get_args()).env("SLURM_CONF", &self.conf);
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => there.env(name, value),
+                None => there.env_remove(name),
+            };
+        }
+        if let Some(dir) = command.get_current_dir() {
+            there.current_dir(dir);
+        }
+        there
+    }
+
+    /// What a program of Slurm's says.
+    pub fn ask(&self, program: &str, args: &[&str]) -> String {
+        let mut command = Command::new(program);
+        command.args(args);
+        let output = self.on_server(&command).output().expect("run nsenter");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Node `n` (from 1 on) loses its power.
+    pub fn kill_node(&self, n: usize) {
+        self.nodes[n - 1].kill_all();
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.nodes.iter().for_each(Host::kill_all);
+        self.server.kill_all();
+        for daemon in &mut self.daemons {
+            let _ = daemon.wait();
+        }
+    }
+}
+
+/// The host of node `n`, with a link to the server's bridge.
+fn linked(server: &Host, n: u32) -> Host {
+    let host = Host::new();
+    server.ok(&format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder.id()));
+    server.ok(&format!("ip link set n{n} master bridge up"));
+    host.ok("ip link set lo up");
+    host.ok(&format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));
+    host.ok("ip link set eth0 up");
+    server.ok(&format!("tc qdisc add dev n{n} root tbf rate 1gbit burst 256k latency 100ms"));
+    host.ok("tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
+    host
+}
+
+/// Programs of the administrator's are not on everyone's PATH.
+fn sbin(program: &str) -> PathBuf {
+    let path = Path::new("/usr/sbin").join(program);
+    if path.exists() { path } else { program.into() }
+}
+
+fn write_conf(dir: &Path, nodes: u32) -> PathBuf {
+    let uname = rustix::system::uname();
+    let host = uname.nodename().to_string_lossy().into_owned();
+    let last = 10 + nodes;
+    let text = format!(
+        "ClusterName=keyframe
+SlurmctldHost={host}(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={dir}/run/munge.sock
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+ReturnToService=2
+SlurmctldPort=16817
+SlurmctldPidFile={dir}/run/slurmctld.pid
+SlurmdPidFile={dir}/run/slurmd.%n.pid
+SlurmdSpoolDir={dir}/spool/%n
+StateSaveLocation={dir}/state
+SlurmctldLogFile={dir}/log/slurmctld.log
+SlurmdLogFile={dir}/log/slurmd.%n.log
+SlurmdTimeout=8
+KillWait=2
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SlurmdParameters=config_overrides
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=10.77.0.[11-{last}] Port=17001 CPUs=1 RealMemory=4000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+",
+        dir = dir.display()
+    );
+    let path = dir.join("slurm.conf");
+    fs::write(&path, text).expect("write slurm.conf");
+    path
+}
+
+/// How long a test waits for a cluster's work.
+pub const PATIENCE: Duration = Duration::from_secs(150);
