@@ -13,7 +13,6 @@ use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 /// A host: a network namespace.
 struct Host {
@@ -254,6 +253,3 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
     fs::write(&path, text).expect("write slurm.conf");
     path
 }
-
-/// How long a test waits for a cluster's work.
-pub const PATIENCE: Duration = Duration::from_secs(150);

@@ -1,33 +1,30 @@
 //! Intervals on the nodes of a Slurm cluster.
 
-use keyframe_tests::slurm::{Cluster, PATIENCE};
-use keyframe_tests::{Bench, Boot, Process, number, until};
+use keyframe_tests::slurm::Cluster;
+use keyframe_tests::{Bench, Boot, Process, number};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::path::Path;
+use std::process::Command;
 
-/// A recording `R` of a few seconds, with checkpoints.
-fn record(bench: &Bench) {
+/// Begins the recording `R`, with checkpoints.
+fn record(bench: &Bench) -> Process {
     let boot = Boot { machine: "q35".into(), mem_mib: 96, ..Boot::new("hash kf.mib=2 kf.pause_ms=5") };
     let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", "300ms"]);
     command.arg("--").args(boot.command());
-    let mut vm = Process::start(command);
-    let store = bench.path().join("R/store/checkpoints");
-    let there = vm.wait_until(120, |_| (std::fs::read_dir(&store).ok()?.count() >= 16).then_some(()));
-    assert!(there.is_some(), "{}", vm.report());
-    vm.signal(Signal::INT);
-    assert!(vm.wait().success(), "{}", vm.report());
+    Process::start(command)
+}
+
+fn count(path: &Path) -> usize {
+    std::fs::read_dir(path).map_or(0, Iterator::count)
 }
 
 /// `keyframe analyze` into `out`, on the cluster's server.
-fn analyze(bench: &Bench, cluster: &Cluster, out: &str, options: &[&str]) -> Value {
-    let mut args = vec!["analyze", "R", "--tool", "hot", "--out", out, "--json", "--on", "slurm:main"];
-    args.extend(["--lease", "3s"]);
+fn analyze(bench: &Bench, cluster: &Cluster, options: &[&str]) -> Command {
+    let mut args = vec!["analyze", "R", "--tool", "hot", "--out", "A", "--json", "--keep-parts"];
+    args.extend(["--on", "slurm:main", "--lease", "3s"]);
     args.extend(options);
-    let output = Bench::run_within(cluster.on_server(&bench.command(&args)), PATIENCE);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{args:?}: {}: {said}", output.status);
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {said}"))
+    cluster.on_server(&bench.command(&args))
 }
 
 fn assert_same_files(one: &Path, other: &Path) {
@@ -38,7 +35,7 @@ fn assert_same_files(one: &Path, other: &Path) {
             && !["analysis.json", "order.json", "intervals.json", "lock"].iter().any(|own| name == *own);
         if is_result {
             let read = |dir: &Path| std::fs::read(dir.join(&name)).expect("read a result");
-            assert!(read(one) == read(other), "{name:?}");
+            assert!(read(one) == read(other), "{}", name.display());
             count += 1;
         }
     }
@@ -46,26 +43,38 @@ fn assert_same_files(one: &Path, other: &Path) {
 }
 
 #[test]
-fn a_node_dies_and_the_results_are_those_of_one_replay() {
+fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     let bench = Bench::without_store();
-    record(&bench);
     let cluster = Cluster::start(&bench, 3);
+    let mut vm = record(&bench);
+    let sealed = bench.path().join("R/store/checkpoints");
+    let begun = vm.wait_until(120, |_| (count(&sealed) >= 3).then_some(()));
+    assert!(begun.is_some(), "{}", vm.report());
 
-    // The one who submits goes away, and then a node.
-    let submitted = analyze(&bench, &cluster, "A", &["--detach", "--keep-parts"]);
-    assert_eq!(submitted["jobs"].as_array().map(Vec::len), Some(1), "{submitted}");
-    let settled = || std::fs::read_dir(bench.path().join("A/queue/settled")).map_or(0, Iterator::count);
-    until("some intervals are done", || settled() >= 3);
-    let taken: Vec<String> = std::fs::read_dir(bench.path().join("A/queue/taken"))
-        .expect("the queue")
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .collect();
-    println!("taken: {taken:?}");
+    // Intervals are done while others are still recorded. The one who wants them dies, and his pilots go on.
+    let settled = bench.path().join("A/queue/settled");
+    let mut wanted = Process::start(analyze(&bench, &cluster, &["--follow"]));
+    let some = wanted.wait_until(120, |_| (count(&settled) >= 3).then_some(()));
+    assert!(some.is_some(), "{}", wanted.report());
+    wanted.signal(Signal::KILL);
+    wanted.wait();
+    assert!(!std::fs::exists(bench.path().join("A/queue/closed")).expect("look"), "more may come");
+    let enough = vm.wait_until(120, |_| (count(&sealed) >= 16).then_some(()));
+    assert!(enough.is_some(), "{}", vm.report());
+    vm.signal(Signal::INT);
+    assert!(vm.wait().success(), "{}", vm.report());
+
+    // Then a node, with what it is at.
+    let mut wanted = Process::start(analyze(&bench, &cluster, &["--follow"]));
+    let more = count(&settled) + 2;
+    let some = wanted.wait_until(120, |_| (count(&settled) >= more).then_some(()));
+    assert!(some.is_some(), "{}", wanted.report());
     cluster.kill_node(2);
-    let report = analyze(&bench, &cluster, "A", &["--keep-parts"]);
+    let said = wanted.wait_until(150, |p| serde_json::from_str::<Value>(&p.lines().join("\n")).ok());
+    let report = said.unwrap_or_else(|| panic!("{}", wanted.report()));
+    assert!(wanted.wait().success(), "{}", wanted.report());
     let all = report["intervals"].as_array().expect("intervals");
-    assert!(all.len() >= 15 && all.iter().any(|one| one["is_old"] == true), "{report:#}");
+    assert!(all.len() >= 12 && all.iter().any(|one| one["is_old"] == true), "{report:#}");
     let logs = std::fs::read_dir(bench.path().join("A/slurm")).expect("the pilots' logs").flatten();
     assert!(logs.filter(|log| log.path().extension().is_some_and(|e| e == "log")).count() >= 3);
     assert!(cluster.ask("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty());

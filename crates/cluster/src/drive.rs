@@ -69,7 +69,7 @@ fn until_settled(
     tell: &mut dyn FnMut(Item),
 ) -> Result<()> {
     let mut there = known(queue)?;
-    let (mut told, mut is_last) = (BTreeSet::new(), queue.is_closed());
+    let (mut told, mut is_last) = (BTreeSet::new(), false);
     while !interrupted.load(Ordering::Relaxed) {
         if !is_last {
             let more = feed.more()?;

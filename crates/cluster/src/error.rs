@@ -51,6 +51,9 @@ pub enum Error {
         /// What is wrong with it.
         message: String,
     },
+    /// Whoever knows what there is to do cannot tell any more.
+    #[error("{0}")]
+    Feed(String),
     /// `--on` names no runner.
     #[error("there is no runner {0:?}")]
     UnknownRunner(String),

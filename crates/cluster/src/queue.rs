@@ -115,12 +115,14 @@ fn unless_gone(result: io::Result<()>) -> io::Result<bool> {
 }
 
 impl Queue {
-    /// An empty one in `dir`, which must not have one.
+    /// The one in `dir`, which is made where there is none. Items may come, also where it was closed before.
     pub fn create(dir: &Path) -> Result<Self> {
         for part in [ITEMS, TAKEN, SETTLED, WORKERS] {
             let path = dir.join(part);
             fs::create_dir_all(&path).map_err(Error::io("make", &path))?;
         }
+        let closed = dir.join(CLOSED);
+        unless_gone(fs::remove_file(&closed)).map_err(Error::io("remove", &closed))?;
         Ok(Self { dir: dir.to_owned() })
     }
 

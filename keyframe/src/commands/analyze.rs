@@ -33,6 +33,7 @@ Examples:
   keyframe analyze R --tool hot --tool-arg symbols=vmlinux --jobs 4 --out A
   keyframe analyze R --tool memtrace --from 500000000 --to 600000000 --out A --check-sequential
   keyframe analyze S --approximate --tool icount --out A
+  keyframe analyze R --tool icount --out A --follow
   keyframe analyze R --tool cache --out /shared/A --on slurm:main --nodes 16
   keyframe analyze --list-tools"
 )]
@@ -69,6 +70,10 @@ pub struct Analyze {
     /// a log. Approximate, and not deterministic
     #[arg(long)]
     approximate: bool,
+    /// REC may still be recorded: each interval is begun with as soon as its checkpoints are sealed and the log has it, until the
+    /// recording ends
+    #[arg(long, conflicts_with = "approximate")]
+    follow: bool,
     /// With --approximate: the VM whose newest run it is [default: that of the newest checkpoint]
     #[arg(long, value_name = "NAME", requires = "approximate")]
     vm: Option<String>,
@@ -155,25 +160,26 @@ impl Analyze {
             captured: self.approximate.then(stretch),
             store: self.store.as_deref().map(absolute).transpose()?,
             key_file: None,
+            follow: self.follow,
             tries: self.tries,
         })
     }
 
     fn analyse(&self, tool: &dyn Tool, name: &str, opened: &Opened, order: Order, out: &Path) -> Outcome {
-        let (subject, all) = (opened.subject(), opened.intervals(tool)?);
+        let subject = opened.subject();
         // Of a run, only those are there that were asked for.
         let range = match opened {
-            Opened::Recorded(_) => self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
             Opened::Captured(_) => 0..u64::MAX,
+            _ => self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
         };
-        let head = Head::within(subject, name, &self.tool_arg, &all, range)?;
+        let head = Head::of(subject, name, &self.tool_arg);
         let interrupted = jobs::interruption()?;
         let began = Instant::now();
-        let mut analysis = Analysis::new(subject, tool, all, head, out)?;
+        let mut analysis = Analysis::new(subject, tool, head, range, out)?;
         if self.on.is_elsewhere() {
             Order { key_file: keys::file_for_jobs()?, ..order }.write(analysis.out())?;
         }
-        let bar = self.bar(analysis.intervals());
+        let bar = self.bar(&analysis.intervals());
         let driven = self.on.drive(&mut analysis, (self.jobs, self.tries), &interrupted, &bar)?;
         if let Driven::Detached(jobs) = driven {
             return self.tell_detached(&jobs);
@@ -229,7 +235,7 @@ impl Analyze {
         interrupted: &AtomicBool,
     ) -> Result<(Vec<PathBuf>, u64), Failure> {
         let began = Instant::now();
-        let bar = self.bar(analysis.intervals());
+        let bar = self.bar(&analysis.intervals());
         let first = analysis.intervals().first().map_or(0, |i| i.from_icount);
         let sequential = analysis
             .in_sequence(interrupted, &mut |icount| bar.set_position(icount.saturating_sub(first)))?;

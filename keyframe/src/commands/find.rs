@@ -103,20 +103,14 @@ impl Find {
         ];
         arguments.extend(self.tool_arg.iter().cloned());
         let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
-        let all = source.with_standing_ends(&source.intervals()?)?;
-        let head = Head::within(
-            subject,
-            "watch",
-            &arguments,
-            &all,
-            self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
-        )?;
+        let (head, range) =
+            (Head::of(subject, "watch", &arguments), self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX));
         let interrupted = jobs::interruption()?;
         let began = std::time::Instant::now();
         let folder = tempfile::Builder::new().prefix("keyframe-find-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
-        let instructions = head.intervals.iter().map(Interval::len).sum();
-        let mut analysis = Analysis::new(subject, &*tool, all, head, &folder.path().join("watch"))?;
+        let mut analysis = Analysis::new(subject, &*tool, head, range, &folder.path().join("watch"))?;
+        let instructions = analysis.intervals().iter().map(Interval::len).sum();
         let bar = jobs::bar("looking", instructions, !self.quiet && !self.json);
         analysis.make_here(self.recorded.jobs, TRIES, &interrupted, &bar)?;
         let summary = analysis.merge(analysis.collect()?)?;

@@ -5,9 +5,9 @@ use crate::keys::KeyArg;
 use crate::replaying::{Head, Order, jobs, tool};
 use keyframe_cluster::{Item, Placement, Queue, Worker, slurm::Slurm};
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::PoisonError;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Makes parts of an analysis until none is left
 #[derive(clap::Args, Debug)]
@@ -22,6 +22,9 @@ pub struct Work {
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = humantime::parse_duration)]
     lease: Duration,
 }
+
+/// A network's file system shows a file's growth to other nodes so late.
+const SHOWN_WITHIN: Duration = Duration::from_secs(90);
 
 impl Work {
     /// Runs it. What came of an interval is said in its directory; the exit code says whether this worker could work.
@@ -43,13 +46,14 @@ impl Work {
         eprintln!("keyframe: {} works on {}", id.as_str(), out.display());
         let broken = Mutex::new(None);
         let job = |item: Item| {
-            let Some(interval) = analysis.interval(item.index) else { return };
             let maker = format!("{}-{:?}", id.as_str(), std::thread::current().id());
-            let made = analysis.make(interval, &maker, order.tries, &interrupted, &mut |_| ());
+            let interval = patiently(|| analysis.interval(item.index), &interrupted);
+            let made =
+                interval.and_then(|one| analysis.make(&one, &maker, order.tries, &interrupted, &mut |_| ()));
             if let Err(failure) = made {
                 // It cannot even say so where it should: nor will it with the next.
                 *broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
-                interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
+                interrupted.store(true, Ordering::Relaxed);
             }
         };
         let slots = self.slots as usize;
@@ -58,8 +62,21 @@ impl Work {
         eprintln!("keyframe: {} settled {count} intervals", id.as_str());
         match broken.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(failure) => Err(failure),
-            None if interrupted.load(std::sync::atomic::Ordering::Relaxed) => Ok(FAILED),
+            None if interrupted.load(Ordering::Relaxed) => Ok(FAILED),
             None => Ok(DONE),
+        }
+    }
+}
+
+/// What `find` finds, which may not be seen here as yet.
+fn patiently<T>(find: impl Fn() -> Result<T, Failure>, interrupted: &AtomicBool) -> Result<T, Failure> {
+    let began = Instant::now();
+    loop {
+        match find() {
+            Err(_) if began.elapsed() < SHOWN_WITHIN && !interrupted.load(Ordering::Relaxed) => {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            found => return found,
         }
     }
 }

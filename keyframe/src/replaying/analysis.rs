@@ -18,7 +18,7 @@ use crate::failure::Failure;
 use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Summary, Tool};
-use keyframe_cluster::{Item, Local, Queue, WorkerId, drive};
+use keyframe_cluster::{Feed, Item, Local, More, Queue, WorkerId, drive};
 use keyframe_replay::interval::{Interval, Place};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -26,9 +26,9 @@ use std::fmt::Write as _;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
 
 /// What QEMU says while it makes a part.
 const QEMU_LOG: &str = "qemu.log";
@@ -36,6 +36,8 @@ const QEMU_LOG: &str = "qemu.log";
 const DONE: &str = "done";
 /// In that of one that could not be made: why.
 const FAILED: &str = "failed";
+/// How often it is looked whether intervals have come about.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// How long each interval took.
 const TIMES: &str = "intervals.json";
 /// Of that, what an interval's log has.
@@ -73,25 +75,17 @@ impl Head {
         super::order::read(&out.join("analysis.json"))
     }
 
-    /// Of those intervals of `all` that lie within `range`, at least in part.
-    pub fn within(
-        subject: Subject<'_>,
-        tool: &str,
-        arguments: &[String],
-        all: &[Interval],
-        range: Range<u64>,
-    ) -> Result<Self, Failure> {
-        let lies_in = |i: &&Interval| i.end_icount > range.start && i.from_icount < range.end;
-        let intervals: Vec<_> = all.iter().filter(lies_in).copied().collect();
-        if intervals.is_empty() {
-            let Range { start, end } = range;
-            let last = all.last().map_or(0, |i| i.end_icount);
-            return Err(Failure::new(format!("no interval of the recording lies between {start} and {end}"))
-                .fix(format!("it has {last} instructions")));
-        }
+    /// Without its intervals.
+    pub fn of(subject: Subject<'_>, tool: &str, arguments: &[String]) -> Self {
         let is_approximate = subject.is_approximate();
         let (recording, tool) = (subject.id().to_owned(), tool.to_owned());
-        Ok(Self { recording, is_approximate, tool, arguments: arguments.into(), intervals })
+        Self { recording, is_approximate, tool, arguments: arguments.into(), intervals: Vec::new() }
+    }
+
+    /// Whether this one goes on with `other`: it is the same, but for intervals that have come about since.
+    fn goes_on_with(&self, other: &Self) -> bool {
+        let but_intervals = |head: &Self| Self { intervals: Vec::new(), ..head.clone() };
+        self.intervals.starts_with(&other.intervals) && but_intervals(self) == but_intervals(other)
     }
 }
 
@@ -110,12 +104,23 @@ pub struct Done {
     parts: Vec<Part>,
 }
 
+/// What comes about while a recording is followed.
+struct Course {
+    /// The intervals of what is analysed.
+    all: Vec<Interval>,
+    /// Those of them that are wanted, and what with.
+    head: Head,
+    /// No others come.
+    is_all: bool,
+}
+
 /// An analysis.
 pub struct Analysis<'a> {
     subject: Subject<'a>,
     tool: &'a dyn Tool,
-    all: Vec<Interval>,
-    head: Head,
+    course: RwLock<Course>,
+    /// Which intervals are wanted, by their instructions.
+    range: Range<u64>,
     out: PathBuf,
     interface: Interface,
     plugin: PathBuf,
@@ -126,28 +131,32 @@ pub struct Analysis<'a> {
 }
 
 impl<'a> Analysis<'a> {
-    /// Of those intervals of `all` that `head` names, into `out`, which is made, or holds the beginnings of just this analysis.
+    /// By `tool`, which `head` names, of those intervals that lie within `range`, at least in part; into `out`, which is made, or holds
+    /// the beginnings of just this analysis.
     pub fn new(
         subject: Subject<'a>,
         tool: &'a dyn Tool,
-        all: Vec<Interval>,
         head: Head,
+        range: Range<u64>,
         out: &Path,
     ) -> Result<Self, Failure> {
         let out =
             std::path::absolute(out).map_err(|e| Failure::new(format!("resolve {}: {e}", out.display())))?;
-        let lock = claim(&out, &head)?;
-        Ok(Self { _lock: Some(lock), ..Self::join(subject, tool, all, head, &out)? })
+        let mut this = Self { range, ..Self::join(subject, tool, head, &out)? };
+        this.look()?;
+        let course = this.course.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if course.is_all && course.head.intervals.is_empty() {
+            let Range { start, end } = this.range;
+            let last = course.all.last().map_or(0, |i| i.end_icount);
+            return Err(Failure::new(format!("no interval of the recording lies between {start} and {end}"))
+                .fix(format!("it has {last} instructions")));
+        }
+        let lock = claim(&out, &course.head)?;
+        Ok(Self { _lock: Some(lock), ..this })
     }
 
     /// The one that somebody else has begun in `out`, which is absolute.
-    pub fn join(
-        subject: Subject<'a>,
-        tool: &'a dyn Tool,
-        all: Vec<Interval>,
-        head: Head,
-        out: &Path,
-    ) -> Result<Self, Failure> {
+    pub fn join(subject: Subject<'a>, tool: &'a dyn Tool, head: Head, out: &Path) -> Result<Self, Failure> {
         let version = subject.qemu_version();
         let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
@@ -158,13 +167,49 @@ impl<'a> Analysis<'a> {
         let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
         let folder = folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
         let plugin = plugin::place(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
-        let (out, old) = (out.to_owned(), BTreeSet::new());
-        Ok(Self { subject, tool, all, head, out, interface, plugin, _plugins: folder, old, _lock: None })
+        let (all, is_all) = subject.intervals(tool.can_cut())?;
+        let course = RwLock::new(Course { all, head, is_all });
+        let (out, old, range) = (out.to_owned(), BTreeSet::new(), 0..u64::MAX);
+        Ok(Self { subject, tool, course, range, out, interface, plugin, _plugins: folder, old, _lock: None })
     }
 
-    /// Its intervals.
-    pub fn intervals(&self) -> &[Interval] {
-        &self.head.intervals
+    fn course(&self) -> RwLockReadGuard<'_, Course> {
+        self.course.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its intervals, as far as they have come about.
+    pub fn intervals(&self) -> Vec<Interval> {
+        self.course().head.intervals.clone()
+    }
+
+    /// Looks what has come about.
+    fn look(&self) -> Result<(), Failure> {
+        let (all, is_all) = self.subject.intervals(self.tool.can_cut())?;
+        let mut course = self.course.write().unwrap_or_else(PoisonError::into_inner);
+        let lies_in = |i: &&Interval| i.end_icount > self.range.start && i.from_icount < self.range.end;
+        let intervals = all.iter().filter(lies_in).copied().collect();
+        let head = Head { intervals, ..course.head.clone() };
+        if !head.goes_on_with(&course.head) {
+            return Err(Failure::new("the recording's checkpoints have changed while it was analysed")
+                .fix("begin again in another directory, and leave the store alone meanwhile"));
+        }
+        *course = Course { all, head, is_all };
+        Ok(())
+    }
+
+    /// The same, and lets others know; what there is to do now, and whether no more comes.
+    fn look_and_tell(&self) -> Result<(Vec<Item>, bool), Failure> {
+        let before = self.course().head.intervals.len();
+        self.look()?;
+        let course = self.course();
+        if course.head.intervals.len() > before {
+            // Before they are in the queue.
+            let path = self.out.join("analysis.json");
+            write(&path.with_extension("new"), text(&course.head).as_bytes())?;
+            std::fs::rename(path.with_extension("new"), &path)
+                .map_err(|e| Failure::new(format!("rename {}: {e}", path.display())))?;
+        }
+        Ok((course.head.intervals.iter().map(item).collect(), course.is_all))
     }
 
     fn place(&self, interval: &Interval) -> PathBuf {
@@ -178,8 +223,8 @@ impl<'a> Analysis<'a> {
 
     /// Its tool, as it was asked for; of a manifest its file's name.
     pub fn tool_name(&self) -> String {
-        let stem = Path::new(&self.head.tool).file_stem().unwrap_or_default();
-        stem.to_string_lossy().into_owned()
+        let stem = PathBuf::from(&self.course().head.tool);
+        stem.file_stem().unwrap_or_default().to_string_lossy().into_owned()
     }
 
     /// Whether its part was there when the queue was made.
@@ -196,31 +241,41 @@ impl<'a> Analysis<'a> {
         Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
     }
 
-    /// Interval `index`.
-    pub fn interval(&self, index: u32) -> Option<&Interval> {
-        self.intervals().iter().find(|interval| interval.index == index)
+    /// Interval `index`, which may have come about since somebody looked.
+    pub fn interval(&self, index: u32) -> Result<Interval, Failure> {
+        let find = || self.course().all.iter().find(|interval| interval.index == index).copied();
+        if let Some(interval) = find() {
+            return Ok(interval);
+        }
+        let (all, is_all) = self.subject.intervals(self.tool.can_cut())?;
+        let mut course = self.course.write().unwrap_or_else(PoisonError::into_inner);
+        (course.all, course.is_all) = (all, is_all);
+        drop(course);
+        find().ok_or_else(|| Failure::new(format!("the recording has no interval {index}")))
     }
 
-    /// The queue of the intervals that are left, as items. Those that were given up are in it again, and what a process of this host
-    /// had that has ended since.
-    pub fn queue(&mut self) -> Result<(Queue, Vec<Item>), Failure> {
+    /// The queue of the intervals that are left. Those that were given up are in it again, and what a process of this host had that
+    /// has ended since.
+    pub fn queue(&mut self) -> Result<Queue, Failure> {
         let failed = |e: keyframe_cluster::Error| Failure::cluster(&e);
         let queue = Queue::create(&self.out.join("queue")).map_err(failed)?;
         let is_there = |one: &&Interval| done_in(&self.out, one).is_some();
-        self.old = self.intervals().iter().filter(is_there).map(|one| one.index).collect();
+        let intervals = self.intervals();
+        self.old = intervals.iter().filter(is_there).map(|one| one.index).collect();
         queue.put_back(WorkerId::is_local).map_err(failed)?;
         queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
         let settled = queue.settled().map_err(failed)?;
-        let mut items = Vec::new();
-        for interval in self.intervals() {
-            let item = Item { index: interval.index, weight: interval.len() };
-            if !self.old.contains(&interval.index) {
-                items.push(item);
-            } else if !settled.contains(&item) {
+        for item in intervals.iter().map(item).filter(|item| self.old.contains(&item.index)) {
+            if !settled.contains(&item) {
                 queue.put_settled(item).map_err(failed)?;
             }
         }
-        Ok((queue, items))
+        Ok(queue)
+    }
+
+    /// What there is to do, as it comes about.
+    pub fn feed(&self) -> impl Feed {
+        Coming { analysis: self, looked: None }
     }
 
     /// Makes the parts of all intervals in this process, `jobs` at a time.
@@ -231,18 +286,19 @@ impl<'a> Analysis<'a> {
         interrupted: &Arc<AtomicBool>,
         bar: &ProgressBar,
     ) -> Result<(), Failure> {
-        let (queue, mut items) = self.queue()?;
+        let queue = self.queue()?;
         let this = &*self;
         bar.inc(this.intervals().iter().filter(|one| this.is_old(one.index)).map(Interval::len).sum());
-        let slots = jobs.map_or_else(jobs::cores, |n| n as usize).min(items.len().max(1));
+        let slots = jobs.map_or_else(jobs::cores, |n| n as usize);
         let job = |item: Item| {
-            let Some(interval) = this.interval(item.index) else { return };
+            // It was put there for an interval that this process knows.
+            let Ok(interval) = this.interval(item.index) else { return };
             let mut told = interval.from_icount;
             let mut tell = |icount: u64| {
                 bar.inc(icount.min(interval.end_icount).saturating_sub(told));
                 told = icount.max(told);
             };
-            match this.make(interval, "local", tries, interrupted, &mut tell) {
+            match this.make(&interval, "local", tries, interrupted, &mut tell) {
                 Ok(()) => tell(interval.end_icount),
                 // It is missed when the parts are collected.
                 Err(failure) if !interrupted.load(Ordering::Relaxed) => {
@@ -253,7 +309,7 @@ impl<'a> Analysis<'a> {
         };
         let driven = std::thread::scope(|scope| {
             let mut local = Local::new(scope, slots, interrupted, &job);
-            drive(&queue, &mut items, &mut local, interrupted, &mut |_| ())
+            drive(&queue, &mut this.feed(), &mut local, interrupted, &mut |_| ())
         });
         bar.finish_and_clear();
         driven.map_err(|e| Failure::cluster(&e))?;
@@ -263,7 +319,8 @@ impl<'a> Analysis<'a> {
     /// The parts of all intervals, in order, once each is settled.
     pub fn collect(&self) -> Result<Vec<Done>, Failure> {
         let (mut made, mut failures) = (Vec::new(), Vec::new());
-        for interval in self.intervals() {
+        let intervals = self.intervals();
+        for interval in &intervals {
             match done_in(&self.out, interval) {
                 Some(done) => {
                     made.push(Done { is_old: self.is_old(done.index), ..done });
@@ -275,7 +332,7 @@ impl<'a> Analysis<'a> {
         for (index, why) in failures.iter().skip(1) {
             eprintln!("keyframe: interval {index}: {why}");
         }
-        let (failed, count) = (failures.len(), self.intervals().len());
+        let (failed, count) = (failures.len(), intervals.len());
         Err(Failure::new(format!("{failed} of {count} intervals failed; interval {index}: {why}"))
             .fix("call it again to try those once more; keyframe verify tells whether the recording replays"))
     }
@@ -350,16 +407,17 @@ impl<'a> Analysis<'a> {
     }
 
     /// The intervals before `first` that warm the tool up for it.
-    fn warm_up(&self, first: &Interval) -> &[Interval] {
+    fn warm_up(&self, first: &Interval) -> Vec<Interval> {
         // Where a simulation of the interval before would end is not where this one begins.
         if self.subject.is_approximate() {
-            return &[];
+            return Vec::new();
         }
-        let Some(at) = self.all.iter().position(|one| one.index == first.index) else { return &[] };
-        let before = &self.all[..=at];
+        let course = self.course();
+        let Some(at) = course.all.iter().position(|one| one.index == first.index) else { return Vec::new() };
+        let before = &course.all[..=at];
         let follow = before.windows(2).rev().take_while(|pair| pair[0].end_icount == pair[1].from_icount);
         let count = follow.take(self.tool.warm_up_intervals()).count();
-        &self.all[at - count..at]
+        before[at - count..at].to_vec()
     }
 
     /// The parts of `intervals`, which follow each other, by one QEMU that goes through what warms it up and then them.
@@ -372,7 +430,7 @@ impl<'a> Analysis<'a> {
     ) -> Result<Vec<Part>, Failure> {
         let Some(first) = intervals.first() else { return Ok(Vec::new()) };
         let before = self.warm_up(first);
-        let all = [before, intervals].concat();
+        let all = [&*before, intervals].concat();
         let begin = before.first().unwrap_or(first).begin;
         let mut parts = self.go_through(dir, begin, &all, interrupted, tell)?;
         parts.retain(|part| before.iter().all(|one| one.index != part.interval.index));
@@ -443,11 +501,12 @@ impl<'a> Analysis<'a> {
         let parts = dir.join("parts");
         fresh(&dir)?;
         fresh(&parts)?;
-        let [Some(first), Some(last)] = [self.head.intervals.first(), self.head.intervals.last()] else {
+        let all = self.intervals();
+        let [Some(first), Some(last)] = [all.first(), all.last()] else {
             return Err(Failure::new("there is no interval to analyse"));
         };
         let intervals = if self.tool.can_cut() {
-            self.head.intervals.clone()
+            all.clone()
         } else {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
@@ -462,6 +521,31 @@ impl<'a> Analysis<'a> {
             .and_then(|()| std::fs::remove_dir_all(self.out.join("queue")))
             .map_err(|e| Failure::new(format!("remove {} and what is beside it: {e}", parts.display())))
     }
+}
+
+/// What comes about, looked at now and then.
+struct Coming<'a> {
+    analysis: &'a Analysis<'a>,
+    looked: Option<Instant>,
+}
+
+impl Feed for Coming<'_> {
+    fn more(&mut self) -> keyframe_cluster::Result<More> {
+        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
+            return Ok(More::Items(Vec::new()));
+        }
+        let looked = self.analysis.look_and_tell();
+        self.looked = Some(Instant::now());
+        match looked {
+            Ok((items, true)) => Ok(More::Last(items)),
+            Ok((items, false)) => Ok(More::Items(items)),
+            Err(failure) => Err(keyframe_cluster::Error::Feed(failure.message)),
+        }
+    }
+}
+
+fn item(interval: &Interval) -> Item {
+    Item { index: interval.index, weight: interval.len() }
 }
 
 fn of(interval: Interval) -> keyframe_analysis::Interval {
@@ -533,10 +617,12 @@ fn done_in(out: &Path, interval: &Interval) -> Option<Done> {
 fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
     let file = out.join("analysis.json");
     match std::fs::read_to_string(&file) {
-        Ok(text) => {
-            let is_same = serde_json::from_str::<Head>(&text).is_ok_and(|there| there == *head);
+        Ok(there) => {
+            let is_same = serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
             return if is_same {
-                lock(out)
+                let lock = lock(out)?;
+                write(&file, text(head).as_bytes())?;
+                Ok(lock)
             } else {
                 Err(Failure::new(format!("{} holds another analysis", out.display()))
                     .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"))
@@ -553,8 +639,12 @@ fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
             .fix("name a directory that does not exist yet"));
     }
     let lock = lock(out)?;
-    write(&file, serde_json::to_string_pretty(head).unwrap_or_default().as_bytes())?;
+    write(&file, text(head).as_bytes())?;
     Ok(lock)
+}
+
+fn text(head: &Head) -> String {
+    serde_json::to_string_pretty(head).unwrap_or_default()
 }
 
 /// The kernel drops it with its process.

@@ -1,7 +1,7 @@
 //! Recordings brought to life again: which intervals there are, and one QEMU for one of them.
 //!
 //! ```text
-//!   Source: recording + store + log as QEMU reads it ──▶ intervals
+//!   Source: recording + store + log as QEMU reads it ──▶ intervals; Followed: the same while it is still made
 //!   Analysis: a tool's plugin in each interval's QEMU ─▶ parts ─▶ results; Order: what a worker elsewhere must know of it
 //!   Replay: checkpoint ─▶ QEMU ─▶ runs to an instruction ─▶ compare with a checkpoint ─▶ end
 //!   Standing: a replay that stands at an instruction; Debugger: goes on from there, both ways
@@ -14,6 +14,7 @@ mod compare;
 mod console;
 mod course;
 mod debugging;
+mod followed;
 mod follower;
 pub mod jobs;
 mod order;
@@ -30,6 +31,7 @@ pub use compare::{Difference, Side, differing, differing_disks, differing_vms};
 pub use console::console;
 pub use course::{Course, Known, Live};
 pub use debugging::Debugger;
+pub use followed::Followed;
 pub use follower::Follower;
 pub use order::{Opened, Order, Stretch, tool};
 pub use passage::{Passage, Reached, until};

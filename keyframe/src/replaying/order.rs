@@ -1,10 +1,9 @@
 //! What a worker on another node must know to make parts: `OUT/order.json`.
 
-use super::{Analysis, Captured, Head, Source, Subject};
+use super::{Analysis, Captured, Followed, Head, Source, Subject};
 use crate::failure::Failure;
 use crate::keys::KeyArg;
 use keyframe_analysis::{Foreign, Tool, tools};
-use keyframe_replay::interval::Interval;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -22,6 +21,8 @@ pub struct Order {
     pub store: Option<PathBuf>,
     /// What opens it.
     pub key_file: Option<PathBuf>,
+    /// It may still be recorded.
+    pub follow: bool,
     /// How often an interval is tried.
     pub tries: u32,
 }
@@ -41,6 +42,8 @@ pub struct Stretch {
 pub enum Opened {
     /// A recording.
     Recorded(Box<Source>),
+    /// One that is still made.
+    Followed(Box<Followed>),
     /// A run.
     Captured(Box<Captured>),
 }
@@ -50,18 +53,8 @@ impl Opened {
     pub fn subject(&self) -> Subject<'_> {
         match self {
             Self::Recorded(source) => Subject::Recorded(source),
+            Self::Followed(followed) => Subject::Followed(followed),
             Self::Captured(captured) => Subject::Captured(captured),
-        }
-    }
-
-    /// All its intervals, as `tool` wants them cut.
-    pub fn intervals(&self, tool: &dyn Tool) -> Result<Vec<Interval>, Failure> {
-        match self {
-            Self::Recorded(source) => {
-                let all = source.intervals()?;
-                if tool.can_cut() { source.with_standing_ends(&all) } else { Ok(all) }
-            }
-            Self::Captured(captured) => Ok(captured.intervals.clone()),
         }
     }
 }
@@ -78,8 +71,16 @@ pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>, Failure> 
 }
 
 impl Order {
-    /// Opens what it is about.
+    /// Opens what it is about. A recording that is to be followed need not have ended, but must have begun.
     pub fn open(&self, key: &KeyArg) -> Result<Opened, Failure> {
+        if self.follow {
+            let followed = Followed::open(&self.subject, self.store.as_deref(), key)?;
+            let followed = followed.ok_or_else(|| {
+                Failure::new(format!("{} has no store yet", self.subject.display()))
+                    .fix("try again in a moment")
+            })?;
+            return Ok(Opened::Followed(Box::new(followed)));
+        }
         match &self.captured {
             Some(Stretch { vm, from, to }) => {
                 let store = key.open(&self.subject).map_err(|e| Failure::store(&e, &self.subject))?;
@@ -110,17 +111,17 @@ impl Order {
         tool: &'a dyn Tool,
         out: &Path,
     ) -> Result<Analysis<'a>, Failure> {
-        let (subject, all) = (opened.subject(), opened.intervals(tool)?);
-        if subject.id() != head.recording || head.intervals.iter().any(|one| !all.contains(one)) {
+        let subject = opened.subject();
+        if subject.id() != head.recording {
             return Err(Failure::new(format!(
-                "{} is of recording {}, and {} is not that one, or has other checkpoints now",
+                "{} is of recording {}, and {} is not that one",
                 out.display(),
                 head.recording,
                 self.subject.display()
             ))
             .fix("name a directory that does not exist yet"));
         }
-        Analysis::join(subject, tool, all, head, out)
+        Analysis::join(subject, tool, head, out)
     }
 }
 

@@ -53,6 +53,13 @@ impl Source {
         Self { recording: recording.clone(), store, log, boundaries: OnceLock::new(), holds: OnceLock::new() }
     }
 
+    /// One that takes its checkpoints while it is recorded, with what its log has so far.
+    pub fn so_far(recording: &Recording, store: Store, boundaries: Boundaries) -> Self {
+        let (log, holds) = (recording.growing_log(), Arc::<[u64]>::from(boundaries.holds()));
+        let (boundaries, holds) = (OnceLock::from(boundaries), OnceLock::from(holds));
+        Self { recording: recording.clone(), store, log, boundaries, holds }
+    }
+
     /// QEMU's log.
     pub fn log(&self) -> &Path {
         self.log.path()

@@ -1,6 +1,6 @@
 //! What is analysed: a recording, whose intervals are replayed, or a run that was not recorded, whose intervals are simulated.
 
-use super::{Captured, Reached, Replay, Source, With, until};
+use super::{Captured, Followed, Reached, Replay, Source, With, until};
 use crate::failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place};
@@ -12,6 +12,8 @@ use std::sync::atomic::AtomicBool;
 pub enum Subject<'a> {
     /// A recording: what its replays see is what was.
     Recorded(&'a Source),
+    /// A recording that is still made.
+    Followed(&'a Followed),
     /// A run: what its simulations see is what might have been.
     Captured(&'a Captured),
 }
@@ -21,6 +23,7 @@ impl<'a> Subject<'a> {
     pub fn id(self) -> &'a str {
         match self {
             Self::Recorded(source) => &source.recording.meta.id,
+            Self::Followed(followed) => &followed.recording.meta.id,
             Self::Captured(captured) => &captured.run,
         }
     }
@@ -29,6 +32,7 @@ impl<'a> Subject<'a> {
     pub fn store(self) -> &'a Store {
         match self {
             Self::Recorded(source) => &source.store,
+            Self::Followed(followed) => &followed.store,
             Self::Captured(captured) => &captured.store,
         }
     }
@@ -37,6 +41,7 @@ impl<'a> Subject<'a> {
     pub fn qemu_version(self) -> &'a str {
         match self {
             Self::Recorded(source) => &source.recording.meta.qemu_version,
+            Self::Followed(followed) => &followed.recording.meta.qemu_version,
             Self::Captured(captured) => &captured.qemu_version,
         }
     }
@@ -44,6 +49,19 @@ impl<'a> Subject<'a> {
     /// Whether nobody can say that it was so.
     pub fn is_approximate(self) -> bool {
         matches!(self, Self::Captured(_))
+    }
+
+    /// Its intervals, with ends where a replay can stand and go on if that is wanted; and whether these are all that it will ever
+    /// have.
+    pub fn intervals(self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
+        match self {
+            Self::Recorded(source) => {
+                let all = source.intervals()?;
+                Ok((if with_standing { source.with_standing_ends(&all)? } else { all }, true))
+            }
+            Self::Followed(followed) => followed.intervals(with_standing),
+            Self::Captured(captured) => Ok((captured.intervals.clone(), true)),
+        }
     }
 
     /// Brings one QEMU from `begin` on through `warm_up` instructions, where there are any, and then through `intervals`, which
@@ -58,6 +76,9 @@ impl<'a> Subject<'a> {
     ) -> Result<(), Failure> {
         match self {
             Self::Recorded(source) => replay(source, begin, intervals, &with, (interrupted, tell), cut),
+            Self::Followed(followed) => {
+                replay(&*followed.now()?, begin, intervals, &with, (interrupted, tell), cut)
+            }
             Self::Captured(captured) => {
                 let [interval] = intervals else {
                     return Err(Failure::new(

@@ -176,9 +176,10 @@ impl Slurm {
         queue.put_back(|worker| !runs(worker)).map(drop)
     }
 
-    /// Starts pilots for `items` that are left.
-    fn submit(&mut self, items: usize) -> Result<()> {
+    /// Starts pilots for so many items that are left; no more will come, or any number.
+    fn submit(&mut self, items: usize, is_closed: bool) -> Result<()> {
         let most = u32::try_from(items).unwrap_or(u32::MAX).div_ceil(self.options.slots.max(1));
+        let most = if is_closed { most } else { u32::MAX };
         let wanted = match self.options.pilots {
             Some(pilots) => pilots,
             None => self.nodes()?,
@@ -312,7 +313,7 @@ impl Runner for Slurm {
         if self.rounds > ROUNDS_MAX {
             return Err(Error::NoProgress { rounds: ROUNDS_MAX, last: self.said_last() });
         }
-        self.submit(left)?;
+        self.submit(left, queue.is_closed())?;
         self.look().map(drop)
     }
 

@@ -5,7 +5,7 @@ use crate::keys;
 use crate::replaying::{Analysis, jobs as replays};
 use indicatif::ProgressBar;
 use keyframe_cluster::slurm::{self, Programs, Slurm, Standing};
-use keyframe_cluster::{Item, On, Queue, Runner, drive};
+use keyframe_cluster::{Feed, Item, More, On, Queue, Runner, drive};
 use keyframe_replay::interval::Interval;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -81,10 +81,10 @@ impl OnArgs {
             }
             On::Slurm { partition } => partition.clone(),
         };
-        let (queue, mut items) = analysis.queue()?;
+        let queue = analysis.queue()?;
         let mut slurm = self.slurm(analysis, partition, jobs)?;
         if self.detach {
-            return detach(&queue, &items, &mut slurm);
+            return detach(analysis, &queue, &mut slurm);
         }
         let analysis = &*analysis;
         bar.inc(
@@ -97,7 +97,7 @@ impl OnArgs {
                 bar.inc(item.weight);
             }
         };
-        let driven = drive(&queue, &mut items, &mut runner, interrupted, &mut tell);
+        let driven = drive(&queue, &mut analysis.feed(), &mut runner, interrupted, &mut tell);
         bar.finish_and_clear();
         driven.map_err(|e| Failure::cluster(&e))?;
         replays::unless(interrupted)?;
@@ -140,9 +140,13 @@ impl OnArgs {
     }
 }
 
-fn detach(queue: &Queue, items: &[Item], slurm: &mut Slurm) -> Result<Driven, Failure> {
+fn detach(analysis: &Analysis<'_>, queue: &Queue, slurm: &mut Slurm) -> Result<Driven, Failure> {
+    let More::Last(items) = analysis.feed().more().map_err(|e| Failure::cluster(&e))? else {
+        return Err(Failure::new("a recording that is still made needs somebody who follows it")
+            .fix("leave --detach away, or wait until the recording has ended"));
+    };
     let mut submit = || {
-        keyframe_cluster::fill(queue, items)?;
+        keyframe_cluster::fill(queue, &items)?;
         slurm.tend(queue)?;
         Ok(slurm.jobs().to_vec())
     };
