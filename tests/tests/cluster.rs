@@ -75,6 +75,7 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     assert!(wanted.wait().success(), "{}", wanted.report());
     let all = report["intervals"].as_array().expect("intervals");
     assert!(all.len() >= 12 && all.iter().any(|one| one["is_old"] == true), "{report:#}");
+    println!("between two intervals of a pilot: {} ns", report["dispatch_ns"]);
     let logs = std::fs::read_dir(bench.path().join("A/slurm")).expect("the pilots' logs").flatten();
     assert!(logs.filter(|log| log.path().extension().is_some_and(|e| e == "log")).count() >= 3);
     assert!(cluster.ask("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty());

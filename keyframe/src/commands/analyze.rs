@@ -5,7 +5,7 @@ mod on;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::keys::{self, KeyArg};
 use crate::output;
-use crate::replaying::{Analysis, Done, Head, Opened, Order, Stretch, jobs, tool};
+use crate::replaying::{Analysis, Done, Head, Opened, Order, Stretch, dispatch_ns, jobs, tool};
 use indicatif::ProgressBar;
 use keyframe_analysis::{Summary, Tool, tools};
 use keyframe_replay::interval::Interval;
@@ -104,6 +104,8 @@ struct Shown {
     index: u32,
     tries: u32,
     wall_ns: u64,
+    began_at_ns: u64,
+    worker: String,
     /// Its part was there from an earlier run.
     is_old: bool,
 }
@@ -122,6 +124,8 @@ struct Report {
     guest_ns: Option<u64>,
     /// All replays and the merge.
     wall_ns: u64,
+    /// What lies between an interval's end and the begin of the next on the same worker, in the median.
+    dispatch_ns: Option<u64>,
     files: Vec<PathBuf>,
     summary: Vec<String>,
     /// Whether one replay through all gives the same; none where that was not asked for.
@@ -201,6 +205,7 @@ impl Analyze {
             guest_ns: subject.is_approximate().then_some(length),
             intervals: done.iter().map(shown).collect(),
             wall_ns,
+            dispatch_ns: dispatch_ns(&done),
             files: summary.files,
             summary: summary.lines,
             equals_sequential: sequential.as_ref().map(|(differing, _)| differing.is_empty()),
@@ -291,7 +296,14 @@ impl Analyze {
 }
 
 fn shown(done: &Done) -> Shown {
-    Shown { index: done.index, tries: done.tries, wall_ns: done.wall_ns, is_old: done.is_old }
+    Shown {
+        index: done.index,
+        tries: done.tries,
+        wall_ns: done.wall_ns,
+        began_at_ns: done.began_at_ns,
+        worker: done.worker.clone(),
+        is_old: done.is_old,
+    }
 }
 
 fn list() -> Outcome {

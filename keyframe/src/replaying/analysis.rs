@@ -28,7 +28,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// What QEMU says while it makes a part.
 const QEMU_LOG: &str = "qemu.log";
@@ -98,6 +98,12 @@ pub struct Done {
     pub tries: u32,
     /// From QEMU's start to its end.
     pub wall_ns: u64,
+    /// When it was begun with, since 1970.
+    #[serde(default)]
+    pub began_at_ns: u64,
+    /// Who made it.
+    #[serde(default)]
+    pub worker: String,
     /// It was there from an earlier run.
     #[serde(skip)]
     pub is_old: bool,
@@ -293,12 +299,13 @@ impl<'a> Analysis<'a> {
         let job = |item: Item| {
             // It was put there for an interval that this process knows.
             let Ok(interval) = this.interval(item.index) else { return };
+            let maker = format!("local-{:?}", std::thread::current().id());
             let mut told = interval.from_icount;
             let mut tell = |icount: u64| {
                 bar.inc(icount.min(interval.end_icount).saturating_sub(told));
                 told = icount.max(told);
             };
-            match this.make(&interval, "local", tries, interrupted, &mut tell) {
+            match this.make(&interval, &maker, tries, interrupted, &mut tell) {
                 Ok(()) => tell(interval.end_icount),
                 // It is missed when the parts are collected.
                 Err(failure) if !interrupted.load(Ordering::Relaxed) => {
@@ -352,7 +359,7 @@ impl<'a> Analysis<'a> {
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
     ) -> Result<(), Failure> {
-        let began = Instant::now();
+        let (began, began_at) = (Instant::now(), SystemTime::now());
         let dir = self.out.join("parts").join(format!(".{:06}.{maker}", interval.index));
         let mut log = String::new();
         let mut tries = 0;
@@ -375,7 +382,10 @@ impl<'a> Analysis<'a> {
             match ran {
                 Ok(parts) => {
                     let wall_ns = crate::output::elapsed_ns(began);
-                    let done = Done { index: interval.index, tries, wall_ns, is_old: false, parts };
+                    let since = began_at.duration_since(UNIX_EPOCH).unwrap_or_default();
+                    let began_at_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+                    let (index, worker) = (interval.index, maker.to_owned());
+                    let done = Done { index, tries, wall_ns, began_at_ns, worker, is_old: false, parts };
                     write(&dir.join(DONE), serde_json::to_string(&done).unwrap_or_default().as_bytes())?;
                     return self.publish(&dir, interval);
                 }
@@ -580,12 +590,29 @@ pub struct Took {
     pub tries: u32,
     /// From QEMU's start to its end.
     pub wall_ns: u64,
+    /// When it was begun with, since 1970.
+    #[serde(default)]
+    pub began_at_ns: u64,
 }
 
 impl From<&Done> for Took {
-    fn from(&Done { index, tries, wall_ns, .. }: &Done) -> Self {
-        Self { index, tries, wall_ns }
+    fn from(&Done { index, tries, wall_ns, began_at_ns, .. }: &Done) -> Self {
+        Self { index, tries, wall_ns, began_at_ns }
     }
+}
+
+/// What lies between an interval and the next of the same worker, in the median; none where no worker had two.
+pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
+    let mut all: Vec<&Done> = done.iter().collect();
+    all.sort_by_key(|one| (&one.worker, one.began_at_ns));
+    let between = |pair: &[&Done]| {
+        let is_one = pair[0].worker == pair[1].worker;
+        is_one
+            .then(|| pair[1].began_at_ns.saturating_sub(pair[0].began_at_ns.saturating_add(pair[0].wall_ns)))
+    };
+    let mut gaps: Vec<u64> = all.windows(2).filter_map(between).collect();
+    gaps.sort_unstable();
+    gaps.get(gaps.len() / 2).copied()
 }
 
 /// What the analysis in `out` is, and how long its intervals took, as far as they are done.
