@@ -71,7 +71,7 @@ impl Target {
             return Ok(Self { process, ranges, vcpus, watch_discards: true, notes, access: Access::Outside }
                 .with_page_sizes_noted());
         };
-        let mut qmp = Qmp::connect(path, CONNECT_TIMEOUT).map_err(|e| {
+        let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| {
             Failure::qemu(&e)
                 .fix("name a QMP socket (-qmp unix:PATH,server=on,wait=off) that nobody else uses")
         })?;

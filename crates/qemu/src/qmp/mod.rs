@@ -115,7 +115,7 @@ impl Qmp {
     }
 
     /// Connects to a monitor that is there already. Error: [`Error::MonitorBusy`] where it serves another client.
-    pub(crate) fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
+    pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
         // A server that is busy lets one more wait in its queue, and none behind that.
