@@ -9,7 +9,7 @@
 //! Invariant: the same rows in the same intervals give the same bytes: no time, no version of this program, nothing of the machine.
 
 use crate::error::{Error, Result, file};
-use parquet::basic::{Compression, Encoding, LogicalType, Repetition, Type as Physical, ZstdLevel};
+use parquet::basic::{Compression, Encoding, LogicalType, Repetition, Type as Physical};
 use parquet::column::writer::ColumnCloseResult;
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::ParquetError;
@@ -38,10 +38,10 @@ pub enum Kind {
     U8,
 }
 
-/// How values lie in the file, before zstd.
+/// How values lie in the file, before LZ4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// As they are: zstd finds what repeats.
+    /// As they are: LZ4 finds what repeats.
     Plain,
     /// The first bytes of all, then the second bytes, and so on: addresses, whose upper bytes hardly change.
     Split,
@@ -254,14 +254,13 @@ fn schema(columns: &[Column]) -> Type {
 }
 
 fn properties(columns: &[Column]) -> WriterPropertiesPtr {
-    let level = ZstdLevel::try_new(1).expect("zstd has a level 1");
     let mut properties = WriterProperties::builder()
         .set_created_by("keyframe".into())
-        .set_compression(Compression::ZSTD(level))
+        .set_compression(Compression::LZ4_RAW)
         .set_dictionary_enabled(false)
         .set_statistics_enabled(EnabledStatistics::None)
         .set_offset_index_disabled(true)
-        // A row group's column is one page: zstd sees all of it.
+        // A row group's column is one page: LZ4 sees all of it.
         .set_data_page_row_count_limit(GROUP_ROWS)
         .set_data_page_size_limit(1 << 24)
         .set_write_batch_size(GROUP_ROWS);
