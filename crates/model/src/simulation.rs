@@ -26,6 +26,7 @@ mod failing;
 mod holdings;
 mod link;
 mod outcome;
+mod regular;
 #[cfg(test)]
 mod tests;
 
@@ -33,3 +34,4 @@ pub use cluster::{Cluster, Dispatch, Failure, Failures, Interval, Network, Node,
 pub use engine::simulate;
 pub use error::Error;
 pub use outcome::{Outcome, Ran, Used};
+pub use regular::regular;

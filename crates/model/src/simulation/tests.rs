@@ -31,14 +31,6 @@ fn nodes(outcome: &Outcome) -> Vec<usize> {
     outcome.intervals.iter().map(|ran| ran.node).collect()
 }
 
-/// The regular case: equal intervals, each ready at its end.
-fn regular(constants: &Constants, length: f64) -> Vec<Interval> {
-    let count = (constants.s_log * constants.t_vm / length).round() as usize;
-    let work_s = constants.t_i + constants.s_sim / constants.s_log * length;
-    let period = constants.s_cp.map_or(constants.t_c + length, |factor| factor * length);
-    (1..=count).map(|number| interval(number as f64 * period, work_s)).collect()
-}
-
 /// Sections 2.4.2 and 6.3.4 of the paper, and figure 3.4.
 #[test]
 fn the_regular_case_is_that_of_the_formulas() {
