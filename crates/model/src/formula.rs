@@ -59,9 +59,7 @@ impl Constants {
     pub fn run_time(&self, formula: Formula, nodes: u64, length: f64) -> f64 {
         let nodes = nodes as f64;
         match formula {
-            Formula::Enough => {
-                self.s_log * self.t_vm * (self.t_c / length + 1.0) + self.simulation(length)
-            }
+            Formula::Enough => self.s_log * self.t_vm * (self.t_c / length + 1.0) + self.simulation(length),
             Formula::Limited => {
                 let busy = self.t_vm * (self.s_log * self.t_i + self.s_sim * length) / (nodes * length);
                 nodes * self.period(length) + busy

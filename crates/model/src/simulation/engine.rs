@@ -320,9 +320,8 @@ impl<'a> Run<'a> {
     /// Gives intervals to free slots while there are both.
     fn give_out(&mut self) -> Result<(), Error> {
         loop {
-            let is_free = |machine: &Machine| {
-                machine.phase == Phase::Up && machine.slots.iter().any(Option::is_none)
-            };
+            let is_free =
+                |machine: &Machine| machine.phase == Phase::Up && machine.slots.iter().any(Option::is_none);
             let free: Vec<Free<'_>> = self
                 .machines
                 .iter()

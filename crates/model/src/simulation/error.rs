@@ -36,7 +36,9 @@ pub enum Error {
         intervals: usize,
     },
     /// Nodes fail faster than they simulate.
-    #[error("{done} of {intervals} intervals are done after {failures} failures: nodes fail more often than intervals end")]
+    #[error(
+        "{done} of {intervals} intervals are done after {failures} failures: nodes fail more often than intervals end"
+    )]
     Hopeless {
         /// How often nodes failed.
         failures: usize,

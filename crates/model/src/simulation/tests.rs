@@ -55,7 +55,11 @@ fn the_regular_case_is_that_of_the_formulas() {
         let expected = constants.run_time(formula, count, length);
         let found = simulate(&regular(&constants, length), &Cluster::of(count as usize)).unwrap();
         let off = (found.makespan_s / expected - 1.0).abs();
-        assert!(off < 0.01, "{count} nodes, {length} s: {} s, and {expected} s by {formula:?}", found.makespan_s);
+        assert!(
+            off < 0.01,
+            "{count} nodes, {length} s: {} s, and {expected} s by {formula:?}",
+            found.makespan_s
+        );
         let sequential_s = constants.s_sim * constants.t_vm;
         near(found.efficiency(sequential_s, count as usize), sequential_s / found.makespan_s / count as f64);
         seen.push(formula);
@@ -219,16 +223,17 @@ fn intervals() -> impl Strategy<Value = Vec<Interval>> {
 }
 
 fn clusters() -> impl Strategy<Value = Cluster> {
-    let node = (1_usize..3, 0.0..3.0_f64, 0.5..2.0_f64)
-        .prop_map(|(slots, start_s, speed)| Node { slots, start_s, speed });
+    let node = (1_usize..3, 0.0..3.0_f64, 0.5..2.0_f64).prop_map(|(slots, start_s, speed)| Node {
+        slots,
+        start_s,
+        speed,
+    });
     let network = (prop::option::of(50.0..5e3_f64), 0.0..0.5_f64)
         .prop_map(|(bits_per_s, latency_s)| Network { bits_per_s, latency_s });
     let failures = prop_oneof![
         Just(Failures::Listed(Vec::new())),
-        (100.0..1e3_f64, 0.0..20.0_f64, any::<u64>()).prop_map(|(mtbf_s, repair_s, seed)| Failures::Random {
-            mtbf_s,
-            repair_s: Some(repair_s),
-            seed
+        (100.0..1e3_f64, 0.0..20.0_f64, any::<u64>()).prop_map(|(mtbf_s, repair_s, seed)| {
+            Failures::Random { mtbf_s, repair_s: Some(repair_s), seed }
         }),
     ];
     let transfer = prop_oneof![Just(Transfer::Whole), Just(Transfer::Missing)];

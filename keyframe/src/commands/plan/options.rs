@@ -67,8 +67,7 @@ impl ClusterArgs {
     /// The cluster with `nodes`.
     pub fn cluster(&self, nodes: u64) -> Cluster {
         let seconds = |time: Option<Duration>| time.map_or(0.0, |time| time.as_secs_f64());
-        let node =
-            Node { slots: usize::from(self.slots), start_s: seconds(self.node_start), speed: 1.0 };
+        let node = Node { slots: usize::from(self.slots), start_s: seconds(self.node_start), speed: 1.0 };
         let failures = match self.mtbf {
             None => Failures::Listed(Vec::new()),
             Some(mtbf) => Failures::Random {
@@ -113,7 +112,11 @@ fn parse_rate(text: &str) -> Result<f64, String> {
     let (number, unit) =
         units.iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit))).ok_or_else(wrong)?;
     let rate = number.trim().parse::<f64>().map_err(|_| wrong())? * unit;
-    if rate > 0.0 && rate <= 1e15 { Ok(rate) } else { Err("it must be more than 0, and at most 1e6Gbit".into()) }
+    if rate > 0.0 && rate <= 1e15 {
+        Ok(rate)
+    } else {
+        Err("it must be more than 0, and at most 1e6Gbit".into())
+    }
 }
 
 #[cfg(test)]
@@ -122,7 +125,9 @@ mod tests {
 
     #[test]
     fn rates_have_units() {
-        for (text, rate) in [("1Gbit", 1e9), ("2.5 Gbit/s", 2.5e9), ("100Mbit", 1e8), ("64kbit", 64e3), ("8bit", 8.0)] {
+        for (text, rate) in
+            [("1Gbit", 1e9), ("2.5 Gbit/s", 2.5e9), ("100Mbit", 1e8), ("64kbit", 64e3), ("8bit", 8.0)]
+        {
             assert_eq!(parse_rate(text), Ok(rate), "{text}");
         }
         for text in ["", "1", "Gbit", "0Mbit", "-1Mbit", "NaNbit", "1GB"] {

@@ -101,13 +101,16 @@ impl Simulated {
             });
         }
         let works = || given.iter().flatten().map(|interval| interval.work_s);
-        let estimated = measured.map(|measured| measured.pieces.iter().filter(|one| one.took_s.is_none()).count() as u64);
+        let estimated =
+            measured.map(|measured| measured.pieces.iter().filter(|one| one.took_s.is_none()).count() as u64);
         let are_measured = given.is_some() && estimated < given.as_ref().map(|all| all.len() as u64);
         Ok(Self {
             times: if are_measured { "measured interval times" } else { "constants" },
             intervals: given.as_ref().map(|all| all.len() as u64),
             estimated,
-            range_s: given.as_ref().map(|_| (works().fold(f64::INFINITY, f64::min), works().fold(0.0, f64::max))),
+            range_s: given
+                .as_ref()
+                .map(|_| (works().fold(f64::INFINITY, f64::min), works().fold(0.0, f64::max))),
             sequential_s,
             slots: args.cluster(1).slots(),
             table,
@@ -132,10 +135,22 @@ impl Simulated {
             "simulated from {}: {of}; one simulation: {:.1} s",
             self.times, self.sequential_s
         ))?;
-        let header = ["N", "makespan", "speed-up", "efficiency", "busy", "sent", "failures", "formula: speed-up", "makespan"];
+        let header = [
+            "N",
+            "makespan",
+            "speed-up",
+            "efficiency",
+            "busy",
+            "sent",
+            "failures",
+            "formula: speed-up",
+            "makespan",
+        ];
         let rows: Vec<Vec<String>> = self.table.iter().map(|row| self.row(row)).collect();
         output::print_line(output::table(&header, &rows).trim_end())?;
-        output::print_line("formula: equal intervals of the mean length, no network, start or failure; * nodes enough (2.1)")
+        output::print_line(
+            "formula: equal intervals of the mean length, no network, start or failure; * nodes enough (2.1)",
+        )
     }
 
     fn row(&self, row: &Row) -> Vec<String> {
@@ -174,10 +189,12 @@ fn of_recording(measured: &Measured, constants: &Constants, sends_all: bool) -> 
 fn failed(error: &Error, nodes: u64, args: &ClusterArgs) -> Failure {
     let failure = Failure::new(format!("simulate {nodes} nodes: {error}"));
     match error {
-        Error::Lost { .. } if !args.is_repaired() => {
-            failure.fix("let nodes come back (--repair 1m), live longer (--mtbf), or take another --seed or more --nodes")
+        Error::Lost { .. } if !args.is_repaired() => failure.fix(
+            "let nodes come back (--repair 1m), live longer (--mtbf), or take another --seed or more --nodes",
+        ),
+        Error::Hopeless { .. } => {
+            failure.fix("give a longer --mtbf, or cut the recording into shorter intervals")
         }
-        Error::Hopeless { .. } => failure.fix("give a longer --mtbf, or cut the recording into shorter intervals"),
         _ => failure,
     }
 }

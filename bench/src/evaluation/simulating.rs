@@ -1,0 +1,76 @@
+//! How long the whole takes: recorded, then analysed with one job and two; and with more nodes, simulated from the intervals' times.
+
+use super::measured::number;
+use super::recording::Recording;
+use crate::Error;
+use serde_json::Value;
+use std::path::Path;
+
+/// The analysis with one job, below the run's directory.
+pub const ONE_JOB: &str = "one-job";
+/// Nodes that are simulated.
+const NODES: &str = "1,2,4,8,16";
+
+/// A number of nodes.
+#[derive(Clone, Copy, Debug)]
+pub struct Simulated {
+    pub nodes: u64,
+    pub makespan_s: f64,
+    pub speed_up: f64,
+    /// By the paper's formulas, of equal intervals.
+    pub formula_makespan_s: f64,
+    pub formula_speed_up: f64,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default)]
+pub struct Simulations {
+    /// One replay through all, by the intervals' times less their beginnings, in seconds.
+    pub sequential_s: f64,
+    /// Recording, then the analysis with so many jobs: `(jobs, seconds)`. Measured.
+    pub deferred: Vec<(u64, f64)>,
+    /// The same, simulated.
+    pub deferred_simulated: Vec<Simulated>,
+    /// Intervals given out as they are sealed. Simulated.
+    pub immediate: Vec<Simulated>,
+    /// The same, over a link of 1 Gbit/s and with nodes that start within a second. Simulated.
+    pub over_network: Vec<Simulated>,
+    /// The model's constants, as they were found: `t_i`, `s_sim / s_log`, how well the line fits.
+    pub fit: (f64, f64, f64),
+}
+
+/// Of a recording that took `recorded_s`; analyses go below `dir`.
+pub fn measure(recording: &Recording<'_>, recorded_s: f64, dir: &Path) -> Result<Simulations, Error> {
+    let mut deferred = Vec::new();
+    for (jobs, name) in [(1, ONE_JOB), (2, "two-jobs")] {
+        let report = recording.analyze(jobs, &dir.join(name))?;
+        deferred.push((jobs, recorded_s + number(&report, "wall_ns")? / 1e9));
+    }
+    let analysis = dir.join(ONE_JOB);
+    let plan = |more: &[&str]| recording.plan(&analysis, &[&["--nodes", NODES], more].concat());
+    let immediate = plan(&[])?;
+    let fit = &immediate["measured"]["fit"];
+    Ok(Simulations {
+        sequential_s: number(&immediate["simulated"], "sequential_s")?,
+        deferred,
+        deferred_simulated: rows(&plan(&["--deferred", "--policy", "in-order"])?)?,
+        fit: (number(fit, "t_i")?, number(fit, "slowdown")?, number(fit, "r_squared")?),
+        over_network: rows(&plan(&["--network", "1Gbit", "--node-start", "1s"])?)?,
+        immediate: rows(&immediate)?,
+    })
+}
+
+fn rows(plan: &Value) -> Result<Vec<Simulated>, Error> {
+    let table = plan["simulated"]["table"].as_array().into_iter().flatten();
+    table
+        .map(|row| {
+            Ok(Simulated {
+                nodes: number(row, "nodes")? as u64,
+                makespan_s: number(row, "makespan_s")?,
+                speed_up: number(row, "speed_up")?,
+                formula_makespan_s: number(&row["closed_form"], "run_time_s")?,
+                formula_speed_up: number(&row["closed_form"], "speed_up")?,
+            })
+        })
+        .collect()
+}
