@@ -127,9 +127,11 @@ pub fn all(
     let reads = reading::measure(&recording.store(), plan.reads)?;
     options.say(format!("{name}: analysing with one job and with two"));
     let recorded_s = number(&meta, "duration_ns")? / 1e9;
-    let simulations = simulating::measure(&recording, recorded_s, dir)?;
+    let all_instructions = number(&meta, "instructions")?;
+    let from = (all_instructions * plan.left_out) as u64;
+    let simulations = simulating::measure(&recording, (recorded_s, from), dir)?;
     let analysis = read_json(&dir.join(simulating::ONE_JOB).join("analysis.json"))?;
-    let instructions = instructions(&analysis, recorded_s, number(&meta, "instructions")?)?;
+    let instructions = instructions(&analysis, recorded_s, all_instructions)?;
     Ok(Run {
         kind,
         every_s: every_ms as f64 / 1e3,

@@ -84,7 +84,8 @@ impl Outputs {
         let mut text = String::from(
             "# Evaluation, after chapter 6 of the SimuBoost checkpoint paper\n\n\
              All numbers were measured in this run, on this machine, under TCG (a recording counts instructions), but for what is called *computed* or *simulated*. \
-             The paper's are its own machine's, under KVM: they show what was looked at, not what is to be met. Means are over checkpoints behind the boot.\n\n\
+             The paper's are its own machine's, under KVM: they show what was looked at, not what is to be met. Means are over checkpoints behind the boot. Where not all \
+             intervals were analysed, run times and speed-ups are of the recording and of those that were.\n\n\
              | run | stands for | recorded | checkpoints | intervals analysed |\n|---|---|---|---|---|\n",
         );
         for run in runs {

@@ -78,10 +78,10 @@ impl<'a> Recording<'a> {
         read_json(&self.dir.join("recording.json"))
     }
 
-    /// Analyses it with `jobs` into `out`; the report.
-    pub fn analyze(&self, jobs: u64, out: &Path) -> Result<Value, Error> {
-        let (out, jobs) = (out.display().to_string(), jobs.to_string());
-        let more = ["--tool", "icount", "--jobs", &jobs, "--out", &out, "--quiet", "--json"];
+    /// Analyses it from instruction `from` on with `jobs` into `out`; the report.
+    pub fn analyze(&self, jobs: u64, from: u64, out: &Path) -> Result<Value, Error> {
+        let (out, jobs, from) = (out.display().to_string(), jobs.to_string(), from.to_string());
+        let more = ["--tool", "icount", "--jobs", &jobs, "--from", &from, "--out", &out, "--quiet", "--json"];
         self.json(&["analyze"], &self.dir, &more)
     }
 

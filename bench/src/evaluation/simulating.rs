@@ -39,11 +39,15 @@ pub struct Simulations {
     pub fit: (f64, f64, f64),
 }
 
-/// Of a recording that took `recorded_s`; analyses go below `dir`.
-pub fn measure(recording: &Recording<'_>, recorded_s: f64, dir: &Path) -> Result<Simulations, Error> {
+/// Of a recording that took `recorded_s`, from instruction `from` on; analyses go below `dir`.
+pub fn measure(
+    recording: &Recording<'_>,
+    (recorded_s, from): (f64, u64),
+    dir: &Path,
+) -> Result<Simulations, Error> {
     let mut deferred = Vec::new();
     for (jobs, name) in [(1, ONE_JOB), (2, "two-jobs")] {
-        let report = recording.analyze(jobs, &dir.join(name))?;
+        let report = recording.analyze(jobs, from, &dir.join(name))?;
         deferred.push((jobs, recorded_s + number(&report, "wall_ns")? / 1e9));
     }
     let analysis = dir.join(ONE_JOB);

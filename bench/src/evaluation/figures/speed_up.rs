@@ -126,7 +126,7 @@ fn measured_and_simulated(run: &Run) -> String {
         .iter()
         .filter_map(|(jobs, run_time_s)| {
             let row = all.deferred_simulated.iter().find(|row| row.nodes == *jobs)?;
-            Some(format!("{jobs} nodes {run_time_s:.1} s measured, {:.1} s simulated", row.makespan_s))
+            Some(format!("with {jobs}: {run_time_s:.1} s measured, {:.1} s simulated", row.makespan_s))
         })
         .collect();
     format!("deferred: {}", pairs.join(", "))

@@ -74,6 +74,12 @@ impl Simulated {
             }
             None => constants.s_sim * constants.t_vm,
         };
+        // The formulas are asked about as much of the run as is simulated.
+        let of_part = |measured: &Measured| measured.pieces.iter().map(|piece| piece.length_s).sum::<f64>();
+        let constants = match measured.map(of_part).filter(|part_s| *part_s > 0.0) {
+            Some(part_s) => &Constants { t_vm: part_s / constants.s_log, ..*constants },
+            None => constants,
+        };
         let mut table = Vec::with_capacity(nodes.len());
         for count in nodes {
             let cluster = args.cluster(*count);
