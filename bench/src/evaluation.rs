@@ -65,13 +65,18 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     let plan = if options.quick { &QUICK } else { &FULL };
     let (kinds, lengths) = chosen(&options.only, plan)?;
     let out = options.out.clone().unwrap_or_else(|| OUT.into());
-    let mut outputs = Outputs::new(&out)?;
     let place = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
+    // Before minutes are spent on what could not be written then.
+    Outputs::new(&out)?;
     let mut runs = Vec::new();
     for kind in kinds {
         for length in &lengths {
             match once(options, plan, (kind, *length), place.path()) {
-                Ok(run) => runs.push(run),
+                Ok(run) => {
+                    runs.push(run);
+                    // All of it takes an hour: what is there is written, whatever becomes of the rest.
+                    written(&runs, &out)?;
+                }
                 // Its guest may not be had here.
                 Err(e) => options.left_out(&format!("{}, {} ms ({})", kind.key, length, kind.about), &e),
             }
@@ -80,10 +85,16 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     if runs.is_empty() {
         return Err(Error::failed("evaluate", "no workload could be run"));
     }
-    let mut report = Report::new("evaluation");
-    figures::all(&runs, &mut outputs, &mut report)?;
-    outputs.index(&runs)?;
     options.say(format!("report: {}", out.join("report.md").display()));
+    written(&runs, &out)
+}
+
+/// Writes all files.
+fn written(runs: &[Run], out: &Path) -> Result<Report, Error> {
+    let mut outputs = Outputs::new(out)?;
+    let mut report = Report::new("evaluation");
+    figures::all(runs, &mut outputs, &mut report)?;
+    outputs.index(runs)?;
     Ok(report)
 }
 

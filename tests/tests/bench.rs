@@ -2,6 +2,7 @@
 
 use keyframe_tests::Bench;
 use serde_json::{Map, Value};
+use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
 
@@ -217,7 +218,7 @@ fn the_papers_figures_and_tables_are_written_and_agree() {
     assert!(links.len() > 40 && index.contains("21,710") && index.contains("*simulated*"), "{index}");
     for link in links {
         let bytes = std::fs::read(out.join(link)).unwrap_or_else(|e| panic!("{link}: {e}"));
-        if link.ends_with(".csv") {
+        if Path::new(link).extension().is_some_and(|end| end == "csv") {
             let text = String::from_utf8(bytes).expect("text");
             let mut lines = text.lines();
             let columns = lines.next().expect("a header").split(',').count();

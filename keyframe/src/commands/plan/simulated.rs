@@ -88,14 +88,8 @@ impl Simulated {
                 Some(intervals) => constants.s_log * constants.t_vm / intervals.len() as f64,
                 None => best(constants, slots as u64).best.length_s,
             };
-            let own;
-            let intervals = match &given {
-                Some(intervals) => intervals,
-                None => {
-                    own = regular(constants, length);
-                    &own
-                }
-            };
+            let own = given.is_none().then(|| regular(constants, length));
+            let intervals = given.as_ref().or(own.as_ref()).map_or(&[][..], Vec::as_slice);
             let outcome = simulate(intervals, &cluster).map_err(|e| failed(&e, *count, args))?;
             table.push(Row {
                 nodes: *count,
