@@ -78,11 +78,13 @@ impl<'a> Recording<'a> {
         read_json(&self.dir.join("recording.json"))
     }
 
-    /// Analyses it from instruction `from` on with `jobs` into `out`; the report.
-    pub fn analyze(&self, jobs: u64, from: u64, out: &Path) -> Result<Value, Error> {
+    /// Analyses it from instruction `from` on with `jobs` into `out`; the report. `in_sequence`: by one replay through all, too,
+    /// which must find the same.
+    pub fn analyze(&self, (jobs, in_sequence): (u64, bool), from: u64, out: &Path) -> Result<Value, Error> {
         let (out, jobs, from) = (out.display().to_string(), jobs.to_string(), from.to_string());
         let more = ["--tool", "icount", "--jobs", &jobs, "--from", &from, "--out", &out, "--quiet", "--json"];
-        self.json(&["analyze"], &self.dir, &more)
+        let once_more: &[&str] = if in_sequence { &["--check-sequential"] } else { &[] };
+        self.json(&["analyze"], &self.dir, &[&more, once_more].concat())
     }
 
     /// What `plan --simulate` says of it, after the analysis in `analysis`.

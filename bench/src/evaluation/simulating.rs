@@ -25,7 +25,7 @@ pub struct Simulated {
 /// All of it.
 #[derive(Clone, Debug, Default)]
 pub struct Simulations {
-    /// One replay through all, by the intervals' times less their beginnings, in seconds.
+    /// One replay through all, in seconds. Measured.
     pub sequential_s: f64,
     /// Recording, then the analysis with so many jobs: `(jobs, seconds)`. Measured.
     pub deferred: Vec<(u64, f64)>,
@@ -46,8 +46,13 @@ pub fn measure(
     dir: &Path,
 ) -> Result<Simulations, Error> {
     let mut deferred = Vec::new();
+    let mut sequential_s = f64::NAN;
     for (jobs, name) in [(1, ONE_JOB), (2, "two-jobs")] {
-        let report = recording.analyze(jobs, from, &dir.join(name))?;
+        let in_sequence = jobs == 1;
+        let report = recording.analyze((jobs, in_sequence), from, &dir.join(name))?;
+        if in_sequence {
+            sequential_s = number(&report, "sequential_wall_ns")? / 1e9;
+        }
         deferred.push((jobs, recorded_s + number(&report, "wall_ns")? / 1e9));
     }
     let analysis = dir.join(ONE_JOB);
@@ -55,25 +60,28 @@ pub fn measure(
     let immediate = plan(&[])?;
     let fit = &immediate["measured"]["fit"];
     Ok(Simulations {
-        sequential_s: number(&immediate["simulated"], "sequential_s")?,
+        sequential_s,
         deferred,
-        deferred_simulated: rows(&plan(&["--deferred", "--policy", "in-order"])?)?,
+        deferred_simulated: rows(&plan(&["--deferred", "--policy", "in-order"])?, sequential_s)?,
         fit: (number(fit, "t_i")?, number(fit, "slowdown")?, number(fit, "r_squared")?),
-        over_network: rows(&plan(&["--network", "1Gbit", "--node-start", "1s"])?)?,
-        immediate: rows(&immediate)?,
+        over_network: rows(&plan(&["--network", "1Gbit", "--node-start", "1s"])?, sequential_s)?,
+        immediate: rows(&immediate, sequential_s)?,
     })
 }
 
-fn rows(plan: &Value) -> Result<Vec<Simulated>, Error> {
+/// Run times are the plan's; speed-ups are over what one replay through all took, as it was measured.
+fn rows(plan: &Value, sequential_s: f64) -> Result<Vec<Simulated>, Error> {
     let table = plan["simulated"]["table"].as_array().into_iter().flatten();
     table
         .map(|row| {
+            let makespan_s = number(row, "makespan_s")?;
+            let formula_makespan_s = number(&row["closed_form"], "run_time_s")?;
             Ok(Simulated {
                 nodes: number(row, "nodes")? as u64,
-                makespan_s: number(row, "makespan_s")?,
-                speed_up: number(row, "speed_up")?,
-                formula_makespan_s: number(&row["closed_form"], "run_time_s")?,
-                formula_speed_up: number(&row["closed_form"], "speed_up")?,
+                makespan_s,
+                speed_up: sequential_s / makespan_s,
+                formula_makespan_s,
+                formula_speed_up: sequential_s / formula_makespan_s,
             })
         })
         .collect()
