@@ -130,6 +130,10 @@ pub fn all(
     let all_instructions = number(&meta, "instructions")?;
     let from = (all_instructions * plan.left_out) as u64;
     let simulations = simulating::measure(&recording, (recorded_s, from), dir)?;
+    if !simulations.is_same {
+        let problem = "the intervals' results are not those of one replay through all: the recording does not replay exactly here";
+        (options.warning)(&format!("{name}: {problem}; see keyframe verify"));
+    }
     let analysis = read_json(&dir.join(simulating::ONE_JOB).join("analysis.json"))?;
     let instructions = instructions(&analysis, recorded_s, all_instructions)?;
     Ok(Run {

@@ -86,18 +86,19 @@ impl Outputs {
              All numbers were measured in this run, on this machine, under TCG (a recording counts instructions), but for what is called *computed* or *simulated*. \
              The paper's are its own machine's, under KVM: they show what was looked at, not what is to be met. Means are over checkpoints behind the boot. Where not all \
              intervals were analysed, run times and speed-ups are of the recording and of those that were.\n\n\
-             | run | stands for | recorded | checkpoints | intervals analysed |\n|---|---|---|---|---|\n",
+             | run | stands for | recorded | checkpoints | intervals analysed | results equal to one replay's |\n|---|---|---|---|---|---|\n",
         );
         for run in runs {
             let _ = writeln!(
                 text,
-                "| {}: {} | {} | {:.1} s | {} | {} |",
+                "| {}: {} | {} | {:.1} s | {} | {} | {} |",
                 run.key(),
                 run.kind.about,
                 run.kind.stands_for,
                 run.recorded_s,
                 run.checkpoints.len() + usize::from(run.first.is_some()),
-                run.instructions.len()
+                run.instructions.len(),
+                if run.simulations.is_same { "yes" } else { "**no**" }
             );
         }
         text.push_str("\n| figure or table | what | files | the paper | here |\n|---|---|---|---|---|\n");

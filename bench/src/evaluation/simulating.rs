@@ -27,6 +27,8 @@ pub struct Simulated {
 pub struct Simulations {
     /// One replay through all, in seconds. Measured.
     pub sequential_s: f64,
+    /// Whether it found what the intervals did.
+    pub is_same: bool,
     /// Recording, then the analysis with so many jobs: `(jobs, seconds)`. Measured.
     pub deferred: Vec<(u64, f64)>,
     /// The same, simulated.
@@ -46,12 +48,13 @@ pub fn measure(
     dir: &Path,
 ) -> Result<Simulations, Error> {
     let mut deferred = Vec::new();
-    let mut sequential_s = f64::NAN;
+    let (mut sequential_s, mut is_same) = (f64::NAN, true);
     for (jobs, name) in [(1, ONE_JOB), (2, "two-jobs")] {
         let in_sequence = jobs == 1;
         let report = recording.analyze((jobs, in_sequence), from, &dir.join(name))?;
         if in_sequence {
             sequential_s = number(&report, "sequential_wall_ns")? / 1e9;
+            is_same = report["equals_sequential"] == true;
         }
         deferred.push((jobs, recorded_s + number(&report, "wall_ns")? / 1e9));
     }
@@ -61,6 +64,7 @@ pub fn measure(
     let fit = &immediate["measured"]["fit"];
     Ok(Simulations {
         sequential_s,
+        is_same,
         deferred,
         deferred_simulated: rows(&plan(&["--deferred", "--policy", "in-order"])?, sequential_s)?,
         fit: (number(fit, "t_i")?, number(fit, "slowdown")?, number(fit, "r_squared")?),
