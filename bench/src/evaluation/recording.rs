@@ -104,7 +104,7 @@ impl<'a> Recording<'a> {
             .output()
             .map_err(Error::io(format!("run {name}")))?;
         let said = serde_json::from_slice(&output.stdout);
-        // It says so, and the times are those of what was done all the same: it is for the caller to tell.
+        // An analysis that found two results fails with its report; all that it measured is in there, and the caller tells of it.
         let differs = said.as_ref().is_ok_and(|said: &Value| said["equals_sequential"] == false);
         if !output.status.success() && !differs {
             return Err(Error::failed(name, String::from_utf8_lossy(&output.stderr).trim()));
