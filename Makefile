@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test soak fuzz bench bench-peers lint build setup guests clean
+.PHONY: help demo test soak fuzz bench bench-peers evaluation lint build setup guests clean
 
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result"
@@ -12,6 +12,7 @@ help:
 	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
+	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, more than an hour; CSV, plots, report in $(OUT)/evaluation"
 	@echo "make lint    formatting and clippy"
 	@echo "make build   target/release/keyframe"
 
@@ -41,6 +42,9 @@ bench: build guests bench-peers
 
 bench-peers: setup
 	@scripts/bench-peers
+
+evaluation: build guests
+	@scripts/evaluation
 
 lint: setup
 	$(CARGO) fmt --all --check

@@ -12,12 +12,14 @@
 //!             └─▶ qemu -loadvm, and memcpy
 //!   replay ───┬─▶ qemu, plain and counting; keyframe record          the same work between two lines of the guest
 //!             └─▶ keyframe verify, segment, analyze                its recordings
+//!   evaluation ─▶ keyframe record, list, stats, analyze, plan          what the checkpoint paper's chapter 6 measures
 //!   store ────┬─▶ keyframe bench store --job                     pages put and read again, one process for each store
 //!             └─▶ keyframe-bench-peers, borg, restic
 //! ```
 //!
 //! Left out: judging figures; a benchmark passes when it could measure.
 
+mod evaluation;
 mod events;
 mod guest;
 mod overhead;
@@ -51,8 +53,10 @@ pub struct Options {
     pub guest: Option<PathBuf>,
     /// The real guest's files; built where absent.
     pub real_guest: Option<PathBuf>,
-    /// The QEMU that `replay` records with; the one on the path where none is named.
+    /// The QEMU that `replay` and `evaluation` record with; the one on the path where none is named.
     pub qemu: Option<PathBuf>,
+    /// Where `evaluation` writes its files; `out/evaluation` where nothing is named.
+    pub out: Option<PathBuf>,
     /// Told what is being measured.
     pub progress: fn(&str),
     /// Told what is left out, and why.
@@ -232,24 +236,28 @@ fn restore(options: &Options) -> Result<Report, Error> {
     Err(Error::NoOption { benchmark: "restore", option })
 }
 
-const ALL: [(&str, Benchmark); 5] = [
+const ALL: [(&str, Benchmark); 6] = [
     ("pause", pause::run),
     ("overhead", overhead::run),
     ("restore", restore),
     ("store", store::run),
     ("replay", replay::run),
+    ("evaluation", evaluation::run),
 ];
 
 /// The benchmarks there are.
-pub fn names() -> [&'static str; 5] {
+pub fn names() -> [&'static str; 6] {
     ALL.map(|(name, _)| name)
 }
 
 /// Runs benchmark `name`.
 pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
     match ALL.iter().find(|(known, _)| *known == name) {
-        Some((benchmark, _)) if options.qemu.is_some() && *benchmark != "replay" => {
+        Some((benchmark, _)) if options.qemu.is_some() && !["replay", "evaluation"].contains(benchmark) => {
             Err(Error::NoOption { benchmark, option: "--qemu" })
+        }
+        Some((benchmark, _)) if options.out.is_some() && *benchmark != "evaluation" => {
+            Err(Error::NoOption { benchmark, option: "--out" })
         }
         Some((_, benchmark)) => benchmark(options),
         None => Err(Error::failed("find the benchmark", format!("no benchmark is named {name}"))),

@@ -16,7 +16,7 @@
 mod analyses;
 mod chart;
 mod clock;
-mod initrd;
+pub(crate) mod initrd;
 mod recorded;
 mod rows;
 mod ways;

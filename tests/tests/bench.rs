@@ -2,6 +2,7 @@
 
 use keyframe_tests::Bench;
 use serde_json::{Map, Value};
+use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
 
@@ -169,7 +170,65 @@ fn what_a_benchmark_does_not_have_is_refused() {
     bench.refused(&["bench", "restore", "--only", "lazy"], 1, &["restore has no --only"]);
     bench.refused(&["bench", "replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
     bench.refused(&["bench", "restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
+    bench.refused(&["bench", "evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
+    bench.refused(&["bench", "evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
+    bench.refused(&["bench", "restore", "--out", "here"], 1, &["restore has no --out"]);
     bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
     bench.refused(&["bench", "store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
     bench.refused(&["bench", "store", "--job", "{}"], 1, &["read the job"]);
+}
+
+/// A look: one workload, two intervals, the last part of each recording analysed.
+#[test]
+fn the_papers_figures_and_tables_are_written_and_agree() {
+    let bench = Bench::new();
+    let (report, _) = report(&bench, &["evaluation", "--quick", "--out", "evaluation", "--quiet"]);
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    let figure =
+        |key: &str| figures.get(key).and_then(Value::as_f64).unwrap_or_else(|| panic!("no {key}: {report}"));
+    for run in ["small_500ms", "small_1000ms"] {
+        for key in [
+            "dirty_pages",
+            "dirty_sectors",
+            "interval_instructions",
+            "metadata_bytes",
+            "total_bytes",
+            "pause_ns",
+            "encode_ns",
+            "read_warm_ns",
+            "read_cold_ns",
+            "deferred_1_jobs_s",
+        ] {
+            assert!(figure(&format!("{run}_{key}")) > 0.0, "{run}_{key}: {report}");
+        }
+        // What takes the whole recording and an analysis behind it takes longer than the recording.
+        assert!(
+            figure(&format!("{run}_deferred_2_jobs_s")) > figure(&format!("{run}_recorded_s")),
+            "{report}"
+        );
+        let speed_up = |key: &str| ratios[&format!("{run}_speed_up_{key}")].as_f64().unwrap();
+        assert!(speed_up("1_nodes_simulated") > 0.0, "{report}");
+        assert!(speed_up("16_nodes_simulated") >= speed_up("1_nodes_simulated"), "{report}");
+        let missing = ratios[&format!("{run}_missing_over_ram")].as_f64().unwrap();
+        assert!(missing > 0.0 && missing < 1.0, "{report}");
+    }
+    let out = bench.path().join("evaluation");
+    let index = std::fs::read_to_string(out.join("report.md")).expect("the report");
+    let links: Vec<&str> = index.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect();
+    assert!(links.len() > 40 && index.contains("21,710") && index.contains("*simulated*"), "{index}");
+    for link in links {
+        let bytes = std::fs::read(out.join(link)).unwrap_or_else(|e| panic!("{link}: {e}"));
+        if Path::new(link).extension().is_some_and(|end| end == "csv") {
+            let text = String::from_utf8(bytes).expect("text");
+            let mut lines = text.lines();
+            let columns = lines.next().expect("a header").split(',').count();
+            assert!(lines.clone().count() > 0, "{link} has no rows");
+            for line in lines {
+                assert_eq!(line.split(',').count(), columns, "{link}: {line}");
+                assert!(!line.contains("NaN") && !line.contains("inf"), "{link}: {line}");
+            }
+        } else {
+            assert!(!bytes.is_empty(), "{link}");
+        }
+    }
 }

@@ -162,6 +162,31 @@ fn stores_are_shared_by_runs_one_after_the_other() {
     assert!(dedup > 100, "only {dedup} pages deduplicated across runs");
 }
 
+/// With equal intervals and nothing in the way it does what the formulas say.
+fn a_cluster_is_simulated(bench: &Bench, paper: &[&str]) {
+    let simulated = [paper, &["--nodes", "4,32,90", "--simulate"]].concat();
+    let plan = bench.json(&[&simulated[..], &["--json"]].concat());
+    let rows = plan["simulated"]["table"].as_array().expect("a table");
+    assert_eq!(rows.iter().map(|row| number(row, "nodes")).collect::<Vec<_>>(), [4, 32, 90]);
+    for row in rows {
+        let (found, formula) = (row["makespan_s"].as_f64(), row["closed_form"]["run_time_s"].as_f64());
+        let off = found.zip(formula).map(|(found, formula)| (found / formula - 1.0).abs());
+        assert!(off.is_some_and(|off| off < 0.02), "{row:#}");
+    }
+    let text = bench.ok(&simulated);
+    assert!(text.contains("simulated from constants") && text.contains("efficiency"), "{text}");
+    let failing = [&simulated[..], &["--mtbf", "30m", "--repair", "5m", "--seed", "7", "--json"]].concat();
+    let (once, again) = (bench.json(&failing), bench.json(&failing));
+    assert_eq!(once, again, "chance follows the seed");
+    for (with, without) in once["simulated"]["table"].as_array().expect("a table").iter().zip(rows) {
+        assert!(with["makespan_s"].as_f64() > without["makespan_s"].as_f64(), "{with:#}");
+    }
+    bench.refused(&[&simulated[..], &["--mtbf", "1s"]].concat(), 1, &["failed for good", "--repair"]);
+    bench.refused(&[&simulated[..], &["--network", "1Gbit"]].concat(), 2, &["--from"]);
+    bench.refused(&[paper, &["--deferred"]].concat(), 2, &["--simulate"]);
+    bench.refused(&[paper, &["--simulate", "--nodes", "5000"]].concat(), 1, &["at most 4096", "--nodes"]);
+}
+
 /// The figures that are printed in the paper.
 #[test]
 fn a_parallel_simulation_is_planned() {
@@ -175,6 +200,7 @@ fn a_parallel_simulation_is_planned() {
     assert!(text.contains("N 90") && text.contains("4 are too few"), "{text}");
     assert!(bench.path().join("plan.svg").exists());
     bench.refused(&[&paper[..], &["--plot", "plan.txt"]].concat(), 1, &[".svg"]);
+    a_cluster_is_simulated(&bench, &paper);
     bench.refused(&["plan", "--nodes", "4"], 2, &["--t-vm", "--s-sim"]);
     let none = ["plan", "--t-vm", "0", "--s-sim", "100", "--t-c", "0.1", "--t-i", "1"];
     bench.refused(&none, 1, &["t_vm", "more than 0"]);

@@ -87,6 +87,23 @@ fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
         assert_eq!(number(&plan["measured"], "intervals") as usize, intervals(&found).len(), "{plan:#}");
         assert!(number(&plan["measured"], "checkpoints") >= 9, "{plan:#}");
         assert!(plan["speed_up"].as_f64().is_some_and(|speed_up| speed_up > 0.0), "{plan:#}");
+        let cluster = ["--nodes", "1,2", "--simulate", "--network", "1Gbit", "--node-start", "1s", "--json"];
+        let plan = bench.json(&[&["plan", "--from", "R", "--analysis", "A"], &cluster[..]].concat());
+        let simulated = &plan["simulated"];
+        assert_eq!(simulated["times"], "measured interval times", "{simulated:#}");
+        assert_eq!(number(simulated, "intervals") as usize, intervals(&found).len(), "{simulated:#}");
+        for row in simulated["table"].as_array().expect("a table") {
+            let outcome = &row["outcome"];
+            assert_eq!(
+                outcome["intervals"].as_array().map(Vec::len),
+                Some(intervals(&found).len()),
+                "{row:#}"
+            );
+            assert!(
+                outcome["sent_bytes"].as_f64() > Some(0.0) && row["speed_up"].as_f64() > Some(0.0),
+                "{row:#}"
+            );
+        }
 
         // Its image is not what the recording began with any more.
         std::fs::write(&image, &before[1..]).expect("change the image");

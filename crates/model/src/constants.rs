@@ -63,6 +63,11 @@ impl Constants {
         self.s_sim / self.s_log
     }
 
+    /// How long the simulation of an interval of `length` takes, both in seconds.
+    pub fn simulation(&self, length: f64) -> f64 {
+        self.t_i + self.slowdown() * length
+    }
+
     /// An interval of `length` with its checkpoint, in seconds.
     pub(crate) fn period(&self, length: f64) -> f64 {
         self.s_cp.map_or(self.t_c + length, |factor| factor * length)

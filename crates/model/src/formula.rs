@@ -26,12 +26,12 @@ impl Formula {
 impl Constants {
     /// Nodes that are busy at once where none is missing: those that begin before the first one ends (equations 3.1, 3.2).
     pub fn nodes_demanded(&self, length: f64) -> f64 {
-        (self.t_i + self.slowdown() * length) / self.period(length)
+        self.simulation(length) / self.period(length)
     }
 
     /// Nodes with which no interval of `length` waits (equation 2.3).
     pub fn nodes_enough(&self, length: f64) -> u64 {
-        ((self.t_i + self.slowdown() * length) / (self.t_c + length) + 1.0).ceil() as u64
+        (self.simulation(length) / (self.t_c + length) + 1.0).ceil() as u64
     }
 
     /// The best length with nodes enough, from equation 2.1. 0 where checkpoints cost nothing: the shorter the better.
@@ -59,9 +59,7 @@ impl Constants {
     pub fn run_time(&self, formula: Formula, nodes: u64, length: f64) -> f64 {
         let nodes = nodes as f64;
         match formula {
-            Formula::Enough => {
-                self.s_log * self.t_vm * (self.t_c / length + 1.0) + self.t_i + self.slowdown() * length
-            }
+            Formula::Enough => self.s_log * self.t_vm * (self.t_c / length + 1.0) + self.simulation(length),
             Formula::Limited => {
                 let busy = self.t_vm * (self.s_log * self.t_i + self.s_sim * length) / (nodes * length);
                 nodes * self.period(length) + busy

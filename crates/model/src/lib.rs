@@ -18,12 +18,13 @@
 //!
 //! The best length is derived from 2.1: `L_opt = sqrt(s_log^2 T_vm t_c / s_sim)`. Equation 2.2 as it is printed does not follow from 2.1 in every term.
 //!
-//! Left out: intervals that differ, transfer of checkpoints, nodes that fail.
+//! The formulas leave out: intervals that differ, transfer of checkpoints, nodes that begin late or fail. [`simulation`] has these.
 
 mod constants;
 mod fit;
 mod formula;
 mod plan;
+pub mod simulation;
 
 pub use constants::{Constants, Error};
 pub use fit::{Fit, fit};

@@ -18,6 +18,8 @@ Benchmarks:
   restore   how soon a VM of 1 GiB runs again, lazily and eagerly, against -loadvm and memcpy (2 minutes)
   replay    what recording, replaying and analysing cost on the same guest work: recording over plain and over counting,
             with checkpoints, in two stages and three; replay over recording; each tool; two jobs (25 minutes)
+  evaluation  what chapter 6 of the SimuBoost checkpoint paper measures: what workloads write, deduplication, sizes, pauses, reading,
+            run time and speed-up, by interval; CSV, plots and report.md in --out (1 hour)
   store     ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file: speed and size (15 minutes)
 
 Examples:
@@ -28,6 +30,7 @@ Examples:
   keyframe bench overhead --json > overhead.json
   keyframe bench replay --quick
   keyframe bench replay --only record,checkpoints,compute,redis --qemu /opt/qemu10/bin/qemu-system-x86_64
+  keyframe bench evaluation --only compile,2000ms --out out/evaluation
   keyframe bench store --quick
   keyframe bench store --only keyframe,kyoto,borg"
 )]
@@ -45,7 +48,7 @@ pub struct Bench {
     #[arg(long)]
     quick: bool,
     /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ..., or
-    /// keyframe kyoto borg ..., or record jobs memtrace compute redis ...
+    /// keyframe kyoto borg ..., or record jobs memtrace compute redis ..., or compile bonnie stream 500ms 1000ms ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// How often each thing is measured [default: what it takes for a stable median]
@@ -57,9 +60,12 @@ pub struct Bench {
     /// The files of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
-    /// The QEMU that `bench replay` records and replays with [default: qemu-system-x86_64]
+    /// The QEMU that `bench replay` and `bench evaluation` record and replay with [default: qemu-system-x86_64]
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
+    /// Where `bench evaluation` writes its files [default: out/evaluation]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
     /// One store of `bench store`, as a process of its own
     #[arg(long, hide = true, value_name = "JSON", conflicts_with = "json")]
     job: Option<String>,
@@ -89,6 +95,7 @@ impl Bench {
             guest: self.guest.clone(),
             real_guest: self.real_guest.clone(),
             qemu: self.qemu.clone(),
+            out: self.out.clone(),
             progress: if self.quiet { |_| () } else { |line| eprintln!("keyframe bench: {line}") },
             warning: |line| eprintln!("keyframe bench: {line}"),
         };

@@ -2,13 +2,17 @@
 
 mod chart;
 mod measured;
+mod options;
+mod simulated;
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::keys::KeyArg;
 use crate::output;
 use keyframe_model::{Constants, Formula, Plan as Recommended, Point, best, nodes_best};
 use measured::Measured;
+use options::ClusterArgs;
 use serde::Serialize;
+use simulated::Simulated;
 use std::path::PathBuf;
 
 /// Interval lengths of the table, in seconds.
@@ -22,13 +26,20 @@ all of it takes: equation 2.1 where the nodes are enough, so that no interval wa
 Storage and Distribution for SimuBoost, 2015). The one that holds is chosen, and it is said why. Without --s-cp it follows from the pause: 1 + t_c/L.
 
 With --from, the run's time and the pause are those of a recording; with --analysis, how slow a simulation is and how long it takes to begin are found
-by a line through the intervals of an analysis that was made of it. What is given besides counts instead. Nothing here knows of the network and of
-nodes that fail.
+by a line through the intervals of an analysis that was made of it. What is given besides counts instead. The formulas know of equal intervals only, and
+neither of the network nor of nodes that start and fail.
+
+With --simulate a cluster is simulated event by event for each N, beside the formulas: with --from the recording's own intervals, each ready when its
+checkpoint was sealed and as long as its analysis took; without it, equal ones. One server feeds all nodes over --network; a node keeps what it got. An interval whose
+node fails begins anew on another one. It says what would happen; nothing is run.
 
 Examples:
   keyframe plan --t-vm 3600 --s-sim 100 --s-log 1.08 --t-c 0.1 --t-i 1
   keyframe plan --t-vm 600 --s-sim 31 --t-c 0.05 --t-i 3.7 --nodes 4 --plot plan.svg
-  keyframe analyze R --tool icount --out A && keyframe plan --from R --analysis A --nodes 8"
+  keyframe analyze R --tool icount --out A && keyframe plan --from R --analysis A --nodes 8
+  keyframe plan --from R --analysis A --nodes 1,2,4,8,16 --simulate --network 1Gbit --node-start 1s
+  keyframe plan --from R --analysis A --nodes 16 --simulate --network 1Gbit --transfer whole --policy in-order --deferred
+  keyframe plan --t-vm 3600 --s-sim 100 --t-c 0.1 --t-i 1 --nodes 32 --simulate --mtbf 1h --repair 5m --seed 7"
 )]
 pub struct Plan {
     /// How long the VM runs alone, in seconds
@@ -49,9 +60,9 @@ pub struct Plan {
     /// How many times as long an interval takes with its checkpoint, whatever its length
     #[arg(long, value_name = "FACTOR")]
     s_cp: Option<f64>,
-    /// Nodes that there are
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
-    nodes: Option<u64>,
+    /// Nodes that there are; several numbers are compared
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    nodes: Vec<u64>,
     /// Take the run's time and the pause from this recording
     #[arg(long, value_name = "REC")]
     from: Option<PathBuf>,
@@ -69,6 +80,8 @@ pub struct Plan {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    cluster: ClusterArgs,
 }
 
 /// What `--json` prints.
@@ -88,10 +101,12 @@ struct Report {
     why: String,
     /// With nodes enough.
     enough: Recommended,
-    /// With those that there are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    with_nodes: Option<Recommended>,
+    /// With those that there are: the formulas' best for each number.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    with_nodes: Vec<Recommended>,
     table: Vec<Point>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    simulated: Option<Simulated>,
 }
 
 impl Plan {
@@ -103,11 +118,17 @@ impl Plan {
         let measured = self.measured()?;
         let constants = self.constants(measured.as_ref())?;
         let enough = nodes_best(&constants);
-        let with_nodes = self.nodes.map(|nodes| best(&constants, nodes));
-        let chosen = with_nodes.unwrap_or(enough);
-        let table = table(&constants, enough.best.nodes, self.nodes);
+        let with_nodes: Vec<Recommended> = self.nodes.iter().map(|nodes| best(&constants, *nodes)).collect();
+        let chosen = with_nodes.last().copied().unwrap_or(enough);
+        let table = table(&constants, enough.best.nodes, &self.nodes);
+        let simulated = self
+            .cluster
+            .simulate
+            .then(|| Simulated::of(&self.cluster, &constants, measured.as_ref(), &self.nodes))
+            .transpose()?;
         if let Some(path) = &self.plot {
-            let figure = chart::figure(&constants, enough.best.nodes, self.nodes);
+            let rows = simulated.as_ref().map_or(&[][..], |simulated| &simulated.table);
+            let figure = chart::figure(&constants, enough.best.nodes, &self.nodes, rows);
             figure.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
         }
         let report = Report {
@@ -123,6 +144,7 @@ impl Plan {
             enough,
             with_nodes,
             table,
+            simulated,
         };
         if self.json {
             output::json(&report)?;
@@ -163,7 +185,7 @@ impl Plan {
 }
 
 /// Powers of two up to the nodes that are enough, these, and those that there are; with each length.
-fn table(constants: &Constants, enough: u64, nodes: Option<u64>) -> Vec<Point> {
+fn table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Point> {
     let columns = columns(enough, nodes);
     let longest = constants.s_log * constants.t_vm;
     let lengths = LENGTHS.iter().filter(|length| **length <= longest);
@@ -173,7 +195,7 @@ fn table(constants: &Constants, enough: u64, nodes: Option<u64>) -> Vec<Point> {
 /// At most so many of the powers.
 const COLUMNS_MAX: usize = 8;
 
-fn columns(enough: u64, nodes: Option<u64>) -> Vec<u64> {
+fn columns(enough: u64, nodes: &[u64]) -> Vec<u64> {
     let powers = std::iter::successors(Some(1_u64), |n| n.checked_mul(2)).take_while(|n| *n < enough);
     let mut all: Vec<u64> = powers.collect();
     if let Some(more) = all.len().checked_sub(COLUMNS_MAX).filter(|more| *more > 0) {
@@ -217,7 +239,7 @@ fn tell(report: &Report) -> Result<(), Failure> {
         )
     };
     output::print_line(&format!("best:  {}", line(&report.enough)))?;
-    if let Some(plan) = &report.with_nodes {
+    for plan in &report.with_nodes {
         output::print_line(&format!("given: {}", line(plan)))?;
     }
     let mut nodes: Vec<u64> = report.table.iter().map(|point| point.nodes).collect();
@@ -240,7 +262,8 @@ fn tell(report: &Report) -> Result<(), Failure> {
         .collect();
     output::print_line("")?;
     output::print_line(output::table(&header, &rows).trim_end())?;
-    output::print_line("* nodes enough (equation 2.1); the others by equation 3.5")
+    output::print_line("* nodes enough (equation 2.1); the others by equation 3.5")?;
+    report.simulated.as_ref().map_or(Ok(()), Simulated::tell)
 }
 
 #[cfg(test)]
@@ -249,10 +272,10 @@ mod tests {
 
     #[test]
     fn columns_are_few_and_have_what_was_asked_for() {
-        assert_eq!(columns(1, None), [1]);
-        assert_eq!(columns(90, Some(4)), [1, 2, 4, 8, 16, 32, 64, 90]);
-        assert_eq!(columns(90, Some(5)), [1, 2, 4, 5, 8, 16, 32, 64, 90]);
-        let many = columns(u64::MAX, Some(7));
+        assert_eq!(columns(1, &[]), [1]);
+        assert_eq!(columns(90, &[4]), [1, 2, 4, 8, 16, 32, 64, 90]);
+        assert_eq!(columns(90, &[5]), [1, 2, 4, 5, 8, 16, 32, 64, 90]);
+        let many = columns(u64::MAX, &[7]);
         assert!(many.len() <= COLUMNS_MAX + 2 && many.contains(&1) && many.contains(&7), "{many:?}");
     }
 }

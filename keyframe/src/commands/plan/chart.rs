@@ -1,21 +1,25 @@
 //! Speed-up over nodes, each with its best intervals, and over interval length.
 
 use super::columns;
+use super::simulated::Row;
 use keyframe_model::{Constants, Point as Predicted, best};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
 /// Points of a line.
 const STEPS: u32 = 60;
 
-/// The figure.
-pub fn figure(constants: &Constants, enough: u64, nodes: Option<u64>) -> Figure {
-    let most = enough.max(nodes.unwrap_or(1)).max(2);
+/// The figure; `simulated` is beside the formulas where there is any.
+pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Row]) -> Figure {
+    let most = nodes.iter().copied().chain([enough, 2]).fold(0, u64::max);
     let point = |x: f64, y: f64| Point { x, y, deviation: None };
     let mut counts: Vec<u64> = (0..=STEPS).map(|step| geometric(1.0, most as f64, step) as u64).collect();
     counts.dedup();
     let with_best = counts.iter().map(|n| point(*n as f64, best(constants, *n).best.speed_up)).collect();
     let ideal = counts.iter().map(|n| point(*n as f64, *n as f64)).collect();
-    let over_nodes = Chart {
+    let mut by_cluster: Vec<Point> =
+        simulated.iter().map(|row| point(row.nodes as f64, row.speed_up)).collect();
+    by_cluster.sort_by(|a, b| a.x.total_cmp(&b.x));
+    let mut over_nodes = Chart {
         title: "With the best intervals for each number of nodes".into(),
         x: Axis::new("nodes", Scale::Log),
         y: Axis::new("speed-up", Scale::Log),
@@ -24,6 +28,9 @@ pub fn figure(constants: &Constants, enough: u64, nodes: Option<u64>) -> Figure 
             Series { name: "as many as nodes".into(), points: ideal },
         ],
     };
+    if !by_cluster.is_empty() {
+        over_nodes.series.push(Series { name: "simulated cluster".into(), points: by_cluster });
+    }
     let longest = (constants.s_log * constants.t_vm).min(100.0);
     let line = |count: u64| Series {
         name: format!("{count} nodes"),

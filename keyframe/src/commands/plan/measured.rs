@@ -4,12 +4,33 @@ use crate::failure::Failure;
 use crate::keys::KeyArg;
 use crate::replaying::{Source, made_before, sealed_in};
 use keyframe_model::{Fit, fit};
-use keyframe_replay::interval::Interval;
+use keyframe_replay::RecordingMeta;
+use keyframe_replay::interval::{Interval, Place};
+use keyframe_store::Sealed;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Below that, the length of an interval says little about how long its simulation takes.
 const R_SQUARED_LEAST: f64 = 0.5;
+
+/// An interval, as a cluster would get it.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// When it could be simulated, in seconds since the recording began: its end's checkpoint is sealed. Where that was taken later, from a
+    /// replay: its end is recorded, by its instructions.
+    pub ready_s: f64,
+    /// Its part of the recorded time, by its instructions.
+    pub length_s: f64,
+    /// How long its simulation took; none: it is not done yet.
+    pub took_s: Option<f64>,
+    /// All of the RAM.
+    pub ram_bytes: f64,
+    /// What the store has got for its checkpoint and those before it.
+    pub stored_bytes: f64,
+    /// What it got since that of the interval before.
+    pub new_bytes: f64,
+}
 
 /// What was measured.
 #[derive(Clone, Debug, Serialize)]
@@ -24,6 +45,9 @@ pub struct Measured {
     pub intervals: u64,
     /// The line through them.
     pub fit: Option<Fit>,
+    /// All of them, and those that are not done.
+    #[serde(skip)]
+    pub pieces: Vec<Piece>,
 }
 
 impl Measured {
@@ -36,7 +60,8 @@ impl Measured {
     ) -> Result<Self, Failure> {
         let source = Source::open(path, store, key)?;
         let mut pauses = Vec::new();
-        for (place, sealed) in sealed_in(&source.store, &source.recording)? {
+        let checkpoints = sealed_in(&source.store, &source.recording)?;
+        for (place, sealed) in &checkpoints {
             // A replay's pauses are nobody's, and the first checkpoint comes before the VM runs.
             if sealed.meta.reason != "segment" && place.icount > 0 {
                 pauses.push(sealed.meta.timing.pause_ns as f64 / 1e9);
@@ -51,14 +76,16 @@ impl Measured {
             pause_s: (!pauses.is_empty()).then(|| paused_s / pauses.len() as f64),
             intervals: 0,
             fit: None,
+            pieces: Vec::new(),
         };
+        let each_s = recorded_s / meta.instructions.max(1) as f64;
+        let (mut all, mut took) = (Vec::new(), BTreeMap::new());
         if let Some(dir) = analysis {
             let (head, done) = made_before(dir)?;
             if head.recording != meta.id {
                 return Err(Failure::new(format!("{} is an analysis of another recording", dir.display()))
                     .fix("name one that keyframe analyze has made of this one"));
             }
-            let each_s = recorded_s / meta.instructions.max(1) as f64;
             let length = |index: u32| head.intervals.iter().find(|i| i.index == index).map(Interval::len);
             let pairs: Vec<(f64, f64)> = done
                 .iter()
@@ -69,8 +96,20 @@ impl Measured {
                 return Err(Failure::new(format!("{} has no interval that is done", dir.display()))
                     .fix("let keyframe analyze do some first"));
             }
+            took = done.iter().map(|one| (one.index, one.wall_ns as f64 / 1e9)).collect();
+            all = head.intervals;
         }
+        if all.is_empty() {
+            // A recording that has not been cut yet is one interval, or none.
+            all = source.intervals().unwrap_or_default();
+        }
+        measured.pieces = pieces(meta, &checkpoints, &all, (&took, each_s));
         Ok(measured)
+    }
+
+    /// Whether the line through the intervals says little about them.
+    pub fn fits_badly(&self) -> bool {
+        self.fit.is_some_and(|fit| fit.r_squared < R_SQUARED_LEAST)
     }
 
     /// For people.
@@ -79,8 +118,8 @@ impl Measured {
             format!("; {} checkpoints, a pause of {:.1} ms each", self.checkpoints, pause * 1e3)
         });
         let fit = self.fit.map_or_else(String::new, |fit| {
-            let poor = if fit.r_squared < R_SQUARED_LEAST {
-                ": a poor fit, so that --t-i and --s-sim are better given"
+            let poor = if self.fits_badly() {
+                ": a poor fit, so that --t-i and --s-sim are better given, and --simulate takes the intervals as they are"
             } else {
                 ""
             };
@@ -91,4 +130,51 @@ impl Measured {
         });
         format!("measured: {:.1} s recorded{pause}{fit}", self.recorded_s)
     }
+}
+
+fn pieces(
+    meta: &RecordingMeta,
+    checkpoints: &[(Place, Sealed)],
+    all: &[Interval],
+    (took, each_s): (&BTreeMap<u32, f64>, f64),
+) -> Vec<Piece> {
+    let duration_s = meta.duration_ns as f64 / 1e9;
+    let ready_s = |interval: &Interval| {
+        let end = checkpoints.iter().find(|(place, _)| Some(place.checkpoint) == interval.end);
+        match end {
+            Some((_, sealed)) if sealed.meta.reason != "segment" => {
+                let timing = &sealed.meta.timing;
+                let taken_s = sealed.meta.taken_at.duration_since(meta.began_at).as_secs_f64();
+                (taken_s + (timing.pause_ns + timing.encode_ns) as f64 / 1e9).max(0.0)
+            }
+            _ => duration_s * interval.end_icount as f64 / meta.instructions.max(1) as f64,
+        }
+    };
+    // What each checkpoint brought, and all up to it.
+    let mut sum = 0.0;
+    let sums: BTreeMap<Place, (f64, f64)> = checkpoints
+        .iter()
+        .map(|(place, sealed)| {
+            let counts = &sealed.meta.counts;
+            let of_disks: u64 = sealed.meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
+            sum += (counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks) as f64;
+            (*place, (sum, sealed.meta.ram.len_bytes() as f64))
+        })
+        .collect();
+    let mut before = 0.0;
+    all.iter()
+        .map(|interval| {
+            let (stored_bytes, ram_bytes) = sums.get(&interval.begin).copied().unwrap_or_default();
+            let new_bytes = (stored_bytes - before).max(0.0);
+            before = stored_bytes;
+            Piece {
+                ready_s: ready_s(interval),
+                length_s: interval.len() as f64 * each_s,
+                took_s: took.get(&interval.index).copied(),
+                ram_bytes,
+                stored_bytes,
+                new_bytes,
+            }
+        })
+        .collect()
 }

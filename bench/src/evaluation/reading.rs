@@ -1,0 +1,86 @@
+//! How long it takes to read a checkpoint's image: warm, and cold, after the kernel was told to forget the store's files.
+//!
+//! Warm stands for the paper's immediate use, where what is read has just been written; cold for the deferred one.
+
+use crate::Error;
+use keyframe_store::Store;
+use keyframe_units::{CheckpointId, PageIndex, PageRange};
+use rustix::fs::{Advice, fadvise};
+use std::fs::File;
+use std::path::Path;
+use std::time::Instant;
+
+/// One image, read twice.
+#[derive(Clone, Copy, Debug)]
+pub struct Read {
+    /// The checkpoint's number.
+    pub checkpoint: u64,
+    pub warm_s: f64,
+    pub cold_s: f64,
+    /// Bytes of the image.
+    pub image_bytes: f64,
+}
+
+/// Reads `count` images of `store`, evenly spread, the last one among them.
+pub fn measure(store: &Path, count: usize) -> Result<Vec<Read>, Error> {
+    let ids: Vec<CheckpointId> = {
+        let listing = open(store)?.checkpoints().map_err(failed("list the checkpoints"))?;
+        listing.sealed.iter().map(|sealed| sealed.id).collect()
+    };
+    let step = ids.len().div_ceil(count.max(1)).max(1);
+    let some: Vec<CheckpointId> = ids.iter().rev().step_by(step).rev().copied().collect();
+    some.into_iter()
+        .map(|id| {
+            forget(store)?;
+            let (cold_s, image_bytes) = read(store, id)?;
+            let (warm_s, _) = read(store, id)?;
+            Ok(Read { checkpoint: id.0, warm_s, cold_s, image_bytes })
+        })
+        .collect()
+}
+
+/// Opens the store, as a node does that begins, and reads all of an image.
+fn read(store: &Path, id: CheckpointId) -> Result<(f64, f64), Error> {
+    let began = Instant::now();
+    let loaded = open(store)?.load(id).map_err(failed("load a checkpoint"))?;
+    let pages = loaded.meta.ram.len_pages();
+    let mut sum = 0_u64;
+    loaded
+        .read_pages_by_all_cores(PageRange::new(PageIndex(0), pages), &mut |_, content| {
+            // Something is done with it, or it might not be read.
+            sum = sum.wrapping_add(u64::from(content[0]));
+            Ok::<_, keyframe_store::Error>(())
+        })
+        .map_err(failed("read a checkpoint"))?;
+    std::hint::black_box(sum);
+    Ok((began.elapsed().as_secs_f64(), loaded.meta.ram.len_bytes() as f64))
+}
+
+fn open(store: &Path) -> Result<Store, Error> {
+    Store::open(store).map_err(failed("open the store"))
+}
+
+fn failed(operation: &str) -> impl FnOnce(keyframe_store::Error) -> Error {
+    move |e| Error::failed(operation.to_owned(), e)
+}
+
+/// Has the kernel drop what it keeps of all files below `dir`.
+fn forget(dir: &Path) -> Result<(), Error> {
+    let entries = std::fs::read_dir(dir).map_err(Error::io(format!("list {}", dir.display())))?;
+    for entry in entries.flatten() {
+        let path = entry.path();
+        let kind = entry.file_type().map_err(Error::io(format!("look at {}", path.display())))?;
+        if kind.is_dir() {
+            forget(&path)?;
+        } else if kind.is_file() {
+            let drop_cache = || {
+                let file = File::open(&path)?;
+                // What is not on disk yet is kept.
+                file.sync_all()?;
+                Ok(fadvise(&file, 0, None, Advice::DontNeed)?)
+            };
+            drop_cache().map_err(Error::io(format!("drop {} from the cache", path.display())))?;
+        }
+    }
+    Ok(())
+}
