@@ -17,7 +17,9 @@ pub fn tell() {
     if place == "-" {
         let Fetched { requests, bytes_fetched, cache_hits, cache_misses } = fetched;
         let bytes = output::bytes(bytes_fetched);
-        eprintln!("keyframe: {bytes} fetched in {requests} requests; {cache_hits} pieces were in the cache, {cache_misses} were not");
+        eprintln!(
+            "keyframe: {bytes} fetched in {requests} requests; {cache_hits} pieces were in the cache, {cache_misses} were not"
+        );
         return;
     }
     let Ok(mut text) = serde_json::to_string(&fetched) else { return };

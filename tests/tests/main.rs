@@ -35,6 +35,7 @@ mod rollback;
 mod rollback_disks;
 mod s3;
 mod sectors;
+mod serve;
 mod strategies;
 mod thp;
 

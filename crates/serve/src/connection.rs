@@ -7,7 +7,9 @@
 
 use crate::files::{Files, No, Reply};
 use crate::server::Counts;
-use keyframe_store::backend::served::wire::{Code, Encoding, HELLO_BYTES_MAX, Head, Kind, REQUEST_BYTES_MAX, Request};
+use keyframe_store::backend::served::wire::{
+    Code, Encoding, HELLO_BYTES_MAX, Head, Kind, REQUEST_BYTES_MAX, Request,
+};
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -85,11 +87,16 @@ impl Common {
         let mut stream = StreamOwned::new(connection, Timed { socket, until });
         let hello = read_request(&mut stream, HELLO_BYTES_MAX)?;
         let reply = match hello {
-            Some(Ok(request @ Request::Hello { .. })) if self.is_welcome(&request) => self.files.answer(&request),
+            Some(Ok(request @ Request::Hello { .. })) if self.is_welcome(&request) => {
+                self.files.answer(&request)
+            }
             Some(Ok(Request::Hello { .. })) => {
                 self.counts.refused.fetch_add(1, Ordering::Relaxed);
                 std::thread::sleep(WRONG_TOKEN_PAUSE);
-                return self.send(&mut stream, Err(No(Code::Token, "the token is not the one of this server".into())));
+                return self.send(
+                    &mut stream,
+                    Err(No(Code::Token, "the token is not the one of this server".into())),
+                );
             }
             Some(Err(problem)) => return self.send(&mut stream, Err(No(Code::Strange, problem))),
             Some(Ok(_)) | None => return Ok(()),
@@ -115,10 +122,16 @@ impl Common {
         let (kind, code, bytes, is_packed) = match reply {
             Ok(Reply::Data { bytes, is_packed }) => (Kind::Data, Code::None, bytes, is_packed),
             Ok(Reply::Same) => (Kind::Same, Code::None, Vec::new(), true),
-            Err(No(code, said)) => (Kind::Refused, code, said.chars().take(1000).collect::<String>().into_bytes(), true),
+            Err(No(code, said)) => {
+                (Kind::Refused, code, said.chars().take(1000).collect::<String>().into_bytes(), true)
+            }
         };
         let len_bytes = bytes.len() as u64;
-        let packed = if is_packed || bytes.len() < COMPRESS_MIN { None } else { zstd::bulk::compress(&bytes, LEVEL).ok() };
+        let packed = if is_packed || bytes.len() < COMPRESS_MIN {
+            None
+        } else {
+            zstd::bulk::compress(&bytes, LEVEL).ok()
+        };
         let (encoding, bytes) = match packed.filter(|packed| packed.len() < bytes.len()) {
             Some(packed) => (Encoding::Zstd, packed),
             None => (Encoding::Plain, bytes),

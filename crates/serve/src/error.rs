@@ -13,7 +13,9 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] keyframe_store::Error),
     /// Everybody in the network could read the memory of guests.
-    #[error("{0} can be reached from other machines, and whoever reaches it could read the memory of the VMs")]
+    #[error(
+        "{0} can be reached from other machines, and whoever reaches it could read the memory of the VMs"
+    )]
     Open(SocketAddr),
     /// A certificate or key that is none.
     #[error("{object}: {problem}")]

@@ -41,7 +41,9 @@ impl From<Error> for No {
             (_, Some(ErrorKind::NotFound)) => Self(Code::NotFound, "there is no such file".into()),
             (_, Some(ErrorKind::UnexpectedEof)) => Self(Code::Ends, "the file ends before".into()),
             (Error::Damaged { problem, .. }, _) => Self(Code::TooLong, problem.clone()),
-            (Error::Io { operation, source, .. }, _) => Self(Code::Failed, format!("the server could not {operation} it: {source}")),
+            (Error::Io { operation, source, .. }, _) => {
+                Self(Code::Failed, format!("the server could not {operation} it: {source}"))
+            }
             _ => Self(Code::Failed, "the server could not read it".into()),
         }
     }
@@ -132,7 +134,8 @@ impl Files {
         let mut head = vec![0; len_bytes.min(HEAD_BYTES as u64) as usize];
         file.read_at(0, &mut head)?;
         // What it held when it had that length: a stamp of before would be of less.
-        let Stamp { identity, modified } = file.stamp()?.filter(|now| *now == stamp).unwrap_or(Stamp { modified: 0, ..stamp });
+        let Stamp { identity, modified } =
+            file.stamp()?.filter(|now| *now == stamp).unwrap_or(Stamp { modified: 0, ..stamp });
         self.keep(name, identity, file);
         Ok(Some(Look { identity, modified, len_bytes, head }))
     }
@@ -142,7 +145,9 @@ impl Files {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         if open.len() >= OPEN_MAX && !open.contains_key(name) {
             let oldest = open.iter().min_by_key(|(_, open)| open.used).map(|(name, _)| name.clone());
-            open.retain(|name, open| oldest.as_ref() != Some(name) && now.duration_since(open.used) < OPEN_FOR);
+            open.retain(|name, open| {
+                oldest.as_ref() != Some(name) && now.duration_since(open.used) < OPEN_FOR
+            });
         }
         open.insert(name.to_owned(), Open { identity, file, used: now });
     }

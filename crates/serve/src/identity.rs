@@ -25,7 +25,8 @@ pub struct Identity {
 impl Identity {
     /// One that somebody has made.
     pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
-        let bad = |path: &Path, problem: String| Error::Certificate { object: path.display().to_string(), problem };
+        let bad =
+            |path: &Path, problem: String| Error::Certificate { object: path.display().to_string(), problem };
         let chain = CertificateDer::pem_file_iter(certificate)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .map_err(|e| bad(certificate, e.to_string()))?;
@@ -44,7 +45,11 @@ impl Identity {
             move |source| Error::Io { object, operation, source }
         };
         if !path.exists() {
-            std::fs::DirBuilder::new().mode(0o700).recursive(true).create(folder).map_err(failed("make the directory of"))?;
+            std::fs::DirBuilder::new()
+                .mode(0o700)
+                .recursive(true)
+                .create(folder)
+                .map_err(failed("make the directory of"))?;
             // For its owner's eyes alone from its first moment; who else makes one at this moment is first or second.
             let written = tempfile::NamedTempFile::new_in(folder).and_then(|mut file| {
                 file.write_all(made()?.as_bytes())?;

@@ -81,7 +81,10 @@ impl Server {
         let files = backend::open(place)?;
         let store = keyframe_store::id_on(&*files, place)?;
         let fingerprint = identity.fingerprint();
-        let bad = |e: rustls::Error| Error::Certificate { object: "the certificate".into(), problem: e.to_string() };
+        let bad = |e: rustls::Error| Error::Certificate {
+            object: "the certificate".into(),
+            problem: e.to_string(),
+        };
         let tls = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(bad)?
@@ -122,7 +125,8 @@ impl Server {
 
     /// Serves until `stop` is set; then closes all connections.
     pub fn run(&self, stop: &AtomicBool) -> Result<Report> {
-        let failed = |source| Error::Io { object: self.address.to_string(), operation: "accept connections", source };
+        let failed =
+            |source| Error::Io { object: self.address.to_string(), operation: "accept connections", source };
         let mut tidied = Instant::now();
         let mut number = 0;
         while !stop.load(Ordering::Relaxed) {
@@ -156,7 +160,9 @@ impl Server {
         let counts = &self.common.counts;
         counts.connections.fetch_add(1, Ordering::Relaxed);
         let is_blocking = socket.set_nonblocking(false).is_ok();
-        let (Ok(again), true, true) = (socket.try_clone(), is_blocking, self.open().len() < self.connections_max) else {
+        let (Ok(again), true, true) =
+            (socket.try_clone(), is_blocking, self.open().len() < self.connections_max)
+        else {
             counts.refused.fetch_add(1, Ordering::Relaxed);
             return;
         };

@@ -235,5 +235,6 @@ pub fn served_answer(bytes: &[u8]) {
     let Ok((answer, _)) = Answer::read(&mut bytes, len_bytes_max) else { return };
     let Answer::Data(bytes) = answer else { return };
     assert!(bytes.len() as u64 <= len_bytes_max, "more than was asked for");
-    let _ = (wire::decode_names(&bytes), wire::decode_looks(&bytes, usize::from(*asked)), wire::welcomed(&bytes));
+    let _ =
+        (wire::decode_names(&bytes), wire::decode_looks(&bytes, usize::from(*asked)), wire::welcomed(&bytes));
 }

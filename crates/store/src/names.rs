@@ -124,12 +124,29 @@ mod tests {
 
     #[test]
     fn files_of_a_store_are_told_from_paths_to_elsewhere() {
-        for good in ["store.json", "packs/00000001.pack", "maps/0000000001.map", "tags/a", "worksets/0000000001.wset"] {
+        for good in
+            ["store.json", "packs/00000001.pack", "maps/0000000001.map", "tags/a", "worksets/0000000001.wset"]
+        {
             assert!(is_file(good), "{good}");
         }
         for bad in [
-            "", "/", "lock", "packs", "packs/", "packs/1.pack", "packs/../store.json", "packs//etc/passwd", "../store.json",
-            "tags/..", "tags/../lock", "tags/a/b", "tmp/x", "/etc/passwd", "disks/vm.1/a", "store.json/", "tags/a\0",
+            "",
+            "/",
+            "lock",
+            "packs",
+            "packs/",
+            "packs/1.pack",
+            "packs/../store.json",
+            "packs//etc/passwd",
+            "../store.json",
+            "tags/..",
+            "tags/../lock",
+            "tags/a/b",
+            "tmp/x",
+            "/etc/passwd",
+            "disks/vm.1/a",
+            "store.json/",
+            "tags/a\0",
         ] {
             assert!(!is_file(bad), "{bad:?}");
         }

@@ -293,7 +293,9 @@ impl Store {
 /// The file that makes a place a store, and how errors call it.
 fn store_json(backend: &dyn Backend, path: &Path) -> Result<(Vec<u8>, String)> {
     let bytes = backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error.io_kind() {
-        Some(ErrorKind::NotFound | ErrorKind::NotADirectory) => Error::NoStore { object: path.display().to_string() },
+        Some(ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Error::NoStore { object: path.display().to_string() }
+        }
         _ => error,
     })?;
     Ok((bytes, backend.describe(STORE_JSON)))

@@ -105,7 +105,8 @@ impl Serve {
 
     fn address(&self) -> Result<SocketAddr, Failure> {
         let bad = |e: String| {
-            Failure::new(format!("listen at {}: {e}", self.listen)).fix("name a host and a port: --listen 127.0.0.1:7420")
+            Failure::new(format!("listen at {}: {e}", self.listen))
+                .fix("name a host and a port: --listen 127.0.0.1:7420")
         };
         let mut found = self.listen.to_socket_addrs().map_err(|e| bad(e.to_string()))?;
         found.next().ok_or_else(|| bad("the name stands for no address".into()))
@@ -122,7 +123,10 @@ impl Serve {
         }
         output::print_line(&format!("serving {} at {}", self.store.display(), listening.url))?;
         let known = if is_own { "" } else { " (or KEYFRAME_SERVE_CA=FILE)" };
-        output::print_line(&format!("clients set KEYFRAME_SERVE_FINGERPRINT={}{known}", listening.fingerprint))?;
+        output::print_line(&format!(
+            "clients set KEYFRAME_SERVE_FINGERPRINT={}{known}",
+            listening.fingerprint
+        ))?;
         if listening.needs_token {
             output::print_line("and KEYFRAME_TOKEN, or KEYFRAME_TOKEN_FILE")?;
         }

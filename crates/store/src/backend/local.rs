@@ -267,7 +267,8 @@ impl Readable for LocalReadable {
             // 0 would say that nothing is known.
             xxh3_64(&bytes).max(1)
         };
-        let changed = [about.mtime(), about.mtime_nsec(), about.ctime(), about.ctime_nsec()].map(|t| t as u64);
+        let changed =
+            [about.mtime(), about.mtime_nsec(), about.ctime(), about.ctime_nsec()].map(|t| t as u64);
         let identity = of(&[about.dev(), about.ino(), born]);
         let modified = of(&[&changed[..], &[about.len()]].concat());
         Ok(Some(Stamp { identity, modified }))

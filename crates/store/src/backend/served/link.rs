@@ -13,7 +13,8 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
-    CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore, SignatureScheme, StreamOwned,
+    CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore, SignatureScheme,
+    StreamOwned,
 };
 use sha2::{Digest, Sha256};
 use std::io::{self, Write};
@@ -88,8 +89,9 @@ impl Link {
         socket.set_nodelay(true)?;
         socket.set_read_timeout(Some(WAIT_MAX))?;
         socket.set_write_timeout(Some(WAIT_MAX))?;
-        let name = ServerName::try_from(place.host.clone())
-            .map_err(|e| for_good(io::ErrorKind::InvalidInput, format!("{}: {e}", place.host), "name the host otherwise"))?;
+        let name = ServerName::try_from(place.host.clone()).map_err(|e| {
+            for_good(io::ErrorKind::InvalidInput, format!("{}: {e}", place.host), "name the host otherwise")
+        })?;
         let connection = ClientConnection::new(Arc::clone(config), name).map_err(io::Error::other)?;
         let mut stream = StreamOwned::new(connection, socket);
         while stream.conn.is_handshaking() {
@@ -101,7 +103,13 @@ impl Link {
         let (answer, _) = this.receive(&hello)?;
         match answer {
             Answer::Data(bytes) => {
-                let strange = |problem| for_good(io::ErrorKind::InvalidData, problem, "look at the address, and at the versions of both sides");
+                let strange = |problem| {
+                    for_good(
+                        io::ErrorKind::InvalidData,
+                        problem,
+                        "look at the address, and at the versions of both sides",
+                    )
+                };
                 this.store = wire::welcomed(&bytes).map_err(strange)?;
                 Ok(this)
             }
@@ -110,10 +118,14 @@ impl Link {
                 format!("the server refuses this client: {said}"),
                 "put the token of keyframe serve into KEYFRAME_TOKEN, or the name of a file with it into KEYFRAME_TOKEN_FILE",
             )),
-            Answer::Refused(_, said) => {
-                Err(for_good(io::ErrorKind::InvalidData, said, "use the same version of keyframe on both sides"))
+            Answer::Refused(_, said) => Err(for_good(
+                io::ErrorKind::InvalidData,
+                said,
+                "use the same version of keyframe on both sides",
+            )),
+            Answer::Same => {
+                Err(for_good(io::ErrorKind::InvalidData, "no welcome".into(), "is it keyframe serve?"))
             }
-            Answer::Same => Err(for_good(io::ErrorKind::InvalidData, "no welcome".into(), "is it keyframe serve?")),
         }
     }
 
@@ -158,7 +170,11 @@ fn judged(error: io::Error, place: &Place) -> Broken {
         }
         Some(Tls::InvalidCertificate(problem)) => {
             let problem = format!("the certificate of {} is not to be trusted: {problem}", place.host);
-            for_good(io::ErrorKind::PermissionDenied, problem, "look at KEYFRAME_SERVE_CA, and at the name in the address")
+            for_good(
+                io::ErrorKind::PermissionDenied,
+                problem,
+                "look at KEYFRAME_SERVE_CA, and at the name in the address",
+            )
         }
         Some(Tls::InvalidMessage(_)) => {
             let problem = "what answers speaks no TLS".to_owned();

@@ -67,7 +67,12 @@ pub struct Fetched {
 pub fn fetched() -> Fetched {
     let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let Counters { requests, bytes, hits, misses } = &FETCHED;
-    Fetched { requests: of(requests), bytes_fetched: of(bytes), cache_hits: of(hits), cache_misses: of(misses) }
+    Fetched {
+        requests: of(requests),
+        bytes_fetched: of(bytes),
+        cache_hits: of(hits),
+        cache_misses: of(misses),
+    }
 }
 
 pub(crate) struct Counters {
@@ -152,8 +157,9 @@ impl Served {
     fn state(&self) -> Result<State> {
         let client = &self.shared.client;
         match client.ask("look at", "lock", Request::State)? {
-            Answer::Data(bytes) => serde_json::from_slice(&bytes)
-                .map_err(|e| client.strange("look at", "lock", &e.to_string())),
+            Answer::Data(bytes) => {
+                serde_json::from_slice(&bytes).map_err(|e| client.strange("look at", "lock", &e.to_string()))
+            }
             _ => Err(client.strange("look at", "lock", "no state")),
         }
     }
@@ -163,7 +169,12 @@ impl Served {
 pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
     let problem = "a served store is read-only".to_owned();
     let fix = "do this where the store is, or copy what you need into a store of your own: keyframe copy --to STORE";
-    io_error(object.into(), operation, io::ErrorKind::ReadOnlyFilesystem, Refusal { problem, fix: Some(fix.into()) })
+    io_error(
+        object.into(),
+        operation,
+        io::ErrorKind::ReadOnlyFilesystem,
+        Refusal { problem, fix: Some(fix.into()) },
+    )
 }
 
 fn io_error(object: String, operation: &'static str, kind: io::ErrorKind, refusal: Refusal) -> Error {
@@ -246,6 +257,8 @@ impl Backend for Served {
 
     fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
         if is_pack(name) {
+            // All that it holds by now, whatever was known of it.
+            self.shared.goes_on();
             return super::read_whole(&*self.open(name)?, &self.describe(name), len_bytes_max);
         }
         let client = &self.shared.client;

@@ -67,8 +67,9 @@ impl Place {
         let rest = text.strip_prefix(SCHEME).ok_or_else(|| refused("is no kf:// address"))?;
         let (address, query) = rest.split_once('?').unwrap_or((rest, ""));
         let address = address.trim_end_matches('/');
-        let (host, port) = split(address)
-            .ok_or_else(|| refused("names no server: a host and a port, as in kf://node1:7420 or kf://[::1]:7420"))?;
+        let (host, port) = split(address).ok_or_else(|| {
+            refused("names no server: a host and a port, as in kf://node1:7420 or kf://[::1]:7420")
+        })?;
         let asked = match query.split_once('=') {
             Some(("fingerprint", value)) => Some(value.to_owned()),
             None if query.is_empty() => None,
@@ -102,7 +103,8 @@ impl Place {
 
 /// The token in a file, without the white space around it; an error where there is none, or a very long one.
 pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
-    let failed = |source| Error::Io { object: file.display().to_string(), operation: "read the token", source };
+    let failed =
+        |source| Error::Io { object: file.display().to_string(), operation: "read the token", source };
     let mut bytes = Zeroizing::new(Vec::new());
     let opened = std::fs::File::open(file).map_err(failed)?;
     opened.take(TOKEN_BYTES_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
@@ -153,7 +155,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PRINT: &str = "00:01:02:03:04:05:06:07:08:09:0a:0b:0c:0d:0e:0f:10:11:12:13:14:15:16:17:18:19:1a:1b:1c:1d:1e:1F";
+    const PRINT: &str =
+        "00:01:02:03:04:05:06:07:08:09:0a:0b:0c:0d:0e:0f:10:11:12:13:14:15:16:17:18:19:1a:1b:1c:1d:1e:1F";
 
     fn parse(url: &str, variables: &[(&str, &str)]) -> Result<Place> {
         let of = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());

@@ -92,7 +92,9 @@ impl Shared {
     fn ask_looks(&self, names: Vec<String>) -> Result<Vec<Option<Look>>> {
         let (count, first) = (names.len(), names.first().cloned().unwrap_or_default());
         let answer = self.client.ask("look at", &first, Request::Look { names })?;
-        let Answer::Data(bytes) = answer else { return Err(self.client.strange("look at", &first, "no looks")) };
+        let Answer::Data(bytes) = answer else {
+            return Err(self.client.strange("look at", &first, "no looks"));
+        };
         wire::decode_looks(&bytes, count).map_err(|problem| self.client.strange("look at", &first, &problem))
     }
 }
@@ -124,7 +126,12 @@ impl Reading {
             let source = io::Error::from(io::ErrorKind::NotFound);
             return Err(Error::Io { object: shared.client.describe(name), operation: "open", source });
         };
-        Ok(Self { shared: shared.clone(), name: name.into(), seen: Mutex::new(look), streak: Mutex::default() })
+        Ok(Self {
+            shared: shared.clone(),
+            name: name.into(),
+            seen: Mutex::new(look),
+            streak: Mutex::default(),
+        })
     }
 
     /// The file that was opened, as it is now.
@@ -153,7 +160,9 @@ impl Reading {
             u64::MAX ^ process ^ place ^ self.shared.generation.load(Ordering::Acquire)
         };
         let mut out = [0; STAMP_BYTES];
-        for (to, from) in out.iter_mut().zip(look.identity.to_le_bytes().into_iter().chain(modified.to_le_bytes())) {
+        for (to, from) in
+            out.iter_mut().zip(look.identity.to_le_bytes().into_iter().chain(modified.to_le_bytes()))
+        {
             *to = from;
         }
         out
@@ -196,7 +205,12 @@ impl Reading {
         }
     }
 
-    fn fetch(&self, claim: &Claim<'_>, stamp: [u8; STAMP_BYTES], found: &mut [Option<Arc<Vec<u8>>>]) -> Result<()> {
+    fn fetch(
+        &self,
+        claim: &Claim<'_>,
+        stamp: [u8; STAMP_BYTES],
+        found: &mut [Option<Arc<Vec<u8>>>],
+    ) -> Result<()> {
         let client = &self.shared.client;
         let requests: Vec<Request> = claim.mine.iter().map(|missing| missing.request.clone()).collect();
         FETCHED.misses.fetch_add(requests.len() as u64, Ordering::Relaxed);
@@ -211,7 +225,9 @@ impl Reading {
             match (answer, &missing.old) {
                 (Answer::Data(bytes), _) if bytes.len() == *len_bytes as usize => piece.extend(bytes),
                 (Answer::Same, Some(old)) => piece.extend(bytes_of(old)),
-                (Answer::Refused(code, said), _) => return Err(client.refused("read", &object(), code, &said)),
+                (Answer::Refused(code, said), _) => {
+                    return Err(client.refused("read", &object(), code, &said));
+                }
                 _ => return Err(client.strange("read", &object(), "not what was asked for")),
             }
             let piece = Arc::new(piece);
@@ -351,7 +367,8 @@ impl<'a> Claim<'a> {
     /// Waits until the others are there, or nobody fetches them any more.
     fn wait(&self) {
         let busy = self.shared.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_busy = |busy: &mut rustc_hash::FxHashSet<Key>| self.others.iter().any(|key| busy.contains(key));
+        let is_busy =
+            |busy: &mut rustc_hash::FxHashSet<Key>| self.others.iter().any(|key| busy.contains(key));
         drop(self.shared.done.wait_timeout_while(busy, WAIT_MAX, is_busy));
     }
 

@@ -149,15 +149,8 @@ pub enum Code {
 }
 
 impl Code {
-    const ALL: [Self; 7] = [
-        Self::None,
-        Self::NotFound,
-        Self::Ends,
-        Self::Token,
-        Self::Strange,
-        Self::TooLong,
-        Self::Failed,
-    ];
+    const ALL: [Self; 7] =
+        [Self::None, Self::NotFound, Self::Ends, Self::Token, Self::Strange, Self::TooLong, Self::Failed];
 
     fn number(self) -> u16 {
         Self::ALL.iter().zip(0..).find(|(code, _)| **code == self).map_or(0, |(_, number)| number)
@@ -223,7 +216,8 @@ impl Request {
     /// A request of these bytes, which its length does not belong to.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut cursor = Cursor::new(bytes);
-        let request = Self::parse(&mut cursor).map_err(|problem| format!("a request that makes no sense: {problem}"))?;
+        let request = Self::parse(&mut cursor)
+            .map_err(|problem| format!("a request that makes no sense: {problem}"))?;
         if cursor.is_empty() { Ok(request) } else { Err("a request with bytes behind its end".into()) }
     }
 
@@ -439,7 +433,9 @@ impl Answer {
         // What is compressed is not longer than what it is made of: it would have been sent plain.
         if head.wire_bytes > most || head.len_bytes > most {
             let (wire, len) = (head.wire_bytes, head.len_bytes);
-            return Err(strange(format!("an answer of {wire} bytes, {len} decoded, where at most {most} were asked for")));
+            return Err(strange(format!(
+                "an answer of {wire} bytes, {len} decoded, where at most {most} were asked for"
+            )));
         }
         let mut bytes = Vec::new();
         from.take(head.wire_bytes).read_to_end(&mut bytes)?;
@@ -448,11 +444,17 @@ impl Answer {
         }
         if head.encoding == Encoding::Zstd {
             let mut decoded = Vec::new();
-            zstd::stream::Decoder::new(&*bytes)?.take(head.len_bytes.saturating_add(1)).read_to_end(&mut decoded)?;
+            zstd::stream::Decoder::new(&*bytes)?
+                .take(head.len_bytes.saturating_add(1))
+                .read_to_end(&mut decoded)?;
             bytes = decoded;
         }
         if bytes.len() as u64 != head.len_bytes {
-            return Err(strange(format!("an answer of {} bytes that was to have {}", bytes.len(), head.len_bytes)));
+            return Err(strange(format!(
+                "an answer of {} bytes that was to have {}",
+                bytes.len(),
+                head.len_bytes
+            )));
         }
         let came = ANSWER_HEAD_BYTES as u64 + head.wire_bytes;
         Ok((
@@ -479,7 +481,11 @@ mod tests {
         vec![
             Request::Hello { token: b"secret".to_vec() },
             Request::List { folder: "packs".into() },
-            Request::File { name: "maps/0000000001.map".into(), len_bytes_max: 1 << 40, known: Some([7; 32]) },
+            Request::File {
+                name: "maps/0000000001.map".into(),
+                len_bytes_max: 1 << 40,
+                known: Some([7; 32]),
+            },
             Request::Look { names: vec![name(), "packs/00000002.pack".into()] },
             Request::Range { name: name(), identity: 5, offset: 1 << 33, len_bytes: 128 << 10, known: None },
             Request::State,
@@ -506,7 +512,13 @@ mod tests {
         let mut bytes = Vec::new();
         Request::Look { names: vec!["x".repeat(255); LOOKS_MAX] }.encode(&mut bytes);
         assert!(Request::decode(&bytes[4..]).is_ok());
-        let range = Request::Range { name: "x".into(), identity: 0, offset: 0, len_bytes: RANGE_BYTES_MAX + 1, known: None };
+        let range = Request::Range {
+            name: "x".into(),
+            identity: 0,
+            offset: 0,
+            len_bytes: RANGE_BYTES_MAX + 1,
+            known: None,
+        };
         bytes.clear();
         range.encode(&mut bytes);
         assert!(Request::decode(&bytes[4..]).is_err());
