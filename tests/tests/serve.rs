@@ -78,11 +78,12 @@ fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
 /// A server that goes while it is read, and one that comes in its place.
 fn killed(node: &mut Bench, store: &str, address: &str) {
     let url = node.store();
-    let whole = ["check", "--read-data", "--quiet", "--store", &url];
+    let whole = ["export", "latest", "--store", &url, "--format", "raw", "-o", "out.raw", "--quiet"];
     let (mut server, mut caught) = (serve(node, store, address).0, None);
     for round in 0..5 {
         let cache = node.path().join(format!("cache-{round}"));
         node.set("KEYFRAME_CACHE", &cache.display().to_string());
+        let _ = std::fs::remove_file(node.path().join("out.raw"));
         let mut reader = Process::start(node.command(&whole));
         reader.wait_until(30, |_| (pieces(&cache) > 8).then_some(()));
         server.signal(Signal::KILL);
@@ -101,6 +102,7 @@ fn killed(node: &mut Bench, store: &str, address: &str) {
     }
     let told = node.path().join("fetched");
     node.set("KEYFRAME_FETCHED", &told.display().to_string());
+    let _ = std::fs::remove_file(node.path().join("out.raw"));
     node.ok(&whole);
     let fetched: Value =
         serde_json::from_str(&std::fs::read_to_string(told).expect("what was fetched")).expect("JSON");

@@ -3,7 +3,8 @@
 //! ```text
 //!   requests ─▶ a connection of the pool ─▶ up to 32 under way ─▶ answers, in order ─▶ the connection goes back
 //!      ▲              └─ broken: those without an answer again, on a new one, after 0.05, 0.1, ... 1 s
-//!      └──────────────┘   until nothing has come for 8 s; 1 s where this process never met the server
+//!      └──────────────┘   until nothing has come for 8 s; 1 s where this process never met the server; at once where
+//!                         the one before waited in vain
 //! ```
 //!
 //! Nothing that is asked changes anything, so that it does not matter how often it is.
@@ -38,6 +39,8 @@ pub struct Client {
     /// The store that it serves, once it has said so.
     store: OnceLock<[u8; 16]>,
     has_met: AtomicBool,
+    /// It was waited for in vain: who asks next does not wait again, until it answers.
+    is_gone: AtomicBool,
     patience: Duration,
 }
 
@@ -49,6 +52,7 @@ impl Client {
             idle: Mutex::default(),
             store: OnceLock::new(),
             has_met: AtomicBool::new(false),
+            is_gone: AtomicBool::new(false),
             patience: PATIENCE,
         }
     }
@@ -122,7 +126,12 @@ impl Client {
                 Broken::Gone(error) => {
                     let has_met = self.has_met.load(Ordering::Relaxed);
                     let patience = if has_met { self.patience } else { self.patience.min(PATIENCE_AT_FIRST) };
-                    if last_came.elapsed() + pause > patience || error.kind() == io::ErrorKind::InvalidData {
+                    let is_gone = self.is_gone.load(Ordering::Relaxed);
+                    if is_gone
+                        || last_came.elapsed() + pause > patience
+                        || error.kind() == io::ErrorKind::InvalidData
+                    {
+                        self.is_gone.store(true, Ordering::Relaxed);
                         return Err(self.unreached(operation, &error));
                     }
                     std::thread::sleep(pause);
@@ -181,6 +190,7 @@ impl Client {
             return Err(Broken::ForGood(io::ErrorKind::InvalidData, Refusal { problem, fix }));
         }
         self.has_met.store(true, Ordering::Relaxed);
+        self.is_gone.store(false, Ordering::Relaxed);
         Ok((link, false))
     }
 
