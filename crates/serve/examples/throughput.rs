@@ -25,8 +25,7 @@ fn main() {
     let identity = Identity::fresh().expect("a certificate");
     let options = Options { listen, token: None, identity, connections_max: 64 };
     let server = Server::bind(&place, options).expect("a server");
-    let print: String = server.fingerprint().iter().map(|byte| format!("{byte:02x}")).collect();
-    let url = format!("kf://{}?fingerprint={print}", server.address());
+    let url = format!("kf://{}?fingerprint={}", server.address(), server.fingerprint());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     println!("{cores} cores, a pack of {mib} MiB, {seconds} s each");
     let stop = AtomicBool::new(false);

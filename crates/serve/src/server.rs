@@ -4,7 +4,7 @@ use crate::connection::Common;
 use crate::files::Files;
 use crate::{Error, Identity, Result};
 use keyframe_store::backend;
-use keyframe_store::backend::served::Fingerprint;
+use keyframe_store::backend::served::{Fingerprint, show_fingerprint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::ServerConfig;
 use serde::Serialize;
@@ -106,9 +106,9 @@ impl Server {
         self.address
     }
 
-    /// What clients know it by.
-    pub fn fingerprint(&self) -> Fingerprint {
-        self.fingerprint
+    /// What clients know it by: SHA-256 of its certificate, as hexadecimal digits.
+    pub fn fingerprint(&self) -> String {
+        show_fingerprint(&self.fingerprint)
     }
 
     /// What it has done so far.

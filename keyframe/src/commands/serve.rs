@@ -75,7 +75,7 @@ impl Serve {
         let listen = self.address()?;
         let options = Options { listen, token, identity, connections_max: self.connections as usize };
         let server = Server::bind(&self.store, options).map_err(|e| self.failure(&e))?;
-        let fingerprint: String = server.fingerprint().iter().map(|byte| format!("{byte:02x}")).collect();
+        let fingerprint = server.fingerprint();
         let listening = Listening { url: format!("kf://{}", server.address()), fingerprint, needs_token };
         self.tell(&listening, is_own)?;
         let report = server.run(&stop).map_err(|e| self.failure(&e))?;

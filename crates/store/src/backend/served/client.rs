@@ -105,7 +105,7 @@ impl Client {
         loop {
             let before = done;
             let (broken, was_idle) = match self.take() {
-                Ok((mut link, was_idle)) => match self.talk(&mut link, requests, &mut done, sink) {
+                Ok((mut link, was_idle)) => match talk(&mut link, requests, &mut done, sink) {
                     Ok(Ok(())) => {
                         self.give_back(link);
                         return Ok(());
@@ -144,44 +144,18 @@ impl Client {
         }
     }
 
-    /// Sends the requests from `done` on, a few ahead of their answers.
-    fn talk(
-        &self,
-        link: &mut Link,
-        requests: &[Request],
-        done: &mut usize,
-        sink: &mut dyn FnMut(usize, Answer) -> Result<()>,
-    ) -> io::Result<Result<()>> {
-        let mut sent = *done;
-        while let Some(request) = requests.get(*done) {
-            // Half of them at once: a few large records instead of many small ones.
-            if sent - *done <= UNDER_WAY_MAX / 2 && sent < requests.len() {
-                let until = (*done + UNDER_WAY_MAX).min(requests.len());
-                link.send(requests.get(sent..until).unwrap_or_default())?;
-                sent = until;
-            }
-            let (answer, came_bytes) = link.receive(request)?;
-            FETCHED.count(came_bytes);
-            if let Err(error) = sink(*done, answer) {
-                // Answers may be on their way: nobody can use this connection any more.
-                return Ok(Err(error));
-            }
-            *done += 1;
-        }
-        Ok(Ok(()))
-    }
-
     /// A connection, and whether it is an old one.
     fn take(&self) -> Result<(Link, bool), Broken> {
         if let Some(link) = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok((link, true));
         }
-        let config = match self.config.get() {
-            Some(config) => config,
-            None => {
-                let made = link::config(&self.place)?;
-                self.config.get_or_init(|| made)
-            }
+        if self.config.get().is_none() {
+            let made = link::config(&self.place)?;
+            let _ = self.config.set(made);
+        }
+        // Set just now, if not before.
+        let Some(config) = self.config.get() else {
+            return Err(io::Error::from(io::ErrorKind::NotFound).into());
         };
         let link = Link::new(&self.place, config)?;
         if *self.store.get_or_init(|| link.store) != link.store {
@@ -238,4 +212,30 @@ impl Client {
         let fix = Some("use the same version of keyframe on both sides".into());
         io_error(self.describe(name), operation, io::ErrorKind::InvalidData, Refusal { problem, fix })
     }
+}
+
+/// Sends the requests from `done` on, a few ahead of their answers.
+fn talk(
+    link: &mut Link,
+    requests: &[Request],
+    done: &mut usize,
+    sink: &mut dyn FnMut(usize, Answer) -> Result<()>,
+) -> io::Result<Result<()>> {
+    let mut sent = *done;
+    while let Some(request) = requests.get(*done) {
+        // Half of them at once: a few large records instead of many small ones.
+        if sent - *done <= UNDER_WAY_MAX / 2 && sent < requests.len() {
+            let until = (*done + UNDER_WAY_MAX).min(requests.len());
+            link.send(requests.get(sent..until).unwrap_or_default())?;
+            sent = until;
+        }
+        let (answer, came_bytes) = link.receive(request)?;
+        FETCHED.count(came_bytes);
+        if let Err(error) = sink(*done, answer) {
+            // Answers may be on their way: nobody can use this connection any more.
+            return Ok(Err(error));
+        }
+        *done += 1;
+    }
+    Ok(Ok(()))
 }

@@ -132,7 +132,9 @@ impl Link {
     /// Sends requests, whose answers come in this order.
     pub fn send(&mut self, requests: &[Request]) -> io::Result<()> {
         let mut bytes = Vec::new();
-        requests.iter().for_each(|request| request.encode(&mut bytes));
+        for request in requests {
+            request.encode(&mut bytes);
+        }
         self.stream.write_all(&bytes)?;
         self.stream.flush()
     }

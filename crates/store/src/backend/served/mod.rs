@@ -26,7 +26,7 @@ pub mod wire;
 
 pub use crate::names::{FOLDERS, is_file};
 pub use link::fingerprint;
-pub use place::{Fingerprint, PORT, TOKEN, is_url, read_token};
+pub use place::{Fingerprint, PORT, TOKEN, is_url, read_token, show_fingerprint};
 
 use super::cache::{self, Cache, Key, Limits};
 use super::{Backend, Growing, LockGuard, Readable, Refusal};

@@ -129,6 +129,11 @@ pub fn parse_fingerprint(text: &str) -> Option<Fingerprint> {
     Some(out)
 }
 
+/// As messages show it.
+pub fn show_fingerprint(fingerprint: &Fingerprint) -> String {
+    crate::bytes::to_hex(fingerprint)
+}
+
 fn split(address: &str) -> Option<(String, u16)> {
     let (host, port) = match address.strip_prefix('[') {
         Some(rest) => {

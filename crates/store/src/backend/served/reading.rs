@@ -19,6 +19,7 @@ use crate::backend::{Readable, Stamp};
 use crate::names::PACKS;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -50,8 +51,8 @@ impl Looks {
         self.known.retain(|_, look| look.is_some());
         for file in files {
             let name = format!("{PACKS}/{file}");
-            if !self.known.contains_key(&name) {
-                self.known.insert(name, None);
+            if let Entry::Vacant(place) = self.known.entry(name) {
+                place.insert(None);
                 // Nothing is known of it at any time.
                 self.generation = 0;
             }

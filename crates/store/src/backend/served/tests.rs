@@ -39,7 +39,7 @@ impl Running {
         let stop = Arc::new(AtomicBool::new(false));
         let (running, until) = (server.clone(), stop.clone());
         let thread = std::thread::spawn(move || running.run(&until).unwrap());
-        let fingerprint = crate::bytes::to_hex(&server.fingerprint());
+        let fingerprint = server.fingerprint();
         Self { address: server.address(), fingerprint, server, stop, thread: Some(thread) }
     }
 

@@ -195,7 +195,9 @@ impl Request {
             Self::Look { names } => {
                 out.push(LOOK);
                 out.extend((names.len() as u16).to_le_bytes());
-                names.iter().for_each(|name| put_name(out, name));
+                for name in names {
+                    put_name(out, name);
+                }
             }
             Self::Range { name, identity, offset, len_bytes, known } => {
                 out.push(RANGE);
@@ -340,15 +342,14 @@ pub fn decode_looks(bytes: &[u8], count: usize) -> Result<Vec<Option<Look>>, Str
     let mut cursor = Cursor::new(bytes);
     let mut looks = Vec::new();
     for _ in 0..count {
-        looks.push(match cursor.array::<1>()? {
-            [0] => None,
-            _ => {
-                let (identity, modified, len_bytes) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
-                let [len] = cursor.array::<1>()?;
-                let head = cursor.take(usize::from(len))?.to_vec();
-                Some(Look { identity, modified, len_bytes, head })
-            }
-        });
+        if cursor.array::<1>()? == [0] {
+            looks.push(None);
+            continue;
+        }
+        let (identity, modified, len_bytes) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
+        let [len] = cursor.array::<1>()?;
+        let head = cursor.take(usize::from(len))?.to_vec();
+        looks.push(Some(Look { identity, modified, len_bytes, head }));
     }
     if cursor.is_empty() { Ok(looks) } else { Err("more looks than were asked for".into()) }
 }
@@ -356,7 +357,9 @@ pub fn decode_looks(bytes: &[u8], count: usize) -> Result<Vec<Option<Look>>, Str
 /// The bytes for names: each with its length before it.
 pub fn encode_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     let mut out = Vec::new();
-    names.into_iter().for_each(|name| put_name(&mut out, name));
+    for name in names {
+        put_name(&mut out, name);
+    }
     out
 }
 
