@@ -461,5 +461,6 @@ fn several_threads_and_processes_fetch_a_piece_once_each() {
             });
         }
     });
-    assert!(running.sent() < (3 << 20) + 20_000, "{} bytes sent", running.sent());
+    // Two may see at the same moment that one is missing, now and then.
+    assert!(running.sent() < (3 << 20) + (768 << 10), "{} bytes sent", running.sent());
 }
