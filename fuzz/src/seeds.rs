@@ -43,6 +43,7 @@ fn main() {
     qemu(&corpora);
     disk(&corpora);
     net(&corpora);
+    served(&corpora);
 }
 
 /// With the numbers of the store itself made zero, which the targets expect.
@@ -194,4 +195,20 @@ fn net(corpora: &Corpora<'_>) {
         .flat_map(|json| [&(json.len() as u32).to_le_bytes()[..], &[0; 4], json.as_bytes()].concat())
         .collect();
     corpora.add("net_control", "some", &messages);
+}
+
+fn served(corpora: &Corpora<'_>) {
+    corpora.add("served_request", "hello", b"\x01KFSERVE\n\x01\0\x06\0secret");
+    corpora.add("served_request", "list", b"\x02\x05packs");
+    let range = [&b"\x05\x13packs/00000001.pack"[..], &[7; 8], &[0; 8], &[0, 0, 2, 0, 1], &[9; 32]].concat();
+    corpora.add("served_request", "range", &range);
+    corpora.add("served_request", "look", b"\x04\x02\0\x13packs/00000001.pack\x0astore.json");
+    let answer = |asked: u8, kind: &[u8; 4], body: &[u8]| {
+        let len = (body.len() as u64).to_le_bytes();
+        [&[asked][..], kind, &len, &len, body].concat()
+    };
+    corpora.add("served_answer", "names", &answer(10, &[0; 4], b"\x0d00000001.pack\x0d00000002.pack"));
+    let look = [&[1][..], &[5; 24], &[4], b"head", &[0]].concat();
+    corpora.add("served_answer", "looks", &answer(2 + 32 * 7, &[0; 4], &look));
+    corpora.add("served_answer", "refused", &answer(1, &[2, 0, 3, 0], b"no"));
 }

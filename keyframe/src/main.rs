@@ -6,6 +6,7 @@ mod commands;
 mod control;
 mod disks;
 mod failure;
+mod fetched;
 mod images;
 mod keys;
 mod lans;
@@ -62,6 +63,7 @@ enum Command {
     Copy(commands::copy::Copy),
     Tag(commands::tag::Tag),
     Pin(commands::pin::Pin),
+    Serve(commands::serve::Serve),
     Stats(commands::stats::Stats),
     Status(commands::status::Status),
     Stop(commands::stop::Stop),
@@ -111,6 +113,7 @@ impl Command {
             Self::Copy(c) => c.run(),
             Self::Tag(c) => c.run(),
             Self::Pin(c) => c.run(),
+            Self::Serve(c) => c.run(),
             Self::Stats(c) => c.run(),
             Self::Status(c) => c.run(),
             Self::Stop(c) => c.run(),
@@ -143,7 +146,9 @@ fn raise_open_files() {
 
 fn main() -> ExitCode {
     raise_open_files();
-    match Cli::parse().command.run() {
+    let outcome = Cli::parse().command.run();
+    fetched::tell();
+    match outcome {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
             eprintln!("keyframe: {failure}");

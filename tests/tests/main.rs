@@ -36,6 +36,7 @@ mod rollback;
 mod rollback_disks;
 mod s3;
 mod sectors;
+mod serve;
 mod strategies;
 mod thp;
 

@@ -231,6 +231,14 @@ impl Error {
         }
     }
 
+    /// What the system called it, where it was the system.
+    pub fn io_kind(&self) -> Option<io::ErrorKind> {
+        match self {
+            Self::Io { source, .. } => Some(source.kind()),
+            _ => None,
+        }
+    }
+
     /// True where a name is taken.
     pub(crate) fn already_exists(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)

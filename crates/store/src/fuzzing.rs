@@ -4,6 +4,7 @@
 
 mod memory;
 
+use crate::backend::served::wire::{self, Answer, Request};
 use crate::backend::{Backend, Encrypted};
 use crate::bytes::{Cursor, put_varint};
 use crate::codec::{decompress_page, decompress_section};
@@ -217,4 +218,23 @@ fn mended(name: &str, bytes: &[u8]) -> Vec<u8> {
         }
     }
     bytes
+}
+
+/// What a client asks a checkpoint server for, behind its length.
+pub fn served_request(bytes: &[u8]) {
+    let Ok(request) = Request::decode(bytes) else { return };
+    let mut again = Vec::new();
+    request.encode(&mut again);
+    assert!(again.get(4..) == Some(bytes), "a request has one form");
+}
+
+/// What a checkpoint server answers: the first byte says what was asked for.
+pub fn served_answer(bytes: &[u8]) {
+    let Some((asked, mut bytes)) = bytes.split_first() else { return };
+    let len_bytes_max = 1 << (asked & 31);
+    let Ok((answer, _)) = Answer::read(&mut bytes, len_bytes_max) else { return };
+    let Answer::Data(bytes) = answer else { return };
+    assert!(bytes.len() as u64 <= len_bytes_max, "more than was asked for");
+    let _ =
+        (wire::decode_names(&bytes), wire::decode_looks(&bytes, usize::from(*asked)), wire::welcomed(&bytes));
 }

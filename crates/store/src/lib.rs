@@ -88,7 +88,7 @@ pub use error::{Error, Result};
 pub use index::IndexUse;
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
-pub use local::store_of as store_of_folder;
+pub use local::{state_folder, store_of as store_of_folder};
 pub use meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Sealed, Timing};
 pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
@@ -96,7 +96,7 @@ pub use retention::{Moment, Reason, Retention, Verdict};
 pub use run::{DiskState, Put, Run, SealRequest};
 pub use secret::{Secret, SecretKind};
 pub use stats::{Added, Growth, Hour, ImageSharing, Sharing, Stats};
-pub use store::{Listing, Store};
+pub use store::{Listing, Store, id_on};
 pub use writer::{Tuning, Writer};
 
 /// The highest version of the store format that this program writes and reads.

@@ -15,11 +15,16 @@ use std::path::{Path, PathBuf};
 
 const URL: &str = "store.url";
 
-/// Where the directory for the store `id` is, or would be; none where there is no place for it.
-pub fn path(id: &str) -> Option<PathBuf> {
+/// Where this host keeps what belongs to this program; none where there is no place for it.
+pub fn state_folder() -> Option<PathBuf> {
     let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")))?;
-    Some(state.join("keyframe/stores").join(id))
+    Some(state.join("keyframe"))
+}
+
+/// Where the directory for the store `id` is, or would be; none where there is no place for it.
+pub fn path(id: &str) -> Option<PathBuf> {
+    Some(state_folder()?.join("stores").join(id))
 }
 
 /// The directory for the store `id` at `url`; made where it is not there.

@@ -72,6 +72,22 @@ pub fn parse_checkpoint(file: &str) -> Option<CheckpointId> {
     (id > 0 && checkpoint_file(id) == file).then_some(CheckpointId(id))
 }
 
+/// The folders whose files readers of a store ask for.
+pub const FOLDERS: [&str; 5] = [PACKS, MAPS, CHECKPOINTS, TAGS, WORKSETS];
+
+/// True for what is a file of a store that readers ask for, and no path to anywhere else.
+pub fn is_file(name: &str) -> bool {
+    match name.split_once('/') {
+        None => name == crate::config::STORE_JSON,
+        Some((PACKS, file)) => parse_pack(file).is_some(),
+        Some((MAPS, file)) => parse_map(file).is_some(),
+        Some((CHECKPOINTS, file)) => parse_checkpoint(file).is_some(),
+        Some((TAGS, file)) => is_tag(file),
+        Some((WORKSETS, file)) => parse_workset(file).is_some(),
+        Some(_) => false,
+    }
+}
+
 /// True where the text can be a tag: it is never mistaken for a number, for `latest`, or for another file.
 pub fn is_tag(text: &str) -> bool {
     let chars_fit = text.bytes().all(|c| c.is_ascii_alphanumeric() || b"._-".contains(&c));
@@ -106,7 +122,42 @@ mod tests {
         }
     }
 
+    #[test]
+    fn files_of_a_store_are_told_from_paths_to_elsewhere() {
+        for good in
+            ["store.json", "packs/00000001.pack", "maps/0000000001.map", "tags/a", "worksets/0000000001.wset"]
+        {
+            assert!(is_file(good), "{good}");
+        }
+        for bad in [
+            "",
+            "/",
+            "lock",
+            "packs",
+            "packs/",
+            "packs/1.pack",
+            "packs/../store.json",
+            "packs//etc/passwd",
+            "../store.json",
+            "tags/..",
+            "tags/../lock",
+            "tags/a/b",
+            "tmp/x",
+            "/etc/passwd",
+            "disks/vm.1/a",
+            "store.json/",
+            "tags/a\0",
+        ] {
+            assert!(!is_file(bad), "{bad:?}");
+        }
+    }
+
     proptest! {
+        #[test]
+        fn no_name_of_a_file_leads_out(name in "[a-z0-9./]{0,30}") {
+            prop_assert!(!is_file(&name) || !name.contains("..") && !name.starts_with('/'));
+        }
+
         #[test]
         fn numbers_come_back_and_nothing_else_is_one(id in 1u64.., file in "[+0-9a-z.]{0,16}", pack_number in 1u32..) {
             prop_assert_eq!(parse_checkpoint(&checkpoint_file(id)), Some(CheckpointId(id)));

@@ -23,6 +23,10 @@ const READ_BYTES_MAX: u64 = 1 << 20;
 /// Unwanted bytes between two records that are cheaper to read than to skip.
 const GAP_BYTES_MAX: u64 = 32 << 10;
 
+/// What is said at once to be read next.
+const HINT_SPANS: usize = 32;
+const HINT_BYTES: u64 = 4 << 20;
+
 /// A pack whose header is right.
 #[derive(Debug)]
 pub struct PackFile {
@@ -222,7 +226,11 @@ impl PackFile {
         let len_bytes = self.file.len_bytes()?;
         let mut done = 0;
         let mut rest = wanted;
+        let mut hinted = if self.file.wants_hints() { 0 } else { usize::MAX };
         while let Some((start, _)) = rest.first() {
+            if done >= hinted {
+                hinted = done + self.hint(rest, len_bytes);
+            }
             let mut count = group_len(rest);
             let last = rest.get(count - 1).map_or(*start, |(to, _)| *to);
             let span = match self.read_span(*start, last, len_bytes, buffer) {
@@ -243,6 +251,25 @@ impl PackFile {
             }
         }
         Ok(())
+    }
+
+    /// Says what will be read of the first of these records; of how many. One read alone needs no hint.
+    fn hint<T>(&self, wanted: &[(PageRef, T)], len_bytes: u64) -> usize {
+        let (mut spans, mut bytes, mut count) = (Vec::new(), 0, 0);
+        while let Some((first, rest)) = wanted.get(count).zip(wanted.get(count..)) {
+            if spans.len() == HINT_SPANS || bytes >= HINT_BYTES {
+                break;
+            }
+            count += group_len(rest);
+            let last = wanted.get(count - 1).map_or(first.0, |(to, _)| *to);
+            let end = (last.offset() + RECORD_BYTES_MAX as u64).min(len_bytes);
+            bytes += end.saturating_sub(first.0.offset());
+            spans.push(first.0.offset()..end.max(first.0.offset()));
+        }
+        if spans.len() > 1 {
+            self.file.will_read(&spans);
+        }
+        count
     }
 
     /// Fills the beginning of `buffer` with everything from the record at `first` to the end of the one at `last`; how much that

@@ -17,6 +17,7 @@ use crate::{Error, Loaded, Result, Unmapped, local, names};
 use keyframe_units::CheckpointId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -114,18 +115,7 @@ impl Store {
         path: &Path,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
     ) -> Result<Self> {
-        let bytes = backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error {
-            Error::Io { ref source, .. }
-                if matches!(
-                    source.kind(),
-                    std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
-                ) =>
-            {
-                Error::NoStore { object: path.display().to_string() }
-            }
-            other => other,
-        })?;
-        let object = backend.describe(STORE_JSON);
+        let (bytes, object) = store_json(&*backend, path)?;
         let config = Config::decode(&bytes, &object)?.unlock(ask, &object)?;
         Ok(Self::new(backend, path, config))
     }
@@ -298,6 +288,23 @@ impl Store {
         }
         Ok(tags)
     }
+}
+
+/// The file that makes a place a store, and how errors call it.
+fn store_json(backend: &dyn Backend, path: &Path) -> Result<(Vec<u8>, String)> {
+    let bytes = backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error.io_kind() {
+        Some(ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Error::NoStore { object: path.display().to_string() }
+        }
+        _ => error,
+    })?;
+    Ok((bytes, backend.describe(STORE_JSON)))
+}
+
+/// The id of the store on a backend, for who needs nothing else of it: no key, where it is encrypted.
+pub fn id_on(backend: &dyn Backend, path: &Path) -> Result<[u8; 16]> {
+    let (bytes, object) = store_json(backend, path)?;
+    Ok(Config::decode(&bytes, &object)?.id.0)
 }
 
 /// The checkpoints of a store.

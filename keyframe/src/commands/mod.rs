@@ -30,6 +30,7 @@ pub mod restore;
 pub mod rollback;
 pub mod run;
 pub mod segment;
+pub mod serve;
 pub mod show;
 pub mod stats;
 pub mod status;
@@ -50,7 +51,7 @@ use std::path::PathBuf;
 /// Which store: on the command line, or in `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {
-    /// The store's directory, or s3://BUCKET/PREFIX
+    /// The store's directory, s3://BUCKET/PREFIX, or kf://HOST:PORT where `keyframe serve` runs (to read)
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: PathBuf,
     #[command(flatten)]

@@ -1,15 +1,16 @@
 //! A store in a local directory (or a network file system that honours `flock`, `fsync` and `rename`).
 
-use super::{Backend, Growing, LockGuard, Readable};
+use super::{Backend, Growing, LockGuard, Readable, Stamp};
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use xxhash_rust::xxh3::xxh3_64;
 
 const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 const LOCK: &str = "lock";
@@ -254,6 +255,23 @@ impl Readable for LocalReadable {
             operation: "read",
             source,
         })
+    }
+
+    fn stamp(&self) -> Result<Option<Stamp>> {
+        let about = self.file.metadata().map_err(|e| io_error(&self.path, "look at", e))?;
+        // Inodes are used again; not every file system says when a file was made.
+        let born = about.created().ok().and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
+        let born = born.map_or(0, |since| since.as_nanos() as u64);
+        let of = |numbers: &[u64]| {
+            let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            // 0 would say that nothing is known.
+            xxh3_64(&bytes).max(1)
+        };
+        let changed =
+            [about.mtime(), about.mtime_nsec(), about.ctime(), about.ctime_nsec()].map(|t| t as u64);
+        let identity = of(&[about.dev(), about.ino(), born]);
+        let modified = of(&[&changed[..], &[about.len()]].concat());
+        Ok(Some(Stamp { identity, modified }))
     }
 }
 

@@ -12,6 +12,7 @@
 //! away; a name written by `put` never shows part of its bytes. What it does not: that bytes appended since the last
 //! `sync` survive, in whole, in part, or in order.
 
+mod cache;
 #[cfg(test)]
 mod chance;
 #[cfg(test)]
@@ -21,13 +22,16 @@ mod encrypted;
 pub(crate) mod faulty;
 mod local;
 mod s3;
+pub mod served;
 
 pub(crate) use encrypted::Encrypted;
 pub use local::Local;
-pub use s3::{Refusal, S3};
+pub use s3::S3;
+pub use served::Served;
 
 use crate::{Error, Result};
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -117,6 +121,16 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
 }
 
+/// Why a place elsewhere did not do what it was asked for, and what a person can do about it.
+#[derive(Debug, thiserror::Error)]
+#[error("{problem}")]
+pub struct Refusal {
+    /// What was answered, or that nothing was.
+    pub problem: String,
+    /// What to do about it, where that is known.
+    pub fix: Option<String>,
+}
+
 /// What became of the locks of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unlocked {
@@ -142,16 +156,30 @@ fn read_whole(file: &dyn Readable, object: &str, len_bytes_max: u64) -> Result<V
 
 /// True for what names a place that is not a path on this host.
 pub fn is_remote(place: &Path) -> bool {
-    s3::is_url(place)
+    s3::is_url(place) || served::is_url(place)
 }
 
-/// The place of a store that exists: a directory, or `s3://BUCKET/PREFIX`.
+/// True for what names a place that can be read alone.
+pub fn is_read_only(place: &Path) -> bool {
+    served::is_url(place)
+}
+
+/// The place of a store that exists: a directory, `s3://BUCKET/PREFIX`, or `kf://HOST:PORT`.
 pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
-    Ok(if is_remote(place) { Arc::new(S3::open(place)?) } else { Arc::new(Local::open(place)) })
+    Ok(if s3::is_url(place) {
+        Arc::new(S3::open(place)?)
+    } else if served::is_url(place) {
+        Arc::new(Served::open(place)?)
+    } else {
+        Arc::new(Local::open(place))
+    })
 }
 
 /// A place for a new store, which must be empty.
 pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
+    if served::is_url(place) {
+        return Err(served::read_only(&place.display().to_string(), "make a store"));
+    }
     Ok(if is_remote(place) { Arc::new(S3::create(place)?) } else { Arc::new(Local::create(place)?) })
 }
 
@@ -174,4 +202,26 @@ pub trait Readable: Send + Sync + fmt::Debug {
     fn len_bytes(&self) -> Result<u64>;
     /// Fills `buffer` from `offset` on; an error of kind `UnexpectedEof` where the file ends before.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
+
+    /// What tells this file from another of its name, and a change of it; none where the place does not say.
+    fn stamp(&self) -> Result<Option<Stamp>> {
+        Ok(None)
+    }
+
+    /// True where [`Readable::will_read`] saves time: each read for itself would be a way to elsewhere and back.
+    fn wants_hints(&self) -> bool {
+        false
+    }
+
+    /// Says which ranges will be read next, rising. Advice: it may fetch them at once, and what fails fails when it is read.
+    fn will_read(&self, _ranges: &[Range<u64>]) {}
+}
+
+/// What a file is known by while it may be replaced, cut, or grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stamp {
+    /// Of the file, whatever is in it; 0 where the place does not say.
+    pub identity: u64,
+    /// Another one after each change of what is in it; 0 where the place does not say.
+    pub modified: u64,
 }

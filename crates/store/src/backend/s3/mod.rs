@@ -5,7 +5,7 @@
 //!   PREFIX/packs/00000001.pack/...                                                 a pack is several objects (`pack`)
 //!   PREFIX/lock, PREFIX/prune.lock                                                 objects that end unless renewed (`lease`)
 //!
-//!   S3 ─▶ Shared: client (requests, retries) · cache (parts that were read) · leases · packs that this process writes
+//!   S3 ─▶ Shared: client (requests, retries) · parts (cache of what was read) · leases · packs that this process writes
 //! ```
 //!
 //! Invariants: what returned `Ok` is stored, as the server understands that; a put by a writer whose lease may have ended is
@@ -15,25 +15,25 @@
 //! Not here: files that are open outlive their names in a directory, but objects do not: a reader whose pack a prune removes finds
 //! it gone.
 
-mod cache;
 mod client;
 mod lease;
 mod pack;
+mod parts;
 mod place;
 mod refusal;
 #[cfg(test)]
 pub(crate) mod tests;
 
 pub use place::is_url;
-pub use refusal::Refusal;
 
-use super::{Backend, Growing, LockGuard, Readable, Unlocked};
+use super::cache;
+use super::{Backend, Growing, LockGuard, Readable, Refusal, Unlocked};
 use crate::config::{STORE_JSON, random};
 use crate::names::PACKS;
 use crate::{Error, Result};
-use cache::Cache;
 use client::{Client, Depth, If, Put};
 use lease::Lease;
+use parts::Cache;
 use place::Place;
 use rustc_hash::FxHashMap;
 use std::io;
@@ -81,9 +81,7 @@ impl S3 {
     pub fn open(url: &Path) -> Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         let place = Place::parse(url, &variable)?;
-        let cache = variable("XDG_CACHE_HOME").filter(|home| home.starts_with('/')).map(PathBuf::from);
-        let cache = cache.or_else(|| Some(PathBuf::from(variable("HOME")?).join(".cache")));
-        Ok(Self::at(place, cache.map(|cache| cache.join("keyframe"))))
+        Ok(Self::at(place, cache::place(&variable)))
     }
 
     fn at(place: Place, cache: Option<PathBuf>) -> Self {

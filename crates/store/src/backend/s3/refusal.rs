@@ -2,19 +2,10 @@
 
 use super::client::{ANSWER_BYTES_MAX, Client};
 use crate::Error;
+use crate::backend::Refusal;
 use std::io;
 use ureq::Body;
 use ureq::http::{Response, StatusCode};
-
-/// What an answer or its absence means, and what to do about it.
-#[derive(Debug, thiserror::Error)]
-#[error("{problem}")]
-pub struct Refusal {
-    /// What was answered.
-    pub problem: String,
-    /// What to do about it, where that is known.
-    pub fix: Option<String>,
-}
 
 impl Client {
     /// The error for an answer that says no.

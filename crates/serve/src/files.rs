@@ -1,0 +1,227 @@
+//! What a server answers: files of one store, and nothing beside.
+//!
+//! Packs that somebody looked at stay open for a while, so that who reads one that a prune removes gets on. Invariants: as many as
+//! [`OPEN_MAX`] are open, and answers under way take no more memory than [`MEMORY_BYTES_MAX`], but for one that is larger alone.
+
+use keyframe_store::Error;
+use keyframe_store::backend::served::wire::{self, Code, HEAD_BYTES, Hash, LIST_BYTES_MAX, Look, Request};
+use keyframe_store::backend::served::{FOLDERS, State, is_file};
+use keyframe_store::backend::{Backend, Readable, Stamp};
+use std::collections::HashMap;
+use std::io::ErrorKind;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Files that are kept open.
+const OPEN_MAX: usize = 1024;
+/// How long one is kept open that nobody reads.
+const OPEN_FOR: Duration = Duration::from_secs(300);
+/// For whole files that are read at the same time.
+const MEMORY_BYTES_MAX: u64 = 1 << 30;
+/// A request waits no longer for memory.
+const WAIT_MAX: Duration = Duration::from_secs(15);
+
+/// What is sent for a request.
+#[derive(Debug)]
+pub enum Reply {
+    /// Bytes, which may be worth compressing.
+    Data { bytes: Vec<u8>, is_packed: bool },
+    /// The client has it.
+    Same,
+}
+
+/// Why nothing is.
+#[derive(Debug)]
+pub struct No(pub Code, pub String);
+
+impl From<Error> for No {
+    fn from(error: Error) -> Self {
+        // Where the store lies on this machine is none of the client's business.
+        match (&error, error.io_kind()) {
+            (_, Some(ErrorKind::NotFound)) => Self(Code::NotFound, "there is no such file".into()),
+            (_, Some(ErrorKind::UnexpectedEof)) => Self(Code::Ends, "the file ends before".into()),
+            (Error::Damaged { problem, .. }, _) => Self(Code::TooLong, problem.clone()),
+            (Error::Io { operation, source, .. }, _) => {
+                Self(Code::Failed, format!("the server could not {operation} it: {source}"))
+            }
+            _ => Self(Code::Failed, "the server could not read it".into()),
+        }
+    }
+}
+
+/// The files of one store.
+#[derive(Debug)]
+pub struct Files {
+    backend: Arc<dyn Backend>,
+    store: [u8; 16],
+    open: Mutex<HashMap<String, Open>>,
+    memory: Memory,
+}
+
+#[derive(Debug)]
+struct Open {
+    identity: u64,
+    file: Arc<dyn Readable>,
+    used: Instant,
+}
+
+impl Files {
+    /// Of the store with this id on that backend.
+    pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
+        Self { backend, store, open: Mutex::default(), memory: Memory::default() }
+    }
+
+    /// What a client that has shown who it is is answered.
+    pub fn answer(&self, request: &Request) -> Result<Reply, No> {
+        let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
+        match request {
+            Request::Hello { .. } => plain(wire::welcome(self.store)),
+            Request::List { folder } => plain(self.list(folder)?),
+            Request::Look { names } => {
+                let looks = names.iter().map(|name| self.look(name)).collect::<Result<Vec<_>, No>>()?;
+                plain(wire::encode_looks(&looks))
+            }
+            Request::File { name, len_bytes_max, known } => self.whole(name, *len_bytes_max, known.as_ref()),
+            Request::Range { name, identity, offset, len_bytes, known } => {
+                let file = self.file(name, *identity)?;
+                let mut bytes = vec![0; *len_bytes as usize];
+                file.read_at(*offset, &mut bytes)?;
+                Ok(unless_known(bytes, known.as_ref(), true))
+            }
+            Request::State => {
+                let (holder, is_pruned) = (self.backend.holder()?, self.backend.is_pruned()?);
+                let state = State { holder, is_pruned, boot: self.backend.boot()? };
+                plain(serde_json::to_vec(&state).unwrap_or_default())
+            }
+        }
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<u8>, No> {
+        if !FOLDERS.contains(&folder) {
+            return Err(strange());
+        }
+        let names = self.backend.list(folder)?;
+        let files = names.iter().filter(|name| is_file(&format!("{folder}/{name}")));
+        let bytes = wire::encode_names(files.map(String::as_str));
+        if bytes.len() as u64 > LIST_BYTES_MAX {
+            return Err(No(Code::Failed, "there are more files than a listing can have".into()));
+        }
+        Ok(bytes)
+    }
+
+    fn whole(&self, name: &str, len_bytes_max: u64, known: Option<&Hash>) -> Result<Reply, No> {
+        require_file(name)?;
+        let file = self.backend.open(name)?;
+        let len = file.len_bytes()?;
+        if len > len_bytes_max {
+            return Err(No(Code::TooLong, format!("{len} bytes long; at most {len_bytes_max} make sense")));
+        }
+        let _share = self.memory.take(len)?;
+        let mut bytes = vec![0; len as usize];
+        file.read_at(0, &mut bytes)?;
+        Ok(unless_known(bytes, known, false))
+    }
+
+    /// What a file is now, whatever was known of its name.
+    fn look(&self, name: &str) -> Result<Option<Look>, No> {
+        require_file(name)?;
+        let file = match self.backend.open(name) {
+            Err(error) if error.io_kind() == Some(ErrorKind::NotFound) => return Ok(None),
+            other => other?,
+        };
+        let stamp = file.stamp()?.unwrap_or_default();
+        let len_bytes = file.len_bytes()?;
+        let mut head = vec![0; len_bytes.min(HEAD_BYTES as u64) as usize];
+        file.read_at(0, &mut head)?;
+        // What it held when it had that length: a stamp of before would be of less.
+        let Stamp { identity, modified } =
+            file.stamp()?.filter(|now| *now == stamp).unwrap_or(Stamp { modified: 0, ..stamp });
+        self.keep(name, identity, file);
+        Ok(Some(Look { identity, modified, len_bytes, head }))
+    }
+
+    fn keep(&self, name: &str, identity: u64, file: Arc<dyn Readable>) {
+        let now = Instant::now();
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.len() >= OPEN_MAX && !open.contains_key(name) {
+            let oldest = open.iter().min_by_key(|(_, open)| open.used).map(|(name, _)| name.clone());
+            open.retain(|name, open| {
+                oldest.as_ref() != Some(name) && now.duration_since(open.used) < OPEN_FOR
+            });
+        }
+        open.insert(name.to_owned(), Open { identity, file, used: now });
+    }
+
+    /// The file of that name; the one that is meant, where the client says which.
+    fn file(&self, name: &str, identity: u64) -> Result<Arc<dyn Readable>, No> {
+        require_file(name)?;
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = open.get_mut(name).filter(|known| known.identity == identity) {
+            known.used = Instant::now();
+            return Ok(known.file.clone());
+        }
+        drop(open);
+        let file = self.backend.open(name)?;
+        let found = file.stamp()?.unwrap_or_default().identity;
+        if identity != 0 && found != identity {
+            return Err(No(Code::NotFound, "the file has been replaced".into()));
+        }
+        self.keep(name, found, file.clone());
+        Ok(file)
+    }
+
+    /// Closes files that nobody has read for a while: those that were removed take space until then.
+    pub fn tidy(&self) {
+        let now = Instant::now();
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|_, open| now.duration_since(open.used) < OPEN_FOR);
+    }
+}
+
+fn strange() -> No {
+    No(Code::Strange, "no name that a store's file has".into())
+}
+
+fn require_file(name: &str) -> Result<(), No> {
+    if is_file(name) { Ok(()) } else { Err(strange()) }
+}
+
+fn unless_known(bytes: Vec<u8>, known: Option<&Hash>, is_packed: bool) -> Reply {
+    match known {
+        Some(known) if blake3::hash(&bytes) == *known => Reply::Same,
+        _ => Reply::Data { bytes, is_packed },
+    }
+}
+
+/// What whole files may take.
+#[derive(Debug, Default)]
+struct Memory {
+    taken: Mutex<u64>,
+    freed: Condvar,
+}
+
+struct Share<'a> {
+    memory: &'a Memory,
+    bytes: u64,
+}
+
+impl Memory {
+    fn take(&self, bytes: u64) -> Result<Share<'_>, No> {
+        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full = |taken: &mut u64| *taken > 0 && *taken + bytes > MEMORY_BYTES_MAX;
+        let waited = self.freed.wait_timeout_while(taken, WAIT_MAX, is_full);
+        let (mut taken, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() {
+            return Err(No(Code::Failed, "the server has no memory for it now".into()));
+        }
+        *taken += bytes;
+        Ok(Share { memory: self, bytes })
+    }
+}
+
+impl Drop for Share<'_> {
+    fn drop(&mut self) {
+        *self.memory.taken.lock().unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+        self.memory.freed.notify_all();
+    }
+}

@@ -1,0 +1,109 @@
+//! What a server is known by: its certificate, given or made by itself.
+//!
+//! One that it made is kept, so that who has pinned its fingerprint knows it again after a restart.
+
+use crate::{Error, Result};
+use keyframe_store::backend::served::{Fingerprint, fingerprint};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use std::io::{self, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+
+const KEPT: &str = "identity.pem";
+const NAME: &str = "keyframe serve";
+
+/// A certificate, what it stands on, and its key.
+#[derive(Debug)]
+pub struct Identity {
+    pub(crate) chain: Vec<CertificateDer<'static>>,
+    pub(crate) key: PrivateKeyDer<'static>,
+    /// It was made here, so that clients have to pin it.
+    pub is_own: bool,
+}
+
+impl Identity {
+    /// One that somebody has made.
+    pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
+        let bad =
+            |path: &Path, problem: String| Error::Certificate { object: path.display().to_string(), problem };
+        let chain = CertificateDer::pem_file_iter(certificate)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .map_err(|e| bad(certificate, e.to_string()))?;
+        if chain.is_empty() {
+            return Err(bad(certificate, "there is no certificate in it".into()));
+        }
+        let key = PrivateKeyDer::from_pem_file(key).map_err(|e| bad(key, e.to_string()))?;
+        Ok(Self { chain, key, is_own: false })
+    }
+
+    /// The one that is kept in `folder`; made where there is none.
+    pub fn kept(folder: &Path) -> Result<Self> {
+        let path = folder.join(KEPT);
+        let failed = |operation| {
+            let object = path.display().to_string();
+            move |source| Error::Io { object, operation, source }
+        };
+        if !path.exists() {
+            std::fs::DirBuilder::new()
+                .mode(0o700)
+                .recursive(true)
+                .create(folder)
+                .map_err(failed("make the directory of"))?;
+            // For its owner's eyes alone from its first moment; who else makes one at this moment is first or second.
+            let written = tempfile::NamedTempFile::new_in(folder).and_then(|mut file| {
+                file.write_all(made()?.as_bytes())?;
+                file.as_file().sync_all()?;
+                match file.persist_noclobber(&path) {
+                    Err(error) if error.error.kind() != io::ErrorKind::AlreadyExists => Err(error.error),
+                    _ => Ok(()),
+                }
+            });
+            written.map_err(failed("write"))?;
+        }
+        Ok(Self { is_own: true, ..Self::of_files(&path, &path)? })
+    }
+
+    /// One for this process alone.
+    pub fn fresh() -> Result<Self> {
+        let failed = |problem: String| Error::Certificate { object: NAME.into(), problem };
+        let pem = made().map_err(|e| failed(e.to_string()))?;
+        let chain = CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<Vec<_>, _>>();
+        let key = PrivateKeyDer::from_pem_slice(pem.as_bytes()).map_err(|e| failed(e.to_string()))?;
+        Ok(Self { chain: chain.map_err(|e| failed(e.to_string()))?, key, is_own: true })
+    }
+
+    /// What clients know it by.
+    pub fn fingerprint(&self) -> Fingerprint {
+        self.chain.first().map(|certificate| fingerprint(certificate)).unwrap_or_default()
+    }
+}
+
+/// A new key, and a certificate for it, as PEM.
+fn made() -> io::Result<String> {
+    let key = rcgen::KeyPair::generate().map_err(io::Error::other)?;
+    let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).map_err(io::Error::other)?;
+    params.distinguished_name.push(rcgen::DnType::CommonName, NAME);
+    let certificate = params.self_signed(&key).map_err(io::Error::other)?;
+    Ok(certificate.pem() + &key.serialize_pem())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn one_that_was_made_is_found_again_and_is_for_its_owner_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("serve");
+        let first = Identity::kept(&folder).unwrap();
+        assert_eq!(Identity::kept(&folder).unwrap().fingerprint(), first.fingerprint());
+        assert_ne!(Identity::fresh().unwrap().fingerprint(), first.fingerprint());
+        let mode = std::fs::metadata(folder.join(KEPT)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o077, 0);
+        std::fs::write(folder.join(KEPT), "nonsense").unwrap();
+        let error = Identity::kept(&folder).unwrap_err();
+        assert!(error.to_string().contains(KEPT) && error.fix().is_some(), "{error}");
+    }
+}

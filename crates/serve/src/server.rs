@@ -1,0 +1,205 @@
+//! The server: it listens, gives each connection a thread, and ends when it is told to.
+
+use crate::connection::Common;
+use crate::files::Files;
+use crate::{Error, Identity, Result};
+use keyframe_store::backend;
+use keyframe_store::backend::served::{Fingerprint, show_fingerprint};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustls::ServerConfig;
+use serde::Serialize;
+use std::collections::HashMap;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use zeroize::Zeroizing;
+
+/// How often the server looks whether it should end.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+/// Connections that are closed end in that time.
+const END_MAX: Duration = Duration::from_secs(5);
+/// How often files that nobody reads are closed.
+const TIDY_EVERY: Duration = Duration::from_secs(60);
+
+/// How a store is served.
+#[derive(Debug)]
+pub struct Options {
+    /// Where to listen; port 0 for any.
+    pub listen: SocketAddr,
+    /// What clients have to show.
+    pub token: Option<Zeroizing<Vec<u8>>>,
+    /// What they know the server by.
+    pub identity: Identity,
+    /// More connections are closed at once.
+    pub connections_max: usize,
+}
+
+/// What a server has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Bytes of answers, without TLS around them.
+    pub bytes_sent: u64,
+    /// Requests that were answered, greetings among them.
+    pub requests: u64,
+    /// Connections that were made.
+    pub connections: u64,
+    /// Those that showed another token, or were too many.
+    pub refused: u64,
+}
+
+/// What is counted while it serves.
+#[derive(Debug, Default)]
+pub struct Counts {
+    pub bytes_sent: AtomicU64,
+    pub requests: AtomicU64,
+    pub connections: AtomicU64,
+    pub refused: AtomicU64,
+}
+
+/// A server that listens.
+#[derive(Debug)]
+pub struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    fingerprint: Fingerprint,
+    connections_max: usize,
+    common: Arc<Common>,
+    open: Arc<Mutex<HashMap<u64, TcpStream>>>,
+}
+
+impl Server {
+    /// Listens, for the store at `place`: a directory, or in object storage. Refuses to be reached from other machines without
+    /// a token.
+    pub fn bind(place: &Path, options: Options) -> Result<Self> {
+        let Options { listen, token, identity, connections_max } = options;
+        if !listen.ip().is_loopback() && token.is_none() {
+            return Err(Error::Open(listen));
+        }
+        let files = backend::open(place)?;
+        let store = keyframe_store::id_on(&*files, place)?;
+        let fingerprint = identity.fingerprint();
+        let bad = |e: rustls::Error| Error::Certificate {
+            object: "the certificate".into(),
+            problem: e.to_string(),
+        };
+        let tls = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(bad)?
+            .with_no_client_auth()
+            .with_single_cert(identity.chain, identity.key)
+            .map_err(bad)?;
+        let failed = |source| Error::Io { object: listen.to_string(), operation: "listen", source };
+        let listener = TcpListener::bind(listen).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let token = token.map(|token| blake3::hash(&token));
+        let (files, counts) = (Files::new(files, store), Counts::default());
+        let common = Arc::new(Common { files, tls: Arc::new(tls), token, counts });
+        Ok(Self { listener, address, fingerprint, connections_max, common, open: Arc::default() })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What clients know it by: SHA-256 of its certificate, as hexadecimal digits.
+    pub fn fingerprint(&self) -> String {
+        show_fingerprint(&self.fingerprint)
+    }
+
+    /// What it has done so far.
+    pub fn report(&self) -> Report {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let Counts { bytes_sent, requests, connections, refused } = &self.common.counts;
+        Report {
+            bytes_sent: of(bytes_sent),
+            requests: of(requests),
+            connections: of(connections),
+            refused: of(refused),
+        }
+    }
+
+    /// Serves until `stop` is set; then closes all connections.
+    pub fn run(&self, stop: &AtomicBool) -> Result<Report> {
+        let failed =
+            |source| Error::Io { object: self.address.to_string(), operation: "accept connections", source };
+        let mut tidied = Instant::now();
+        let mut number = 0;
+        while !stop.load(Ordering::Relaxed) {
+            match poll(&mut [PollFd::new(&self.listener, PollFlags::IN)], Some(&LOOK)) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(failed(error.into())),
+            }
+            match self.listener.accept() {
+                Ok((socket, _)) => {
+                    number += 1;
+                    self.begin(number, socket);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // No more descriptors, or a connection that went again: neither ends the others.
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+            }
+            if tidied.elapsed() > TIDY_EVERY {
+                self.common.files.tidy();
+                tidied = Instant::now();
+            }
+        }
+        self.end();
+        Ok(self.report())
+    }
+
+    fn open(&self) -> std::sync::MutexGuard<'_, HashMap<u64, TcpStream>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, number: u64, socket: TcpStream) {
+        let counts = &self.common.counts;
+        counts.connections.fetch_add(1, Ordering::Relaxed);
+        let is_blocking = socket.set_nonblocking(false).is_ok();
+        let (Ok(again), true, true) =
+            (socket.try_clone(), is_blocking, self.open().len() < self.connections_max)
+        else {
+            counts.refused.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        self.open().insert(number, again);
+        let done = Done { number, open: self.open.clone() };
+        let common = self.common.clone();
+        let serving = std::thread::Builder::new().name("connection".into()).spawn(move || {
+            let _done = done;
+            // How a client ends is its own affair.
+            let _ = common.serve(socket);
+        });
+        if serving.is_err() {
+            // Its closure is gone, and the connection with it.
+            counts.refused.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Closes all connections, and waits until their threads have ended.
+    fn end(&self) {
+        for socket in self.open().values() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        let began = Instant::now();
+        while !self.open().is_empty() && began.elapsed() < END_MAX {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Takes a connection off the list when its thread ends, however that does.
+struct Done {
+    number: u64,
+    open: Arc<Mutex<HashMap<u64, TcpStream>>>,
+}
+
+impl Drop for Done {
+    fn drop(&mut self) {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+    }
+}

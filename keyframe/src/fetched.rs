@@ -1,0 +1,32 @@
+//! What this process fetched from checkpoint servers, for who asks by `KEYFRAME_FETCHED`: a line on standard error where that is `-`,
+//! else a line of JSON behind what is in the file that it names.
+
+use crate::output;
+use keyframe_store::backend::served::{Fetched, fetched};
+use std::io::Write;
+
+const VARIABLE: &str = "KEYFRAME_FETCHED";
+
+/// Tells it, if anything was fetched. What goes wrong with it is no reason to fail.
+pub fn tell() {
+    let Some(place) = std::env::var_os(VARIABLE).filter(|place| !place.is_empty()) else { return };
+    let fetched = fetched();
+    if fetched == Fetched::default() {
+        return;
+    }
+    if place == "-" {
+        let Fetched { requests, bytes_fetched, cache_hits, cache_misses } = fetched;
+        let bytes = output::bytes(bytes_fetched);
+        eprintln!(
+            "keyframe: {bytes} fetched in {requests} requests; {cache_hits} pieces were in the cache, {cache_misses} were not"
+        );
+        return;
+    }
+    let Ok(mut text) = serde_json::to_string(&fetched) else { return };
+    text.push('\n');
+    // One write, so that lines of processes that end together do not mix.
+    let file = std::fs::File::options().create(true).append(true).open(&place);
+    if let Err(error) = file.and_then(|mut file| file.write_all(text.as_bytes())) {
+        eprintln!("keyframe: warning: {}: {error}", place.display());
+    }
+}
