@@ -31,6 +31,7 @@ compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 mod abi;
 pub mod attach;
 pub mod cost;
+pub mod cputime;
 mod error;
 pub mod fault_tracker;
 pub mod features;

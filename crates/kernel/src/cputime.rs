@@ -1,0 +1,34 @@
+//! How long a process has been on a processor.
+
+use std::time::Duration;
+
+/// Of all threads of process `pid`; none where there is no such process, or it is not ours to look at.
+pub fn of_process(pid: u32) -> Option<Duration> {
+    let mut clock = 0;
+    // SAFETY: the call writes one clock's id, whose place is ours; any pid may be asked for.
+    if unsafe { libc::clock_getcpuclockid(pid.cast_signed(), &raw mut clock) } != 0 {
+        return None;
+    }
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes one time, whose place is ours; a clock that has gone is an error.
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+        return None;
+    }
+    Some(Duration::new(u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    #[test]
+    fn time_passes_on_a_processor_and_not_beside_it() {
+        let own = || of_process(std::process::id()).unwrap();
+        let (before, began) = (own(), Instant::now());
+        while own() < before + Duration::from_millis(5) {
+            assert!(began.elapsed() < Duration::from_mins(1), "it stands still");
+        }
+        assert!(of_process(u32::MAX >> 1).is_none());
+    }
+}
