@@ -44,7 +44,7 @@ fn assert_same_files(one: &Path, other: &Path) {
 
 #[test]
 fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
-    let bench = Bench::without_store();
+    let mut bench = Bench::without_store();
     let cluster = Cluster::start(&bench, 3);
     let mut vm = record(&bench);
     let sealed = bench.path().join("R/store/checkpoints");
@@ -64,8 +64,17 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
 
-    // Then a node, with what it is at.
-    let mut wanted = Process::start(analyze(&bench, &cluster, &["--follow"]));
+    // Then somebody cancels the pilots, and a node dies with what it is at. Checkpoints come from a server now, over the nodes' links.
+    cluster.ask("scancel", &["--name=keyframe-hot"]);
+    bench.set("XDG_STATE_HOME", &bench.path().join("state").display().to_string());
+    bench.set("KEYFRAME_TOKEN", "a token of the test's");
+    bench.set("KEYFRAME_CACHE", &bench.path().join("cache").display().to_string());
+    let serve = ["serve", "R/store", "--listen", "10.77.0.1:0", "--json"];
+    let mut server = Process::start(cluster.on_server(&bench.command(&serve)));
+    let said: Value = serde_json::from_str(&server.wait_for("\"url\"")).expect("what it says first");
+    let [url, fingerprint] = ["url", "fingerprint"].map(|key| said[key].as_str().expect("text"));
+    bench.set("KEYFRAME_SERVE_FINGERPRINT", fingerprint);
+    let mut wanted = Process::start(analyze(&bench, &cluster, &["--store", url]));
     let more = count(&settled) + 2;
     let some = wanted.wait_until(120, |_| (count(&settled) >= more).then_some(()));
     assert!(some.is_some(), "{}", wanted.report());
@@ -76,6 +85,10 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     let all = report["intervals"].as_array().expect("intervals");
     assert!(all.len() >= 12 && all.iter().any(|one| one["is_old"] == true), "{report:#}");
     println!("between two intervals of a pilot: {} ns", report["dispatch_ns"]);
+    server.signal(Signal::TERM);
+    assert!(server.wait().success(), "{}", server.report());
+    let sent: Value = serde_json::from_str(&server.wait_for("bytes_sent")).expect("its report");
+    assert!(number(&sent, "bytes_sent") > 1 << 20 && number(&sent, "refused") == 0, "{sent}");
     let logs = std::fs::read_dir(bench.path().join("A/slurm")).expect("the pilots' logs").flatten();
     assert!(logs.filter(|log| log.path().extension().is_some_and(|e| e == "log")).count() >= 3);
     assert!(cluster.ask("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty());
