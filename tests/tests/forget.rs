@@ -175,7 +175,7 @@ fn a_run_goes_on_while_it_is_pruned_beneath_it() {
     let mut run = bench.start(&options, &boot());
     run.wait_for("KF READY");
     let mut rewritten = 0;
-    for _ in 0..3 {
+    for _ in 0..2 {
         let newest = *ids(&bench).last().expect("checkpoints");
         assert!(run.wait_until(90, |_| (*ids(&bench).last()? >= newest + 6).then_some(())).is_some());
         let forgotten = forget(&bench, &["--keep-last", "4"]);
