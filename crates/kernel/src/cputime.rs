@@ -2,8 +2,14 @@
 
 use std::time::Duration;
 
+/// Linux has no larger pid (`PID_MAX_LIMIT`), and a clock's id no room for one.
+const PIDS: u32 = 1 << 22;
+
 /// Of all threads of process `pid`; none where there is no such process, or it is not ours to look at.
 pub fn of_process(pid: u32) -> Option<Duration> {
+    if pid >= PIDS {
+        return None;
+    }
     let mut clock = 0;
     // SAFETY: the call writes one clock's id, whose place is ours; any pid may be asked for.
     if unsafe { libc::clock_getcpuclockid(pid.cast_signed(), &raw mut clock) } != 0 {
@@ -29,6 +35,8 @@ mod tests {
         while own() < before + Duration::from_millis(5) {
             assert!(began.elapsed() < Duration::from_mins(1), "it stands still");
         }
-        assert!(of_process(u32::MAX >> 1).is_none());
+        for none in [PIDS - 1, PIDS, u32::MAX] {
+            assert!(of_process(none).is_none(), "{none}");
+        }
     }
 }
