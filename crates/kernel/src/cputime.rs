@@ -35,7 +35,9 @@ mod tests {
         while own() < before + Duration::from_millis(5) {
             assert!(began.elapsed() < Duration::from_mins(1), "it stands still");
         }
-        for none in [PIDS - 1, PIDS, u32::MAX] {
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        for none in [ended.id(), PIDS, u32::MAX] {
             assert!(of_process(none).is_none(), "{none}");
         }
     }
