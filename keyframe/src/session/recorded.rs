@@ -86,6 +86,7 @@ impl Disks {
             }
             qmp.cont()?;
             std::thread::sleep(MOMENT);
+            self.await_rest(qmp)?;
             qmp.stop()?;
         }
         Ok(())
