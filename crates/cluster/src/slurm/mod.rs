@@ -268,17 +268,27 @@ impl Slurm {
         Ok(text.lines().filter_map(of).fold(0, u32::saturating_add).max(1))
     }
 
-    fn cancel(&self, options: &[&str]) -> Result<()> {
+    /// Cancels all tasks, or, with `options`, some.
+    fn cancel(&mut self, options: &[&str]) -> Result<()> {
         if self.state.jobs.is_empty() {
             return Ok(());
         }
         let mut args: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
         args.push("--quiet".into());
         args.extend(self.state.jobs.iter().map(u64::to_string));
-        match self.programs.ask(SCANCEL, &args, &[]) {
-            Err(Error::Refused { message, .. }) if message.contains("Invalid job id") => Ok(()),
-            other => other.map(drop),
+        let Err(error) = self.programs.ask(SCANCEL, &args, &[]) else { return Ok(()) };
+        // It fails without a word where one of them has ended already; what counts is whether any is left.
+        let limit = Instant::now() + END_WAIT;
+        while self.look()?.iter().any(|task| task.is_running() || task.is_waiting()) {
+            if !options.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() > limit {
+                return Err(error);
+            }
+            std::thread::sleep(ASK_EVERY / 2);
         }
+        Ok(())
     }
 
     /// What is known of pilots that do nothing.

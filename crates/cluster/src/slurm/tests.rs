@@ -145,6 +145,11 @@ fn pilots_that_do_nothing_are_not_started_for_ever() {
     assert!(error.contains("no such directory") && error.contains("3 times"), "{error}");
     slurm.end(&queue).unwrap();
     assert_eq!(fake.text("cancelled"), "--quiet 10 11 12\n");
+    // All have ended: real ones fail then, and say nothing.
+    fake.program(SCANCEL, "exit 1");
+    slurm.end(&queue).unwrap();
+    fs::write(fake.path("tasks"), "10|0|RUNNING|n1|None\n").unwrap();
+    assert!(matches!(slurm.end(&queue).unwrap_err(), Error::Refused { .. }));
 }
 
 #[test]
