@@ -141,7 +141,8 @@ fn databases_that_are_not_built_are_left_out_aloud() {
 }
 
 #[test]
-fn recording_replaying_and_analysing_are_measured_on_the_same_work() {
+#[ignore = "make soak"]
+fn soak_recording_replaying_and_analysing_are_measured_on_the_same_work() {
     let bench = Bench::new();
     let only = ["replay", "--quick", "--only", "record,memtrace", "--plot", "replay.svg"];
     let (report, _) = report(&bench, &only);
