@@ -132,11 +132,6 @@ pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &
     }
 }
 
-/// A path as the switch names its LANs and QEMU's lines should.
-pub fn absolute(path: &Path) -> Result<PathBuf, Failure> {
-    std::path::absolute(path).map_err(|e| Failure::new(format!("resolve {}: {e}", path.display())))
-}
-
 fn failure(error: &keyframe_net::Error) -> Failure {
     Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }

@@ -13,6 +13,7 @@ mod lans;
 mod lineage;
 mod mount;
 mod output;
+mod paths;
 mod profile;
 mod replaying;
 mod report;

@@ -23,20 +23,20 @@ pub trait Feed {
     fn more(&mut self) -> Result<More>;
 }
 
-/// All at once.
-impl Feed for Vec<Item> {
-    fn more(&mut self) -> Result<More> {
-        Ok(More::Last(std::mem::take(self)))
-    }
-}
-
 /// Puts those of `items` that are not in the queue into it, and no others come.
 pub fn fill(queue: &Queue, items: &[Item]) -> Result<()> {
-    let there = known(queue)?;
-    for item in items.iter().filter(|item| !there.contains(&item.index)) {
-        queue.put(*item)?;
-    }
+    put_new(queue, &mut known(queue)?, items)?;
     queue.close()
+}
+
+/// Puts those that are not `there`, and then are.
+fn put_new(queue: &Queue, there: &mut BTreeSet<u32>, items: &[Item]) -> Result<()> {
+    for item in items {
+        if there.insert(item.index) {
+            queue.put(*item)?;
+        }
+    }
+    Ok(())
 }
 
 /// All that it has ever had. Looked at in the order in which items go, so that none is missed that goes on meanwhile.
@@ -75,11 +75,7 @@ fn until_settled(
             let more = feed.more()?;
             is_last = matches!(more, More::Last(_));
             let (More::Items(items) | More::Last(items)) = more;
-            for item in items {
-                if there.insert(item.index) {
-                    queue.put(item)?;
-                }
-            }
+            put_new(queue, &mut there, &items)?;
             if is_last {
                 queue.close()?;
             }

@@ -4,6 +4,7 @@ use crate::{Item, Placement, Queue, Result, WorkerId};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, PoisonError};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 /// How often it is looked for items where there is none as yet.
@@ -28,8 +29,7 @@ impl Worker {
     pub fn run(&self, queue: &Queue, interrupted: &AtomicBool, job: impl Fn(Item) + Sync) -> Result<usize> {
         queue.show_life(&self.id)?;
         let (settled, ended) = (AtomicUsize::new(0), Ended::default());
-        let first_error = Mutex::new(None);
-        std::thread::scope(|scope| {
+        let worked = std::thread::scope(|scope| {
             scope.spawn(|| {
                 // A file system that hangs makes it look lost, and its items are done elsewhere.
                 while !ended.within(self.lease / 6) {
@@ -40,26 +40,15 @@ impl Worker {
             let slots: Vec<_> = (0..self.slots.max(1))
                 .map(|_| scope.spawn(|| self.slot(queue, interrupted, &settled, &job)))
                 .collect();
-            for slot in slots {
-                match slot.join() {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => {
-                        *first_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                    }
-                    Err(panic) => {
-                        ended.set();
-                        std::panic::resume_unwind(panic);
-                    }
-                }
-            }
+            let joined: Vec<_> = slots.into_iter().map(ScopedJoinHandle::join).collect();
             ended.set();
+            joined
+                .into_iter()
+                .try_for_each(|slot| slot.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
         queue.put_back(|worker| *worker == self.id)?;
         queue.leave(&self.id)?;
-        match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(error),
-            None => Ok(settled.into_inner()),
-        }
+        worked.map(|()| settled.into_inner())
     }
 
     fn slot(

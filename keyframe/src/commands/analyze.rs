@@ -5,6 +5,7 @@ mod on;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::keys::{self, KeyArg};
 use crate::output;
+use crate::paths;
 use crate::replaying::{Analysis, Done, Head, Opened, Order, Stretch, dispatch_ns, jobs, tool};
 use indicatif::ProgressBar;
 use keyframe_analysis::{Summary, Tool, tools};
@@ -152,17 +153,11 @@ impl Analyze {
     }
 
     fn order(&self, subject: &Path) -> Result<Order, Failure> {
-        let absolute = |path: &Path| {
-            if path.to_string_lossy().contains("://") {
-                return Ok(path.to_owned());
-            }
-            std::path::absolute(path).map_err(|e| Failure::new(format!("resolve {}: {e}", path.display())))
-        };
         let stretch = || Stretch { vm: self.vm.clone(), from: self.from, to: self.to };
         Ok(Order {
-            subject: absolute(subject)?,
+            subject: paths::absolute_store(subject)?,
             captured: self.approximate.then(stretch),
-            store: self.store.as_deref().map(absolute).transpose()?,
+            store: self.store.as_deref().map(paths::absolute_store).transpose()?,
             key_file: None,
             follow: self.follow,
             tries: self.tries,

@@ -4,6 +4,7 @@ use crate::control::OnExit;
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::keys::KeyArg;
 use crate::output;
+use crate::paths;
 use crate::replaying::{Follower, adopt_first, jobs, places_in};
 use crate::session::{self, Commands, Options, Recorded};
 use keyframe_qemu::Invocation;
@@ -170,11 +171,7 @@ impl Record {
             std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
         let store = match &self.store {
             None => OWN_STORE.into(),
-            Some(place) if place.to_string_lossy().contains("://") => place.to_string_lossy().into_owned(),
-            Some(place) => std::path::absolute(place)
-                .map_err(|e| Failure::new(format!("resolve {}: {e}", place.display())))?
-                .to_string_lossy()
-                .into_owned(),
+            Some(place) => paths::absolute_store(place)?.to_string_lossy().into_owned(),
         };
         let vm = self.name.as_deref().or(invocation.vm_name()).unwrap_or("vm");
         Ok(RecordingMeta {

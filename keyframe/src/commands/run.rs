@@ -4,7 +4,7 @@ use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
 use crate::failure::{Failure, Outcome};
-use crate::lans;
+use crate::paths;
 use crate::session::{self, Commands, LanChoice};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -56,7 +56,7 @@ impl Run {
         let commands = if self.group { group(&self.command)? } else { Commands::One(self.command) };
         let mut options = self.checkpoints.options(self.on_exit);
         if !self.lan.is_empty() {
-            let paths = self.lan.iter().map(|path| lans::absolute(path)).collect::<Result<_, _>>()?;
+            let paths = self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
             options.lans = LanChoice::Own(paths);
         }
         session::run(&store, commands, options)

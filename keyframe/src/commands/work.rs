@@ -2,6 +2,7 @@
 
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::keys::KeyArg;
+use crate::paths;
 use crate::replaying::{Head, Order, jobs, tool};
 use keyframe_cluster::{Item, Placement, Queue, Worker, slurm::Slurm};
 use std::path::PathBuf;
@@ -29,8 +30,7 @@ const SHOWN_WITHIN: Duration = Duration::from_secs(90);
 impl Work {
     /// Runs it. What came of an interval is said in its directory; the exit code says whether this worker could work.
     pub fn run(&self) -> Outcome {
-        let out = std::path::absolute(&self.out)
-            .map_err(|e| Failure::new(format!("resolve {}: {e}", self.out.display())))?;
+        let out = paths::absolute(&self.out)?;
         keyframe_kernel::malloc::keep_freed_memory();
         let interrupted = jobs::interruption()?;
         let (order, head) = (Order::read(&out)?, Head::read(&out)?);

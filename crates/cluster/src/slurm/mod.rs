@@ -89,7 +89,7 @@ pub struct Slurm {
     state: State,
     asked: Option<Instant>,
     standing: Standing,
-    last: Vec<Task>,
+    last: Option<Task>,
     rounds: u32,
     settled: usize,
 }
@@ -105,7 +105,7 @@ impl Slurm {
             Err(e) => return Err(Error::io("read", &path)(e)),
         };
         let standing = Standing::default();
-        Ok(Self { options, programs, state, asked: None, standing, last: Vec::new(), rounds: 0, settled: 0 })
+        Ok(Self { options, programs, state, asked: None, standing, last: None, rounds: 0, settled: 0 })
     }
 
     /// The ids of its jobs.
@@ -293,7 +293,8 @@ impl Slurm {
 
     /// What is known of pilots that do nothing.
     fn said_last(&self) -> String {
-        let mut text = self.last.first().map_or_else(|| "the last one has ended".into(), ToString::to_string);
+        let mut text =
+            self.last.as_ref().map_or_else(|| "the last one has ended".into(), ToString::to_string);
         if let Some(said) = newest_log(&self.options.dir) {
             let _ = write!(text, "; its log ends with: {said}");
         }
@@ -309,7 +310,7 @@ impl Runner for Slurm {
         let tasks = self.look()?;
         self.put_back(queue, &tasks)?;
         if tasks.iter().any(|task| task.is_running() || task.is_waiting()) {
-            self.last = tasks;
+            self.last = tasks.into_iter().next();
             return Ok(());
         }
         let left = queue.items()?.len();

@@ -154,6 +154,11 @@ fn read_whole(file: &dyn Readable, object: &str, len_bytes_max: u64) -> Result<V
     Ok(bytes)
 }
 
+/// Whether `place` begins with `scheme`.
+fn has_scheme(place: &Path, scheme: &str) -> bool {
+    place.to_str().is_some_and(|text| text.starts_with(scheme))
+}
+
 /// True for what names a place that is not a path on this host.
 pub fn is_remote(place: &Path) -> bool {
     s3::is_url(place) || served::is_url(place)

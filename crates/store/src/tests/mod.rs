@@ -108,6 +108,23 @@ pub(crate) fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()>
     Ok(())
 }
 
+/// A run of `images` into `store`, in several packs, all of whose checkpoints `reader` reads after each.
+pub(crate) fn run_beside(store: &Store, reader: &Store, images: &[Image]) -> Vec<CheckpointId> {
+    let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 90_000, ..TINY }).unwrap();
+    let mut run = writer.begin_run("vm", &layout(images[0].len() as u64)).unwrap();
+    let (mut old, mut ids) = (vec![0; images[0].len()], Vec::new());
+    for image in images {
+        put_changes(&mut run, &old, image).unwrap();
+        ids.push(seal(&mut run, image.len() as u64).unwrap().id);
+        old.clone_from(image);
+        for (id, image) in ids.iter().zip(images) {
+            assert_image(reader, *id, image);
+        }
+    }
+    run.finish().unwrap();
+    ids
+}
+
 pub(crate) fn on(medium: &Faulty) -> Result<Store> {
     Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| Ok(Some(encrypted::secret())))
 }

@@ -1,12 +1,10 @@
 //! `--on`: where the intervals are worked off.
 
 use crate::failure::Failure;
-use crate::keys;
 use crate::replaying::{Analysis, jobs as replays};
 use indicatif::ProgressBar;
 use keyframe_cluster::slurm::{self, Programs, Slurm, Standing};
 use keyframe_cluster::{Feed, Item, More, On, Queue, Runner, drive};
-use keyframe_replay::interval::Interval;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -87,9 +85,7 @@ impl OnArgs {
             return detach(analysis, &queue, &mut slurm);
         }
         let analysis = &*analysis;
-        bar.inc(
-            analysis.intervals().iter().filter(|one| analysis.is_old(one.index)).map(Interval::len).sum(),
-        );
+        bar.inc(analysis.old_instructions());
         let mut runner = Shown { slurm, bar, said: Standing::default() };
         let mut tell = |item: Item| {
             // Those from before are in already.
@@ -134,8 +130,6 @@ impl OnArgs {
             name: format!("keyframe-{}", analysis.tool_name()),
             dir: out.join("slurm"),
         };
-        // Before anything is submitted: it would fail on the node, minutes later.
-        keys::file_for_jobs()?;
         Slurm::new(options, Programs::default()).map_err(|e| Failure::cluster(&e))
     }
 }

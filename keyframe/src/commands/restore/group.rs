@@ -2,8 +2,9 @@
 
 use super::{Beside, Restore, RestoredDisks, StoredRam};
 use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
-use crate::lans::{self, Lans};
+use crate::lans::Lans;
 use crate::output;
+use crate::paths;
 use keyframe_capture::group::split_states;
 use keyframe_net::InFlight;
 use keyframe_qemu::network::with_lan;
@@ -143,7 +144,7 @@ impl Moves {
             let (from, to) = text.split_once('=').ok_or_else(|| {
                 Failure::new(format!("--lan {text}: no socket and its new place")).fix("write --lan OLD=NEW")
             })?;
-            Ok((lans::absolute(Path::new(from))?, lans::absolute(Path::new(to))?))
+            Ok((paths::absolute(Path::new(from))?, paths::absolute(Path::new(to))?))
         };
         command.lan.iter().map(parse).collect::<Result<_, Failure>>().map(Self)
     }

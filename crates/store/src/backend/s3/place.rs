@@ -44,7 +44,7 @@ impl std::fmt::Debug for Place {
 
 /// True for what names a place in object storage.
 pub fn is_url(path: &Path) -> bool {
-    path.to_str().is_some_and(|text| text.starts_with(SCHEME))
+    crate::backend::has_scheme(path, SCHEME)
 }
 
 impl Place {

@@ -211,7 +211,7 @@ mod store {
     use super::*;
     use crate::tests::crash::{Known, play_on, script};
     use crate::tests::recompress::{assert_ticked, dense_packs, recompress_tuned, ticks};
-    use crate::tests::{TINY, assert_image, deltas::ROOMY, layout, put_changes, seal};
+    use crate::tests::{TINY, assert_image, deltas::ROOMY, layout, put_changes, run_beside, seal};
 
     fn open(s3: S3) -> Result<Store> {
         Store::open_on(Arc::new(s3), Path::new("s3"))
@@ -371,20 +371,7 @@ mod store {
         let store = open(at(&endpoint, "followed", 60)).unwrap();
         let reader = open(at(&endpoint, "followed", 60)).unwrap();
         let images = &script(12)[0];
-        let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 90_000, ..TINY }).unwrap();
-        let mut run = writer.begin_run("vm", &layout(images[0].len() as u64)).unwrap();
-        let mut old = vec![0; images[0].len()];
-        let mut ids = Vec::new();
-        for image in images {
-            put_changes(&mut run, &old, image).unwrap();
-            ids.push(seal(&mut run, image.len() as u64).unwrap().id);
-            old.clone_from(image);
-            for (id, image) in ids.iter().zip(images) {
-                assert_image(&reader, *id, image);
-            }
-        }
-        run.finish().unwrap();
-        drop(writer);
+        let ids = run_beside(&store, &reader, images);
         reader.forget(&ids[..3].iter().copied().collect()).unwrap();
         let options = crate::PruneOptions { max_unused: 0.0, ..crate::PruneOptions::default() };
         reader.prune(&options, &mut |_| {}).unwrap();

@@ -55,7 +55,7 @@ impl fmt::Debug for Place {
 
 /// True for what names a checkpoint server.
 pub fn is_url(path: &Path) -> bool {
-    path.to_str().is_some_and(|text| text.starts_with(SCHEME))
+    crate::backend::has_scheme(path, SCHEME)
 }
 
 impl Place {

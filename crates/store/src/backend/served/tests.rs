@@ -5,7 +5,7 @@ use super::*;
 use crate::backend::Local;
 use crate::backend::conformance::{pattern, suite, suite_encrypted};
 use crate::tests::crash::script;
-use crate::tests::{TINY, assert_image, layout, put_changes, seal};
+use crate::tests::{TINY, assert_image, layout, put_changes, run_beside, seal};
 use crate::{CheckOptions, CheckpointId, Store, Tuning};
 use keyframe_serve::{Identity, Options, Report, Server};
 use std::io::{Read, Write};
@@ -236,19 +236,7 @@ fn readers_follow_a_run_and_what_a_prune_changes() {
     let reader = running.store(&cache);
     let images = &script(12)[0];
     let store = Store::open(&place).unwrap();
-    let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 90_000, ..TINY }).unwrap();
-    let mut run = writer.begin_run("vm", &layout(images[0].len() as u64)).unwrap();
-    let (mut old, mut ids) = (vec![0; images[0].len()], Vec::new());
-    for image in images {
-        put_changes(&mut run, &old, image).unwrap();
-        ids.push(seal(&mut run, image.len() as u64).unwrap().id);
-        old.clone_from(image);
-        for (id, image) in ids.iter().zip(images) {
-            assert_image(&reader, *id, image);
-        }
-    }
-    run.finish().unwrap();
-    drop(writer);
+    let ids = run_beside(&store, &reader, images);
     let held = reader.load(ids[4]).unwrap();
     store.forget(&ids[..3].iter().copied().collect()).unwrap();
     let options = crate::PruneOptions { max_unused: 0.0, ..crate::PruneOptions::default() };

@@ -9,106 +9,36 @@
 //!   OUT/intervals.json     how long each interval took, and after how many tries
 //! ```
 //!
+//! What lies there is in `files.rs`.
+//!
 //! Invariants: a part is made under another name and gets its own as a whole, so that two who make the same one (the first was
 //! taken for lost) do not meet; it counts only with its `done`; another recording, tool or argument is another analysis.
+
+mod files;
+
+pub use files::{Done, Head, dispatch_ns, made_before};
+
+use files::{DONE, FAILED, QEMU_LOG, SAID_LINES, TIMES, Took, claim, done_in, fresh, place_in, said, write};
 
 use super::{Subject, With, jobs, ram};
 use crate::commands::restore::source_of;
 use crate::failure::Failure;
+use crate::paths;
 use indicatif::ProgressBar;
 use keyframe_analysis::plugin::{self, Interface};
 use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Summary, Tool};
 use keyframe_cluster::{Feed, Item, Local, More, Queue, WorkerId, drive};
 use keyframe_replay::interval::{Interval, Place};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// What QEMU says while it makes a part.
-const QEMU_LOG: &str = "qemu.log";
-/// In the directory of a part that is whole.
-const DONE: &str = "done";
-/// In that of one that could not be made: why.
-const FAILED: &str = "failed";
 /// How often it is looked whether intervals have come about.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// How long each interval took.
-const TIMES: &str = "intervals.json";
-/// Of that, what an interval's log has.
-const SAID_BYTES_MAX: u64 = 64 << 10;
-/// And what the error has.
-const SAID_LINES: usize = 4;
-
-/// What QEMU said, as far as it is told.
-fn said(path: &Path) -> String {
-    let mut bytes = Vec::new();
-    let read = std::fs::File::open(path).and_then(|file| file.take(SAID_BYTES_MAX).read_to_end(&mut bytes));
-    // A QEMU that was not started said nothing.
-    read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
-}
-
-/// What `analysis.json` says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Head {
-    /// The recording's id, or that of a run that was not recorded.
-    pub recording: String,
-    /// That of a run: nobody can say that what is seen was so.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub is_approximate: bool,
-    /// The tool, as it was asked for.
-    pub tool: String,
-    /// Its arguments.
-    pub arguments: Vec<String>,
-    /// The intervals.
-    pub intervals: Vec<Interval>,
-}
-
-impl Head {
-    /// That of the analysis in `out`.
-    pub fn read(out: &Path) -> Result<Self, Failure> {
-        super::order::read(&out.join("analysis.json"))
-    }
-
-    /// Without its intervals.
-    pub fn of(subject: Subject<'_>, tool: &str, arguments: &[String]) -> Self {
-        let is_approximate = subject.is_approximate();
-        let (recording, tool) = (subject.id().to_owned(), tool.to_owned());
-        Self { recording, is_approximate, tool, arguments: arguments.into(), intervals: Vec::new() }
-    }
-
-    /// Whether this one goes on with `other`: it is the same, but for intervals that have come about since.
-    fn goes_on_with(&self, other: &Self) -> bool {
-        let but_intervals = |head: &Self| Self { intervals: Vec::new(), ..head.clone() };
-        self.intervals.starts_with(&other.intervals) && but_intervals(self) == but_intervals(other)
-    }
-}
-
-/// A part that is there.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Done {
-    /// The interval.
-    pub index: u32,
-    /// Tries that it took.
-    pub tries: u32,
-    /// From QEMU's start to its end.
-    pub wall_ns: u64,
-    /// When it was begun with, since 1970.
-    #[serde(default)]
-    pub began_at_ns: u64,
-    /// Who made it.
-    #[serde(default)]
-    pub worker: String,
-    /// It was there from an earlier run.
-    #[serde(skip)]
-    pub is_old: bool,
-    parts: Vec<Part>,
-}
 
 /// What comes about while a recording is followed.
 struct Course {
@@ -146,11 +76,10 @@ impl<'a> Analysis<'a> {
         range: Range<u64>,
         out: &Path,
     ) -> Result<Self, Failure> {
-        let out =
-            std::path::absolute(out).map_err(|e| Failure::new(format!("resolve {}: {e}", out.display())))?;
+        let out = paths::absolute(out)?;
         let mut this = Self { range, ..Self::join(subject, tool, head, &out)? };
-        this.look()?;
         let course = this.course.get_mut().unwrap_or_else(PoisonError::into_inner);
+        course.head.intervals = within(&course.all, &this.range);
         if course.is_all && course.head.intervals.is_empty() {
             let Range { start, end } = this.range;
             let last = course.all.last().map_or(0, |i| i.end_icount);
@@ -192,9 +121,7 @@ impl<'a> Analysis<'a> {
     fn look(&self) -> Result<(), Failure> {
         let (all, is_all) = self.subject.intervals(self.tool.can_cut())?;
         let mut course = self.course.write().unwrap_or_else(PoisonError::into_inner);
-        let lies_in = |i: &&Interval| i.end_icount > self.range.start && i.from_icount < self.range.end;
-        let intervals = all.iter().filter(lies_in).copied().collect();
-        let head = Head { intervals, ..course.head.clone() };
+        let head = Head { intervals: within(&all, &self.range), ..course.head.clone() };
         if !head.goes_on_with(&course.head) {
             return Err(Failure::new("the recording's checkpoints have changed while it was analysed")
                 .fix("begin again in another directory, and leave the store alone meanwhile"));
@@ -203,17 +130,16 @@ impl<'a> Analysis<'a> {
         Ok(())
     }
 
-    /// The same, and lets others know; what there is to do now, and whether no more comes.
+    /// The same, where anything may have, and lets others know; what there is to do now, and whether no more comes.
     fn look_and_tell(&self) -> Result<(Vec<Item>, bool), Failure> {
-        let before = self.course().head.intervals.len();
-        self.look()?;
+        let (before, is_all) = (self.course().head.intervals.len(), self.course().is_all);
+        if !is_all {
+            self.look()?;
+        }
         let course = self.course();
         if course.head.intervals.len() > before {
             // Before they are in the queue.
-            let path = self.out.join("analysis.json");
-            write(&path.with_extension("new"), text(&course.head).as_bytes())?;
-            std::fs::rename(path.with_extension("new"), &path)
-                .map_err(|e| Failure::new(format!("rename {}: {e}", path.display())))?;
+            course.head.save(&self.out)?;
         }
         Ok((course.head.intervals.iter().map(item).collect(), course.is_all))
     }
@@ -238,6 +164,11 @@ impl<'a> Analysis<'a> {
         self.old.contains(&index)
     }
 
+    /// How long those are.
+    pub fn old_instructions(&self) -> u64 {
+        self.intervals().iter().filter(|one| self.is_old(one.index)).map(Interval::len).sum()
+    }
+
     /// The VM's RAM.
     pub fn ram_bytes(&self) -> Result<u64, Failure> {
         let store = self.subject.store();
@@ -253,10 +184,8 @@ impl<'a> Analysis<'a> {
         if let Some(interval) = find() {
             return Ok(interval);
         }
-        let (all, is_all) = self.subject.intervals(self.tool.can_cut())?;
-        let mut course = self.course.write().unwrap_or_else(PoisonError::into_inner);
-        (course.all, course.is_all) = (all, is_all);
-        drop(course);
+        let (all, _) = self.subject.intervals(self.tool.can_cut())?;
+        self.course.write().unwrap_or_else(PoisonError::into_inner).all = all;
         find().ok_or_else(|| Failure::new(format!("the recording has no interval {index}")))
     }
 
@@ -294,7 +223,7 @@ impl<'a> Analysis<'a> {
     ) -> Result<(), Failure> {
         let queue = self.queue()?;
         let this = &*self;
-        bar.inc(this.intervals().iter().filter(|one| this.is_old(one.index)).map(Interval::len).sum());
+        bar.inc(this.old_instructions());
         let slots = jobs.map_or_else(jobs::cores, |n| n as usize);
         let job = |item: Item| {
             // It was put there for an interval that this process knows.
@@ -554,6 +483,12 @@ impl Feed for Coming<'_> {
     }
 }
 
+/// Those that lie within `range`, at least in part.
+fn within(all: &[Interval], range: &Range<u64>) -> Vec<Interval> {
+    let lies_in = |i: &&Interval| i.end_icount > range.start && i.from_icount < range.end;
+    all.iter().filter(lies_in).copied().collect()
+}
+
 fn item(interval: &Interval) -> Item {
     Item { index: interval.index, weight: interval.len() }
 }
@@ -563,128 +498,5 @@ fn of(interval: Interval) -> keyframe_analysis::Interval {
         index: interval.index,
         start: Icount(interval.from_icount),
         end: Icount(interval.end_icount),
-    }
-}
-
-fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    std::fs::write(path, bytes).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
-}
-
-/// An empty directory.
-fn fresh(dir: &Path) -> Result<(), Failure> {
-    match std::fs::remove_dir_all(dir) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Failure::new(format!("empty {}: {e}", dir.display())));
-        }
-        _ => {}
-    }
-    std::fs::create_dir_all(dir).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))
-}
-
-/// How long an interval took.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Took {
-    /// The interval.
-    pub index: u32,
-    /// Tries that it took.
-    pub tries: u32,
-    /// From QEMU's start to its end.
-    pub wall_ns: u64,
-    /// When it was begun with, since 1970.
-    #[serde(default)]
-    pub began_at_ns: u64,
-}
-
-impl From<&Done> for Took {
-    fn from(&Done { index, tries, wall_ns, began_at_ns, .. }: &Done) -> Self {
-        Self { index, tries, wall_ns, began_at_ns }
-    }
-}
-
-/// What lies between an interval and the next of the same worker, in the median; none where no worker had two.
-pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
-    let mut all: Vec<&Done> = done.iter().collect();
-    all.sort_by_key(|one| (&one.worker, one.began_at_ns));
-    let between = |pair: &[&Done]| {
-        let is_one = pair[0].worker == pair[1].worker;
-        is_one
-            .then(|| pair[1].began_at_ns.saturating_sub(pair[0].began_at_ns.saturating_add(pair[0].wall_ns)))
-    };
-    let mut gaps: Vec<u64> = all.windows(2).filter_map(between).collect();
-    gaps.sort_unstable();
-    gaps.get(gaps.len() / 2).copied()
-}
-
-/// What the analysis in `out` is, and how long its intervals took, as far as they are done.
-pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
-    let head =
-        Head::read(out).map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
-    let all = std::fs::read_to_string(out.join(TIMES)).ok();
-    let all: Option<Vec<Took>> = all.and_then(|text| serde_json::from_str(&text).ok());
-    let so_far = || head.intervals.iter().filter_map(|one| done_in(out, one)).map(|done| Took::from(&done));
-    let took = all.unwrap_or_else(|| so_far().collect());
-    Ok((head, took))
-}
-
-fn place_in(out: &Path, interval: &Interval) -> PathBuf {
-    out.join("parts").join(format!("{:06}", interval.index))
-}
-
-/// The part of `interval` that is in `out`.
-fn done_in(out: &Path, interval: &Interval) -> Option<Done> {
-    let place = place_in(out, interval);
-    let text = std::fs::read_to_string(place.join(DONE)).ok()?;
-    let mut done: Done = serde_json::from_str(&text).ok()?;
-    // It was made under another name.
-    done.parts.iter_mut().for_each(|part| part.dir.clone_from(&place));
-    (done.index == interval.index).then_some(done)
-}
-
-/// Makes `out` the place of the analysis that `head` says, and its caller the one who wants it.
-fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
-    let file = out.join("analysis.json");
-    match std::fs::read_to_string(&file) {
-        Ok(there) => {
-            let is_same = serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
-            return if is_same {
-                let lock = lock(out)?;
-                write(&file, text(head).as_bytes())?;
-                Ok(lock)
-            } else {
-                Err(Failure::new(format!("{} holds another analysis", out.display()))
-                    .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"))
-            };
-        }
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-        Err(e) => return Err(Failure::new(format!("read {}: {e}", file.display()))),
-    }
-    std::fs::create_dir_all(out).map_err(|e| Failure::new(format!("make {}: {e}", out.display())))?;
-    let mut entries =
-        std::fs::read_dir(out).map_err(|e| Failure::new(format!("read {}: {e}", out.display())))?;
-    if entries.next().is_some() {
-        return Err(Failure::new(format!("{} exists and is not empty", out.display()))
-            .fix("name a directory that does not exist yet"));
-    }
-    let lock = lock(out)?;
-    write(&file, text(head).as_bytes())?;
-    Ok(lock)
-}
-
-fn text(head: &Head) -> String {
-    serde_json::to_string_pretty(head).unwrap_or_default()
-}
-
-/// The kernel drops it with its process.
-fn lock(out: &Path) -> Result<std::fs::File, Failure> {
-    let path = out.join("lock");
-    let file = std::fs::File::options().create(true).append(true).open(&path);
-    let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => {
-            Err(Failure::new(format!("{} is being worked on by another keyframe analyze", out.display()))
-                .fix("wait until that one ends, or end it; it can be called again"))
-        }
-        Err(std::fs::TryLockError::Error(e)) => Err(Failure::new(format!("lock {}: {e}", path.display()))),
     }
 }
