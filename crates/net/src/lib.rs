@@ -21,6 +21,8 @@
 //! 2. Where a packet may be missing, `collect` says so and the checkpoint is given up. It never guesses.
 //! 3. Nothing that a guest, a QEMU or a controller sends makes it panic or take memory without bound.
 //!
+//! Beside it the gate before a protected VM's network ([`GateRemote`]).
+//!
 //! Left out: stopping VMs, and where [`InFlight`] is kept (the binary's); any protocol above Ethernet.
 
 mod error;
@@ -28,6 +30,7 @@ mod fabric;
 mod frame;
 #[doc(hidden)]
 pub mod fuzzing;
+mod gate;
 mod in_flight;
 mod listener;
 mod port;
@@ -40,6 +43,7 @@ mod wire;
 pub use error::{Error, Result};
 pub use fabric::Limits;
 pub use frame::{FRAME_BYTES_MAX, Frame};
+pub use gate::{GateLook, GateNic, GateRemote, serve_gate};
 pub use in_flight::{IN_FLIGHT_BYTES_MAX, IN_FLIGHT_VERSION, InFlight, PORTS_MAX, PortId, PortInFlight};
 pub use remote::Remote;
 pub use server::{serve, serve_until};

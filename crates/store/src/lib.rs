@@ -28,7 +28,6 @@
 mod assemble;
 pub mod backend;
 mod bases;
-mod bytes;
 mod chain;
 mod check;
 mod checkpoint;
@@ -72,9 +71,10 @@ mod tags;
 #[cfg(test)]
 mod tests;
 mod unlock;
-mod words;
 mod worksets;
 mod writer;
+
+use keyframe_pages::{bytes, words};
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage, Lost, RepairReport, SetAside};
 pub use copy::{Copied, CopyProgress, CopyReport, NotCopied};

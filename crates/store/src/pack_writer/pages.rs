@@ -15,10 +15,11 @@ use super::{OpenPack, PackWriter, Placed};
 use crate::Result;
 use crate::bases::{At, Base, Bases};
 use crate::codec::{Codec, PageCompressor};
-use crate::delta::{DELTA_HEADER_BYTES, Delta, PATCH_BYTES_MAX, diff};
+use crate::delta::{DELTA_HEADER_BYTES, Delta};
 use crate::derived::Derivation;
 use crate::identity::{HashKey, LANES, PageHash, PageRef};
 use crate::record::{Kind, RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record};
+use keyframe_pages::patch::{PATCH_BYTES_MAX, diff};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 
 /// Pages that one thread works on at a time: they stay in its cache between the two steps.

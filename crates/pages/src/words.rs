@@ -64,7 +64,14 @@ pub struct WordCoder {
     buffer: Box<[u8; BUFFER_BYTES]>,
 }
 
+impl Default for WordCoder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl WordCoder {
+    /// With memory of its own.
     pub fn new() -> Self {
         Self { buffer: Box::new([0; BUFFER_BYTES]) }
     }
@@ -204,7 +211,7 @@ const TOO_SHORT: &str = "the bytes of a page's words end too early";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::tests::noise;
+    use crate::tests::noise;
     use keyframe_units::ZERO_PAGE;
     use proptest::prelude::*;
 

@@ -14,6 +14,7 @@ pub struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
+    /// At the beginning of `bytes`.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self { left: bytes, len: bytes.len() }
     }
@@ -23,6 +24,7 @@ impl<'a> Cursor<'a> {
         self.len - self.left.len()
     }
 
+    /// True at the end.
     pub fn is_empty(&self) -> bool {
         self.left.is_empty()
     }
@@ -32,6 +34,7 @@ impl<'a> Cursor<'a> {
         self.left
     }
 
+    /// The next `len` bytes.
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], Problem> {
         let (head, tail) = self
             .left
@@ -41,20 +44,24 @@ impl<'a> Cursor<'a> {
         Ok(head)
     }
 
+    /// The next `N` bytes.
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Problem> {
         let mut out = [0; N];
         out.copy_from_slice(self.take(N)?);
         Ok(out)
     }
 
+    /// The next number of 4 bytes, little-endian.
     pub fn u32(&mut self) -> Result<u32, Problem> {
         self.array().map(u32::from_le_bytes)
     }
 
+    /// The next number of 8 bytes, little-endian.
     pub fn u64(&mut self) -> Result<u64, Problem> {
         self.array().map(u64::from_le_bytes)
     }
 
+    /// The next number of variable length.
     pub fn varint(&mut self) -> Result<u64, Problem> {
         let at = self.position();
         let mut value = 0u64;

@@ -1,0 +1,96 @@
+//! A page as what differs from another one.
+//!
+//! ```text
+//!   base      | ......AAAA..........BB............. |
+//!   page      | ......CCCC..........DD............. |
+//!   patch     gap 6, length 4, CCCC   gap 10, length 2, DD
+//!
+//!   patch     runs: a varint each: bytes since the run before that are as in the base; bytes of the run, at least 1; these
+//! ```
+//!
+//! Invariant: whatever a patch's bytes are, applying it ends with a page or a problem.
+
+use crate::bytes::{Cursor, Problem, put_varint};
+use keyframe_units::{PAGE_BYTES, Page};
+
+/// What is more than half of a page is better off without a base.
+pub const PATCH_BYTES_MAX: usize = PAGE_BYTES / 2;
+/// Equal bytes between two runs that are cheaper to write than another run.
+const GAP_BYTES_MIN: usize = 3;
+const LINE_BYTES: usize = 64;
+
+/// Appends to `out` how `page` differs from `base`; false where that takes more than `len_bytes_max`.
+pub fn diff(base: &Page, page: &Page, len_bytes_max: usize, out: &mut Vec<u8>) -> bool {
+    let end_max = out.len() + len_bytes_max;
+    let mut runs = Runs { page, out, written: 0 };
+    let mut run: Option<(usize, usize)> = None;
+    let lines = base.as_chunks::<LINE_BYTES>().0.iter().zip(page.as_chunks::<LINE_BYTES>().0);
+    for (line, (old, new)) in lines.enumerate() {
+        if is_same(old, new) {
+            continue;
+        }
+        let words = old.as_chunks::<8>().0.iter().zip(new.as_chunks::<8>().0);
+        for (word, (old, new)) in words.enumerate() {
+            let changed = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
+            if changed == 0 {
+                continue;
+            }
+            let at = line * LINE_BYTES + word * 8;
+            let first = at + changed.trailing_zeros() as usize / 8;
+            let end = at + 8 - changed.leading_zeros() as usize / 8;
+            run = Some(match run {
+                Some((from, to)) if first - to < GAP_BYTES_MIN => (from, end),
+                Some((from, to)) => {
+                    runs.put(from, to);
+                    (first, end)
+                }
+                None => (first, end),
+            });
+        }
+        if runs.out.len() > end_max {
+            return false;
+        }
+    }
+    if let Some((from, to)) = run {
+        runs.put(from, to);
+    }
+    out.len() <= end_max
+}
+
+/// Compares without a branch for each word.
+fn is_same(a: &[u8; LINE_BYTES], b: &[u8; LINE_BYTES]) -> bool {
+    let words = a.as_chunks::<8>().0.iter().zip(b.as_chunks::<8>().0);
+    words.fold(0, |all, (a, b)| all | (u64::from_le_bytes(*a) ^ u64::from_le_bytes(*b))) == 0
+}
+
+struct Runs<'a> {
+    page: &'a Page,
+    out: &'a mut Vec<u8>,
+    written: usize,
+}
+
+impl Runs<'_> {
+    fn put(&mut self, from: usize, to: usize) {
+        put_varint(self.out, (from - self.written) as u64);
+        put_varint(self.out, (to - from) as u64);
+        self.out.extend_from_slice(self.page.get(from..to).unwrap_or_default());
+        self.written = to;
+    }
+}
+
+/// Writes the runs of a patch over a page.
+pub fn apply(patch: &[u8], page: &mut Page) -> Result<(), Problem> {
+    let mut cursor = Cursor::new(patch);
+    let mut at = 0usize;
+    while !cursor.is_empty() {
+        let (gap, len) = (cursor.varint()?, cursor.varint()?);
+        let from = at as u64 + gap.min(PAGE_BYTES as u64);
+        let to = from + len.min(PAGE_BYTES as u64 + 1);
+        let Some(into) = page.get_mut(from as usize..to as usize).filter(|into| !into.is_empty()) else {
+            return Err("a delta that reaches beyond its page".into());
+        };
+        into.copy_from_slice(cursor.take(into.len())?);
+        at = to as usize;
+    }
+    Ok(())
+}
