@@ -3,6 +3,7 @@
 use crate::binary::{self, QemuIdentity};
 use crate::drives::{self, DiskServer, Drive};
 use crate::options::{self, Argument};
+use crate::gate::{NicSockets, net_gate};
 use crate::record::{self, Wanted};
 use crate::{Error, Result};
 use std::ffi::OsString;
@@ -40,6 +41,8 @@ pub struct Invocation {
     vm_name: Option<String>,
     server: Option<DiskServer>,
     log: Option<PathBuf>,
+    /// Behind all others.
+    added: Vec<String>,
 }
 
 impl Invocation {
@@ -57,7 +60,7 @@ impl Invocation {
         let binary = binary::find(name)?;
         binary::version(&binary)?;
         let vm_name = vm_name(&arguments);
-        Ok(Self { binary, words, arguments, vm_name, server: None, log: None })
+        Ok(Self { binary, words, arguments, vm_name, server: None, log: None, added: Vec::new() })
     }
 
     /// Which QEMU it is.
@@ -92,6 +95,15 @@ impl Invocation {
         Ok(())
     }
 
+    /// Has the VM's network go through a gate with its sockets in `folder`, and tells these.
+    ///
+    /// Error: [`Error::CommandLine`] where packets could leave another way.
+    pub fn gate(&mut self, folder: &Path) -> Result<Vec<NicSockets>> {
+        let gate = net_gate(self.words.get(1..).unwrap_or_default(), folder)?;
+        self.added = gate.words;
+        Ok(gate.nics)
+    }
+
     /// Has the VM recorded into `log`. What a person should know of how it differs from the user's.
     ///
     /// Error: [`Error::CommandLine`] for what cannot be recorded exactly.
@@ -121,7 +133,8 @@ impl Invocation {
     }
 
     pub(crate) fn into_parts(self) -> Result<Parts> {
-        let run = self.run_words()?.0;
+        let mut run = self.run_words()?.0;
+        run.extend(self.added);
         let disks = self.server.map(|server| server.socket);
         Ok(Parts { binary: self.binary, user: self.words, run, disks })
     }

@@ -32,6 +32,7 @@ mod error;
 pub mod fleece;
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod gate;
 mod guestmap;
 mod heap;
 mod hotplug;

@@ -23,10 +23,12 @@ mod fill;
 pub mod lazy;
 mod lineage;
 mod plan;
+mod prepared;
 mod shared;
 
 pub use lineage::Lineage;
 pub use plan::Plan;
+pub use prepared::{Prepared, prepare};
 pub use shared::{SharedRam, start_shared};
 
 use crate::accel::{self, Accelerator};
@@ -113,6 +115,8 @@ pub struct RestoreOptions {
     pub monitor: Option<PathBuf>,
     /// The file that what QEMU says on its standard error is added to; our own standard error without one.
     pub log: Option<PathBuf>,
+    /// Words behind all others, which make no other machine: those of a gate ([`crate::gate`]).
+    pub added: Vec<String>,
 }
 
 /// Where a replay ends.
@@ -364,6 +368,7 @@ impl Starting {
                 }
             }
         }
+        words.extend(plan.added.iter().cloned());
         words.extend(crossing.iter().flat_map(|c| c.words.clone()));
         words.extend(
             ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]

@@ -108,6 +108,8 @@ pub struct Plan {
     pub(super) lineage: Option<Lineage>,
     pub(super) monitor: Option<PathBuf>,
     pub(super) log: Option<PathBuf>,
+    /// Behind all others.
+    pub(super) added: Vec<String>,
     notes: Vec<String>,
 }
 
@@ -117,8 +119,18 @@ impl Plan {
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
     /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
     pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
-        let RestoreOptions { qemu, paused, replays, icount_shift, accelerator, disks, lineage, monitor, log } =
-            options;
+        let RestoreOptions {
+            qemu,
+            paused,
+            replays,
+            icount_shift,
+            accelerator,
+            disks,
+            lineage,
+            monitor,
+            log,
+            added,
+        } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
@@ -157,6 +169,7 @@ impl Plan {
             lineage,
             monitor,
             log,
+            added,
             notes,
         })
     }

@@ -1,0 +1,141 @@
+//! A QEMU that waits for its VM: started and met before there is a state that it is to have, so that a failover costs what loading
+//! the devices costs.
+//!
+//! ```text
+//!   prepare(plan) ─▶ QEMU -S -incoming, RAM in memfds that both map ─▶ write pages, epoch after epoch ─▶ activate(devices) ─▶ runs
+//! ```
+//!
+//! Invariant: dropping it ends QEMU; nothing but [`Prepared::activate`] lets the guest run.
+
+use super::{Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded};
+use crate::lifetime::Lifetime;
+use crate::spawn;
+use crate::statefile::StateFile;
+use crate::vm::{Origin, Vm};
+use crate::{Error, Qmp, Result, stream};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::process::Child;
+use std::time::Instant;
+
+/// A VM that is not there yet.
+pub struct Prepared {
+    plan: Plan,
+    starting: Starting,
+    state: Option<StateFile>,
+    /// `None` once the VM has it.
+    child: Option<Child>,
+    qmp: Option<Qmp>,
+    full_command: Vec<String>,
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = spawn::kill(child);
+        }
+    }
+}
+
+/// Starts QEMU as planned, and waits until it is the machine that is wanted. Its RAM is all zeros.
+///
+/// Errors: as those of [`super::start`]. No process is left then.
+pub fn prepare(plan: Plan) -> Result<Prepared> {
+    let no_ram = Nothing;
+    let mut starting = Starting::new(&plan, &Ram::Eager(&no_ram), Instant::now())?;
+    let state = StateFile::new(&plan.arguments)?;
+    let (child, full_command) = starting.spawn(&plan, &state, None)?;
+    let mut prepared =
+        Prepared { plan, starting, state: Some(state), child: Some(child), qmp: None, full_command };
+    if let Some(child) = &mut prepared.child {
+        prepared.qmp = Some(prepared.starting.meet(&prepared.plan, child, None)?);
+    }
+    Ok(prepared)
+}
+
+/// No page.
+struct Nothing;
+
+impl RamSource for Nothing {
+    fn read(
+        &self,
+        _: keyframe_units::PageRange,
+        _: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Prepared {
+    /// QEMU's pid.
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().map_or(0, Child::id)
+    }
+
+    /// How QEMU ended, if it has.
+    pub fn try_wait(&mut self) -> Result<Option<std::process::ExitStatus>> {
+        let Some(child) = &mut self.child else { return Ok(None) };
+        child.try_wait().map_err(Error::io("wait for QEMU"))
+    }
+
+    /// Where `page` of the layout lies in its memories; `None` of one in a small block, which comes with the devices.
+    fn place(&self, page: PageIndex) -> Option<(&Memory, u64)> {
+        let memory = self.starting.memories.iter().find(|memory| (memory.pages.first..memory.pages.end()).contains(&page))?;
+        Some((memory, (page.0 - memory.pages.first.0) * PAGE_BYTES as u64))
+    }
+
+    /// Writes a page of main RAM; false where `page` is none of it.
+    pub fn write_page(&self, page: PageIndex, content: &Page) -> io::Result<bool> {
+        let Some((memory, offset)) = self.place(page) else { return Ok(false) };
+        memory.file.write_all_at(content, offset).map(|()| true)
+    }
+
+    /// Reads a page of main RAM; false where `page` is none of it.
+    pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
+        let Some((memory, offset)) = self.place(page) else { return Ok(false) };
+        memory.file.read_exact_at(into, offset).map(|()| true)
+    }
+
+    /// Gives it its devices, and from `small` the blocks that are not main RAM, and lets it run unless the plan has it paused.
+    ///
+    /// Errors: those of [`super::start`]. No process is left then.
+    pub fn activate(mut self, small: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
+        stream::check(device_state)?;
+        let started = Instant::now();
+        let (Some(mut child), Some(mut qmp), Some(state)) =
+            (self.child.take(), self.qmp.take(), self.state.take())
+        else {
+            return Err(Error::io("activate a VM")(io::Error::other("it was activated already")));
+        };
+        match self.load(&mut qmp, &mut child, small, device_state) {
+            Ok(()) => {
+                let ready_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let lines =
+                    (self.plan.source.user_command.clone(), std::mem::take(&mut self.full_command));
+                let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
+                Ok(Restored { vm, lazy: None, ready_ns, filled_ns: None })
+            }
+            Err(error) => {
+                let _ = spawn::kill(&mut child);
+                Err(error)
+            }
+        }
+    }
+
+    fn load(
+        &self,
+        qmp: &mut Qmp,
+        child: &mut Child,
+        small: &dyn RamSource,
+        device_state: &[u8],
+    ) -> Result<()> {
+        let incoming =
+            self.starting.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        send(&UnixStream::from(incoming), &self.plan, small, device_state)
+            .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
+        wait_until_loaded(qmp, child)?;
+        if self.plan.paused { Ok(()) } else { qmp.cont() }
+    }
+}

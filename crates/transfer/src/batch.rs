@@ -1,0 +1,41 @@
+//! A batch of pages, byte by byte.
+//!
+//! ```text
+//!   batch    entries, end to end, rising by page
+//!   entry    varint: pages since the entry before (since 0 for the first) * 8 + kind, then by kind
+//!   0 zero   nothing
+//!   1 raw    4,096 bytes
+//!   2 LZ4    varint length, one LZ4 block
+//!   3 words  varint length, a page's words (keyframe_pages::words)
+//!   4 patch  varint length, what differs from what the standby has of this page (keyframe_pages::patch)
+//!   5 packed patch   varint length of the patch, varint length, the patch as one LZ4 block
+//!   6 like   varint: the page whose content at the standby it has
+//! ```
+
+/// How an entry is coded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    Zero = 0,
+    Raw = 1,
+    Lz4 = 2,
+    Words = 3,
+    Patch = 4,
+    PackedPatch = 5,
+    Like = 6,
+}
+
+impl Kind {
+    pub fn of(number: u64) -> Option<Self> {
+        Some(match number {
+            0 => Self::Zero,
+            1 => Self::Raw,
+            2 => Self::Lz4,
+            3 => Self::Words,
+            4 => Self::Patch,
+            5 => Self::PackedPatch,
+            6 => Self::Like,
+            _ => return None,
+        })
+    }
+}

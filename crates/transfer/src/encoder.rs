@@ -1,0 +1,261 @@
+//! From pages to batches, for one stream.
+
+use crate::batch::Kind;
+use keyframe_pages::bytes::put_varint;
+use keyframe_pages::patch::{PATCH_BYTES_MAX, diff};
+use keyframe_pages::words::WordCoder;
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
+use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
+use rustc_hash::FxHashMap;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// A patch so short is not worth packing.
+const PATCH_BYTES_SMALL: usize = 256;
+/// Less than this saved is not worth decompressing.
+const SAVING_BYTES_MIN: usize = 64;
+
+/// What was encoded, in pages and bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// Pages.
+    pub pages: u64,
+    /// Of these, all zero.
+    pub zero: u64,
+    /// Like what the standby has of another page.
+    pub like: u64,
+    /// As what differs from the standby's.
+    pub patched: u64,
+    /// Compressed.
+    pub compressed: u64,
+    /// As they are.
+    pub raw: u64,
+    /// Exactly what the standby has, so not sent at all.
+    pub same: u64,
+    /// Bytes of the batches.
+    pub bytes: u64,
+}
+
+impl Sent {
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            pages: self.pages + other.pages,
+            zero: self.zero + other.zero,
+            like: self.like + other.like,
+            patched: self.patched + other.patched,
+            compressed: self.compressed + other.compressed,
+            raw: self.raw + other.raw,
+            same: self.same + other.same,
+            bytes: self.bytes + other.bytes,
+        }
+    }
+}
+
+/// What the standby has of a page.
+struct Base {
+    page: PageIndex,
+    hash: u64,
+    /// Used since the hand of the clock came by.
+    used: bool,
+    content: Box<Page>,
+}
+
+/// Encodes the pages of one stream, with what the standby has of the pages sent last.
+pub struct Encoder {
+    bases: Vec<Base>,
+    of_page: FxHashMap<PageIndex, u32>,
+    of_content: FxHashMap<u64, u32>,
+    bases_max: usize,
+    hand: usize,
+    /// Pages whose base is of the epoch in progress.
+    touched: Vec<PageIndex>,
+    words: WordCoder,
+    table: CompressTable,
+    buffer: Vec<u8>,
+    patch: Vec<u8>,
+}
+
+impl Encoder {
+    /// One that keeps up to `memory_bytes` of what the standby has.
+    #[must_use]
+    pub fn new(memory_bytes: usize) -> Self {
+        Self {
+            bases: Vec::new(),
+            of_page: FxHashMap::default(),
+            of_content: FxHashMap::default(),
+            bases_max: (memory_bytes / PAGE_BYTES).min(u32::MAX as usize),
+            hand: 0,
+            touched: Vec::new(),
+            words: WordCoder::new(),
+            table: CompressTable::small(),
+            buffer: vec![0; get_maximum_output_size(PAGE_BYTES)],
+            patch: Vec::new(),
+        }
+    }
+
+    /// Appends a batch of `pages`, which rise, to `out`.
+    pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> Sent {
+        let (mut sent, before) = (Sent::default(), out.len());
+        let mut last = 0;
+        for (page, content) in pages {
+            self.entry(*page, content, &mut last, out, &mut sent);
+        }
+        sent.bytes = (out.len() - before) as u64;
+        sent
+    }
+
+    /// The epoch in progress is complete: what was sent of it is what the standby has.
+    pub fn finish(&mut self) {
+        self.touched.clear();
+    }
+
+    /// The epoch in progress is given up: the standby has what it had.
+    pub fn abandon(&mut self) {
+        for page in std::mem::take(&mut self.touched) {
+            if let Some(slot) = self.of_page.remove(&page) {
+                self.vacate(slot);
+            }
+        }
+    }
+
+    /// Nothing is known of the standby any more.
+    pub fn forget(&mut self) {
+        self.bases.clear();
+        self.of_page.clear();
+        self.of_content.clear();
+        self.touched.clear();
+        self.hand = 0;
+    }
+
+    fn entry(&mut self, page: PageIndex, content: &Page, last: &mut u64, out: &mut Vec<u8>, sent: &mut Sent) {
+        sent.pages += 1;
+        let hash = xxh3_64(content);
+        let slot = self.of_page.get(&page).copied();
+        if slot.and_then(|slot| self.bases.get(slot as usize)).is_some_and(|base| *base.content == *content) {
+            sent.same += 1;
+            return;
+        }
+        let mut head = |kind: Kind, out: &mut Vec<u8>| {
+            put_varint(out, (page.0 - *last) << 3 | kind as u64);
+            *last = page.0;
+        };
+        if *content == ZERO_PAGE {
+            head(Kind::Zero, out);
+            sent.zero += 1;
+        } else if let Some(like) = self.like(hash, content) {
+            head(Kind::Like, out);
+            put_varint(out, like.0);
+            sent.like += 1;
+        } else if self.patch_of(slot, content) {
+            sent.patched += 1;
+            let packed = (self.patch.len() > PATCH_BYTES_SMALL)
+                .then(|| compress_into_with_table(&self.patch, &mut self.buffer, &mut self.table).ok())
+                .flatten()
+                .filter(|len| len + SAVING_BYTES_MIN <= self.patch.len());
+            if let Some(bytes) = packed.and_then(|len| self.buffer.get(..len)) {
+                head(Kind::PackedPatch, out);
+                put_varint(out, self.patch.len() as u64);
+                put_varint(out, bytes.len() as u64);
+                out.extend_from_slice(bytes);
+            } else {
+                head(Kind::Patch, out);
+                put_varint(out, self.patch.len() as u64);
+                out.extend_from_slice(&self.patch);
+            }
+        } else if let Some(words) = self.words.encode(content) {
+            head(Kind::Words, out);
+            put_varint(out, words.len() as u64);
+            out.extend_from_slice(words);
+            sent.compressed += 1;
+        } else {
+            let packed = compress_into_with_table(content, &mut self.buffer, &mut self.table);
+            let packed = packed.ok().filter(|len| len + SAVING_BYTES_MIN <= PAGE_BYTES);
+            if let Some(bytes) = packed.and_then(|len| self.buffer.get(..len)) {
+                head(Kind::Lz4, out);
+                put_varint(out, bytes.len() as u64);
+                out.extend_from_slice(bytes);
+                sent.compressed += 1;
+            } else {
+                head(Kind::Raw, out);
+                out.extend_from_slice(content);
+                sent.raw += 1;
+            }
+        }
+        self.keep(page, hash, content, slot);
+    }
+
+    /// Another page that has this content at the standby.
+    fn like(&mut self, hash: u64, content: &Page) -> Option<PageIndex> {
+        let slot = *self.of_content.get(&hash)?;
+        let base = self.bases.get_mut(slot as usize).filter(|base| *base.content == *content)?;
+        base.used = true;
+        Some(base.page)
+    }
+
+    /// Leaves in `patch` what differs from the base in `slot`; false where that is too much, or there is none.
+    fn patch_of(&mut self, slot: Option<u32>, content: &Page) -> bool {
+        self.patch.clear();
+        let base = slot.and_then(|slot| self.bases.get(slot as usize));
+        base.is_some_and(|base| diff(&base.content, content, PATCH_BYTES_MAX, &mut self.patch))
+    }
+
+    fn keep(&mut self, page: PageIndex, hash: u64, content: &Page, slot: Option<u32>) {
+        self.touched.push(page);
+        if let Some(slot) = slot {
+            self.unlist(slot);
+            if let Some(base) = self.bases.get_mut(slot as usize) {
+                base.content.copy_from_slice(content);
+                (base.hash, base.used) = (hash, true);
+            }
+            self.of_content.insert(hash, slot);
+            return;
+        }
+        let slot = if self.bases.len() < self.bases_max {
+            self.bases.push(Base { page, hash, used: false, content: Box::new(*content) });
+            self.bases.len() as u32 - 1
+        } else {
+            let Some(slot) = self.evicted() else { return };
+            if let Some(base) = self.bases.get_mut(slot as usize) {
+                base.content.copy_from_slice(content);
+                (base.page, base.hash, base.used) = (page, hash, false);
+            }
+            slot
+        };
+        self.of_page.insert(page, slot);
+        self.of_content.insert(hash, slot);
+    }
+
+    /// A slot whose base has not been used for a while, taken from its page.
+    fn evicted(&mut self) -> Option<u32> {
+        for _ in 0..2 * self.bases.len() {
+            self.hand = (self.hand + 1) % self.bases.len();
+            let base = self.bases.get_mut(self.hand)?;
+            if !std::mem::take(&mut base.used) {
+                let page = base.page;
+                if self.of_page.get(&page) == Some(&(self.hand as u32)) {
+                    self.of_page.remove(&page);
+                }
+                self.unlist(self.hand as u32);
+                return Some(self.hand as u32);
+            }
+        }
+        None
+    }
+
+    /// What is in `slot` is nobody's content any more.
+    fn unlist(&mut self, slot: u32) {
+        let Some(base) = self.bases.get(slot as usize) else { return };
+        if self.of_content.get(&base.hash) == Some(&slot) {
+            self.of_content.remove(&base.hash);
+        }
+    }
+
+    fn vacate(&mut self, slot: u32) {
+        self.unlist(slot);
+        if let Some(base) = self.bases.get_mut(slot as usize) {
+            // No page has this number: the slot is taken again when the hand comes by.
+            (base.page, base.used) = (PageIndex(u64::MAX), false);
+        }
+    }
+}
