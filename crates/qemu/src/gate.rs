@@ -128,12 +128,15 @@ mod tests {
 
     #[test]
     fn each_netdev_gets_a_way_around() {
-        let made = gate("-netdev tap,id=n0,ifname=t -device e1000,netdev=n0 -nic user,id=n1,model=e1000").unwrap();
+        let made =
+            gate("-netdev tap,id=n0,ifname=t -device e1000,netdev=n0 -nic user,id=n1,model=e1000").unwrap();
         assert_eq!(made.nics.len(), 2);
         assert_eq!(made.nics[1].out, Path::new("/run/a,b/net-1-out.sock"));
         let text = made.words.join(" ");
         assert!(text.contains("path=/run/a,,b/net-0-out.sock"), "{text}");
-        assert!(text.contains("filter-redirector,id=keyframe-gate-1-out,netdev=n1,queue=rx,outdev=keyframe-net-1-out"));
+        assert!(text.contains(
+            "filter-redirector,id=keyframe-gate-1-out,netdev=n1,queue=rx,outdev=keyframe-net-1-out"
+        ));
         // What comes back enters before the place where frames leave.
         assert!(text.find("keyframe-gate-0-in").unwrap() < text.find("keyframe-gate-0-out").unwrap());
         let json = r#"-netdev {"type":"tap","id":"j"}"#;

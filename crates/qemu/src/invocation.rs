@@ -2,8 +2,8 @@
 
 use crate::binary::{self, QemuIdentity};
 use crate::drives::{self, DiskServer, Drive};
-use crate::options::{self, Argument};
 use crate::gate::{NicSockets, net_gate};
+use crate::options::{self, Argument};
 use crate::record::{self, Wanted};
 use crate::{Error, Result};
 use std::ffi::OsString;

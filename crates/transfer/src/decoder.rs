@@ -95,9 +95,10 @@ impl Decoder {
             let at = cursor.position();
             let malformed = |problem: String| Error::Malformed { at, problem };
             let head = cursor.varint().map_err(malformed)?;
-            page = page.checked_add(head >> 3).filter(|page| *page < self.space_pages).ok_or_else(|| {
-                malformed(format!("a page beyond the VM's {} pages", self.space_pages))
-            })?;
+            page = page
+                .checked_add(head >> 3)
+                .filter(|page| *page < self.space_pages)
+                .ok_or_else(|| malformed(format!("a page beyond the VM's {} pages", self.space_pages)))?;
             let kind = Kind::of(head & 7).ok_or_else(|| malformed(format!("no kind {}", head & 7)))?;
             let mut content = ZERO_PAGE;
             self.content(kind, PageIndex(page), &mut cursor, (&*epoch, image), &mut content).map_err(

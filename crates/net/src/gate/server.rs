@@ -37,7 +37,8 @@ enum End {
 
 impl End {
     fn listen(path: &std::path::Path) -> Result<Self> {
-        let listener = UnixListener::bind(path).map_err(Error::io(format!("listen at {}", path.display())))?;
+        let listener =
+            UnixListener::bind(path).map_err(Error::io(format!("listen at {}", path.display())))?;
         listener.set_nonblocking(true).map_err(Error::io(format!("prepare {}", path.display())))?;
         Ok(Self::Waiting(listener))
     }
@@ -273,7 +274,8 @@ impl Gate {
                     let End::Connected(_) = &nic.to_network else { break };
                     nic.writing = self.queue.pass(number).map(|frame| (frame, 0));
                 }
-                let (Some((frame, done)), End::Connected(stream)) = (&mut nic.writing, &nic.to_network) else {
+                let (Some((frame, done)), End::Connected(stream)) = (&mut nic.writing, &nic.to_network)
+                else {
                     break;
                 };
                 let left = frame.wire().get(*done..).unwrap_or_default();

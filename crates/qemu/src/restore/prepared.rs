@@ -82,7 +82,11 @@ impl Prepared {
 
     /// Where `page` of the layout lies in its memories; `None` of one in a small block, which comes with the devices.
     fn place(&self, page: PageIndex) -> Option<(&Memory, u64)> {
-        let memory = self.starting.memories.iter().find(|memory| (memory.pages.first..memory.pages.end()).contains(&page))?;
+        let memory = self
+            .starting
+            .memories
+            .iter()
+            .find(|memory| (memory.pages.first..memory.pages.end()).contains(&page))?;
         Some((memory, (page.0 - memory.pages.first.0) * PAGE_BYTES as u64))
     }
 
@@ -112,8 +116,7 @@ impl Prepared {
         match self.load(&mut qmp, &mut child, small, device_state) {
             Ok(()) => {
                 let ready_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                let lines =
-                    (self.plan.source.user_command.clone(), std::mem::take(&mut self.full_command));
+                let lines = (self.plan.source.user_command.clone(), std::mem::take(&mut self.full_command));
                 let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
                 Ok(Restored { vm, lazy: None, ready_ns, filled_ns: None })
             }

@@ -1,0 +1,335 @@
+//! One connection: frames in both directions, from any thread.
+//!
+//! ```text
+//!   send      a frame at a time: lock ─▶ encrypt, write ─▶ wait for room without the lock ─▶ ...
+//!   receive   wait for bytes without the lock ─▶ lock ─▶ decrypt ─▶ frames
+//! ```
+//!
+//! Invariant: nobody waits for the other side with the lock of the encryption, so that sides that both send take in, too.
+
+use crate::{Error, FRAME_BYTES_MAX, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustls::Connection;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+const HEAD_BYTES: usize = 5;
+/// How long the other side may take to take some bytes in.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+/// Encrypted at once.
+const PART_BYTES: usize = 64 << 10;
+
+/// What came.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// What it is.
+    pub kind: u8,
+    /// What it says.
+    pub payload: Vec<u8>,
+}
+
+/// Bytes that have come and are no whole frame yet. One reader has it.
+#[derive(Debug, Default)]
+pub struct Input {
+    bytes: Vec<u8>,
+    /// Of these, taken.
+    taken: usize,
+}
+
+/// A connection with a party that has the key.
+pub struct Channel {
+    stream: TcpStream,
+    tls: Mutex<Connection>,
+    /// Held from a frame's first byte to its last.
+    sending: Mutex<()>,
+    peer: String,
+}
+
+impl Channel {
+    /// Shakes hands within `timeout`.
+    pub(crate) fn new(stream: TcpStream, mut tls: Connection, timeout: Duration) -> Result<Self> {
+        let peer = stream.peer_addr().map_or_else(|_| "the other side".into(), |a| a.to_string());
+        let io = |operation| {
+            let peer = peer.clone();
+            move |source| Error::Io { operation, peer, source }
+        };
+        let prepared = stream
+            .set_nodelay(true)
+            .and_then(|()| stream.set_read_timeout(Some(timeout)))
+            .and_then(|()| stream.set_write_timeout(Some(timeout)));
+        prepared.map_err(io("prepare the connection with"))?;
+        tls.set_buffer_limit(Some(4 * PART_BYTES));
+        let deadline = Instant::now() + timeout;
+        while tls.is_handshaking() {
+            let done = tls.complete_io(&mut &stream);
+            if let Err(error) = done {
+                // What rustls objects to comes as such an error.
+                let problem = match error.kind() {
+                    ErrorKind::InvalidData => format!("it was not let in: {error}"),
+                    ErrorKind::UnexpectedEof => "it has broken off the handshake".into(),
+                    _ => return Err(io("shake hands with")(error)),
+                };
+                return Err(Error::Tls { peer, problem });
+            }
+            if Instant::now() >= deadline {
+                return Err(io("shake hands with")(ErrorKind::TimedOut.into()));
+            }
+        }
+        stream.set_nonblocking(true).map_err(io("prepare the connection with"))?;
+        Ok(Self { stream, tls: Mutex::new(tls), sending: Mutex::new(()), peer })
+    }
+
+    /// The other side, as it is known.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// Sends a frame whose payload is `parts`, end to end.
+    pub fn send(&self, kind: u8, parts: &[&[u8]]) -> Result<()> {
+        let len = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
+        if len > FRAME_BYTES_MAX {
+            return Err(Error::Frame { peer: "this host".into(), len_bytes: len as u64 });
+        }
+        let mut head = [0; HEAD_BYTES];
+        head[..4].copy_from_slice(&(len as u32).to_le_bytes());
+        head[4] = kind;
+        let _alone = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        for part in std::iter::once(&head[..]).chain(parts.iter().copied()) {
+            for piece in part.chunks(PART_BYTES) {
+                self.write(piece)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, mut piece: &[u8]) -> Result<()> {
+        loop {
+            {
+                let mut tls = self.lock();
+                let len = tls.writer().write(piece).map_err(self.io("write to"))?;
+                piece = piece.get(len..).unwrap_or_default();
+                if self.flush(&mut tls)? && piece.is_empty() {
+                    return Ok(());
+                }
+                if !tls.wants_write() {
+                    continue;
+                }
+            }
+            if !self.wait(PollFlags::OUT, SEND_TIMEOUT)? {
+                return Err(self.io("write to")(ErrorKind::TimedOut.into()));
+            }
+        }
+    }
+
+    /// Writes what there is room for; true where that was all.
+    fn flush(&self, tls: &mut Connection) -> Result<bool> {
+        while tls.wants_write() {
+            match tls.write_tls(&mut &self.stream) {
+                Ok(_) => {}
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(self.io("write to")(e)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// The next frame; `None` where none is whole within `timeout`.
+    pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<Frame>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(frame) = input.next(&self.peer)? {
+                return Ok(Some(frame));
+            }
+            if self.decrypted(input)? {
+                continue;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !self.wait(PollFlags::IN, left)? {
+                return Ok(None);
+            }
+            let mut tls = self.lock();
+            match tls.read_tls(&mut &self.stream) {
+                Ok(0) => return Err(Error::Closed { peer: self.peer.clone() }),
+                Ok(_) => {
+                    let processed = tls.process_new_packets();
+                    processed.map_err(|e| Error::Tls { peer: self.peer.clone(), problem: e.to_string() })?;
+                    if tls.wants_write() {
+                        // What there is no room for goes with the next frame.
+                        let _ = self.flush(&mut tls)?;
+                    }
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+                Err(e) => return Err(self.io("read from")(e)),
+            }
+        }
+    }
+
+    /// Takes in what was decrypted; false where nothing was.
+    fn decrypted(&self, input: &mut Input) -> Result<bool> {
+        let mut tls = self.lock();
+        let mut chunk = [0; 16 << 10];
+        match tls.reader().read(&mut chunk) {
+            Ok(0) => Err(Error::Closed { peer: self.peer.clone() }),
+            Ok(len) => {
+                input.bytes.extend_from_slice(chunk.get(..len).unwrap_or_default());
+                Ok(true)
+            }
+            Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
+            Err(e) if e.kind() == ErrorKind::UnexpectedEof => Err(Error::Closed { peer: self.peer.clone() }),
+            Err(e) => Err(self.io("read from")(e)),
+        }
+    }
+
+    /// Breaks it off, for whoever waits in it too.
+    pub fn close(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn wait(&self, what: PollFlags, timeout: Duration) -> Result<bool> {
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs().cast_signed(), tv_nsec: timeout.subsec_nanos().into() };
+        let mut fds = [PollFd::new(&self.stream, what)];
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(ready) => Ok(ready > 0),
+            Err(Errno::INTR) => Ok(true),
+            Err(e) => Err(self.io("wait for")(e.into())),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        self.tls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn io(&self, operation: &'static str) -> impl FnOnce(io::Error) -> Error {
+        let peer = self.peer.clone();
+        move |source| Error::Io { operation, peer, source }
+    }
+}
+
+impl Input {
+    fn next(&mut self, peer: &str) -> Result<Option<Frame>> {
+        let left = self.bytes.get(self.taken..).unwrap_or_default();
+        let Some(head) = left.first_chunk::<HEAD_BYTES>() else {
+            self.bytes.drain(..self.taken);
+            self.taken = 0;
+            return Ok(None);
+        };
+        let [a, b, c, d, kind] = *head;
+        let len = u32::from_le_bytes([a, b, c, d]) as usize;
+        if !(1..=FRAME_BYTES_MAX).contains(&len) {
+            return Err(Error::Frame { peer: peer.into(), len_bytes: len as u64 });
+        }
+        let Some(payload) = left.get(HEAD_BYTES..HEAD_BYTES + len - 1) else {
+            self.bytes.drain(..self.taken);
+            self.taken = 0;
+            return Ok(None);
+        };
+        let payload = payload.to_vec();
+        self.taken += HEAD_BYTES + payload.len();
+        Ok(Some(Frame { kind, payload }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Channel, Error, FRAME_BYTES_MAX, Frame, Input, Key, Party};
+    use std::net::TcpListener;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Duration;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn party(secret: &str) -> Party {
+        Party::new(&Key::of(secret.as_bytes()).unwrap()).unwrap()
+    }
+
+    /// What both sides come to.
+    fn meet(ours: &Party, theirs: &Party) -> (crate::Result<Channel>, crate::Result<Channel>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::scope(|scope| {
+            let accepted = scope.spawn(move || theirs.accept(listener.accept().unwrap().0, PATIENCE));
+            let connected = ours.connect(address, PATIENCE);
+            (connected, accepted.join().unwrap())
+        })
+    }
+
+    #[test]
+    fn frames_of_any_length_come_as_they_were_sent_both_ways_at_once() {
+        let (ours, theirs) = meet(&party("a secret of some bytes"), &party("a secret of some bytes\n"));
+        let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+        let frame = |n: usize| Frame { kind: n as u8, payload: vec![n as u8; n * n * 401 % 700_000] };
+        let run = |channel: &Channel| {
+            let mut input = Input::default();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for n in 0..60 {
+                        let Frame { kind, payload } = frame(n);
+                        let (a, b) = payload.split_at(payload.len() / 3);
+                        channel.send(kind, &[a, b]).unwrap();
+                    }
+                });
+                for n in 0..60 {
+                    let got = channel.receive(&mut input, PATIENCE).unwrap().unwrap();
+                    assert!(got == frame(n), "frame {n}");
+                }
+            });
+            assert_eq!(channel.receive(&mut input, Duration::ZERO).unwrap(), None);
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| run(&ours));
+            run(&theirs);
+        });
+        ours.close();
+        assert!(matches!(theirs.receive(&mut Input::default(), PATIENCE), Err(Error::Closed { .. })));
+    }
+
+    #[test]
+    fn who_has_another_key_is_not_let_in() {
+        let (ours, theirs) = meet(&party("a secret of some bytes"), &party("another secret of some"));
+        // TLS 1.3: the client may learn of it only when it reads.
+        assert!(matches!(theirs, Err(Error::Tls { .. })), "{:?}", theirs.err());
+        if let Ok(ours) = ours {
+            ours.receive(&mut Input::default(), PATIENCE).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn one_who_speaks_no_tls_is_not_let_in_and_waits_end() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut plain = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        std::io::Write::write_all(&mut plain, &[0x55; 2000]).unwrap();
+        let theirs = party("a secret of some bytes").accept(listener.accept().unwrap().0, PATIENCE);
+        assert!(theirs.is_err());
+        let silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let limit = Duration::from_millis(50);
+        assert!(party("a secret of some bytes").accept(listener.accept().unwrap().0, limit).is_err());
+        drop(silent);
+    }
+
+    #[test]
+    fn a_frame_that_is_too_long_is_refused_on_both_sides() {
+        let (ours, _theirs) = meet(&party("a secret of some bytes"), &party("a secret of some bytes"));
+        let long = vec![0; FRAME_BYTES_MAX];
+        assert!(matches!(ours.unwrap().send(1, &[&long]), Err(Error::Frame { .. })));
+        let mut input = Input { bytes: vec![0xff; 9], taken: 0 };
+        assert!(matches!(input.next("it"), Err(Error::Frame { .. })));
+    }
+
+    #[test]
+    fn a_key_file_that_others_may_read_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("key");
+        std::fs::write(&path, "0123456789abcdef0123").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(Key::read(&path).err().unwrap().to_string().contains("644"));
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+        Key::read(&path).unwrap();
+        std::fs::write(&path, "short").unwrap();
+        assert!(Key::read(&path).err().unwrap().fix().unwrap().contains("urandom"));
+    }
+}

@@ -1,0 +1,129 @@
+//! The key, and who has it.
+
+use crate::{Channel, Error, Result};
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, PKCS_ED25519};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use zeroize::Zeroizing;
+
+/// Fewer bytes are no secret.
+const SECRET_BYTES_MIN: usize = 16;
+const SECRET_BYTES_MAX: u64 = 64 << 10;
+const CONTEXT: &str = "keyframe 2026-11 replication authority";
+const AUTHORITY: &str = "keyframe replication authority";
+/// The name of every party: who it is, is told by the key alone.
+const NAME: &str = "keyframe-replication";
+/// An Ed25519 private key as PKCS #8 begins with this, and goes on with its 32 bytes (RFC 8410).
+const PKCS8_HEAD: [u8; 16] =
+    [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
+
+/// What hosts share.
+pub struct Key(Zeroizing<[u8; 32]>);
+
+impl Key {
+    /// Of a file that its owner alone can read.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bad = |problem: String| Error::Key { path: path.display().to_string(), problem };
+        let known = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?;
+        if known.len() > SECRET_BYTES_MAX {
+            return Err(bad(format!("{} bytes are no key", known.len())));
+        }
+        if known.mode() & 0o077 != 0 {
+            return Err(bad(format!(
+                "others may read or write it (mode {:03o}): chmod 600",
+                known.mode() & 0o777
+            )));
+        }
+        let bytes = Zeroizing::new(std::fs::read(path).map_err(|e| bad(e.to_string()))?);
+        Self::of(&bytes).ok_or_else(|| bad(format!("fewer than {SECRET_BYTES_MIN} bytes are no secret")))
+    }
+
+    /// Of a secret; white space at its ends does not count. `None` where it is too short.
+    #[must_use]
+    pub fn of(secret: &[u8]) -> Option<Self> {
+        let secret = secret.trim_ascii();
+        (secret.len() >= SECRET_BYTES_MIN).then(|| Self(Zeroizing::new(blake3::derive_key(CONTEXT, secret))))
+    }
+}
+
+/// One who has the key.
+#[derive(Clone)]
+pub struct Party {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+impl Party {
+    /// Makes the certificate that this process shows, for as long as it lives.
+    pub fn new(key: &Key) -> Result<Self> {
+        Self::made(key).map_err(|problem| Error::Tls { peer: "this host".into(), problem })
+    }
+
+    fn made(key: &Key) -> Result<Self, String> {
+        let text = |e: rcgen::Error| e.to_string();
+        let document = Zeroizing::new([&PKCS8_HEAD[..], &key.0[..]].concat());
+        let document = PrivatePkcs8KeyDer::from(document.to_vec());
+        let authority_key = KeyPair::from_pkcs8_der_and_sign_algo(&document, &PKCS_ED25519).map_err(text)?;
+        let mut authority = CertificateParams::new(Vec::<String>::new()).map_err(text)?;
+        authority.distinguished_name.push(DnType::CommonName, AUTHORITY);
+        authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        let root = authority.self_signed(&authority_key).map_err(text)?;
+        let issuer = Issuer::new(authority, authority_key);
+        let own_key = KeyPair::generate_for(&PKCS_ED25519).map_err(text)?;
+        let mut own = CertificateParams::new(vec![NAME.to_owned()]).map_err(text)?;
+        own.distinguished_name.push(DnType::CommonName, NAME);
+        let own = own.signed_by(&own_key, &issuer).map_err(text)?;
+        let mut roots = RootCertStore::empty();
+        roots.add(root.der().clone()).map_err(|e| e.to_string())?;
+        let roots = Arc::new(roots);
+        let chain: Vec<CertificateDer<'static>> = vec![own.der().clone()];
+        let private = || PrivateKeyDer::from(PrivatePkcs8KeyDer::from(own_key.serialize_der()));
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
+            .build()
+            .map_err(|e| e.to_string())?;
+        let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(|e| e.to_string())?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(chain.clone(), private())
+            .map_err(|e| e.to_string())?;
+        let client = ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(|e| e.to_string())?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, private())
+            .map_err(|e| e.to_string())?;
+        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+    }
+
+    /// Connects to a party that listens at `address`, within `timeout`.
+    pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Channel> {
+        let peer = address.to_string();
+        let stream = TcpStream::connect_timeout(&address, timeout).map_err(|source| Error::Io {
+            operation: "connect to",
+            peer: peer.clone(),
+            source,
+        })?;
+        let name = ServerName::try_from(NAME)
+            .map_err(|e| Error::Tls { peer: peer.clone(), problem: e.to_string() })?;
+        let tls = ClientConnection::new(Arc::clone(&self.client), name)
+            .map_err(|e| Error::Tls { peer, problem: e.to_string() })?;
+        Channel::new(stream, tls.into(), timeout)
+    }
+
+    /// Takes a party in that has connected, within `timeout`.
+    pub fn accept(&self, stream: TcpStream, timeout: Duration) -> Result<Channel> {
+        let tls = ServerConnection::new(Arc::clone(&self.server)).map_err(|e| Error::Tls {
+            peer: stream.peer_addr().map_or_else(|_| "a client".into(), |a| a.to_string()),
+            problem: e.to_string(),
+        })?;
+        Channel::new(stream, tls.into(), timeout)
+    }
+}
