@@ -1,0 +1,127 @@
+//! The policy that a user names: `adaptive`, `paper` or `fixed:100ms`.
+
+use super::{Fixed, Latency, LatencyParameters, Paper, Policy};
+use std::{fmt, str::FromStr, time::Duration};
+
+/// Shorter intervals than this would have the VM stand most of its time.
+const INTERVAL_NS_MIN: u64 = 1_000_000;
+/// Longer ones than this protect nothing.
+const INTERVAL_NS_MAX: u64 = 3_600_000_000_000;
+
+/// A policy by its name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReplicationPolicy {
+    /// Ours: [`Latency`].
+    #[default]
+    Adaptive,
+    /// Figure 6 as printed: [`Paper`].
+    Paper,
+    /// [`Fixed`].
+    Fixed {
+        /// From pause to pause.
+        interval_ns: u64,
+    },
+}
+
+impl ReplicationPolicy {
+    /// The policy itself. `parameters` are of `adaptive` alone: the others have no targets, which the caller should say to who gave one.
+    pub fn build(self, parameters: LatencyParameters) -> Box<dyn Policy> {
+        match self {
+            Self::Adaptive => Box::new(Latency::new(parameters)),
+            Self::Paper => Box::new(Paper::default()),
+            Self::Fixed { interval_ns } => Box::new(Fixed::every(interval_ns)),
+        }
+    }
+}
+
+impl fmt::Display for ReplicationPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Adaptive => f.write_str("adaptive"),
+            Self::Paper => f.write_str("paper"),
+            Self::Fixed { interval_ns } => {
+                // No blank between units, so that it can be given back as one word.
+                let text = humantime::format_duration(Duration::from_nanos(*interval_ns)).to_string();
+                write!(f, "fixed:{}", text.replace(' ', ""))
+            }
+        }
+    }
+}
+
+/// A name that is no policy's.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnknownPolicy {
+    /// No such policy.
+    #[error(
+        "no replication policy is called '{0}'; there are adaptive, paper and fixed:INTERVAL, as in fixed:100ms"
+    )]
+    Name(String),
+    /// `fixed` without its interval.
+    #[error("the policy 'fixed' needs its interval, as in fixed:100ms")]
+    NoInterval,
+    /// An interval that cannot be read.
+    #[error("'{text}' is no interval: {why}; one is written like 100ms")]
+    Interval {
+        /// What stood behind `fixed:`.
+        text: String,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl FromStr for ReplicationPolicy {
+    type Err = UnknownPolicy;
+
+    fn from_str(text: &str) -> Result<Self, UnknownPolicy> {
+        match text.trim() {
+            "adaptive" => return Ok(Self::Adaptive),
+            "paper" => return Ok(Self::Paper),
+            "fixed" | "fixed:" => return Err(UnknownPolicy::NoInterval),
+            _ => {}
+        }
+        let Some(interval) = text.trim().strip_prefix("fixed:") else {
+            return Err(UnknownPolicy::Name(text.to_owned()));
+        };
+        let wrong = |why: String| UnknownPolicy::Interval { text: interval.to_owned(), why };
+        let parsed = humantime::parse_duration(interval).map_err(|error| wrong(error.to_string()))?;
+        let interval_ns = u64::try_from(parsed.as_nanos()).unwrap_or(u64::MAX);
+        if !(INTERVAL_NS_MIN..=INTERVAL_NS_MAX).contains(&interval_ns) {
+            return Err(wrong("it must be between 1ms and 1h".to_owned()));
+        }
+        Ok(Self::Fixed { interval_ns })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_and_written_back() {
+        for (text, policy, name) in [
+            ("adaptive", ReplicationPolicy::Adaptive, "adaptive (overhead 33%)"),
+            ("paper", ReplicationPolicy::Paper, "paper"),
+            ("fixed:100ms", ReplicationPolicy::Fixed { interval_ns: 100_000_000 }, "fixed 100ms"),
+            ("fixed:1s500ms", ReplicationPolicy::Fixed { interval_ns: 1_500_000_000 }, "fixed 1s 500ms"),
+        ] {
+            assert_eq!(text.parse(), Ok(policy));
+            assert_eq!(policy.to_string(), text);
+            assert_eq!(policy.build(LatencyParameters::default()).name(), name);
+        }
+        assert_eq!(ReplicationPolicy::default(), ReplicationPolicy::Adaptive);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let said = |text: &str| text.parse::<ReplicationPolicy>().unwrap_err().to_string();
+        assert_eq!(
+            said("remus"),
+            "no replication policy is called 'remus'; there are adaptive, paper and fixed:INTERVAL, as in fixed:100ms"
+        );
+        assert_eq!(said("fixed"), "the policy 'fixed' needs its interval, as in fixed:100ms");
+        for wrong in ["fixed:fast", "fixed:100", "fixed:0ms", "fixed:10us", "fixed:2h", "fixed:-1s"] {
+            let said = said(wrong);
+            assert!(said.starts_with(&format!("'{}' is no interval: ", &wrong[6..])), "{said}");
+        }
+    }
+}

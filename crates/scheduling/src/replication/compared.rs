@@ -1,0 +1,205 @@
+//! Policies against each other in the model: a regression test of the rules, not a measurement of anything.
+
+use super::model::{
+    self, COMPILE, COORDINATOR, EP, Host, MS, Outcome, SP, WATCHED, WEB, WEB_BUSY, WEB_CALM, Workload,
+};
+use super::{Fixed, Latency, LatencyParameters, LatencyTarget, OverheadTarget, Paper, Policy};
+
+const COMPUTING: [&Workload; 3] = [&COMPILE, &EP, &SP];
+const ANSWERING: [&Workload; 5] = [&WEB_CALM, &WEB, &WEB_BUSY, &COORDINATOR, &WATCHED];
+
+fn hosts() -> [Host; 4] {
+    let short = |host: Host| Host { pause_ns: MS / 2, ..host };
+    let (gigabit, ten) = (Host::gigabits(1.0), Host::gigabits(10.0));
+    [gigabit, ten, short(gigabit), short(ten)]
+}
+
+fn run(policy: &mut dyn Policy, load: &Workload, host: Host) -> Outcome {
+    model::run(policy, load, host, 20_000 * MS, 7)
+}
+
+/// Ours and the paper's on the same, three times.
+fn both(load: &Workload, host: Host) -> impl Iterator<Item = (Outcome, Outcome)> {
+    [7, 8, 9].into_iter().map(move |seed| {
+        let ours = model::run(&mut Latency::default(), load, host, 20_000 * MS, seed);
+        (ours, model::run(&mut Paper::default(), load, host, 20_000 * MS, seed))
+    })
+}
+
+fn fixed(load: &Workload, host: Host) -> Outcome {
+    run(&mut Fixed::every(100 * MS), load, host)
+}
+
+fn paper(load: &Workload, host: Host) -> Outcome {
+    run(&mut Paper::default(), load, host)
+}
+
+fn ours(load: &Workload, host: Host) -> Outcome {
+    run(&mut Latency::default(), load, host)
+}
+
+fn at_latency(ms: u64) -> Latency {
+    Latency::new(LatencyParameters {
+        latency: Some(LatencyTarget { ns: ms * MS }),
+        ..LatencyParameters::default()
+    })
+}
+
+fn at_overhead(percent: f64) -> Latency {
+    Latency::new(LatencyParameters {
+        overhead: Some(OverheadTarget { percent }),
+        ..LatencyParameters::default()
+    })
+}
+
+/// Where it fails, this says.
+fn at(load: &Workload, host: Host) -> String {
+    format!("{} over {} bytes/ns, pause {} ns", load.name, host.bytes_per_ns, host.pause_ns)
+}
+
+#[test]
+fn the_model_does_what_can_be_worked_out_by_hand() {
+    let host = Host { first_write_ns: 0.0, ..Host::gigabits(10.0) };
+    let computed = fixed(&EP, host);
+    assert!((computed.slowdown - 2.0 / 98.0).abs() < 0.002, "2 ms of each 100: {}", computed.slowdown);
+    // An answer waits for half an interval, the pause, and the transfer; serving it took 3 ms.
+    let answered = fixed(&WEB_CALM, host);
+    assert!((answered.mean_ns() / 1e6 - (50.0 + 2.0 + 3.0)).abs() < 4.0, "{}", answered.mean_ns());
+    // 60,000 pages of 2 KiB over 125 MB/s: the transfer alone takes most of a second.
+    assert!((900e6..1100e6).contains(&fixed(&SP, Host::gigabits(1.0)).epoch_ns));
+    let again = fixed(&WEB_CALM, host);
+    assert_eq!(answered.latencies_ns, again.latencies_ns, "one seed is one run");
+}
+
+#[test]
+fn ours_costs_no_more_than_the_papers() {
+    for host in hosts() {
+        for load in COMPUTING.into_iter().chain(ANSWERING) {
+            for (ours, paper) in both(load, host) {
+                let most = paper.slowdown + 0.02;
+                assert!(ours.slowdown <= most, "{}: {} > {most}", at(load, host), ours.slowdown);
+            }
+        }
+    }
+}
+
+#[test]
+fn ours_answers_no_later_than_the_papers() {
+    let p99_ns = |outcome: &Outcome| Outcome::percentile_ns(&outcome.latencies_ns, 99) as f64;
+    for host in hosts() {
+        for load in ANSWERING {
+            for (ours, paper) in both(load, host) {
+                let at = at(load, host);
+                assert!(ours.mean_ns() <= paper.mean_ns(), "{at}: {} > {}", ours.mean_ns(), paper.mean_ns());
+                assert!(
+                    p99_ns(&ours) <= p99_ns(&paper) * 1.1,
+                    "{at}: {} > {}",
+                    p99_ns(&ours),
+                    p99_ns(&paper)
+                );
+                assert!(ours.good >= paper.good - 0.01, "{at}: {} < {}", ours.good, paper.good);
+                let (ours, paper) = (ours.tolerable, paper.tolerable);
+                assert!(ours >= paper - 0.01, "{at}: {ours} < {paper}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ours_answers_twice_as_fast_as_a_fixed_interval_at_least() {
+    for host in hosts() {
+        for load in ANSWERING {
+            let (ours, fixed) = (ours(load, host), fixed(load, host));
+            assert!(2.0 * ours.mean_ns() <= fixed.mean_ns(), "{}: {}", at(load, host), ours.mean_ns());
+        }
+    }
+}
+
+/// Section VI: figure 7 (compile), 8a (ep: nearly no difference), 8b (sp), 9 (web), 10 (coordinator, there against 50 ms).
+#[test]
+fn the_papers_beats_a_fixed_interval_where_the_paper_says_so() {
+    for host in [Host::gigabits(1.0), Host::gigabits(10.0)] {
+        for load in COMPUTING {
+            let (paper, fixed) = (paper(load, host), fixed(load, host));
+            assert!(paper.slowdown <= fixed.slowdown, "{}: {}", at(load, host), paper.slowdown);
+        }
+        for load in [&WEB, &COORDINATOR] {
+            let (paper, fixed) = (paper(load, host), fixed(load, host));
+            assert!(paper.mean_ns() < fixed.mean_ns() && paper.good > fixed.good, "{}", at(load, host));
+        }
+        let fixed = run(&mut Fixed::every(50 * MS), &COORDINATOR, host);
+        assert!(paper(&COORDINATOR, host).slowdown < fixed.slowdown);
+    }
+}
+
+#[test]
+fn a_latency_target_is_kept_and_a_looser_one_is_cheaper() {
+    for host in hosts() {
+        for load in [&WEB_CALM, &WEB, &COORDINATOR] {
+            let [tight, loose] = [20, 50].map(|ms| run(&mut at_latency(ms), load, host));
+            for (outcome, target_ms) in [(&tight, 20), (&loose, 50)] {
+                let p90_ns = Outcome::percentile_ns(&outcome.held_ns, 90);
+                assert!(
+                    p90_ns <= target_ms * MS * 11 / 10,
+                    "{}: {p90_ns} for {target_ms} ms",
+                    at(load, host)
+                );
+            }
+            assert!(loose.epoch_ns > 1.5 * tight.epoch_ns, "{}", at(load, host));
+        }
+    }
+}
+
+#[test]
+fn an_overhead_target_is_kept() {
+    for host in hosts() {
+        for load in [&WEB_CALM, &WEB, &WEB_BUSY] {
+            for percent in [5.0, 15.0] {
+                let outcome = run(&mut at_overhead(percent), load, host);
+                // The model's slowdown is over the time that the VM runs, and has all first writes.
+                let part = outcome.slowdown / (1.0 + outcome.slowdown);
+                assert!(part <= percent / 100.0 * 1.2 + 0.005, "{}: {part} for {percent} %", at(load, host));
+            }
+        }
+    }
+}
+
+/// `cargo test -p keyframe-scheduling model_table -- --ignored --nocapture`
+#[test]
+#[ignore = "prints the model's table, for docs/design/replication-scheduling.md"]
+fn model_table() {
+    println!("A MODEL, nothing was measured");
+    for host in hosts() {
+        println!("\n{} Gbit/s, pause {} ms", host.bytes_per_ns * 8.0, host.pause_ns as f64 / 1e6);
+        for load in COMPUTING.into_iter().chain(ANSWERING) {
+            let mut policies: [Box<dyn Policy>; 5] = [
+                Box::new(Fixed::every(100 * MS)),
+                Box::new(Paper::default()),
+                Box::new(Latency::default()),
+                Box::new(at_latency(20)),
+                Box::new(at_overhead(10.0)),
+            ];
+            for policy in &mut policies {
+                let outcome = run(policy.as_mut(), load, host);
+                let ms = |of: &[u64], percent| Outcome::percentile_ns(of, percent) as f64 / 1e6;
+                println!(
+                    "{:<12} {:<24} slower {:>5.1}%  epoch {:>6.1} ms  suspended {:>4.1}%  answers {:>6.1} ms, p50 {:>6.1}, \
+                     p99 {:>6.1}  held p50 {:>5.1}, p99 {:>5.1}  good {:>3.0}%, tolerable {:>3.0}%  {:?}",
+                    load.name,
+                    policy.name(),
+                    outcome.slowdown * 100.0,
+                    outcome.epoch_ns / 1e6,
+                    outcome.suspended_ns as f64 / (20_000 * MS) as f64 * 100.0,
+                    outcome.mean_ns() / 1e6,
+                    ms(&outcome.latencies_ns, 50),
+                    ms(&outcome.latencies_ns, 99),
+                    ms(&outcome.held_ns, 50),
+                    ms(&outcome.held_ns, 99),
+                    outcome.good * 100.0,
+                    outcome.tolerable * 100.0,
+                    outcome.reasons
+                );
+            }
+        }
+    }
+}

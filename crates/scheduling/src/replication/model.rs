@@ -1,0 +1,435 @@
+//! A model of a VM under replication, to compare policies: for regression tests, not a measurement of anything.
+//!
+//! Time goes on in steps of 0.1 ms. Pages come up with the work that is done since the checkpoint, `set (1 - exp(-work/bend)) + rate x work`; each
+//! costs a first write. Requests are served in their order by as many as there are vCPUs; an answer is a few packets, a step apart.
+//! Left out: loss, jitter, processors that the transfer itself takes, disks that fill up, guests that notice they are slow.
+
+use super::{Acknowledged, Decision, Look, Policy};
+use std::collections::{BTreeMap, VecDeque};
+
+pub(super) const MS: u64 = 1_000_000;
+const STEP_NS: u64 = 100_000;
+/// An answer within this is good, as is nearly every one without replication.
+const GOOD_NS: u64 = 20 * MS;
+const TOLERABLE_NS: u64 = 50 * MS;
+
+/// Link and host.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Host {
+    pub bytes_per_ns: f64,
+    pub fixed_ns: u64,
+    pub pause_ns: u64,
+    pub first_write_ns: f64,
+    /// Of 4,096, after compression.
+    pub wire_bytes_per_page: f64,
+}
+
+impl Host {
+    /// A link of so many Gbit/s.
+    pub(super) fn gigabits(gigabits: f64) -> Self {
+        Self {
+            bytes_per_ns: gigabits / 8.0,
+            fixed_ns: 300_000,
+            pause_ns: 2 * MS,
+            first_write_ns: 1000.0,
+            wire_bytes_per_page: 2048.0,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Traffic {
+    /// It computes; all of its time is work.
+    None,
+    /// Requests come from outside, however late the answers are.
+    Open { per_s: f64 },
+    /// Peers that think, ask, and wait for the answer.
+    Closed { peers: u32, think_ns: f64 },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Workload {
+    pub name: &'static str,
+    pub vcpus: usize,
+    /// The dirty page set, and the work [ns] after which two thirds of it are written.
+    pub set_pages: f64,
+    pub bend_ns: f64,
+    /// Pages that each work writes anew, for each millisecond of work.
+    pub pages_per_ms: f64,
+    pub disk_bytes_per_ms: f64,
+    pub traffic: Traffic,
+    /// It computes beside what is asked of it.
+    pub computes: bool,
+    /// Work for a request, on average.
+    pub service_ns: f64,
+    pub packets: u32,
+}
+
+const COMPUTES: Workload = Workload {
+    name: "",
+    vcpus: 1,
+    set_pages: 0.0,
+    bend_ns: 1e6,
+    pages_per_ms: 0.0,
+    disk_bytes_per_ms: 0.0,
+    traffic: Traffic::None,
+    computes: true,
+    service_ns: 0.0,
+    packets: 0,
+};
+
+/// The paper's (section II), in shape; figures are ours.
+pub(super) const COMPILE: Workload = Workload {
+    name: "compile",
+    set_pages: 15_000.0,
+    bend_ns: 300e6,
+    pages_per_ms: 5.0,
+    disk_bytes_per_ms: 40_000.0,
+    ..COMPUTES
+};
+pub(super) const EP: Workload = Workload { name: "ep", set_pages: 300.0, bend_ns: 20e6, ..COMPUTES };
+pub(super) const SP: Workload = Workload { name: "sp", set_pages: 60_000.0, bend_ns: 150e6, ..COMPUTES };
+pub(super) const WEB: Workload = Workload {
+    name: "web",
+    vcpus: 4,
+    set_pages: 500.0,
+    bend_ns: 30e6,
+    pages_per_ms: 8.0,
+    disk_bytes_per_ms: 200.0,
+    traffic: Traffic::Open { per_s: 300.0 },
+    computes: false,
+    service_ns: 3e6,
+    packets: 4,
+};
+/// The same with more sessions: half of what the VM could do without replication.
+pub(super) const WEB_BUSY: Workload =
+    Workload { name: "web, busy", traffic: Traffic::Open { per_s: 650.0 }, ..WEB };
+/// And with few.
+pub(super) const WEB_CALM: Workload =
+    Workload { name: "web, calm", traffic: Traffic::Open { per_s: 40.0 }, ..WEB };
+pub(super) const COORDINATOR: Workload = Workload {
+    name: "coordinator",
+    vcpus: 2,
+    set_pages: 200.0,
+    bend_ns: 10e6,
+    pages_per_ms: 20.0,
+    traffic: Traffic::Closed { peers: 16, think_ns: 100e6 },
+    computes: false,
+    service_ns: 0.5e6,
+    packets: 2,
+    ..COMPUTES
+};
+/// A computation that appends to its results, and is asked about them now and then.
+pub(super) const WATCHED: Workload = Workload {
+    name: "watched",
+    vcpus: 2,
+    set_pages: 2_000.0,
+    bend_ns: 100e6,
+    pages_per_ms: 10.0,
+    traffic: Traffic::Open { per_s: 5.0 },
+    service_ns: 1e6,
+    packets: 1,
+    ..COMPUTES
+};
+
+/// What a policy came to.
+#[derive(Clone, Debug)]
+pub(super) struct Outcome {
+    /// Time lost: for peers that wait, how much longer thinking and waiting take than without; else the part of the VM's running time
+    /// that pauses, suspends and first writes add.
+    pub slowdown: f64,
+    /// From a request to its answer's last packet, sorted.
+    pub latencies_ns: Vec<u64>,
+    /// From an answer's last packet being sent to its release, sorted: what replication adds behind the VM.
+    pub held_ns: Vec<u64>,
+    pub good: f64,
+    pub tolerable: f64,
+    pub epoch_ns: f64,
+    pub suspended_ns: u64,
+    pub reasons: BTreeMap<&'static str, u64>,
+}
+
+impl Outcome {
+    pub(super) fn percentile_ns(sorted_ns: &[u64], percent: usize) -> u64 {
+        sorted_ns.get(sorted_ns.len().saturating_sub(1) * percent / 100).copied().unwrap_or(0)
+    }
+
+    pub(super) fn mean_ns(&self) -> f64 {
+        self.latencies_ns.iter().sum::<u64>() as f64 / self.latencies_ns.len().max(1) as f64
+    }
+}
+
+/// When a request came, and the work that it takes.
+type Asked = (u64, f64);
+
+struct Request {
+    asked: Asked,
+    left_ns: f64,
+}
+
+/// A held packet; the last one of an answer carries what it answers.
+#[derive(Clone, Copy)]
+struct Packet {
+    sent_ns: u64,
+    answers: Option<Asked>,
+}
+
+struct Flight {
+    acked: Acknowledged,
+    runs_from_ns: u64,
+    done_ns: u64,
+    packets: Vec<Packet>,
+}
+
+struct Random(u64);
+
+impl Random {
+    /// Steele, Lea & Flood 2014 (splitmix64), in (0, 1].
+    fn unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (((z ^ (z >> 31)) >> 11) + 1) as f64 / (1_u64 << 53) as f64
+    }
+
+    fn exponential(&mut self, mean: f64) -> f64 {
+        -self.unit().ln() * mean
+    }
+}
+
+struct Vm<'a> {
+    host: Host,
+    load: &'a Workload,
+    random: Random,
+    now_ns: u64,
+    /// Requests that have not come yet, by when they do.
+    coming: Vec<u64>,
+    queue: VecDeque<Request>,
+    /// Answers, and how many packets of each are left to send.
+    sending: Vec<(Asked, u32)>,
+    held: Vec<Packet>,
+    work_ns: f64,
+    work_before_ns: f64,
+    since_ns: u64,
+    faults_ns: f64,
+    answered: Vec<Asked>,
+    held_ns: Vec<u64>,
+}
+
+/// What `policy` makes of `load` over `host` in `length_ns`; the same for the same `seed`.
+pub(super) fn run(
+    policy: &mut dyn Policy,
+    load: &Workload,
+    host: Host,
+    length_ns: u64,
+    seed: u64,
+) -> Outcome {
+    let mut vm = Vm::new(load, host, seed);
+    let mut flight: Option<Flight> = None;
+    let (mut look_ns, mut stopped, mut suspended_ns, mut stood_ns) = (0, false, 0, 0);
+    let mut reasons = BTreeMap::new();
+    while vm.now_ns < length_ns {
+        vm.now_ns += STEP_NS;
+        let held_before = vm.held.len();
+        let mut look_now = false;
+        if let Some(done) = flight.take_if(|flight| vm.now_ns >= flight.done_ns) {
+            policy.acknowledged(&done.acked);
+            vm.release(&done.packets);
+            look_now = true;
+        }
+        vm.requests_come();
+        let paused = flight.as_ref().is_some_and(|flight| vm.now_ns <= flight.runs_from_ns);
+        if stopped {
+            suspended_ns += STEP_NS;
+        }
+        if paused || stopped {
+            stood_ns += STEP_NS;
+        } else {
+            vm.runs();
+        }
+        look_now |= held_before == 0 && !vm.held.is_empty();
+        if paused || !(look_now || vm.now_ns >= look_ns) {
+            continue;
+        }
+        match policy.look(&vm.look(flight.is_some(), stopped)) {
+            Decision::Wait { look_in_ns } => look_ns = vm.now_ns + look_in_ns,
+            Decision::Suspend => {
+                assert!(flight.is_some(), "a suspend with nothing in flight");
+                stopped = true;
+                look_ns = u64::MAX;
+            }
+            Decision::Checkpoint(reason) => {
+                assert!(flight.is_none(), "two checkpoints in flight");
+                *reasons.entry(reason.name()).or_insert(0) += 1;
+                flight = Some(vm.checkpoint());
+                (stopped, look_ns) = (false, 0);
+            }
+        }
+        stopped &= flight.is_some();
+    }
+    let checkpoints: u64 = reasons.values().sum();
+    let epoch_ns = length_ns as f64 / checkpoints.max(1) as f64;
+    vm.held_ns.sort_unstable();
+    let outcome = Outcome {
+        slowdown: 0.0,
+        latencies_ns: Vec::new(),
+        held_ns: std::mem::take(&mut vm.held_ns),
+        good: 1.0,
+        tolerable: 1.0,
+        epoch_ns,
+        suspended_ns,
+        reasons,
+    };
+    vm.outcome(length_ns, stood_ns as f64, outcome)
+}
+
+impl<'a> Vm<'a> {
+    fn new(load: &'a Workload, host: Host, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let coming = match load.traffic {
+            Traffic::None => Vec::new(),
+            Traffic::Open { per_s } => vec![random.exponential(1e9 / per_s) as u64],
+            Traffic::Closed { peers, think_ns } => {
+                (0..peers).map(|_| random.exponential(think_ns) as u64).collect()
+            }
+        };
+        Self {
+            host,
+            load,
+            random,
+            now_ns: 0,
+            coming,
+            queue: VecDeque::new(),
+            sending: Vec::new(),
+            held: Vec::new(),
+            work_ns: 0.0,
+            work_before_ns: 0.0,
+            since_ns: 0,
+            faults_ns: 0.0,
+            answered: Vec::new(),
+            held_ns: Vec::new(),
+        }
+    }
+
+    fn requests_come(&mut self) {
+        let mut k = 0;
+        while k < self.coming.len() {
+            let came_ns = self.coming[k];
+            if came_ns > self.now_ns {
+                k += 1;
+                continue;
+            }
+            let work_ns = self.random.exponential(self.load.service_ns);
+            self.queue.push_back(Request { asked: (came_ns, work_ns), left_ns: work_ns });
+            if let Traffic::Open { per_s } = self.load.traffic {
+                self.coming[k] = came_ns + self.random.exponential(1e9 / per_s) as u64;
+            } else {
+                self.coming.swap_remove(k);
+            }
+        }
+    }
+
+    /// One step of the VM, without what first writes take of it.
+    fn runs(&mut self) {
+        let rate = self.load.set_pages / self.load.bend_ns * (-self.work_ns / self.load.bend_ns).exp()
+            + self.load.pages_per_ms / 1e6;
+        let part = 1.0 / (1.0 + rate * self.host.first_write_ns);
+        let done_ns = STEP_NS as f64 * part;
+        for answer in &mut self.sending {
+            answer.1 -= 1;
+            let answers = (answer.1 == 0).then_some(answer.0);
+            self.held.push(Packet { sent_ns: self.now_ns, answers });
+        }
+        self.sending.retain(|answer| answer.1 > 0);
+        let mut busy = 0;
+        for request in self.queue.iter_mut().take(self.load.vcpus) {
+            request.left_ns -= done_ns;
+            busy += 1;
+            if request.left_ns <= 0.0 {
+                self.sending.push((request.asked, self.load.packets));
+            }
+        }
+        self.queue.retain(|request| request.left_ns > 0.0);
+        busy += i32::from(self.load.computes);
+        self.work_ns += f64::from(busy) * done_ns;
+        self.faults_ns += f64::from(busy) * (STEP_NS as f64 - done_ns) / self.load.vcpus as f64;
+    }
+
+    fn dirty_pages(&self) -> f64 {
+        let Workload { set_pages, bend_ns, pages_per_ms, .. } = *self.load;
+        set_pages * (1.0 - (-self.work_ns / bend_ns).exp()) + pages_per_ms / 1e6 * self.work_ns
+    }
+
+    fn disk_bytes(&self) -> f64 {
+        self.load.disk_bytes_per_ms / 1e6 * self.work_ns
+    }
+
+    fn look(&self, in_flight: bool, stopped: bool) -> Look {
+        Look {
+            now_ns: self.now_ns,
+            since_ns: self.since_ns,
+            in_flight,
+            dirty_pages: self.dirty_pages() as u64,
+            packets_held: self.held.len() as u64,
+            oldest_packet_ns: self.held.first().map(|packet| packet.sent_ns),
+            disk_bytes_held: self.disk_bytes() as u64,
+            stopped,
+        }
+    }
+
+    fn checkpoint(&mut self) -> Flight {
+        let pages = self.dirty_pages();
+        // Disks' bytes go over the same link, and compress as pages do.
+        let wire_bytes = pages * self.host.wire_bytes_per_page
+            + self.disk_bytes() * self.host.wire_bytes_per_page / 4096.0;
+        let transfer_ns = self.host.fixed_ns + (wire_bytes / self.host.bytes_per_ns) as u64;
+        let acked = Acknowledged {
+            pages: pages as u64,
+            wire_bytes: wire_bytes as u64,
+            pause_ns: self.host.pause_ns,
+            transfer_ns,
+            epoch_ns: self.now_ns - self.since_ns,
+        };
+        self.since_ns = self.now_ns;
+        self.work_before_ns += self.work_ns;
+        self.work_ns = 0.0;
+        let runs_from_ns = self.now_ns + self.host.pause_ns;
+        let packets = std::mem::take(&mut self.held);
+        Flight { acked, runs_from_ns, done_ns: runs_from_ns + transfer_ns, packets }
+    }
+
+    fn release(&mut self, packets: &[Packet]) {
+        for packet in packets {
+            let Some((came_ns, work_ns)) = packet.answers else { continue };
+            self.held_ns.push(self.now_ns - packet.sent_ns);
+            self.answered.push((self.now_ns - came_ns, work_ns));
+            if let Traffic::Closed { think_ns, .. } = self.load.traffic {
+                self.coming.push(self.now_ns + self.random.exponential(think_ns) as u64);
+            }
+        }
+    }
+
+    fn outcome(self, length_ns: u64, stood_ns: f64, mut outcome: Outcome) -> Outcome {
+        let answers = self.answered.len().max(1) as f64;
+        outcome.slowdown = match self.load.traffic {
+            Traffic::None => length_ns as f64 / (self.work_before_ns + self.work_ns) - 1.0,
+            Traffic::Open { .. } => {
+                (stood_ns + self.faults_ns) / (length_ns as f64 - stood_ns - self.faults_ns)
+            }
+            Traffic::Closed { think_ns, .. } => {
+                let mean = |of: &dyn Fn(&Asked) -> f64| self.answered.iter().map(of).sum::<f64>() / answers;
+                (think_ns + mean(&|a| a.0 as f64)) / (think_ns + mean(&|a| a.1)) - 1.0
+            }
+        };
+        outcome.latencies_ns = self.answered.iter().map(|answer| answer.0).collect();
+        outcome.latencies_ns.sort_unstable();
+        // What was asked and never answered counts as bad: else a VM that stands looks good.
+        let asked = outcome.latencies_ns.len() + self.queue.len() + self.sending.len();
+        let within = |ns: u64| {
+            let count = outcome.latencies_ns.iter().take_while(|latency| **latency <= ns).count();
+            if asked == 0 { 1.0 } else { count as f64 / asked as f64 }
+        };
+        (outcome.good, outcome.tolerable) = (within(GOOD_NS), within(TOLERABLE_NS));
+        outcome
+    }
+}
