@@ -570,8 +570,8 @@ impl Standby {
         self.phase = Phase::Active;
         self.term = self.term.next();
         let term = self.term;
-        self.out.push(StandbyOutput::Activate { epoch, term, forced });
         self.send_all(&Message::TookOver { term });
+        self.out.push(StandbyOutput::Activate { epoch, term, forced });
     }
 
     fn ask(&mut self) {

@@ -296,7 +296,7 @@ impl Primary {
             generation: 0,
             ask: None,
             ask_at_ns: 0,
-            unrecorded: forced,
+            unrecorded: forced && config.arbitration == Arbitration::Witness,
             unsettled: false,
             witness_silent: false,
             fencing: false,

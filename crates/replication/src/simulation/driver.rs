@@ -17,6 +17,15 @@ const IN_FLIGHT_MAX: u64 = 3;
 /// One input, all of its outputs, and the next tick.
 pub fn input(world: &mut World, node: usize, input: Input) {
     let now_ns = world.nodes[node].local_ns(world.now_ns);
+    let input = match input {
+        Input::Done(what) => return done(world, node, what),
+        Input::Data(data) => {
+            let whole = world.nodes[node].engine.as_mut().and_then(|engine| engine.receive(data));
+            let Some((session, epoch)) = whole else { return };
+            Input::Standby(StandbyInput::EpochComplete { session, epoch })
+        }
+        input => input,
+    };
     let Some(engine) = &mut world.nodes[node].engine else { return };
     let answer = match &input {
         Input::Answer(id, _) | Input::WitnessLost(id, _) if engine.ask != Some(*id) => return,
@@ -39,7 +48,7 @@ pub fn input(world: &mut World, node: usize, input: Input) {
         Role::Primary(primary) => {
             let input = match input {
                 Input::Primary(input) => input,
-                Input::Standby(_) => return,
+                Input::Standby(_) | Input::Data(_) | Input::Done(_) => return,
                 Input::Tick => PrimaryInput::Tick,
                 Input::Up(path) => PrimaryInput::PathUp(path),
                 Input::Down(path) => PrimaryInput::PathDown(path),
@@ -60,7 +69,7 @@ pub fn input(world: &mut World, node: usize, input: Input) {
         Role::Standby(standby) => {
             let input = match input {
                 Input::Standby(input) => input,
-                Input::Primary(_) => return,
+                Input::Primary(_) | Input::Data(_) | Input::Done(_) => return,
                 Input::Tick => StandbyInput::Tick,
                 Input::Up(path) => {
                     if path == 0 {
@@ -307,12 +316,7 @@ fn activate(world: &mut World, node: usize, epoch: Epoch, term: crate::Term, for
 }
 
 /// What an engine has begun is done.
-pub fn done(world: &mut World, node: usize, what: Local) {
-    if world.nodes[node].stalled {
-        let id = world.nodes[node].engine.as_ref().map_or(0, |engine| engine.id);
-        world.at(20 * MS, Event::Local { node, engine: id, what });
-        return;
-    }
+fn done(world: &mut World, node: usize, what: Local) {
     match what {
         Local::Stop => {
             if let Some(vm) = &mut world.nodes[node].vm {

@@ -3,6 +3,7 @@
 //! The VM is a log of the writes that clients sent. An epoch is the log's length, its transfer what was appended since the last.
 
 use super::net::Data;
+use super::world::Local;
 use crate::{Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput, StandbyState, Term};
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -26,13 +27,12 @@ pub struct Replica {
     pub log: Rc<Vec<u32>>,
 }
 
-#[derive(Debug)]
 pub enum Role {
     Primary(Primary),
     Standby(Standby),
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub enum Input {
     Primary(PrimaryInput),
     Standby(StandbyInput),
@@ -43,6 +43,10 @@ pub enum Input {
     Message(u8, Vec<u8>),
     Answer(u64, Vec<u8>),
     WitnessLost(u64, bool),
+    /// A piece of an epoch.
+    Data(Data),
+    /// What the engine has begun is done.
+    Done(Local),
 }
 
 pub struct Engine {

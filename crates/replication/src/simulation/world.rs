@@ -6,7 +6,7 @@ use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
     Arbitration, Config, Epoch, GroupId, Guard, Mode, NodeId, Primary, PrimaryInput, Standby, Start,
-    StandbyInput, Term, Witness, WitnessReply, WitnessRequest,
+    Term, Witness, WitnessReply, WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -233,7 +233,7 @@ impl World {
             }
             Event::Local { node, engine, what } => {
                 if self.is_engine(node, engine) {
-                    driver::done(self, node, what);
+                    self.input(node, Input::Done(what));
                 }
             }
             Event::Guard { node } => self.guard(node),
@@ -374,12 +374,7 @@ impl World {
             packet @ Packet::Ask(..) => self.witness(link, packet),
             Packet::Message(bytes) => self.input(host, Input::Message(link as u8, bytes)),
             Packet::Answer(id, bytes) => self.input(host, Input::Answer(id, bytes)),
-            Packet::Data(data) => {
-                let whole = self.nodes[host].engine.as_mut().and_then(|engine| engine.receive(data));
-                if let Some((session, epoch)) = whole {
-                    self.input(host, Input::Standby(StandbyInput::EpochComplete { session, epoch }));
-                }
-            }
+            Packet::Data(data) => self.input(host, Input::Data(data)),
         }
     }
 
