@@ -442,7 +442,8 @@ impl Standby {
     }
 
     fn complete(&mut self, session: Session, epoch: Epoch) {
-        let follows = matches!(self.phase, Phase::Following | Phase::Leaving);
+        // Also while it asks: it may go back to following, and later epochs build upon this one.
+        let follows = matches!(self.phase, Phase::Following | Phase::Leaving | Phase::Asking);
         if follows && self.session == Some(session) && self.sick.is_none() && self.complete < Some(epoch) {
             self.complete = Some(epoch);
             self.applying += 1;

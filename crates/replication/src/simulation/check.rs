@@ -28,11 +28,16 @@ impl World {
                 .is_none_or(|(owner, term, mode)| owner == node && term == me.term && mode == Mode::Solo),
             Arbitration::Fencing => {
                 let harmless = [StandbyState::Alone, StandbyState::Joining, StandbyState::Following];
-                other.engine.is_none() || other.standby_state().is_some_and(|state| harmless.contains(&state))
+                // Who has handed its VM over does not run it again, but by a user's word.
+                other.engine.is_none()
+                    || other.standby_state().is_some_and(|state| harmless.contains(&state))
+                    || other.primary_state() == Some(PrimaryState::HandedOver)
             }
             Arbitration::Manual => me
                 .primary_state()
-                .is_none_or(|state| matches!(state, PrimaryState::Solo | PrimaryState::Syncing)),
+                .is_none_or(|state| {
+                    matches!(state, PrimaryState::Solo | PrimaryState::Syncing | PrimaryState::Closing)
+                }),
         }
     }
 
@@ -42,7 +47,7 @@ impl World {
         let term = self.nodes[node].term;
         let replica = other.replica.as_ref().filter(|replica| replica.term == term);
         let committed = replica.is_some_and(|replica| replica.log.binary_search(&write).is_ok())
-            || other.vm.as_ref().is_some_and(|vm| vm.log.binary_search(&write).is_ok());
+            || self.taken.contains(&write);
         assert!(
             committed || self.is_alone(node),
             "node {node} lets out write {write}, which the standby does not hold, without the right to run alone"
@@ -67,6 +72,7 @@ impl World {
             self.came("lost by force");
             self.seen.retain(|write| log.log.binary_search(write).is_ok());
         }
+        self.taken.extend(log.log.iter());
         self.solo_death = false;
     }
 

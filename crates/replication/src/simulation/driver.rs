@@ -106,7 +106,8 @@ fn forged(mutant: Option<Mutant>, standby: &Standby, input: &StandbyInput) -> Op
     else {
         return None;
     };
-    let session = session.filter(|_| mutant == Some(Mutant::AnswersWhileAsking))?;
+    let asks = standby.state() == crate::StandbyState::Asking;
+    let session = session.filter(|_| mutant == Some(Mutant::AnswersWhileAsking) && asks)?;
     let (sequence, sent_ns, pairing) = (*sequence, *sent_ns, *pairing);
     let message = Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: standby.held() };
     Some(StandbyOutput::Send { path: *path, message })

@@ -30,6 +30,7 @@ pub enum Event {
     StartEngine { node: usize, attached: bool },
     Wake { node: usize },
     Heal { link: usize, direction: usize },
+    Drain { link: usize, direction: usize },
     Fast { link: usize },
     Room { node: usize },
     WitnessBack,
@@ -66,6 +67,8 @@ pub struct World {
     requests: u32,
     /// What clients have seen answered.
     pub seen: BTreeSet<u32>,
+    /// What was taken over with.
+    pub taken: BTreeSet<u32>,
     /// What each epoch of each term was.
     pub snapshots: BTreeMap<(Term, u64), Rc<Vec<u32>>>,
     pub activated: BTreeSet<Term>,
@@ -124,6 +127,7 @@ impl World {
             numbers: 0,
             requests: 0,
             seen: BTreeSet::new(),
+            taken: BTreeSet::new(),
             snapshots: BTreeMap::new(),
             activated: BTreeSet::new(),
             solo_death: false,
@@ -245,6 +249,12 @@ impl World {
             Event::StartEngine { node, attached } => self.start_engine(node, attached),
             Event::Wake { node } => self.wake(node),
             Event::Heal { link, direction } => self.heal(link, direction),
+            Event::Drain { link, direction } => {
+                let cut = self.links[link].cut[direction];
+                while let Some((connection, packet)) = (!cut).then(|| self.links[link].waiting[direction].pop_front()).flatten() {
+                    self.arrive(link, 1 - direction, connection, packet);
+                }
+            }
             Event::Fast { link } => self.links[link].slow_ns = 0,
             Event::Room { node } => self.nodes[node].disk_full = false,
             Event::WitnessBack => {
@@ -465,10 +475,7 @@ impl World {
             return;
         }
         self.tell(&format!("link {link} works again, direction {direction}"));
-        for (connection, packet) in std::mem::take(&mut self.links[link].waiting[direction]) {
-            let at_ns = self.links[link].arrival_ns(direction, self.now_ns, &mut self.rng);
-            let to = 1 - direction;
-            self.at(at_ns - self.now_ns, Event::Deliver { link, to, connection, packet });
-        }
+        let wait_ns = self.rng.u64(MS..200 * MS);
+        self.at(wait_ns, Event::Drain { link, direction });
     }
 }
