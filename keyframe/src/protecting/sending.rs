@@ -53,8 +53,6 @@ pub struct SharedWire(Arc<Mutex<Wire>>);
 /// What an epoch took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SentEpoch {
-    pub epoch: u64,
-    pub session: u64,
     pub sent: Sent,
     pub pause_ns: u64,
     pub interval_ns: u64,
@@ -149,7 +147,8 @@ impl Wire {
             }
             Ok::<Sent, keyframe_link::Error>(all)
         };
-        let jobs = self.encoders.iter_mut().zip(&of_stream).zip(&link.data).filter(|((_, p), _)| !p.is_empty());
+        let jobs =
+            self.encoders.iter_mut().zip(&of_stream).zip(&link.data).filter(|((_, p), _)| !p.is_empty());
         let results: Vec<_> = std::thread::scope(|scope| {
             let mut jobs: Vec<_> = jobs.collect();
             // One of them here.
@@ -172,7 +171,8 @@ impl Wire {
 
     fn flush_blocks(&mut self) -> Result<(), BoxError> {
         let blocks = std::mem::take(&mut self.blocks);
-        let pages: Vec<(PageIndex, &Page)> = blocks.iter().map(|(page, content)| (*page, &**content)).collect();
+        let pages: Vec<(PageIndex, &Page)> =
+            blocks.iter().map(|(page, content)| (*page, &**content)).collect();
         self.put(&pages)
     }
 
@@ -194,8 +194,6 @@ impl Wire {
         let len = (json.len() as u32).to_le_bytes();
         link.control.send(Kind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
         let done = SentEpoch {
-            epoch: label.epoch,
-            session: self.session,
             sent: Sent { bytes: self.sent.bytes + captured.device_state.len() as u64, ..self.sent },
             pause_ns: captured.timeline.pause_ns,
             interval_ns: captured.timeline.interval_ns,

@@ -17,7 +17,8 @@ use crate::failure::{Failure, chain};
 use crate::session::copying::Copying;
 use crate::session::encoding::Encoding;
 use crate::session::machines::Machines;
-use keyframe_capture::{BoxError, EncodeError, Machine, NoObserver, Report, Resumed, Settled, Stopped};
+use keyframe_capture::ports::NoObserver;
+use keyframe_capture::{BoxError, EncodeError, Machine, Report, Resumed, Settled, Stopped};
 use keyframe_disk::nbd::client::Client;
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
@@ -132,7 +133,11 @@ pub enum Order {
 /// What it tells.
 pub enum Event {
     /// This epoch is captured; what the guest has sent up to then has this number at the gate.
-    Captured { epoch: u64, gate: Option<u64>, reason: &'static str },
+    Captured {
+        epoch: u64,
+        gate: Option<u64>,
+        reason: &'static str,
+    },
     CaptureFailed(String),
     /// As ordered.
     Stopped,
@@ -285,9 +290,12 @@ impl Keeper {
                 self.wire.resume();
             }
             Order::Stop => {
-                let stopped = self.gated.machines.members_mut().iter_mut().try_for_each(|member| {
-                    member.machine.vm.qmp().stop().map(drop)
-                });
+                let stopped = self
+                    .gated
+                    .machines
+                    .members_mut()
+                    .iter_mut()
+                    .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 if let Err(error) = stopped {
                     self.tell(Event::CaptureFailed(format!("pause the VM: {}", chain(&error))));
                 }
@@ -349,9 +357,12 @@ impl Keeper {
                 Duration::ZERO
             }
             Decision::Suspend => {
-                let stopped = self.gated.machines.members_mut().iter_mut().try_for_each(|member| {
-                    member.machine.vm.qmp().stop().map(drop)
-                });
+                let stopped = self
+                    .gated
+                    .machines
+                    .members_mut()
+                    .iter_mut()
+                    .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 self.suspended = stopped.is_ok();
                 LOOK_EVERY
             }
