@@ -28,6 +28,7 @@ mod main_job;
 mod mount;
 mod ops;
 mod profile;
+mod protect;
 mod record;
 mod recordings;
 mod reflink;
