@@ -24,7 +24,8 @@ mod peer;
 mod tests;
 
 use crate::{
-    Arbitration, Config, Epoch, Message, NodeId, Note, Paths, Session, Term, Why, WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, Message, NodeId, Note, Paths, Session, Term, Why, WitnessReply,
+    WitnessRequest,
 };
 
 /// How a node becomes primary. Each time the VM is there, and runs or is about to.
@@ -233,6 +234,7 @@ struct Exposure {
 
 /// The state machine. See the module.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Primary {
     config: Config,
     term: Term,
@@ -479,7 +481,9 @@ impl Primary {
 
     fn capture_failed(&mut self) {
         match (self.phase, self.session()) {
-            (Phase::Syncing { first: None }, Some(session)) => self.out.push(PrimaryOutput::BeginSync { session }),
+            (Phase::Syncing { first: None }, Some(session)) => {
+                self.out.push(PrimaryOutput::BeginSync { session });
+            }
             (Phase::Closing { gate: None }, _) => self.out.push(PrimaryOutput::Capture { last: false }),
             (Phase::Handing(Handing::Last(None)), _) => self.abort_switch_over(),
             _ => {}

@@ -5,7 +5,7 @@ use super::net::{Data, MS, Packet};
 use super::node::{Engine, Input, Replica, Role, Vm};
 use super::world::{Event, Local, World};
 use crate::{
-    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, Standby, StandbyInput, StandbyOutput, Start,
+    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, StandbyInput, StandbyOutput, Start,
     WitnessReply, WitnessRequest,
 };
 use std::rc::Rc;
@@ -83,7 +83,6 @@ pub fn input(world: &mut World, node: usize, input: Input) {
                 Input::WitnessLost(_, sent) => StandbyInput::WitnessLost { sent },
             };
             let before = standby.state();
-            let forged = forged(world.mutant, standby, &input);
             let outputs = standby.handle(now_ns, input);
             let (state, term) = (standby.state(), standby.term());
             if state != before {
@@ -92,25 +91,12 @@ pub fn input(world: &mut World, node: usize, input: Input) {
             if state != crate::StandbyState::Active {
                 world.nodes[node].term = term;
             }
-            for output in forged.into_iter().chain(outputs) {
+            for output in outputs {
                 standby_output(world, node, id, output);
             }
         }
     }
     schedule_tick(world, node);
-}
-
-/// A standby with a defect answers whatever it wants to do itself.
-fn forged(mutant: Option<Mutant>, standby: &Standby, input: &StandbyInput) -> Option<StandbyOutput> {
-    let StandbyInput::Peer { path, message: Message::Heartbeat { sequence, sent_ns, session, pairing, .. } } = input
-    else {
-        return None;
-    };
-    let asks = standby.state() == crate::StandbyState::Asking;
-    let session = session.filter(|_| mutant == Some(Mutant::AnswersWhileAsking) && asks)?;
-    let (sequence, sent_ns, pairing) = (*sequence, *sent_ns, *pairing);
-    let message = Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: standby.held() };
-    Some(StandbyOutput::Send { path: *path, message })
 }
 
 fn schedule_tick(world: &mut World, node: usize) {
@@ -168,7 +154,10 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
     if !world.is_engine(node, id) {
         return;
     }
-    if !matches!(output, PrimaryOutput::Send { .. } | PrimaryOutput::Guard(Guard::Until(_)) | PrimaryOutput::Release { .. }) {
+    if !matches!(
+        output,
+        PrimaryOutput::Send { .. } | PrimaryOutput::Guard(Guard::Until(_)) | PrimaryOutput::Release { .. }
+    ) {
         world.tell(&format!("{node}: {output:?}"));
     }
     match output {
@@ -376,7 +365,7 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let fails = world.chance(100);
     let host = &mut world.nodes[node];
     let Some(Role::Primary(primary)) = host.engine.as_ref().map(|engine| &engine.role) else { return };
-    let Some(vm) = host.vm.as_ref().filter(|vm| !fails && !(last && vm.running)) else {
+    let Some(vm) = host.vm.as_ref().filter(|vm| !(fails || last && vm.running)) else {
         world.input(node, Input::Primary(PrimaryInput::CaptureFailed));
         return;
     };
@@ -403,7 +392,8 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     let torn = world.mutant == Some(Mutant::AppliesTorn) && world.chance(50);
     let host = &mut world.nodes[node];
     let Some(engine) = &mut host.engine else { return };
-    while engine.whole.front().is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives) {
+    while engine.whole.front().is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives)
+    {
         engine.whole.pop_front();
     }
     let Some(at) = engine.whole.iter().position(|data| data.epoch == epoch) else { return };
@@ -416,7 +406,10 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     let data = engine.whole.remove(at).expect("at its place");
     let Role::Standby(standby) = &engine.role else { return };
     let term = standby.term();
-    let mut log = host.replica.as_ref().map_or(Vec::new(), |replica| replica.log[..data.base.min(replica.log.len())].to_vec());
+    let mut log = host
+        .replica
+        .as_ref()
+        .map_or(Vec::new(), |replica| replica.log[..data.base.min(replica.log.len())].to_vec());
     let whole = log.len() == data.base;
     log.extend_from_slice(&data.writes);
     if torn {

@@ -1,5 +1,6 @@
 //! What fails, and the operator who helps where the protocol promises nothing.
 
+use super::Mutant;
 use super::net::{LINKS, MS, end_of};
 use super::node::{Gate, Input};
 use super::world::{Event, World};
@@ -19,13 +20,16 @@ impl World {
             self.recover();
             let wait_ns = self.rng.u64(..500 * MS);
             self.play(self.now_ns + wait_ns);
-            self.fail();
+            self.fail(true);
             self.play(self.now_ns + FAULT_NS_MAX);
         }
         self.recover();
         assert!(!self.gone, "the VM is gone after single faults");
-        let helped = self.tally.get("insisted").is_some() || self.tally.get("forced").is_some();
-        assert!(!helped || self.arbitration != Arbitration::Witness, "an operator was needed after single faults");
+        let helped = ["insisted", "forced"].iter().any(|what| self.tally.contains_key(what));
+        assert!(
+            !helped || self.arbitration != Arbitration::Witness,
+            "an operator was needed after single faults"
+        );
     }
 
     /// Faults on faults.
@@ -33,13 +37,13 @@ impl World {
         while self.now_ns < 15_000 * MS {
             let wait_ns = self.rng.u64(50 * MS..2500 * MS);
             self.play(self.now_ns + wait_ns);
-            self.fail();
+            self.fail(false);
         }
         self.heal_all();
         self.recover();
     }
 
-    fn recover(&mut self) {
+    pub fn recover(&mut self) {
         let until_ns = self.now_ns + RECOVERY_NS;
         while !self.gone && !self.is_protected() {
             assert!(self.now_ns < until_ns, "all is healed, and the VM is not protected");
@@ -47,7 +51,7 @@ impl World {
         }
     }
 
-    fn fail(&mut self) {
+    fn fail(&mut self, calm: bool) {
         let node = self.rng.usize(..2);
         let for_ns = self.rng.u64(20 * MS..FAULT_NS_MAX);
         match self.rng.u32(..20) {
@@ -86,10 +90,14 @@ impl World {
                 self.tell(&format!("user: switch over, at {node}"));
                 self.came("switch-over asked");
                 self.command(node, PrimaryInput::SwitchOver, StandbyInput::SwitchOver);
+                if !calm && self.chance(2) {
+                    self.interrupt_switch_over();
+                }
             }
             17 => {
                 self.tell(&format!("user: fail over, at {node}"));
-                self.command(node, PrimaryInput::Tick, StandbyInput::FailOver { force: false });
+                let force = self.mutant == Some(Mutant::TakesOverAtOnce);
+                self.command(node, PrimaryInput::Tick, StandbyInput::FailOver { force });
             }
             18 => {
                 let link = self.rng.usize(..4);
@@ -105,8 +113,25 @@ impl World {
         }
     }
 
+    /// The standby goes while it is handed the VM.
+    fn interrupt_switch_over(&mut self) {
+        for link in [0, 1] {
+            self.links[link].slow_ns = 200 * MS;
+            self.at(2000 * MS, Event::Fast { link });
+        }
+        let until_ns = self.now_ns + self.rng.u64(400 * MS..900 * MS);
+        self.play(until_ns);
+        if let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) {
+            self.power_off(node);
+        }
+    }
+
     fn command(&mut self, node: usize, primary: PrimaryInput, standby: StandbyInput) {
-        let input = if self.nodes[node].primary().is_some() { Input::Primary(primary) } else { Input::Standby(standby) };
+        let input = if self.nodes[node].primary().is_some() {
+            Input::Primary(primary)
+        } else {
+            Input::Standby(standby)
+        };
         self.input(node, input);
     }
 
@@ -153,8 +178,7 @@ impl World {
         self.nodes[node].engine = None;
         self.nodes[node].stalled = false;
         self.nodes[node].backlog.clear();
-        for link in 0..LINKS.len() {
-            let (a, b) = LINKS[link];
+        for (link, (a, b)) in LINKS.into_iter().enumerate() {
             if a == node || b == node {
                 self.links[link].connection[end_of(link, node)] = None;
             }
@@ -251,7 +275,8 @@ impl World {
     }
 
     fn insist_on_a_copy(&mut self) {
-        let newest = |node: &usize| self.nodes[*node].replica.as_ref().map(|replica| (replica.term, replica.epoch));
+        let newest =
+            |node: &usize| self.nodes[*node].replica.as_ref().map(|replica| (replica.term, replica.epoch));
         let best = (0..2).filter(|node| self.nodes[*node].standby_state().is_some()).max_by_key(newest);
         self.idle_since_ns = self.now_ns;
         match best.filter(|node| newest(node).is_some()) {

@@ -4,7 +4,9 @@
 
 use super::net::Data;
 use super::world::Local;
-use crate::{Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput, StandbyState, Term};
+use crate::{
+    Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput, StandbyState, Term,
+};
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -65,6 +67,7 @@ pub struct Engine {
     pub apply_at_ns: u64,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Node {
     pub up: bool,
     pub offset_ns: u64,
