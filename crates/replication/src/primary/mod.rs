@@ -338,12 +338,12 @@ impl Primary {
             }
             PrimaryInput::VmEnded => self.ended_in_order(),
         }
-        self.watch();
-        self.pair();
-        self.ask();
-        self.fence();
-        self.heartbeat();
-        self.settle();
+        let steps = [Self::watch, Self::pair, Self::ask, Self::fence, Self::heartbeat, Self::settle];
+        for step in steps {
+            if self.phase != Phase::Ended {
+                step(self);
+            }
+        }
         std::mem::take(&mut self.out)
     }
 
@@ -417,9 +417,6 @@ impl Primary {
 
     /// What follows from the state: the guard first, then whether the VM runs, and whether it is captured.
     fn settle(&mut self) {
-        if self.phase == Phase::Ended {
-            return;
-        }
         let guard = match () {
             () if !self.may_run() => Guard::Stopped,
             () if self.exposure.exposed => Guard::Until(self.lease_until_ns),

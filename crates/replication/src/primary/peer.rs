@@ -44,7 +44,7 @@ impl Primary {
 
     /// Says that this primary lives, when that is due.
     pub(super) fn heartbeat(&mut self) {
-        if self.phase == Phase::Ended || self.now_ns < self.heartbeat_at_ns {
+        if self.now_ns < self.heartbeat_at_ns {
             return;
         }
         self.heartbeat_at_ns = self.now_ns.saturating_add(self.config.heartbeat_ns);
