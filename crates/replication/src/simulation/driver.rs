@@ -165,10 +165,10 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
         PrimaryOutput::AskWitness(request) => ask(world, node, request),
         PrimaryOutput::Guard(guard) => {
             world.nodes[node].guard = guard;
-            // Where the guard alone stops the VM, the engine was stalled; stopping by command comes first else.
             if let Guard::Until(until_ns) = guard {
                 let at_ns = world.nodes[node].true_ns(until_ns).saturating_sub(world.now_ns);
-                world.at(at_ns + MS, Event::Guard { node });
+                let late_ns = world.rng.u64(..VM_NS_MAX);
+                world.at(at_ns + late_ns, Event::Guard { node });
             }
         }
         PrimaryOutput::StopVm => vm(world, node, Local::Stop),

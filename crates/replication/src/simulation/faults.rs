@@ -4,7 +4,7 @@ use super::Mutant;
 use super::net::{LINKS, MS, end_of};
 use super::node::{Gate, Input};
 use super::world::{Event, World};
-use crate::{Arbitration, Guard, PrimaryInput, StandbyInput};
+use crate::{Arbitration, Guard, PrimaryInput, PrimaryState, StandbyInput};
 
 /// An operator looks at a VM that does not run for so long.
 const PATIENCE_NS: u64 = 4000 * MS;
@@ -54,7 +54,7 @@ impl World {
     fn fail(&mut self, calm: bool) {
         let node = self.rng.usize(..2);
         let for_ns = self.rng.u64(20 * MS..FAULT_NS_MAX);
-        match self.rng.u32(..20) {
+        match self.rng.u32(..21) {
             0 => self.cut(&[0, 1], for_ns),
             1 => {
                 let link = self.rng.usize(..4);
@@ -105,6 +105,7 @@ impl World {
                 self.links[link].slow_ns = self.rng.u64(20 * MS..300 * MS);
                 self.at(for_ns, Event::Fast { link });
             }
+            19 if !calm => self.delay_pairing(for_ns),
             _ => {
                 self.tell("the fence hook fails");
                 self.fence_broken = true;
@@ -124,6 +125,26 @@ impl World {
         if let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) {
             self.power_off(node);
         }
+    }
+
+    /// The question for the right to pair is under way for long, while nobody hears anybody else.
+    fn delay_pairing(&mut self, for_ns: u64) {
+        let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) else { return };
+        self.kill_engine(node);
+        let until_ns = self.now_ns + 4000 * MS;
+        while self.nodes[1 - node].primary_state() != Some(PrimaryState::Pairing) {
+            if self.now_ns > until_ns {
+                return;
+            }
+            self.play(self.now_ns + MS / 2);
+        }
+        self.tell("the pairing is asked for");
+        self.came("pairing delayed");
+        self.close(3 - node, 0);
+        self.close(3 - node, 1);
+        self.cut(&[0, 1], for_ns);
+        let longer_ns = for_ns / 2 + self.rng.u64(..2000 * MS);
+        self.cut(&[2 + node], longer_ns);
     }
 
     fn command(&mut self, node: usize, primary: PrimaryInput, standby: StandbyInput) {

@@ -35,7 +35,7 @@ const FAILED_MAX: usize = 10;
 type Tally = BTreeMap<&'static str, u64>;
 
 /// What must have come for the seeds to have tested anything.
-const MUST_COME: [&str; 21] = [
+const MUST_COME: [&str; 22] = [
     "protected",
     "taken over",
     "forced",
@@ -57,6 +57,7 @@ const MUST_COME: [&str; 21] = [
     "late question",
     "disk full",
     "switch-over asked",
+    "pairing delayed",
 ];
 
 /// A rule that is broken on purpose: the checks must see each.
@@ -72,6 +73,8 @@ pub enum Mutant {
     WitnessGrantsTwice,
     /// A standby that is told to fail over does not wait for the end of the lease, nor ask.
     TakesOverAtOnce,
+    /// The witness changes its state at any generation.
+    WitnessIgnoresGenerations,
     /// The witness answers before it persists, and crashes.
     WitnessForgets,
     /// An epoch is acknowledged before it is applied.
@@ -190,6 +193,11 @@ fn a_lease_that_is_too_long_is_seen() {
 #[test]
 fn a_witness_that_grants_twice_is_seen() {
     is_seen(Mutant::WitnessGrantsTwice, &[TWO, LOST]);
+}
+
+#[test]
+fn a_late_question_that_undoes_another_is_seen() {
+    is_seen(Mutant::WitnessIgnoresGenerations, &[TWO, LOST, EARLY]);
 }
 
 #[test]

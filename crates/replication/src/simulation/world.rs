@@ -5,8 +5,8 @@ use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
 use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
-    Arbitration, Config, Epoch, GroupId, Guard, Mode, NodeId, Primary, PrimaryInput, Standby, Start, Term,
-    Witness, WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryInput, Standby,
+    Start, Term, Witness, WitnessReply, WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -474,7 +474,11 @@ impl World {
                 session,
             });
         }
-        self.witness.handle(request)
+        self.witness.handle(if self.mutant == Some(Mutant::WitnessIgnoresGenerations) {
+            renewed(request, state)
+        } else {
+            request
+        })
     }
 
     /// What the witness truly has.
@@ -533,5 +537,22 @@ impl World {
         self.tell(&format!("link {link} works again, direction {direction}"));
         let wait_ns = self.rng.u64(MS..200 * MS);
         self.at(wait_ns, Event::Drain { link, direction });
+    }
+}
+
+/// The request, as if its sender had seen what holds now.
+fn renewed(request: WitnessRequest, state: Option<GroupState>) -> WitnessRequest {
+    let now = state.map_or(0, |state| state.generation);
+    match request {
+        WitnessRequest::Solo { group, node, term, .. } => {
+            WitnessRequest::Solo { group, node, term, generation: now }
+        }
+        WitnessRequest::Paired { group, node, term, standby, session, .. } => {
+            WitnessRequest::Paired { group, node, term, generation: now, standby, session }
+        }
+        WitnessRequest::TakeOver { group, node, term, session, .. } => {
+            WitnessRequest::TakeOver { group, node, term, generation: now, session }
+        }
+        request => request,
     }
 }
