@@ -533,7 +533,7 @@ impl Primary {
         match self.peer.as_ref().map(|peer| peer.session) {
             Some(session) => {
                 self.send_all(&Message::Bye { session });
-                if !self.exposure.exposed {
+                if !self.holding {
                     self.finish();
                 }
             }

@@ -41,8 +41,32 @@ impl World {
         }
         self.heal_all();
         self.recover();
+        if self.chance(4) {
+            self.end_vm();
+        }
     }
 
+    /// The guest shuts down, and maybe something fails just then.
+    fn end_vm(&mut self) {
+        let Some(node) = (0..2).find(|node| self.nodes[*node].runs()).filter(|_| !self.gone) else { return };
+        self.tell(&format!("the guest of {node} shuts down"));
+        self.came("VM ended");
+        let takeovers = self.activated.len();
+        self.nodes[node].vm = None;
+        self.gone = true;
+        match self.rng.u32(..4) {
+            0 => self.cut(&[0, 1], 1000 * MS),
+            1 => self.power_off(1 - node),
+            2 => self.cut(&[2 + node], 1000 * MS),
+            _ => {}
+        }
+        self.input(node, Input::Primary(PrimaryInput::VmEnded));
+        self.play(self.now_ns + RECOVERY_NS);
+        let over = self.nodes[node].primary().is_none() && self.nodes[node].gate.held.is_empty();
+        assert!(over || self.activated.len() > takeovers, "the VM has ended, its primary has not");
+    }
+
+    /// Until the VM is protected again, as it has to be.
     pub fn recover(&mut self) {
         let until_ns = self.now_ns + RECOVERY_NS;
         while !self.gone && !self.is_protected() {

@@ -35,7 +35,7 @@ const FAILED_MAX: usize = 10;
 type Tally = BTreeMap<&'static str, u64>;
 
 /// What must have come for the seeds to have tested anything.
-const MUST_COME: [&str; 22] = [
+const MUST_COME: [&str; 23] = [
     "protected",
     "taken over",
     "forced",
@@ -58,6 +58,7 @@ const MUST_COME: [&str; 22] = [
     "disk full",
     "switch-over asked",
     "pairing delayed",
+    "VM ended",
 ];
 
 /// A rule that is broken on purpose: the checks must see each.
