@@ -18,6 +18,9 @@ impl Primary {
     }
 
     pub(super) fn path_up(&mut self, path: u8) {
+        if path >= self.config.paths {
+            return;
+        }
         self.path_down(path);
         self.paths.set(path, true);
         let hello = Hello {

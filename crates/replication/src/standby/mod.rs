@@ -164,6 +164,8 @@ pub struct Standby {
     sequence: u64,
     pairing: u64,
     heard_ns: u64,
+    /// It was stalled, and has heard nothing since.
+    graced: bool,
     held: Option<Epoch>,
     /// Of this session: that came whole, and that are applied.
     complete: Option<Epoch>,
@@ -200,6 +202,7 @@ impl Standby {
             sequence: 0,
             pairing: 0,
             heard_ns: 0,
+            graced: false,
             held,
             complete: None,
             applied: None,
@@ -224,6 +227,7 @@ impl Standby {
         self.now_ns = self.now_ns.max(now_ns);
         match input {
             StandbyInput::Tick => {}
+            StandbyInput::PathUp(path) if path >= self.config.paths => {}
             StandbyInput::PathUp(path) => {
                 self.paths.set(path, true);
                 if path == 0 && self.session.is_some() {
@@ -311,7 +315,8 @@ impl Standby {
     /// A standby that was stalled itself has heard nothing of a primary that did speak: it reads first, then judges.
     fn stalled(&mut self, for_ns: u64) {
         let grace_ns = self.config.heartbeat_ns.saturating_mul(2);
-        if self.phase == Phase::Following && for_ns > self.config.heartbeat_ns.saturating_mul(3) {
+        let long = for_ns > self.config.heartbeat_ns.saturating_mul(3);
+        if self.phase == Phase::Following && long && !std::mem::replace(&mut self.graced, true) {
             let heard_ns = (self.now_ns.saturating_add(for_ns).saturating_add(grace_ns))
                 .saturating_sub(self.config.detection_ns);
             self.heard_ns = self.heard_ns.max(heard_ns);
@@ -432,6 +437,7 @@ impl Standby {
             self.phase = Phase::Following;
         }
         self.heard_ns = self.now_ns;
+        self.graced = false;
         if sequence > self.sequence {
             self.sequence = sequence;
             self.pairing = pairing;

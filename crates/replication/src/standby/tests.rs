@@ -191,6 +191,9 @@ fn a_stall_of_its_own_is_no_silence_of_the_primary() {
     test.beat(1);
     assert_eq!(test.after(3000, StandbyInput::Tick), []);
     assert!(answers(&test.beat(1)));
+    // One that never runs in time judges all the same.
+    test.after(400, StandbyInput::Tick);
+    assert!(test.after(400, StandbyInput::Tick).contains(&StandbyOutput::Fence));
 }
 
 #[test]
