@@ -224,9 +224,13 @@ impl Primary {
                 *last = None;
                 self.out.extend([PrimaryOutput::Owe { after }, PrimaryOutput::Capture { last: true }]);
             }
-            Phase::Closing { .. } | Phase::Pairing | Phase::Protected | Phase::Handing(Handing::Stopping) => {
+            Phase::Syncing { .. }
+            | Phase::Closing { .. }
+            | Phase::Pairing
+            | Phase::Protected
+            | Phase::Handing(Handing::Stopping | Handing::Last(None)) => {
                 self.out.push(PrimaryOutput::Owe { after });
-                if !matches!(self.phase, Phase::Handing(_)) {
+                if !matches!(self.phase, Phase::Handing(_) | Phase::Syncing { .. }) {
                     self.out.push(PrimaryOutput::Capture { last: false });
                 }
             }

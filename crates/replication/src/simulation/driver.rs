@@ -21,8 +21,8 @@ pub fn input(world: &mut World, node: usize, input: Input) {
         Input::Done(what) => return done(world, node, what),
         Input::Data(data) => {
             let whole = world.nodes[node].engine.as_mut().and_then(|engine| engine.receive(data));
-            let Some((session, epoch)) = whole else { return };
-            Input::Standby(StandbyInput::EpochComplete { session, epoch })
+            let Some(whole) = whole else { return };
+            Input::Standby(whole)
         }
         input => input,
     };
@@ -199,7 +199,8 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
         }
         PrimaryOutput::Owe { after } => {
             let term = world.nodes[node].primary().expect("primary").term();
-            let sent = after.and_then(|epoch| world.snapshots.get(&(term, epoch.0))).map(|log| log.len());
+            let len_of = |epoch: Epoch| world.snapshots.get(&(term, epoch.0)).map(|log| log.len());
+            let sent = after.and_then(|epoch| Some((len_of(epoch)?, epoch.0)));
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.sent = sent;
             }
@@ -281,6 +282,12 @@ fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyOutput
         StandbyOutput::DiscardPartial => {
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.partial = None;
+            }
+        }
+        StandbyOutput::Reject { epoch } => {
+            world.came("rejected");
+            if let Some(engine) = &mut world.nodes[node].engine {
+                engine.whole.retain(|data| data.epoch != epoch.0);
             }
         }
         StandbyOutput::Fence => fence(world, node),
@@ -374,7 +381,8 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let (epoch, log) = (host.epoch, Rc::new(vm.log.clone()));
     world.snapshots.insert((term, epoch), Rc::clone(&log));
     let Some(engine) = &mut host.engine else { return };
-    let base = engine.sent.replace(log.len()).unwrap_or(0);
+    let before = engine.sent.replace((log.len(), epoch));
+    let (base, after) = (before.map_or(0, |(len, _)| len), before.map(|(_, epoch)| epoch));
     if world.mutant == Some(Mutant::ReleasesAtCapture) {
         release(world, node, epoch);
     }
@@ -382,7 +390,7 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let Some(session) = session else { return };
     let writes = Rc::new(log[base.min(log.len())..].to_vec());
     for piece in 0..3 {
-        let data = Data { session, epoch, piece, last: piece == 2, base, writes: Rc::clone(&writes) };
+        let data = Data { session, epoch, piece, last: piece == 2, after, base, writes: Rc::clone(&writes) };
         world.send(0, node, Packet::Data(data));
     }
 }

@@ -55,8 +55,10 @@ pub enum StandbyInput {
     EpochComplete {
         /// In which it came.
         session: Session,
-        /// Follows the one before it.
+        /// Higher than all before it.
         epoch: Epoch,
+        /// The epoch that it builds upon; `None`: it holds all of the VM.
+        after: Option<Epoch>,
     },
     /// It is now what this node holds.
     Applied {
@@ -98,6 +100,11 @@ pub enum StandbyOutput {
     },
     /// Make this epoch what the node holds, wholly or not at all.
     Apply {
+        /// Which.
+        epoch: Epoch,
+    },
+    /// Drop this whole epoch: one that it builds upon did not come, or its session is over.
+    Reject {
         /// Which.
         epoch: Epoch,
     },
@@ -241,7 +248,7 @@ impl Standby {
             StandbyInput::Peer { path, message } => self.hear(path, &message),
             StandbyInput::Witness(reply) => self.witness(reply),
             StandbyInput::WitnessLost { sent } => self.witness_lost(sent),
-            StandbyInput::EpochComplete { session, epoch } => self.complete(session, epoch),
+            StandbyInput::EpochComplete { session, epoch, after } => self.complete(session, epoch, after),
             StandbyInput::Applied { epoch } => self.applied(epoch),
             StandbyInput::ApplyFailed { reason } => self.apply_failed(reason),
             StandbyInput::Fenced(off) => self.fenced(off),
@@ -349,7 +356,7 @@ impl Standby {
         }
         match *message {
             Message::Hello(ref hello) => self.greeted(path, hello),
-            Message::HelloAck { term, session, sequence } => self.accepted(term, session, sequence),
+            Message::HelloAck { term, session, sequence } => self.accepted(path, term, session, sequence),
             Message::Refused(refusal) if refusal != Refusal::Busy => self.note(Note::Refused(refusal)),
             Message::Heartbeat { sequence, sent_ns, term, session, pairing } => {
                 if term < self.term {
@@ -406,7 +413,7 @@ impl Standby {
         self.send(path, Message::Refused(refusal));
     }
 
-    fn accepted(&mut self, term: Term, session: Session, sequence: u64) {
+    fn accepted(&mut self, path: u8, term: Term, session: Session, sequence: u64) {
         if term < self.term || !matches!(self.phase, Phase::Alone | Phase::Following) {
             return;
         }
@@ -415,7 +422,8 @@ impl Standby {
             self.sequence = self.sequence.max(sequence);
             return;
         }
-        if self.left == Some(session) {
+        // On the other paths old ones may come late.
+        if self.left == Some(session) || path != 0 {
             return;
         }
         self.forget();
@@ -450,13 +458,16 @@ impl Standby {
         }
     }
 
-    fn complete(&mut self, session: Session, epoch: Epoch) {
+    fn complete(&mut self, session: Session, epoch: Epoch, after: Option<Epoch>) {
         // Also while it asks: it may go back to following, and later epochs build upon this one.
         let follows = matches!(self.phase, Phase::Following | Phase::Leaving | Phase::Asking);
+        let follows = follows && after <= self.complete;
         if follows && self.session == Some(session) && self.sick.is_none() && self.complete < Some(epoch) {
             self.complete = Some(epoch);
             self.applying += 1;
             self.out.push(StandbyOutput::Apply { epoch });
+        } else {
+            self.out.push(StandbyOutput::Reject { epoch });
         }
     }
 

@@ -29,15 +29,19 @@ impl Standby {
         }
         let (held, complete) = (self.applied.or(self.held), self.pairing != 0);
         self.note(Note::PrimaryLost { held, complete });
-        let may = match self.config.arbitration {
-            Arbitration::Witness => self.applied.is_some(),
-            Arbitration::Fencing => self.applied.is_some() && self.pairing != 0,
-            Arbitration::Manual => false,
-        };
-        if may {
+        if self.may_ask() {
             self.want();
         } else {
             self.leave();
+        }
+    }
+
+    /// Whether it can get the right without a user who insists.
+    fn may_ask(&self) -> bool {
+        match self.config.arbitration {
+            Arbitration::Witness => self.applied.is_some(),
+            Arbitration::Fencing => self.applied.is_some() && self.pairing != 0,
+            Arbitration::Manual => false,
         }
     }
 
@@ -46,11 +50,8 @@ impl Standby {
             Phase::Active | Phase::Granted { .. } => {}
             _ if self.held.is_none() => self.note(Note::NothingHeld),
             _ if force => self.phase = Phase::Granted { forced: true },
-            Phase::Following if self.config.arbitration != Arbitration::Manual && self.applied.is_some() => {
-                self.phase = Phase::Leaving;
-                // The lease that was given last counts from when its heartbeat was heard.
-                self.heard_ns = self.heard_ns.min(self.now_ns);
-            }
+            // The lease that was given last counts from when its heartbeat was heard.
+            Phase::Following if self.may_ask() => self.phase = Phase::Leaving,
             Phase::Leaving | Phase::Asking => {}
             _ => self.note(Note::NeedsForce),
         }

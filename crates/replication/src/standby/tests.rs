@@ -37,10 +37,7 @@ impl Test {
 
     fn hold(&mut self, epoch: u64) -> Vec<StandbyOutput> {
         let epoch = Epoch(epoch);
-        assert_eq!(
-            self.after(1, StandbyInput::EpochComplete { session: S, epoch }),
-            [StandbyOutput::Apply { epoch }]
-        );
+        assert_eq!(self.after(1, complete(epoch.0)), [StandbyOutput::Apply { epoch }]);
         self.after(1, StandbyInput::Applied { epoch })
     }
 
@@ -63,6 +60,18 @@ impl Test {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
         self.after(1, StandbyInput::Witness(WitnessReply { group: GROUP, state }))
     }
+}
+
+fn complete(epoch: u64) -> StandbyInput {
+    let after = epoch.checked_sub(1).filter(|after| *after > 0).map(Epoch);
+    StandbyInput::EpochComplete { session: S, epoch: Epoch(epoch), after }
+}
+
+#[test]
+fn an_epoch_that_builds_upon_what_did_not_come_is_rejected() {
+    let mut test = Test::following(Arbitration::Witness);
+    assert_eq!(test.after(1, complete(3)), [StandbyOutput::Reject { epoch: Epoch(3) }]);
+    test.hold(2);
 }
 
 fn activation(term: u64, forced: bool) -> StandbyOutput {
@@ -134,7 +143,7 @@ fn an_epoch_that_comes_while_it_asks_is_not_left_out() {
 fn it_does_not_take_over_in_the_middle_of_an_epoch() {
     let mut test = Test::following(Arbitration::Fencing);
     test.beat(1);
-    test.after(1, StandbyInput::EpochComplete { session: S, epoch: Epoch(2) });
+    test.after(1, complete(2));
     assert!(test.silence(700).contains(&StandbyOutput::Fence));
     assert_eq!(test.after(1, StandbyInput::Fenced(true)), []);
     let outputs = test.after(1, StandbyInput::ApplyFailed { reason: "full".into() });
