@@ -120,6 +120,8 @@ pub enum ReadyFrame {
 /// What an epoch is, beside its pages and devices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochHead {
+    /// The epoch that it builds upon; none of one that has all of the VM.
+    pub after: Option<u64>,
     /// Why it was taken.
     pub reason: String,
     /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
@@ -169,7 +171,8 @@ mod tests {
 
     #[test]
     fn epochs_are_taken_apart_as_they_were_put_together_and_nonsense_is_none() {
-        let head = EpochHead { reason: "due".into(), taken_at_ns: 5, pages: 7, wire_bytes: 9 };
+        let head =
+            EpochHead { after: Some(3), reason: "due".into(), taken_at_ns: 5, pages: 7, wire_bytes: 9 };
         let json = text(&head).unwrap();
         let whole = [&marked(3, 4)[..], &(json.len() as u32).to_le_bytes(), &json, b"devices"].concat();
         let (session, epoch, rest) = unmarked(&whole).unwrap();

@@ -202,7 +202,7 @@ impl Engine {
         match from {
             FromLink::Linked(number, link) => {
                 self.trouble = None;
-                self.wire.connect(Some(Arc::clone(&link)));
+                // Nothing goes out there before the core has heard what the standby has.
                 self.link = Some((number, link));
                 self.handle(PrimaryInput::PathUp(0));
             }
@@ -376,9 +376,15 @@ impl Engine {
                 self.gates.clear();
                 self.gate_do(GateRemote::open);
             }
-            PrimaryOutput::BeginSync { session } => self.order(Order::Sync { session: session.0 }),
+            PrimaryOutput::BeginSync { session } => {
+                self.connect_wire();
+                self.order(Order::Sync { session: session.0 });
+            }
             PrimaryOutput::Capture { last } => self.order(Order::Capture { last }),
-            PrimaryOutput::Owe { after } => self.order(Order::Owe { after: after.map(|epoch| epoch.0) }),
+            PrimaryOutput::Owe { after } => {
+                self.connect_wire();
+                self.order(Order::Owe { after: after.map(|epoch| epoch.0) });
+            }
             PrimaryOutput::MayCapture(may) => self.order(Order::MayCapture(may)),
             PrimaryOutput::Fence => self.fence(),
             PrimaryOutput::Note(note) => self.note(&note),
@@ -387,6 +393,10 @@ impl Engine {
             }
         }
         None
+    }
+
+    fn connect_wire(&self) {
+        self.wire.connect(self.link.as_ref().map(|(_, link)| Arc::clone(link)));
     }
 
     fn say(&self, path: u8, message: &Message) {

@@ -39,6 +39,8 @@ pub struct Wire {
     encoders: Vec<Encoder>,
     link: Option<Arc<Link>>,
     session: u64,
+    /// What the standby is known to have of it.
+    base: Option<u64>,
     /// Of the epoch in progress.
     sent: Sent,
     /// Where each disk begins, in pages of the whole space.
@@ -74,6 +76,7 @@ impl SharedWire {
             encoders,
             link: None,
             session: 0,
+            base: None,
             sent: Sent::default(),
             disks,
             blocks: Vec::new(),
@@ -93,13 +96,15 @@ impl SharedWire {
     pub fn begin(&self, session: u64) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::forget);
-        (wire.session, wire.sent) = (session, Sent::default());
+        (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
         wire.blocks.clear();
     }
 
-    /// The standby has all epochs up to now.
-    pub fn acknowledged(&self) {
-        self.lock().encoders.iter_mut().for_each(Encoder::finish);
+    /// The standby has all epochs up to this one.
+    pub fn acknowledged(&self, epoch: u64) {
+        let mut wire = self.lock();
+        wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.base = Some(epoch);
     }
 
     /// The standby has what was acknowledged, and no more.
@@ -185,6 +190,7 @@ impl Wire {
         }
         let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let said = EpochHead {
+            after: self.base,
             reason: label.reason.into(),
             taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
             pages: self.sent.pages,

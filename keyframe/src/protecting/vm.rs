@@ -506,7 +506,7 @@ impl Keeper {
         let done = self.in_flight.take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
         let Some(InFlight { epoch, report: Some(report), captured_ns, .. }) = done else { return };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
-        self.wire.acknowledged();
+        self.wire.acknowledged(epoch);
         self.settle(report);
         let acked = Acknowledged {
             pages: sent.sent.pages,

@@ -472,11 +472,12 @@ impl Keeper {
     /// Whether an epoch has come whole.
     fn complete(&mut self) {
         let Some(ready) = &self.ready else { return };
-        let Some((session, epoch, ..)) = &ready.coming else { return };
+        let Some((session, epoch, head, _)) = &ready.coming else { return };
         let whole = ready.marks.iter().all(|mark| *mark == Some((*session, *epoch)));
         if whole {
             let (session, epoch) = (keyframe_replication::Session(*session), Epoch(*epoch));
-            self.handle(StandbyInput::EpochComplete { session, epoch });
+            let after = head.after.map(Epoch);
+            self.handle(StandbyInput::EpochComplete { session, epoch, after });
         }
     }
 
@@ -526,7 +527,7 @@ impl Keeper {
                 }
             }
             StandbyOutput::Apply { epoch } => return self.apply(epoch.0),
-            StandbyOutput::DiscardPartial => {
+            StandbyOutput::Reject { .. } | StandbyOutput::DiscardPartial => {
                 let ready = self.ready.as_mut()?;
                 ready.streams.discard();
                 ready.coming = None;
