@@ -34,6 +34,8 @@ use std::time::Duration;
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// After a capture that failed.
 const RETRY: Duration = Duration::from_millis(50);
+/// How often the disks are asked what was written to them, in nanoseconds.
+const DISK_LOOK_NS: u64 = 20_000_000;
 /// Read of a disk at once.
 const DISK_BYTES: usize = 1 << 20;
 
@@ -206,6 +208,8 @@ impl VmThread {
             suspended: false,
             fresh: true,
             wanted: false,
+            disk_bytes: 0,
+            disk_looked_ns: 0,
             ended: false,
         };
         let thread = std::thread::Builder::new().name("vm".into()).spawn(move || keeper.run());
@@ -249,6 +253,8 @@ struct Keeper {
     fresh: bool,
     /// An epoch was asked for while one was on its way.
     wanted: bool,
+    disk_bytes: u64,
+    disk_looked_ns: u64,
     ended: bool,
 }
 
@@ -369,6 +375,17 @@ impl Keeper {
         }
     }
 
+    /// What the guest has written to its disks since the newest epoch; asked for now and then.
+    fn disk_bytes(&mut self, now_ns: u64) -> u64 {
+        if now_ns.saturating_sub(self.disk_looked_ns) > DISK_LOOK_NS
+            && let Some((storage, _)) = self.gated.machines.storage()
+        {
+            self.disk_looked_ns = now_ns;
+            self.disk_bytes = storage.written_bytes().unwrap_or(0);
+        }
+        self.disk_bytes
+    }
+
     fn seen(&mut self, now_ns: u64, held: GateLook) -> Look {
         let dirty_pages = self.copying.cycle.estimate_pages().unwrap_or(0);
         Look {
@@ -378,7 +395,7 @@ impl Keeper {
             dirty_pages,
             packets_held: held.fresh_frames,
             oldest_packet_ns: held.oldest_ns.map(|age| now_ns.saturating_sub(age)),
-            disk_bytes_held: 0,
+            disk_bytes_held: self.disk_bytes(now_ns),
             stopped: self.suspended,
         }
     }
@@ -475,6 +492,7 @@ impl Keeper {
         self.next_epoch += 1;
         let captured_ns = now_ns();
         self.since_ns = captured_ns;
+        self.disk_bytes = 0;
         self.in_flight = Some(InFlight { epoch, report: None, acknowledged: false, captured_ns, seq });
         Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
     }
