@@ -21,6 +21,7 @@ use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
 use super::links::{self, Addresses};
 use super::primary::{self, In as PrimaryIn};
 use super::settings::{Setup, random};
+use super::verify;
 use super::vm::Gate;
 use super::witnessing::{self, Asked};
 use crate::commands::source_of;
@@ -567,9 +568,14 @@ impl Keeper {
         let Some(pages) = ready.streams.take(session, epoch) else {
             return failed("what came of it was dropped");
         };
-        let (image, sender) = (Arc::clone(&ready.image), self.sender.clone());
+        let (image, sender, checks) = (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
+        let ram_pages = ready.machine.ram.len_pages();
         let work = move || {
-            let result = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let applied = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let result = applied.and_then(|()| match &*checks {
+                [] => Ok(()),
+                checks => verify::compare(&*image, ram_pages, checks),
+            });
             let _ = sender.send(In::Applied { epoch, devices, result });
         };
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
