@@ -36,7 +36,8 @@ fn a_standby_holds_exactly_what_the_vm_was_at_each_epoch() {
     let hosts = Hosts::new(&bench);
     let _witness = hosts.witness(&bench);
     let mut standby = hosts.standby(&bench, "b", &[]);
-    let work = "ledger+dirty kf.ledger.dev=/dev/vda kf.ip=10.78.0.15 kf.ledger.dirty=400 kf.mib=24 kf.rate=20000";
+    let work =
+        "ledger+dirty kf.ledger.dev=/dev/vda kf.ip=10.78.0.15 kf.ledger.dirty=400 kf.mib=24 kf.rate=20000";
     let mut vm = hosts.protect(&bench, &["--verify", "--policy", "fixed:100ms"], &hosts.ledger(work));
     hosts.until_protected(&bench, "a", &mut vm);
     let client = hosts.client();

@@ -127,7 +127,7 @@ impl Engine {
         })?;
         let ends = Arc::new(AtomicBool::new(false));
         let (linked, beating) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-        if let Some(addresses) = parts.addresses.clone() {
+        if let Some(addresses) = parts.addresses {
             connectors(&parts.setup, addresses, &parts.machine, &sender, (&linked, &beating), &ends)?;
         }
         Ok(Self {
@@ -194,7 +194,7 @@ impl Engine {
             In::Asked(Asked::Answered(reply)) => self.handle(PrimaryInput::Witness(reply)),
             In::Asked(Asked::Lost { sent }) => self.handle(PrimaryInput::WitnessLost { sent }),
             In::Fenced(off) => self.handle(PrimaryInput::Fenced(off)),
-            In::Request(pending) => self.answer(pending),
+            In::Request(pending) => self.answer(&pending),
         }
     }
 
@@ -271,11 +271,11 @@ impl Engine {
                 self.exit = Some(exit);
                 self.handle(PrimaryInput::VmEnded);
             }
-            Event::Told(told) => self.told(*told),
+            Event::Told(told) => self.told(&told),
         }
     }
 
-    fn told(&mut self, told: Told) {
+    fn told(&mut self, told: &Told) {
         self.update(|status| {
             status.acknowledged = told.acknowledged;
             status.epochs += 1;
@@ -290,7 +290,7 @@ impl Engine {
         });
     }
 
-    fn answer(&mut self, pending: Pending) {
+    fn answer(&mut self, pending: &Pending) {
         let response = match pending.request {
             Request::FailOver { .. } => match self.core.state() {
                 PrimaryState::Protected => {

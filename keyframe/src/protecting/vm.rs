@@ -238,6 +238,7 @@ struct InFlight {
     seq: u64,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 struct Keeper {
     gated: Gated,
     copying: Copying,

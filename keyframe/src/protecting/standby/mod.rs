@@ -75,7 +75,7 @@ pub struct Wish {
 enum In {
     Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
     Beat { number: u64, channel: Arc<Channel> },
-    Data { stream: usize, number: u64, channel: Channel },
+    Data { stream: usize, number: u64, channel: Box<Channel> },
     Said { path: u8, number: u64, message: Message },
     Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
@@ -135,13 +135,11 @@ pub fn run(wish: Wish) -> Outcome {
     };
     let activated = keeper.until_active(&interrupted);
     ends.store(true, Ordering::Relaxed);
-    match activated? {
-        Some((epoch, term, forced)) => keeper.take_over((request_sender, socket), epoch, term, forced),
-        None => {
-            keeper.dismiss();
-            Ok(DONE)
-        }
+    if let Some((epoch, term, forced)) = activated? {
+        return keeper.take_over((request_sender, socket), epoch, term, forced);
     }
+    keeper.dismiss();
+    Ok(DONE)
 }
 
 struct Keeper {
@@ -171,7 +169,7 @@ impl Keeper {
             let deadline_ns = self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
             let until = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
             while let Ok(PrimaryIn::Request(pending)) = self.requests.try_recv() {
-                self.answer(pending, interrupted);
+                self.answer(&pending, interrupted);
             }
             match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
                 Ok(input) => self.take(input),
@@ -217,7 +215,7 @@ impl Keeper {
                     let tell = move |from| {
                         let _ = sender.send(In::Stream(from));
                     };
-                    ready.streams.read((stream, number), channel, tell, Arc::clone(&self.ends));
+                    ready.streams.read((stream, number), *channel, tell, Arc::clone(&self.ends));
                 }
             }
             In::Said { path, number, message } => {
@@ -272,7 +270,7 @@ impl Keeper {
         of.as_ref().map(|(number, _)| *number)
     }
 
-    fn answer(&mut self, pending: Pending, interrupted: &AtomicBool) {
+    fn answer(&mut self, pending: &Pending, interrupted: &AtomicBool) {
         let state = self.ready.as_ref().map(|ready| ready.core.state());
         let response = match pending.request {
             Request::FailOver { force: true } => {
@@ -765,6 +763,6 @@ fn greeted(channel: Channel) -> Result<In, Failure> {
             In::Control { number, machine, channel: Arc::new(channel) }
         }
         Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
-        Purpose::Data { stream } => In::Data { stream, number, channel },
+        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
     })
 }
