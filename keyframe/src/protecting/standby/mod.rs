@@ -19,7 +19,7 @@ use super::frames::{
 use super::guard::now_ns;
 use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
 use super::links::{self, Addresses};
-use super::primary::{self, In as PrimaryIn};
+use super::primary::{self, Finish, In as PrimaryIn};
 use super::settings::{Setup, random};
 use super::verify;
 use super::vm::Gate;
@@ -48,9 +48,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use streams::{FromStream, Streams};
 
+const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long who has connected may take to say what for.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -61,6 +62,7 @@ const STRANGERS_MAX: usize = 32;
 const EPOCH_GAP: u64 = 1 << 20;
 
 /// What a standby is asked for.
+#[derive(Clone)]
 pub struct Wish {
     pub listen: SocketAddr,
     pub folder: PathBuf,
@@ -102,14 +104,21 @@ struct Ready {
     marks: Vec<Option<(u64, u64)>>,
 }
 
-/// Listens, and is a standby until the VM has run here to its end, or a signal comes.
-pub fn run(wish: Wish) -> Outcome {
+/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
+/// standby again.
+pub fn run(wish: &Wish) -> Outcome {
+    loop {
+        if let Finish::Code(code) = once(wish.clone())? {
+            return Ok(code);
+        }
+    }
+}
+
+fn once(wish: Wish) -> Result<Finish, Failure> {
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, "standby");
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
-    let listener = TcpListener::bind(wish.listen).map_err(|e| {
-        Failure::new(format!("listen at {}: {e}", wish.listen)).fix("name another port: --listen")
-    })?;
+    let listener = bound(wish.listen)?;
     let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
@@ -139,7 +148,7 @@ pub fn run(wish: Wish) -> Outcome {
         return keeper.take_over((request_sender, socket), epoch, term, forced);
     }
     keeper.dismiss();
-    Ok(DONE)
+    Ok(Finish::Code(DONE))
 }
 
 struct Keeper {
@@ -626,7 +635,7 @@ impl Keeper {
         epoch: u64,
         term: Term,
         forced: bool,
-    ) -> Outcome {
+    ) -> Result<Finish, Failure> {
         let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
         let devices = ready.devices.as_ref().ok_or_else(|| Failure::new("no epoch is held"))?;
         let restored = match ready.prepared.activate(&*ready.image, devices) {
@@ -678,6 +687,23 @@ impl Keeper {
         let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
         let engine = launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()
+    }
+}
+
+/// Listens; who listened there until now may need a moment to be gone.
+fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let deadline = Instant::now() + REBIND_TIMEOUT;
+    loop {
+        match TcpListener::bind(address) {
+            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            bound => {
+                return bound.map_err(|e| {
+                    Failure::new(format!("listen at {address}: {e}")).fix("name another port: --listen")
+                });
+            }
+        }
     }
 }
 
