@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// The guest's own address.
 const GUEST: &str = "10.78.0.15";
 const WITNESS: &str = "10.78.0.3:7431";
-const LEDGER_MAGIC: u64 = 0x0072_6567_6465_6c66_6b;
+const LEDGER_MAGIC: u64 = 0x7265_6764_656c_666b;
 const LEDGER_PORT: u16 = 4712;
 /// Of the flags in /proc/PID/stat.
 const PF_EXITING: u64 = 4;

@@ -127,7 +127,7 @@ impl Engine {
         })?;
         let ends = Arc::new(AtomicBool::new(false));
         let (linked, beating) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-        if let Some(addresses) = parts.addresses.clone() {
+        if let Some(addresses) = parts.addresses {
             connectors(&parts.setup, addresses, &parts.machine, &sender, (&linked, &beating), &ends)?;
         }
         Ok(Self {
@@ -194,7 +194,7 @@ impl Engine {
             In::Asked(Asked::Answered(reply)) => self.handle(PrimaryInput::Witness(reply)),
             In::Asked(Asked::Lost { sent }) => self.handle(PrimaryInput::WitnessLost { sent }),
             In::Fenced(off) => self.handle(PrimaryInput::Fenced(off)),
-            In::Request(pending) => self.answer(pending),
+            In::Request(pending) => self.answer(&pending),
         }
     }
 
@@ -202,7 +202,7 @@ impl Engine {
         match from {
             FromLink::Linked(number, link) => {
                 self.trouble = None;
-                self.wire.connect(Some(Arc::clone(&link)));
+                // Nothing goes out there before the core has heard what the standby has.
                 self.link = Some((number, link));
                 self.handle(PrimaryInput::PathUp(0));
             }
@@ -271,11 +271,11 @@ impl Engine {
                 self.exit = Some(exit);
                 self.handle(PrimaryInput::VmEnded);
             }
-            Event::Told(told) => self.told(*told),
+            Event::Told(told) => self.told(&told),
         }
     }
 
-    fn told(&mut self, told: Told) {
+    fn told(&mut self, told: &Told) {
         self.update(|status| {
             status.acknowledged = told.acknowledged;
             status.epochs += 1;
@@ -290,7 +290,7 @@ impl Engine {
         });
     }
 
-    fn answer(&mut self, pending: Pending) {
+    fn answer(&mut self, pending: &Pending) {
         let response = match pending.request {
             Request::FailOver { .. } => match self.core.state() {
                 PrimaryState::Protected => {
@@ -376,9 +376,15 @@ impl Engine {
                 self.gates.clear();
                 self.gate_do(GateRemote::open);
             }
-            PrimaryOutput::BeginSync { session } => self.order(Order::Sync { session: session.0 }),
+            PrimaryOutput::BeginSync { session } => {
+                self.connect_wire();
+                self.order(Order::Sync { session: session.0 });
+            }
             PrimaryOutput::Capture { last } => self.order(Order::Capture { last }),
-            PrimaryOutput::Owe { after } => self.order(Order::Owe { after: after.map(|epoch| epoch.0) }),
+            PrimaryOutput::Owe { after } => {
+                self.connect_wire();
+                self.order(Order::Owe { after: after.map(|epoch| epoch.0) });
+            }
             PrimaryOutput::MayCapture(may) => self.order(Order::MayCapture(may)),
             PrimaryOutput::Fence => self.fence(),
             PrimaryOutput::Note(note) => self.note(&note),
@@ -387,6 +393,10 @@ impl Engine {
             }
         }
         None
+    }
+
+    fn connect_wire(&self) {
+        self.wire.connect(self.link.as_ref().map(|(_, link)| Arc::clone(link)));
     }
 
     fn say(&self, path: u8, message: &Message) {

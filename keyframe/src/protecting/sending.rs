@@ -9,6 +9,7 @@
 //! began, they forget it. A send that fails fails the epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
+use super::verify::Checks;
 use crate::session::{BlockSink, DiskCut};
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_link::Channel;
@@ -39,6 +40,8 @@ pub struct Wire {
     encoders: Vec<Encoder>,
     link: Option<Arc<Link>>,
     session: u64,
+    /// What the standby is known to have of it.
+    base: Option<u64>,
     /// Of the epoch in progress.
     sent: Sent,
     /// Where each disk begins, in pages of the whole space.
@@ -74,6 +77,7 @@ impl SharedWire {
             encoders,
             link: None,
             session: 0,
+            base: None,
             sent: Sent::default(),
             disks,
             blocks: Vec::new(),
@@ -93,13 +97,15 @@ impl SharedWire {
     pub fn begin(&self, session: u64) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::forget);
-        (wire.session, wire.sent) = (session, Sent::default());
+        (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
         wire.blocks.clear();
     }
 
-    /// The standby has all epochs up to now.
-    pub fn acknowledged(&self) {
-        self.lock().encoders.iter_mut().for_each(Encoder::finish);
+    /// The standby has all epochs up to this one.
+    pub fn acknowledged(&self, epoch: u64) {
+        let mut wire = self.lock();
+        wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.base = Some(epoch);
     }
 
     /// The standby has what was acknowledged, and no more.
@@ -185,10 +191,12 @@ impl Wire {
         }
         let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let said = EpochHead {
+            after: self.base,
             reason: label.reason.into(),
             taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
             pages: self.sent.pages,
             wire_bytes: self.sent.bytes,
+            checks: label.checks.as_ref().and_then(|checks| checks.get().cloned()).unwrap_or_default(),
         };
         let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
         let len = (json.len() as u32).to_le_bytes();
@@ -233,6 +241,8 @@ pub struct EpochLabel {
     pub reason: &'static str,
     /// What its pause cut from the disks.
     pub cut: Option<DiskCut>,
+    /// What its RAM was, where that is verified.
+    pub checks: Option<Checks>,
 }
 
 /// The wire as the checkpoint cycle's sink.

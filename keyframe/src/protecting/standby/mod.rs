@@ -21,6 +21,7 @@ use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
 use super::links::{self, Addresses};
 use super::primary::{self, In as PrimaryIn};
 use super::settings::{Setup, random};
+use super::verify;
 use super::vm::Gate;
 use super::witnessing::{self, Asked};
 use crate::commands::source_of;
@@ -74,7 +75,7 @@ pub struct Wish {
 enum In {
     Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
     Beat { number: u64, channel: Arc<Channel> },
-    Data { stream: usize, number: u64, channel: Channel },
+    Data { stream: usize, number: u64, channel: Box<Channel> },
     Said { path: u8, number: u64, message: Message },
     Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
@@ -134,13 +135,11 @@ pub fn run(wish: Wish) -> Outcome {
     };
     let activated = keeper.until_active(&interrupted);
     ends.store(true, Ordering::Relaxed);
-    match activated? {
-        Some((epoch, term, forced)) => keeper.take_over((request_sender, socket), epoch, term, forced),
-        None => {
-            keeper.dismiss();
-            Ok(DONE)
-        }
+    if let Some((epoch, term, forced)) = activated? {
+        return keeper.take_over((request_sender, socket), epoch, term, forced);
     }
+    keeper.dismiss();
+    Ok(DONE)
 }
 
 struct Keeper {
@@ -170,7 +169,7 @@ impl Keeper {
             let deadline_ns = self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
             let until = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
             while let Ok(PrimaryIn::Request(pending)) = self.requests.try_recv() {
-                self.answer(pending, interrupted);
+                self.answer(&pending, interrupted);
             }
             match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
                 Ok(input) => self.take(input),
@@ -216,7 +215,7 @@ impl Keeper {
                     let tell = move |from| {
                         let _ = sender.send(In::Stream(from));
                     };
-                    ready.streams.read((stream, number), channel, tell, Arc::clone(&self.ends));
+                    ready.streams.read((stream, number), *channel, tell, Arc::clone(&self.ends));
                 }
             }
             In::Said { path, number, message } => {
@@ -271,7 +270,7 @@ impl Keeper {
         of.as_ref().map(|(number, _)| *number)
     }
 
-    fn answer(&mut self, pending: Pending, interrupted: &AtomicBool) {
+    fn answer(&mut self, pending: &Pending, interrupted: &AtomicBool) {
         let state = self.ready.as_ref().map(|ready| ready.core.state());
         let response = match pending.request {
             Request::FailOver { force: true }
@@ -474,11 +473,12 @@ impl Keeper {
     /// Whether an epoch has come whole.
     fn complete(&mut self) {
         let Some(ready) = &self.ready else { return };
-        let Some((session, epoch, ..)) = &ready.coming else { return };
+        let Some((session, epoch, head, _)) = &ready.coming else { return };
         let whole = ready.marks.iter().all(|mark| *mark == Some((*session, *epoch)));
         if whole {
             let (session, epoch) = (keyframe_replication::Session(*session), Epoch(*epoch));
-            self.handle(StandbyInput::EpochComplete { session, epoch });
+            let after = head.after.map(Epoch);
+            self.handle(StandbyInput::EpochComplete { session, epoch, after });
         }
     }
 
@@ -528,7 +528,7 @@ impl Keeper {
                 }
             }
             StandbyOutput::Apply { epoch } => return self.apply(epoch.0),
-            StandbyOutput::DiscardPartial => {
+            StandbyOutput::Reject { .. } | StandbyOutput::DiscardPartial => {
                 let ready = self.ready.as_mut()?;
                 ready.streams.discard();
                 ready.coming = None;
@@ -568,9 +568,14 @@ impl Keeper {
         let Some(pages) = ready.streams.take(session, epoch) else {
             return failed("what came of it was dropped");
         };
-        let (image, sender) = (Arc::clone(&ready.image), self.sender.clone());
+        let (image, sender, checks) = (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
+        let ram_pages = ready.machine.ram.len_pages();
         let work = move || {
-            let result = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let applied = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let result = applied.and_then(|()| match &*checks {
+                [] => Ok(()),
+                checks => verify::compare(&*image, ram_pages, checks),
+            });
             let _ = sender.send(In::Applied { epoch, devices, result });
         };
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
@@ -760,6 +765,6 @@ fn greeted(channel: Channel) -> Result<In, Failure> {
             In::Control { number, machine, channel: Arc::new(channel) }
         }
         Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
-        Purpose::Data { stream } => In::Data { stream, number, channel },
+        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
     })
 }
