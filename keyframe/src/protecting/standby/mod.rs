@@ -282,11 +282,13 @@ impl Keeper {
     fn answer(&mut self, pending: &Pending, interrupted: &AtomicBool) {
         let state = self.ready.as_ref().map(|ready| ready.core.state());
         let response = match pending.request {
-            Request::FailOver { force: true } => {
+            Request::FailOver { force: true }
+                if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) =>
+            {
                 self.handle(StandbyInput::FailOver { force: true });
                 Response::Done("this standby takes over".into())
             }
-            Request::FailOver { force: false } => match state {
+            Request::FailOver { force } => match state.filter(|_| !force) {
                 Some(StandbyState::Armed | StandbyState::Following) if self.control.is_some() => {
                     self.handle(StandbyInput::SwitchOver);
                     Response::Done("the primary is asked to let the VM go over".into())
