@@ -300,7 +300,7 @@ impl Keeper {
             Order::Acknowledged { epoch } => self.acknowledged(epoch),
             Order::Owe { after } => {
                 self.give_up(after);
-                self.wire.resume();
+                self.wire.resume(self.next_epoch);
             }
             Order::Stop => {
                 let stopped = self
@@ -410,7 +410,7 @@ impl Keeper {
     /// All of the VM is to go over: disks first, as they are, then what changed meanwhile with the epoch.
     fn sync(&mut self, session: u64) {
         self.give_up(None);
-        self.wire.begin(session);
+        self.wire.begin(session, self.next_epoch);
         if !std::mem::take(&mut self.fresh) {
             self.copying.cycle.restart();
         }
@@ -509,14 +509,19 @@ impl Keeper {
     fn reported(&mut self, report: Report<SentEpoch>) {
         if let Err(error) = &report.outcome {
             let text = chain(error);
-            self.settle(report);
+            if self.settle(report) {
+                return;
+            }
             self.in_flight = None;
             // Where the connection broke, the protocol hears of it by itself.
             self.tell(Event::CaptureFailed(text));
             return;
         }
-        if let Some(in_flight) = &mut self.in_flight {
-            in_flight.report = Some(report);
+        match &mut self.in_flight {
+            Some(in_flight) if report.seq == Some(in_flight.seq) => in_flight.report = Some(report),
+            _ => {
+                self.settle(report);
+            }
         }
         self.finish();
     }
@@ -571,7 +576,9 @@ impl Keeper {
         }
         let report = in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
         match report {
-            Some(report) => self.settle(report),
+            Some(report) => {
+                self.settle(report);
+            }
             // The encoder's own report has yet to come: what it says is stale then.
             None => self.copying.cycle.give_back(),
         }
@@ -581,7 +588,8 @@ impl Keeper {
         self.unsuspend();
     }
 
-    fn settle(&mut self, report: Report<SentEpoch>) {
+    /// True where it is of an epoch that was given up.
+    fn settle(&mut self, report: Report<SentEpoch>) -> bool {
         match self.copying.cycle.settle(report) {
             Settled::Sealed { seq, .. } => {
                 if let Some((disks, vms)) = self.gated.machines.storage() {
@@ -593,7 +601,8 @@ impl Keeper {
                     disks.failed(&lost, vms);
                 }
             }
-            Settled::Stale => {}
+            Settled::Stale => return true,
         }
+        false
     }
 }
