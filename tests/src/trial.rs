@@ -97,17 +97,18 @@ pub struct Trial {
     switching: bool,
     failovers: u32,
     script: Vec<String>,
+    options: &'static [&'static str],
 }
 
 impl Trial {
-    /// Protected, with a client that was answered.
-    pub fn new(cpus: u32) -> Self {
+    /// Protected, with a client that was answered. `options` are those of all that protects it.
+    pub fn new(cpus: u32, options: &'static [&'static str]) -> Self {
         let bench = Bench::without_store();
         let hosts = Hosts::new(&bench);
         let witness = Some(hosts.witness(&bench));
-        let standby = hosts.standby(&bench, "b", &["--peer", "10.78.0.1:7430"]);
+        let standby = hosts.standby(&bench, "b", &[&["--peer", "10.78.0.1:7430"], options].concat());
         let boot = Boot { cpus, ..hosts.ledger(LEDGER) };
-        let mut vm = hosts.protect(&bench, &[], &boot);
+        let mut vm = hosts.protect(&bench, options, &boot);
         hosts.until_protected(&bench, "a", &mut vm);
         let client = hosts.client();
         let homes = [(vm, true), (standby, false)].map(|(process, first)| Some(Home { process, first }));
@@ -121,6 +122,7 @@ impl Trial {
             switching: false,
             failovers: 0,
             script: Vec::new(),
+            options,
         };
         trial.go_on(ENTRIES);
         trial
@@ -346,7 +348,11 @@ impl Trial {
                 }
                 trial.homes[n] = None;
                 let peer = format!("10.78.0.{}:7430", 2 - n);
-                let process = trial.hosts.standby(&trial.bench, NAMES[n], &["--peer", &peer]);
+                let process = trial.hosts.standby(
+                    &trial.bench,
+                    NAMES[n],
+                    &[&["--peer", &peer], trial.options].concat(),
+                );
                 trial.homes[n] = Some(Home { process, first: false });
             }
             let has = [0, 1].map(|n| trial.homes[n].as_ref().is_some_and(Home::has_vm));
