@@ -45,6 +45,7 @@ impl Hasher {
 }
 
 /// What a standby has, as its primary knows it.
+#[derive(Clone)]
 pub struct Having {
     hasher: Hasher,
     hashes: Vec<[u8; HASH_BYTES]>,

@@ -45,6 +45,10 @@ pub struct Wire {
     base: Option<u64>,
     /// What it had when the session began, until its first epoch is there.
     having: Option<Having>,
+    /// Those before it were given up, but the encoder may not know yet.
+    first_epoch: u64,
+    /// One of those was just refused: nothing that is in progress goes with it.
+    refused: bool,
     /// Of the epoch in progress.
     sent: Sent,
     /// Where each disk begins, in pages of the whole space.
@@ -82,6 +86,8 @@ impl SharedWire {
             session: 0,
             base: None,
             having: None,
+            first_epoch: 0,
+            refused: false,
             sent: Sent::default(),
             disks,
             blocks: Vec::new(),
@@ -97,9 +103,10 @@ impl SharedWire {
         self.lock().link = link;
     }
 
-    /// Another session: its standby has what `having` says.
-    pub fn begin(&self, session: u64, having: Option<Having>) {
+    /// Another session, whose first epoch will have this number: its standby has what `having` says.
+    pub fn begin(&self, session: u64, first_epoch: u64, having: Option<Having>) {
         let mut wire = self.lock();
+        wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::forget);
         (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
         wire.having = having;
@@ -114,9 +121,10 @@ impl SharedWire {
         wire.base = Some(epoch);
     }
 
-    /// The standby has what was acknowledged, and no more.
-    pub fn resume(&self) {
+    /// The standby has what was acknowledged, and no more; the next epoch will have this number.
+    pub fn resume(&self, first_epoch: u64) {
         let mut wire = self.lock();
+        wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::abandon);
         wire.having = None;
         wire.sent = Sent::default();
@@ -283,6 +291,11 @@ impl Sink for WireSink {
 
     fn seal(&mut self, captured: &Captured, label: EpochLabel) -> Result<SentEpoch, BoxError> {
         let mut wire = self.0.lock();
+        // Its pages went with what is in progress now, which has all of them again; as an epoch it would be torn.
+        if label.epoch < wire.first_epoch {
+            wire.refused = true;
+            return Err(format!("epoch {} was given up", label.epoch).into());
+        }
         if let Some(cut) = &label.cut {
             cut.put_into(&mut *wire)?;
         }
@@ -290,6 +303,9 @@ impl Sink for WireSink {
     }
 
     fn abandon(&mut self) {
-        self.0.lock().discard();
+        let mut wire = self.0.lock();
+        if !std::mem::take(&mut wire.refused) {
+            wire.discard();
+        }
     }
 }

@@ -313,7 +313,7 @@ impl Keeper {
             Order::Acknowledged { epoch } => self.acknowledged(epoch),
             Order::Owe { after } => {
                 self.give_up(after);
-                self.wire.resume();
+                self.wire.resume(self.next_epoch);
             }
             Order::Stop => {
                 let stopped = self
@@ -445,8 +445,9 @@ impl Keeper {
         let is_known =
             |(session, having): &(u64, Having)| self.wanted_session == Some(*session) && having.is_complete();
         if self.having.as_ref().is_some_and(is_known)
-            && let Some((session, having)) = self.having.take()
+            && let Some((session, having)) = self.having.clone()
         {
+            // It is kept: what the standby has stays so until an epoch is there, and this one may have to begin again.
             self.wanted_session = None;
             self.sync(session, having);
         }
@@ -455,7 +456,7 @@ impl Keeper {
     /// All of the VM is to go over, but what is there: disks first, as they are, then what changed meanwhile with the epoch.
     fn sync(&mut self, session: u64, having: Having) {
         let blank = having.is_blank();
-        self.wire.begin(session, (!blank).then_some(having));
+        self.wire.begin(session, self.next_epoch, (!blank).then_some(having));
         // What a fresh tracker does not report is zeros.
         if !(std::mem::take(&mut self.fresh) && blank) {
             self.copying.cycle.restart();
@@ -557,14 +558,19 @@ impl Keeper {
     fn reported(&mut self, report: Report<SentEpoch>) {
         if let Err(error) = &report.outcome {
             let text = chain(error);
-            self.settle(report);
+            if self.settle(report) {
+                return;
+            }
             self.in_flight = None;
             // Where the connection broke, the protocol hears of it by itself.
             self.tell(Event::CaptureFailed(text));
             return;
         }
-        if let Some(in_flight) = &mut self.in_flight {
-            in_flight.report = Some(report);
+        match &mut self.in_flight {
+            Some(in_flight) if report.seq == Some(in_flight.seq) => in_flight.report = Some(report),
+            _ => {
+                self.settle(report);
+            }
         }
         self.finish();
     }
@@ -582,6 +588,7 @@ impl Keeper {
         let Some(InFlight { epoch, report: Some(report), captured_ns, .. }) = done else { return };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
         self.wire.acknowledged(epoch);
+        self.having = None;
         self.settle(report);
         let acked = Acknowledged {
             pages: sent.sent.pages,
@@ -619,7 +626,9 @@ impl Keeper {
         }
         let report = in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
         match report {
-            Some(report) => self.settle(report),
+            Some(report) => {
+                self.settle(report);
+            }
             // The encoder's own report has yet to come: what it says is stale then.
             None => self.copying.cycle.give_back(),
         }
@@ -629,7 +638,8 @@ impl Keeper {
         self.unsuspend();
     }
 
-    fn settle(&mut self, report: Report<SentEpoch>) {
+    /// True where it is of an epoch that was given up.
+    fn settle(&mut self, report: Report<SentEpoch>) -> bool {
         match self.copying.cycle.settle(report) {
             Settled::Sealed { seq, .. } => {
                 if let Some((disks, vms)) = self.gated.machines.storage() {
@@ -641,7 +651,8 @@ impl Keeper {
                     disks.failed(&lost, vms);
                 }
             }
-            Settled::Stale => {}
+            Settled::Stale => return true,
         }
+        false
     }
 }
