@@ -19,6 +19,7 @@ mod process;
 pub mod protection;
 mod ram;
 pub mod slurm;
+pub mod trial;
 mod turn;
 
 /// A libvirt of a test's own, as the monitor client's tests start it.

@@ -9,6 +9,7 @@
 
 use crate::hosts::Host;
 use crate::{Bench, Boot, Process, until};
+use rustix::process::Signal;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -23,8 +24,10 @@ use std::time::{Duration, Instant};
 /// The guest's own address.
 const GUEST: &str = "10.78.0.15";
 const WITNESS: &str = "10.78.0.3:7431";
-const LEDGER_MAGIC: u64 = 0x0072_6567_6465_6c66_6b;
+const LEDGER_MAGIC: u64 = 0x7265_6764_656c_666b;
 const LEDGER_PORT: u16 = 4712;
+/// Of the flags in /proc/PID/stat.
+const PF_EXITING: u64 = 4;
 
 /// Three hosts and a switch between them.
 pub struct Hosts {
@@ -115,6 +118,22 @@ impl Hosts {
         standby
     }
 
+    /// A standby whose directory is a disk with so little room, mounted where nobody else sees it.
+    pub fn standby_with_room(&self, bench: &Bench, host: &str, room: &str) -> Process {
+        let (dir, listen) = (format!("standby-{host}"), "10.78.0.2:7430");
+        std::fs::create_dir_all(self.dir.join(&dir)).expect("make a directory");
+        let args = ["standby", "--witness", WITNESS, "--listen", listen, "--dir", &dir];
+        let plain = self.command(bench, host, &args);
+        let script = format!("mount -t tmpfs -o size={room} small {dir} && exec \"$@\"");
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", &script, "sh"]);
+        command.arg(plain.get_program()).args(plain.get_args()).current_dir(&self.dir);
+        command.envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut standby = Process::start(command);
+        standby.wait_for_error("waits for a primary");
+        standby
+    }
+
     /// The VM on host a, with the standby on b.
     pub fn protect(&self, bench: &Bench, options: &[&str], boot: &Boot) -> Process {
         let mut args =
@@ -159,17 +178,29 @@ impl Hosts {
         assert!(protected.is_some(), "not protected but {:?}: {}", state(host), vm.report());
     }
 
-    /// The QEMUs that run (are not stopped) on a host, but those that wait for their VM.
+    /// The QEMUs on a host that are not stopped.
     pub fn running_qemus(&self, host: &str) -> usize {
-        let is_qemu = |pid: &u32| {
-            std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.starts_with("qemu"))
+        self.qemus(host).iter().filter(|state| !matches!(state, 'T' | 'Z' | 'X')).count()
+    }
+
+    /// Those that are.
+    pub fn stopped_qemus(&self, host: &str) -> usize {
+        self.qemus(host).iter().filter(|state| **state == 'T').count()
+    }
+
+    /// Their states; of one that has SIGKILL and is about to end, `X`.
+    fn qemus(&self, host: &str) -> Vec<char> {
+        let state = |pid: u32| {
+            let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
+            let (stat, status) = (read("stat")?, read("status")?);
+            let mut fields = stat.rsplit(") ").next()?.split(' ');
+            let state = fields.next()?.chars().next().filter(|_| stat.contains("(qemu"))?;
+            let exits = fields.nth(5)?.parse::<u64>().ok()? & PF_EXITING != 0;
+            let pending = status.lines().find_map(|line| line.strip_prefix("SigPnd:"))?.trim();
+            let killed = u64::from_str_radix(pending, 16).ok()? & (1 << (Signal::KILL.as_raw() - 1)) != 0;
+            Some(if exits || killed { 'X' } else { state })
         };
-        let runs = |pid: &u32| {
-            std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
-                !matches!(stat.rsplit(") ").next().and_then(|s| s.chars().next()), Some('T' | 'Z'))
-            })
-        };
-        self.host(host).pids().iter().filter(|pid| is_qemu(pid) && runs(pid)).count()
+        self.host(host).pids().into_iter().filter_map(state).collect()
     }
 
     /// Cuts a host's cable, or mends it.

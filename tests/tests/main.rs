@@ -29,6 +29,7 @@ mod mount;
 mod ops;
 mod profile;
 mod protect;
+mod protect_faults;
 mod record;
 mod recordings;
 mod reflink;

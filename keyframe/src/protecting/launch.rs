@@ -212,6 +212,7 @@ fn made(
         gate: gate.clone(),
         wire: wire.clone(),
         policy: setup.policy.build(setup.parameters),
+        verify: setup.verify,
         disks: has_disks.then_some((socket, exports)),
         first_epoch,
     };

@@ -37,7 +37,7 @@ pub enum FromLink {
 }
 
 /// Where the standby is.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 pub struct Addresses {
     pub control: SocketAddr,
     pub beat: Option<SocketAddr>,
@@ -58,7 +58,7 @@ pub fn connect(
             tell(FromLink::Linked(number, Arc::clone(&link)));
             let closing = Arc::clone(&link);
             read(Arc::clone(&link.control), 0, number, tell.clone(), Arc::clone(ends), move || {
-                closing.close()
+                closing.close();
             });
             Some(link)
         }

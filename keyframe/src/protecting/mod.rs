@@ -20,6 +20,7 @@ pub mod primary;
 pub mod sending;
 pub mod settings;
 pub mod standby;
+pub mod verify;
 pub mod vm;
 pub mod witnessing;
 

@@ -15,7 +15,7 @@ use super::vm::{Event, Gate, Order, Told, VmThread};
 use super::witnessing::{self, Asked};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{ReplicationStatus, Request, Response};
-use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
+use crate::failure::{DONE, FAILED, Failure, WARNED};
 use crate::rundir::RunDir;
 use keyframe_link::Channel;
 use keyframe_net::GateRemote;
@@ -98,6 +98,15 @@ pub struct Engine {
     _run_dir: RunDir,
 }
 
+/// What is left to do once an engine has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// Nothing: the exit code.
+    Code(u8),
+    /// Another host runs the VM: this one may become its standby.
+    Elsewhere,
+}
+
 /// How it ended.
 enum Done {
     Vm,
@@ -127,7 +136,7 @@ impl Engine {
         })?;
         let ends = Arc::new(AtomicBool::new(false));
         let (linked, beating) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-        if let Some(addresses) = parts.addresses.clone() {
+        if let Some(addresses) = parts.addresses {
             connectors(&parts.setup, addresses, &parts.machine, &sender, (&linked, &beating), &ends)?;
         }
         Ok(Self {
@@ -161,7 +170,7 @@ impl Engine {
     }
 
     /// Runs until the VM has ended, or runs elsewhere.
-    pub fn run(mut self) -> Outcome {
+    pub fn run(mut self) -> Result<Finish, Failure> {
         self.handle(PrimaryInput::Tick);
         let mut killed_at: Option<Instant> = None;
         while self.done.is_none() {
@@ -194,7 +203,7 @@ impl Engine {
             In::Asked(Asked::Answered(reply)) => self.handle(PrimaryInput::Witness(reply)),
             In::Asked(Asked::Lost { sent }) => self.handle(PrimaryInput::WitnessLost { sent }),
             In::Fenced(off) => self.handle(PrimaryInput::Fenced(off)),
-            In::Request(pending) => self.answer(pending),
+            In::Request(pending) => self.answer(&pending),
         }
     }
 
@@ -271,11 +280,11 @@ impl Engine {
                 self.exit = Some(exit);
                 self.handle(PrimaryInput::VmEnded);
             }
-            Event::Told(told) => self.told(*told),
+            Event::Told(told) => self.told(&told),
         }
     }
 
-    fn told(&mut self, told: Told) {
+    fn told(&mut self, told: &Told) {
         self.update(|status| {
             status.acknowledged = told.acknowledged;
             status.epochs += 1;
@@ -290,7 +299,7 @@ impl Engine {
         });
     }
 
-    fn answer(&mut self, pending: Pending) {
+    fn answer(&mut self, pending: &Pending) {
         let response = match pending.request {
             Request::FailOver { .. } => match self.core.state() {
                 PrimaryState::Protected => {
@@ -504,7 +513,7 @@ impl Engine {
         change(status.replication.get_or_insert_default());
     }
 
-    fn end(mut self) -> Outcome {
+    fn end(mut self) -> Result<Finish, Failure> {
         self.ends.store(true, Ordering::Relaxed);
         if let Some((_, link)) = &self.link {
             // What was said last is on its way.
@@ -533,17 +542,15 @@ impl Engine {
         self.guard.end();
         match self.done {
             Some(Done::Deposed(term)) => {
-                self.setup.say(&format!(
-                    "the VM runs on the other host, in term {term}; to protect it from here again, start: keyframe standby"
-                ));
-                Ok(DONE)
+                self.setup.say(&format!("the VM runs on the other host, in term {term}"));
+                Ok(Finish::Elsewhere)
             }
             Some(Done::Vm) => {
                 let success = self.exit.is_none_or(|exit| exit.success());
                 let stopped = self.interrupted.load(Ordering::Relaxed);
-                Ok(if success || stopped { DONE } else { FAILED })
+                Ok(Finish::Code(if success || stopped { DONE } else { FAILED }))
             }
-            None => Ok(WARNED),
+            None => Ok(Finish::Code(WARNED)),
         }
     }
 }

@@ -9,6 +9,7 @@
 //! began, they forget it. A send that fails fails the epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
+use super::verify::Checks;
 use crate::session::{BlockSink, DiskCut};
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_link::Channel;
@@ -195,6 +196,7 @@ impl Wire {
             taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
             pages: self.sent.pages,
             wire_bytes: self.sent.bytes,
+            checks: label.checks.as_ref().and_then(|checks| checks.get().cloned()).unwrap_or_default(),
         };
         let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
         let len = (json.len() as u32).to_le_bytes();
@@ -239,6 +241,8 @@ pub struct EpochLabel {
     pub reason: &'static str,
     /// What its pause cut from the disks.
     pub cut: Option<DiskCut>,
+    /// What its RAM was, where that is verified.
+    pub checks: Option<Checks>,
 }
 
 /// The wire as the checkpoint cycle's sink.

@@ -44,6 +44,9 @@ pub struct Settings {
     /// Memory for what the standby has of the pages sent last, in MiB: changes are sent against it
     #[arg(long, value_name = "MIB", default_value_t = 256)]
     wire_memory: usize,
+    /// Hash all of RAM in each pause and at the standby, and compare: pauses as long as that takes
+    #[arg(long)]
+    verify: bool,
     /// Nothing but errors
     #[arg(long, short)]
     quiet: bool,
@@ -61,6 +64,7 @@ pub struct Setup {
     pub parameters: LatencyParameters,
     pub streams: usize,
     pub wire_bytes: usize,
+    pub verify: bool,
     pub quiet: bool,
 }
 
@@ -101,6 +105,7 @@ impl Settings {
             parameters,
             streams: self.streams.into(),
             wire_bytes: self.wire_memory << 20,
+            verify: self.verify,
             quiet: self.quiet,
         })
     }

@@ -12,12 +12,12 @@
 
 use super::guard::now_ns;
 use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
+use super::verify::{Checks, Verifier};
 use crate::control::Strategy;
 use crate::failure::{Failure, chain};
 use crate::session::copying::Copying;
 use crate::session::encoding::Encoding;
 use crate::session::machines::Machines;
-use keyframe_capture::ports::NoObserver;
 use keyframe_capture::{BoxError, EncodeError, Machine, Report, Resumed, Settled, Stopped};
 use keyframe_disk::nbd::client::Client;
 use keyframe_net::{GateLook, GateRemote};
@@ -170,6 +170,8 @@ pub struct Parts {
     pub gate: Gate,
     pub wire: SharedWire,
     pub policy: Box<dyn Policy>,
+    /// RAM is compared with the standby's at each epoch.
+    pub verify: bool,
     /// The socket of the disks' server, and the exports with their bytes.
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
     /// The first epoch's number.
@@ -198,6 +200,8 @@ impl VmThread {
             encoding,
             wire: parts.wire,
             policy: parts.policy,
+            verify: parts.verify,
+            verifier: Verifier::default(),
             disks: parts.disks,
             events: Box::new(events),
             inbox,
@@ -234,12 +238,15 @@ struct InFlight {
     seq: u64,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 struct Keeper {
     gated: Gated,
     copying: Copying,
     encoding: Encoding<WireSink>,
     wire: SharedWire,
     policy: Box<dyn Policy>,
+    verify: bool,
+    verifier: Verifier,
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
     events: Box<dyn Fn(Event) + Send>,
     inbox: Receiver<Order>,
@@ -473,11 +480,13 @@ impl Keeper {
         let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
         let cut = cut.map_err(|e| format!("prepare the VM's disks: {}", chain(&*e)))?;
         let epoch = self.next_epoch;
-        let label = EpochLabel { epoch, reason, cut };
+        let checks = self.verify.then(Checks::default);
+        self.verifier.checks.clone_from(&checks);
+        let label = EpochLabel { epoch, reason, cut, checks };
         let strategy = self.copying.strategies.get(Strategy::Auto).map_err(|failure| failure.to_string())?;
         let captured = self.copying.cycle.capture(
             &mut self.gated,
-            &mut NoObserver,
+            &mut self.verifier,
             strategy,
             self.encoding.queue(),
             label,

@@ -95,14 +95,28 @@ impl StandbyImage {
                 self.write(page, content)
             });
             if let Err(error) = written {
-                for (page, content) in undo.iter().rev() {
-                    // There is room for what was there.
-                    self.write(*page, content)?;
-                }
-                return Err(error);
+                return Err(match self.undo(&undo) {
+                    Ok(()) => error,
+                    Err(again) => io::Error::new(again.kind(), format!("{error}; and back: {again}")),
+                });
             }
         }
         Ok(())
+    }
+
+    /// All of them, whatever becomes of each.
+    fn undo(&self, undo: &[(PageIndex, Box<Page>)]) -> io::Result<()> {
+        let mut result = Ok(());
+        for (page, old) in undo.iter().rev() {
+            if let Err(error) = self.write(*page, old) {
+                // The page that there was no room for is what it was, and there is none for its zeros either.
+                let mut now = ZERO_PAGE;
+                if Image::read(self, *page, &mut now).is_err() || now != **old {
+                    result = Err(error);
+                }
+            }
+        }
+        result
     }
 
     fn disk(&self, page: PageIndex) -> Option<(&DiskFile, u64, usize)> {

@@ -19,8 +19,9 @@ use super::frames::{
 use super::guard::now_ns;
 use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
 use super::links::{self, Addresses};
-use super::primary::{self, In as PrimaryIn};
+use super::primary::{self, Finish, In as PrimaryIn};
 use super::settings::{Setup, random};
+use super::verify;
 use super::vm::Gate;
 use super::witnessing::{self, Asked};
 use crate::commands::source_of;
@@ -47,9 +48,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use streams::{FromStream, Streams};
 
+const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long who has connected may take to say what for.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -60,6 +62,7 @@ const STRANGERS_MAX: usize = 32;
 const EPOCH_GAP: u64 = 1 << 20;
 
 /// What a standby is asked for.
+#[derive(Clone)]
 pub struct Wish {
     pub listen: SocketAddr,
     pub folder: PathBuf,
@@ -74,7 +77,7 @@ pub struct Wish {
 enum In {
     Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
     Beat { number: u64, channel: Arc<Channel> },
-    Data { stream: usize, number: u64, channel: Channel },
+    Data { stream: usize, number: u64, channel: Box<Channel> },
     Said { path: u8, number: u64, message: Message },
     Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
@@ -101,14 +104,21 @@ struct Ready {
     marks: Vec<Option<(u64, u64)>>,
 }
 
-/// Listens, and is a standby until the VM has run here to its end, or a signal comes.
-pub fn run(wish: Wish) -> Outcome {
+/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
+/// standby again.
+pub fn run(wish: &Wish) -> Outcome {
+    loop {
+        if let Finish::Code(code) = once(wish.clone())? {
+            return Ok(code);
+        }
+    }
+}
+
+fn once(wish: Wish) -> Result<Finish, Failure> {
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, "standby");
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
-    let listener = TcpListener::bind(wish.listen).map_err(|e| {
-        Failure::new(format!("listen at {}: {e}", wish.listen)).fix("name another port: --listen")
-    })?;
+    let listener = bound(wish.listen)?;
     let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
@@ -134,13 +144,11 @@ pub fn run(wish: Wish) -> Outcome {
     };
     let activated = keeper.until_active(&interrupted);
     ends.store(true, Ordering::Relaxed);
-    match activated? {
-        Some((epoch, term, forced)) => keeper.take_over((request_sender, socket), epoch, term, forced),
-        None => {
-            keeper.dismiss();
-            Ok(DONE)
-        }
+    if let Some((epoch, term, forced)) = activated? {
+        return keeper.take_over((request_sender, socket), epoch, term, forced);
     }
+    keeper.dismiss();
+    Ok(Finish::Code(DONE))
 }
 
 struct Keeper {
@@ -170,7 +178,7 @@ impl Keeper {
             let deadline_ns = self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
             let until = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
             while let Ok(PrimaryIn::Request(pending)) = self.requests.try_recv() {
-                self.answer(pending, interrupted);
+                self.answer(&pending, interrupted);
             }
             match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
                 Ok(input) => self.take(input),
@@ -216,7 +224,7 @@ impl Keeper {
                     let tell = move |from| {
                         let _ = sender.send(In::Stream(from));
                     };
-                    ready.streams.read((stream, number), channel, tell, Arc::clone(&self.ends));
+                    ready.streams.read((stream, number), *channel, tell, Arc::clone(&self.ends));
                 }
             }
             In::Said { path, number, message } => {
@@ -271,14 +279,16 @@ impl Keeper {
         of.as_ref().map(|(number, _)| *number)
     }
 
-    fn answer(&mut self, pending: Pending, interrupted: &AtomicBool) {
+    fn answer(&mut self, pending: &Pending, interrupted: &AtomicBool) {
         let state = self.ready.as_ref().map(|ready| ready.core.state());
         let response = match pending.request {
-            Request::FailOver { force: true } => {
+            Request::FailOver { force: true }
+                if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) =>
+            {
                 self.handle(StandbyInput::FailOver { force: true });
                 Response::Done("this standby takes over".into())
             }
-            Request::FailOver { force: false } => match state {
+            Request::FailOver { force } => match state.filter(|_| !force) {
                 Some(StandbyState::Armed | StandbyState::Following) if self.control.is_some() => {
                     self.handle(StandbyInput::SwitchOver);
                     Response::Done("the primary is asked to let the VM go over".into())
@@ -567,9 +577,14 @@ impl Keeper {
         let Some(pages) = ready.streams.take(session, epoch) else {
             return failed("what came of it was dropped");
         };
-        let (image, sender) = (Arc::clone(&ready.image), self.sender.clone());
+        let (image, sender, checks) = (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
+        let ram_pages = ready.machine.ram.len_pages();
         let work = move || {
-            let result = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let applied = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let result = applied.and_then(|()| match &*checks {
+                [] => Ok(()),
+                checks => verify::compare(&*image, ram_pages, checks),
+            });
             let _ = sender.send(In::Applied { epoch, devices, result });
         };
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
@@ -622,7 +637,7 @@ impl Keeper {
         epoch: u64,
         term: Term,
         forced: bool,
-    ) -> Outcome {
+    ) -> Result<Finish, Failure> {
         let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
         let devices = ready.devices.as_ref().ok_or_else(|| Failure::new("no epoch is held"))?;
         let restored = match ready.prepared.activate(&*ready.image, devices) {
@@ -674,6 +689,23 @@ impl Keeper {
         let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
         let engine = launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()
+    }
+}
+
+/// Listens; who listened there until now may need a moment to be gone.
+fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let deadline = Instant::now() + REBIND_TIMEOUT;
+    loop {
+        match TcpListener::bind(address) {
+            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            bound => {
+                return bound.map_err(|e| {
+                    Failure::new(format!("listen at {address}: {e}")).fix("name another port: --listen")
+                });
+            }
+        }
     }
 }
 
@@ -759,6 +791,6 @@ fn greeted(channel: Channel) -> Result<In, Failure> {
             In::Control { number, machine, channel: Arc::new(channel) }
         }
         Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
-        Purpose::Data { stream } => In::Data { stream, number, channel },
+        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
     })
 }
