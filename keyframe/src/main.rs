@@ -18,6 +18,7 @@ mod profile;
 mod replaying;
 mod report;
 mod rundir;
+mod serving;
 mod session;
 
 use clap::{Parser, Subcommand};
