@@ -246,6 +246,26 @@ impl Cycle {
         self.log.in_flight()
     }
 
+    /// About how many pages a checkpoint taken now would have to copy; none where that cannot be told cheaply.
+    pub fn estimate_pages(&mut self) -> Option<u64> {
+        self.log.estimate_pages()
+    }
+
+    /// What is in flight did not arrive: its pages are owed again, and what is reported of it is stale.
+    pub fn give_back(&mut self) {
+        self.log.give_back();
+        self.generation += 1;
+        self.in_flight.clear();
+    }
+
+    /// The sink has nothing any more: the next checkpoint is a complete one. What is in flight is reported as stale.
+    pub fn restart(&mut self) {
+        self.log.restart();
+        self.generation += 1;
+        self.in_flight.clear();
+        self.sealed_at = None;
+    }
+
     /// Ends the tracking, for good: nothing more can be captured.
     pub fn untrack(&mut self) {
         self.log.untrack();

@@ -106,6 +106,12 @@ impl DirtyLog {
         self.owed.len()
     }
 
+    /// Every page is owed, and no checkpoint is in flight: there is a sink that has none of them.
+    pub fn restart(&mut self) {
+        self.in_flight.clear();
+        self.owe_everything();
+    }
+
     fn owe_everything(&mut self) {
         self.owed.insert_range(PageRange::new(PageIndex(0), self.owed.space_pages()));
     }

@@ -222,13 +222,11 @@ impl Branch {
             qemu: self.qemu.clone(),
             // They run when all are there.
             paused: true,
-            icount_shift: None,
-            replays: None,
             accelerator: self.accel.map(Into::into),
             disks: place.disks.server(),
             lineage: Some(lineage.clone()),
             monitor: Some(place.directory.path().join("qmp.sock")),
-            log: None,
+            ..RestoreOptions::default()
         };
         let extra = extra.into_iter().map(OsString::from).collect();
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;

@@ -95,7 +95,17 @@ pub fn serve(
     wanted: Vec<Wanted>,
     socket: &Path,
 ) -> Result<Served, Failure> {
-    let place = Place::claim(store, vm)?;
+    serve_in(Place::claim(store, vm)?, vm, checkpoint, wanted, socket)
+}
+
+/// The same, with overlays in `place`, which is removed where it fails.
+pub fn serve_in(
+    place: Place,
+    vm: &str,
+    checkpoint: Option<u64>,
+    wanted: Vec<Wanted>,
+    socket: &Path,
+) -> Result<Served, Failure> {
     start(&place, vm, checkpoint, wanted, socket)
         .inspect_err(|_| place.remove())
         .map(|(disks, metas, temporary, info)| Served { disks, place, metas, temporary, info, round: 0 })

@@ -47,10 +47,15 @@ pub struct Place {
 impl Place {
     /// Makes the next free one of `vm`.
     pub fn claim(store: &Store, vm: &str) -> Result<Self, Failure> {
-        let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
+        let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?;
+        Self::claim_in(&folder.join("disks"), vm)
+    }
+
+    /// The same in any folder.
+    pub fn claim_in(folder: &Path, vm: &str) -> Result<Self, Failure> {
         let make =
             |path: &Path, recursive| std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path);
-        make(&folder, true).map_err(|e| failed("make", &folder, &e))?;
+        make(folder, true).map_err(|e| failed("make", folder, &e))?;
         for number in 1..PLACES_MAX {
             let path = folder.join(format!("{vm}.{number}"));
             match make(&path, false) {

@@ -14,7 +14,7 @@ use crate::failure::{Failure, chain};
 use keyframe_capture::BoxError;
 use keyframe_disk::{DiskBlock, DiskEpoch, Extent};
 use keyframe_store::{DiskMeta, Meta, Run, Store};
-use keyframe_units::{CheckpointId, PAGE_BYTES};
+use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -94,6 +94,14 @@ impl SessionDisks {
     /// For the encoder.
     pub fn for_sink(&self) -> SinkDisks {
         SinkDisks(Arc::clone(&self.shared))
+    }
+
+    /// What was written until now is taken as known, while the guest runs: the next cut holds what is written from here on.
+    pub fn begin_anew(&mut self) -> Result<(), BoxError> {
+        self.shared.ask(|disks| {
+            let epochs = disks.cut()?;
+            disks.release(&epochs)
+        })
     }
 
     /// A capture begins: what is dirty is synced while the guest runs.
@@ -231,12 +239,30 @@ fn report(operation: &str, result: Result<(), BoxError>) {
     }
 }
 
+/// Takes blocks of disks in.
+pub trait BlockSink {
+    /// A block of disk number `disk`.
+    fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<(), BoxError>;
+    /// `blocks` blocks of zeros, from `block` on.
+    fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<(), BoxError>;
+}
+
+impl BlockSink for Run {
+    fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<(), BoxError> {
+        Ok(Self::put_block(self, disk, block, content).map(drop)?)
+    }
+
+    fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<(), BoxError> {
+        Ok(Self::put_zero_blocks(self, disk, block, blocks).map(drop)?)
+    }
+}
+
 impl SinkDisks {
     /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`.
     pub fn put(
         &self,
         cut: &Cut,
-        run: &mut Run,
+        run: &mut impl BlockSink,
         fault: &mut dyn FnMut() -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
         let epochs = cut.get().ok_or("the checkpoint's disks were not cut")?;
@@ -260,7 +286,7 @@ fn put_extent(
     disk: usize,
     extent: Extent,
     slots: &keyframe_disk::SlotFile,
-    run: &mut Run,
+    run: &mut impl BlockSink,
     buffer: &mut [u8],
     fault: &mut dyn FnMut() -> Result<(), BoxError>,
 ) -> Result<(), BoxError> {

@@ -3,41 +3,28 @@
 //! Invariant: the thread ends when its queue is closed and worked off; what was captured before that is sealed, or its
 //! failure reported.
 
-use super::engine::Inbox;
-use super::faults::Fault;
-use super::sink::{Label, StoreSink};
-use crate::control::server::SharedStatus;
 use crate::failure::Failure;
-use keyframe_capture::{Encoder, Message, Phase};
+use keyframe_capture::{Encoder, Message, Phase, Report, Sink};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 /// A running encoder.
-pub struct Encoding {
-    queue: Sender<Message<Label>>,
-    thread: JoinHandle<StoreSink>,
+pub struct Encoding<S: Sink> {
+    queue: Sender<Message<S::Label>>,
+    thread: JoinHandle<S>,
 }
 
-impl Encoding {
-    /// Starts one that feeds `sink` and reports to `inbox`.
+impl<S: Sink + 'static> Encoding<S> {
+    /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes of each capture.
     pub fn start(
-        sink: StoreSink,
+        sink: S,
         space_pages: u64,
-        inbox: Sender<Inbox>,
-        status: SharedStatus,
-        fault: Option<Fault>,
+        watch: Box<dyn FnMut(Phase) + Send>,
+        report: impl FnMut(Report<S::Sealed>) + Send + 'static,
     ) -> Result<Self, Failure> {
-        let watch = move |phase: Phase| {
-            if let Ok(mut status) = status.lock() {
-                phase.name().clone_into(&mut status.encoder);
-            }
-            if let Some(fault) = &fault {
-                fault.reached(phase);
-            }
-        };
-        let encoder = Encoder::new(sink, space_pages, Box::new(watch));
+        let encoder = Encoder::new(sink, space_pages, watch);
         let (queue, messages) = channel();
-        let work = move || work(encoder, &messages, &inbox);
+        let work = move || work(encoder, &messages, report);
         let thread = std::thread::Builder::new()
             .name("encoder".into())
             .spawn(work)
@@ -46,27 +33,26 @@ impl Encoding {
     }
 
     /// Where captures are handed over.
-    pub fn queue(&mut self) -> &mut Sender<Message<Label>> {
+    pub fn queue(&mut self) -> &mut Sender<Message<S::Label>> {
         &mut self.queue
     }
 
-    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports are in the inbox.
-    pub fn finish(self) -> Result<StoreSink, Failure> {
+    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have been given.
+    pub fn finish(self) -> Result<S, Failure> {
         drop(self.queue);
         self.thread.join().map_err(|_| Failure::new("the encoder's thread has failed"))
     }
 }
 
-fn work(
-    mut encoder: Encoder<StoreSink>,
-    messages: &Receiver<Message<Label>>,
-    inbox: &Sender<Inbox>,
-) -> StoreSink {
+fn work<S: Sink>(
+    mut encoder: Encoder<S>,
+    messages: &Receiver<Message<S::Label>>,
+    mut report: impl FnMut(Report<S::Sealed>),
+) -> S {
     keyframe_kernel::priority::lower();
     for message in messages {
-        if let Some(report) = encoder.handle(message) {
-            // The engine may have ended already; the checkpoint is sealed all the same.
-            let _ = inbox.send(Inbox::Report(Box::new(report)));
+        if let Some(said) = encoder.handle(message) {
+            report(said);
         }
     }
     encoder.into_sink()

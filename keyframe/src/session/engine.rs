@@ -12,6 +12,7 @@ use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
 use super::encoding::Encoding;
+use super::faults::Fault;
 use super::launch::Parts;
 use super::machines::{Machines, Member};
 use super::recompressor::Recompressor;
@@ -26,7 +27,7 @@ use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use crate::output;
 use crate::report::Entry;
 use crate::rundir::RunDir;
-use keyframe_capture::{CycleError, Report, Settled};
+use keyframe_capture::{CycleError, Phase, Report, Settled};
 use keyframe_scheduling::Cadence;
 use keyframe_store::{CheckpointId, Sealed, Store, Writer};
 use std::collections::BTreeMap;
@@ -66,7 +67,7 @@ pub struct Engine<'a> {
     machines: Machines,
     copying: Copying,
     /// `None` only at the end, and between two runs.
-    encoding: Option<Encoding>,
+    encoding: Option<Encoding<StoreSink>>,
     writer: Writer,
     /// Present where the run forgets as it goes.
     recorder: Option<Recorder>,
@@ -124,13 +125,9 @@ impl<'a> Engine<'a> {
             None => None,
         };
         let space_pages = parts.copying.layout.len_pages();
-        let encoding = Encoding::start(
-            parts.sink,
-            space_pages,
-            inbox_sender.clone(),
-            Arc::clone(&status),
-            options.fault.clone(),
-        )?;
+        let fault = options.fault.clone();
+        let encoding =
+            encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
         let recorder = Recorder::start(store, &parts.name, &options, &status)?;
         let recompressor = Recompressor::start(store, &options, &status)?;
         Ok(Self {
@@ -406,6 +403,29 @@ impl<'a> Engine<'a> {
             change(&mut status);
         }
     }
+}
+
+/// Starts an encoder that feeds `sink` and reports to `inbox`.
+fn encode(
+    sink: StoreSink,
+    space_pages: u64,
+    inbox: Sender<Inbox>,
+    status: SharedStatus,
+    fault: Option<Fault>,
+) -> Result<Encoding<StoreSink>, Failure> {
+    let watch = move |phase: Phase| {
+        if let Ok(mut status) = status.lock() {
+            phase.name().clone_into(&mut status.encoder);
+        }
+        if let Some(fault) = &fault {
+            fault.reached(phase);
+        }
+    };
+    let report = move |report| {
+        // The engine may have ended already; the checkpoint is sealed all the same.
+        let _ = inbox.send(Inbox::Report(Box::new(report)));
+    };
+    Encoding::start(sink, space_pages, Box::new(watch), report)
 }
 
 fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {

@@ -11,29 +11,30 @@
 
 mod attach;
 mod audit;
-mod copying;
-mod disks;
-mod encoding;
+pub mod copying;
+pub mod disks;
+pub mod encoding;
 mod engine;
 mod faults;
-mod launch;
-mod machine;
-mod machines;
+pub mod launch;
+pub mod machine;
+pub mod machines;
 mod recompressor;
 mod recorded;
 mod recorder;
 mod segment;
 mod sink;
-mod storage;
+pub mod storage;
 mod tuning;
 mod watch;
 
+pub use disks::BlockSink;
 pub use faults::Fault;
 pub use launch::{Commands, machine_meta, refuse};
 pub use recompressor::Recompress;
 pub use recorded::Recorded;
 pub use segment::segment;
-pub use storage::{DiskWay, LeaveOut};
+pub use storage::{Cut as DiskCut, DiskWay, LeaveOut};
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use crate::failure::{Failure, Outcome};

@@ -20,7 +20,7 @@ pub use choose::{DiskWay, LeaveOut};
 pub use clones::Clones;
 pub use fleece::Fleeces;
 
-use super::disks::{self, SessionDisks, SinkDisks};
+use super::disks::{self, BlockSink, SessionDisks, SinkDisks};
 use super::machines::Member;
 use crate::failure::Failure;
 use clones::ClonedCut;
@@ -76,6 +76,16 @@ impl Cut {
     }
 }
 
+impl Cut {
+    /// Puts what was cut from served disks elsewhere than into a run.
+    pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
+        match self {
+            Self::Served(disks, cut) => disks.put(cut, sink, &mut || Ok(())),
+            Self::Cloned(_) | Self::Fleeced(_) => Err("only disks that Keyframe serves can be replicated".into()),
+        }
+    }
+}
+
 impl Storage {
     /// What is known of them.
     pub fn metas(&self) -> &[DiskMeta] {
@@ -89,6 +99,14 @@ impl Storage {
     /// True where the disks are not ready for another capture yet: it would wait.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Fleeced(fleeces) if fleeces.is_busy())
+    }
+
+    /// What was written until now is taken as known: the next cut holds what is written from here on.
+    pub fn begin_anew(&mut self) -> Result<(), BoxError> {
+        match self {
+            Self::Served(disks) => disks.begin_anew(),
+            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
+        }
     }
 
     /// A capture begins, while the guests run.

@@ -1,7 +1,7 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, Copying, CycleError, Encoding, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY,
+    Arc, Copying, CycleError, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY, encode,
     Sealed, Settled, StoreSink, chain, ns, output,
 };
 
@@ -157,7 +157,7 @@ impl Engine<'_> {
         let sink = StoreSink::new(run, self.meta.clone(), fault.clone(), self.newest);
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
-        self.encoding = Some(Encoding::start(sink, space_pages, inbox, status, fault)?);
+        self.encoding = Some(encode(sink, space_pages, inbox, status, fault)?);
         self.say("RAM was plugged or unplugged: a new run begins with a complete checkpoint");
         Ok(())
     }

@@ -1,0 +1,1 @@
+//! Single steps of a primary.

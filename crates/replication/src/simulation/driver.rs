@@ -1,0 +1,429 @@
+//! What a driver does around a role: gives it what happened, does what it says.
+
+use super::Mutant;
+use super::net::{Data, MS, Packet};
+use super::node::{Engine, Input, Replica, Role, Vm};
+use super::world::{Event, Local, World};
+use crate::{
+    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, Standby, StandbyInput, StandbyOutput, Start,
+    WitnessReply, WitnessRequest,
+};
+use std::rc::Rc;
+
+/// A VM is stopped, resumed or killed within so long: well within what the lease leaves of the detection time.
+const VM_NS_MAX: u64 = 50 * MS;
+const IN_FLIGHT_MAX: u64 = 3;
+
+/// One input, all of its outputs, and the next tick.
+pub fn input(world: &mut World, node: usize, input: Input) {
+    let now_ns = world.nodes[node].local_ns(world.now_ns);
+    let input = match input {
+        Input::Done(what) => return done(world, node, what),
+        Input::Data(data) => {
+            let whole = world.nodes[node].engine.as_mut().and_then(|engine| engine.receive(data));
+            let Some((session, epoch)) = whole else { return };
+            Input::Standby(StandbyInput::EpochComplete { session, epoch })
+        }
+        input => input,
+    };
+    let Some(engine) = &mut world.nodes[node].engine else { return };
+    let answer = match &input {
+        Input::Answer(id, _) | Input::WitnessLost(id, _) if engine.ask != Some(*id) => return,
+        Input::Answer(_, bytes) => {
+            engine.ask = None;
+            Some(WitnessReply::decode(bytes).expect("a reply"))
+        }
+        Input::WitnessLost(..) => {
+            engine.ask = None;
+            None
+        }
+        _ => None,
+    };
+    let message = match &input {
+        Input::Message(_, bytes) => Some(Message::decode(bytes).expect("a message")),
+        _ => None,
+    };
+    let id = engine.id;
+    match &mut engine.role {
+        Role::Primary(primary) => {
+            let input = match input {
+                Input::Primary(input) => input,
+                Input::Standby(_) | Input::Data(_) | Input::Done(_) => return,
+                Input::Tick => PrimaryInput::Tick,
+                Input::Up(path) => PrimaryInput::PathUp(path),
+                Input::Down(path) => PrimaryInput::PathDown(path),
+                Input::Message(path, _) => PrimaryInput::Peer { path, message: message.expect("decoded") },
+                Input::Answer(..) => PrimaryInput::Witness(answer.expect("decoded")),
+                Input::WitnessLost(_, sent) => PrimaryInput::WitnessLost { sent },
+            };
+            let before = primary.state();
+            let outputs = primary.handle(now_ns, input);
+            let state = primary.state();
+            if state != before {
+                world.tell(&format!("{node} is {state:?}"));
+            }
+            for output in outputs {
+                primary_output(world, node, id, output);
+            }
+        }
+        Role::Standby(standby) => {
+            let input = match input {
+                Input::Standby(input) => input,
+                Input::Primary(_) | Input::Data(_) | Input::Done(_) => return,
+                Input::Tick => StandbyInput::Tick,
+                Input::Up(path) => {
+                    if path == 0 {
+                        engine.partial = None;
+                    }
+                    StandbyInput::PathUp(path)
+                }
+                Input::Down(path) => StandbyInput::PathDown(path),
+                Input::Message(path, _) => StandbyInput::Peer { path, message: message.expect("decoded") },
+                Input::Answer(..) => StandbyInput::Witness(answer.expect("decoded")),
+                Input::WitnessLost(_, sent) => StandbyInput::WitnessLost { sent },
+            };
+            let before = standby.state();
+            let forged = forged(world.mutant, standby, &input);
+            let outputs = standby.handle(now_ns, input);
+            let (state, term) = (standby.state(), standby.term());
+            if state != before {
+                world.tell(&format!("{node} is {state:?}"));
+            }
+            if state != crate::StandbyState::Active {
+                world.nodes[node].term = term;
+            }
+            for output in forged.into_iter().chain(outputs) {
+                standby_output(world, node, id, output);
+            }
+        }
+    }
+    schedule_tick(world, node);
+}
+
+/// A standby with a defect answers whatever it wants to do itself.
+fn forged(mutant: Option<Mutant>, standby: &Standby, input: &StandbyInput) -> Option<StandbyOutput> {
+    let StandbyInput::Peer { path, message: Message::Heartbeat { sequence, sent_ns, session, pairing, .. } } = input
+    else {
+        return None;
+    };
+    let asks = standby.state() == crate::StandbyState::Asking;
+    let session = session.filter(|_| mutant == Some(Mutant::AnswersWhileAsking) && asks)?;
+    let (sequence, sent_ns, pairing) = (*sequence, *sent_ns, *pairing);
+    let message = Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: standby.held() };
+    Some(StandbyOutput::Send { path: *path, message })
+}
+
+fn schedule_tick(world: &mut World, node: usize) {
+    let host = &world.nodes[node];
+    let Some(engine) = &host.engine else { return };
+    let local_ns = match &engine.role {
+        Role::Primary(primary) => primary.deadline_ns(),
+        Role::Standby(standby) => standby.deadline_ns(),
+    };
+    if local_ns == u64::MAX {
+        return;
+    }
+    let engine = engine.id;
+    let at_ns = host.true_ns(local_ns).saturating_sub(world.now_ns);
+    world.at(at_ns, Event::Tick { node, engine, local_ns });
+}
+
+fn ask(world: &mut World, node: usize, request: WitnessRequest) {
+    let id = world.number();
+    let link = 2 + node;
+    let Some(engine) = &mut world.nodes[node].engine else { return };
+    assert!(engine.ask.is_none(), "two questions at once");
+    engine.ask = Some(id);
+    let number = engine.id;
+    let end = super::net::end_of(link, node);
+    if world.links[link].connection[end].is_none() {
+        world.came("witness not reached");
+        world.at(30 * MS, Event::Input { node, engine: number, input: Input::WitnessLost(id, false) });
+        return;
+    }
+    let mut bytes = Vec::new();
+    request.encode(&mut bytes);
+    world.send(link, node, Packet::Ask(id, bytes));
+    let patience_ns = world.rng.u64(400 * MS..1000 * MS);
+    world.at(patience_ns, Event::Input { node, engine: number, input: Input::WitnessLost(id, true) });
+}
+
+fn say(world: &mut World, node: usize, path: u8, message: &Message) {
+    let mut bytes = Vec::new();
+    message.encode(&mut bytes);
+    world.send(usize::from(path), node, Packet::Message(bytes));
+}
+
+/// What is told to the VM is done in order.
+fn vm(world: &mut World, node: usize, what: Local) {
+    let wait_ns = world.rng.u64(..VM_NS_MAX / 2);
+    let now_ns = world.now_ns;
+    let Some(engine) = &mut world.nodes[node].engine else { return };
+    let at_ns = (engine.vm_at_ns.max(now_ns) + wait_ns).min(now_ns + VM_NS_MAX).max(engine.vm_at_ns);
+    engine.vm_at_ns = at_ns;
+    world.local(node, at_ns - now_ns, what);
+}
+
+fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput) {
+    if !world.is_engine(node, id) {
+        return;
+    }
+    if !matches!(output, PrimaryOutput::Send { .. } | PrimaryOutput::Guard(Guard::Until(_)) | PrimaryOutput::Release { .. }) {
+        world.tell(&format!("{node}: {output:?}"));
+    }
+    match output {
+        PrimaryOutput::Send { path, message } => say(world, node, path, &message),
+        PrimaryOutput::AskWitness(request) => ask(world, node, request),
+        PrimaryOutput::Guard(guard) => {
+            world.nodes[node].guard = guard;
+            // Where the guard alone stops the VM, the engine was stalled; stopping by command comes first else.
+            if let Guard::Until(until_ns) = guard {
+                let at_ns = world.nodes[node].true_ns(until_ns).saturating_sub(world.now_ns);
+                world.at(at_ns + MS, Event::Guard { node });
+            }
+        }
+        PrimaryOutput::StopVm => vm(world, node, Local::Stop),
+        PrimaryOutput::ResumeVm => vm(world, node, Local::Resume),
+        PrimaryOutput::KillVm => {
+            world.nodes[node].gate = super::node::Gate::default();
+            world.nodes[node].gate.holding = true;
+            vm(world, node, Local::Kill);
+        }
+        PrimaryOutput::HoldOutput => {
+            world.nodes[node].gate.holding = world.mutant != Some(Mutant::HoldsNothing);
+        }
+        PrimaryOutput::Release { epoch } => release(world, node, epoch.0),
+        PrimaryOutput::ReleaseAll => {
+            release(world, node, u64::MAX);
+            world.nodes[node].gate.holding = false;
+        }
+        PrimaryOutput::BeginSync { .. } => {
+            if let Some(engine) = &mut world.nodes[node].engine {
+                engine.sent = None;
+            }
+            let wait_ns = world.rng.u64(5 * MS..60 * MS);
+            world.local(node, wait_ns, Local::Capture { last: false });
+        }
+        PrimaryOutput::Capture { last } => {
+            let wait_ns = world.rng.u64(MS..15 * MS);
+            world.local(node, wait_ns, Local::Capture { last });
+        }
+        PrimaryOutput::Owe { after } => {
+            let term = world.nodes[node].primary().expect("primary").term();
+            let sent = after.and_then(|epoch| world.snapshots.get(&(term, epoch.0))).map(|log| log.len());
+            if let Some(engine) = &mut world.nodes[node].engine {
+                engine.sent = sent;
+            }
+            world.came("owed");
+        }
+        PrimaryOutput::MayCapture(may) => {
+            if let Some(engine) = &mut world.nodes[node].engine
+                && std::mem::replace(&mut engine.may_capture, may) != may
+                && may
+            {
+                world.local(node, 30 * MS, Local::Scheduled);
+            }
+        }
+        PrimaryOutput::Fence => fence(world, node),
+        PrimaryOutput::Note(note) => {
+            if note == crate::Note::Protected {
+                world.came("protected");
+                world.nodes[node].insisted = false;
+            }
+        }
+        PrimaryOutput::Ended { deposed_by } => {
+            if let Some(term) = deposed_by {
+                world.nodes[node].term = term;
+                world.came("deposed");
+            }
+            world.nodes[node].insisted = false;
+            world.lose_engine(node);
+            world.nodes[node].vm = None;
+            let wait_ns = world.rng.u64(50 * MS..500 * MS);
+            world.at(wait_ns, Event::StartEngine { node, attached: false });
+        }
+    }
+}
+
+fn release(world: &mut World, node: usize, epoch: u64) {
+    let held = std::mem::take(&mut world.nodes[node].gate.held);
+    for (of, write) in held {
+        if of <= epoch {
+            world.visible(node, write);
+        } else {
+            world.nodes[node].gate.held.push((of, write));
+        }
+    }
+}
+
+fn fence(world: &mut World, node: usize) {
+    let wait_ns = world.rng.u64(100 * MS..400 * MS);
+    world.local(node, wait_ns, Local::Fence);
+}
+
+fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyOutput) {
+    if !world.is_engine(node, id) {
+        return;
+    }
+    if !matches!(output, StandbyOutput::Send { .. } | StandbyOutput::Apply { .. }) {
+        world.tell(&format!("{node}: {output:?}"));
+    }
+    match output {
+        StandbyOutput::Send { path, message } => say(world, node, path, &message),
+        StandbyOutput::AskWitness(request) => ask(world, node, request),
+        StandbyOutput::Receive { session } => {
+            if let Some(engine) = &mut world.nodes[node].engine {
+                engine.receives = Some(session);
+                engine.partial = None;
+            }
+        }
+        StandbyOutput::Apply { epoch } => {
+            if world.mutant == Some(Mutant::AcknowledgesEarly) {
+                let applied = Input::Standby(StandbyInput::Applied { epoch });
+                world.at(0, Event::Input { node, engine: id, input: applied });
+            }
+            let wait_ns = world.rng.u64(MS..20 * MS);
+            let now_ns = world.now_ns;
+            let Some(engine) = &mut world.nodes[node].engine else { return };
+            engine.apply_at_ns = engine.apply_at_ns.max(now_ns) + wait_ns;
+            let at_ns = engine.apply_at_ns - now_ns;
+            world.local(node, at_ns, Local::Apply { epoch: epoch.0 });
+        }
+        StandbyOutput::DiscardPartial => {
+            if let Some(engine) = &mut world.nodes[node].engine {
+                engine.partial = None;
+            }
+        }
+        StandbyOutput::Fence => fence(world, node),
+        StandbyOutput::Activate { epoch, term, forced } => activate(world, node, epoch, term, forced),
+        StandbyOutput::Note(_) => {}
+    }
+}
+
+fn activate(world: &mut World, node: usize, epoch: Epoch, term: crate::Term, forced: bool) {
+    world.check_activation(node, epoch, term, forced);
+    world.came(if forced { "forced" } else { "taken over" });
+    let host = &mut world.nodes[node];
+    let replica = host.replica.take().expect("a replica");
+    host.vm = Some(Vm { log: replica.log.to_vec(), running: false });
+    host.gate = super::node::Gate::default();
+    host.guard = Guard::Free;
+    host.epoch = epoch.0;
+    host.term = term;
+    host.insisted = forced;
+    let config = world.config(node);
+    world.start(node, Role::Primary(Primary::new(config, Start::TakenOver { term, forced })));
+    vm(world, node, Local::Launch);
+}
+
+/// What an engine has begun is done.
+fn done(world: &mut World, node: usize, what: Local) {
+    match what {
+        Local::Stop => {
+            if let Some(vm) = &mut world.nodes[node].vm {
+                vm.running = false;
+            }
+            world.input(node, Input::Primary(PrimaryInput::VmStopped));
+        }
+        Local::Resume | Local::Launch => {
+            let local_ns = world.nodes[node].local_ns(world.now_ns);
+            let host = &mut world.nodes[node];
+            let may = match host.guard {
+                Guard::Free => true,
+                Guard::Until(until_ns) => local_ns < until_ns,
+                Guard::Stopped => false,
+            };
+            if let Some(vm) = &mut host.vm {
+                vm.running = may;
+                let told = if may { PrimaryInput::VmResumed } else { PrimaryInput::VmStopped };
+                if may || matches!(host.guard, Guard::Until(_)) {
+                    world.input(node, Input::Primary(told));
+                }
+            }
+        }
+        Local::Kill => world.nodes[node].vm = None,
+        Local::Capture { last } => capture(world, node, last),
+        Local::Scheduled => scheduled(world, node),
+        Local::Apply { epoch } => apply(world, node, epoch),
+        Local::Fence => {
+            let off = !world.fence_broken;
+            world.tell(&format!("{node} fences: {off}"));
+            if off {
+                world.came("fenced");
+                world.power_off(1 - node);
+            }
+            let input = match world.nodes[node].engine.as_ref().map(|engine| &engine.role) {
+                Some(Role::Primary(_)) => Input::Primary(PrimaryInput::Fenced(off)),
+                _ => Input::Standby(StandbyInput::Fenced(off)),
+            };
+            world.input(node, input);
+        }
+    }
+}
+
+fn scheduled(world: &mut World, node: usize) {
+    let Some(Engine { may_capture: true, .. }) = &world.nodes[node].engine else { return };
+    let wait_ns = world.rng.u64(20 * MS..60 * MS);
+    world.local(node, wait_ns, Local::Scheduled);
+    let acked = world.nodes[node].primary().and_then(Primary::acknowledged);
+    let behind = acked.is_some_and(|acked| world.nodes[node].epoch > acked.0 + IN_FLIGHT_MAX);
+    if !behind {
+        capture(world, node, false);
+    }
+}
+
+fn capture(world: &mut World, node: usize, last: bool) {
+    let fails = world.chance(100);
+    let host = &mut world.nodes[node];
+    let Some(Role::Primary(primary)) = host.engine.as_ref().map(|engine| &engine.role) else { return };
+    let Some(vm) = host.vm.as_ref().filter(|vm| !fails && !(last && vm.running)) else {
+        world.input(node, Input::Primary(PrimaryInput::CaptureFailed));
+        return;
+    };
+    let (term, session) = (primary.term(), primary.session());
+    host.epoch += 1;
+    let (epoch, log) = (host.epoch, Rc::new(vm.log.clone()));
+    world.snapshots.insert((term, epoch), Rc::clone(&log));
+    let Some(engine) = &mut host.engine else { return };
+    let base = engine.sent.replace(log.len()).unwrap_or(0);
+    if world.mutant == Some(Mutant::ReleasesAtCapture) {
+        release(world, node, epoch);
+    }
+    world.input(node, Input::Primary(PrimaryInput::Captured { epoch: Epoch(epoch) }));
+    let Some(session) = session else { return };
+    let writes = Rc::new(log[base.min(log.len())..].to_vec());
+    for piece in 0..3 {
+        let data = Data { session, epoch, piece, last: piece == 2, base, writes: Rc::clone(&writes) };
+        world.send(0, node, Packet::Data(data));
+    }
+}
+
+fn apply(world: &mut World, node: usize, epoch: u64) {
+    let full = world.nodes[node].disk_full;
+    let torn = world.mutant == Some(Mutant::AppliesTorn) && world.chance(50);
+    let host = &mut world.nodes[node];
+    let Some(engine) = &mut host.engine else { return };
+    while engine.whole.front().is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives) {
+        engine.whole.pop_front();
+    }
+    let Some(at) = engine.whole.iter().position(|data| data.epoch == epoch) else { return };
+    if full {
+        engine.whole.clear();
+        world.came("disk full");
+        world.input(node, Input::Standby(StandbyInput::ApplyFailed { reason: "disk full".into() }));
+        return;
+    }
+    let data = engine.whole.remove(at).expect("at its place");
+    let Role::Standby(standby) = &engine.role else { return };
+    let term = standby.term();
+    let mut log = host.replica.as_ref().map_or(Vec::new(), |replica| replica.log[..data.base.min(replica.log.len())].to_vec());
+    let whole = log.len() == data.base;
+    log.extend_from_slice(&data.writes);
+    if torn {
+        log.pop();
+    }
+    host.replica = Some(Replica { term, epoch, log: Rc::new(log) });
+    assert!(whole, "epoch {epoch} builds upon what node {node} does not hold");
+    world.check_replica(node);
+    world.input(node, Input::Standby(StandbyInput::Applied { epoch: Epoch(epoch) }));
+}

@@ -1,0 +1,561 @@
+//! The thread that has the VM: it takes epochs when the policy says so, or the protocol does.
+//!
+//! ```text
+//!   protocol ──Order──▶ Keeper: look ─▶ policy ─▶ capture ─▶ [encoder: WireSink] ─▶ standby
+//!            ◀──Event──                              │
+//!                                                  gate: cut in the pause
+//! ```
+//!
+//! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not acknowledge are owed to the next.
+//!
+//! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's thread, and the guard).
+
+use super::guard::now_ns;
+use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
+use crate::control::Strategy;
+use crate::failure::{Failure, chain};
+use crate::session::copying::Copying;
+use crate::session::encoding::Encoding;
+use crate::session::machines::Machines;
+use keyframe_capture::{BoxError, EncodeError, Machine, NoObserver, Report, Resumed, Settled, Stopped};
+use keyframe_disk::nbd::client::Client;
+use keyframe_net::{GateLook, GateRemote};
+use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
+use keyframe_units::{PAGE_BYTES, RamLayout};
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often the VM's own doings are looked at, when nothing else wakes the thread.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// After a capture that failed.
+const RETRY: Duration = Duration::from_millis(50);
+/// Read of a disk at once.
+const DISK_BYTES: usize = 1 << 20;
+
+/// The gate of the VM's network; none where it has no network.
+#[derive(Clone)]
+pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
+
+impl Gate {
+    pub fn new(remote: Option<GateRemote>) -> Self {
+        Self(Arc::new(Mutex::new(remote)))
+    }
+
+    pub fn ask<T>(
+        &self,
+        ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
+    ) -> Result<Option<T>, BoxError> {
+        let mut remote = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(remote.as_mut().map(ask).transpose()?)
+    }
+
+    /// Lets go of it.
+    pub fn end(&self) {
+        let remote = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(remote) = remote {
+            remote.end();
+        }
+    }
+}
+
+/// The VM with its gate, as the capture's machine.
+struct Gated {
+    machines: Machines,
+    gate: Gate,
+    /// What the newest pause has cut.
+    cut: Option<u64>,
+}
+
+impl Machine for Gated {
+    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+        self.machines.ram()
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        self.machines.before_stop()
+    }
+
+    fn stop(&mut self) -> Result<Stopped, BoxError> {
+        let stopped = self.machines.stop()?;
+        match self.gate.ask(GateRemote::cut) {
+            Ok(cut) => {
+                self.cut = cut;
+                Ok(stopped)
+            }
+            Err(error) => {
+                let _ = self.machines.resume(stopped);
+                let _ = self.machines.resumed(stopped);
+                Err(error)
+            }
+        }
+    }
+
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        self.machines.save_devices()
+    }
+
+    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
+        self.machines.resume(stopped)
+    }
+
+    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
+        self.machines.resumed(stopped)
+    }
+}
+
+/// What the thread is told.
+pub enum Order {
+    /// Whether the policy may take epochs.
+    MayCapture(bool),
+    /// Take one now; with `last` the VM stands, and stays so.
+    Capture { last: bool },
+    /// Take a complete one for this session.
+    Sync { session: u64 },
+    /// The standby has all up to this one.
+    Acknowledged { epoch: u64 },
+    /// The standby has nothing after this one.
+    Owe { after: Option<u64> },
+    /// Pause the VM by its monitor.
+    Stop,
+    /// Let it run again.
+    Resume,
+    /// The encoder is done with an epoch.
+    Report(Box<Report<SentEpoch>>),
+    /// Give the VM back.
+    End,
+}
+
+/// What it tells.
+pub enum Event {
+    /// This epoch is captured; what the guest has sent up to then has this number at the gate.
+    Captured { epoch: u64, gate: Option<u64>, reason: &'static str },
+    CaptureFailed(String),
+    /// As ordered.
+    Stopped,
+    Resumed,
+    /// QEMU has ended.
+    Ended(ExitStatus),
+    /// How it goes.
+    Told(Box<Told>),
+}
+
+/// What users are shown of it.
+#[derive(Clone, Debug, Default)]
+pub struct Told {
+    pub acknowledged: Option<u64>,
+    pub pages: u64,
+    pub wire_bytes: u64,
+    pub raw_bytes: u64,
+    pub pause_ns: u64,
+    pub transfer_ns: u64,
+    pub epoch_ns: u64,
+    pub estimates: Vec<(&'static str, f64)>,
+}
+
+/// What the thread begins with.
+pub struct Parts {
+    pub machines: Machines,
+    pub copying: Copying,
+    pub gate: Gate,
+    pub wire: SharedWire,
+    pub policy: Box<dyn Policy>,
+    /// The socket of the disks' server, and the exports with their bytes.
+    pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
+    /// The first epoch's number.
+    pub first_epoch: u64,
+}
+
+/// The thread's handle.
+pub struct VmThread {
+    pub orders: Sender<Order>,
+    thread: JoinHandle<Machines>,
+}
+
+impl VmThread {
+    /// Starts it. The VM runs from here on, where it is to.
+    pub fn start(parts: Parts, events: impl Fn(Event) + Send + 'static) -> Result<Self, Failure> {
+        let (orders, inbox) = channel();
+        let reports = orders.clone();
+        let space = parts.copying.layout.len_pages();
+        let report = move |report| {
+            let _ = reports.send(Order::Report(Box::new(report)));
+        };
+        let encoding = Encoding::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
+        let keeper = Keeper {
+            gated: Gated { machines: parts.machines, gate: parts.gate, cut: None },
+            copying: parts.copying,
+            encoding,
+            wire: parts.wire,
+            policy: parts.policy,
+            disks: parts.disks,
+            events: Box::new(events),
+            inbox,
+            next_epoch: parts.first_epoch,
+            may_capture: false,
+            in_flight: None,
+            since_ns: now_ns(),
+            suspended: false,
+            fresh: true,
+            wanted: false,
+            ended: false,
+        };
+        let thread = std::thread::Builder::new().name("vm".into()).spawn(move || keeper.run());
+        let thread = thread.map_err(|e| Failure::new(format!("start the VM's thread: {e}")))?;
+        Ok(Self { orders, thread })
+    }
+
+    /// Ends it and gives the VM back.
+    pub fn end(self) -> Result<Machines, Failure> {
+        let _ = self.orders.send(Order::End);
+        self.thread.join().map_err(|_| Failure::new("the VM's thread has failed"))
+    }
+}
+
+/// An epoch on its way.
+struct InFlight {
+    epoch: u64,
+    /// What the encoder said of it; its seal is believed once the standby acknowledges.
+    report: Option<Report<SentEpoch>>,
+    acknowledged: bool,
+    captured_ns: u64,
+    seq: u64,
+}
+
+struct Keeper {
+    gated: Gated,
+    copying: Copying,
+    encoding: Encoding<WireSink>,
+    wire: SharedWire,
+    policy: Box<dyn Policy>,
+    disks: Option<(PathBuf, Vec<(String, u64)>)>,
+    events: Box<dyn Fn(Event) + Send>,
+    inbox: Receiver<Order>,
+    next_epoch: u64,
+    may_capture: bool,
+    in_flight: Option<InFlight>,
+    since_ns: u64,
+    /// The policy has it standing.
+    suspended: bool,
+    /// Nothing was captured yet.
+    fresh: bool,
+    /// An epoch was asked for while one was on its way.
+    wanted: bool,
+    ended: bool,
+}
+
+impl Keeper {
+    fn run(mut self) -> Machines {
+        let mut wait = LOOK_EVERY;
+        loop {
+            match self.inbox.recv_timeout(wait) {
+                Ok(Order::End) | Err(RecvTimeoutError::Disconnected) => break,
+                Ok(order) => self.obey(order),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.mind();
+            wait = self.look().min(LOOK_EVERY);
+        }
+        self.copying.strategies.untrack();
+        self.copying.cycle.untrack();
+        let _ = self.encoding.finish();
+        self.gated.machines
+    }
+
+    fn tell(&self, event: Event) {
+        (self.events)(event);
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::MayCapture(may) => {
+                self.may_capture = may;
+                if !may {
+                    self.unsuspend();
+                }
+            }
+            Order::Capture { last } => self.capture(Reason::Asked.name(), last),
+            Order::Sync { session } => self.sync(session),
+            Order::Acknowledged { epoch } => self.acknowledged(epoch),
+            Order::Owe { after } => {
+                self.give_up(after);
+                self.wire.resume();
+            }
+            Order::Stop => {
+                let stopped = self.gated.machines.members_mut().iter_mut().try_for_each(|member| {
+                    member.machine.vm.qmp().stop().map(drop)
+                });
+                if let Err(error) = stopped {
+                    self.tell(Event::CaptureFailed(format!("pause the VM: {}", chain(&error))));
+                }
+                self.tell(Event::Stopped);
+            }
+            Order::Resume => {
+                self.cont();
+                self.tell(Event::Resumed);
+            }
+            Order::Report(report) => self.reported(*report),
+            Order::End => {}
+        }
+    }
+
+    fn cont(&mut self) {
+        self.suspended = false;
+        for member in self.gated.machines.members_mut() {
+            if let Err(error) = member.machine.vm.qmp().cont() {
+                eprintln!("keyframe: let the VM run: {}", chain(&error));
+            }
+        }
+    }
+
+    fn unsuspend(&mut self) {
+        if self.suspended {
+            self.cont();
+        }
+    }
+
+    /// What QEMU has been up to.
+    fn mind(&mut self) {
+        if self.ended {
+            return;
+        }
+        self.gated.machines.look();
+        match self.gated.machines.try_wait() {
+            Ok(Some(exit)) => {
+                self.ended = true;
+                self.may_capture = false;
+                self.tell(Event::Ended(exit));
+            }
+            Ok(None) => {}
+            Err(failure) => eprintln!("keyframe: {failure}"),
+        }
+    }
+
+    /// What the policy wants; how long nothing is to be done.
+    fn look(&mut self) -> Duration {
+        if !self.may_capture || self.ended {
+            return LOOK_EVERY;
+        }
+        let held = self.gated.gate.ask(GateRemote::look).ok().flatten().unwrap_or_default();
+        let now_ns = now_ns();
+        let look = self.seen(now_ns, held);
+        match self.policy.look(&look) {
+            Decision::Wait { look_in_ns } => Duration::from_nanos(look_in_ns),
+            Decision::Checkpoint(reason) => {
+                self.capture(reason.name(), false);
+                Duration::ZERO
+            }
+            Decision::Suspend => {
+                let stopped = self.gated.machines.members_mut().iter_mut().try_for_each(|member| {
+                    member.machine.vm.qmp().stop().map(drop)
+                });
+                self.suspended = stopped.is_ok();
+                LOOK_EVERY
+            }
+        }
+    }
+
+    fn seen(&mut self, now_ns: u64, held: GateLook) -> Look {
+        let dirty_pages = self.copying.cycle.estimate_pages().unwrap_or(0);
+        Look {
+            now_ns,
+            since_ns: self.since_ns,
+            in_flight: self.in_flight.is_some(),
+            dirty_pages,
+            packets_held: held.fresh_frames,
+            oldest_packet_ns: held.oldest_ns.map(|age| now_ns.saturating_sub(age)),
+            disk_bytes_held: 0,
+            stopped: self.suspended,
+        }
+    }
+
+    /// All of the VM is to go over: disks first, as they are, then what changed meanwhile with the epoch.
+    fn sync(&mut self, session: u64) {
+        self.give_up(None);
+        self.wire.begin(session);
+        if !std::mem::take(&mut self.fresh) {
+            self.copying.cycle.restart();
+        }
+        if let Err(error) = self.sync_disks() {
+            self.tell(Event::CaptureFailed(format!("copy the disks: {}", chain(&*error))));
+            return;
+        }
+        self.capture("first", false);
+    }
+
+    fn sync_disks(&mut self) -> Result<(), BoxError> {
+        let Some((socket, disks)) = self.disks.clone() else { return Ok(()) };
+        if let Some((storage, _)) = self.gated.machines.storage() {
+            storage.begin_anew()?;
+        }
+        for (number, (export, _)) in disks.iter().enumerate() {
+            let mut client = Client::connect(&socket, export, "base:allocation")?;
+            let mut buffer = vec![0; DISK_BYTES];
+            let mut at = 0;
+            while at < client.len_bytes() {
+                for part in client.status(at)? {
+                    at = part.offset + part.len;
+                    // Of a hole the standby has zeros, as it has of all that it was not sent.
+                    if part.flags & 2 != 0 {
+                        continue;
+                    }
+                    let (mut from, end) = (part.offset / PAGE_BYTES as u64 * PAGE_BYTES as u64, at);
+                    while from < end {
+                        let len = (end - from).min(DISK_BYTES as u64) as usize;
+                        let whole = len.next_multiple_of(PAGE_BYTES);
+                        buffer[..whole].fill(0);
+                        client.read(from, &mut buffer[..len])?;
+                        self.wire.put_blocks(number, from / PAGE_BYTES as u64, &buffer[..whole])?;
+                        from += len as u64;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn capture(&mut self, reason: &'static str, last: bool) {
+        if self.ended {
+            return;
+        }
+        if self.in_flight.is_some() && !last {
+            // It follows as soon as that has come.
+            self.wanted = true;
+            return;
+        }
+        let was_suspended = std::mem::take(&mut self.suspended);
+        let result = self.captured(reason);
+        if was_suspended && !last {
+            self.cont();
+        }
+        match result {
+            Ok(event) => self.tell(event),
+            Err(error) => {
+                // It is asked for again at once.
+                std::thread::sleep(RETRY);
+                self.tell(Event::CaptureFailed(error));
+            }
+        }
+    }
+
+    fn captured(&mut self, reason: &'static str) -> Result<Event, String> {
+        let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
+        let cut = cut.map_err(|e| format!("prepare the VM's disks: {}", chain(&*e)))?;
+        let epoch = self.next_epoch;
+        let label = EpochLabel { epoch, reason, cut };
+        let strategy = self.copying.strategies.get(Strategy::Auto).map_err(|failure| failure.to_string())?;
+        let captured = self.copying.cycle.capture(
+            &mut self.gated,
+            &mut NoObserver,
+            strategy,
+            self.encoding.queue(),
+            label,
+        );
+        keyframe_kernel::priority::lower();
+        let seq = captured.as_ref().ok().copied();
+        if let Some((disks, vms)) = self.gated.machines.storage() {
+            disks.captured(seq, vms);
+        }
+        let seq = captured.map_err(|e| chain(&e))?;
+        self.fresh = false;
+        self.next_epoch += 1;
+        let captured_ns = now_ns();
+        self.since_ns = captured_ns;
+        self.in_flight = Some(InFlight { epoch, report: None, acknowledged: false, captured_ns, seq });
+        Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
+    }
+
+    fn reported(&mut self, report: Report<SentEpoch>) {
+        if let Err(error) = &report.outcome {
+            let text = chain(error);
+            self.settle(report);
+            self.in_flight = None;
+            // Where the connection broke, the protocol hears of it by itself.
+            self.tell(Event::CaptureFailed(text));
+            return;
+        }
+        if let Some(in_flight) = &mut self.in_flight {
+            in_flight.report = Some(report);
+        }
+        self.finish();
+    }
+
+    fn acknowledged(&mut self, epoch: u64) {
+        if let Some(in_flight) = self.in_flight.as_mut().filter(|in_flight| in_flight.epoch <= epoch) {
+            in_flight.acknowledged = true;
+        }
+        self.finish();
+    }
+
+    /// An epoch that is sent and acknowledged is done.
+    fn finish(&mut self) {
+        let done = self.in_flight.take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
+        let Some(InFlight { epoch, report: Some(report), captured_ns, .. }) = done else { return };
+        let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
+        self.wire.acknowledged();
+        self.settle(report);
+        let acked = Acknowledged {
+            pages: sent.sent.pages,
+            wire_bytes: sent.sent.bytes,
+            pause_ns: sent.pause_ns,
+            transfer_ns: now_ns().saturating_sub(captured_ns),
+            epoch_ns: sent.interval_ns,
+        };
+        self.policy.acknowledged(&acked);
+        self.unsuspend();
+        let told = Told {
+            acknowledged: Some(epoch),
+            pages: acked.pages,
+            wire_bytes: acked.wire_bytes,
+            raw_bytes: acked.pages * PAGE_BYTES as u64,
+            pause_ns: acked.pause_ns,
+            transfer_ns: acked.transfer_ns,
+            epoch_ns: acked.epoch_ns,
+            estimates: self.policy.describe(),
+        };
+        self.tell(Event::Told(Box::new(told)));
+        if std::mem::take(&mut self.wanted) {
+            self.capture(Reason::Asked.name(), false);
+        }
+    }
+
+    /// Whatever is on its way beyond `after` does not arrive.
+    fn give_up(&mut self, after: Option<u64>) {
+        self.wanted = false;
+        let Some(in_flight) = self.in_flight.take() else { return };
+        if after.is_some_and(|after| in_flight.epoch <= after) {
+            self.in_flight = Some(InFlight { acknowledged: true, ..in_flight });
+            self.finish();
+            return;
+        }
+        let report = in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
+        match report {
+            Some(report) => self.settle(report),
+            // The encoder's own report has yet to come: what it says is stale then.
+            None => self.copying.cycle.give_back(),
+        }
+        if let Some((disks, vms)) = self.gated.machines.storage() {
+            disks.failed(&[in_flight.seq], vms);
+        }
+        self.unsuspend();
+    }
+
+    fn settle(&mut self, report: Report<SentEpoch>) {
+        match self.copying.cycle.settle(report) {
+            Settled::Sealed { seq, .. } => {
+                if let Some((disks, vms)) = self.gated.machines.storage() {
+                    disks.sealed(seq, vms);
+                }
+            }
+            Settled::Failed { lost, .. } => {
+                if let Some((disks, vms)) = self.gated.machines.storage() {
+                    disks.failed(&lost, vms);
+                }
+            }
+            Settled::Stale => {}
+        }
+    }
+}
