@@ -308,20 +308,28 @@ mod tests {
     fn message() -> impl Strategy<Value = Message> {
         let n = any::<u64>;
         let session = || any::<u64>().prop_map(Session);
-        let hello = (any::<bool>(), any::<u128>(), (n(), n(), n(), n()), option::of(n()), option::of(n()), option::of(n()));
-        let hello = hello.prop_map(|(standby, group, (node, instance, term, digest), session, left, complete)| {
-            Message::Hello(Hello {
-                role: if standby { Role::Standby } else { Role::Primary },
-                group: GroupId(group),
-                node: NodeId(node),
-                instance,
-                term: Term(term),
-                digest,
-                session: session.map(Session),
-                left: left.map(Session),
-                complete: complete.map(Epoch),
-            })
-        });
+        let hello = (
+            any::<bool>(),
+            any::<u128>(),
+            (n(), n(), n(), n()),
+            option::of(n()),
+            option::of(n()),
+            option::of(n()),
+        );
+        let hello =
+            hello.prop_map(|(standby, group, (node, instance, term, digest), session, left, complete)| {
+                Message::Hello(Hello {
+                    role: if standby { Role::Standby } else { Role::Primary },
+                    group: GroupId(group),
+                    node: NodeId(node),
+                    instance,
+                    term: Term(term),
+                    digest,
+                    session: session.map(Session),
+                    left: left.map(Session),
+                    complete: complete.map(Epoch),
+                })
+            });
         let refusal = prop_oneof![
             Just(Refusal::WrongGroup),
             Just(Refusal::WrongConfig),
@@ -337,12 +345,16 @@ mod tests {
                 sequence
             }),
             refusal.prop_map(Message::Refused),
-            (n(), n(), n(), option::of(session()), n()).prop_map(|(sequence, sent_ns, term, session, pairing)| {
-                Message::Heartbeat { sequence, sent_ns, term: Term(term), session, pairing }
-            }),
-            (n(), n(), session(), n(), option::of(n())).prop_map(|(sequence, sent_ns, session, pairing, held)| {
-                Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: held.map(Epoch) }
-            }),
+            (n(), n(), n(), option::of(session()), n()).prop_map(
+                |(sequence, sent_ns, term, session, pairing)| {
+                    Message::Heartbeat { sequence, sent_ns, term: Term(term), session, pairing }
+                }
+            ),
+            (n(), n(), session(), n(), option::of(n())).prop_map(
+                |(sequence, sent_ns, session, pairing, held)| {
+                    Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: held.map(Epoch) }
+                }
+            ),
             (session(), n()).prop_map(|(session, epoch)| Message::EpochAck { session, epoch: Epoch(epoch) }),
             session().prop_map(|session| Message::WantSwitchOver { session }),
             (session(), n()).prop_map(|(session, epoch)| Message::HandOver { session, epoch: Epoch(epoch) }),

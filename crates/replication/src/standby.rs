@@ -17,8 +17,8 @@
 //! Not here: whether an epoch is whole; that is for the driver to verify before `EpochComplete`.
 
 use crate::{
-    Arbitration, Config, Epoch, Hello, Message, Mode, Note, Paths, Refusal, Role, Session, Term, WitnessReply,
-    WitnessRequest,
+    Arbitration, Config, Epoch, Hello, Message, Mode, Note, Paths, Refusal, Role, Session, Term,
+    WitnessReply, WitnessRequest,
 };
 
 /// After it was sick, a standby comes back after the detection time times this.
@@ -576,7 +576,8 @@ impl Standby {
     }
 
     fn ask(&mut self) {
-        let Some(session) = self.session.filter(|_| self.ask.is_none() && self.now_ns >= self.ask_at_ns) else {
+        let Some(session) = self.session.filter(|_| self.ask.is_none() && self.now_ns >= self.ask_at_ns)
+        else {
             return;
         };
         let (group, node, term) = (self.config.group, self.config.node, self.term);
@@ -609,7 +610,9 @@ impl Standby {
         let me = self.config.node;
         let mine = self.session.map(|session| Mode::Paired { standby: me, session });
         match reply.state {
-            Some(state) if state.owner == me && state.term == self.term.next() && state.mode == Mode::Solo => {
+            Some(state)
+                if state.owner == me && state.term == self.term.next() && state.mode == Mode::Solo =>
+            {
                 self.phase = Phase::Granted { forced: false };
             }
             Some(state) if Some(state.mode) == mine && state.term == self.term => {

@@ -152,9 +152,8 @@ impl Witness {
 
     fn decide(old: Option<GroupState>, request: WitnessRequest) -> Option<GroupState> {
         let seen = old.map_or(0, |old| old.generation);
-        let next = |term, owner, mode| {
-            Some(GroupState { generation: seen.checked_add(1)?, term, owner, mode })
-        };
+        let next =
+            |term, owner, mode| Some(GroupState { generation: seen.checked_add(1)?, term, owner, mode });
         let owns = |node, term| old.is_none_or(|old| old.owner == node && old.term == term);
         match request {
             WitnessRequest::Solo { node, term, generation, .. } if generation == seen && owns(node, term) => {

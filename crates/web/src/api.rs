@@ -102,7 +102,9 @@ pub fn routes() -> Routes {
         .get("/api/v1/stores/{store}/checkpoints/{id}/heat", heat)
         .get("/api/v1/stores/{store}/checkpoints/{id}/diff", diff)
         .get("/api/v1/stores/{store}/growth", growth)
-        .get("/api/v1/recordings", async |State(app): Shared| ask(&app, |source| Ok(source.recordings())).await)
+        .get("/api/v1/recordings", async |State(app): Shared| {
+            ask(&app, |source| Ok(source.recordings())).await
+        })
         .get("/api/v1/events", events)
         .post("/api/v1/stores/{store}/checkpoints/{id}/pin", pin)
         .delete("/api/v1/stores/{store}/checkpoints/{id}/pin", unpin)
@@ -201,7 +203,9 @@ async fn ask<T: Serialize>(
     match tokio::task::spawn_blocking(text).await {
         Ok(Ok(text)) => ([(header::CONTENT_TYPE, "application/json")], text).into_response(),
         Ok(Err(problem)) => problem.into_response(),
-        Err(_) => Problem::Failed("it could not be found out: see what the server says".into()).into_response(),
+        Err(_) => {
+            Problem::Failed("it could not be found out: see what the server says".into()).into_response()
+        }
     }
 }
 
@@ -333,7 +337,8 @@ async fn growth(State(app): Shared, Path(store): Path<String>) -> Response {
                 dirty_bytes += one.dirty_pages * 4096 + one.disk_written_bytes;
             }
             let (id, at) = (all[last].id, &all[last].taken_at);
-            points.push(json!({ "id": id, "at": at, "added_bytes": added_bytes, "dirty_bytes": dirty_bytes }));
+            points
+                .push(json!({ "id": id, "at": at, "added_bytes": added_bytes, "dirty_bytes": dirty_bytes }));
         }
         Ok(json!({ "generation": listing.generation, "sizes": sizes, "points": points }))
     };

@@ -29,6 +29,8 @@ mod metrics;
 mod page;
 mod server;
 mod source;
+#[doc(hidden)]
+pub mod synthetic;
 #[cfg(test)]
 mod tests;
 mod timeline;

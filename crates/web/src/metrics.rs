@@ -72,7 +72,11 @@ fn seconds(value: &Value, pointer: &str) -> Option<f64> {
 fn of_vms(vms: &[VmState]) -> Vec<Family> {
     let plain: [(Family, fn(&Value) -> Option<f64>); 14] = [
         (
-            Family::new("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown."),
+            Family::new(
+                "keyframe_vm_running",
+                "gauge",
+                "1 while the VM runs, 0 while it is paused or unknown.",
+            ),
             |s| Some(f64::from(u8::from(s.get("state")?.as_str()? == "running"))),
         ),
         (
@@ -80,11 +84,19 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
             |s| number(s, "/sealed"),
         ),
         (
-            Family::new("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run."),
+            Family::new(
+                "keyframe_checkpoints_failed_total",
+                "counter",
+                "Checkpoints that failed in this run.",
+            ),
             |s| number(s, "/failed"),
         ),
         (
-            Family::new("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint."),
+            Family::new(
+                "keyframe_last_checkpoint_age_seconds",
+                "gauge",
+                "Age of the newest sealed checkpoint.",
+            ),
             |s| seconds(s, "/last_age_ns"),
         ),
         (
@@ -104,41 +116,76 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
             |s| seconds(s, "/backlog_ns"),
         ),
         (
-            Family::new("keyframe_checkpoints_queued", "gauge", "Checkpoints captured that are not sealed yet."),
+            Family::new(
+                "keyframe_checkpoints_queued",
+                "gauge",
+                "Checkpoints captured that are not sealed yet.",
+            ),
             |s| number(s, "/queued"),
         ),
         (
-            Family::new("keyframe_last_checkpoint_pause_seconds", "gauge", "The whole pause of the newest checkpoint."),
+            Family::new(
+                "keyframe_last_checkpoint_pause_seconds",
+                "gauge",
+                "The whole pause of the newest checkpoint.",
+            ),
             |s| seconds(s, "/last/pause_ns"),
         ),
         (
-            Family::new("keyframe_last_checkpoint_encode_seconds", "gauge", "Hashing, compressing and storing the newest checkpoint."),
+            Family::new(
+                "keyframe_last_checkpoint_encode_seconds",
+                "gauge",
+                "Hashing, compressing and storing the newest checkpoint.",
+            ),
             |s| seconds(s, "/last/encode_ns"),
         ),
         (
-            Family::new("keyframe_last_checkpoint_stored_bytes", "gauge", "Bytes that new pages of the newest checkpoint take in packs."),
+            Family::new(
+                "keyframe_last_checkpoint_stored_bytes",
+                "gauge",
+                "Bytes that new pages of the newest checkpoint take in packs.",
+            ),
             |s| number(s, "/last/stored_bytes"),
         ),
         (
-            Family::new("keyframe_recorder_kept_checkpoints", "gauge", "Checkpoints of the run that the flight recorder keeps."),
+            Family::new(
+                "keyframe_recorder_kept_checkpoints",
+                "gauge",
+                "Checkpoints of the run that the flight recorder keeps.",
+            ),
             |s| number(s, "/recorder/kept"),
         ),
         (
-            Family::new("keyframe_recorder_forgotten_total", "counter", "Checkpoints that the flight recorder has forgotten."),
+            Family::new(
+                "keyframe_recorder_forgotten_total",
+                "counter",
+                "Checkpoints that the flight recorder has forgotten.",
+            ),
             |s| number(s, "/recorder/forgotten"),
         ),
         (
-            Family::new("keyframe_recorder_freed_packs_total", "counter", "Packs whose space the flight recorder has given back."),
+            Family::new(
+                "keyframe_recorder_freed_packs_total",
+                "counter",
+                "Packs whose space the flight recorder has given back.",
+            ),
             |s| number(s, "/recorder/freed_packs"),
         ),
         (
-            Family::new("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed."),
+            Family::new(
+                "keyframe_recorder_failing",
+                "gauge",
+                "1 while the flight recorder's last look failed.",
+            ),
             |s| Some(f64::from(u8::from(!s.get("recorder")?.get("last_error")?.is_null()))),
         ),
     ];
     let mut up = Family::new("keyframe_vm_up", "gauge", "1 where the engine of the VM answers.");
-    let mut phases =
-        Family::new("keyframe_last_checkpoint_pause_phase_seconds", "gauge", "The pause of the newest checkpoint, by phase.");
+    let mut phases = Family::new(
+        "keyframe_last_checkpoint_pause_phase_seconds",
+        "gauge",
+        "The pause of the newest checkpoint, by phase.",
+    );
     let mut pages = Family::new(
         "keyframe_last_checkpoint_pages",
         "gauge",
@@ -155,7 +202,13 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
             let value = seconds(&vm.status, &format!("/last/pause/{phase}"));
             phases.add_some(&[("vm", &vm.name), ("phase", phase)], value);
         }
-        let kinds = [("dirty", "dirty"), ("zero", "zero"), ("dedup", "deduplicated"), ("unchanged", "unchanged"), ("stored", "stored")];
+        let kinds = [
+            ("dirty", "dirty"),
+            ("zero", "zero"),
+            ("dedup", "deduplicated"),
+            ("unchanged", "unchanged"),
+            ("stored", "stored"),
+        ];
         for (field, kind) in kinds {
             let value = number(&vm.status, &format!("/last/{field}_pages"));
             pages.add_some(&[("vm", &vm.name), ("kind", kind)], value);
@@ -167,8 +220,13 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
 fn of_stores(source: &dyn Source) -> Vec<Family> {
     let mut up = Family::new("keyframe_store_up", "gauge", "1 where the store can be read.");
     let mut count = Family::new("keyframe_store_checkpoints", "gauge", "Sealed checkpoints in the store.");
-    let mut bytes = Family::new("keyframe_store_bytes", "gauge", "Size of packs, maps, checkpoints and tags.");
-    let mut raw = Family::new("keyframe_store_full_image_bytes", "gauge", "What full images of all checkpoints would take.");
+    let mut bytes =
+        Family::new("keyframe_store_bytes", "gauge", "Size of packs, maps, checkpoints and tags.");
+    let mut raw = Family::new(
+        "keyframe_store_full_image_bytes",
+        "gauge",
+        "What full images of all checkpoints would take.",
+    );
     let mut pages = Family::new(
         "keyframe_store_pages",
         "gauge",

@@ -99,7 +99,8 @@ impl Timeline {
         let pieces = chunks(shown.len(), points.clamp(1, POINTS_MAX));
         let buckets = pieces.filter_map(|piece| Bucket::of(&shown[piece])).collect();
         let named = shown.iter().rev().filter(|one| one.pinned || !one.tags.is_empty());
-        let tagged = |one: &&Arc<Checkpoint>| Tagged { id: one.id, tags: one.tags.clone(), pinned: one.pinned };
+        let tagged =
+            |one: &&Arc<Checkpoint>| Tagged { id: one.id, tags: one.tags.clone(), pinned: one.pinned };
         Self {
             generation: listing.generation,
             total: all.len(),

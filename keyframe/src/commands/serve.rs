@@ -169,7 +169,8 @@ impl Serve {
         if self.json {
             return line(listening);
         }
-        if let (Some(served), Some(url), Some(fingerprint)) = (served, &listening.url, &listening.fingerprint) {
+        if let (Some(served), Some(url), Some(fingerprint)) = (served, &listening.url, &listening.fingerprint)
+        {
             output::print_line(&format!("serving {} at {url}", served.store.display()))?;
             let known = if served.is_own { "" } else { " (or KEYFRAME_SERVE_CA=FILE)" };
             output::print_line(&format!("clients set KEYFRAME_SERVE_FINGERPRINT={fingerprint}{known}"))?;

@@ -33,7 +33,10 @@ pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>) -> Result<Value,
     if let Some(object) = all.as_object_mut() {
         let parent = listing.get(id).and_then(|one| one.parent);
         object.insert("parent".into(), json!(parent));
-        object.insert("parent_is_there".into(), json!(parent.is_some_and(|parent| listing.get(parent).is_some())));
+        object.insert(
+            "parent_is_there".into(),
+            json!(parent.is_some_and(|parent| listing.get(parent).is_some())),
+        );
         object.insert("previous".into(), json!(of_vm().rfind(|one| *one < id)));
         object.insert("next".into(), json!(of_vm().find(|one| *one > id)));
         object.insert("commands".into(), json!(commands));

@@ -43,7 +43,9 @@ impl Differences {
     /// What differs between it and its parent.
     pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, Problem> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
-            Problem::Unknown(format!("checkpoint {id} has no parent in the store: it is the first, or that one was forgotten"))
+            Problem::Unknown(format!(
+                "checkpoint {id} has no parent in the store: it is the first, or that one was forgotten"
+            ))
         })?;
         let key = (listed.id().to_owned(), id, Some(parent), 0);
         if let Some(kept) = find(&self.diffs, &key) {
@@ -103,5 +105,10 @@ fn heat(loaded: &Loaded, before: Option<&Loaded>, pieces: u64) -> Heat {
         region.nonzero_pages = region.nonzero.iter().sum();
         region
     });
-    Heat { id: loaded.id.0, parent: before.map(|before| before.id.0), piece_pages, regions: regions.collect() }
+    Heat {
+        id: loaded.id.0,
+        parent: before.map(|before| before.id.0),
+        piece_pages,
+        regions: regions.collect(),
+    }
 }

@@ -182,7 +182,8 @@ impl Listed {
         changed |= state.set_tags(&self.store.tags_of_checkpoints().map_err(failed)?);
         if changed || state.listing.generation == 0 {
             let generation = state.listing.generation + 1;
-            state.listing = Arc::new(Listing { generation, checkpoints: state.all.values().cloned().collect() });
+            state.listing =
+                Arc::new(Listing { generation, checkpoints: state.all.values().cloned().collect() });
         }
         Ok(())
     }
@@ -219,7 +220,10 @@ impl Listed {
         let total_bytes = if self.store.is_remote() {
             self.store.stats().map_err(|e| of_store(&e, &self.place))?.total_bytes
         } else {
-            ["packs", "maps", "checkpoints", "tags"].iter().map(|folder| bytes_in(&self.place.join(folder))).sum()
+            ["packs", "maps", "checkpoints", "tags"]
+                .iter()
+                .map(|folder| bytes_in(&self.place.join(folder)))
+                .sum()
         };
         *kept = Some((Instant::now(), total_bytes));
         Ok(total_bytes)

@@ -60,11 +60,13 @@ impl Served {
     /// The store with that id, from among those that are shown.
     fn store(&self, id: &str) -> Result<Arc<listed::Listed>, Problem> {
         // It may be one that a VM has only just begun to write to.
-        self.stores.get(id).or_else(|| {
-            self.vms();
-            self.stores.get(id)
-        })
-        .ok_or_else(|| Problem::Unknown(format!("no store {id} is shown here")))
+        self.stores
+            .get(id)
+            .or_else(|| {
+                self.vms();
+                self.stores.get(id)
+            })
+            .ok_or_else(|| Problem::Unknown(format!("no store {id} is shown here")))
     }
 }
 
@@ -110,7 +112,11 @@ impl Source for Served {
         let done = match action {
             Action::Pin(id) => store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned")),
             Action::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
-                if was { format!("checkpoint {id} is not pinned any more") } else { format!("checkpoint {id} was not pinned") }
+                if was {
+                    format!("checkpoint {id} is not pinned any more")
+                } else {
+                    format!("checkpoint {id} was not pinned")
+                }
             }),
             Action::Tag(id, tag) => {
                 store.set_tag(tag, CheckpointId(*id)).map(|_| format!("{tag} is checkpoint {id}"))

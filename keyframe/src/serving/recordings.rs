@@ -50,7 +50,8 @@ impl Recordings {
             let mut shown = recording(&place, stores);
             let id = shown.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
             let is_of_it = |one: &(String, Value)| !id.is_empty() && one.0 == id;
-            let of_it: Vec<Value> = analyses.extract_if(.., |one| is_of_it(one)).map(|(_, one)| one).collect();
+            let of_it: Vec<Value> =
+                analyses.extract_if(.., |one| is_of_it(one)).map(|(_, one)| one).collect();
             if let Some(object) = shown.as_object_mut() {
                 object.insert("analyses".into(), json!(of_it));
             }
@@ -88,7 +89,10 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let id = stores.name(BTreeSet::from([store.clone()])).remove(&store);
     let listed = id.as_deref().and_then(|id| stores.get(id));
     let recorded = listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
-    let place = |one: &super::listed::Recorded| Place { icount: one.icount, checkpoint: CheckpointId(one.checkpoint) };
+    let place = |one: &super::listed::Recorded| Place {
+        icount: one.icount,
+        checkpoint: CheckpointId(one.checkpoint),
+    };
     // While it is made, it ends at its newest checkpoint, as far as one can tell from outside.
     let newest = recorded.iter().map(|one| one.icount).max().unwrap_or(0);
     let instructions = if meta.ending == Ending::Recording { newest } else { meta.instructions };

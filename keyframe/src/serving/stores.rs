@@ -92,7 +92,12 @@ impl Stores {
                 Known::Closed { why, .. } => {
                     let place = place.display().to_string();
                     let problem = Some(why.clone());
-                    heads.push(StoreHead { id: format!("closed:{place}"), place, problem, ..StoreHead::default() });
+                    heads.push(StoreHead {
+                        id: format!("closed:{place}"),
+                        place,
+                        problem,
+                        ..StoreHead::default()
+                    });
                 }
             }
         }

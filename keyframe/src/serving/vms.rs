@@ -58,7 +58,8 @@ fn ask(engine: &Path) -> Option<(VmState, Option<PathBuf>)> {
     match client::ask(engine, &Request::Status, ANSWER_MAX) {
         Ok(Response::Status(status)) => {
             let store = Some(PathBuf::from(&status.store)).filter(|place| !place.as_os_str().is_empty());
-            let vm = VmState { name, store: None, problem: None, status: serde_json::to_value(&*status).ok()? };
+            let vm =
+                VmState { name, store: None, problem: None, status: serde_json::to_value(&*status).ok()? };
             Some((vm, store))
         }
         Ok(other) => silent(format!("unexpected answer: {other:?}")),

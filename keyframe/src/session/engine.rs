@@ -126,8 +126,7 @@ impl<'a> Engine<'a> {
         };
         let space_pages = parts.copying.layout.len_pages();
         let fault = options.fault.clone();
-        let encoding =
-            encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
+        let encoding = encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
         let recorder = Recorder::start(store, &parts.name, &options, &status)?;
         let recompressor = Recompressor::start(store, &options, &status)?;
         Ok(Self {

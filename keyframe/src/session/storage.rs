@@ -81,7 +81,9 @@ impl Cut {
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
         match self {
             Self::Served(disks, cut) => disks.put(cut, sink, &mut || Ok(())),
-            Self::Cloned(_) | Self::Fleeced(_) => Err("only disks that Keyframe serves can be replicated".into()),
+            Self::Cloned(_) | Self::Fleeced(_) => {
+                Err("only disks that Keyframe serves can be replicated".into())
+            }
         }
     }
 }

@@ -28,7 +28,8 @@ impl Primary {
             }
             return;
         }
-        if self.asking == Some(Why::Silence) && self.has_lease() && !self.exposure.solo_sent && !self.fencing {
+        if self.asking == Some(Why::Silence) && self.has_lease() && !self.exposure.solo_sent && !self.fencing
+        {
             self.asking = None;
         }
         let lost = if self.exposure.exposed { !self.has_lease() } else { silent };
@@ -177,12 +178,14 @@ impl Primary {
             if reply.state.is_none() {
                 self.generation = 0;
             }
-            self.ask_at_ns = self.now_ns.saturating_add(if seen == self.generation { self.config.retry_ns } else { 0 });
+            self.ask_at_ns =
+                self.now_ns.saturating_add(if seen == self.generation { self.config.retry_ns } else { 0 });
             self.note(Note::WitnessRefused);
             return;
         };
         self.generation = state.generation;
-        self.ask_at_ns = self.now_ns.saturating_add(if state.generation == seen { self.config.retry_ns } else { 0 });
+        self.ask_at_ns =
+            self.now_ns.saturating_add(if state.generation == seen { self.config.retry_ns } else { 0 });
         if state.term > self.term || (state.term == self.term && state.owner != self.config.node) {
             return self.deposed(state.term);
         }
@@ -201,7 +204,9 @@ impl Primary {
                     self.exposure = Exposure::default();
                 }
             }
-            Mode::Paired { session, .. } if Some(session) == self.session() && self.phase == Phase::Pairing => {
+            Mode::Paired { session, .. }
+                if Some(session) == self.session() && self.phase == Phase::Pairing =>
+            {
                 self.pairing = state.generation;
                 self.protected();
             }

@@ -24,7 +24,8 @@ mod peer;
 mod tests;
 
 use crate::{
-    Arbitration, Config, Epoch, Message, NodeId, Note, Paths, Session, Term, Why, WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, Message, NodeId, Note, Paths, Session, Term, Why, WitnessReply,
+    WitnessRequest,
 };
 
 /// How a node becomes primary. Each time the VM is there, and runs or is about to.
@@ -479,7 +480,9 @@ impl Primary {
 
     fn capture_failed(&mut self) {
         match (self.phase, self.session()) {
-            (Phase::Syncing { first: None }, Some(session)) => self.out.push(PrimaryOutput::BeginSync { session }),
+            (Phase::Syncing { first: None }, Some(session)) => {
+                self.out.push(PrimaryOutput::BeginSync { session })
+            }
             (Phase::Closing { gate: None }, _) => self.out.push(PrimaryOutput::Capture { last: false }),
             (Phase::Handing(Handing::Last(None)), _) => self.abort_switch_over(),
             _ => {}

@@ -33,11 +33,9 @@ impl World {
                     || other.standby_state().is_some_and(|state| harmless.contains(&state))
                     || other.primary_state() == Some(PrimaryState::HandedOver)
             }
-            Arbitration::Manual => me
-                .primary_state()
-                .is_none_or(|state| {
-                    matches!(state, PrimaryState::Solo | PrimaryState::Syncing | PrimaryState::Closing)
-                }),
+            Arbitration::Manual => me.primary_state().is_none_or(|state| {
+                matches!(state, PrimaryState::Solo | PrimaryState::Syncing | PrimaryState::Closing)
+            }),
         }
     }
 

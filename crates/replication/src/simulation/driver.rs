@@ -102,7 +102,8 @@ pub fn input(world: &mut World, node: usize, input: Input) {
 
 /// A standby with a defect answers whatever it wants to do itself.
 fn forged(mutant: Option<Mutant>, standby: &Standby, input: &StandbyInput) -> Option<StandbyOutput> {
-    let StandbyInput::Peer { path, message: Message::Heartbeat { sequence, sent_ns, session, pairing, .. } } = input
+    let StandbyInput::Peer { path, message: Message::Heartbeat { sequence, sent_ns, session, pairing, .. } } =
+        input
     else {
         return None;
     };
@@ -168,7 +169,10 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
     if !world.is_engine(node, id) {
         return;
     }
-    if !matches!(output, PrimaryOutput::Send { .. } | PrimaryOutput::Guard(Guard::Until(_)) | PrimaryOutput::Release { .. }) {
+    if !matches!(
+        output,
+        PrimaryOutput::Send { .. } | PrimaryOutput::Guard(Guard::Until(_)) | PrimaryOutput::Release { .. }
+    ) {
         world.tell(&format!("{node}: {output:?}"));
     }
     match output {
@@ -403,7 +407,8 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     let torn = world.mutant == Some(Mutant::AppliesTorn) && world.chance(50);
     let host = &mut world.nodes[node];
     let Some(engine) = &mut host.engine else { return };
-    while engine.whole.front().is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives) {
+    while engine.whole.front().is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives)
+    {
         engine.whole.pop_front();
     }
     let Some(at) = engine.whole.iter().position(|data| data.epoch == epoch) else { return };
@@ -416,7 +421,10 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     let data = engine.whole.remove(at).expect("at its place");
     let Role::Standby(standby) = &engine.role else { return };
     let term = standby.term();
-    let mut log = host.replica.as_ref().map_or(Vec::new(), |replica| replica.log[..data.base.min(replica.log.len())].to_vec());
+    let mut log = host
+        .replica
+        .as_ref()
+        .map_or(Vec::new(), |replica| replica.log[..data.base.min(replica.log.len())].to_vec());
     let whole = log.len() == data.base;
     log.extend_from_slice(&data.writes);
     if torn {

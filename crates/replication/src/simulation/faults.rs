@@ -25,7 +25,10 @@ impl World {
         self.recover();
         assert!(!self.gone, "the VM is gone after single faults");
         let helped = self.tally.get("insisted").is_some() || self.tally.get("forced").is_some();
-        assert!(!helped || self.arbitration != Arbitration::Witness, "an operator was needed after single faults");
+        assert!(
+            !helped || self.arbitration != Arbitration::Witness,
+            "an operator was needed after single faults"
+        );
     }
 
     /// Faults on faults.
@@ -106,7 +109,11 @@ impl World {
     }
 
     fn command(&mut self, node: usize, primary: PrimaryInput, standby: StandbyInput) {
-        let input = if self.nodes[node].primary().is_some() { Input::Primary(primary) } else { Input::Standby(standby) };
+        let input = if self.nodes[node].primary().is_some() {
+            Input::Primary(primary)
+        } else {
+            Input::Standby(standby)
+        };
         self.input(node, input);
     }
 
@@ -251,7 +258,8 @@ impl World {
     }
 
     fn insist_on_a_copy(&mut self) {
-        let newest = |node: &usize| self.nodes[*node].replica.as_ref().map(|replica| (replica.term, replica.epoch));
+        let newest =
+            |node: &usize| self.nodes[*node].replica.as_ref().map(|replica| (replica.term, replica.epoch));
         let best = (0..2).filter(|node| self.nodes[*node].standby_state().is_some()).max_by_key(newest);
         self.idle_since_ns = self.now_ns;
         match best.filter(|node| newest(node).is_some()) {

@@ -116,7 +116,9 @@ fn play_all(seeds: u64) {
                 *tally.entry(what).or_default() += times;
             }
         } else {
-            eprintln!("seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-replication simulation");
+            eprintln!(
+                "seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-replication simulation"
+            );
             failed.push(seed);
         }
     }

@@ -4,7 +4,9 @@
 
 use super::net::Data;
 use super::world::Local;
-use crate::{Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput, StandbyState, Term};
+use crate::{
+    Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput, StandbyState, Term,
+};
 use std::collections::VecDeque;
 use std::rc::Rc;
 

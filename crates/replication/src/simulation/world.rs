@@ -5,8 +5,8 @@ use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
 use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
-    Arbitration, Config, Epoch, GroupId, Guard, Mode, NodeId, Primary, PrimaryInput, Standby, Start,
-    Term, Witness, WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, GroupId, Guard, Mode, NodeId, Primary, PrimaryInput, Standby, Start, Term,
+    Witness, WitnessReply, WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -20,19 +20,55 @@ pub enum Event {
     Request,
     Operator,
     Reconnect(usize),
-    Deliver { link: usize, to: usize, connection: u64, packet: Packet },
+    Deliver {
+        link: usize,
+        to: usize,
+        connection: u64,
+        packet: Packet,
+    },
     /// To the engine with this number, if it lives.
-    Input { node: usize, engine: u64, input: Input },
-    Tick { node: usize, engine: u64, local_ns: u64 },
-    Local { node: usize, engine: u64, what: Local },
-    Guard { node: usize },
-    Boot { node: usize },
-    StartEngine { node: usize, attached: bool },
-    Wake { node: usize },
-    Heal { link: usize, direction: usize },
-    Drain { link: usize, direction: usize },
-    Fast { link: usize },
-    Room { node: usize },
+    Input {
+        node: usize,
+        engine: u64,
+        input: Input,
+    },
+    Tick {
+        node: usize,
+        engine: u64,
+        local_ns: u64,
+    },
+    Local {
+        node: usize,
+        engine: u64,
+        what: Local,
+    },
+    Guard {
+        node: usize,
+    },
+    Boot {
+        node: usize,
+    },
+    StartEngine {
+        node: usize,
+        attached: bool,
+    },
+    Wake {
+        node: usize,
+    },
+    Heal {
+        link: usize,
+        direction: usize,
+    },
+    Drain {
+        link: usize,
+        direction: usize,
+    },
+    Fast {
+        link: usize,
+    },
+    Room {
+        node: usize,
+    },
     WitnessBack,
     FenceRepaired,
 }
@@ -154,7 +190,8 @@ impl World {
 
     pub fn config(&mut self, node: usize) -> Config {
         let instance = self.rng.u64(1..);
-        let mut config = Config::new(NodeId(node as u64 + 1), instance, GROUP, self.arbitration, DETECTION_NS);
+        let mut config =
+            Config::new(NodeId(node as u64 + 1), instance, GROUP, self.arbitration, DETECTION_NS);
         if self.mutant == Some(Mutant::LongLease) {
             config.lease_ns = DETECTION_NS * 3;
         }
@@ -251,7 +288,9 @@ impl World {
             Event::Heal { link, direction } => self.heal(link, direction),
             Event::Drain { link, direction } => {
                 let cut = self.links[link].cut[direction];
-                while let Some((connection, packet)) = (!cut).then(|| self.links[link].waiting[direction].pop_front()).flatten() {
+                while let Some((connection, packet)) =
+                    (!cut).then(|| self.links[link].waiting[direction].pop_front()).flatten()
+                {
                     self.arrive(link, 1 - direction, connection, packet);
                 }
             }
@@ -408,15 +447,31 @@ impl World {
     /// The witness' decision, or that of one with a defect.
     fn decide(&mut self, request: WitnessRequest) -> (WitnessReply, bool) {
         let state = self.witness.state(GROUP);
-        if let (Some(Mutant::WitnessGrantsTwice), WitnessRequest::TakeOver { node, term, session, .. }, Some(state)) =
-            (self.mutant, request, state)
+        if let (
+            Some(Mutant::WitnessGrantsTwice),
+            WitnessRequest::TakeOver { node, term, session, .. },
+            Some(state),
+        ) = (self.mutant, request, state)
             && state.term == term
         {
             let generation = state.generation;
             let owner = state.owner;
-            self.witness.handle(WitnessRequest::Paired { group: GROUP, node: owner, term, generation, standby: node, session });
+            self.witness.handle(WitnessRequest::Paired {
+                group: GROUP,
+                node: owner,
+                term,
+                generation,
+                standby: node,
+                session,
+            });
             let generation = generation + 1;
-            return self.witness.handle(WitnessRequest::TakeOver { group: GROUP, node, term, generation, session });
+            return self.witness.handle(WitnessRequest::TakeOver {
+                group: GROUP,
+                node,
+                term,
+                generation,
+                session,
+            });
         }
         self.witness.handle(request)
     }

@@ -96,7 +96,11 @@ impl DashboardArgs {
         Ok(Some(Dashboard { server, served }))
     }
 
-    fn bind_at(&self, listen: SocketAddr, token: Option<&Zeroizing<Vec<u8>>>) -> keyframe_web::Result<Server> {
+    fn bind_at(
+        &self,
+        listen: SocketAddr,
+        token: Option<&Zeroizing<Vec<u8>>>,
+    ) -> keyframe_web::Result<Server> {
         let log = match self.log_format {
             Format::Json => Some(LogFormat::Json),
             Format::Text => self.verbose.then_some(LogFormat::Text),

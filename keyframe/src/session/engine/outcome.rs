@@ -1,8 +1,8 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, Copying, CycleError, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY, encode,
-    Sealed, Settled, StoreSink, chain, ns, output,
+    Arc, Copying, CycleError, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY, Sealed,
+    Settled, StoreSink, chain, encode, ns, output,
 };
 
 impl Engine<'_> {
