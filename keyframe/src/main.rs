@@ -17,6 +17,7 @@ mod paths;
 mod profile;
 mod replaying;
 mod report;
+mod reporting;
 mod rundir;
 mod serving;
 mod session;
@@ -67,6 +68,7 @@ enum Command {
     Pin(commands::pin::Pin),
     Serve(commands::serve::Serve),
     Stats(commands::stats::Stats),
+    Report(commands::report::Report),
     Status(commands::status::Status),
     Stop(commands::stop::Stop),
     Take(commands::take::Take),
@@ -117,6 +119,7 @@ impl Command {
             Self::Pin(c) => c.run(),
             Self::Serve(c) => c.run(),
             Self::Stats(c) => c.run(),
+            Self::Report(c) => c.run(),
             Self::Status(c) => c.run(),
             Self::Stop(c) => c.run(),
             Self::Take(c) => c.run(),

@@ -12,6 +12,7 @@ mod commands;
 mod commit;
 mod crash;
 mod cycles;
+mod dashboard;
 mod disk_server;
 mod disks;
 mod encrypt;

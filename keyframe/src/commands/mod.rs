@@ -26,6 +26,7 @@ pub mod profile;
 pub mod prune;
 pub mod record;
 pub mod recorded;
+pub mod report;
 pub mod restore;
 pub mod rollback;
 pub mod run;

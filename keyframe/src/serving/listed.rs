@@ -266,8 +266,12 @@ impl State {
     }
 }
 
-/// An entry of a list, as the dashboard has it.
-pub fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> Checkpoint {
+/// A checkpoint as the dashboard has it; it alone does not know what it grew from.
+pub fn as_shown(sealed: &Sealed) -> Checkpoint {
+    checkpoint(Entry::of(sealed), sealed.meta.parent.map(|id| id.0), sealed.meta.taken_at.as_millisecond())
+}
+
+fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> Checkpoint {
     let of_disks: u64 = entry.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
     let pause = entry.pause;
     Checkpoint {

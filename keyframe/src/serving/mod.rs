@@ -16,6 +16,8 @@ mod recordings;
 mod stores;
 mod vms;
 
+pub use listed::as_shown;
+
 use crate::failure::Failure;
 use crate::keys::KeyArg;
 use keyframe_store::CheckpointId;
