@@ -33,6 +33,7 @@ mod record;
 mod recordings;
 mod reflink;
 mod refusals;
+mod report;
 mod rollback;
 mod rollback_disks;
 mod s3;

@@ -23,7 +23,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 1.5rem a
 h1 { font-size: 1.5rem; } h2 { margin-top: 2rem; border-bottom: 1px solid var(--line); } p.soft, caption { color: var(--soft); text-align: left; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; margin: .6rem 0 1.2rem; }
 th, td { text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; } th { color: var(--soft); }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 6rem; } th { color: var(--soft); }
 figure { margin: 1rem 0; background: #fff; border-radius: 6px; padding: .3rem; } figure svg { max-width: 100%; height: auto; display: block; }
 @media print { body { max-width: none; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
 ";

@@ -15,6 +15,8 @@ use std::sync::Arc;
 const POINTS: usize = 400;
 /// VMs with plots of their own; of more, the table tells.
 const PLOTTED_MAX: usize = 12;
+/// A checkpoint that begins later than this is late: a timer is never exact.
+const LATE_NS: u64 = 1_000_000;
 /// Rows of a table that could become long.
 const ROWS_MAX: usize = 48;
 
@@ -146,9 +148,9 @@ fn of_vm(page: &mut Page, vm: &str, entries: &[&Entry], listing: &Listing) -> Re
         })
         .collect();
     page.table("What became of pages", &["Pages", "In all", "A checkpoint", "Bytes"], &rows);
-    let late = entries.iter().filter(|entry| entry.backlog_ns > 0).count();
+    let late = entries.iter().filter(|entry| entry.backlog_ns > LATE_NS).count();
     page.line(&format!(
-        "{} of {} checkpoints began late, because the one before was still being encoded; {} at most.",
+        "{} of {} checkpoints began more than 1 ms late, because the one before was still being encoded; {} at most.",
         late,
         entries.len(),
         output::duration(entries.iter().map(|entry| entry.backlog_ns).max().unwrap_or(0))

@@ -58,7 +58,7 @@ export async function overview(main) {
       el("span", { class: `state-${state}`, title: vm?.problem ?? "" }, vm?.problem ? `no answer: ${vm.problem}` : state),
       stores.get(store)?.place ?? status.store ?? "", chart, last ? el("a", { href: checkpointLink(store, last.id) }, last.id) : "–",
       last ? ago(last.taken_at) : "–", time(last?.pause_ns), last ? count(last.dirty_pages) : "–", bytes(last?.stored_bytes),
-      status.backlog_ns > 0 ? time(status.backlog_ns) : "–", status.sealed ?? "–", failed] };
+      status.backlog_ns > 1e6 ? time(status.backlog_ns) : "–", status.sealed ?? "–", failed] };
   };
   const columns = [["VM"], ["State"], ["Store"], ["Pauses"], ["Newest", 1], ["Taken", 1], ["Pause", 1], ["Dirty", 1], ["Stored", 1], ["Backlog", 1], ["Sealed", 1], ["Failed", 1]];
   const draw = () => {
@@ -125,7 +125,7 @@ function vmCards(vm) {
     ["Newest", last.taken_at ? ago(last.taken_at) : "–"],
     ["Its pause", time(last.pause_ns)],
     ["Taken because", last.reason ?? "–"],
-    ["Backlog", status.backlog_ns > 0 ? time(status.backlog_ns) : "none"],
+    ["Backlog", status.backlog_ns > 1e6 ? time(status.backlog_ns) : "none"],
     ["Capture", status.phase ?? "–"],
     ["Encoder", status.encoder ?? "–"],
     status.tuned && ["Budget", status.tuned],
