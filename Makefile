@@ -8,7 +8,7 @@ OUT ?= out
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result, write $(OUT)/demo.html"
 	@echo "make test    unit, property and end-to-end tests on real QEMU"
-	@echo "make soak    10,000 seeds of the store's simulation, then recordings of minutes; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
+	@echo "make soak    10,000 seeds each of the simulations of the store and of replication, then recordings of minutes; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
 	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"

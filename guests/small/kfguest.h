@@ -36,7 +36,7 @@ struct workload {
     void (*run)(struct slot *);        /* never returns */
 };
 
-extern const struct workload work_compile, work_compute, work_dirty, work_disk, work_hash, work_journal, work_net,
+extern const struct workload work_compile, work_compute, work_dirty, work_disk, work_hash, work_journal, work_ledger, work_net,
     work_peer, work_scribble;
 
 /* Shared by all processes of the guest. */

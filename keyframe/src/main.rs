@@ -15,6 +15,7 @@ mod mount;
 mod output;
 mod paths;
 mod profile;
+mod protecting;
 mod replaying;
 mod report;
 mod reporting;
@@ -73,6 +74,10 @@ enum Command {
     Stop(commands::stop::Stop),
     Take(commands::take::Take),
     Switch(commands::switch::Switch),
+    Protect(commands::protect::Protect),
+    Standby(commands::standby::Standby),
+    Failover(commands::failover::Failover),
+    Witness(commands::witness::Witness),
     Profile(commands::profile::ProfileCommand),
     Record(commands::record::Record),
     Segment(commands::segment::Segment),
@@ -87,6 +92,10 @@ enum Command {
     Watchdog(commands::watchdog::Watchdog),
     #[command(name = "__switch", hide = true)]
     SwitchProcess(commands::switch::SwitchProcess),
+    #[command(name = "__gate", hide = true)]
+    GateProcess(commands::protect::GateProcess),
+    #[command(name = "__guard", hide = true)]
+    GuardProcess(commands::protect::GuardProcess),
     #[command(name = "__work", hide = true)]
     Work(commands::work::Work),
     #[command(name = "__disks", hide = true)]
@@ -124,6 +133,12 @@ impl Command {
             Self::Stop(c) => c.run(),
             Self::Take(c) => c.run(),
             Self::Switch(c) => c.run(),
+            Self::Protect(c) => c.run(),
+            Self::Standby(c) => c.run(),
+            Self::Failover(c) => c.run(),
+            Self::Witness(c) => c.run(),
+            Self::GateProcess(c) => c.run(),
+            Self::GuardProcess(c) => c.run(),
             Self::Profile(c) => c.run(),
             Self::Record(c) => c.run(),
             Self::Segment(c) => c.run(),

@@ -10,6 +10,7 @@ mod echo;
 mod exact;
 mod foreign;
 mod hash;
+pub mod hosts;
 mod http;
 mod huge;
 mod journal;
@@ -17,8 +18,10 @@ pub mod journaling;
 mod orphan;
 mod payload;
 mod process;
+pub mod protection;
 mod ram;
 pub mod slurm;
+pub mod trial;
 mod turn;
 
 /// A libvirt of a test's own, as the monitor client's tests start it.

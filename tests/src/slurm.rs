@@ -8,73 +8,12 @@
 //!
 //! Each host is a network namespace that lives as long as a process in it. Whatever is in them ends with the cluster.
 
+use crate::hosts::Host;
 use crate::{Bench, until};
 use std::fs::{self, File};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-
-/// A host: a network namespace.
-struct Host {
-    holder: Child,
-    namespace: u64,
-}
-
-impl Host {
-    fn new() -> Self {
-        let mut command = Command::new("unshare");
-        command.args(["--net", "--", "sleep", "1000"]).stdin(Stdio::null());
-        let holder = command.spawn().expect("start unshare");
-        let own = namespace_of(std::process::id()).expect("our own namespace");
-        let there = || namespace_of(holder.id()).filter(|there| *there != own);
-        until("a network namespace", || there().is_some());
-        let namespace = there().expect("its namespace");
-        Self { holder, namespace }
-    }
-
-    /// A command that runs in it.
-    fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new("nsenter");
-        command.arg(format!("--net=/proc/{}/ns/net", self.holder.id())).arg("--").arg(program);
-        command.stdin(Stdio::null());
-        command
-    }
-
-    fn ok(&self, line: &str) {
-        let mut words = line.split(' ');
-        let mut command = self.command(words.next().expect("a program"));
-        let output = command.args(words).output().expect("run nsenter");
-        assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
-    }
-
-    /// Kills all that is in it but what holds it.
-    fn kill_all(&self) {
-        until("a host is empty", || {
-            let entries = fs::read_dir("/proc").expect("read /proc").flatten();
-            let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-            let ours: Vec<u32> = pids
-                .filter(|pid| *pid != self.holder.id() && namespace_of(*pid) == Some(self.namespace))
-                .collect();
-            for pid in ours.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
-                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-            }
-            ours.is_empty()
-        });
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        self.kill_all();
-        let _ = self.holder.kill();
-        let _ = self.holder.wait();
-    }
-}
-
-/// Of a process that has ended, none: nobody has waited for it, maybe.
-fn namespace_of(pid: u32) -> Option<u64> {
-    fs::metadata(format!("/proc/{pid}/ns/net")).ok().map(|m| m.ino())
-}
+use std::process::{Child, Command};
 
 /// The cluster.
 pub struct Cluster {
@@ -194,7 +133,7 @@ impl Drop for Cluster {
 /// The host of node `n`, with a link to the server's bridge.
 fn linked(server: &Host, n: u32) -> Host {
     let host = Host::new();
-    server.ok(&format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder.id()));
+    server.ok(&format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder()));
     server.ok(&format!("ip link set n{n} master bridge up"));
     host.ok("ip link set lo up");
     host.ok(&format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));

@@ -29,6 +29,8 @@ mod main_job;
 mod mount;
 mod ops;
 mod profile;
+mod protect;
+mod protect_faults;
 mod record;
 mod recordings;
 mod reflink;

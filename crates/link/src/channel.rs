@@ -175,7 +175,7 @@ impl Channel {
         match tls.reader().read(&mut chunk) {
             Ok(0) => Err(Error::Closed { peer: self.peer.clone() }),
             Ok(len) => {
-                input.bytes.extend_from_slice(chunk.get(..len).unwrap_or_default());
+                input.push(chunk.get(..len).unwrap_or_default());
                 Ok(true)
             }
             Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
@@ -211,7 +211,13 @@ impl Channel {
 }
 
 impl Input {
-    fn next(&mut self, peer: &str) -> Result<Option<Frame>> {
+    /// Adds what came.
+    pub(crate) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The next frame, if it is whole.
+    pub(crate) fn next(&mut self, peer: &str) -> Result<Option<Frame>> {
         let left = self.bytes.get(self.taken..).unwrap_or_default();
         let Some(head) = left.first_chunk::<HEAD_BYTES>() else {
             self.bytes.drain(..self.taken);

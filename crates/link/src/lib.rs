@@ -13,6 +13,8 @@
 //! Left out: what frames mean; finding out that the other side is gone (the caller's heartbeats).
 
 mod channel;
+#[doc(hidden)]
+pub mod fuzzing;
 mod key;
 
 pub use channel::{Channel, Frame, Input};

@@ -21,6 +21,8 @@
 mod batch;
 mod decoder;
 mod encoder;
+#[doc(hidden)]
+pub mod fuzzing;
 
 pub use decoder::{Decoder, Epoch, Image};
 pub use encoder::{Encoder, Sent};

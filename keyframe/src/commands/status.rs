@@ -1,6 +1,6 @@
 //! `keyframe status`: how running engines go.
 
-use crate::control::{Request, Response, Status as Shown, client};
+use crate::control::{ReplicationStatus, Request, Response, Status as Shown, client};
 use crate::failure::{DONE, Failure, Outcome};
 use crate::{output, rundir};
 use std::time::Duration;
@@ -51,6 +51,59 @@ impl Status {
     }
 }
 
+/// Of a protected VM, or of a standby.
+fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
+    let of = r.protects.as_ref().map_or_else(String::new, |vm| format!(" of VM {vm}"));
+    let peer = if r.connected { "connected" } else { "not connected" };
+    let mut lines = vec![
+        format!("{}: {}{of}, {} (QEMU {}, engine {})", s.vm, r.role, r.state, s.qemu_pid, s.engine_pid),
+        format!("  other host  {peer}, term {}", r.term),
+    ];
+    if !r.note.is_empty() {
+        lines.push(format!("  last news   {}", r.note));
+    }
+    let number = |epoch: Option<u64>| epoch.map_or_else(|| "none".into(), |epoch| epoch.to_string());
+    if r.epochs > 0 {
+        lines.push(format!(
+            "  epochs      {}; newest {} ({}): {} pages, {} on the wire",
+            r.epochs,
+            number(r.epoch),
+            r.reason,
+            r.pages,
+            output::bytes(r.wire_bytes)
+        ));
+        lines.push(format!(
+            "  on the wire {} of {} dirty pages so far",
+            output::bytes(r.all_wire_bytes),
+            output::bytes(r.all_raw_bytes)
+        ));
+    }
+    if r.role == "standby" {
+        lines.push(format!("  holds       epoch {}", number(r.acknowledged)));
+        return lines.join("\n");
+    }
+    if r.epochs > 0 {
+        lines.push(format!(
+            "  lag         epoch {} is on the standby; pause {}, then {} until it was; {} between epochs",
+            number(r.acknowledged),
+            output::duration(r.pause_ns),
+            output::duration(r.transfer_ns),
+            output::duration(r.epoch_ns)
+        ));
+    }
+    lines.push(format!(
+        "  packets     {} held ({}), {} passed, {} dropped",
+        r.held_packets,
+        output::bytes(r.held_bytes),
+        r.passed_packets,
+        r.dropped_packets
+    ));
+    if let Some(ns) = r.took_over_ns {
+        lines.push(format!("  took over   after {}", output::duration(ns)));
+    }
+    lines.join("\n")
+}
+
 fn text(s: &Shown) -> String {
     let every =
         s.interval_ns.map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
@@ -59,6 +112,9 @@ fn text(s: &Shown) -> String {
     } else {
         s.members.iter().map(|m| format!("{} {}", m.name, m.qemu_pid)).collect::<Vec<_>>().join(", ")
     };
+    if let Some(replication) = &s.replication {
+        return replicated(s, replication);
+    }
     let mut lines = vec![
         format!("{}: {} (QEMU {qemu}, engine {}), {}", s.vm, s.state, s.engine_pid, s.phase),
         format!("  store       {}, checkpoints {every}", s.store),

@@ -80,6 +80,11 @@ pub enum Request {
         /// A number, a tag or `latest`.
         checkpoint: String,
     },
+    /// The VM is to run on the other host.
+    FailOver {
+        /// The user vouches that the other host is off.
+        force: bool,
+    },
 }
 
 /// What is answered.
@@ -94,6 +99,8 @@ pub enum Response {
     Taken(Box<crate::report::Entry>),
     /// To `Rollback`: the VM is there.
     RolledBack(RolledBack),
+    /// It is being done, as told.
+    Done(String),
     /// It could not be done.
     Failed(String),
 }
@@ -118,7 +125,7 @@ pub struct RolledBack {
 }
 
 /// How a run goes.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Status {
     /// The VM's name.
     pub vm: String,
@@ -163,6 +170,60 @@ pub struct Status {
     /// What recompresses packs; absent without `--recompress idle`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recompressor: Option<RecompressorStatus>,
+    /// The replication; absent where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replication: Option<ReplicationStatus>,
+}
+
+/// How a replication goes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ReplicationStatus {
+    /// `primary` or `standby`.
+    pub role: String,
+    /// A primary: `protected`, `unprotected`, `syncing`, ...; a standby: `ready to take over`, `syncing`, ...
+    pub state: String,
+    /// The VM that a standby holds.
+    pub protects: Option<String>,
+    /// Takeovers, from 1.
+    pub term: u64,
+    /// The other host is connected.
+    pub connected: bool,
+    /// The newest epoch.
+    pub epoch: Option<u64>,
+    /// The newest epoch that the standby holds.
+    pub acknowledged: Option<u64>,
+    /// Epochs that have come about in this process.
+    pub epochs: u64,
+    /// Why the newest epoch was taken.
+    pub reason: String,
+    /// What was said last.
+    pub note: String,
+    /// Pages of the newest epoch.
+    pub pages: u64,
+    /// Its bytes on the wire.
+    pub wire_bytes: u64,
+    /// Bytes of all epochs on the wire.
+    pub all_wire_bytes: u64,
+    /// Bytes of the pages of all epochs.
+    pub all_raw_bytes: u64,
+    /// How long the VM stood for the newest epoch.
+    pub pause_ns: u64,
+    /// From its pause to the standby's acknowledgement.
+    pub transfer_ns: u64,
+    /// From the pause before to its own.
+    pub epoch_ns: u64,
+    /// Packets that wait for an epoch to be on the standby.
+    pub held_packets: u64,
+    /// Their bytes.
+    pub held_bytes: u64,
+    /// Packets that have passed.
+    pub passed_packets: u64,
+    /// Packets that were dropped since they did not fit.
+    pub dropped_packets: u64,
+    /// Of a VM that was taken over: how long that took, from the decision until it ran.
+    pub took_over_ns: Option<u64>,
+    /// What the policy takes the link and the VM to be, by names with their units.
+    pub estimates: Vec<(String, f64)>,
 }
 
 /// How a flight recorder goes.

@@ -120,12 +120,17 @@ pub enum ReadyFrame {
 /// What an epoch is, beside its pages and devices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochHead {
+    /// The epoch that it builds upon; none of one that has all of the VM.
+    pub after: Option<u64>,
     /// Why it was taken.
     pub reason: String,
     /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
     pub taken_at_ns: u64,
     pub pages: u64,
     pub wire_bytes: u64,
+    /// With `--verify`: hashes of RAM as it was in the pause.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub checks: Vec<String>,
 }
 
 /// JSON of a frame.
@@ -169,7 +174,14 @@ mod tests {
 
     #[test]
     fn epochs_are_taken_apart_as_they_were_put_together_and_nonsense_is_none() {
-        let head = EpochHead { reason: "due".into(), taken_at_ns: 5, pages: 7, wire_bytes: 9 };
+        let head = EpochHead {
+            after: Some(3),
+            reason: "due".into(),
+            taken_at_ns: 5,
+            pages: 7,
+            wire_bytes: 9,
+            checks: Vec::new(),
+        };
         let json = text(&head).unwrap();
         let whole = [&marked(3, 4)[..], &(json.len() as u32).to_le_bytes(), &json, b"devices"].concat();
         let (session, epoch, rest) = unmarked(&whole).unwrap();

@@ -17,7 +17,7 @@
 use crate::failure::Failure;
 use keyframe_replication::Guard;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{PidfdFlags, Pid, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -98,7 +98,8 @@ impl GuardRemote {
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or_else(|| Failure::new(format!("{qemu} is no process")))?;
-    let qemu = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
+    let qemu =
+        pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
     Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
 }
 

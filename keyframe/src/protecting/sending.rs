@@ -9,6 +9,7 @@
 //! began, they forget it. A send that fails fails the epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
+use super::verify::Checks;
 use crate::session::{BlockSink, DiskCut};
 use keyframe_capture::{BoxError, Captured, Sink};
 use keyframe_link::Channel;
@@ -39,6 +40,8 @@ pub struct Wire {
     encoders: Vec<Encoder>,
     link: Option<Arc<Link>>,
     session: u64,
+    /// What the standby is known to have of it.
+    base: Option<u64>,
     /// Of the epoch in progress.
     sent: Sent,
     /// Where each disk begins, in pages of the whole space.
@@ -53,8 +56,6 @@ pub struct SharedWire(Arc<Mutex<Wire>>);
 /// What an epoch took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SentEpoch {
-    pub epoch: u64,
-    pub session: u64,
     pub sent: Sent,
     pub pause_ns: u64,
     pub interval_ns: u64,
@@ -76,6 +77,7 @@ impl SharedWire {
             encoders,
             link: None,
             session: 0,
+            base: None,
             sent: Sent::default(),
             disks,
             blocks: Vec::new(),
@@ -95,13 +97,15 @@ impl SharedWire {
     pub fn begin(&self, session: u64) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::forget);
-        (wire.session, wire.sent) = (session, Sent::default());
+        (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
         wire.blocks.clear();
     }
 
-    /// The standby has all epochs up to now.
-    pub fn acknowledged(&self) {
-        self.lock().encoders.iter_mut().for_each(Encoder::finish);
+    /// The standby has all epochs up to this one.
+    pub fn acknowledged(&self, epoch: u64) {
+        let mut wire = self.lock();
+        wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.base = Some(epoch);
     }
 
     /// The standby has what was acknowledged, and no more.
@@ -149,7 +153,8 @@ impl Wire {
             }
             Ok::<Sent, keyframe_link::Error>(all)
         };
-        let jobs = self.encoders.iter_mut().zip(&of_stream).zip(&link.data).filter(|((_, p), _)| !p.is_empty());
+        let jobs =
+            self.encoders.iter_mut().zip(&of_stream).zip(&link.data).filter(|((_, p), _)| !p.is_empty());
         let results: Vec<_> = std::thread::scope(|scope| {
             let mut jobs: Vec<_> = jobs.collect();
             // One of them here.
@@ -172,7 +177,8 @@ impl Wire {
 
     fn flush_blocks(&mut self) -> Result<(), BoxError> {
         let blocks = std::mem::take(&mut self.blocks);
-        let pages: Vec<(PageIndex, &Page)> = blocks.iter().map(|(page, content)| (*page, &**content)).collect();
+        let pages: Vec<(PageIndex, &Page)> =
+            blocks.iter().map(|(page, content)| (*page, &**content)).collect();
         self.put(&pages)
     }
 
@@ -185,17 +191,17 @@ impl Wire {
         }
         let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let said = EpochHead {
+            after: self.base,
             reason: label.reason.into(),
             taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
             pages: self.sent.pages,
             wire_bytes: self.sent.bytes,
+            checks: label.checks.as_ref().and_then(|checks| checks.get().cloned()).unwrap_or_default(),
         };
         let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
         let len = (json.len() as u32).to_le_bytes();
         link.control.send(Kind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
         let done = SentEpoch {
-            epoch: label.epoch,
-            session: self.session,
             sent: Sent { bytes: self.sent.bytes + captured.device_state.len() as u64, ..self.sent },
             pause_ns: captured.timeline.pause_ns,
             interval_ns: captured.timeline.interval_ns,
@@ -235,6 +241,8 @@ pub struct EpochLabel {
     pub reason: &'static str,
     /// What its pause cut from the disks.
     pub cut: Option<DiskCut>,
+    /// What its RAM was, where that is verified.
+    pub checks: Option<Checks>,
 }
 
 /// The wire as the checkpoint cycle's sink.

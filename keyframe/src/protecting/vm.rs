@@ -12,12 +12,13 @@
 
 use super::guard::now_ns;
 use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
+use super::verify::{Checks, Verifier};
 use crate::control::Strategy;
 use crate::failure::{Failure, chain};
 use crate::session::copying::Copying;
 use crate::session::encoding::Encoding;
 use crate::session::machines::Machines;
-use keyframe_capture::{BoxError, EncodeError, Machine, NoObserver, Report, Resumed, Settled, Stopped};
+use keyframe_capture::{BoxError, EncodeError, Machine, Report, Resumed, Settled, Stopped};
 use keyframe_disk::nbd::client::Client;
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
@@ -33,6 +34,8 @@ use std::time::Duration;
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// After a capture that failed.
 const RETRY: Duration = Duration::from_millis(50);
+/// How often the disks are asked what was written to them, in nanoseconds.
+const DISK_LOOK_NS: u64 = 20_000_000;
 /// Read of a disk at once.
 const DISK_BYTES: usize = 1 << 20;
 
@@ -132,7 +135,11 @@ pub enum Order {
 /// What it tells.
 pub enum Event {
     /// This epoch is captured; what the guest has sent up to then has this number at the gate.
-    Captured { epoch: u64, gate: Option<u64>, reason: &'static str },
+    Captured {
+        epoch: u64,
+        gate: Option<u64>,
+        reason: &'static str,
+    },
     CaptureFailed(String),
     /// As ordered.
     Stopped,
@@ -163,6 +170,8 @@ pub struct Parts {
     pub gate: Gate,
     pub wire: SharedWire,
     pub policy: Box<dyn Policy>,
+    /// RAM is compared with the standby's at each epoch.
+    pub verify: bool,
     /// The socket of the disks' server, and the exports with their bytes.
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
     /// The first epoch's number.
@@ -191,6 +200,8 @@ impl VmThread {
             encoding,
             wire: parts.wire,
             policy: parts.policy,
+            verify: parts.verify,
+            verifier: Verifier::default(),
             disks: parts.disks,
             events: Box::new(events),
             inbox,
@@ -201,6 +212,8 @@ impl VmThread {
             suspended: false,
             fresh: true,
             wanted: false,
+            disk_bytes: 0,
+            disk_looked_ns: 0,
             ended: false,
         };
         let thread = std::thread::Builder::new().name("vm".into()).spawn(move || keeper.run());
@@ -225,12 +238,15 @@ struct InFlight {
     seq: u64,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 struct Keeper {
     gated: Gated,
     copying: Copying,
     encoding: Encoding<WireSink>,
     wire: SharedWire,
     policy: Box<dyn Policy>,
+    verify: bool,
+    verifier: Verifier,
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
     events: Box<dyn Fn(Event) + Send>,
     inbox: Receiver<Order>,
@@ -244,6 +260,8 @@ struct Keeper {
     fresh: bool,
     /// An epoch was asked for while one was on its way.
     wanted: bool,
+    disk_bytes: u64,
+    disk_looked_ns: u64,
     ended: bool,
 }
 
@@ -285,9 +303,12 @@ impl Keeper {
                 self.wire.resume();
             }
             Order::Stop => {
-                let stopped = self.gated.machines.members_mut().iter_mut().try_for_each(|member| {
-                    member.machine.vm.qmp().stop().map(drop)
-                });
+                let stopped = self
+                    .gated
+                    .machines
+                    .members_mut()
+                    .iter_mut()
+                    .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 if let Err(error) = stopped {
                     self.tell(Event::CaptureFailed(format!("pause the VM: {}", chain(&error))));
                 }
@@ -349,13 +370,27 @@ impl Keeper {
                 Duration::ZERO
             }
             Decision::Suspend => {
-                let stopped = self.gated.machines.members_mut().iter_mut().try_for_each(|member| {
-                    member.machine.vm.qmp().stop().map(drop)
-                });
+                let stopped = self
+                    .gated
+                    .machines
+                    .members_mut()
+                    .iter_mut()
+                    .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 self.suspended = stopped.is_ok();
                 LOOK_EVERY
             }
         }
+    }
+
+    /// What the guest has written to its disks since the newest epoch; asked for now and then.
+    fn disk_bytes(&mut self, now_ns: u64) -> u64 {
+        if now_ns.saturating_sub(self.disk_looked_ns) > DISK_LOOK_NS
+            && let Some((storage, _)) = self.gated.machines.storage()
+        {
+            self.disk_looked_ns = now_ns;
+            self.disk_bytes = storage.written_bytes().unwrap_or(0);
+        }
+        self.disk_bytes
     }
 
     fn seen(&mut self, now_ns: u64, held: GateLook) -> Look {
@@ -367,7 +402,7 @@ impl Keeper {
             dirty_pages,
             packets_held: held.fresh_frames,
             oldest_packet_ns: held.oldest_ns.map(|age| now_ns.saturating_sub(age)),
-            disk_bytes_held: 0,
+            disk_bytes_held: self.disk_bytes(now_ns),
             stopped: self.suspended,
         }
     }
@@ -445,11 +480,13 @@ impl Keeper {
         let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
         let cut = cut.map_err(|e| format!("prepare the VM's disks: {}", chain(&*e)))?;
         let epoch = self.next_epoch;
-        let label = EpochLabel { epoch, reason, cut };
+        let checks = self.verify.then(Checks::default);
+        self.verifier.checks.clone_from(&checks);
+        let label = EpochLabel { epoch, reason, cut, checks };
         let strategy = self.copying.strategies.get(Strategy::Auto).map_err(|failure| failure.to_string())?;
         let captured = self.copying.cycle.capture(
             &mut self.gated,
-            &mut NoObserver,
+            &mut self.verifier,
             strategy,
             self.encoding.queue(),
             label,
@@ -464,6 +501,7 @@ impl Keeper {
         self.next_epoch += 1;
         let captured_ns = now_ns();
         self.since_ns = captured_ns;
+        self.disk_bytes = 0;
         self.in_flight = Some(InFlight { epoch, report: None, acknowledged: false, captured_ns, seq });
         Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
     }
@@ -495,7 +533,7 @@ impl Keeper {
         let done = self.in_flight.take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
         let Some(InFlight { epoch, report: Some(report), captured_ns, .. }) = done else { return };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
-        self.wire.acknowledged();
+        self.wire.acknowledged(epoch);
         self.settle(report);
         let acked = Acknowledged {
             pages: sent.sent.pages,

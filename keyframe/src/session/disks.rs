@@ -104,6 +104,12 @@ impl SessionDisks {
         })
     }
 
+    /// Bytes written since the last cut.
+    pub fn written_bytes(&self) -> Result<u64, BoxError> {
+        let stats = self.shared.ask(keyframe_disk::Disks::stats)?;
+        Ok(stats.disks.iter().map(|disk| disk.dirty_blocks * PAGE_BYTES as u64).sum())
+    }
+
     /// A capture begins: what is dirty is synced while the guest runs.
     pub fn begin(&mut self) -> Result<Cut, BoxError> {
         self.shared.ask(keyframe_disk::Disks::prepare)?;

@@ -40,6 +40,8 @@ use std::time::{Duration, Instant};
 /// How often a VM's own doings (it exits, it is paused) are looked at, when nothing else wakes the engine.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
+
 /// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the same.
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
@@ -298,6 +300,7 @@ impl<'a> Engine<'a> {
                 (Response::Stopping, Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))))
             }
             Request::Rollback { checkpoint } => (self.answer_rollback(&checkpoint), None),
+            Request::FailOver { .. } => (Response::Failed(NO_STANDBY.into()), None),
             Request::Status => (Response::Failed("answered elsewhere".into()), None),
         };
         // Who asked may be gone; the deed is done all the same.
@@ -451,6 +454,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         members: if parts.machines.is_group() { members } else { Vec::new() },
         recorder: None,
         recompressor: None,
+        replication: None,
     }
 }
 

@@ -111,6 +111,14 @@ impl Storage {
         }
     }
 
+    /// Bytes written since the last cut, where that is known.
+    pub fn written_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Served(disks) => disks.written_bytes().ok(),
+            Self::Cloned(_) | Self::Fleeced(_) => None,
+        }
+    }
+
     /// A capture begins, while the guests run.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<Cut, BoxError> {
         match self {

@@ -28,7 +28,7 @@ mod shared;
 
 pub use lineage::Lineage;
 pub use plan::Plan;
-pub use prepared::{Prepared, prepare};
+pub use prepared::{Prepared, PreparedRam, prepare};
 pub use shared::{SharedRam, start_shared};
 
 use crate::accel::{self, Accelerator};

@@ -13,7 +13,9 @@ use crate::spawn;
 use crate::statefile::StateFile;
 use crate::vm::{Origin, Vm};
 use crate::{Error, Qmp, Result, stream};
-use keyframe_units::{PAGE_BYTES, Page, PageIndex};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
+use rustix::fs::{FallocateFlags, fallocate};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -55,15 +57,46 @@ pub fn prepare(plan: Plan) -> Result<Prepared> {
     Ok(prepared)
 }
 
+/// The main RAM of a QEMU that waits.
+pub struct PreparedRam {
+    parts: Vec<(PageRange, File)>,
+}
+
+impl PreparedRam {
+    /// Where `page` of the layout lies; `None` of one in a small block, which comes with the devices.
+    fn place(&self, page: PageIndex) -> Option<(&File, u64)> {
+        let (pages, file) =
+            self.parts.iter().find(|(pages, _)| (pages.first..pages.end()).contains(&page))?;
+        Some((file, (page.0 - pages.first.0) * PAGE_BYTES as u64))
+    }
+
+    /// Writes a page of main RAM; false where `page` is none of it.
+    pub fn write_page(&self, page: PageIndex, content: &Page) -> io::Result<bool> {
+        let Some((file, offset)) = self.place(page) else { return Ok(false) };
+        file.write_all_at(content, offset).map(|()| true)
+    }
+
+    /// Reads a page of main RAM; false where `page` is none of it.
+    pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
+        let Some((file, offset)) = self.place(page) else { return Ok(false) };
+        file.read_exact_at(into, offset).map(|()| true)
+    }
+
+    /// All zeros again.
+    pub fn clear(&self) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punch = |(pages, file): &(PageRange, File)| {
+            fallocate(file, flags, 0, pages.len_pages * PAGE_BYTES as u64).map_err(io::Error::from)
+        };
+        self.parts.iter().try_for_each(punch)
+    }
+}
+
 /// No page.
 struct Nothing;
 
 impl RamSource for Nothing {
-    fn read(
-        &self,
-        _: keyframe_units::PageRange,
-        _: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
+    fn read(&self, _: PageRange, _: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>) -> io::Result<()> {
         Ok(())
     }
 }
@@ -80,26 +113,13 @@ impl Prepared {
         child.try_wait().map_err(Error::io("wait for QEMU"))
     }
 
-    /// Where `page` of the layout lies in its memories; `None` of one in a small block, which comes with the devices.
-    fn place(&self, page: PageIndex) -> Option<(&Memory, u64)> {
-        let memory = self
-            .starting
-            .memories
-            .iter()
-            .find(|memory| (memory.pages.first..memory.pages.end()).contains(&page))?;
-        Some((memory, (page.0 - memory.pages.first.0) * PAGE_BYTES as u64))
-    }
-
-    /// Writes a page of main RAM; false where `page` is none of it.
-    pub fn write_page(&self, page: PageIndex, content: &Page) -> io::Result<bool> {
-        let Some((memory, offset)) = self.place(page) else { return Ok(false) };
-        memory.file.write_all_at(content, offset).map(|()| true)
-    }
-
-    /// Reads a page of main RAM; false where `page` is none of it.
-    pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
-        let Some((memory, offset)) = self.place(page) else { return Ok(false) };
-        memory.file.read_exact_at(into, offset).map(|()| true)
+    /// Its main RAM, to be read and written from any thread.
+    pub fn memory(&self) -> Result<PreparedRam> {
+        let copy = |memory: &Memory| Ok((memory.pages, memory.file.try_clone()?));
+        let parts = self.starting.memories.iter().map(copy).collect::<io::Result<_>>();
+        parts
+            .map(|parts| PreparedRam { parts })
+            .map_err(Error::io("duplicate a descriptor of the VM's memory"))
     }
 
     /// Gives it its devices, and from `small` the blocks that are not main RAM, and lets it run unless the plan has it paused.

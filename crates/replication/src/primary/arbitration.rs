@@ -16,9 +16,6 @@ impl Primary {
     /// What silence and time have come to.
     pub(super) fn watch(&mut self) {
         let Some(peer) = &self.peer else { return };
-        if self.phase == Phase::Ended {
-            return;
-        }
         let silent = self.now_ns.saturating_sub(peer.heard_ns) >= self.config.detection_ns;
         let no_data =
             peer.no_data_ns.is_some_and(|since| self.now_ns.saturating_sub(since) >= self.config.data_ns);
@@ -93,13 +90,12 @@ impl Primary {
             return;
         }
         match self.config.arbitration {
-            Arbitration::Witness => {}
             Arbitration::Fencing if self.pairing == 0 && self.has_lease() && self.asking.is_none() => {
                 self.pairing = 1;
                 self.exposure.exposed = true;
                 self.heartbeat_at_ns = self.now_ns;
             }
-            Arbitration::Fencing => {}
+            Arbitration::Witness | Arbitration::Fencing => {}
             Arbitration::Manual => {
                 self.pairing = 1;
                 self.protected();

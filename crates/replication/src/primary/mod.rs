@@ -234,6 +234,7 @@ struct Exposure {
 
 /// The state machine. See the module.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Primary {
     config: Config,
     term: Term,
@@ -337,12 +338,12 @@ impl Primary {
             }
             PrimaryInput::VmEnded => self.ended_in_order(),
         }
-        self.watch();
-        self.pair();
-        self.ask();
-        self.fence();
-        self.heartbeat();
-        self.settle();
+        let steps = [Self::watch, Self::pair, Self::ask, Self::fence, Self::heartbeat, Self::settle];
+        for step in steps {
+            if self.phase != Phase::Ended {
+                step(self);
+            }
+        }
         std::mem::take(&mut self.out)
     }
 
@@ -416,9 +417,6 @@ impl Primary {
 
     /// What follows from the state: the guard first, then whether the VM runs, and whether it is captured.
     fn settle(&mut self) {
-        if self.phase == Phase::Ended {
-            return;
-        }
         let guard = match () {
             () if !self.may_run() => Guard::Stopped,
             () if self.exposure.exposed => Guard::Until(self.lease_until_ns),
@@ -481,7 +479,7 @@ impl Primary {
     fn capture_failed(&mut self) {
         match (self.phase, self.session()) {
             (Phase::Syncing { first: None }, Some(session)) => {
-                self.out.push(PrimaryOutput::BeginSync { session })
+                self.out.push(PrimaryOutput::BeginSync { session });
             }
             (Phase::Closing { gate: None }, _) => self.out.push(PrimaryOutput::Capture { last: false }),
             (Phase::Handing(Handing::Last(None)), _) => self.abort_switch_over(),
@@ -535,7 +533,7 @@ impl Primary {
         match self.peer.as_ref().map(|peer| peer.session) {
             Some(session) => {
                 self.send_all(&Message::Bye { session });
-                if !self.exposure.exposed {
+                if !self.holding {
                     self.finish();
                 }
             }

@@ -18,6 +18,9 @@ impl Primary {
     }
 
     pub(super) fn path_up(&mut self, path: u8) {
+        if path >= self.config.paths {
+            return;
+        }
         self.path_down(path);
         self.paths.set(path, true);
         let hello = Hello {
@@ -44,7 +47,7 @@ impl Primary {
 
     /// Says that this primary lives, when that is due.
     pub(super) fn heartbeat(&mut self) {
-        if self.phase == Phase::Ended || self.now_ns < self.heartbeat_at_ns {
+        if self.now_ns < self.heartbeat_at_ns {
             return;
         }
         self.heartbeat_at_ns = self.now_ns.saturating_add(self.config.heartbeat_ns);
@@ -221,9 +224,13 @@ impl Primary {
                 *last = None;
                 self.out.extend([PrimaryOutput::Owe { after }, PrimaryOutput::Capture { last: true }]);
             }
-            Phase::Closing { .. } | Phase::Pairing | Phase::Protected | Phase::Handing(Handing::Stopping) => {
+            Phase::Syncing { .. }
+            | Phase::Closing { .. }
+            | Phase::Pairing
+            | Phase::Protected
+            | Phase::Handing(Handing::Stopping | Handing::Last(None)) => {
                 self.out.push(PrimaryOutput::Owe { after });
-                if !matches!(self.phase, Phase::Handing(_)) {
+                if !matches!(self.phase, Phase::Handing(_) | Phase::Syncing { .. }) {
                     self.out.push(PrimaryOutput::Capture { last: false });
                 }
             }

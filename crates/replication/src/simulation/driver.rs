@@ -5,7 +5,7 @@ use super::net::{Data, MS, Packet};
 use super::node::{Engine, Input, Replica, Role, Vm};
 use super::world::{Event, Local, World};
 use crate::{
-    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, Standby, StandbyInput, StandbyOutput, Start,
+    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, StandbyInput, StandbyOutput, Start,
     WitnessReply, WitnessRequest,
 };
 use std::rc::Rc;
@@ -21,8 +21,8 @@ pub fn input(world: &mut World, node: usize, input: Input) {
         Input::Done(what) => return done(world, node, what),
         Input::Data(data) => {
             let whole = world.nodes[node].engine.as_mut().and_then(|engine| engine.receive(data));
-            let Some((session, epoch)) = whole else { return };
-            Input::Standby(StandbyInput::EpochComplete { session, epoch })
+            let Some(whole) = whole else { return };
+            Input::Standby(whole)
         }
         input => input,
     };
@@ -83,7 +83,6 @@ pub fn input(world: &mut World, node: usize, input: Input) {
                 Input::WitnessLost(_, sent) => StandbyInput::WitnessLost { sent },
             };
             let before = standby.state();
-            let forged = forged(world.mutant, standby, &input);
             let outputs = standby.handle(now_ns, input);
             let (state, term) = (standby.state(), standby.term());
             if state != before {
@@ -92,26 +91,12 @@ pub fn input(world: &mut World, node: usize, input: Input) {
             if state != crate::StandbyState::Active {
                 world.nodes[node].term = term;
             }
-            for output in forged.into_iter().chain(outputs) {
+            for output in outputs {
                 standby_output(world, node, id, output);
             }
         }
     }
     schedule_tick(world, node);
-}
-
-/// A standby with a defect answers whatever it wants to do itself.
-fn forged(mutant: Option<Mutant>, standby: &Standby, input: &StandbyInput) -> Option<StandbyOutput> {
-    let StandbyInput::Peer { path, message: Message::Heartbeat { sequence, sent_ns, session, pairing, .. } } =
-        input
-    else {
-        return None;
-    };
-    let asks = standby.state() == crate::StandbyState::Asking;
-    let session = session.filter(|_| mutant == Some(Mutant::AnswersWhileAsking) && asks)?;
-    let (sequence, sent_ns, pairing) = (*sequence, *sent_ns, *pairing);
-    let message = Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: standby.held() };
-    Some(StandbyOutput::Send { path: *path, message })
 }
 
 fn schedule_tick(world: &mut World, node: usize) {
@@ -180,10 +165,10 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
         PrimaryOutput::AskWitness(request) => ask(world, node, request),
         PrimaryOutput::Guard(guard) => {
             world.nodes[node].guard = guard;
-            // Where the guard alone stops the VM, the engine was stalled; stopping by command comes first else.
             if let Guard::Until(until_ns) = guard {
                 let at_ns = world.nodes[node].true_ns(until_ns).saturating_sub(world.now_ns);
-                world.at(at_ns + MS, Event::Guard { node });
+                let late_ns = world.rng.u64(..VM_NS_MAX);
+                world.at(at_ns + late_ns, Event::Guard { node });
             }
         }
         PrimaryOutput::StopVm => vm(world, node, Local::Stop),
@@ -214,7 +199,8 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
         }
         PrimaryOutput::Owe { after } => {
             let term = world.nodes[node].primary().expect("primary").term();
-            let sent = after.and_then(|epoch| world.snapshots.get(&(term, epoch.0))).map(|log| log.len());
+            let len_of = |epoch: Epoch| world.snapshots.get(&(term, epoch.0)).map(|log| log.len());
+            let sent = after.and_then(|epoch| Some((len_of(epoch)?, epoch.0)));
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.sent = sent;
             }
@@ -296,6 +282,12 @@ fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyOutput
         StandbyOutput::DiscardPartial => {
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.partial = None;
+            }
+        }
+        StandbyOutput::Reject { epoch } => {
+            world.came("rejected");
+            if let Some(engine) = &mut world.nodes[node].engine {
+                engine.whole.retain(|data| data.epoch != epoch.0);
             }
         }
         StandbyOutput::Fence => fence(world, node),
@@ -380,7 +372,7 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let fails = world.chance(100);
     let host = &mut world.nodes[node];
     let Some(Role::Primary(primary)) = host.engine.as_ref().map(|engine| &engine.role) else { return };
-    let Some(vm) = host.vm.as_ref().filter(|vm| !fails && !(last && vm.running)) else {
+    let Some(vm) = host.vm.as_ref().filter(|vm| !(fails || last && vm.running)) else {
         world.input(node, Input::Primary(PrimaryInput::CaptureFailed));
         return;
     };
@@ -389,7 +381,8 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let (epoch, log) = (host.epoch, Rc::new(vm.log.clone()));
     world.snapshots.insert((term, epoch), Rc::clone(&log));
     let Some(engine) = &mut host.engine else { return };
-    let base = engine.sent.replace(log.len()).unwrap_or(0);
+    let before = engine.sent.replace((log.len(), epoch));
+    let (base, after) = (before.map_or(0, |(len, _)| len), before.map(|(_, epoch)| epoch));
     if world.mutant == Some(Mutant::ReleasesAtCapture) {
         release(world, node, epoch);
     }
@@ -397,7 +390,7 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let Some(session) = session else { return };
     let writes = Rc::new(log[base.min(log.len())..].to_vec());
     for piece in 0..3 {
-        let data = Data { session, epoch, piece, last: piece == 2, base, writes: Rc::clone(&writes) };
+        let data = Data { session, epoch, piece, last: piece == 2, after, base, writes: Rc::clone(&writes) };
         world.send(0, node, Packet::Data(data));
     }
 }

@@ -1,9 +1,10 @@
 //! What fails, and the operator who helps where the protocol promises nothing.
 
+use super::Mutant;
 use super::net::{LINKS, MS, end_of};
 use super::node::{Gate, Input};
 use super::world::{Event, World};
-use crate::{Arbitration, Guard, PrimaryInput, StandbyInput};
+use crate::{Arbitration, Guard, PrimaryInput, PrimaryState, StandbyInput};
 
 /// An operator looks at a VM that does not run for so long.
 const PATIENCE_NS: u64 = 4000 * MS;
@@ -19,12 +20,12 @@ impl World {
             self.recover();
             let wait_ns = self.rng.u64(..500 * MS);
             self.play(self.now_ns + wait_ns);
-            self.fail();
+            self.fail(true);
             self.play(self.now_ns + FAULT_NS_MAX);
         }
         self.recover();
         assert!(!self.gone, "the VM is gone after single faults");
-        let helped = self.tally.get("insisted").is_some() || self.tally.get("forced").is_some();
+        let helped = ["insisted", "forced"].iter().any(|what| self.tally.contains_key(what));
         assert!(
             !helped || self.arbitration != Arbitration::Witness,
             "an operator was needed after single faults"
@@ -36,13 +37,37 @@ impl World {
         while self.now_ns < 15_000 * MS {
             let wait_ns = self.rng.u64(50 * MS..2500 * MS);
             self.play(self.now_ns + wait_ns);
-            self.fail();
+            self.fail(false);
         }
         self.heal_all();
         self.recover();
+        if self.chance(4) {
+            self.end_vm();
+        }
     }
 
-    fn recover(&mut self) {
+    /// The guest shuts down, and maybe something fails just then.
+    fn end_vm(&mut self) {
+        let Some(node) = (0..2).find(|node| self.nodes[*node].runs()).filter(|_| !self.gone) else { return };
+        self.tell(&format!("the guest of {node} shuts down"));
+        self.came("VM ended");
+        let takeovers = self.activated.len();
+        self.nodes[node].vm = None;
+        self.gone = true;
+        match self.rng.u32(..4) {
+            0 => self.cut(&[0, 1], 1000 * MS),
+            1 => self.power_off(1 - node),
+            2 => self.cut(&[2 + node], 1000 * MS),
+            _ => {}
+        }
+        self.input(node, Input::Primary(PrimaryInput::VmEnded));
+        self.play(self.now_ns + RECOVERY_NS);
+        let over = self.nodes[node].primary().is_none() && self.nodes[node].gate.held.is_empty();
+        assert!(over || self.activated.len() > takeovers, "the VM has ended, its primary has not");
+    }
+
+    /// Until the VM is protected again, as it has to be.
+    pub fn recover(&mut self) {
         let until_ns = self.now_ns + RECOVERY_NS;
         while !self.gone && !self.is_protected() {
             assert!(self.now_ns < until_ns, "all is healed, and the VM is not protected");
@@ -50,10 +75,10 @@ impl World {
         }
     }
 
-    fn fail(&mut self) {
+    fn fail(&mut self, calm: bool) {
         let node = self.rng.usize(..2);
         let for_ns = self.rng.u64(20 * MS..FAULT_NS_MAX);
-        match self.rng.u32(..20) {
+        match self.rng.u32(..21) {
             0 => self.cut(&[0, 1], for_ns),
             1 => {
                 let link = self.rng.usize(..4);
@@ -89,10 +114,14 @@ impl World {
                 self.tell(&format!("user: switch over, at {node}"));
                 self.came("switch-over asked");
                 self.command(node, PrimaryInput::SwitchOver, StandbyInput::SwitchOver);
+                if !calm && self.chance(2) {
+                    self.interrupt_switch_over();
+                }
             }
             17 => {
                 self.tell(&format!("user: fail over, at {node}"));
-                self.command(node, PrimaryInput::Tick, StandbyInput::FailOver { force: false });
+                let force = self.mutant == Some(Mutant::TakesOverAtOnce);
+                self.command(node, PrimaryInput::Tick, StandbyInput::FailOver { force });
             }
             18 => {
                 let link = self.rng.usize(..4);
@@ -100,12 +129,46 @@ impl World {
                 self.links[link].slow_ns = self.rng.u64(20 * MS..300 * MS);
                 self.at(for_ns, Event::Fast { link });
             }
+            19 if !calm => self.delay_pairing(for_ns),
             _ => {
                 self.tell("the fence hook fails");
                 self.fence_broken = true;
                 self.at(for_ns, Event::FenceRepaired);
             }
         }
+    }
+
+    /// The standby goes while it is handed the VM.
+    fn interrupt_switch_over(&mut self) {
+        for link in [0, 1] {
+            self.links[link].slow_ns = 200 * MS;
+            self.at(2000 * MS, Event::Fast { link });
+        }
+        let until_ns = self.now_ns + self.rng.u64(400 * MS..900 * MS);
+        self.play(until_ns);
+        if let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) {
+            self.power_off(node);
+        }
+    }
+
+    /// The question for the right to pair is under way for long, while nobody hears anybody else.
+    fn delay_pairing(&mut self, for_ns: u64) {
+        let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) else { return };
+        self.kill_engine(node);
+        let until_ns = self.now_ns + 4000 * MS;
+        while self.nodes[1 - node].primary_state() != Some(PrimaryState::Pairing) {
+            if self.now_ns > until_ns {
+                return;
+            }
+            self.play(self.now_ns + MS / 2);
+        }
+        self.tell("the pairing is asked for");
+        self.came("pairing delayed");
+        self.close(3 - node, 0);
+        self.close(3 - node, 1);
+        self.cut(&[0, 1], for_ns);
+        let longer_ns = for_ns / 2 + self.rng.u64(..2000 * MS);
+        self.cut(&[2 + node], longer_ns);
     }
 
     fn command(&mut self, node: usize, primary: PrimaryInput, standby: StandbyInput) {
@@ -160,8 +223,7 @@ impl World {
         self.nodes[node].engine = None;
         self.nodes[node].stalled = false;
         self.nodes[node].backlog.clear();
-        for link in 0..LINKS.len() {
-            let (a, b) = LINKS[link];
+        for (link, (a, b)) in LINKS.into_iter().enumerate() {
             if a == node || b == node {
                 self.links[link].connection[end_of(link, node)] = None;
             }

@@ -31,6 +31,7 @@ pub struct Data {
     pub epoch: u64,
     pub piece: u8,
     pub last: bool,
+    pub after: Option<u64>,
     /// The log keeps so many of its writes, then come these.
     pub base: usize,
     pub writes: Rc<Vec<u32>>,

@@ -57,7 +57,7 @@ pub struct Engine {
     pub ask: Option<u64>,
     pub may_capture: bool,
     /// What the next transfer builds upon; `None`: all of the VM.
-    pub sent: Option<usize>,
+    pub sent: Option<(usize, u64)>,
     /// Standby: of which session data is taken, its epoch and pieces so far, whole epochs.
     pub receives: Option<Session>,
     pub partial: Option<(u64, u8)>,
@@ -67,6 +67,7 @@ pub struct Engine {
     pub apply_at_ns: u64,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Node {
     pub up: bool,
     pub offset_ns: u64,
@@ -102,7 +103,7 @@ impl Engine {
     }
 
     /// A piece of an epoch has come; the epoch, if it is whole now.
-    pub fn receive(&mut self, data: Data) -> Option<(Session, Epoch)> {
+    pub fn receive(&mut self, data: Data) -> Option<StandbyInput> {
         if self.receives != Some(data.session) {
             return None;
         }
@@ -119,9 +120,9 @@ impl Engine {
             return None;
         }
         self.partial = None;
-        let whole = (data.session, Epoch(data.epoch));
+        let (session, epoch, after) = (data.session, Epoch(data.epoch), data.after.map(Epoch));
         self.whole.push_back(data);
-        Some(whole)
+        Some(StandbyInput::EpochComplete { session, epoch, after })
     }
 }
 

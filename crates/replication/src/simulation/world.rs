@@ -5,8 +5,8 @@ use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
 use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
-    Arbitration, Config, Epoch, GroupId, Guard, Mode, NodeId, Primary, PrimaryInput, Standby, Start, Term,
-    Witness, WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryInput, Standby,
+    Start, Term, Witness, WitnessReply, WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -74,7 +74,7 @@ pub enum Event {
 }
 
 /// What an engine has begun and is now done.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Local {
     Stop,
     Resume,
@@ -86,6 +86,7 @@ pub enum Local {
     Fence,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct World {
     pub now_ns: u64,
     events: BTreeMap<(u64, u64), Event>,
@@ -434,7 +435,7 @@ impl World {
         }
         let request = WitnessRequest::decode(&bytes).expect("a request");
         let (reply, changed) = self.decide(request);
-        if changed {
+        if changed && self.mutant != Some(Mutant::WitnessForgets) {
             self.persisted.clear();
             self.witness.encode(&mut self.persisted);
             self.tell(&format!("witness: {request:?} makes {:?}", reply.state));
@@ -473,7 +474,11 @@ impl World {
                 session,
             });
         }
-        self.witness.handle(request)
+        self.witness.handle(if self.mutant == Some(Mutant::WitnessIgnoresGenerations) {
+            renewed(request, state)
+        } else {
+            request
+        })
     }
 
     /// What the witness truly has.
@@ -532,5 +537,22 @@ impl World {
         self.tell(&format!("link {link} works again, direction {direction}"));
         let wait_ns = self.rng.u64(MS..200 * MS);
         self.at(wait_ns, Event::Drain { link, direction });
+    }
+}
+
+/// The request, as if its sender had seen what holds now.
+fn renewed(request: WitnessRequest, state: Option<GroupState>) -> WitnessRequest {
+    let now = state.map_or(0, |state| state.generation);
+    match request {
+        WitnessRequest::Solo { group, node, term, .. } => {
+            WitnessRequest::Solo { group, node, term, generation: now }
+        }
+        WitnessRequest::Paired { group, node, term, standby, session, .. } => {
+            WitnessRequest::Paired { group, node, term, generation: now, standby, session }
+        }
+        WitnessRequest::TakeOver { group, node, term, session, .. } => {
+            WitnessRequest::TakeOver { group, node, term, generation: now, session }
+        }
+        request => request,
     }
 }

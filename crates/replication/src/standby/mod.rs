@@ -16,15 +16,17 @@
 //! Invariants: an epoch is acknowledged once it is applied; `Activate` comes once, names the newest applied epoch, and no `Apply` is open then.
 //! Not here: whether an epoch is whole; that is for the driver to verify before `EpochComplete`.
 
+mod taking_over;
+#[cfg(test)]
+mod tests;
+
 use crate::{
-    Arbitration, Config, Epoch, Hello, Message, Mode, Note, Paths, Refusal, Role, Session, Term,
-    WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, Hello, Message, Note, Paths, Refusal, Role, Session, Term, WitnessReply,
+    WitnessRequest,
 };
 
 /// After it was sick, a standby comes back after the detection time times this.
 const SICK_WAIT: u64 = 10;
-/// Fencing that failed is tried again after `retry_ns` times two to this at most.
-const BACKOFF_MAX: u32 = 5;
 
 /// What happens to a standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,8 +55,10 @@ pub enum StandbyInput {
     EpochComplete {
         /// In which it came.
         session: Session,
-        /// Follows the one before it.
+        /// Higher than all before it.
         epoch: Epoch,
+        /// The epoch that it builds upon; `None`: it holds all of the VM.
+        after: Option<Epoch>,
     },
     /// It is now what this node holds.
     Applied {
@@ -96,6 +100,11 @@ pub enum StandbyOutput {
     },
     /// Make this epoch what the node holds, wholly or not at all.
     Apply {
+        /// Which.
+        epoch: Epoch,
+    },
+    /// Drop this whole epoch: one that it builds upon did not come, or its session is over.
+    Reject {
         /// Which.
         epoch: Epoch,
     },
@@ -149,6 +158,7 @@ enum Phase {
 
 /// The state machine. See the module.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Standby {
     config: Config,
     term: Term,
@@ -161,6 +171,8 @@ pub struct Standby {
     sequence: u64,
     pairing: u64,
     heard_ns: u64,
+    /// It was stalled, and has heard nothing since.
+    graced: bool,
     held: Option<Epoch>,
     /// Of this session: that came whole, and that are applied.
     complete: Option<Epoch>,
@@ -197,6 +209,7 @@ impl Standby {
             sequence: 0,
             pairing: 0,
             heard_ns: 0,
+            graced: false,
             held,
             complete: None,
             applied: None,
@@ -221,6 +234,7 @@ impl Standby {
         self.now_ns = self.now_ns.max(now_ns);
         match input {
             StandbyInput::Tick => {}
+            StandbyInput::PathUp(path) if path >= self.config.paths => {}
             StandbyInput::PathUp(path) => {
                 self.paths.set(path, true);
                 if path == 0 && self.session.is_some() {
@@ -231,10 +245,10 @@ impl Standby {
                 }
             }
             StandbyInput::PathDown(path) => self.paths.set(path, false),
-            StandbyInput::Peer { path, message } => self.hear(path, message),
+            StandbyInput::Peer { path, message } => self.hear(path, &message),
             StandbyInput::Witness(reply) => self.witness(reply),
             StandbyInput::WitnessLost { sent } => self.witness_lost(sent),
-            StandbyInput::EpochComplete { session, epoch } => self.complete(session, epoch),
+            StandbyInput::EpochComplete { session, epoch, after } => self.complete(session, epoch, after),
             StandbyInput::Applied { epoch } => self.applied(epoch),
             StandbyInput::ApplyFailed { reason } => self.apply_failed(reason),
             StandbyInput::Fenced(off) => self.fenced(off),
@@ -308,7 +322,8 @@ impl Standby {
     /// A standby that was stalled itself has heard nothing of a primary that did speak: it reads first, then judges.
     fn stalled(&mut self, for_ns: u64) {
         let grace_ns = self.config.heartbeat_ns.saturating_mul(2);
-        if self.phase == Phase::Following && for_ns > self.config.heartbeat_ns.saturating_mul(3) {
+        let long = for_ns > self.config.heartbeat_ns.saturating_mul(3);
+        if self.phase == Phase::Following && long && !std::mem::replace(&mut self.graced, true) {
             let heard_ns = (self.now_ns.saturating_add(for_ns).saturating_add(grace_ns))
                 .saturating_sub(self.config.detection_ns);
             self.heard_ns = self.heard_ns.max(heard_ns);
@@ -331,7 +346,7 @@ impl Standby {
         self.hello_at_ns = self.now_ns.saturating_add(self.config.retry_ns);
     }
 
-    fn hear(&mut self, path: u8, message: Message) {
+    fn hear(&mut self, path: u8, message: &Message) {
         if self.phase == Phase::Active {
             // Whoever speaks as primary does not know yet. The driver's new primary says the rest.
             if matches!(message, Message::Hello(_) | Message::Heartbeat { .. } | Message::HandOver { .. }) {
@@ -339,11 +354,10 @@ impl Standby {
             }
             return;
         }
-        match message {
-            Message::Hello(hello) => self.greeted(path, hello),
-            Message::HelloAck { term, session, sequence } => self.accepted(term, session, sequence),
-            Message::Refused(Refusal::Busy) => {}
-            Message::Refused(refusal) => self.note(Note::Refused(refusal)),
+        match *message {
+            Message::Hello(ref hello) => self.greeted(path, hello),
+            Message::HelloAck { term, session, sequence } => self.accepted(path, term, session, sequence),
+            Message::Refused(refusal) if refusal != Refusal::Busy => self.note(Note::Refused(refusal)),
             Message::Heartbeat { sequence, sent_ns, term, session, pairing } => {
                 if term < self.term {
                     self.send(path, Message::Refused(Refusal::StaleTerm(self.term)));
@@ -370,7 +384,8 @@ impl Standby {
                     self.send(path, Message::Bye { session });
                 }
             }
-            Message::HeartbeatAck { .. }
+            Message::Refused(_)
+            | Message::HeartbeatAck { .. }
             | Message::EpochAck { .. }
             | Message::WantSwitchOver { .. }
             | Message::TookOver { .. }
@@ -378,8 +393,8 @@ impl Standby {
         }
     }
 
-    fn greeted(&mut self, path: u8, hello: Hello) {
-        let refusal = match hello {
+    fn greeted(&mut self, path: u8, hello: &Hello) {
+        let refusal = match *hello {
             _ if hello.group != self.config.group => Refusal::WrongGroup,
             _ if hello.digest != self.config.agreed() => Refusal::WrongConfig,
             Hello { role: Role::Standby, .. } => Refusal::SameRole,
@@ -398,7 +413,7 @@ impl Standby {
         self.send(path, Message::Refused(refusal));
     }
 
-    fn accepted(&mut self, term: Term, session: Session, sequence: u64) {
+    fn accepted(&mut self, path: u8, term: Term, session: Session, sequence: u64) {
         if term < self.term || !matches!(self.phase, Phase::Alone | Phase::Following) {
             return;
         }
@@ -407,7 +422,8 @@ impl Standby {
             self.sequence = self.sequence.max(sequence);
             return;
         }
-        if self.left == Some(session) {
+        // On the other paths old ones may come late.
+        if self.left == Some(session) || path != 0 {
             return;
         }
         self.forget();
@@ -429,6 +445,7 @@ impl Standby {
             self.phase = Phase::Following;
         }
         self.heard_ns = self.now_ns;
+        self.graced = false;
         if sequence > self.sequence {
             self.sequence = sequence;
             self.pairing = pairing;
@@ -441,13 +458,16 @@ impl Standby {
         }
     }
 
-    fn complete(&mut self, session: Session, epoch: Epoch) {
+    fn complete(&mut self, session: Session, epoch: Epoch, after: Option<Epoch>) {
         // Also while it asks: it may go back to following, and later epochs build upon this one.
         let follows = matches!(self.phase, Phase::Following | Phase::Leaving | Phase::Asking);
+        let follows = follows && after <= self.complete;
         if follows && self.session == Some(session) && self.sick.is_none() && self.complete < Some(epoch) {
             self.complete = Some(epoch);
             self.applying += 1;
             self.out.push(StandbyOutput::Apply { epoch });
+        } else {
+            self.out.push(StandbyOutput::Reject { epoch });
         }
     }
 
@@ -495,151 +515,5 @@ impl Standby {
         self.sent = false;
         self.handed = false;
         self.fence_failed = 0;
-    }
-
-    /// Wants the VM, from now on.
-    fn want(&mut self) {
-        if self.phase != Phase::Asking {
-            self.phase = Phase::Asking;
-            self.ask_at_ns = self.now_ns;
-            self.fence_at_ns = self.now_ns;
-        }
-    }
-
-    fn watch(&mut self) {
-        if !matches!(self.phase, Phase::Following | Phase::Leaving)
-            || self.now_ns.saturating_sub(self.heard_ns) < self.config.detection_ns
-        {
-            return;
-        }
-        let (held, complete) = (self.applied.or(self.held), self.pairing != 0);
-        self.note(Note::PrimaryLost { held, complete });
-        let may = match self.config.arbitration {
-            Arbitration::Witness => self.applied.is_some(),
-            Arbitration::Fencing => self.applied.is_some() && self.pairing != 0,
-            Arbitration::Manual => false,
-        };
-        if may {
-            self.want();
-        } else {
-            self.leave();
-        }
-    }
-
-    fn fail_over(&mut self, force: bool) {
-        match self.phase {
-            Phase::Active | Phase::Granted { .. } => {}
-            _ if self.held.is_none() => self.note(Note::NothingHeld),
-            _ if force => self.phase = Phase::Granted { forced: true },
-            Phase::Following if self.config.arbitration != Arbitration::Manual && self.applied.is_some() => {
-                self.phase = Phase::Leaving;
-                // The lease that was given last counts from when its heartbeat was heard.
-                self.heard_ns = self.heard_ns.min(self.now_ns);
-            }
-            Phase::Leaving | Phase::Asking => {}
-            _ => self.note(Note::NeedsForce),
-        }
-    }
-
-    /// What follows from the state.
-    fn act(&mut self) {
-        if self.phase == Phase::Alone && self.now_ns >= self.hello_at_ns {
-            for path in self.paths.up() {
-                self.hello(path);
-            }
-        }
-        if self.phase == Phase::Asking {
-            match self.config.arbitration {
-                Arbitration::Witness => self.ask(),
-                _ if self.handed => self.phase = Phase::Granted { forced: false },
-                Arbitration::Fencing if !self.fencing && self.now_ns >= self.fence_at_ns => {
-                    self.fencing = true;
-                    self.out.push(StandbyOutput::Fence);
-                }
-                _ => {}
-            }
-        }
-        if let Phase::Granted { forced } = self.phase
-            && self.applying == 0
-        {
-            self.activate(forced);
-        }
-    }
-
-    fn activate(&mut self, forced: bool) {
-        let Some(epoch) = self.held else { return };
-        self.phase = Phase::Active;
-        self.term = self.term.next();
-        let term = self.term;
-        self.send_all(&Message::TookOver { term });
-        self.out.push(StandbyOutput::Activate { epoch, term, forced });
-    }
-
-    fn ask(&mut self) {
-        let Some(session) = self.session.filter(|_| self.ask.is_none() && self.now_ns >= self.ask_at_ns)
-        else {
-            return;
-        };
-        let (group, node, term) = (self.config.group, self.config.node, self.term);
-        let request = match self.pairing {
-            0 => WitnessRequest::State { group },
-            generation => WitnessRequest::TakeOver { group, node, term, generation, session },
-        };
-        self.ask = Some(request);
-        self.out.push(StandbyOutput::AskWitness(request));
-    }
-
-    fn witness_lost(&mut self, sent: bool) {
-        let Some(request) = self.ask.take() else { return };
-        self.sent |= sent && matches!(request, WitnessRequest::TakeOver { .. });
-        self.ask_at_ns = self.now_ns.saturating_add(self.config.retry_ns);
-        if !std::mem::replace(&mut self.witness_silent, true) {
-            self.note(Note::WitnessUnreachable);
-        }
-    }
-
-    fn witness(&mut self, reply: WitnessReply) {
-        if self.ask.is_none() || reply.group != self.config.group {
-            return;
-        }
-        self.ask = None;
-        self.witness_silent = false;
-        if self.phase != Phase::Asking {
-            return;
-        }
-        let me = self.config.node;
-        let mine = self.session.map(|session| Mode::Paired { standby: me, session });
-        match reply.state {
-            Some(state)
-                if state.owner == me && state.term == self.term.next() && state.mode == Mode::Solo =>
-            {
-                self.phase = Phase::Granted { forced: false };
-            }
-            Some(state) if Some(state.mode) == mine && state.term == self.term => {
-                // Paired with what it holds: the generation is what was missing.
-                let known = self.pairing == state.generation;
-                self.pairing = state.generation;
-                let wait_ns = if known { self.config.retry_ns } else { 0 };
-                self.ask_at_ns = self.now_ns.saturating_add(wait_ns);
-            }
-            _ => {
-                self.note(Note::TakeOverRefused);
-                self.leave();
-            }
-        }
-    }
-
-    fn fenced(&mut self, off: bool) {
-        if !std::mem::take(&mut self.fencing) || self.phase != Phase::Asking {
-            return;
-        }
-        if off {
-            self.phase = Phase::Granted { forced: false };
-        } else {
-            let wait_ns = self.config.retry_ns.saturating_mul(1 << self.fence_failed.min(BACKOFF_MAX));
-            self.fence_at_ns = self.now_ns.saturating_add(wait_ns);
-            self.fence_failed = self.fence_failed.saturating_add(1);
-            self.note(Note::FenceFailed(self.fence_failed));
-        }
     }
 }

@@ -1,0 +1,223 @@
+//! Single steps of a standby, which the simulation cannot name.
+
+use super::*;
+use crate::{GroupId, GroupState, Mode, NodeId};
+
+const MS: u64 = 1_000_000;
+const GROUP: GroupId = GroupId(5);
+const ME: NodeId = NodeId(2);
+const S: Session = Session(9);
+
+struct Test {
+    standby: Standby,
+    now_ns: u64,
+    sequence: u64,
+}
+
+impl Test {
+    /// One that holds epoch 1 of a session.
+    fn following(arbitration: Arbitration) -> Self {
+        let standby = Standby::new(Config::new(ME, 200, GROUP, arbitration, 600 * MS), Term(0), None);
+        let mut test = Self { standby, now_ns: 0, sequence: 0 };
+        let outputs = test.after(1, StandbyInput::PathUp(0));
+        assert!(matches!(outputs[..], [StandbyOutput::Send { message: Message::Hello(_), .. }]));
+        test.hear(Message::HelloAck { term: Term(1), session: S, sequence: 0 });
+        test.hold(1);
+        test
+    }
+
+    fn after(&mut self, ms: u64, input: StandbyInput) -> Vec<StandbyOutput> {
+        self.now_ns += ms * MS;
+        self.standby.handle(self.now_ns, input)
+    }
+
+    fn hear(&mut self, message: Message) -> Vec<StandbyOutput> {
+        self.after(1, StandbyInput::Peer { path: 0, message })
+    }
+
+    fn hold(&mut self, epoch: u64) -> Vec<StandbyOutput> {
+        let epoch = Epoch(epoch);
+        assert_eq!(self.after(1, complete(epoch.0)), [StandbyOutput::Apply { epoch }]);
+        self.after(1, StandbyInput::Applied { epoch })
+    }
+
+    fn beat(&mut self, pairing: u64) -> Vec<StandbyOutput> {
+        self.sequence += 1;
+        let (sequence, sent_ns) = (self.sequence, self.now_ns);
+        self.hear(Message::Heartbeat { sequence, sent_ns, term: Term(1), session: Some(S), pairing })
+    }
+
+    /// So long nothing happens but ticks.
+    fn silence(&mut self, ms: u64) -> Vec<StandbyOutput> {
+        let mut outputs = Vec::new();
+        for _ in 0..ms / 50 {
+            outputs.extend(self.after(50, StandbyInput::Tick));
+        }
+        outputs
+    }
+
+    fn reply(&mut self, generation: u64, term: u64, owner: NodeId, mode: Mode) -> Vec<StandbyOutput> {
+        let state = Some(GroupState { generation, term: Term(term), owner, mode });
+        self.after(1, StandbyInput::Witness(WitnessReply { group: GROUP, state }))
+    }
+}
+
+fn complete(epoch: u64) -> StandbyInput {
+    let after = epoch.checked_sub(1).filter(|after| *after > 0).map(Epoch);
+    StandbyInput::EpochComplete { session: S, epoch: Epoch(epoch), after }
+}
+
+#[test]
+fn an_epoch_that_builds_upon_what_did_not_come_is_rejected() {
+    let mut test = Test::following(Arbitration::Witness);
+    assert_eq!(test.after(1, complete(3)), [StandbyOutput::Reject { epoch: Epoch(3) }]);
+    test.hold(2);
+}
+
+fn activation(term: u64, forced: bool) -> StandbyOutput {
+    StandbyOutput::Activate { epoch: Epoch(1), term: Term(term), forced }
+}
+
+fn answers(outputs: &[StandbyOutput]) -> bool {
+    outputs
+        .iter()
+        .any(|output| matches!(output, StandbyOutput::Send { message: Message::HeartbeatAck { .. }, .. }))
+}
+
+#[test]
+fn it_takes_over_once_when_the_witness_grants_it() {
+    let mut test = Test::following(Arbitration::Witness);
+    assert!(answers(&test.beat(4)));
+    let outputs = test.silence(700);
+    let request =
+        WitnessRequest::TakeOver { group: GROUP, node: ME, term: Term(1), generation: 4, session: S };
+    assert!(outputs.contains(&StandbyOutput::AskWitness(request)), "{outputs:?}");
+    assert!(!answers(&test.beat(4)), "the question may be granted");
+    assert!(test.reply(5, 2, ME, Mode::Solo).contains(&activation(2, false)));
+    assert_eq!(test.reply(5, 2, ME, Mode::Solo), []);
+    assert_eq!(test.after(1, StandbyInput::FailOver { force: true }), []);
+    let outputs = test.beat(4);
+    assert_eq!(outputs, [StandbyOutput::Send { path: 0, message: Message::TookOver { term: Term(2) } }]);
+}
+
+#[test]
+fn without_the_generation_it_asks_for_the_state_first() {
+    let mut test = Test::following(Arbitration::Witness);
+    let outputs = test.silence(700);
+    assert!(outputs.contains(&StandbyOutput::AskWitness(WitnessRequest::State { group: GROUP })));
+    let outputs = test.reply(4, 1, NodeId(1), Mode::Paired { standby: ME, session: S });
+    let request =
+        WitnessRequest::TakeOver { group: GROUP, node: ME, term: Term(1), generation: 4, session: S };
+    assert!(outputs.contains(&StandbyOutput::AskWitness(request)));
+    let outputs = test.reply(5, 1, NodeId(1), Mode::Solo);
+    assert!(outputs.contains(&StandbyOutput::Note(Note::TakeOverRefused)));
+    assert_eq!(test.standby.state(), StandbyState::Alone);
+}
+
+#[test]
+fn a_question_that_never_left_can_be_taken_back() {
+    for sent in [false, true] {
+        let mut test = Test::following(Arbitration::Witness);
+        test.beat(4);
+        test.silence(700);
+        test.after(1, StandbyInput::WitnessLost { sent });
+        assert_eq!(answers(&test.beat(4)), !sent);
+    }
+}
+
+#[test]
+fn an_epoch_that_comes_while_it_asks_is_not_left_out() {
+    let mut test = Test::following(Arbitration::Witness);
+    test.beat(4);
+    test.silence(700);
+    test.after(1, StandbyInput::WitnessLost { sent: false });
+    test.hold(2);
+    let outputs = test.beat(4);
+    let held = Some(Epoch(2));
+    assert!(outputs.iter().any(
+        |output| matches!(output, StandbyOutput::Send { message: Message::HeartbeatAck { held: of, .. }, .. } if *of == held)
+    ));
+}
+
+#[test]
+fn it_does_not_take_over_in_the_middle_of_an_epoch() {
+    let mut test = Test::following(Arbitration::Fencing);
+    test.beat(1);
+    test.after(1, complete(2));
+    assert!(test.silence(700).contains(&StandbyOutput::Fence));
+    assert_eq!(test.after(1, StandbyInput::Fenced(true)), []);
+    let outputs = test.after(1, StandbyInput::ApplyFailed { reason: "full".into() });
+    assert!(outputs.contains(&activation(2, false)), "{outputs:?}");
+}
+
+#[test]
+fn the_hook_is_for_who_is_armed() {
+    let mut test = Test::following(Arbitration::Fencing);
+    test.beat(0);
+    assert!(!test.silence(700).contains(&StandbyOutput::Fence));
+    assert_eq!(test.standby.state(), StandbyState::Alone);
+}
+
+#[test]
+fn a_hook_that_fails_is_tried_again_later() {
+    let mut test = Test::following(Arbitration::Fencing);
+    test.beat(1);
+    test.silence(700);
+    let outputs = test.after(1, StandbyInput::Fenced(false));
+    assert_eq!(outputs, [StandbyOutput::Note(Note::FenceFailed(1))]);
+    assert!(!test.silence(500).contains(&StandbyOutput::Fence));
+    assert!(test.silence(200).contains(&StandbyOutput::Fence));
+}
+
+#[test]
+fn without_arbiter_only_a_user_who_insists_makes_it_take_over() {
+    let mut test = Test::following(Arbitration::Manual);
+    test.beat(1);
+    let outputs = test.silence(700);
+    assert!(
+        outputs.contains(&StandbyOutput::Note(Note::PrimaryLost { held: Some(Epoch(1)), complete: true }))
+    );
+    assert_eq!(
+        test.after(1, StandbyInput::FailOver { force: false }),
+        [StandbyOutput::Note(Note::NeedsForce)]
+    );
+    assert!(test.after(1, StandbyInput::FailOver { force: true }).contains(&activation(2, true)));
+}
+
+#[test]
+fn a_command_to_fail_over_waits_for_the_end_of_the_lease() {
+    let mut test = Test::following(Arbitration::Fencing);
+    test.beat(1);
+    assert_eq!(test.after(1, StandbyInput::FailOver { force: false }), []);
+    assert!(!answers(&test.beat(1)));
+    assert!(!test.silence(500).contains(&StandbyOutput::Fence));
+    assert!(test.silence(150).contains(&StandbyOutput::Fence));
+}
+
+#[test]
+fn a_stall_of_its_own_is_no_silence_of_the_primary() {
+    let mut test = Test::following(Arbitration::Fencing);
+    test.beat(1);
+    assert_eq!(test.after(3000, StandbyInput::Tick), []);
+    assert!(answers(&test.beat(1)));
+    // One that never runs in time judges all the same.
+    test.after(400, StandbyInput::Tick);
+    assert!(test.after(400, StandbyInput::Tick).contains(&StandbyOutput::Fence));
+}
+
+#[test]
+fn what_is_handed_over_is_taken_at_once() {
+    let mut test = Test::following(Arbitration::Manual);
+    test.beat(1);
+    assert_eq!(test.hear(Message::HandOver { session: S, epoch: Epoch(2) }), [], "it does not hold that");
+    assert!(test.hear(Message::HandOver { session: S, epoch: Epoch(1) }).contains(&activation(2, false)));
+}
+
+#[test]
+fn a_stale_primary_is_told() {
+    let mut test = Test::following(Arbitration::Witness);
+    test.standby.term = Term(3);
+    let outputs = test.beat(1);
+    let stale = Message::Refused(Refusal::StaleTerm(Term(3)));
+    assert_eq!(outputs, [StandbyOutput::Send { path: 0, message: stale }]);
+}

@@ -1,0 +1,147 @@
+/* `ledger`: a server that counts, on port 4712 over TCP. Each entry is in memory, and with kf.dev=/dev/vdX on that disk too before it
+ * is answered. A client that was answered knows what no failure may take back; one that reads the whole learns whether RAM and disk
+ * are of one instant.
+ *
+ *   request, 16 bytes    | LEDGER_MAGIC | value |        0: no entry, only the answer
+ *   answer, 32 bytes     | LEDGER_MAGIC | entries | chain over all values | errors |
+ *
+ *   chain(0) = 0     chain(n) = mix(chain(n - 1) ^ value(n))
+ *   disk, block n % BLOCKS:  | LEDGER_MAGIC | n | chain(n) | ...        read back and checked with each entry
+ *
+ *   kf.ledger.dirty=PAGES  written with each entry (16)
+ */
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "hash.h"
+#include "kfguest.h"
+
+#define LEDGER_MAGIC 0x72656764656c666Bull
+#define LEDGER_PORT 4712
+#define CLIENTS_MAX 32
+#define BLOCKS 1024u
+#define ERRORS_SAID_MAX 10
+
+struct client {
+    int fd;
+    size_t have;
+    uint64_t in[2];
+};
+
+struct ledger {
+    uint64_t entries, chain, errors;
+    int disk;
+    uint64_t *block;
+    uint8_t *pages;
+    uint64_t dirty;
+};
+
+static void wrong(struct ledger *ledger, const char *what)
+{
+    if (ledger->errors++ < ERRORS_SAID_MAX)
+        error("ledger", "%s at entry %llu", what, (unsigned long long)ledger->entries);
+}
+
+/* The newest block says what memory says, or this is another instant's disk. */
+static void check_disk(struct ledger *ledger)
+{
+    if (ledger->disk < 0 || ledger->entries == 0)
+        return;
+    off_t at = (off_t)(ledger->entries % BLOCKS) * PAGE_BYTES;
+    if (pread(ledger->disk, ledger->block, PAGE_BYTES, at) != PAGE_BYTES)
+        return wrong(ledger, "the disk cannot be read");
+    if (ledger->block[0] != LEDGER_MAGIC || ledger->block[1] != ledger->entries || ledger->block[2] != ledger->chain)
+        wrong(ledger, "the disk differs from memory");
+}
+
+static void enter(struct ledger *ledger, uint64_t value)
+{
+    check_disk(ledger);
+    ledger->entries++;
+    ledger->chain = hash_mix(ledger->chain ^ value);
+    for (uint64_t i = 0; i < ledger->dirty; i++)
+        memcpy(ledger->pages + i * PAGE_BYTES + (ledger->entries % 500) * 8, &ledger->chain, 8);
+    if (ledger->disk < 0)
+        return;
+    memset(ledger->block, 0, PAGE_BYTES);
+    ledger->block[0] = LEDGER_MAGIC;
+    ledger->block[1] = ledger->entries;
+    ledger->block[2] = ledger->chain;
+    off_t at = (off_t)(ledger->entries % BLOCKS) * PAGE_BYTES;
+    if (pwrite(ledger->disk, ledger->block, PAGE_BYTES, at) != PAGE_BYTES || fdatasync(ledger->disk) < 0)
+        wrong(ledger, "the disk cannot be written");
+}
+
+/* False where the client is gone. */
+static bool answer(struct ledger *ledger, struct client *client)
+{
+    ssize_t got = read(client->fd, (uint8_t *)client->in + client->have, sizeof client->in - client->have);
+    if (got <= 0)
+        return got < 0 && (errno == EAGAIN || errno == EINTR);
+    client->have += (size_t)got;
+    if (client->have < sizeof client->in)
+        return true;
+    client->have = 0;
+    if (client->in[0] != LEDGER_MAGIC)
+        return false;
+    if (client->in[1] != 0)
+        enter(ledger, client->in[1]);
+    else
+        check_disk(ledger);
+    uint64_t out[4] = {LEDGER_MAGIC, ledger->entries, ledger->chain, ledger->errors};
+    return send(client->fd, out, sizeof out, MSG_NOSIGNAL) == (ssize_t)sizeof out;
+}
+
+static void run(struct slot *slot)
+{
+    const char *path = param("ledger", "dev", NULL);
+    struct ledger ledger = {.disk = -1, .dirty = param_number("ledger", "dirty", 16, 0, 1 << 16)};
+    if (path) {
+        for (int tries = 0; tries < 100 && (ledger.disk = open(path, O_RDWR | O_DIRECT | O_CLOEXEC)) < 0; tries++)
+            sleep_us(50000);
+        if (ledger.disk < 0)
+            die("ledger", "opening %s: %s", path, strerror(errno));
+    }
+    ledger.pages = map_mib("ledger", 1 + ledger.dirty * PAGE_BYTES / (1 << 20), false);
+    if (posix_memalign((void **)&ledger.block, PAGE_BYTES, PAGE_BYTES) != 0)
+        die("ledger", "no memory for a block");
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_port = htons(LEDGER_PORT)};
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), on = 1;
+    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (listener < 0 || bind(listener, (struct sockaddr *)&here, sizeof here) < 0 || listen(listener, CLIENTS_MAX) < 0)
+        die("ledger", "listen: %s", strerror(errno));
+    struct client clients[CLIENTS_MAX];
+    size_t there = 0;
+    wait_for_go(slot);
+    for (;;) {
+        struct pollfd fds[CLIENTS_MAX + 1] = {{.fd = listener, .events = there < CLIENTS_MAX ? POLLIN : 0}};
+        for (size_t i = 0; i < there; i++)
+            fds[i + 1] = (struct pollfd){.fd = clients[i].fd, .events = POLLIN};
+        if (poll(fds, there + 1, -1) < 0)
+            continue;
+        /* From the last to the first: one that is gone is replaced by the last. */
+        for (size_t i = there; i-- > 0;) {
+            if (fds[i + 1].revents && !answer(&ledger, &clients[i])) {
+                close(clients[i].fd);
+                clients[i] = clients[--there];
+            }
+        }
+        atomic_store_explicit(&slot->counter[0], ledger.entries, memory_order_relaxed);
+        atomic_store_explicit(&slot->counter[1], ledger.errors, memory_order_relaxed);
+        int fd = fds[0].revents ? accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+        if (fd >= 0) {
+            setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+            clients[there++] = (struct client){.fd = fd};
+        }
+    }
+}
+
+const struct workload work_ledger = {.name = "ledger", .counter = {"entries", "errors"}, .every_second = true, .run = run};

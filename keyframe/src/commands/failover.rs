@@ -1,0 +1,41 @@
+//! `keyframe failover`: lets a protected VM run on the other host.
+
+use crate::control::{Request, Response, client};
+use crate::failure::{DONE, Failure, Outcome};
+use crate::{output, rundir};
+use std::time::Duration;
+
+/// Let a protected VM run on the other host
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "Where both hosts live, the VM goes over without loss: it stops, its last epoch goes to the standby, which runs it on. On a
+standby whose primary is silent, who decides (--witness, --fence-with) is asked. --force needs nobody: say it only where the other
+host is off for sure, or two hosts run one VM.
+
+Examples:
+  keyframe failover                   # on either host: a planned switch-over
+  keyframe failover --name standby --force"
+)]
+pub struct Failover {
+    /// Which VM or standby, where several run here
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// The other host is off: take over without asking anybody
+    #[arg(long)]
+    force: bool,
+}
+
+impl Failover {
+    /// Asks the engine.
+    pub fn run(&self) -> Outcome {
+        let engine = rundir::find(self.name.as_deref())?;
+        let request = Request::FailOver { force: self.force };
+        match client::ask(&engine, &request, Duration::from_secs(30))? {
+            Response::Done(text) => {
+                output::print_line(&text)?;
+                Ok(DONE)
+            }
+            _ => Err(Failure::new("this is no protected VM and no standby").fix("see keyframe status")),
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! `keyframe protect`: a VM with a standby on another host; and the processes beside it.
+
+use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::paths;
+use crate::protecting::links::Addresses;
+use crate::protecting::primary::Finish;
+use crate::protecting::settings::{Settings, address};
+use crate::protecting::standby::{self, Wish};
+use crate::protecting::{guard, launch};
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+
+/// Run a VM with a standby on another host that goes on with it
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "The QEMU command line behind -- is yours. What the guest sends leaves only once the standby has the state that sent it
+(output commit), and what is sent to it is never held. Its disks (raw and qcow2) are copied to the standby with the first epoch and
+follow from then on; their images here are never written: what the guest writes lies in --dir.
+
+Who decides when a host falls silent: --witness names a third host (keyframe witness) that lets one of the two run the VM; or
+--fence-with a command that switches the other one off. Without either the VM goes on here when the standby is lost, and the standby
+takes over by command alone (keyframe failover --force). Both hosts are started alike. All connections are encrypted, and need --key.
+
+When an epoch is taken, the policy says; --latency 20ms asks for the fewest epochs that keep that, not for the least latency.
+
+Examples:
+  (umask 077; head -c 32 /dev/urandom | base64 > KEY)                       # once; copy it to each host
+  keyframe witness --key KEY --listen 0.0.0.0:7431 --dir W                   # on host c
+  keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D    # on host b
+  keyframe protect --key KEY --witness c:7431 --standby b:7430 -- qemu-system-x86_64 -m 1G \\
+      -netdev tap,id=n0,ifname=tap0,script=no -device virtio-net-pci,netdev=n0 ...          # on host a
+  keyframe status
+  keyframe failover                                                         # the VM goes over to b, without loss"
+)]
+pub struct Protect {
+    /// Where the standby listens (keyframe standby)
+    #[arg(long, value_name = "HOST:PORT")]
+    standby: String,
+    /// The same standby by a second way, for signs of life: a link that is cut is then no host that is dead
+    #[arg(long, value_name = "HOST:PORT")]
+    standby_beat: Option<String>,
+    /// Where to listen as the standby, once the VM runs on the other host: the two change roles from then on
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
+    /// Where what the guest writes to its disks lies [default: ~/.local/state/keyframe/protect]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// The VM's name [default: that of QEMU's -name, else vm]
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    #[command(flatten)]
+    settings: Settings,
+    /// QEMU's command line
+    #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
+    command: Vec<OsString>,
+}
+
+impl Protect {
+    /// Runs the VM until it ends, or runs elsewhere.
+    pub fn run(self) -> Outcome {
+        let setup = self.settings.understood()?;
+        let beat = self.standby_beat.as_deref().map(address).transpose()?;
+        let addresses = Addresses { control: address(&self.standby)?, beat };
+        let folder = folder(self.dir, "protect")?;
+        let engine = launch::protect(self.command, self.name.clone(), &folder, addresses, setup.clone())?;
+        match (engine.run()?, self.listen) {
+            (Finish::Code(code), _) => Ok(code),
+            (Finish::Elsewhere, None) => {
+                setup.say("to protect it by this host, start: keyframe standby");
+                Ok(DONE)
+            }
+            (Finish::Elsewhere, Some(listen)) => standby::run(&Wish {
+                listen: address(&listen)?,
+                folder: folder.join("standby"),
+                name: self.name.unwrap_or_else(|| "standby".into()),
+                extra: Vec::new(),
+                peer: Some(addresses),
+                setup,
+            }),
+        }
+    }
+}
+
+/// The directory that was named, or the usual one.
+pub fn folder(named: Option<PathBuf>, usual: &str) -> Result<PathBuf, Failure> {
+    match named {
+        Some(named) => paths::absolute(&named),
+        None => keyframe_store::state_folder()
+            .map(|state| state.join(usual))
+            .ok_or_else(|| Failure::new("there is no home directory").fix("name a directory: --dir DIR")),
+    }
+}
+
+/// Hold packets for the engine at the other end of standard input
+#[derive(clap::Args, Debug)]
+pub struct GateProcess {}
+
+impl GateProcess {
+    /// Holds until the engine has ended, or the VM.
+    #[expect(clippy::unused_self, reason = "as all commands")]
+    pub fn run(&self) -> Outcome {
+        keyframe_net::serve_gate(standard_input()?).map_err(|e| Failure::new(chain(&e)))?;
+        Ok(DONE)
+    }
+}
+
+/// Stop or end a QEMU whose engine, at the other end of standard input, stalls or dies
+#[derive(clap::Args, Debug)]
+pub struct GuardProcess {
+    /// QEMU's pid
+    qemu: u32,
+}
+
+impl GuardProcess {
+    /// Guards until the engine or QEMU has ended.
+    pub fn run(&self) -> Outcome {
+        guard::guard(self.qemu, standard_input()?)?;
+        Ok(DONE)
+    }
+}
+
+fn standard_input() -> Result<UnixStream, Failure> {
+    let input = std::io::stdin().as_fd().try_clone_to_owned();
+    input.map(UnixStream::from).map_err(|e| Failure::new(format!("take standard input: {e}")))
+}

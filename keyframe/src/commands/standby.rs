@@ -1,0 +1,65 @@
+//! `keyframe standby`: holds what a protected VM is, and goes on with it.
+
+use super::protect::folder;
+use crate::failure::Outcome;
+use crate::protecting::links::Addresses;
+use crate::protecting::settings::{Settings, address};
+use crate::protecting::standby::{self, Wish};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Hold a protected VM's newest state, and go on with it when its host fails
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "A QEMU waits here with the VM's memory, epoch by epoch; it runs once the primary has failed and who decides has said so, or by
+`keyframe failover`. Kernel, firmware and the like that the VM's line names have to be here under the same paths, and its network
+(a tap with the same name, say; or other words for it behind --). Its disks are kept in --dir.
+
+With --peer the VM is protected again from here, as soon as a standby listens there: start `keyframe standby` on the host that failed
+once it is back; a primary that was started with --listen listens by itself. When the VM goes over to that host, this one is its standby again.
+
+Examples:
+  keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D
+  keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D --peer a:7430
+  keyframe standby --key KEY --fence-with 'ipmitool -H a-ipmi power off' --listen 0.0.0.0:7430 --dir D
+  keyframe standby ... -- -netdev tap,id=n0,ifname=tap7,script=no        # the same netdev, by another tap"
+)]
+pub struct Standby {
+    /// Where to listen
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7430")]
+    listen: String,
+    /// Where disks are kept [default: ~/.local/state/keyframe/standby]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Its name among what runs here, for status and failover
+    #[arg(long, value_name = "NAME", default_value = "standby")]
+    name: String,
+    /// Once the VM runs here: where a standby for it listens
+    #[arg(long, value_name = "HOST:PORT")]
+    peer: Option<String>,
+    /// The same by a second way
+    #[arg(long, value_name = "HOST:PORT", requires = "peer")]
+    peer_beat: Option<String>,
+    #[command(flatten)]
+    settings: Settings,
+    /// Words that differ from the primary's line here
+    #[arg(last = true, value_name = "QEMU OPTIONS")]
+    extra: Vec<OsString>,
+}
+
+impl Standby {
+    /// Stands by until the VM has run here to its end, or a signal comes.
+    pub fn run(self) -> Outcome {
+        let setup = self.settings.understood()?;
+        let beat = self.peer_beat.as_deref().map(address).transpose()?;
+        let peer = self.peer.as_deref().map(address).transpose()?;
+        standby::run(&Wish {
+            listen: address(&self.listen)?,
+            folder: folder(self.dir, "standby")?,
+            name: self.name,
+            extra: self.extra,
+            peer: peer.map(|control| Addresses { control, beat }),
+            setup,
+        })
+    }
+}

@@ -1,0 +1,56 @@
+//! `keyframe witness`: lets at most one host run a protected VM.
+
+use super::protect::folder;
+use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::output;
+use crate::protecting::settings::address;
+use crate::protecting::witnessing::WitnessServer;
+use keyframe_link::{Key, Party};
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Decide, on a third host, which of two hosts runs a protected VM
+#[derive(clap::Args, Debug)]
+#[command(
+    after_help = "It knows who runs which VM and who may take it over, lets the first who asks have it, and remembers that in --dir, which is to
+survive whatever the host does. It can be away while nothing fails. One witness serves thousands of VMs.
+
+Examples:
+  keyframe witness --key KEY --listen 0.0.0.0:7431 --dir /var/lib/keyframe/witness"
+)]
+pub struct Witness {
+    /// The key that all hosts share: a file for its owner's eyes alone
+    #[arg(long, value_name = "FILE", env = "KEYFRAME_KEY")]
+    key: PathBuf,
+    /// Where to listen
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7431")]
+    listen: String,
+    /// Where it keeps what it knows [default: ~/.local/state/keyframe/witness]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+impl Witness {
+    /// Answers until a signal comes.
+    pub fn run(self) -> Outcome {
+        let key = Key::read(&self.key).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
+        let party = Party::new(&key).map_err(|e| Failure::new(chain(&e)))?;
+        let folder = folder(self.dir, "witness")?;
+        let server = Arc::new(WitnessServer::open(&folder, party)?);
+        let stop = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&stop))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let wanted = address(&self.listen)?;
+        let listener = TcpListener::bind(wanted).map_err(|e| {
+            Failure::new(format!("listen at {wanted}: {e}")).fix("name another port: --listen")
+        })?;
+        let found = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
+        output::print_line(&format!("witness at {found}, knows {} VMs", server.groups()))?;
+        server.serve(&listener, &stop)?;
+        Ok(DONE)
+    }
+}

@@ -1,0 +1,796 @@
+//! The standby: takes a VM's epochs in, and goes on with it where its primary cannot.
+//!
+//! ```text
+//!   listener ─▶ Greeting: control ─▶ Machine ─▶ a QEMU that waits ─▶ Ready        data ─▶ streams        beat
+//!   inbox ──▶ core ──▶ Apply: a thread of its own ─▶ image ─▶ Applied ─▶ core ─▶ acknowledged
+//!                 └──▶ Activate: devices ─▶ QEMU runs ─▶ a primary's engine
+//! ```
+//!
+//! Invariants: an epoch is complete when its devices and all of its streams have come; what is held is whole, always; nothing
+//! that takes long is done by the thread that answers heartbeats.
+
+mod image;
+mod streams;
+
+use super::frames::{
+    Arbiter, EpochHead, Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, epoch_parts, parse, text,
+    unmarked,
+};
+use super::guard::now_ns;
+use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
+use super::links::{self, Addresses};
+use super::primary::{self, Finish, In as PrimaryIn};
+use super::settings::{Setup, random};
+use super::verify;
+use super::vm::Gate;
+use super::witnessing::{self, Asked};
+use crate::commands::source_of;
+use crate::control::server::{Pending, SharedStatus};
+use crate::control::{ReplicationStatus, Request, Response};
+use crate::disks::place::Place;
+use crate::disks::{self, Served, Wanted};
+use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::rundir::RunDir;
+use image::{StandbyImage, make_disks};
+use keyframe_link::{Channel, Input};
+use keyframe_qemu::gate::net_gate;
+use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
+use keyframe_qemu::{DiskServer, Drive, QemuIdentity};
+use keyframe_replication::{
+    Config, Epoch, GroupId, Message, NodeId, Note, Standby, StandbyInput, StandbyOutput, StandbyState, Start,
+    Term,
+};
+use keyframe_store::MachineMeta;
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+use streams::{FromStream, Streams};
+
+const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How long who has connected may take to say what for.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+const READ_WAIT: Duration = Duration::from_millis(200);
+/// Connections whose greeting is awaited.
+const STRANGERS_MAX: usize = 32;
+/// Behind the last epoch of the primary that was taken over from.
+const EPOCH_GAP: u64 = 1 << 20;
+
+/// What a standby is asked for.
+#[derive(Clone)]
+pub struct Wish {
+    pub listen: SocketAddr,
+    pub folder: PathBuf,
+    pub name: String,
+    pub extra: Vec<OsString>,
+    /// Whom to protect the VM by, once it runs here.
+    pub peer: Option<Addresses>,
+    pub setup: Setup,
+}
+
+/// What wakes the thread.
+enum In {
+    Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
+    Beat { number: u64, channel: Arc<Channel> },
+    Data { stream: usize, number: u64, channel: Box<Channel> },
+    Said { path: u8, number: u64, message: Message },
+    Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
+    Broken { path: u8, number: u64 },
+    Stream(FromStream),
+    Applied { epoch: u64, devices: Vec<u8>, result: Result<(), String> },
+    Asked(Asked),
+    Fenced(bool),
+}
+
+/// A machine that waits.
+struct Ready {
+    machine: MachineFrame,
+    prepared: Prepared,
+    image: Arc<StandbyImage>,
+    streams: Arc<Streams>,
+    served: Option<Served>,
+    gate: Gate,
+    core: Standby,
+    config: Config,
+    /// Of the epoch that is held.
+    devices: Option<Vec<u8>>,
+    /// What has come of an epoch beside its pages.
+    coming: Option<(u64, u64, EpochHead, Vec<u8>)>,
+    marks: Vec<Option<(u64, u64)>>,
+}
+
+/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
+/// standby again.
+pub fn run(wish: &Wish) -> Outcome {
+    loop {
+        if let Finish::Code(code) = once(wish.clone())? {
+            return Ok(code);
+        }
+    }
+}
+
+fn once(wish: Wish) -> Result<Finish, Failure> {
+    let run_dir = RunDir::claim(&wish.name)?;
+    let status = launch::first_status(&wish.name, 0, "standby");
+    let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
+    let listener = bound(wish.listen)?;
+    let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(&interrupted))
+            .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+    }
+    let (sender, inbox) = channel();
+    let ends = Arc::new(AtomicBool::new(false));
+    admit(listener, &wish.setup, &sender, &ends)?;
+    wish.setup.say(&format!("standby: waits for a primary at {address}"));
+    let mut keeper = Keeper {
+        wish,
+        run_dir,
+        status,
+        sender,
+        inbox,
+        requests,
+        ready: None,
+        control: None,
+        beat: None,
+        ends: Arc::clone(&ends),
+        activate: None,
+    };
+    let activated = keeper.until_active(&interrupted);
+    ends.store(true, Ordering::Relaxed);
+    if let Some((epoch, term, forced)) = activated? {
+        return keeper.take_over((request_sender, socket), epoch, term, forced);
+    }
+    keeper.dismiss();
+    Ok(Finish::Code(DONE))
+}
+
+struct Keeper {
+    wish: Wish,
+    run_dir: RunDir,
+    status: SharedStatus,
+    sender: Sender<In>,
+    inbox: Receiver<In>,
+    /// The control socket's.
+    requests: Receiver<PrimaryIn>,
+    ready: Option<Ready>,
+    control: Option<(u64, Arc<Channel>)>,
+    beat: Option<(u64, Arc<Channel>)>,
+    ends: Arc<AtomicBool>,
+    activate: Option<(u64, Term, bool)>,
+}
+
+impl Keeper {
+    fn until_active(&mut self, interrupted: &AtomicBool) -> Result<Option<(u64, Term, bool)>, Failure> {
+        loop {
+            if self.activate.is_some() {
+                return Ok(self.activate.take());
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let deadline_ns = self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
+            let until = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
+            while let Ok(PrimaryIn::Request(pending)) = self.requests.try_recv() {
+                self.answer(&pending, interrupted);
+            }
+            match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
+                Ok(input) => self.take(input),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            }
+            if now_ns() >= deadline_ns {
+                self.handle(StandbyInput::Tick);
+            }
+            self.mind()?;
+            self.show();
+        }
+    }
+
+    /// A QEMU that waits and ends is of no use.
+    fn mind(&mut self) -> Result<(), Failure> {
+        let Some(ready) = &mut self.ready else { return Ok(()) };
+        if let Some(exit) = ready.prepared.try_wait().map_err(|e| Failure::qemu(&e))? {
+            eprintln!(
+                "keyframe: the QEMU that waited has ended ({exit}); the primary is asked to begin again"
+            );
+            self.dismiss();
+            if let Some((_, control)) = self.control.take() {
+                control.close();
+            }
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, input: In) {
+        match input {
+            In::Control { number, machine, channel } => self.take_control(number, *machine, channel),
+            In::Beat { number, channel } => {
+                self.read(Arc::clone(&channel), 1, number);
+                self.beat = Some((number, channel));
+                self.handle(StandbyInput::PathUp(1));
+            }
+            In::Data { stream, number, channel } => {
+                if let Some(ready) = &self.ready
+                    && stream < ready.streams.len()
+                {
+                    let sender = self.sender.clone();
+                    let tell = move |from| {
+                        let _ = sender.send(In::Stream(from));
+                    };
+                    ready.streams.read((stream, number), *channel, tell, Arc::clone(&self.ends));
+                }
+            }
+            In::Said { path, number, message } => {
+                if self.current(path) == Some(number) {
+                    self.handle(StandbyInput::Peer { path, message });
+                }
+            }
+            In::Epoch { number, session, epoch, head, devices } => {
+                if self.current(0) == Some(number)
+                    && let Some(ready) = &mut self.ready
+                {
+                    ready.coming = Some((session, epoch, head, devices));
+                    self.complete();
+                }
+            }
+            In::Broken { path, number } => {
+                if self.current(path) == Some(number) {
+                    match path {
+                        0 => self.control = None,
+                        _ => self.beat = None,
+                    }
+                    self.handle(StandbyInput::PathDown(path));
+                }
+            }
+            In::Stream(FromStream::Marked { stream, session, epoch }) => {
+                if let Some(mark) = self.ready.as_mut().and_then(|ready| ready.marks.get_mut(stream)) {
+                    *mark = Some((session, epoch));
+                    self.complete();
+                }
+            }
+            In::Stream(FromStream::Failed(reason)) => self.handle(StandbyInput::ApplyFailed { reason }),
+            In::Applied { epoch, devices, result } => {
+                if let Some(ready) = &mut self.ready {
+                    ready.streams.applied();
+                    if result.is_ok() {
+                        ready.devices = Some(devices);
+                    }
+                }
+                self.handle(match result {
+                    Ok(()) => StandbyInput::Applied { epoch: Epoch(epoch) },
+                    Err(reason) => StandbyInput::ApplyFailed { reason },
+                });
+            }
+            In::Asked(Asked::Answered(reply)) => self.handle(StandbyInput::Witness(reply)),
+            In::Asked(Asked::Lost { sent }) => self.handle(StandbyInput::WitnessLost { sent }),
+            In::Fenced(off) => self.handle(StandbyInput::Fenced(off)),
+        }
+    }
+
+    fn current(&self, path: u8) -> Option<u64> {
+        let of = if path == 0 { &self.control } else { &self.beat };
+        of.as_ref().map(|(number, _)| *number)
+    }
+
+    fn answer(&mut self, pending: &Pending, interrupted: &AtomicBool) {
+        let state = self.ready.as_ref().map(|ready| ready.core.state());
+        let response = match pending.request {
+            Request::FailOver { force: true }
+                if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) =>
+            {
+                self.handle(StandbyInput::FailOver { force: true });
+                Response::Done("this standby takes over".into())
+            }
+            Request::FailOver { force } => match state.filter(|_| !force) {
+                Some(StandbyState::Armed | StandbyState::Following) if self.control.is_some() => {
+                    self.handle(StandbyInput::SwitchOver);
+                    Response::Done("the primary is asked to let the VM go over".into())
+                }
+                Some(StandbyState::Armed | StandbyState::Following) => {
+                    self.handle(StandbyInput::FailOver { force: false });
+                    Response::Done("who decides is asked whether this standby may take over".into())
+                }
+                _ => Response::Failed("this standby holds no whole epoch of a VM".into()),
+            },
+            Request::Stop { .. } => {
+                interrupted.store(true, Ordering::Relaxed);
+                Response::Stopping
+            }
+            _ => Response::Failed("this is a standby; that is for the host where the VM runs".into()),
+        };
+        let _ = pending.answer.send(response);
+    }
+
+    /// A primary has connected and said what machine it has.
+    fn take_control(&mut self, number: u64, machine: MachineFrame, channel: Arc<Channel>) {
+        let known = self.ready.as_ref().is_some_and(|ready| ready.machine == machine);
+        let answer = if known { Ok(()) } else { self.get_ready(machine) };
+        let frame = match &answer {
+            Ok(()) => ReadyFrame::Ready,
+            Err(failure) => {
+                self.wish.setup.say(&format!("a primary is refused: {failure}"));
+                ReadyFrame::Refused { problem: failure.message.clone(), fix: failure.fix.clone() }
+            }
+        };
+        let sent = text(&frame).is_ok_and(|text| channel.send(Kind::Ready as u8, &[&text]).is_ok());
+        if answer.is_err() || !sent {
+            channel.close();
+            return;
+        }
+        if let Some((_, old)) = self.control.take() {
+            old.close();
+            self.handle(StandbyInput::PathDown(0));
+        }
+        if let Some(ready) = &mut self.ready {
+            ready.streams.connected(number);
+            ready.coming = None;
+        }
+        self.read(Arc::clone(&channel), 0, number);
+        self.control = Some((number, channel));
+        self.handle(StandbyInput::PathUp(0));
+    }
+
+    /// Reads a connection until it breaks.
+    fn read(&self, channel: Arc<Channel>, path: u8, number: u64) {
+        let (sender, ends) = (self.sender.clone(), Arc::clone(&self.ends));
+        let work = move || {
+            let mut input = Input::default();
+            while !ends.load(Ordering::Relaxed) {
+                let frame = match channel.receive(&mut input, READ_WAIT) {
+                    Ok(None) => continue,
+                    Ok(Some(frame)) => frame,
+                    Err(_) => break,
+                };
+                let said = match Kind::of(frame.kind) {
+                    Some(Kind::Core) => {
+                        Message::decode(&frame.payload).ok().map(|message| In::Said { path, number, message })
+                    }
+                    Some(Kind::Epoch) => unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
+                        let (head, devices) = epoch_parts(rest)?;
+                        Some(In::Epoch { number, session, epoch, head, devices: devices.to_vec() })
+                    }),
+                    _ => None,
+                };
+                // Whoever cannot be understood is no primary.
+                let Some(said) = said else { break };
+                if sender.send(said).is_err() {
+                    break;
+                }
+            }
+            channel.close();
+            let _ = sender.send(In::Broken { path, number });
+        };
+        // Without a thread the path stays silent, and counts as lost.
+        let _ = std::thread::Builder::new().name("link".into()).spawn(work);
+    }
+
+    /// Has a QEMU wait that is this machine.
+    fn get_ready(&mut self, machine: MachineFrame) -> Result<(), Failure> {
+        let setup = self.wish.setup.clone();
+        if machine.arbiter != setup.arbiter() {
+            let (theirs, own) = (flag(machine.arbiter), flag(setup.arbiter()));
+            return Err(Failure::new(format!("the primary is started {theirs}, this standby {own}"))
+                .fix("start both alike"));
+        }
+        if self
+            .ready
+            .as_ref()
+            .is_some_and(|ready| matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking))
+        {
+            return Err(Failure::new("this standby holds another VM, which it may have to take over"));
+        }
+        self.dismiss();
+        let folder = &self.wish.folder;
+        let paths = make_disks(folder, &machine)?;
+        let meta = meta_of(&machine);
+        let words = machine.user_command.get(1..).unwrap_or_default();
+        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e))?;
+        let gate = start_gate(&gated.nics)?;
+        let socket = self.run_dir.path().join(DISKS_SOCKET);
+        let made = self.serve(&machine, &paths, &socket).and_then(|served| {
+            let server = DiskServer { socket: socket.clone(), prefix: String::new() };
+            let disks = served.as_ref().map(|_| server);
+            let options = RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
+            let source = source_of(&meta, &machine.ram);
+            let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
+                for note in plan.notes() {
+                    setup.say(&format!("note: {note}"));
+                }
+                let prepared = prepare(plan)?;
+                let memory = prepared.memory()?;
+                Ok((prepared, memory))
+            });
+            match prepared {
+                Ok(prepared) => Ok((prepared, served)),
+                Err(error) => {
+                    if let Some(served) = served {
+                        let _ = served.end(false);
+                    }
+                    Err(Failure::qemu(&error))
+                }
+            }
+        });
+        let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
+        let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
+        let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
+        let group = u128::from_str_radix(&machine.group, 16)
+            .map_err(|_| Failure::new("the primary's group is no number"))?;
+        let arbitration = setup.arbitration;
+        let mut config =
+            Config::new(NodeId(random()?), random()?, GroupId(group), arbitration, machine.detection_ns);
+        config.paths = machine.paths;
+        let core = Standby::new(config, Term(0), None);
+        let marks = vec![None; streams.len()];
+        setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
+        self.ready = Some(Ready {
+            machine,
+            prepared,
+            image,
+            streams,
+            served,
+            gate,
+            core,
+            config,
+            devices: None,
+            coming: None,
+            marks,
+        });
+        Ok(())
+    }
+
+    fn serve(
+        &self,
+        machine: &MachineFrame,
+        paths: &[PathBuf],
+        socket: &Path,
+    ) -> Result<Option<Served>, Failure> {
+        if paths.is_empty() {
+            return Ok(None);
+        }
+        let wanted = |(path, disk): (&PathBuf, &super::frames::ReplicatedDisk)| {
+            let drive = Drive {
+                name: disk.name.clone(),
+                image: path.clone(),
+                format: Some("raw".into()),
+                temporary: false,
+                remote: false,
+            };
+            Wanted::of_drive(&drive, "")
+        };
+        let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
+        let place = Place::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
+        disks::serve_in(place, &machine.name, None, wanted, socket).map(Some)
+    }
+
+    /// Lets go of the machine that waited.
+    fn dismiss(&mut self) {
+        let Some(ready) = self.ready.take() else { return };
+        drop(ready.prepared);
+        if let Some(served) = ready.served {
+            let _ = served.end(false);
+        }
+        ready.gate.end();
+    }
+
+    /// Whether an epoch has come whole.
+    fn complete(&mut self) {
+        let Some(ready) = &self.ready else { return };
+        let Some((session, epoch, head, _)) = &ready.coming else { return };
+        let whole = ready.marks.iter().all(|mark| *mark == Some((*session, *epoch)));
+        if whole {
+            let (session, epoch) = (keyframe_replication::Session(*session), Epoch(*epoch));
+            let after = head.after.map(Epoch);
+            self.handle(StandbyInput::EpochComplete { session, epoch, after });
+        }
+    }
+
+    fn handle(&mut self, input: StandbyInput) {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let Some(ready) = &mut self.ready else { return };
+            for output in ready.core.handle(now_ns(), input) {
+                if let Some(next) = self.act(output) {
+                    inputs.push_back(next);
+                }
+            }
+        }
+    }
+
+    fn act(&mut self, output: StandbyOutput) -> Option<StandbyInput> {
+        match output {
+            StandbyOutput::Send { path, message } => {
+                let of = if path == 0 { &self.control } else { &self.beat };
+                if let Some((_, channel)) = of
+                    && !links::say(channel, &message)
+                {
+                    // Its reader tells that it is broken.
+                    channel.close();
+                }
+            }
+            StandbyOutput::AskWitness(request) => {
+                let Some(address) = self.wish.setup.witness else {
+                    return Some(StandbyInput::WitnessLost { sent: false });
+                };
+                let (party, sender) = (self.wish.setup.party.clone(), self.sender.clone());
+                let work = move || {
+                    let _ = sender.send(In::Asked(witnessing::ask(&party, address, request)));
+                };
+                if std::thread::Builder::new().name("ask-witness".into()).spawn(work).is_err() {
+                    return Some(StandbyInput::WitnessLost { sent: false });
+                }
+            }
+            StandbyOutput::Receive { session } => {
+                let ready = self.ready.as_mut()?;
+                ready.streams.receive(session.0);
+                (ready.devices, ready.coming) = (None, None);
+                ready.marks.fill(None);
+                if let Err(error) = ready.image.clear() {
+                    let reason = format!("make room for the VM: {error}");
+                    return Some(StandbyInput::ApplyFailed { reason });
+                }
+            }
+            StandbyOutput::Apply { epoch } => return self.apply(epoch.0),
+            StandbyOutput::Reject { .. } | StandbyOutput::DiscardPartial => {
+                let ready = self.ready.as_mut()?;
+                ready.streams.discard();
+                ready.coming = None;
+                ready.marks.fill(None);
+            }
+            StandbyOutput::Fence => {
+                let name = self.ready.as_ref().map(|ready| ready.machine.name.clone()).unwrap_or_default();
+                let (setup, sender) = (self.wish.setup.clone(), self.sender.clone());
+                let work = move || {
+                    let _ = sender.send(In::Fenced(setup.fence(&name, "standby")));
+                };
+                if std::thread::Builder::new().name("fence".into()).spawn(work).is_err() {
+                    return Some(StandbyInput::Fenced(false));
+                }
+            }
+            StandbyOutput::Activate { epoch, term, forced } => self.activate = Some((epoch.0, term, forced)),
+            StandbyOutput::Note(note) => {
+                let text = match &note {
+                    Note::Joined(_) => "joined".into(),
+                    other => super::said(other),
+                };
+                self.wish.setup.say(&text);
+                self.update(|status| status.note = text);
+            }
+        }
+        None
+    }
+
+    /// Makes an epoch that has come whole what is held, beside the heartbeats.
+    fn apply(&mut self, epoch: u64) -> Option<StandbyInput> {
+        let failed = |reason: &str| Some(StandbyInput::ApplyFailed { reason: reason.into() });
+        let ready = self.ready.as_mut()?;
+        let Some((session, _, head, devices)) = ready.coming.take_if(|(_, number, ..)| *number == epoch)
+        else {
+            return failed("what came of it was dropped");
+        };
+        let Some(pages) = ready.streams.take(session, epoch) else {
+            return failed("what came of it was dropped");
+        };
+        let (image, sender, checks) = (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
+        let ram_pages = ready.machine.ram.len_pages();
+        let work = move || {
+            let applied = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let result = applied.and_then(|()| match &*checks {
+                [] => Ok(()),
+                checks => verify::compare(&*image, ram_pages, checks),
+            });
+            let _ = sender.send(In::Applied { epoch, devices, result });
+        };
+        if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
+            return failed("no thread is to be had");
+        }
+        self.update(|status| {
+            status.reason.clone_from(&head.reason);
+            status.pages = head.pages;
+            status.wire_bytes = head.wire_bytes;
+            status.all_wire_bytes += head.wire_bytes;
+            status.all_raw_bytes += head.pages * keyframe_units::PAGE_BYTES as u64;
+            status.epochs += 1;
+            status.epoch = Some(epoch);
+        });
+        None
+    }
+
+    fn show(&mut self) {
+        let Some(ready) = &self.ready else { return };
+        let state = match ready.core.state() {
+            StandbyState::Alone => "waiting",
+            StandbyState::Joining => "syncing",
+            StandbyState::Following => "following",
+            StandbyState::Armed => "ready to take over",
+            StandbyState::Asking => "asking",
+            StandbyState::Active => "active",
+        };
+        let (held, term) = (ready.core.held().map(|epoch| epoch.0), ready.core.term().0);
+        let (vm, qemu, connected) =
+            (ready.machine.name.clone(), ready.prepared.pid(), self.control.is_some());
+        if let Ok(mut status) = self.status.lock() {
+            status.qemu_pid = qemu;
+        }
+        self.update(|status| {
+            state.clone_into(&mut status.state);
+            (status.acknowledged, status.term, status.connected) = (held, term, connected);
+            status.protects = Some(vm);
+        });
+    }
+
+    fn update(&self, change: impl FnOnce(&mut ReplicationStatus)) {
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        change(status.replication.get_or_insert_default());
+    }
+
+    /// The VM goes on here.
+    fn take_over(
+        mut self,
+        (sender, socket): (Sender<PrimaryIn>, crate::control::server::Socket),
+        epoch: u64,
+        term: Term,
+        forced: bool,
+    ) -> Result<Finish, Failure> {
+        let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
+        let devices = ready.devices.as_ref().ok_or_else(|| Failure::new("no epoch is held"))?;
+        let restored = match ready.prepared.activate(&*ready.image, devices) {
+            Ok(restored) => restored,
+            Err(error) => {
+                ready.gate.end();
+                return Err(Failure::qemu(&error));
+            }
+        };
+        let (ready_ns, mut vm) = (restored.ready_ns(), restored.into_vm());
+        self.wish.setup.say(&format!(
+            "took over: VM {} runs here from epoch {epoch} on, after {}",
+            ready.machine.name,
+            crate::output::duration(ready_ns)
+        ));
+        self.update(|status| {
+            *status = ReplicationStatus {
+                role: "primary".into(),
+                took_over_ns: Some(ready_ns),
+                acknowledged: None,
+                ..ReplicationStatus::default()
+            };
+        });
+        if let Some((_, channel)) = &self.control {
+            links::say(channel, &Message::TookOver { term });
+        }
+        if ready.served.is_some() {
+            vm.mind_server(self.run_dir.path().join(DISKS_SOCKET));
+        }
+        let identity = QemuIdentity {
+            path: PathBuf::from(&ready.machine.qemu_path),
+            version: ready.machine.qemu_version.clone(),
+            blake3: ready.machine.qemu_blake3.clone(),
+        };
+        let found = Found {
+            vm,
+            identity,
+            machine: Some(meta_of(&ready.machine)),
+            directory: PathBuf::from(&ready.machine.working_directory),
+            served: ready.served,
+            gate: ready.gate,
+        };
+        let home = Home {
+            name: ready.machine.name.clone(),
+            run_dir: self.run_dir,
+            status: self.status,
+            inbox: Some((self.requests, sender, socket)),
+        };
+        let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
+        let engine = launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
+        engine.run()
+    }
+}
+
+/// Listens; who listened there until now may need a moment to be gone.
+fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let deadline = Instant::now() + REBIND_TIMEOUT;
+    loop {
+        match TcpListener::bind(address) {
+            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            bound => {
+                return bound.map_err(|e| {
+                    Failure::new(format!("listen at {address}: {e}")).fix("name another port: --listen")
+                });
+            }
+        }
+    }
+}
+
+fn flag(arbiter: Arbiter) -> &'static str {
+    match arbiter {
+        Arbiter::Witness => "with --witness",
+        Arbiter::Fencing => "with --fence-with",
+        Arbiter::Manual => "without --witness or --fence-with",
+    }
+}
+
+/// What a restore has to know.
+fn meta_of(machine: &MachineFrame) -> MachineMeta {
+    MachineMeta {
+        qemu_path: machine.qemu_path.clone(),
+        qemu_version: machine.qemu_version.clone(),
+        qemu_blake3: machine.qemu_blake3.clone(),
+        machine_type: machine.machine_type.clone(),
+        working_directory: machine.working_directory.clone(),
+        user_command: machine.user_command.clone(),
+        cpu_lacks: machine.cpu_lacks.clone(),
+        ..MachineMeta::default()
+    }
+}
+
+/// Lets in who has the key, each by a thread until it has said what for.
+fn admit(
+    listener: TcpListener,
+    setup: &Setup,
+    sender: &Sender<In>,
+    ends: &Arc<AtomicBool>,
+) -> Result<(), Failure> {
+    let failed = |e: std::io::Error| Failure::new(format!("listen: {e}"));
+    listener.set_nonblocking(true).map_err(failed)?;
+    let (setup, sender, ends) = (setup.clone(), sender.clone(), Arc::clone(ends));
+    let strangers = Arc::new(());
+    let work = move || {
+        while !ends.load(Ordering::Relaxed) {
+            let Ok((stream, _)) = listener.accept() else {
+                std::thread::sleep(Duration::from_millis(5));
+                continue;
+            };
+            if Arc::strong_count(&strangers) > STRANGERS_MAX {
+                continue;
+            }
+            let (setup, sender, stranger) = (setup.clone(), sender.clone(), Arc::clone(&strangers));
+            let greet = move || {
+                let channel = stream
+                    .set_nonblocking(false)
+                    .map_err(|e| e.to_string())
+                    .and_then(|()| setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e)));
+                match channel.and_then(|channel| greeted(channel).map_err(|failure| failure.to_string())) {
+                    Ok(input) => drop(sender.send(input)),
+                    Err(problem) => setup.say(&format!("a connection is refused: {problem}")),
+                }
+                drop(stranger);
+            };
+            let _ = std::thread::Builder::new().name("greet".into()).spawn(greet);
+        }
+    };
+    std::thread::Builder::new().name("admit".into()).spawn(work).map(drop).map_err(failed)
+}
+
+fn greeted(channel: Channel) -> Result<In, Failure> {
+    let mut input = Input::default();
+    let mut next = |what: Kind| {
+        let frame = channel.receive(&mut input, GREETING_TIMEOUT).map_err(|e| links::failed(&e))?;
+        let frame = frame.filter(|frame| Kind::of(frame.kind) == Some(what));
+        frame.map(|frame| frame.payload).ok_or_else(|| Failure::new("it does not say what for"))
+    };
+    let greeting: Greeting = parse(&next(Kind::Greeting)?)?;
+    if greeting.version != VERSION {
+        return Err(Failure::new(format!(
+            "it speaks version {} of the protocol, and {VERSION} is known",
+            greeting.version
+        ))
+        .fix("run the same Keyframe on both hosts"));
+    }
+    let number = greeting.connection;
+    Ok(match greeting.purpose {
+        Purpose::Control => {
+            let machine = Box::new(parse::<MachineFrame>(&next(Kind::Machine)?)?);
+            In::Control { number, machine, channel: Arc::new(channel) }
+        }
+        Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
+        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
+    })
+}

@@ -1,0 +1,327 @@
+//! A protected VM on hosts of a test's own, and a client that believes nothing.
+//!
+//! ```text
+//!   a: keyframe protect, QEMU, tap0 ─ bridge ─ eth0 10.78.0.1 ──┐
+//!   b: keyframe standby, QEMU, tap0 ─ bridge ─ eth0 10.78.0.2 ──┼── 1 Gbit/s ── bridge
+//!   c: keyframe witness, the client, ────────── eth0 10.78.0.3 ──┘
+//!   the guest, wherever it runs: 10.78.0.15
+//! ```
+
+use crate::hosts::Host;
+use crate::{Bench, Boot, Process, until};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The guest's own address.
+const GUEST: &str = "10.78.0.15";
+const WITNESS: &str = "10.78.0.3:7431";
+const LEDGER_MAGIC: u64 = 0x7265_6764_656c_666b;
+const LEDGER_PORT: u16 = 4712;
+/// Of the flags in /proc/PID/stat.
+const PF_EXITING: u64 = 4;
+
+/// Three hosts and a switch between them.
+pub struct Hosts {
+    /// The VM's first host.
+    pub a: Host,
+    /// Its standby.
+    pub b: Host,
+    /// The client's and the witness'.
+    pub c: Host,
+    /// The network itself.
+    switch: Host,
+    dir: PathBuf,
+}
+
+impl Hosts {
+    /// With links of 1 Gbit/s, and a key in the bench's directory.
+    pub fn new(bench: &Bench) -> Self {
+        let switch = Host::new();
+        switch.ok("ip link add bridge type bridge");
+        switch.ok("ip link set bridge up");
+        let linked = |name: &str, n: u8| {
+            let host = Host::new();
+            switch.ok(&format!("ip link add to-{name} type veth peer name eth0 netns {}", host.holder()));
+            switch.ok(&format!("ip link set to-{name} master bridge up"));
+            switch.ok(&format!("tc qdisc add dev to-{name} root tbf rate 1gbit burst 256k latency 100ms"));
+            host.ok("ip link set lo up");
+            host.ok("ip link set eth0 up");
+            host.ok("tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
+            host.ok("ip link add bridge type bridge");
+            host.ok("ip link set eth0 master bridge");
+            host.ok("ip link set bridge up");
+            host.ok(&format!("ip addr add 10.78.0.{n}/24 dev bridge"));
+            if n < 3 {
+                host.ok("ip tuntap add tap0 mode tap");
+                host.ok("ip link set tap0 master bridge up");
+            }
+            host
+        };
+        let (a, b, c) = (linked("a", 1), linked("b", 2), linked("c", 3));
+        let dir = bench.path().to_owned();
+        let key = dir.join("KEY");
+        std::fs::write(&key, "a key of this test's own").expect("write the key");
+        std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).expect("protect the key");
+        for host in ["a", "b", "c"] {
+            std::fs::create_dir_all(dir.join(host)).expect("make a directory");
+        }
+        Self { a, b, c, switch, dir }
+    }
+
+    fn host(&self, name: &str) -> &Host {
+        match name {
+            "a" => &self.a,
+            "b" => &self.b,
+            _ => &self.c,
+        }
+    }
+
+    /// `keyframe` on a host, with a run directory of its own there.
+    pub fn command(&self, bench: &Bench, host: &str, args: &[&str]) -> Command {
+        let own = bench.command(args);
+        let mut command = self.host(host).command(own.get_program());
+        command.args(own.get_args()).current_dir(&self.dir);
+        for (name, value) in own.get_envs() {
+            if let Some(value) = value {
+                command.env(name, value);
+            }
+        }
+        command.env("XDG_RUNTIME_DIR", self.dir.join(host)).env("KEYFRAME_KEY", "KEY");
+        command
+    }
+
+    /// The witness, answering.
+    pub fn witness(&self, bench: &Bench) -> Process {
+        let mut witness =
+            Process::start(self.command(bench, "c", &["witness", "--listen", WITNESS, "--dir", "w"]));
+        witness.wait_for("witness at");
+        witness
+    }
+
+    /// A standby on `host`, listening.
+    pub fn standby(&self, bench: &Bench, host: &str, options: &[&str]) -> Process {
+        let listen = format!("10.78.0.{}:7430", if host == "a" { 1 } else { 2 });
+        let dir = format!("standby-{host}");
+        let mut args = vec!["standby", "--witness", WITNESS, "--listen", &listen, "--dir", &dir];
+        args.extend(options);
+        let mut standby = Process::start(self.command(bench, host, &args));
+        standby.wait_for_error("waits for a primary");
+        standby
+    }
+
+    /// A standby whose directory is a disk with so little room, mounted where nobody else sees it.
+    pub fn standby_with_room(&self, bench: &Bench, host: &str, room: &str) -> Process {
+        let (dir, listen) = (format!("standby-{host}"), "10.78.0.2:7430");
+        std::fs::create_dir_all(self.dir.join(&dir)).expect("make a directory");
+        let args = ["standby", "--witness", WITNESS, "--listen", listen, "--dir", &dir];
+        let plain = self.command(bench, host, &args);
+        let script = format!("mount -t tmpfs -o size={room} small {dir} && exec \"$@\"");
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", &script, "sh"]);
+        command.arg(plain.get_program()).args(plain.get_args()).current_dir(&self.dir);
+        command.envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut standby = Process::start(command);
+        standby.wait_for_error("waits for a primary");
+        standby
+    }
+
+    /// The VM on host a, with the standby on b.
+    pub fn protect(&self, bench: &Bench, options: &[&str], boot: &Boot) -> Process {
+        let mut args =
+            vec!["protect", "--witness", WITNESS, "--standby", "10.78.0.2:7430", "--dir", "primary"];
+        args.extend(options);
+        let mut command = self.command(bench, "a", &args);
+        command.arg("--").args(boot.command());
+        Process::start(command)
+    }
+
+    /// The ledger guest, with a disk.
+    pub fn ledger(&self, work: &str) -> Boot {
+        let disk = self.dir.join("ledger.img");
+        std::fs::File::create(&disk).and_then(|file| file.set_len(8 << 20)).expect("make a disk");
+        let drive = format!("file={},if=virtio,format=raw,id=ledger", disk.display());
+        let boot = Boot { machine: "pc".into(), mem_mib: 128, ..Boot::new(work) };
+        boot.with(&[
+            "-netdev",
+            "tap,id=n0,ifname=tap0,script=no,downscript=no",
+            "-device",
+            "virtio-net-pci,netdev=n0,mac=52:54:00:00:00:15,romfile=",
+            "-drive",
+            &drive,
+        ])
+    }
+
+    /// What `keyframe status` says of the replication on a host; none where nothing runs.
+    pub fn status(&self, bench: &Bench, host: &str) -> Option<Value> {
+        let output = self.command(bench, host, &["status", "--json"]).output().expect("run keyframe status");
+        let all: Value = serde_json::from_slice(&output.stdout).ok()?;
+        all.get(0)?.get("replication").cloned()
+    }
+
+    /// Waits until the primary on `host` says that it is protected, and the standby that it is ready.
+    pub fn until_protected(&self, bench: &Bench, host: &str, vm: &mut Process) {
+        let state = |host: &str| {
+            self.status(bench, host)
+                .and_then(|r| Some(r.get("state")?.as_str()?.to_owned()))
+                .unwrap_or_default()
+        };
+        let protected = vm.wait_until(60, |_| (state(host) == "protected").then_some(()));
+        assert!(protected.is_some(), "not protected but {:?}: {}", state(host), vm.report());
+    }
+
+    /// The QEMUs on a host that are not stopped.
+    pub fn running_qemus(&self, host: &str) -> usize {
+        self.qemus(host).iter().filter(|state| !matches!(state, 'T' | 'Z' | 'X')).count()
+    }
+
+    /// Those that are.
+    pub fn stopped_qemus(&self, host: &str) -> usize {
+        self.qemus(host).iter().filter(|state| **state == 'T').count()
+    }
+
+    /// Their states; of one that has SIGKILL and is about to end, `X`.
+    fn qemus(&self, host: &str) -> Vec<char> {
+        let state = |pid: u32| {
+            let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
+            let (stat, status) = (read("stat")?, read("status")?);
+            let mut fields = stat.rsplit(") ").next()?.split(' ');
+            let state = fields.next()?.chars().next().filter(|_| stat.contains("(qemu"))?;
+            let exits = fields.nth(5)?.parse::<u64>().ok()? & PF_EXITING != 0;
+            let pending = status.lines().find_map(|line| line.strip_prefix("SigPnd:"))?.trim();
+            let killed = u64::from_str_radix(pending, 16).ok()? & (1 << (Signal::KILL.as_raw() - 1)) != 0;
+            Some(if exits || killed { 'X' } else { state })
+        };
+        self.host(host).pids().into_iter().filter_map(state).collect()
+    }
+
+    /// Cuts a host's cable, or mends it.
+    pub fn cut(&self, host: &str, cut: bool) {
+        self.switch.ok(&format!("ip link set to-{host} {}", if cut { "down" } else { "up" }));
+    }
+
+    /// A client that enters values, from host c.
+    pub fn client(&self) -> Client {
+        let (ends, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
+        let (stop, shared) = (Arc::clone(&ends), Arc::clone(&seen));
+        let thread = self.c.inside(move || enter(&stop, &shared));
+        until("the guest answers", || seen.lock().is_ok_and(|seen| seen.entries > 0 || seen.wrong.is_some()));
+        Client { ends, seen, thread: Some(thread) }
+    }
+}
+
+/// What a client was answered.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    /// Entries that the guest has confirmed.
+    pub entries: u64,
+    /// When the newest was.
+    pub at: Option<Instant>,
+    /// The longest time between two answers.
+    pub longest: Duration,
+    /// All times between a question and its answer.
+    pub took: Vec<Duration>,
+    /// What cannot be.
+    pub wrong: Option<String>,
+}
+
+/// The client, in a thread of its own.
+pub struct Client {
+    ends: Arc<AtomicBool>,
+    seen: Arc<Mutex<Seen>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Client {
+    /// What it has seen so far.
+    pub fn seen(&self) -> Seen {
+        self.seen.lock().expect("the client's thread").clone()
+    }
+
+    /// Waits until so many more entries are confirmed.
+    pub fn go_on(&self, more: u64, of: &mut Process) {
+        let from = self.seen().entries;
+        let went = of.wait_until(60, |_| {
+            let seen = self.seen();
+            (seen.entries >= from + more || seen.wrong.is_some()).then_some(())
+        });
+        let seen = self.seen();
+        assert!(
+            went.is_some() && seen.wrong.is_none(),
+            "{:?} at entry {}: {}",
+            seen.wrong,
+            seen.entries,
+            of.report()
+        );
+    }
+
+    /// Ends it; nothing that it saw was wrong.
+    pub fn end(mut self) -> Seen {
+        self.ends.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("the client's thread");
+        }
+        let seen = self.seen();
+        assert!(seen.wrong.is_none(), "{:?}", seen.wrong);
+        seen
+    }
+}
+
+fn mix(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Enters one value after the other over one connection. Each answer has to be the one that follows from the one before: nothing that
+/// was confirmed is ever taken back, nothing happens twice, and no connection breaks.
+fn enter(ends: &AtomicBool, seen: &Mutex<Seen>) {
+    let wrong = |text: String| seen.lock().expect("the test's thread").wrong = Some(text);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let address = format!("{GUEST}:{LEDGER_PORT}").parse().expect("an address");
+    let mut stream = loop {
+        match TcpStream::connect_timeout(&address, Duration::from_millis(500)) {
+            Ok(stream) => break stream,
+            Err(_) if Instant::now() < deadline && !ends.load(Ordering::Relaxed) => {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            Err(e) => return wrong(format!("connect to the guest: {e}")),
+        }
+    };
+    stream.set_nodelay(true).expect("set an option");
+    stream.set_read_timeout(Some(Duration::from_secs(30))).expect("set a timeout");
+    let (mut entries, mut chain) = (0u64, 0u64);
+    while !ends.load(Ordering::Relaxed) {
+        let value = entries * 7 + 1;
+        let asked = Instant::now();
+        let request = [LEDGER_MAGIC.to_le_bytes(), value.to_le_bytes()].concat();
+        if let Err(e) = stream.write_all(&request) {
+            return wrong(format!("the connection broke behind entry {entries}: {e}"));
+        }
+        let mut answer = [0; 32];
+        if let Err(e) = stream.read_exact(&mut answer) {
+            return wrong(format!("no answer behind entry {entries}: {e}"));
+        }
+        let word = |n: usize| u64::from_le_bytes(answer[n * 8..n * 8 + 8].try_into().expect("8 bytes"));
+        entries += 1;
+        chain = mix(chain ^ value);
+        if (word(0), word(1), word(2)) != (LEDGER_MAGIC, entries, chain) {
+            return wrong(format!("entry {entries} was answered as {}", word(1)));
+        }
+        if word(3) != 0 {
+            return wrong(format!("the guest's disk is not of its memory's instant at entry {entries}"));
+        }
+        let mut seen = seen.lock().expect("the test's thread");
+        (seen.entries, seen.at) = (entries, Some(Instant::now()));
+        seen.took.push(asked.elapsed());
+        seen.longest = seen.longest.max(asked.elapsed());
+    }
+}

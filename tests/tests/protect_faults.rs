@@ -1,0 +1,198 @@
+//! What befalls a protected VM: whatever it is, one host runs it, and nothing that a client was answered is taken back.
+
+use keyframe_tests::protection::Hosts;
+use keyframe_tests::trial::{Fault, LEDGER, Trial};
+use keyframe_tests::{Bench, until};
+use rustix::process::Signal;
+use std::time::Duration;
+
+/// The faults of a test in the normal suite, and the failovers of a soak.
+const FAULTS: usize = 3;
+const SOAK_FAILOVERS: u32 = 200;
+
+/// One fault, and what follows of it.
+fn survives(fault: Fault) -> Trial {
+    let mut trial = Trial::new(1);
+    trial.befall(fault);
+    trial.recover();
+    trial
+}
+
+#[test]
+fn an_engine_that_dies_takes_its_vm_with_it_and_the_standby_goes_on() {
+    let mut trial = Trial::new(1);
+    trial.befall(Fault::EngineDies);
+    // Nothing is left of it: QEMU, its guard, the gate, the disks' server.
+    until("the old host is empty", || trial.hosts.a.pids().is_empty());
+    trial.recover();
+    assert_eq!((trial.failovers(), trial.primary()), (1, "b"));
+    trial.end();
+}
+
+#[test]
+fn an_engine_that_stalls_has_its_vm_stopped_and_learns_that_it_is_deposed() {
+    let mut trial = Trial::new(1);
+    trial.signal("a", Signal::STOP);
+    // The guard's doing: the engine cannot.
+    trial.until("the VM stands", |trial| trial.hosts.running_qemus("a") == 0);
+    assert!(!trial.said("b").contains("took over"), "it stands before the standby runs");
+    trial.until("the standby takes over", |trial| trial.said("b").contains("took over"));
+    trial.go_on(10);
+    assert_eq!(trial.hosts.stopped_qemus("a"), 1, "stopped, since there is nobody who could end it");
+    trial.signal("a", Signal::CONT);
+    trial.until("the old one learns it", |trial| trial.said("a").contains("another host runs the VM"));
+    until("the old VM is gone", || trial.hosts.stopped_qemus("a") + trial.hosts.running_qemus("a") == 0);
+    trial.recover();
+    assert_eq!((trial.failovers(), trial.primary()), (1, "b"));
+    trial.end();
+}
+
+#[test]
+fn a_vm_runs_on_while_its_standby_stalls_and_is_protected_afterwards() {
+    let mut trial = Trial::new(1);
+    trial.signal("b", Signal::STOP);
+    trial.until("the VM runs unprotected", |trial| trial.said("a").contains("the VM runs unprotected"));
+    trial.go_on(10);
+    trial.pass(Duration::from_secs(2));
+    trial.go_on(10);
+    trial.signal("b", Signal::CONT);
+    trial.recover();
+    assert_eq!((trial.failovers(), trial.primary()), (0, "a"));
+    trial.end();
+}
+
+#[test]
+fn a_witness_is_missed_only_when_a_host_falls_silent() {
+    let mut trial = Trial::new(1);
+    trial.witness_away();
+    let before = trial.said("a");
+    trial.pass(Duration::from_secs(2));
+    trial.go_on(10);
+    assert_eq!(trial.said("a"), before, "nothing has failed");
+    trial.witness_back();
+    trial.befall(Fault::WitnessAndStandbyDie);
+    trial.recover();
+    assert_eq!((trial.failovers(), trial.primary()), (0, "a"));
+    trial.end();
+}
+
+#[test]
+fn a_standby_without_room_says_so_and_the_vm_runs_on_unprotected() {
+    let bench = Bench::without_store();
+    let hosts = Hosts::new(&bench);
+    let _witness = hosts.witness(&bench);
+    let standby = hosts.standby_with_room(&bench, "b", "300k");
+    let mut vm = hosts.protect(&bench, &[], &hosts.ledger(LEDGER));
+    hosts.until_protected(&bench, "a", &mut vm);
+    let client = hosts.client();
+    vm.wait_for_error("No space left on device");
+    vm.wait_for_error("the VM runs unprotected");
+    assert!(standby.errors().contains("could not be applied"), "{}", standby.report());
+    client.go_on(20, &mut vm);
+    hosts.b.kill_all();
+    drop(standby);
+    let mounts = std::fs::read_to_string("/proc/mounts").expect("the mounts");
+    assert!(!mounts.contains(&bench.path().display().to_string()), "a mount is left behind: {mounts}");
+
+    let mut next = hosts.standby(&bench, "b", &[]);
+    hosts.until_protected(&bench, "a", &mut vm);
+    hosts.a.kill_all();
+    client.go_on(20, &mut next);
+    client.end();
+}
+
+#[test]
+fn two_hosts_that_die_at_once_leave_a_standby_that_pretends_nothing() {
+    let mut trial = Trial::new(1);
+    trial.kill_host("a");
+    trial.kill_host("b");
+    let (bench, hosts) = (&trial.bench, &trial.hosts);
+    let alone = hosts.standby(bench, "b", &[]);
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(hosts.running_qemus("b"), 0, "{}", alone.report());
+    let status = hosts.status(bench, "b").expect("its status");
+    assert_eq!((status["role"].as_str(), status["connected"].as_bool()), (Some("standby"), Some(false)));
+    for words in [&["failover"][..], &["failover", "--force"]] {
+        let output = hosts.command(bench, "b", words).output().expect("run keyframe failover");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("no whole epoch"), "{words:?}: {output:?}");
+    }
+    assert_eq!(hosts.running_qemus("b"), 0, "{}", alone.report());
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_a_link_that_flaps_costs_time_and_nothing_else() {
+    let mut trial = survives(Fault::LinkFlaps(6));
+    trial.befall(Fault::StandbyCut(1000));
+    trial.recover();
+    trial.befall(Fault::EngineStumbles(300));
+    trial.recover();
+    trial.end();
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_vms_with_several_vcpus_survive_their_host() {
+    for cpus in [2, 4] {
+        let mut trial = Trial::new(cpus);
+        trial.befall(Fault::HostDies);
+        trial.recover();
+        // And again where it was.
+        trial.befall(Fault::HostDies);
+        trial.recover();
+        assert_eq!((trial.failovers(), trial.primary()), (2, "a"));
+        trial.end();
+    }
+}
+
+/// Faults drawn from `seed`, until there were so many, or so many failovers; how many failovers there were.
+fn play(seed: u64, faults: usize) -> u32 {
+    println!(
+        "seed {seed}, again with: KEYFRAME_SEED={seed} cargo test -p keyframe-tests --test end_to_end faults_by_seed"
+    );
+    let mut state = seed;
+    let mut draw = move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    };
+    let script: Vec<Fault> = (0..faults).map(|_| Fault::drawn(draw(), draw())).collect();
+    println!("script: {script:?}");
+    let mut trial = Trial::new(1 + u32::from(seed % 4 == 3));
+    for fault in script {
+        trial.befall(fault);
+        trial.recover();
+    }
+    let failovers = trial.failovers();
+    let seen = trial.end();
+    println!(
+        "seed {seed}: {} entries, {failovers} failovers, the longest answer {:?}",
+        seen.entries, seen.longest
+    );
+    failovers
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+#[test]
+fn faults_by_seed() {
+    play(number("KEYFRAME_SEED").unwrap_or(1), FAULTS);
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_faults_by_seed_until_the_vm_has_changed_hosts_200_times() {
+    let seeds = number("KEYFRAME_SEEDS").unwrap_or(1000);
+    let mut failovers = 0;
+    for seed in (2..).take(usize::try_from(seeds).expect("a number of seeds")) {
+        failovers += play(seed, 3 * FAULTS);
+        println!("{failovers} failovers so far");
+        if failovers >= SOAK_FAILOVERS {
+            break;
+        }
+    }
+}
