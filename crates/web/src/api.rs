@@ -230,19 +230,19 @@ type Place = Result<Path<(String, u64)>, PathRejection>;
 struct Asked<T>(T);
 
 impl<T: serde::de::DeserializeOwned> FromRequestParts<Arc<App>> for Asked<T> {
-    type Rejection = Response;
+    type Rejection = Problem;
 
     async fn from_request_parts(
         parts: &mut axum::http::request::Parts,
         app: &Arc<App>,
-    ) -> Result<Self, Response> {
+    ) -> Result<Self, Problem> {
         let asked: Result<Query<T>, QueryRejection> = Query::from_request_parts(parts, app).await;
-        asked.map(|Query(asked)| Self(asked)).map_err(|e| Problem::Bad(e.body_text()).into_response())
+        asked.map(|Query(asked)| Self(asked)).map_err(|e| Problem::Bad(e.body_text()))
     }
 }
 
-fn place(place: Place) -> Result<(String, u64), Response> {
-    place.map(|Path(place)| place).map_err(|e| Problem::Bad(e.body_text()).into_response())
+fn place(place: Place) -> Result<(String, u64), Problem> {
+    place.map(|Path(place)| place).map_err(|e| Problem::Bad(e.body_text()))
 }
 
 async fn server(State(app): Shared) -> Response {
@@ -304,7 +304,7 @@ async fn checkpoints(State(app): Shared, Path(store): Path<String>, Asked(asked)
     ask(&app, question).await
 }
 
-async fn checkpoint(State(app): Shared, at: Place) -> Result<Response, Response> {
+async fn checkpoint(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(ask(&app, move |source| source.checkpoint(&store, id)).await)
 }
@@ -314,13 +314,13 @@ struct Pieces {
     pieces: Option<u64>,
 }
 
-async fn heat(State(app): Shared, at: Place, Asked(asked): Asked<Pieces>) -> Result<Response, Response> {
+async fn heat(State(app): Shared, at: Place, Asked(asked): Asked<Pieces>) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     let pieces = asked.pieces.unwrap_or(PIECES_DEFAULT).clamp(1, PIECES_MAX);
     Ok(ask_slowly(&app, move |source| source.heat(&store, id, pieces)).await)
 }
 
-async fn diff(State(app): Shared, at: Place) -> Result<Response, Response> {
+async fn diff(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(ask_slowly(&app, move |source| source.diff(&store, id)).await)
 }
@@ -369,12 +369,12 @@ async fn act(app: &Arc<App>, store: String, action: Action) -> Response {
     ask(app, move |source| Ok(json!({ "done": source.act(&store, &action)? }))).await
 }
 
-async fn pin(State(app): Shared, at: Place) -> Result<Response, Response> {
+async fn pin(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(act(&app, store, Action::Pin(id)).await)
 }
 
-async fn unpin(State(app): Shared, at: Place) -> Result<Response, Response> {
+async fn unpin(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(act(&app, store, Action::Unpin(id)).await)
 }
@@ -382,8 +382,8 @@ async fn unpin(State(app): Shared, at: Place) -> Result<Response, Response> {
 async fn tag(
     State(app): Shared,
     at: Result<Path<(String, u64, String)>, PathRejection>,
-) -> Result<Response, Response> {
-    let Path((store, id, tag)) = at.map_err(|e| Problem::Bad(e.body_text()).into_response())?;
+) -> Result<Response, Problem> {
+    let Path((store, id, tag)) = at.map_err(|e| Problem::Bad(e.body_text()))?;
     Ok(act(&app, store, Action::Tag(id, tag)).await)
 }
 

@@ -39,10 +39,7 @@ impl Family {
         // Writing to a string does not fail.
         let _ = writeln!(text, "# HELP {} {}\n# TYPE {} {}", self.name, self.help, self.name, self.kind);
         for (labels, value) in &self.samples {
-            let _ = match labels.is_empty() {
-                true => writeln!(text, "{} {value}", self.name),
-                false => writeln!(text, "{}{{{labels}}} {value}", self.name),
-            };
+            let _ = writeln!(text, "{}{{{labels}}} {value}", self.name);
         }
     }
 }
@@ -69,117 +66,77 @@ fn seconds(value: &Value, pointer: &str) -> Option<f64> {
     number(value, pointer).map(|ns| ns / 1e9)
 }
 
+/// What is read from a status.
+type Reading = fn(&Value) -> Option<f64>;
+
+/// Name, kind, help and value of all that have one number for each VM.
+const OF_STATUS: [(&str, &str, &str, Reading); 14] = [
+    ("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown.", |s| {
+        Some(f64::from(u8::from(s.get("state")?.as_str()? == "running")))
+    }),
+    ("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run.", |s| {
+        number(s, "/sealed")
+    }),
+    ("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run.", |s| {
+        number(s, "/failed")
+    }),
+    ("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint.", |s| {
+        seconds(s, "/last_age_ns")
+    }),
+    (
+        "keyframe_checkpoint_interval_seconds",
+        "gauge",
+        "Interval between checkpoints, as asked or as a budget has it; absent where they are taken by command only.",
+        |s| seconds(s, "/interval_ns"),
+    ),
+    (
+        "keyframe_checkpoint_backlog_seconds",
+        "gauge",
+        "How late the newest checkpoint began, because the one before was still being encoded.",
+        |s| seconds(s, "/backlog_ns"),
+    ),
+    ("keyframe_checkpoints_queued", "gauge", "Checkpoints captured that are not sealed yet.", |s| {
+        number(s, "/queued")
+    }),
+    ("keyframe_last_checkpoint_pause_seconds", "gauge", "The whole pause of the newest checkpoint.", |s| {
+        seconds(s, "/last/pause_ns")
+    }),
+    (
+        "keyframe_last_checkpoint_encode_seconds",
+        "gauge",
+        "Hashing, compressing and storing the newest checkpoint.",
+        |s| seconds(s, "/last/encode_ns"),
+    ),
+    (
+        "keyframe_last_checkpoint_stored_bytes",
+        "gauge",
+        "Bytes that new pages of the newest checkpoint take in packs.",
+        |s| number(s, "/last/stored_bytes"),
+    ),
+    (
+        "keyframe_recorder_kept_checkpoints",
+        "gauge",
+        "Checkpoints of the run that the flight recorder keeps.",
+        |s| number(s, "/recorder/kept"),
+    ),
+    (
+        "keyframe_recorder_forgotten_total",
+        "counter",
+        "Checkpoints that the flight recorder has forgotten.",
+        |s| number(s, "/recorder/forgotten"),
+    ),
+    (
+        "keyframe_recorder_freed_packs_total",
+        "counter",
+        "Packs whose space the flight recorder has given back.",
+        |s| number(s, "/recorder/freed_packs"),
+    ),
+    ("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed.", |s| {
+        Some(f64::from(u8::from(!s.get("recorder")?.get("last_error")?.is_null())))
+    }),
+];
+
 fn of_vms(vms: &[VmState]) -> Vec<Family> {
-    let plain: [(Family, fn(&Value) -> Option<f64>); 14] = [
-        (
-            Family::new(
-                "keyframe_vm_running",
-                "gauge",
-                "1 while the VM runs, 0 while it is paused or unknown.",
-            ),
-            |s| Some(f64::from(u8::from(s.get("state")?.as_str()? == "running"))),
-        ),
-        (
-            Family::new("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run."),
-            |s| number(s, "/sealed"),
-        ),
-        (
-            Family::new(
-                "keyframe_checkpoints_failed_total",
-                "counter",
-                "Checkpoints that failed in this run.",
-            ),
-            |s| number(s, "/failed"),
-        ),
-        (
-            Family::new(
-                "keyframe_last_checkpoint_age_seconds",
-                "gauge",
-                "Age of the newest sealed checkpoint.",
-            ),
-            |s| seconds(s, "/last_age_ns"),
-        ),
-        (
-            Family::new(
-                "keyframe_checkpoint_interval_seconds",
-                "gauge",
-                "Interval between checkpoints, as asked or as a budget has it; absent where they are taken by command only.",
-            ),
-            |s| seconds(s, "/interval_ns"),
-        ),
-        (
-            Family::new(
-                "keyframe_checkpoint_backlog_seconds",
-                "gauge",
-                "How late the newest checkpoint began, because the one before was still being encoded.",
-            ),
-            |s| seconds(s, "/backlog_ns"),
-        ),
-        (
-            Family::new(
-                "keyframe_checkpoints_queued",
-                "gauge",
-                "Checkpoints captured that are not sealed yet.",
-            ),
-            |s| number(s, "/queued"),
-        ),
-        (
-            Family::new(
-                "keyframe_last_checkpoint_pause_seconds",
-                "gauge",
-                "The whole pause of the newest checkpoint.",
-            ),
-            |s| seconds(s, "/last/pause_ns"),
-        ),
-        (
-            Family::new(
-                "keyframe_last_checkpoint_encode_seconds",
-                "gauge",
-                "Hashing, compressing and storing the newest checkpoint.",
-            ),
-            |s| seconds(s, "/last/encode_ns"),
-        ),
-        (
-            Family::new(
-                "keyframe_last_checkpoint_stored_bytes",
-                "gauge",
-                "Bytes that new pages of the newest checkpoint take in packs.",
-            ),
-            |s| number(s, "/last/stored_bytes"),
-        ),
-        (
-            Family::new(
-                "keyframe_recorder_kept_checkpoints",
-                "gauge",
-                "Checkpoints of the run that the flight recorder keeps.",
-            ),
-            |s| number(s, "/recorder/kept"),
-        ),
-        (
-            Family::new(
-                "keyframe_recorder_forgotten_total",
-                "counter",
-                "Checkpoints that the flight recorder has forgotten.",
-            ),
-            |s| number(s, "/recorder/forgotten"),
-        ),
-        (
-            Family::new(
-                "keyframe_recorder_freed_packs_total",
-                "counter",
-                "Packs whose space the flight recorder has given back.",
-            ),
-            |s| number(s, "/recorder/freed_packs"),
-        ),
-        (
-            Family::new(
-                "keyframe_recorder_failing",
-                "gauge",
-                "1 while the flight recorder's last look failed.",
-            ),
-            |s| Some(f64::from(u8::from(!s.get("recorder")?.get("last_error")?.is_null()))),
-        ),
-    ];
     let mut up = Family::new("keyframe_vm_up", "gauge", "1 where the engine of the VM answers.");
     let mut phases = Family::new(
         "keyframe_last_checkpoint_pause_phase_seconds",
@@ -191,7 +148,8 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
         "gauge",
         "Pages of the newest checkpoint: dirty, and of these zero, deduplicated, unchanged and stored.",
     );
-    let mut families: Vec<_> = plain.into_iter().collect();
+    let mut families: Vec<(Family, Reading)> =
+        OF_STATUS.iter().map(|(name, kind, help, value)| (Family::new(name, kind, help), *value)).collect();
     for vm in vms {
         let labels = [("vm", vm.name.as_str())];
         up.add(&labels, f64::from(u8::from(vm.problem.is_none())));

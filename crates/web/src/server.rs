@@ -99,13 +99,10 @@ async fn accept(listener: tokio::net::TcpListener, app: Arc<App>, connections: A
     let router = api::router(&app);
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
-        let (socket, peer) = match listener.accept().await {
-            Ok(accepted) => accepted,
+        let Ok((socket, peer)) = listener.accept().await else {
             // No more descriptors, or a connection that went again: neither ends the others.
-            Err(_) => {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-                continue;
-            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            continue;
         };
         let service = TowerToHyperService::new(api::with_peer(router.clone(), peer));
         tokio::spawn(async move {

@@ -40,32 +40,39 @@ impl Page {
         Self { title: title.into(), body: format!("<h1>{}</h1>\n", escaped(title)) }
     }
 
+    fn add(&mut self, what: std::fmt::Arguments<'_>) {
+        // Writing to a string does not fail.
+        let _ = std::fmt::Write::write_fmt(&mut self.body, what);
+    }
+
     /// Begins a part.
     pub fn part(&mut self, title: &str) {
-        self.body += &format!("<h2>{}</h2>\n", escaped(title));
+        self.add(format_args!("<h2>{}</h2>\n", escaped(title)));
     }
 
     /// A line of text.
     pub fn line(&mut self, text: &str) {
-        self.body += &format!("<p>{}</p>\n", escaped(text));
+        self.add(format_args!("<p>{}</p>\n", escaped(text)));
     }
 
     /// A table, the first column of which is to the left.
     pub fn table(&mut self, caption: &str, header: &[&str], rows: &[Vec<String>]) {
-        let cells = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
-            cells
-                .map(|cell| format!("<{tag}>{}</{}>", escaped(cell), tag.split(' ').next().unwrap_or(tag)))
-                .collect::<String>()
-        };
-        let head = cells("th scope=\"col\"", &mut header.iter().copied());
-        let rows: String = rows
-            .iter()
-            .map(|row| format!("<tr>{}</tr>\n", cells("td", &mut row.iter().map(String::as_str))))
-            .collect();
-        self.body += &format!(
-            "<div class=\"wide\"><table><caption>{}</caption><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table></div>\n",
+        self.add(format_args!(
+            "<div class=\"wide\"><table><caption>{}</caption><thead><tr>",
             escaped(caption)
-        );
+        ));
+        for cell in header {
+            self.add(format_args!("<th scope=\"col\">{}</th>", escaped(cell)));
+        }
+        self.add(format_args!("</tr></thead><tbody>\n"));
+        for row in rows {
+            self.add(format_args!("<tr>"));
+            for cell in row {
+                self.add(format_args!("<td>{}</td>", escaped(cell)));
+            }
+            self.add(format_args!("</tr>\n"));
+        }
+        self.add(format_args!("</tbody></table></div>\n"));
     }
 
     /// Names and values.
@@ -79,9 +86,8 @@ impl Page {
     pub fn figure(&mut self, figure: &Figure, said: &str) -> Result<(), Failure> {
         let svg = figure.svg().map_err(|e| Failure::new(chain(&e)))?;
         let said = escaped(said);
-        self.body += &format!(
-            "<figure role=\"img\" aria-label=\"{said}\">{svg}</figure>\n<p class=\"soft\">{said}</p>\n"
-        );
+        self.add(format_args!("<figure role=\"img\" aria-label=\"{said}\">{svg}</figure>\n"));
+        self.add(format_args!("<p class=\"soft\">{said}</p>\n"));
         Ok(())
     }
 

@@ -20,9 +20,9 @@ const LATE_NS: u64 = 1_000_000;
 /// Rows of a table that could become long.
 const ROWS_MAX: usize = 48;
 
-/// A phase of the pause, or the whole.
-type PhaseOf = fn(&Entry) -> u64;
-const PHASES: [(&str, PhaseOf); 6] = [
+/// A number of a checkpoint: a phase of its pause, say.
+type NumberOf = fn(&Entry) -> u64;
+const PHASES: [(&str, NumberOf); 6] = [
     ("stop", |e| e.pause.stop),
     ("device state", |e| e.pause.device_state),
     ("scan", |e| e.pause.scan),
@@ -115,7 +115,7 @@ fn summary(page: &mut Page, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entr
 
 fn of_vm(page: &mut Page, vm: &str, entries: &[&Entry], listing: &Listing) -> Result<(), Failure> {
     page.part(&format!("VM {vm}"));
-    let row = |(name, value): &(&str, PhaseOf)| {
+    let row = |(name, value): &(&str, NumberOf)| {
         let mut sample: Vec<u64> = entries.iter().map(|entry| value(entry)).collect();
         sample.sort_unstable();
         let at = [50, 90, 99, 100].map(|percent| output::duration(output::percentile(&sample, percent)));
@@ -128,7 +128,7 @@ fn of_vm(page: &mut Page, vm: &str, entries: &[&Entry], listing: &Listing) -> Re
         &rows,
     );
     let sum = |value: fn(&Entry) -> u64| entries.iter().map(|entry| value(entry)).sum::<u64>();
-    let pages: [(&str, fn(&Entry) -> u64); 5] = [
+    let pages: [(&str, NumberOf); 5] = [
         ("dirty", |e| e.dirty_pages),
         ("of these zero", |e| e.zero_pages),
         ("deduplicated", |e| e.dedup_pages),

@@ -24,7 +24,7 @@ const SHOWN_MAX: usize = 200;
 
 /// Those that were named.
 pub struct Recordings {
-    recordings: Vec<PathBuf>,
+    named: Vec<PathBuf>,
     analyses: Vec<PathBuf>,
     kept: Mutex<Option<(Instant, Value)>>,
 }
@@ -32,7 +32,7 @@ pub struct Recordings {
 impl Recordings {
     /// In these directories.
     pub fn new(recordings: Vec<PathBuf>, analyses: Vec<PathBuf>) -> Self {
-        Self { recordings, analyses, kept: Mutex::default() }
+        Self { named: recordings, analyses, kept: Mutex::default() }
     }
 
     /// All of them, each with the analyses of it, and the analyses of others.
@@ -46,7 +46,7 @@ impl Recordings {
         let mut analyses: Vec<(String, Value)> =
             places(&self.analyses, "analysis.json").iter().map(|place| analysis(place)).collect();
         let mut recordings = Vec::new();
-        for place in places(&self.recordings, "recording.json") {
+        for place in places(&self.named, "recording.json") {
             let mut shown = recording(&place, stores);
             let id = shown.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
             let is_of_it = |one: &(String, Value)| !id.is_empty() && one.0 == id;

@@ -144,7 +144,7 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
         assert!(
             text.contains(&format!("{name}{{{labels}}} {value}\n")),
             "no {name} {labels} {value} in {text}"
-        )
+        );
     };
     line("keyframe_vm_up", "vm=\"silent\"", "0");
     line("keyframe_vm_up", "vm=\"vm-1\"", "1");

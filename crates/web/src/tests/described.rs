@@ -107,7 +107,7 @@ fn check(described: &Value, schema: &Value, value: &Value, at: &str) {
         match known.get(name) {
             Some(schema) => check(described, schema, inner, &format!("{at}.{name}")),
             None => {
-                assert_eq!(schema["additionalProperties"], true, "{at} has {name}, which is not described")
+                assert_eq!(schema["additionalProperties"], true, "{at} has {name}, which is not described");
             }
         }
     }
