@@ -3,6 +3,7 @@
 //! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
 //! failing test prints the commands it ran and keeps the directory.
 
+mod browser;
 mod debugger;
 pub mod disks;
 mod echo;
@@ -10,6 +11,7 @@ mod exact;
 mod foreign;
 mod hash;
 pub mod hosts;
+mod http;
 mod huge;
 mod journal;
 pub mod journaling;
@@ -31,6 +33,7 @@ pub mod libvirt;
 #[path = "../../crates/store/tests/support/s3.rs"]
 pub mod s3;
 
+pub use browser::Browser;
 pub use debugger::Debugger;
 pub use echo::echo;
 pub use exact::{
@@ -38,6 +41,7 @@ pub use exact::{
 };
 pub use foreign::{Foreign, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
+pub use http::Http;
 pub use huge::HugePages;
 pub use journal::{JournalImage, journal_counter};
 pub use orphan::{Orphan, is_gone};
