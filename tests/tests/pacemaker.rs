@@ -136,6 +136,33 @@ fn a_cluster_starts_moves_and_stops_a_protected_vm() {
 }
 
 #[test]
+fn a_standby_goes_on_where_the_cluster_has_switched_its_primary_off() {
+    let cluster = Cluster::new();
+    cluster.act("a", "start", SUCCESS);
+    cluster.act("b", "start", SUCCESS);
+    cluster.act("a", "promote", SUCCESS);
+    until("it is protected", || cluster.state("a") == "protected");
+    // Without a witness nobody takes over before the cluster says so; it has fenced a.
+    let of_a = |pid: &u32| {
+        let environ = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        String::from_utf8_lossy(&environ).contains("OCF_RESKEY_CRM_meta_on_node=a")
+    };
+    until("host a is off", || {
+        let pids: Vec<u32> = cluster.host.pids().into_iter().filter(of_a).collect();
+        for pid in pids.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+        pids.is_empty()
+    });
+    cluster.act("b", "monitor", SUCCESS);
+    cluster.act("b", "promote", SUCCESS);
+    cluster.act("b", "monitor", PROMOTED);
+    let log = std::fs::read_to_string(cluster.bench.path().join("b.log")).expect("b's log");
+    assert!(log.contains("took over: VM"), "{log}");
+    cluster.act("b", "stop", SUCCESS);
+}
+
+#[test]
 fn what_is_stopped_does_not_run_even_where_its_engine_was_killed() {
     let cluster = Cluster::new();
     cluster.act("a", "start", SUCCESS);
