@@ -12,6 +12,8 @@
 //!             └─▶ qemu -loadvm, and memcpy
 //!   replay ───┬─▶ qemu, plain and counting; keyframe record          the same work between two lines of the guest
 //!             └─▶ keyframe verify, segment, analyze                its recordings
+//!   replication ┬▶ keyframe protect, standby, witness on hosts of their own   work and answers against those of plain QEMU there
+//!             └─▶ a host that loses power                        until a client's next answer
 //!   evaluation ─▶ keyframe record, list, stats, analyze, plan          what the checkpoint paper's chapter 6 measures
 //!   store ────┬─▶ keyframe bench store --job                     pages put and read again, one process for each store
 //!             └─▶ keyframe-bench-peers, borg, restic
@@ -22,11 +24,15 @@
 mod evaluation;
 mod events;
 mod guest;
+pub mod hosts;
+mod interrupt;
+pub mod ledger;
 mod overhead;
 mod parts;
 mod pause;
 mod peer;
 mod replay;
+mod replication;
 mod restore;
 mod sample;
 mod store;
@@ -49,6 +55,8 @@ pub struct Options {
     pub only: Vec<String>,
     /// How often each thing is measured, in place of the benchmark's own numbers.
     pub rounds: Option<u16>,
+    /// How long each run of `replication` is counted, in place of its own number.
+    pub seconds: Option<u16>,
     /// The small guest's files; built where absent.
     pub guest: Option<PathBuf>,
     /// The real guest's files; built where absent.
@@ -82,6 +90,9 @@ pub struct Report {
     pub figures: BTreeMap<String, f64>,
     /// One figure over another, or a part of a whole.
     pub ratios: BTreeMap<String, f64>,
+    /// What is not there, and why.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub notes: BTreeMap<String, String>,
     /// The same as a picture.
     #[serde(skip)]
     pub plot: Figure,
@@ -97,6 +108,7 @@ impl Report {
             name: name.into(),
             figures: BTreeMap::new(),
             ratios: BTreeMap::new(),
+            notes: BTreeMap::new(),
             plot,
             table: String::new(),
         }
@@ -127,6 +139,7 @@ impl Report {
             lines.push(format!("  {key:<44} {shown}"));
         }
         lines.extend(self.ratios.iter().map(|(key, value)| format!("  {key:<44} {value:.3}")));
+        lines.extend(self.notes.iter().map(|(key, note)| format!("  {key}: {note}")));
         if !self.table.is_empty() {
             lines.push(self.table.clone());
         }
@@ -236,17 +249,18 @@ fn restore(options: &Options) -> Result<Report, Error> {
     Err(Error::NoOption { benchmark: "restore", option })
 }
 
-const ALL: [(&str, Benchmark); 6] = [
+const ALL: [(&str, Benchmark); 7] = [
     ("pause", pause::run),
     ("overhead", overhead::run),
     ("restore", restore),
     ("store", store::run),
     ("replay", replay::run),
+    ("replication", replication::run),
     ("evaluation", evaluation::run),
 ];
 
 /// The benchmarks there are.
-pub fn names() -> [&'static str; 6] {
+pub fn names() -> [&'static str; 7] {
     ALL.map(|(name, _)| name)
 }
 
@@ -255,6 +269,9 @@ pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
     match ALL.iter().find(|(known, _)| *known == name) {
         Some((benchmark, _)) if options.qemu.is_some() && !["replay", "evaluation"].contains(benchmark) => {
             Err(Error::NoOption { benchmark, option: "--qemu" })
+        }
+        Some((benchmark, _)) if options.seconds.is_some() && *benchmark != "replication" => {
+            Err(Error::NoOption { benchmark, option: "--seconds" })
         }
         Some((benchmark, _)) if options.out.is_some() && *benchmark != "evaluation" => {
             Err(Error::NoOption { benchmark, option: "--out" })

@@ -17,10 +17,10 @@ mod peers;
 mod place;
 mod rows;
 
+use crate::interrupt::Interrupt;
 use crate::parts::Parts;
 use crate::{Error, Options, Report};
 use archiver::{Archiver, Program};
-use child::Interrupt;
 use flat_file::{FlatFile, Hash};
 use keyframe_bench_feed::{Job, Measured, Store, Words};
 use peers::Peers;

@@ -23,13 +23,16 @@ impl Guest {
         let Some((program, args)) = command.split_first() else {
             return Err(Error::failed("start a guest", "empty command"));
         };
-        let mut child = Command::new(program)
-            .args(args)
+        Self::spawn(Command::new(program).args(args).stderr(Stdio::inherit()))
+    }
+
+    /// Starts `command` and collects its console; standard error is its own affair.
+    pub fn spawn(command: &mut Command) -> Result<Self, Error> {
+        let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
             .spawn()
-            .map_err(Error::io(format!("start {program}")))?;
+            .map_err(|e| Error::io(format!("start {}", command.get_program().display()))(e))?;
         let (Some(console), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(Error::failed("start a guest", "no pipes"));
         };

@@ -26,7 +26,7 @@
 
 static const struct workload *const all[] = {
     &work_compile, &work_compute, &work_dirty, &work_disk,    &work_hash,
-    &work_journal, &work_ledger, &work_net,     &work_peer,  &work_scribble,
+    &work_journal, &work_ledger, &work_net,     &work_peer,  &work_scribble, &work_web,
 };
 
 struct running {

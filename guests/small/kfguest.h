@@ -37,7 +37,7 @@ struct workload {
 };
 
 extern const struct workload work_compile, work_compute, work_dirty, work_disk, work_hash, work_journal, work_ledger, work_net,
-    work_peer, work_scribble;
+    work_peer, work_scribble, work_web;
 
 /* Shared by all processes of the guest. */
 struct shared {
@@ -80,6 +80,14 @@ double now(void);
 void sleep_us(uint64_t us);
 /* `mib` MiB of zeroed, page-aligned memory; ends the worker with an error when the guest has not that much free. */
 void *map_mib(const char *work, uint64_t mib, bool shared);
+/* A step from page to page that visits all of `pages` before any again. */
+uint64_t stride_over(uint64_t pages);
+
+/* listen.c */
+/* A listening socket that does not block; ends the worker with an error where there is none. */
+int listen_on(const char *work, uint16_t port, int clients);
+/* The next client, on a socket that does not block; negative where none waits. */
+int accept_one(int listener);
 
 static inline void count(struct slot *slot, int which, uint64_t by)
 {

@@ -45,3 +45,21 @@ void *map_mib(const char *work, uint64_t mib, bool shared)
         die(work, "mapping %llu MiB: %s", (unsigned long long)mib, strerror(errno));
     return at;
 }
+
+static uint64_t common_divisor(uint64_t a, uint64_t b)
+{
+    while (b) {
+        uint64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+uint64_t stride_over(uint64_t pages)
+{
+    uint64_t stride = 40503;
+    while (pages > 1 && common_divisor(stride, pages) != 1)
+        stride += 2;
+    return stride;
+}

@@ -13,16 +13,6 @@
 #define SLOTS_BEHIND_MAX 5
 #define UNIT_STEPS 2000
 
-static uint64_t common_divisor(uint64_t a, uint64_t b)
-{
-    while (b) {
-        uint64_t rest = a % b;
-        a = b;
-        b = rest;
-    }
-    return a;
-}
-
 static void run(struct slot *slot)
 {
     uint64_t mib = param_number("dirty", "mib", 64, 1, 1 << 20);
@@ -31,9 +21,7 @@ static void run(struct slot *slot)
     atomic_store(&shared->dirty_rate, param_number("dirty", "rate", 1000, 0, 100000000));
     for (uint64_t page = 0; page < pages; page++)
         memory[page * PAGE_WORDS] = page;
-    uint64_t stride = 40503;
-    while (common_divisor(stride, pages) != 1)
-        stride += 2;
+    uint64_t stride = stride_over(pages);
 
     uint64_t page = 0, sum = 0, owed = 0;
     wait_for_go(slot);

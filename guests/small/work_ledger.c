@@ -10,11 +10,8 @@
  *
  *   kf.ledger.dirty=PAGES  written with each entry (16)
  */
-#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
@@ -113,11 +110,7 @@ static void run(struct slot *slot)
     ledger.pages = map_mib("ledger", 1 + ledger.dirty * PAGE_BYTES / (1 << 20), false);
     if (posix_memalign((void **)&ledger.block, PAGE_BYTES, PAGE_BYTES) != 0)
         die("ledger", "no memory for a block");
-    struct sockaddr_in here = {.sin_family = AF_INET, .sin_port = htons(LEDGER_PORT)};
-    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), on = 1;
-    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (listener < 0 || bind(listener, (struct sockaddr *)&here, sizeof here) < 0 || listen(listener, CLIENTS_MAX) < 0)
-        die("ledger", "listen: %s", strerror(errno));
+    int listener = listen_on("ledger", LEDGER_PORT, CLIENTS_MAX);
     struct client clients[CLIENTS_MAX];
     size_t there = 0;
     wait_for_go(slot);
@@ -136,11 +129,9 @@ static void run(struct slot *slot)
         }
         atomic_store_explicit(&slot->counter[0], ledger.entries, memory_order_relaxed);
         atomic_store_explicit(&slot->counter[1], ledger.errors, memory_order_relaxed);
-        int fd = fds[0].revents ? accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
-        if (fd >= 0) {
-            setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        int fd = fds[0].revents ? accept_one(listener) : -1;
+        if (fd >= 0)
             clients[there++] = (struct client){.fd = fd};
-        }
     }
 }
 

@@ -341,6 +341,7 @@ impl Trial {
         self.go_on(ENTRIES);
         let mut asked = Instant::now();
         self.until("the VM is protected again", |trial| {
+            #[expect(clippy::needless_range_loop, reason = "it numbers hosts")]
             for n in 0..2 {
                 let is_running = trial.homes[n].as_mut().is_some_and(|home| home.process.is_running());
                 if is_running {

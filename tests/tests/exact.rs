@@ -141,7 +141,7 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
     );
     run.wait_for("KF READY");
     let mark = bench.list().len();
-    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 3).then_some(()));
+    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 2).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop"]);
     assert!(run.wait().code().is_some_and(|c| c == 0 || c == 3), "{}", run.report());

@@ -133,7 +133,8 @@ fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
 
 /// Main RAM of two backends, the CPU at the second: tools find pages and what stands in them in both.
 #[test]
-fn tools_see_a_machine_of_two_nodes() {
+#[ignore = "make soak"]
+fn soak_tools_see_a_machine_of_two_nodes() {
     const NODE_BYTES: u64 = 48 << 20;
     for qemu in a_qemu() {
         let bench = Bench::without_store();

@@ -8,38 +8,18 @@
 //! The child ends with its parent. What it writes to standard error is its last words, where it fails.
 
 use crate::Error;
+use crate::interrupt::Interrupt;
 use keyframe_bench_feed::{Job, Measured};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long one store may take.
 const JOB_MAX: Duration = Duration::from_mins(30);
 /// Bytes of an answer.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
-
-/// Set by a signal that asks to end.
-pub struct Interrupt(Arc<AtomicBool>);
-
-impl Interrupt {
-    /// Begins to listen, so that an interrupted benchmark takes its files away.
-    pub fn listen() -> Result<Self, Error> {
-        let flag = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, flag.clone()).map_err(Error::io("listen to signals"))?;
-        }
-        Ok(Self(flag))
-    }
-
-    /// Whether to end.
-    pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
 
 /// Runs `job` by `program` with `args` before the job's line.
 pub fn measure(program: &Path, args: &[&str], job: &Job, interrupt: &Interrupt) -> Result<Measured, Error> {

@@ -1,6 +1,6 @@
 //! The program with the databases: found where it was built, or built now.
 
-use crate::store::child::Interrupt;
+use crate::interrupt::Interrupt;
 use crate::{Error, Options};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};

@@ -18,6 +18,8 @@ Benchmarks:
   restore   how soon a VM of 1 GiB runs again, lazily and eagerly, against -loadvm and memcpy (2 minutes)
   replay    what recording, replaying and analysing cost on the same guest work: recording over plain and over counting,
             with checkpoints, in two stages and three; replay over recording; each tool; two jobs (25 minutes)
+  replication  what a standby costs the guest, over 1 and 10 Gbit/s and by policy, against the unprotected guest: compiling,
+            computing, a web server, a coordinator; and how long a failover takes; on hosts of network namespaces, as root (3 hours)
   evaluation  what chapter 6 of the SimuBoost checkpoint paper measures: what workloads write, deduplication, sizes, pauses, reading,
             run time and speed-up, by interval; CSV, plots and report.md in --out (1 hour)
   store     ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file: speed and size (15 minutes)
@@ -30,6 +32,9 @@ Examples:
   keyframe bench overhead --json > overhead.json
   keyframe bench replay --quick
   keyframe bench replay --only record,checkpoints,compute,redis --qemu /opt/qemu10/bin/qemu-system-x86_64
+  keyframe bench replication --quick
+  keyframe bench replication --only web,coordinator,1gbit,paper,adaptive --seconds 20 --json > replication.json
+  keyframe bench replication --only failover
   keyframe bench evaluation --only compile,2000ms --out out/evaluation
   keyframe bench store --quick
   keyframe bench store --only keyframe,kyoto,borg"
@@ -48,12 +53,15 @@ pub struct Bench {
     #[arg(long)]
     quick: bool,
     /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ..., or
-    /// keyframe kyoto borg ..., or record jobs memtrace compute redis ..., or compile bonnie stream 500ms 1000ms ...
+    /// keyframe kyoto borg ..., or record jobs memtrace compute redis ..., or web failover 1gbit adaptive ..., or compile bonnie stream 500ms 1000ms ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// How often each thing is measured [default: what it takes for a stable median]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     rounds: Option<u16>,
+    /// How long each run of `bench replication` is counted [default: 10, with --quick 5]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(3..=3600))]
+    seconds: Option<u16>,
     /// The guest's files [default: built by guests/build small]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_GUEST")]
     guest: Option<PathBuf>,
@@ -92,6 +100,7 @@ impl Bench {
             quick: self.quick,
             only: self.only.clone(),
             rounds: self.rounds,
+            seconds: self.seconds,
             guest: self.guest.clone(),
             real_guest: self.real_guest.clone(),
             qemu: self.qemu.clone(),

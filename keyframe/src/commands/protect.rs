@@ -3,7 +3,9 @@
 use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::paths;
 use crate::protecting::links::Addresses;
+use crate::protecting::primary::Finish;
 use crate::protecting::settings::{Settings, address};
+use crate::protecting::standby::{self, Wish};
 use crate::protecting::{guard, launch};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
@@ -39,6 +41,9 @@ pub struct Protect {
     /// The same standby by a second way, for signs of life: a link that is cut is then no host that is dead
     #[arg(long, value_name = "HOST:PORT")]
     standby_beat: Option<String>,
+    /// Where to listen as the standby, once the VM runs on the other host: the two change roles from then on
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
     /// Where what the guest writes to its disks lies [default: ~/.local/state/keyframe/protect]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -59,7 +64,22 @@ impl Protect {
         let beat = self.standby_beat.as_deref().map(address).transpose()?;
         let addresses = Addresses { control: address(&self.standby)?, beat };
         let folder = folder(self.dir, "protect")?;
-        launch::protect(self.command, self.name, &folder, addresses, setup)?.run()
+        let engine = launch::protect(self.command, self.name.clone(), &folder, addresses, setup.clone())?;
+        match (engine.run()?, self.listen) {
+            (Finish::Code(code), _) => Ok(code),
+            (Finish::Elsewhere, None) => {
+                setup.say("to protect it by this host, start: keyframe standby");
+                Ok(DONE)
+            }
+            (Finish::Elsewhere, Some(listen)) => standby::run(&Wish {
+                listen: address(&listen)?,
+                folder: folder.join("standby"),
+                name: self.name.unwrap_or_else(|| "standby".into()),
+                extra: Vec::new(),
+                peer: Some(addresses),
+                setup,
+            }),
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 (a tap with the same name, say; or other words for it behind --). Its disks are kept in --dir.
 
 With --peer the VM is protected again from here, as soon as a standby listens there: start `keyframe standby` on the host that failed
-once it is back.
+once it is back; a primary that was started with --listen listens by itself. When the VM goes over to that host, this one is its standby again.
 
 Examples:
   keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D
@@ -53,7 +53,7 @@ impl Standby {
         let setup = self.settings.understood()?;
         let beat = self.peer_beat.as_deref().map(address).transpose()?;
         let peer = self.peer.as_deref().map(address).transpose()?;
-        standby::run(Wish {
+        standby::run(&Wish {
             listen: address(&self.listen)?,
             folder: folder(self.dir, "standby")?,
             name: self.name,

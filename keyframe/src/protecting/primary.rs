@@ -15,7 +15,7 @@ use super::vm::{Event, Gate, Order, Told, VmThread};
 use super::witnessing::{self, Asked};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{ReplicationStatus, Request, Response};
-use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
+use crate::failure::{DONE, FAILED, Failure, WARNED};
 use crate::rundir::RunDir;
 use keyframe_link::Channel;
 use keyframe_net::GateRemote;
@@ -98,6 +98,15 @@ pub struct Engine {
     _run_dir: RunDir,
 }
 
+/// What is left to do once an engine has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// Nothing: the exit code.
+    Code(u8),
+    /// Another host runs the VM: this one may become its standby.
+    Elsewhere,
+}
+
 /// How it ended.
 enum Done {
     Vm,
@@ -161,7 +170,7 @@ impl Engine {
     }
 
     /// Runs until the VM has ended, or runs elsewhere.
-    pub fn run(mut self) -> Outcome {
+    pub fn run(mut self) -> Result<Finish, Failure> {
         self.handle(PrimaryInput::Tick);
         let mut killed_at: Option<Instant> = None;
         while self.done.is_none() {
@@ -217,6 +226,11 @@ impl Engine {
                 };
                 if current == Some(number) {
                     self.handle(PrimaryInput::Peer { path, message });
+                }
+            }
+            FromLink::Have { number, session, first, hashes } => {
+                if self.link.as_ref().is_some_and(|(known, _)| *known == number) {
+                    self.order(Order::Have { session, first, hashes });
                 }
             }
             FromLink::Broken { path: 0, number } => {
@@ -504,7 +518,7 @@ impl Engine {
         change(status.replication.get_or_insert_default());
     }
 
-    fn end(mut self) -> Outcome {
+    fn end(mut self) -> Result<Finish, Failure> {
         self.ends.store(true, Ordering::Relaxed);
         if let Some((_, link)) = &self.link {
             // What was said last is on its way.
@@ -533,17 +547,15 @@ impl Engine {
         self.guard.end();
         match self.done {
             Some(Done::Deposed(term)) => {
-                self.setup.say(&format!(
-                    "the VM runs on the other host, in term {term}; to protect it from here again, start: keyframe standby"
-                ));
-                Ok(DONE)
+                self.setup.say(&format!("the VM runs on the other host, in term {term}"));
+                Ok(Finish::Elsewhere)
             }
             Some(Done::Vm) => {
                 let success = self.exit.is_none_or(|exit| exit.success());
                 let stopped = self.interrupted.load(Ordering::Relaxed);
-                Ok(if success || stopped { DONE } else { FAILED })
+                Ok(Finish::Code(if success || stopped { DONE } else { FAILED }))
             }
-            None => Ok(WARNED),
+            None => Ok(Finish::Code(WARNED)),
         }
     }
 }

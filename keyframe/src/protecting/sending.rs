@@ -9,6 +9,7 @@
 //! began, they forget it. A send that fails fails the epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
+use super::having::Having;
 use super::verify::Checks;
 use crate::session::{BlockSink, DiskCut};
 use keyframe_capture::{BoxError, Captured, Sink};
@@ -42,6 +43,8 @@ pub struct Wire {
     session: u64,
     /// What the standby is known to have of it.
     base: Option<u64>,
+    /// What it had when the session began, until its first epoch is there.
+    having: Option<Having>,
     /// Those before it were given up, but the encoder may not know yet.
     first_epoch: u64,
     /// One of those was just refused: nothing that is in progress goes with it.
@@ -82,6 +85,7 @@ impl SharedWire {
             link: None,
             session: 0,
             base: None,
+            having: None,
             first_epoch: 0,
             refused: false,
             sent: Sent::default(),
@@ -99,12 +103,13 @@ impl SharedWire {
         self.lock().link = link;
     }
 
-    /// Another session, whose first epoch will have this number: its standby has nothing.
-    pub fn begin(&self, session: u64, first_epoch: u64) {
+    /// Another session, whose first epoch will have this number: its standby has what `having` says.
+    pub fn begin(&self, session: u64, first_epoch: u64, having: Option<Having>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::forget);
         (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
+        wire.having = having;
         wire.blocks.clear();
     }
 
@@ -112,6 +117,7 @@ impl SharedWire {
     pub fn acknowledged(&self, epoch: u64) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.having = None;
         wire.base = Some(epoch);
     }
 
@@ -120,6 +126,7 @@ impl SharedWire {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::abandon);
+        wire.having = None;
         wire.sent = Sent::default();
         wire.blocks.clear();
     }
@@ -130,6 +137,18 @@ impl SharedWire {
         let (pages, _) = content.as_chunks::<{ keyframe_units::PAGE_BYTES }>();
         for (block, page) in (first..).zip(pages) {
             wire.put_block(disk, block, page)?;
+        }
+        wire.flush_blocks()
+    }
+
+    /// Blocks of a disk are zeros: it is said where the standby has something else.
+    pub fn put_hole(&self, disk: usize, first: u64, blocks: u64) -> Result<(), BoxError> {
+        let mut wire = self.lock();
+        let begin = *wire.disks.get(disk).ok_or("no such disk")?;
+        let (mut from, end) = (begin + first, begin + first + blocks);
+        while let Some(page) = wire.having.as_ref().and_then(|having| having.next_not_zero(from, end)) {
+            wire.put_block(disk, page - begin, &ZERO_PAGE)?;
+            from = page + 1;
         }
         wire.flush_blocks()
     }
@@ -145,6 +164,11 @@ impl Wire {
         let streams = self.encoders.len();
         let mut of_stream: Vec<Vec<(PageIndex, &Page)>> = vec![Vec::new(); streams];
         for page in pages {
+            if self.having.as_mut().is_some_and(|having| having.has(page.0, page.1)) {
+                self.sent.pages += 1;
+                self.sent.same += 1;
+                continue;
+            }
             if let Some(stream) = of_stream.get_mut(stream_of(page.0, streams)) {
                 stream.push(*page);
             }
@@ -220,6 +244,7 @@ impl Wire {
 
     fn discard(&mut self) {
         self.encoders.iter_mut().for_each(Encoder::abandon);
+        self.having = None;
         self.blocks.clear();
         self.sent = Sent::default();
         let head = marked(self.session, 0);

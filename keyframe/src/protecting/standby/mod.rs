@@ -17,9 +17,10 @@ use super::frames::{
     unmarked,
 };
 use super::guard::now_ns;
+use super::having;
 use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
 use super::links::{self, Addresses};
-use super::primary::{self, In as PrimaryIn};
+use super::primary::{self, Finish, In as PrimaryIn};
 use super::settings::{Setup, random};
 use super::verify;
 use super::vm::Gate;
@@ -48,9 +49,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use streams::{FromStream, Streams};
 
+const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long who has connected may take to say what for.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -61,6 +63,7 @@ const STRANGERS_MAX: usize = 32;
 const EPOCH_GAP: u64 = 1 << 20;
 
 /// What a standby is asked for.
+#[derive(Clone)]
 pub struct Wish {
     pub listen: SocketAddr,
     pub folder: PathBuf,
@@ -100,16 +103,29 @@ struct Ready {
     /// What has come of an epoch beside its pages.
     coming: Option<(u64, u64, EpochHead, Vec<u8>)>,
     marks: Vec<Option<(u64, u64)>>,
+    /// Epochs that are being applied.
+    applying: u32,
+    /// Nothing was ever applied.
+    blank: bool,
+    /// A session whose primary is to be told what is here.
+    having: Option<u64>,
 }
 
-/// Listens, and is a standby until the VM has run here to its end, or a signal comes.
-pub fn run(wish: Wish) -> Outcome {
+/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
+/// standby again.
+pub fn run(wish: &Wish) -> Outcome {
+    loop {
+        if let Finish::Code(code) = once(wish.clone())? {
+            return Ok(code);
+        }
+    }
+}
+
+fn once(wish: Wish) -> Result<Finish, Failure> {
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, "standby");
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
-    let listener = TcpListener::bind(wish.listen).map_err(|e| {
-        Failure::new(format!("listen at {}: {e}", wish.listen)).fix("name another port: --listen")
-    })?;
+    let listener = bound(wish.listen)?;
     let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
@@ -139,7 +155,7 @@ pub fn run(wish: Wish) -> Outcome {
         return keeper.take_over((request_sender, socket), epoch, term, forced);
     }
     keeper.dismiss();
-    Ok(DONE)
+    Ok(Finish::Code(DONE))
 }
 
 struct Keeper {
@@ -250,6 +266,7 @@ impl Keeper {
             In::Applied { epoch, devices, result } => {
                 if let Some(ready) = &mut self.ready {
                     ready.streams.applied();
+                    ready.applying = ready.applying.saturating_sub(1);
                     if result.is_ok() {
                         ready.devices = Some(devices);
                     }
@@ -258,6 +275,7 @@ impl Keeper {
                     Ok(()) => StandbyInput::Applied { epoch: Epoch(epoch) },
                     Err(reason) => StandbyInput::ApplyFailed { reason },
                 });
+                self.tell_what_is_here();
             }
             In::Asked(Asked::Answered(reply)) => self.handle(StandbyInput::Witness(reply)),
             In::Asked(Asked::Lost { sent }) => self.handle(StandbyInput::WitnessLost { sent }),
@@ -418,7 +436,7 @@ impl Keeper {
             Config::new(NodeId(random()?), random()?, GroupId(group), arbitration, machine.detection_ns);
         config.paths = machine.paths;
         let core = Standby::new(config, Term(0), None);
-        let marks = vec![None; streams.len()];
+        let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
         setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
         self.ready = Some(Ready {
             machine,
@@ -432,6 +450,9 @@ impl Keeper {
             devices: None,
             coming: None,
             marks,
+            applying: 0,
+            blank,
+            having: None,
         });
         Ok(())
     }
@@ -522,10 +543,8 @@ impl Keeper {
                 ready.streams.receive(session.0);
                 (ready.devices, ready.coming) = (None, None);
                 ready.marks.fill(None);
-                if let Err(error) = ready.image.clear() {
-                    let reason = format!("make room for the VM: {error}");
-                    return Some(StandbyInput::ApplyFailed { reason });
-                }
+                ready.having = Some(session.0);
+                self.tell_what_is_here();
             }
             StandbyOutput::Apply { epoch } => return self.apply(epoch.0),
             StandbyOutput::Reject { .. } | StandbyOutput::DiscardPartial => {
@@ -557,6 +576,22 @@ impl Keeper {
         None
     }
 
+    /// Tells the primary of a session that begins what need not be sent; not while that still changes.
+    fn tell_what_is_here(&mut self) {
+        let Some((_, control)) = &self.control else { return };
+        let Some(ready) = self.ready.as_mut().filter(|ready| ready.applying == 0) else { return };
+        let Some(session) = ready.having.take() else { return };
+        let (image, channel, blank) = (Arc::clone(&ready.image), Arc::clone(control), ready.blank);
+        let work = move || {
+            if !having::tell(&*image, image.len_pages(), blank, session, &channel) {
+                channel.close();
+            }
+        };
+        if std::thread::Builder::new().name("having".into()).spawn(work).is_err() {
+            control.close();
+        }
+    }
+
     /// Makes an epoch that has come whole what is held, beside the heartbeats.
     fn apply(&mut self, epoch: u64) -> Option<StandbyInput> {
         let failed = |reason: &str| Some(StandbyInput::ApplyFailed { reason: reason.into() });
@@ -581,6 +616,7 @@ impl Keeper {
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
             return failed("no thread is to be had");
         }
+        (ready.applying, ready.blank) = (ready.applying + 1, false);
         self.update(|status| {
             status.reason.clone_from(&head.reason);
             status.pages = head.pages;
@@ -628,7 +664,7 @@ impl Keeper {
         epoch: u64,
         term: Term,
         forced: bool,
-    ) -> Outcome {
+    ) -> Result<Finish, Failure> {
         let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
         let devices = ready.devices.as_ref().ok_or_else(|| Failure::new("no epoch is held"))?;
         let restored = match ready.prepared.activate(&*ready.image, devices) {
@@ -680,6 +716,23 @@ impl Keeper {
         let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
         let engine = launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()
+    }
+}
+
+/// Listens; who listened there until now may need a moment to be gone.
+fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let deadline = Instant::now() + REBIND_TIMEOUT;
+    loop {
+        match TcpListener::bind(address) {
+            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            bound => {
+                return bound.map_err(|e| {
+                    Failure::new(format!("listen at {address}: {e}")).fix("name another port: --listen")
+                });
+            }
+        }
     }
 }
 

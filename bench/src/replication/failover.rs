@@ -1,0 +1,86 @@
+//! A host that loses power, and the client's next answer.
+
+use super::pair::{Lab, Running};
+use crate::Error;
+use crate::ledger::{self, Ledger};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Entries before the loss of power.
+const ENTRIES_BEFORE: usize = 20;
+const WAIT_S: f64 = 60.0;
+const DISK_BYTES: u64 = 8 << 20;
+
+/// What was on its way when the power went is not the next answer; no host is taken as lost as soon as that.
+const ON_ITS_WAY: Duration = Duration::from_millis(20);
+
+/// What the client says.
+#[derive(Default)]
+struct Shared {
+    over: AtomicBool,
+    /// When each answer came.
+    answers: Mutex<Vec<Instant>>,
+    wrong: Mutex<Option<String>>,
+}
+
+/// How long after its host has lost power the guest answers again.
+pub fn once(lab: &mut Lab<'_>) -> Result<Duration, Error> {
+    let running = lab.start(Some("adaptive"), "kf.work=ledger kf.dev=/dev/vda", &disk)?;
+    let shared = Arc::new(Shared::default());
+    let client = Arc::clone(&shared);
+    let thread = running.lab().network.c.inside(move || enter(&client));
+    thread.map_err(Error::io("start a client"))?;
+    let took = fail_over(&running, &shared);
+    shared.over.store(true, Ordering::Relaxed);
+    took
+}
+
+fn fail_over(running: &Running<'_>, shared: &Shared) -> Result<Duration, Error> {
+    let lab = running.lab();
+    // The first answer of those that `fits`.
+    let answer = |fits: &dyn Fn(usize, Instant) -> bool| {
+        if let Some(wrong) = shared.wrong.lock().ok().and_then(|wrong| wrong.clone()) {
+            return Err(Error::failed("fail over", format!("{wrong}; {}", running.report())));
+        }
+        let answers = shared.answers.lock().map_or_else(|_| Vec::new(), |answers| answers.clone());
+        Ok(answers.into_iter().enumerate().find(|(n, at)| fits(*n, *at)).map(|(_, at)| at))
+    };
+    lab.interrupt.wait("the guest answers", WAIT_S, || answer(&|n, _| n >= ENTRIES_BEFORE))?;
+    running.is_protected()?;
+    let killed = Instant::now();
+    lab.network.a.kill_all();
+    let dead = Instant::now() + ON_ITS_WAY;
+    let next = lab.interrupt.wait("the guest answers again", WAIT_S, || answer(&|_, at| at > dead));
+    let next = next.map_err(|e| Error::failed(e.to_string(), running.report()))?;
+    Ok(next.duration_since(killed))
+}
+
+/// Enters values until told to end.
+fn enter(shared: &Shared) {
+    let address = SocketAddr::from(([10, 78, 0, 15], ledger::PORT));
+    let is_over = || shared.over.load(Ordering::Relaxed);
+    let connected = Ledger::connect(address, Instant::now() + Duration::from_secs(30), is_over);
+    let entered = connected.and_then(|mut ledger| {
+        while !is_over() {
+            ledger.enter()?;
+            if let Ok(mut answers) = shared.answers.lock() {
+                answers.push(Instant::now());
+            }
+        }
+        Ok(())
+    });
+    if let (Err(text), Ok(mut wrong)) = (entered, shared.wrong.lock()) {
+        *wrong = Some(text);
+    }
+}
+
+/// A disk for the ledger, which has to be of its memory's instant.
+fn disk(dir: &Path) -> Result<Vec<String>, Error> {
+    let path = dir.join("ledger.img");
+    let made = std::fs::File::create(&path).and_then(|file| file.set_len(DISK_BYTES));
+    made.map_err(Error::io("make a disk"))?;
+    Ok(vec!["-drive".into(), format!("file={},if=virtio,format=raw,id=ledger", path.display())])
+}

@@ -1,0 +1,293 @@
+//! What was measured, and what it comes to.
+
+use super::clients::{GOOD, TOLERABLE};
+use super::pair::Travelled;
+use super::workload::{Done, Kind};
+use super::{LINKS, POLICIES, Policy};
+use crate::Report;
+use crate::sample::Sample;
+use std::fmt::Write as _;
+
+/// The policy that is ours, and the one that latency is compared with.
+const OURS: &str = "adaptive";
+const FIXED: &str = "fixed100";
+const PLAIN: &str = "unprotected";
+
+/// All runs of one workload over one link in one way.
+struct Row {
+    kind: &'static Kind,
+    link: &'static str,
+    /// A policy's, or `unprotected`.
+    way: &'static str,
+    per_s: Sample,
+    good_per_s: Sample,
+    tolerable_per_s: Sample,
+    took_ns: Sample,
+    /// Against the plain runs on both sides.
+    slowdown: Sample,
+    good: Sample,
+    tolerable: Sample,
+    travelled: Travelled,
+}
+
+/// All of it.
+pub struct Rows {
+    rows: Vec<Row>,
+    seconds: u16,
+    pub failovers_ns: Sample,
+}
+
+impl Rows {
+    pub fn new(seconds: u16) -> Self {
+        Self { rows: Vec::new(), seconds, failovers_ns: Sample::default() }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rows.iter().all(|row| row.way == PLAIN) && self.failovers_ns.len() == 0
+    }
+
+    /// A plain run.
+    pub fn plain(&mut self, kind: &'static Kind, link: &'static str, done: &Done) {
+        self.of(kind, link, PLAIN).push(done);
+    }
+
+    /// A protected run, with the plain ones before and after it.
+    pub fn protected(
+        &mut self,
+        kind: &'static Kind,
+        link: &'static str,
+        policy: &Policy,
+        done: &Done,
+        around: [&Done; 2],
+    ) {
+        let row = self.of(kind, link, policy.key);
+        row.push(done);
+        let mean = |of: fn(&Done) -> f64| f64::midpoint(of(around[0]), of(around[1]));
+        row.slowdown.push(mean(|done| done.per_s) / done.per_s);
+        if kind.has_clients() {
+            row.good.push(done.good_per_s / mean(|done| done.good_per_s));
+            row.tolerable.push(done.tolerable_per_s / mean(|done| done.tolerable_per_s));
+        }
+    }
+
+    fn of(&mut self, kind: &'static Kind, link: &'static str, way: &'static str) -> &mut Row {
+        let found = self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
+        let at = found.unwrap_or_else(|| {
+            self.rows.push(Row::new(kind, link, way));
+            self.rows.len() - 1
+        });
+        &mut self.rows[at]
+    }
+
+    /// The links that were measured.
+    pub fn links(&self) -> Vec<&'static str> {
+        LINKS.iter().map(|(link, _)| *link).filter(|link| self.rows.iter().any(|row| row.link == *link)).collect()
+    }
+
+    /// The workloads that were.
+    pub fn kinds(&self) -> Vec<&'static str> {
+        let all = super::workload::ALL.iter().map(|kind| kind.key);
+        all.filter(|kind| self.rows.iter().any(|row| row.kind.key == *kind)).collect()
+    }
+
+    /// Workload, policy and slowdown of what was measured over a link.
+    pub fn slowdowns<'a>(
+        &'a self,
+        link: &'a str,
+    ) -> impl Iterator<Item = (&'static str, &'static str, &'a Sample)> {
+        let of_link = self.rows.iter().filter(move |row| row.link == link && row.way != PLAIN);
+        of_link.map(|row| (row.kind.key, row.way, &row.slowdown))
+    }
+
+    pub fn report(&self, report: &mut Report) {
+        report.figure("run_seconds", f64::from(self.seconds));
+        let mut all = Travelled::default();
+        for row in &self.rows {
+            row.report(report, self.seconds);
+            all.wire_bytes += row.travelled.wire_bytes;
+            all.raw_bytes += row.travelled.raw_bytes;
+        }
+        for kind in self.kinds() {
+            let of_kind = self.rows.iter().filter(|row| row.kind.key == kind);
+            let (wire, raw) = of_kind.fold((0.0, 0.0), |(wire, raw), row| {
+                (wire + row.travelled.wire_bytes, raw + row.travelled.raw_bytes)
+            });
+            ratio(report, format!("wire_over_raw_{kind}"), wire, raw);
+        }
+        ratio(report, "wire_over_raw".into(), all.wire_bytes, all.raw_bytes);
+        for (link, _) in LINKS {
+            for kind in super::workload::ALL.iter().filter(|kind| kind.has_clients()) {
+                let of = |way| format!("{}_latency_p50_ns_{link}_{way}", kind.key);
+                let key = format!("{}_latency_{FIXED}_over_{OURS}_{link}", kind.key);
+                report.ratio_of(key, &of(FIXED), &of(OURS));
+            }
+        }
+        if self.failovers_ns.len() > 0 {
+            report.figure("failover_p50_ns", self.failovers_ns.median());
+            report.figure("failover_max_ns", self.failovers_ns.percentile(100));
+            report.figure("failovers", self.failovers_ns.len() as f64);
+        }
+        report.table = self.table();
+    }
+
+    /// Slowdowns, a line for each workload and link; then what clients were answered.
+    fn table(&self) -> String {
+        let mut text = format!("\nslowdown, runs of {} s{:18}", self.seconds, "");
+        for policy in &POLICIES {
+            let _ = write!(text, "{:>10}", policy.key);
+        }
+        for (kind, link) in self.kinds().into_iter().flat_map(|kind| self.links().into_iter().map(move |link| (kind, link))) {
+            let _ = write!(text, "\n  {kind:<12} {link:<28}");
+            for policy in &POLICIES {
+                let found = self.slowdowns(link).find(|(of, way, _)| (*of, *way) == (kind, policy.key));
+                let _ = match found {
+                    Some((_, _, slowdown)) => write!(text, "{:>10.3}", slowdown.median()),
+                    None => write!(text, "{:>10}", "-"),
+                };
+            }
+        }
+        let answered = self.rows.iter().filter(|row| row.kind.has_clients());
+        for (n, row) in answered.enumerate() {
+            if n == 0 {
+                let (good, tolerable) = (GOOD.as_millis(), TOLERABLE.as_millis());
+                let _ = write!(
+                    text,
+                    "\nanswers{:37} per s   p50 ms   p99 ms  in {good} ms in {tolerable} ms",
+                    ""
+                );
+            }
+            let _ = write!(
+                text,
+                "\n  {:<12} {:<8} {:<19} {:>8.1} {:>8.1} {:>8.1} {:>7.1}% {:>8.1}%",
+                row.kind.key,
+                row.link,
+                row.way,
+                row.per_s.median(),
+                row.took_ns.median() / 1e6,
+                row.took_ns.percentile(99) / 1e6,
+                row.good_per_s.median() / row.per_s.median() * 100.0,
+                row.tolerable_per_s.median() / row.per_s.median() * 100.0,
+            );
+        }
+        if self.failovers_ns.len() > 0 {
+            let (p50, max) = (self.failovers_ns.median() / 1e6, self.failovers_ns.percentile(100) / 1e6);
+            let number = self.failovers_ns.len();
+            let _ = write!(text, "\n{number} failovers: {p50:.0} ms in the median, {max:.0} ms at most");
+        }
+        text
+    }
+}
+
+impl Row {
+    fn new(kind: &'static Kind, link: &'static str, way: &'static str) -> Self {
+        Self {
+            kind,
+            link,
+            way,
+            per_s: Sample::default(),
+            good_per_s: Sample::default(),
+            tolerable_per_s: Sample::default(),
+            took_ns: Sample::default(),
+            slowdown: Sample::default(),
+            good: Sample::default(),
+            tolerable: Sample::default(),
+            travelled: Travelled::default(),
+        }
+    }
+
+    fn push(&mut self, done: &Done) {
+        self.per_s.push(done.per_s);
+        self.good_per_s.push(done.good_per_s);
+        self.tolerable_per_s.push(done.tolerable_per_s);
+        self.took_ns.append(&done.took_ns);
+        self.travelled.epochs += done.travelled.epochs;
+        self.travelled.wire_bytes += done.travelled.wire_bytes;
+        self.travelled.raw_bytes += done.travelled.raw_bytes;
+    }
+
+    fn report(&self, report: &mut Report, seconds: u16) {
+        let (kind, end) = (self.kind.key, format!("{}_{}", self.link, self.way));
+        report.figure(format!("{kind}_per_s_{end}"), self.per_s.median());
+        if self.way == PLAIN {
+            // What two plain runs differ by is what a slowdown is uncertain by.
+            if self.per_s.len() > 1 {
+                let range = self.per_s.percentile(100) - self.per_s.percentile(1);
+                report.ratio(format!("{kind}_spread_{end}"), range / self.per_s.median());
+            }
+        } else {
+            report.ratio(format!("slowdown_{kind}_{end}"), self.slowdown.median());
+            let counted = f64::from(seconds) * self.per_s.len() as f64;
+            report.figure(format!("{kind}_epochs_per_s_{end}"), self.travelled.epochs / counted);
+            report.figure(format!("{kind}_wire_bytes_per_s_{end}"), self.travelled.wire_bytes / counted);
+        }
+        if !self.kind.has_clients() {
+            return;
+        }
+        for (name, percent) in [("p50", 50), ("p90", 90), ("p99", 99)] {
+            report.figure(format!("{kind}_latency_{name}_ns_{end}"), self.took_ns.percentile(percent));
+        }
+        report.ratio(format!("{kind}_good_part_{end}"), self.good_per_s.median() / self.per_s.median());
+        let tolerable = self.tolerable_per_s.median() / self.per_s.median();
+        report.ratio(format!("{kind}_tolerable_part_{end}"), tolerable);
+        if self.way != PLAIN {
+            // Over 1 Gbit/s the link is not said.
+            let end = end.strip_prefix("1gbit_").unwrap_or(&end);
+            report.ratio(format!("{kind}_good_answers_{end}"), self.good.median());
+            report.ratio(format!("{kind}_tolerable_answers_{end}"), self.tolerable.median());
+        }
+    }
+}
+
+fn ratio(report: &mut Report, key: String, over: f64, under: f64) {
+    if under > 0.0 {
+        report.ratio(key, over / under);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replication::workload;
+
+    /// Those are read by others.
+    #[test]
+    fn the_keys_are_those_promised() {
+        let mut rows = Rows::new(5);
+        let mut took_ns = Sample::default();
+        took_ns.push(3e6);
+        let travelled = Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6 };
+        let done = |per_s: f64| Done {
+            per_s,
+            good_per_s: per_s / 2.0,
+            tolerable_per_s: per_s,
+            took_ns: took_ns.clone(),
+            travelled,
+        };
+        for kind in &workload::ALL {
+            for (link, _) in LINKS {
+                for policy in &POLICIES {
+                    rows.protected(kind, link, policy, &done(100.0), [&done(105.0), &done(111.0)]);
+                }
+            }
+        }
+        rows.failovers_ns.push(8e8);
+        let mut report = Report::new("replication");
+        rows.report(&mut report);
+        for kind in ["compile", "ep", "sp", "web", "coordinator"] {
+            for end in ["1gbit_adaptive", "1gbit_paper", "1gbit_fixed100", "10gbit_adaptive", "10gbit_fixed50"] {
+                let key = format!("slowdown_{kind}_{end}");
+                assert!((report.ratios[&key] - 1.08).abs() < 1e-9, "{key}");
+            }
+        }
+        for policy in ["adaptive", "paper", "fixed100"] {
+            let key = format!("web_good_answers_{policy}");
+            assert!((report.ratios[&key] - 1.0 / 1.08).abs() < 1e-9, "{key}");
+        }
+        assert!((report.ratios["wire_over_raw"] - 0.25).abs() < 1e-9);
+        assert!((report.ratios["web_latency_fixed100_over_adaptive_1gbit"] - 1.0).abs() < 1e-9);
+        for key in ["failover_p50_ns", "failover_max_ns", "web_latency_p50_ns_1gbit_adaptive"] {
+            assert!(report.figures[key] > 0.0, "{key}");
+        }
+        assert!(report.table.contains("coordinator"), "{}", report.table);
+    }
+}
