@@ -34,7 +34,7 @@ impl Cluster {
 
     /// The resource's parameters on a node.
     fn parameters(&self, node: &str) -> Vec<(&'static str, String)> {
-        let boot = Boot { mem_mib: 64, ..Boot::new("hash kf.mib=4") };
+        let boot = Boot { mem_mib: 128, ..Boot::new("hash kf.mib=4") };
         let quoted = |word: &String| format!("'{word}'");
         let qemu: Vec<String> = boot.command().iter().map(quoted).collect();
         let path = |name: &str| self.bench.path().join(name).display().to_string();

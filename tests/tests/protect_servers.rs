@@ -140,8 +140,10 @@ fn survives(server: &str, port: u16, ask: fn(&mut BufReader<TcpStream>, u64) -> 
 
     let hosts = Hosts::new(&bench);
     let _witness = hosts.witness(&bench);
-    let mut standby = hosts.standby(&bench, "b", &[]);
-    let mut vm = hosts.protect_line(&bench, &[], &qemu);
+    // A machine that has other things to do is not to be taken for a host that has failed.
+    let patient = ["--detection", "2s"];
+    let mut standby = hosts.standby(&bench, "b", &patient);
+    let mut vm = hosts.protect_line(&bench, &patient, &qemu);
     let client = hosts.client_that(move |ends, seen| converse(port, (ends, seen), ask));
     vm.wait_until(BOOT.as_secs(), |_| {
         let seen = client.seen();
