@@ -123,10 +123,8 @@ fn a_cluster_starts_moves_and_stops_a_protected_vm() {
     // The promotion of a standby while the VM runs elsewhere is a switch-over, too.
     cluster.act("a", "promote", SUCCESS);
     cluster.act("a", "monitor", PROMOTED);
-    until("b's engine has ended", || {
-        cluster.act_with("b", "monitor", &[]).status.code() == Some(NOT_RUNNING)
-    });
-    assert_eq!(cluster.qemus().len(), 1);
+    // A host that had taken over is a standby again by itself.
+    until("b is a standby again", || cluster.act_with("b", "monitor", &[]).status.code() == Some(SUCCESS));
 
     for node in ["a", "b"] {
         cluster.act(node, "stop", SUCCESS);
