@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The guest's own address.
-const GUEST: &str = "10.78.0.15";
+pub const GUEST: &str = "10.78.0.15";
 const WITNESS: &str = "10.78.0.3:7431";
 const LEDGER_MAGIC: u64 = 0x7265_6764_656c_666b;
 const LEDGER_PORT: u16 = 4712;
@@ -136,11 +136,16 @@ impl Hosts {
 
     /// The VM on host a, with the standby on b.
     pub fn protect(&self, bench: &Bench, options: &[&str], boot: &Boot) -> Process {
+        self.protect_line(bench, options, &boot.command())
+    }
+
+    /// The VM of QEMU's command line `line`.
+    pub fn protect_line(&self, bench: &Bench, options: &[&str], line: &[String]) -> Process {
         let mut args =
             vec!["protect", "--witness", WITNESS, "--standby", "10.78.0.2:7430", "--dir", "primary"];
         args.extend(options);
         let mut command = self.command(bench, "a", &args);
-        command.arg("--").args(boot.command());
+        command.arg("--").args(line);
         Process::start(command)
     }
 
@@ -210,10 +215,19 @@ impl Hosts {
 
     /// A client that enters values, from host c.
     pub fn client(&self) -> Client {
+        let client = self.client_that(enter);
+        until("the guest answers", || {
+            let seen = client.seen();
+            seen.entries > 0 || seen.wrong.is_some()
+        });
+        client
+    }
+
+    /// A client that does `work` on host c until it is told to end, and keeps what it was answered.
+    pub fn client_that(&self, work: impl FnOnce(&AtomicBool, &Mutex<Seen>) + Send + 'static) -> Client {
         let (ends, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
         let (stop, shared) = (Arc::clone(&ends), Arc::clone(&seen));
-        let thread = self.c.inside(move || enter(&stop, &shared));
-        until("the guest answers", || seen.lock().is_ok_and(|seen| seen.entries > 0 || seen.wrong.is_some()));
+        let thread = self.c.inside(move || work(&stop, &shared));
         Client { ends, seen, thread: Some(thread) }
     }
 }

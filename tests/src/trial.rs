@@ -325,10 +325,17 @@ impl Trial {
                     self.fail(&format!("no switch-over: {}", String::from_utf8_lossy(&output.stderr)));
                 }
                 let (old, other) = (self.at, 1 - self.at);
+                let back = |trial: &Self| {
+                    let said = trial.said(primary);
+                    ["could not go over", "it was to take over, and is silent"]
+                        .iter()
+                        .map(|text| said.matches(text).count())
+                        .sum::<usize>()
+                };
+                let before = back(self);
                 self.until("the VM goes over, or back", |trial| {
                     let ended = trial.homes[old].as_mut().is_none_or(|home| !home.process.is_running());
-                    ended && trial.homes[other].as_ref().is_some_and(Home::has_vm)
-                        || trial.said(primary).contains("could not go over")
+                    ended && trial.homes[other].as_ref().is_some_and(Home::has_vm) || back(trial) > before
                 });
                 self.switching = false;
             }

@@ -32,6 +32,7 @@ mod pacemaker;
 mod profile;
 mod protect;
 mod protect_faults;
+mod protect_servers;
 mod record;
 mod recordings;
 mod reflink;

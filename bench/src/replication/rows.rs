@@ -71,7 +71,8 @@ impl Rows {
     }
 
     fn of(&mut self, kind: &'static Kind, link: &'static str, way: &'static str) -> &mut Row {
-        let found = self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
+        let found =
+            self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
         let at = found.unwrap_or_else(|| {
             self.rows.push(Row::new(kind, link, way));
             self.rows.len() - 1
@@ -81,7 +82,11 @@ impl Rows {
 
     /// The links that were measured.
     pub fn links(&self) -> Vec<&'static str> {
-        LINKS.iter().map(|(link, _)| *link).filter(|link| self.rows.iter().any(|row| row.link == *link)).collect()
+        LINKS
+            .iter()
+            .map(|(link, _)| *link)
+            .filter(|link| self.rows.iter().any(|row| row.link == *link))
+            .collect()
     }
 
     /// The workloads that were.
@@ -136,7 +141,9 @@ impl Rows {
         for policy in &POLICIES {
             let _ = write!(text, "{:>10}", policy.key);
         }
-        for (kind, link) in self.kinds().into_iter().flat_map(|kind| self.links().into_iter().map(move |link| (kind, link))) {
+        for (kind, link) in
+            self.kinds().into_iter().flat_map(|kind| self.links().into_iter().map(move |link| (kind, link)))
+        {
             let _ = write!(text, "\n  {kind:<12} {link:<28}");
             for policy in &POLICIES {
                 let found = self.slowdowns(link).find(|(of, way, _)| (*of, *way) == (kind, policy.key));
@@ -274,7 +281,9 @@ mod tests {
         let mut report = Report::new("replication");
         rows.report(&mut report);
         for kind in ["compile", "ep", "sp", "web", "coordinator"] {
-            for end in ["1gbit_adaptive", "1gbit_paper", "1gbit_fixed100", "10gbit_adaptive", "10gbit_fixed50"] {
+            for end in
+                ["1gbit_adaptive", "1gbit_paper", "1gbit_fixed100", "10gbit_adaptive", "10gbit_fixed50"]
+            {
                 let key = format!("slowdown_{kind}_{end}");
                 assert!((report.ratios[&key] - 1.08).abs() < 1e-9, "{key}");
             }
