@@ -13,8 +13,7 @@ impl Interrupt {
     /// Begins to listen.
     pub fn listen() -> Result<Self, Error> {
         let flag = Arc::new(AtomicBool::new(false));
-        for signal in
-            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
         {
             signal_hook::flag::register(signal, flag.clone()).map_err(Error::io("listen to signals"))?;
         }

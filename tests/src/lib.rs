@@ -9,7 +9,6 @@ mod echo;
 mod exact;
 mod foreign;
 mod hash;
-pub mod hosts;
 mod huge;
 mod journal;
 pub mod journaling;

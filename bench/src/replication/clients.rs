@@ -142,7 +142,9 @@ impl Asking {
                 }
             }
             // What was awaited when the time was over.
-            let late = answers.iter().find(|answer| answer.at >= to && answer.at.checked_sub(answer.took) < Some(to));
+            let late = answers
+                .iter()
+                .find(|answer| answer.at >= to && answer.at.checked_sub(answer.took) < Some(to));
             if let Some(waited) =
                 late.and_then(|answer| to.checked_duration_since(answer.at.checked_sub(answer.took)?))
                 && waited > TOLERABLE
@@ -198,7 +200,8 @@ impl Think {
 
     /// Evenly in 0..1.
     fn part(&mut self) -> f64 {
-        self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.state =
+            self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.state >> 33) as f64 + 0.5) / f64::from(1u32 << 31)
     }
 

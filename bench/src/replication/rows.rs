@@ -25,6 +25,7 @@ struct Row {
     took_ns: Sample,
     /// Against the plain runs on both sides.
     slowdown: Sample,
+    own_slowdown: Sample,
     good: Sample,
     tolerable: Sample,
     travelled: Travelled,
@@ -64,6 +65,10 @@ impl Rows {
         row.push(done);
         let mean = |of: fn(&Done) -> f64| f64::midpoint(of(around[0]), of(around[1]));
         row.slowdown.push(mean(|done| done.per_s) / done.per_s);
+        if let (Some(own), [Some(before), Some(after)]) = (done.own_per_s, around.map(|done| done.own_per_s))
+        {
+            row.own_slowdown.push(f64::midpoint(before, after) / own);
+        }
         if kind.has_clients() {
             row.good.push(done.good_per_s / mean(|done| done.good_per_s));
             row.tolerable.push(done.tolerable_per_s / mean(|done| done.tolerable_per_s));
@@ -71,7 +76,8 @@ impl Rows {
     }
 
     fn of(&mut self, kind: &'static Kind, link: &'static str, way: &'static str) -> &mut Row {
-        let found = self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
+        let found =
+            self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
         let at = found.unwrap_or_else(|| {
             self.rows.push(Row::new(kind, link, way));
             self.rows.len() - 1
@@ -81,7 +87,11 @@ impl Rows {
 
     /// The links that were measured.
     pub fn links(&self) -> Vec<&'static str> {
-        LINKS.iter().map(|(link, _)| *link).filter(|link| self.rows.iter().any(|row| row.link == *link)).collect()
+        LINKS
+            .iter()
+            .map(|(link, _)| *link)
+            .filter(|link| self.rows.iter().any(|row| row.link == *link))
+            .collect()
     }
 
     /// The workloads that were.
@@ -132,19 +142,16 @@ impl Rows {
 
     /// Slowdowns, a line for each workload and link; then what clients were answered.
     fn table(&self) -> String {
-        let mut text = format!("\nslowdown, runs of {} s{:18}", self.seconds, "");
+        let mut text = format!("\nslowdown, runs of {} s{:21}", self.seconds, "");
         for policy in &POLICIES {
             let _ = write!(text, "{:>10}", policy.key);
         }
-        for (kind, link) in self.kinds().into_iter().flat_map(|kind| self.links().into_iter().map(move |link| (kind, link))) {
-            let _ = write!(text, "\n  {kind:<12} {link:<28}");
-            for policy in &POLICIES {
-                let found = self.slowdowns(link).find(|(of, way, _)| (*of, *way) == (kind, policy.key));
-                let _ = match found {
-                    Some((_, _, slowdown)) => write!(text, "{:>10.3}", slowdown.median()),
-                    None => write!(text, "{:>10}", "-"),
-                };
-            }
+        let links = self.links();
+        for (kind, link) in
+            self.kinds().into_iter().flat_map(|kind| links.iter().map(move |link| (kind, *link)))
+        {
+            self.line(&mut text, (kind, link, ""), |row| &row.slowdown);
+            self.line(&mut text, (kind, link, "own time"), |row| &row.own_slowdown);
         }
         let answered = self.rows.iter().filter(|row| row.kind.has_clients());
         for (n, row) in answered.enumerate() {
@@ -178,6 +185,27 @@ impl Rows {
     }
 }
 
+impl Rows {
+    /// One line of the first table, where anything is known for it.
+    fn line(&self, text: &mut String, (kind, link, how): (&str, &str, &str), of: fn(&Row) -> &Sample) {
+        let found = |policy: &Policy| {
+            let mut rows = self.rows.iter();
+            rows.find(|row| (row.kind.key, row.link, row.way) == (kind, link, policy.key)).map(of)
+        };
+        let cells = POLICIES.each_ref().map(|policy| found(policy).filter(|sample| sample.len() > 0));
+        if cells.iter().all(Option::is_none) {
+            return;
+        }
+        let _ = write!(text, "\n  {kind:<12} {link:<8} {how:<18}");
+        for cell in cells {
+            let _ = match cell {
+                Some(sample) => write!(text, "{:>10.3}", sample.median()),
+                None => write!(text, "{:>10}", "-"),
+            };
+        }
+    }
+}
+
 impl Row {
     fn new(kind: &'static Kind, link: &'static str, way: &'static str) -> Self {
         Self {
@@ -189,6 +217,7 @@ impl Row {
             tolerable_per_s: Sample::default(),
             took_ns: Sample::default(),
             slowdown: Sample::default(),
+            own_slowdown: Sample::default(),
             good: Sample::default(),
             tolerable: Sample::default(),
             travelled: Travelled::default(),
@@ -216,6 +245,9 @@ impl Row {
             }
         } else {
             report.ratio(format!("slowdown_{kind}_{end}"), self.slowdown.median());
+            if self.own_slowdown.len() > 0 {
+                report.ratio(format!("slowdown_{kind}_{end}_own_time"), self.own_slowdown.median());
+            }
             let counted = f64::from(seconds) * self.per_s.len() as f64;
             report.figure(format!("{kind}_epochs_per_s_{end}"), self.travelled.epochs / counted);
             report.figure(format!("{kind}_wire_bytes_per_s_{end}"), self.travelled.wire_bytes / counted);
@@ -258,6 +290,7 @@ mod tests {
         let travelled = Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6 };
         let done = |per_s: f64| Done {
             per_s,
+            own_per_s: Some(per_s * 2.0),
             good_per_s: per_s / 2.0,
             tolerable_per_s: per_s,
             took_ns: took_ns.clone(),
@@ -274,9 +307,12 @@ mod tests {
         let mut report = Report::new("replication");
         rows.report(&mut report);
         for kind in ["compile", "ep", "sp", "web", "coordinator"] {
-            for end in ["1gbit_adaptive", "1gbit_paper", "1gbit_fixed100", "10gbit_adaptive", "10gbit_fixed50"] {
+            for end in
+                ["1gbit_adaptive", "1gbit_paper", "1gbit_fixed100", "10gbit_adaptive", "10gbit_fixed50"]
+            {
                 let key = format!("slowdown_{kind}_{end}");
                 assert!((report.ratios[&key] - 1.08).abs() < 1e-9, "{key}");
+                assert!((report.ratios[&format!("{key}_own_time")] - 1.08).abs() < 1e-9, "{key}");
             }
         }
         for policy in ["adaptive", "paper", "fixed100"] {
