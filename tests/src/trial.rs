@@ -97,17 +97,18 @@ pub struct Trial {
     switching: bool,
     failovers: u32,
     script: Vec<String>,
+    options: &'static [&'static str],
 }
 
 impl Trial {
-    /// Protected, with a client that was answered.
-    pub fn new(cpus: u32) -> Self {
+    /// Protected, with a client that was answered. `options` are those of all that protects it.
+    pub fn new(cpus: u32, options: &'static [&'static str]) -> Self {
         let bench = Bench::without_store();
         let hosts = Hosts::new(&bench);
         let witness = Some(hosts.witness(&bench));
-        let standby = hosts.standby(&bench, "b", &["--peer", "10.78.0.1:7430"]);
+        let standby = hosts.standby(&bench, "b", &[&["--peer", "10.78.0.1:7430"], options].concat());
         let boot = Boot { cpus, ..hosts.ledger(LEDGER) };
-        let mut vm = hosts.protect(&bench, &[], &boot);
+        let mut vm = hosts.protect(&bench, options, &boot);
         hosts.until_protected(&bench, "a", &mut vm);
         let client = hosts.client();
         let homes = [(vm, true), (standby, false)].map(|(process, first)| Some(Home { process, first }));
@@ -121,6 +122,7 @@ impl Trial {
             switching: false,
             failovers: 0,
             script: Vec::new(),
+            options,
         };
         trial.go_on(ENTRIES);
         trial
@@ -339,6 +341,7 @@ impl Trial {
         self.go_on(ENTRIES);
         let mut asked = Instant::now();
         self.until("the VM is protected again", |trial| {
+            #[expect(clippy::needless_range_loop, reason = "it numbers hosts")]
             for n in 0..2 {
                 let is_running = trial.homes[n].as_mut().is_some_and(|home| home.process.is_running());
                 if is_running {
@@ -346,7 +349,11 @@ impl Trial {
                 }
                 trial.homes[n] = None;
                 let peer = format!("10.78.0.{}:7430", 2 - n);
-                let process = trial.hosts.standby(&trial.bench, NAMES[n], &["--peer", &peer]);
+                let process = trial.hosts.standby(
+                    &trial.bench,
+                    NAMES[n],
+                    &[&["--peer", &peer], trial.options].concat(),
+                );
                 trial.homes[n] = Some(Home { process, first: false });
             }
             let has = [0, 1].map(|n| trial.homes[n].as_ref().is_some_and(Home::has_vm));

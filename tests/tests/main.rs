@@ -27,6 +27,7 @@ mod lazy;
 mod main_job;
 mod mount;
 mod ops;
+mod pacemaker;
 mod profile;
 mod protect;
 mod protect_faults;

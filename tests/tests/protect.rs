@@ -129,6 +129,34 @@ fn a_vm_goes_over_and_back_without_loss_and_is_protected_again() {
 }
 
 #[test]
+fn a_standby_that_was_cut_off_gets_what_differs() {
+    let bench = Bench::without_store();
+    let hosts = Hosts::new(&bench);
+    let _witness = hosts.witness(&bench);
+    let mut standby = hosts.standby(&bench, "b", &[]);
+    let mut vm = hosts.protect(&bench, &["--verify"], &hosts.ledger(WORK));
+    hosts.until_protected(&bench, "a", &mut vm);
+    let client = hosts.client();
+    client.go_on(20, &mut vm);
+    let sent = || hosts.status(&bench, "a").and_then(|r| r["all_wire_bytes"].as_u64()).unwrap_or(0);
+    let first = sent();
+
+    hosts.cut("b", true);
+    vm.wait_for_error("the VM runs unprotected");
+    client.go_on(20, &mut vm);
+    hosts.cut("b", false);
+    let before = sent();
+    hosts.until_protected(&bench, "a", &mut vm);
+    client.go_on(20, &mut vm);
+    let again = sent() - before;
+    println!("{first} bytes at first, {again} when it came back");
+    assert!(again * 2 < first, "{first} bytes at first, {again} when it came back");
+    hosts.a.kill_all();
+    client.go_on(20, &mut standby);
+    client.end();
+}
+
+#[test]
 fn two_hosts_change_roles_again_and_again() {
     let bench = Bench::without_store();
     let hosts = Hosts::new(&bench);

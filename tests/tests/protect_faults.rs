@@ -12,7 +12,7 @@ const SOAK_FAILOVERS: u32 = 200;
 
 /// One fault, and what follows of it.
 fn survives(fault: Fault) -> Trial {
-    let mut trial = Trial::new(1);
+    let mut trial = Trial::new(1, &[]);
     trial.befall(fault);
     trial.recover();
     trial
@@ -20,7 +20,7 @@ fn survives(fault: Fault) -> Trial {
 
 #[test]
 fn an_engine_that_dies_takes_its_vm_with_it_and_the_standby_goes_on() {
-    let mut trial = Trial::new(1);
+    let mut trial = Trial::new(1, &[]);
     trial.befall(Fault::EngineDies);
     // Nothing is left of it: QEMU, its guard, the gate, the disks' server.
     until("the old host is empty", || trial.hosts.a.pids().is_empty());
@@ -31,7 +31,7 @@ fn an_engine_that_dies_takes_its_vm_with_it_and_the_standby_goes_on() {
 
 #[test]
 fn an_engine_that_stalls_has_its_vm_stopped_and_learns_that_it_is_deposed() {
-    let mut trial = Trial::new(1);
+    let mut trial = Trial::new(1, &[]);
     trial.signal("a", Signal::STOP);
     // The guard's doing: the engine cannot.
     trial.until("the VM stands", |trial| trial.hosts.running_qemus("a") == 0);
@@ -49,7 +49,7 @@ fn an_engine_that_stalls_has_its_vm_stopped_and_learns_that_it_is_deposed() {
 
 #[test]
 fn a_vm_runs_on_while_its_standby_stalls_and_is_protected_afterwards() {
-    let mut trial = Trial::new(1);
+    let mut trial = Trial::new(1, &[]);
     trial.signal("b", Signal::STOP);
     trial.until("the VM runs unprotected", |trial| trial.said("a").contains("the VM runs unprotected"));
     trial.go_on(10);
@@ -63,7 +63,7 @@ fn a_vm_runs_on_while_its_standby_stalls_and_is_protected_afterwards() {
 
 #[test]
 fn a_witness_is_missed_only_when_a_host_falls_silent() {
-    let mut trial = Trial::new(1);
+    let mut trial = Trial::new(1, &[]);
     trial.witness_away();
     let before = trial.said("a");
     trial.pass(Duration::from_secs(2));
@@ -103,7 +103,7 @@ fn a_standby_without_room_says_so_and_the_vm_runs_on_unprotected() {
 
 #[test]
 fn two_hosts_that_die_at_once_leave_a_standby_that_pretends_nothing() {
-    let mut trial = Trial::new(1);
+    let mut trial = Trial::new(1, &[]);
     trial.kill_host("a");
     trial.kill_host("b");
     let (bench, hosts) = (&trial.bench, &trial.hosts);
@@ -135,7 +135,7 @@ fn soak_a_link_that_flaps_costs_time_and_nothing_else() {
 #[ignore = "make soak"]
 fn soak_vms_with_several_vcpus_survive_their_host() {
     for cpus in [2, 4] {
-        let mut trial = Trial::new(cpus);
+        let mut trial = Trial::new(cpus, &[]);
         trial.befall(Fault::HostDies);
         trial.recover();
         // And again where it was.
@@ -160,7 +160,8 @@ fn play(seed: u64, faults: usize) -> u32 {
     };
     let script: Vec<Fault> = (0..faults).map(|_| Fault::drawn(draw(), draw())).collect();
     println!("script: {script:?}");
-    let mut trial = Trial::new(1 + u32::from(seed % 4 == 3));
+    let verified: &[&str] = if seed.is_multiple_of(3) { &["--verify"] } else { &[] };
+    let mut trial = Trial::new(1 + u32::from(seed % 4 == 3), verified);
     for fault in script {
         trial.befall(fault);
         trial.recover();
@@ -188,7 +189,9 @@ fn faults_by_seed() {
 fn soak_faults_by_seed_until_the_vm_has_changed_hosts_200_times() {
     let seeds = number("KEYFRAME_SEEDS").unwrap_or(1000);
     let mut failovers = 0;
-    for seed in (2..).take(usize::try_from(seeds).expect("a number of seeds")) {
+    for seed in
+        (number("KEYFRAME_SEED").unwrap_or(2)..).take(usize::try_from(seeds).expect("a number of seeds"))
+    {
         failovers += play(seed, 3 * FAULTS);
         println!("{failovers} failovers so far");
         if failovers >= SOAK_FAILOVERS {

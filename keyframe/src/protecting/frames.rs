@@ -3,6 +3,7 @@
 //!
 //! ```text
 //!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
+//!                                                        ◀ Have ◀ Have ... (having.rs)
 //!   beat      Greeting ▶ │ Core ◀▶ ...                                           the second path: signs of life alone
 //!   data 0..n Greeting ▶ │ Batch ▶ Batch ▶ ... Mark ▶ │ Batch ▶ ... Discard ▶ │
 //!
@@ -33,6 +34,7 @@ pub enum Kind {
     Mark = 6,
     Discard = 7,
     Epoch = 8,
+    Have = 9,
 }
 
 impl Kind {
@@ -46,6 +48,7 @@ impl Kind {
             6 => Self::Mark,
             7 => Self::Discard,
             8 => Self::Epoch,
+            9 => Self::Have,
             _ => return None,
         })
     }
@@ -191,6 +194,6 @@ mod tests {
             assert_eq!(epoch_parts(&rest[..len]), None);
         }
         assert!(unmarked(&whole[..15]).is_none());
-        assert!((0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 8);
+        assert!((0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9);
     }
 }

@@ -6,7 +6,7 @@
 //!   readers     each a thread: Core messages ─▶ the protocol's inbox
 //! ```
 
-use super::frames::{Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text};
+use super::frames::{Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked};
 use super::sending::Link;
 use crate::failure::{Failure, chain};
 use keyframe_link::{Channel, Input, Party};
@@ -30,6 +30,8 @@ pub enum FromLink {
     Beating(u64, Arc<Channel>),
     /// A message on a path.
     Said { path: u8, number: u64, message: Message },
+    /// What the standby has already: of which session, from which page on, hashes.
+    Have { number: u64, session: u64, first: u64, hashes: Vec<u8> },
     /// A path is broken.
     Broken { path: u8, number: u64 },
     /// It could not be connected.
@@ -115,11 +117,20 @@ pub fn read(
         while !ends.load(Ordering::Relaxed) {
             match channel.receive(&mut input, READ_WAIT) {
                 Ok(None) => {}
-                Ok(Some(frame)) => match (Kind::of(frame.kind), Message::decode(&frame.payload)) {
-                    (Some(Kind::Core), Ok(message)) => tell(FromLink::Said { path, number, message }),
+                Ok(Some(frame)) => {
+                    let said = match Kind::of(frame.kind) {
+                        Some(Kind::Core) => Message::decode(&frame.payload)
+                            .ok()
+                            .map(|message| FromLink::Said { path, number, message }),
+                        Some(Kind::Have) => unmarked(&frame.payload).map(|(session, first, hashes)| {
+                            FromLink::Have { number, session, first, hashes: hashes.to_vec() }
+                        }),
+                        _ => None,
+                    };
                     // Whoever cannot be understood is no peer.
-                    _ => break,
-                },
+                    let Some(said) = said else { break };
+                    tell(said);
+                }
                 Err(_) => break,
             }
         }

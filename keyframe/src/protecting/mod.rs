@@ -14,6 +14,7 @@
 
 pub mod frames;
 pub mod guard;
+pub mod having;
 pub mod launch;
 pub mod links;
 pub mod primary;

@@ -228,6 +228,11 @@ impl Engine {
                     self.handle(PrimaryInput::Peer { path, message });
                 }
             }
+            FromLink::Have { number, session, first, hashes } => {
+                if self.link.as_ref().is_some_and(|(known, _)| *known == number) {
+                    self.order(Order::Have { session, first, hashes });
+                }
+            }
             FromLink::Broken { path: 0, number } => {
                 if self.link.take_if(|(known, _)| *known == number).is_some() {
                     self.wire.connect(None);

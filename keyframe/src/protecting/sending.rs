@@ -9,6 +9,7 @@
 //! began, they forget it. A send that fails fails the epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
+use super::having::Having;
 use super::verify::Checks;
 use crate::session::{BlockSink, DiskCut};
 use keyframe_capture::{BoxError, Captured, Sink};
@@ -42,6 +43,12 @@ pub struct Wire {
     session: u64,
     /// What the standby is known to have of it.
     base: Option<u64>,
+    /// What it had when the session began, until its first epoch is there.
+    having: Option<Having>,
+    /// Those before it were given up, but the encoder may not know yet.
+    first_epoch: u64,
+    /// One of those was just refused: nothing that is in progress goes with it.
+    refused: bool,
     /// Of the epoch in progress.
     sent: Sent,
     /// Where each disk begins, in pages of the whole space.
@@ -78,6 +85,9 @@ impl SharedWire {
             link: None,
             session: 0,
             base: None,
+            having: None,
+            first_epoch: 0,
+            refused: false,
             sent: Sent::default(),
             disks,
             blocks: Vec::new(),
@@ -93,11 +103,13 @@ impl SharedWire {
         self.lock().link = link;
     }
 
-    /// Another session: its standby has nothing.
-    pub fn begin(&self, session: u64) {
+    /// Another session, whose first epoch will have this number: its standby has what `having` says.
+    pub fn begin(&self, session: u64, first_epoch: u64, having: Option<Having>) {
         let mut wire = self.lock();
+        wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::forget);
         (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
+        wire.having = having;
         wire.blocks.clear();
     }
 
@@ -105,13 +117,16 @@ impl SharedWire {
     pub fn acknowledged(&self, epoch: u64) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.having = None;
         wire.base = Some(epoch);
     }
 
-    /// The standby has what was acknowledged, and no more.
-    pub fn resume(&self) {
+    /// The standby has what was acknowledged, and no more; the next epoch will have this number.
+    pub fn resume(&self, first_epoch: u64) {
         let mut wire = self.lock();
+        wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::abandon);
+        wire.having = None;
         wire.sent = Sent::default();
         wire.blocks.clear();
     }
@@ -122,6 +137,18 @@ impl SharedWire {
         let (pages, _) = content.as_chunks::<{ keyframe_units::PAGE_BYTES }>();
         for (block, page) in (first..).zip(pages) {
             wire.put_block(disk, block, page)?;
+        }
+        wire.flush_blocks()
+    }
+
+    /// Blocks of a disk are zeros: it is said where the standby has something else.
+    pub fn put_hole(&self, disk: usize, first: u64, blocks: u64) -> Result<(), BoxError> {
+        let mut wire = self.lock();
+        let begin = *wire.disks.get(disk).ok_or("no such disk")?;
+        let (mut from, end) = (begin + first, begin + first + blocks);
+        while let Some(page) = wire.having.as_ref().and_then(|having| having.next_not_zero(from, end)) {
+            wire.put_block(disk, page - begin, &ZERO_PAGE)?;
+            from = page + 1;
         }
         wire.flush_blocks()
     }
@@ -137,6 +164,11 @@ impl Wire {
         let streams = self.encoders.len();
         let mut of_stream: Vec<Vec<(PageIndex, &Page)>> = vec![Vec::new(); streams];
         for page in pages {
+            if self.having.as_mut().is_some_and(|having| having.has(page.0, page.1)) {
+                self.sent.pages += 1;
+                self.sent.same += 1;
+                continue;
+            }
             if let Some(stream) = of_stream.get_mut(stream_of(page.0, streams)) {
                 stream.push(*page);
             }
@@ -212,6 +244,7 @@ impl Wire {
 
     fn discard(&mut self) {
         self.encoders.iter_mut().for_each(Encoder::abandon);
+        self.having = None;
         self.blocks.clear();
         self.sent = Sent::default();
         let head = marked(self.session, 0);
@@ -258,6 +291,11 @@ impl Sink for WireSink {
 
     fn seal(&mut self, captured: &Captured, label: EpochLabel) -> Result<SentEpoch, BoxError> {
         let mut wire = self.0.lock();
+        // Its pages went with what is in progress now, which has all of them again; as an epoch it would be torn.
+        if label.epoch < wire.first_epoch {
+            wire.refused = true;
+            return Err(format!("epoch {} was given up", label.epoch).into());
+        }
         if let Some(cut) = &label.cut {
             cut.put_into(&mut *wire)?;
         }
@@ -265,6 +303,9 @@ impl Sink for WireSink {
     }
 
     fn abandon(&mut self) {
-        self.0.lock().discard();
+        let mut wire = self.0.lock();
+        if !std::mem::take(&mut wire.refused) {
+            wire.discard();
+        }
     }
 }

@@ -11,6 +11,7 @@
 //! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's thread, and the guard).
 
 use super::guard::now_ns;
+use super::having::Having;
 use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use super::verify::{Checks, Verifier};
 use crate::control::Strategy;
@@ -118,6 +119,8 @@ pub enum Order {
     Capture { last: bool },
     /// Take a complete one for this session.
     Sync { session: u64 },
+    /// What the standby of a session that begins has already.
+    Have { session: u64, first: u64, hashes: Vec<u8> },
     /// The standby has all up to this one.
     Acknowledged { epoch: u64 },
     /// The standby has nothing after this one.
@@ -212,6 +215,8 @@ impl VmThread {
             suspended: false,
             fresh: true,
             wanted: false,
+            wanted_session: None,
+            having: None,
             disk_bytes: 0,
             disk_looked_ns: 0,
             ended: false,
@@ -260,6 +265,9 @@ struct Keeper {
     fresh: bool,
     /// An epoch was asked for while one was on its way.
     wanted: bool,
+    /// A session that is to begin, and what its standby has.
+    wanted_session: Option<u64>,
+    having: Option<(u64, Having)>,
     disk_bytes: u64,
     disk_looked_ns: u64,
     ended: bool,
@@ -296,11 +304,16 @@ impl Keeper {
                 }
             }
             Order::Capture { last } => self.capture(Reason::Asked.name(), last),
-            Order::Sync { session } => self.sync(session),
+            Order::Sync { session } => {
+                self.give_up(None);
+                self.wanted_session = Some(session);
+                self.begin();
+            }
+            Order::Have { session, first, hashes } => self.have(session, first, &hashes),
             Order::Acknowledged { epoch } => self.acknowledged(epoch),
             Order::Owe { after } => {
                 self.give_up(after);
-                self.wire.resume();
+                self.wire.resume(self.next_epoch);
             }
             Order::Stop => {
                 let stopped = self
@@ -407,11 +420,45 @@ impl Keeper {
         }
     }
 
-    /// All of the VM is to go over: disks first, as they are, then what changed meanwhile with the epoch.
-    fn sync(&mut self, session: u64) {
-        self.give_up(None);
-        self.wire.begin(session);
-        if !std::mem::take(&mut self.fresh) {
+    /// Pages of RAM and disks.
+    fn all_pages(&self) -> u64 {
+        let disks = self.disks.iter().flat_map(|(_, disks)| disks);
+        let blocks: u64 = disks.map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).sum();
+        self.copying.layout.len_pages() + blocks
+    }
+
+    fn have(&mut self, session: u64, first: u64, hashes: &[u8]) {
+        let pages = self.all_pages();
+        if self.having.as_ref().is_none_or(|(known, _)| *known != session) {
+            self.having = Some((session, Having::new(session, pages)));
+        }
+        let Some((_, having)) = &mut self.having else { return };
+        if let Err(problem) = having.take_in(first, hashes, pages) {
+            self.having = None;
+            return self.tell(Event::CaptureFailed(format!("what the standby says that it has: {problem}")));
+        }
+        self.begin();
+    }
+
+    /// Begins a session that is wanted, once it is known what its standby has.
+    fn begin(&mut self) {
+        let is_known =
+            |(session, having): &(u64, Having)| self.wanted_session == Some(*session) && having.is_complete();
+        if self.having.as_ref().is_some_and(is_known)
+            && let Some((session, having)) = self.having.clone()
+        {
+            // It is kept: what the standby has stays so until an epoch is there, and this one may have to begin again.
+            self.wanted_session = None;
+            self.sync(session, having);
+        }
+    }
+
+    /// All of the VM is to go over, but what is there: disks first, as they are, then what changed meanwhile with the epoch.
+    fn sync(&mut self, session: u64, having: Having) {
+        let blank = having.is_blank();
+        self.wire.begin(session, self.next_epoch, (!blank).then_some(having));
+        // What a fresh tracker does not report is zeros.
+        if !(std::mem::take(&mut self.fresh) && blank) {
             self.copying.cycle.restart();
         }
         if let Err(error) = self.sync_disks() {
@@ -433,8 +480,10 @@ impl Keeper {
             while at < client.len_bytes() {
                 for part in client.status(at)? {
                     at = part.offset + part.len;
-                    // Of a hole the standby has zeros, as it has of all that it was not sent.
                     if part.flags & 2 != 0 {
+                        let block = PAGE_BYTES as u64;
+                        let (first, end) = (part.offset.div_ceil(block), (part.offset + part.len) / block);
+                        self.wire.put_hole(number, first, end.saturating_sub(first))?;
                         continue;
                     }
                     let (mut from, end) = (part.offset / PAGE_BYTES as u64 * PAGE_BYTES as u64, at);
@@ -509,14 +558,19 @@ impl Keeper {
     fn reported(&mut self, report: Report<SentEpoch>) {
         if let Err(error) = &report.outcome {
             let text = chain(error);
-            self.settle(report);
+            if self.settle(report) {
+                return;
+            }
             self.in_flight = None;
             // Where the connection broke, the protocol hears of it by itself.
             self.tell(Event::CaptureFailed(text));
             return;
         }
-        if let Some(in_flight) = &mut self.in_flight {
-            in_flight.report = Some(report);
+        match &mut self.in_flight {
+            Some(in_flight) if report.seq == Some(in_flight.seq) => in_flight.report = Some(report),
+            _ => {
+                self.settle(report);
+            }
         }
         self.finish();
     }
@@ -534,6 +588,7 @@ impl Keeper {
         let Some(InFlight { epoch, report: Some(report), captured_ns, .. }) = done else { return };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
         self.wire.acknowledged(epoch);
+        self.having = None;
         self.settle(report);
         let acked = Acknowledged {
             pages: sent.sent.pages,
@@ -571,7 +626,9 @@ impl Keeper {
         }
         let report = in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
         match report {
-            Some(report) => self.settle(report),
+            Some(report) => {
+                self.settle(report);
+            }
             // The encoder's own report has yet to come: what it says is stale then.
             None => self.copying.cycle.give_back(),
         }
@@ -581,7 +638,8 @@ impl Keeper {
         self.unsuspend();
     }
 
-    fn settle(&mut self, report: Report<SentEpoch>) {
+    /// True where it is of an epoch that was given up.
+    fn settle(&mut self, report: Report<SentEpoch>) -> bool {
         match self.copying.cycle.settle(report) {
             Settled::Sealed { seq, .. } => {
                 if let Some((disks, vms)) = self.gated.machines.storage() {
@@ -593,7 +651,8 @@ impl Keeper {
                     disks.failed(&lost, vms);
                 }
             }
-            Settled::Stale => {}
+            Settled::Stale => return true,
         }
+        false
     }
 }

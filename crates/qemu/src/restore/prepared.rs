@@ -14,7 +14,6 @@ use crate::statefile::StateFile;
 use crate::vm::{Origin, Vm};
 use crate::{Error, Qmp, Result, stream};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
-use rustix::fs::{FallocateFlags, fallocate};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -80,15 +79,6 @@ impl PreparedRam {
     pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.read_exact_at(into, offset).map(|()| true)
-    }
-
-    /// All zeros again.
-    pub fn clear(&self) -> io::Result<()> {
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let punch = |(pages, file): &(PageRange, File)| {
-            fallocate(file, flags, 0, pages.len_pages * PAGE_BYTES as u64).map_err(io::Error::from)
-        };
-        self.parts.iter().try_for_each(punch)
     }
 }
 

@@ -15,7 +15,7 @@ use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{PoisonError, RwLock};
 
@@ -74,15 +74,9 @@ impl StandbyImage {
         self.disks.last().map_or(self.ram_pages, |disk| disk.pages.end().0)
     }
 
-    /// Nothing is held any more: all zeros.
-    pub fn clear(&self) -> io::Result<()> {
-        self.ram.clear()?;
-        self.small.write().unwrap_or_else(PoisonError::into_inner).clear();
-        for disk in &self.disks {
-            disk.file.set_len(0)?;
-            disk.file.set_len(disk.disk_bytes)?;
-        }
-        Ok(())
+    /// Whether its disks have never been written to. Its RAM is all zeros at first.
+    pub fn disks_are_blank(&self) -> bool {
+        self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }
 
     /// Makes the pages of `epochs` what is held.

@@ -17,6 +17,7 @@ use super::frames::{
     unmarked,
 };
 use super::guard::now_ns;
+use super::having;
 use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
 use super::links::{self, Addresses};
 use super::primary::{self, Finish, In as PrimaryIn};
@@ -102,6 +103,12 @@ struct Ready {
     /// What has come of an epoch beside its pages.
     coming: Option<(u64, u64, EpochHead, Vec<u8>)>,
     marks: Vec<Option<(u64, u64)>>,
+    /// Epochs that are being applied.
+    applying: u32,
+    /// Nothing was ever applied.
+    blank: bool,
+    /// A session whose primary is to be told what is here.
+    having: Option<u64>,
 }
 
 /// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
@@ -259,6 +266,7 @@ impl Keeper {
             In::Applied { epoch, devices, result } => {
                 if let Some(ready) = &mut self.ready {
                     ready.streams.applied();
+                    ready.applying = ready.applying.saturating_sub(1);
                     if result.is_ok() {
                         ready.devices = Some(devices);
                     }
@@ -267,6 +275,7 @@ impl Keeper {
                     Ok(()) => StandbyInput::Applied { epoch: Epoch(epoch) },
                     Err(reason) => StandbyInput::ApplyFailed { reason },
                 });
+                self.tell_what_is_here();
             }
             In::Asked(Asked::Answered(reply)) => self.handle(StandbyInput::Witness(reply)),
             In::Asked(Asked::Lost { sent }) => self.handle(StandbyInput::WitnessLost { sent }),
@@ -427,7 +436,7 @@ impl Keeper {
             Config::new(NodeId(random()?), random()?, GroupId(group), arbitration, machine.detection_ns);
         config.paths = machine.paths;
         let core = Standby::new(config, Term(0), None);
-        let marks = vec![None; streams.len()];
+        let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
         setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
         self.ready = Some(Ready {
             machine,
@@ -441,6 +450,9 @@ impl Keeper {
             devices: None,
             coming: None,
             marks,
+            applying: 0,
+            blank,
+            having: None,
         });
         Ok(())
     }
@@ -531,10 +543,8 @@ impl Keeper {
                 ready.streams.receive(session.0);
                 (ready.devices, ready.coming) = (None, None);
                 ready.marks.fill(None);
-                if let Err(error) = ready.image.clear() {
-                    let reason = format!("make room for the VM: {error}");
-                    return Some(StandbyInput::ApplyFailed { reason });
-                }
+                ready.having = Some(session.0);
+                self.tell_what_is_here();
             }
             StandbyOutput::Apply { epoch } => return self.apply(epoch.0),
             StandbyOutput::Reject { .. } | StandbyOutput::DiscardPartial => {
@@ -566,6 +576,22 @@ impl Keeper {
         None
     }
 
+    /// Tells the primary of a session that begins what need not be sent; not while that still changes.
+    fn tell_what_is_here(&mut self) {
+        let Some((_, control)) = &self.control else { return };
+        let Some(ready) = self.ready.as_mut().filter(|ready| ready.applying == 0) else { return };
+        let Some(session) = ready.having.take() else { return };
+        let (image, channel, blank) = (Arc::clone(&ready.image), Arc::clone(control), ready.blank);
+        let work = move || {
+            if !having::tell(&*image, image.len_pages(), blank, session, &channel) {
+                channel.close();
+            }
+        };
+        if std::thread::Builder::new().name("having".into()).spawn(work).is_err() {
+            control.close();
+        }
+    }
+
     /// Makes an epoch that has come whole what is held, beside the heartbeats.
     fn apply(&mut self, epoch: u64) -> Option<StandbyInput> {
         let failed = |reason: &str| Some(StandbyInput::ApplyFailed { reason: reason.into() });
@@ -590,6 +616,7 @@ impl Keeper {
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
             return failed("no thread is to be had");
         }
+        (ready.applying, ready.blank) = (ready.applying + 1, false);
         self.update(|status| {
             status.reason.clone_from(&head.reason);
             status.pages = head.pages;

@@ -4,13 +4,15 @@
 //!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
 //! ```
 //!
-//! Invariant: nothing of an epoch is decoded before the epoch before it is applied: its bases are what is held then.
+//! Invariants: nothing of an epoch is decoded before the epoch before it is applied: its bases are what is held then. No data of a
+//! session is dropped because it comes before the word that the session begins.
 
 use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
 use crate::failure::chain;
 use keyframe_link::{Channel, Input};
 use keyframe_transfer::{Decoder, Epoch};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -18,6 +20,10 @@ use std::time::Duration;
 const READ_WAIT: Duration = Duration::from_millis(200);
 /// How long the epoch before may take to be applied.
 const APPLY_WAIT: Duration = Duration::from_secs(60);
+/// How long the word that a session begins may take, which goes by another connection than its data.
+const SESSION_WAIT: Duration = Duration::from_secs(10);
+/// Sessions whose data may still be on its way.
+const PAST_MAX: usize = 64;
 
 /// What a stream tells.
 pub enum FromStream {
@@ -31,6 +37,8 @@ pub enum FromStream {
 struct State {
     /// The session whose data is taken.
     session: Option<u64>,
+    /// Those before it.
+    past: VecDeque<u64>,
     /// The connections that count.
     connection: u64,
     /// How often what had come was dropped.
@@ -50,6 +58,7 @@ impl Streams {
     pub fn new(streams: usize, image: Arc<StandbyImage>) -> Self {
         let state = State {
             session: None,
+            past: VecDeque::new(),
             connection: 0,
             dropped: 0,
             building: (0..streams).map(|_| Epoch::default()).collect(),
@@ -69,13 +78,22 @@ impl Streams {
     /// Takes data of this session alone.
     pub fn receive(&self, session: u64) {
         self.discard();
-        self.lock().session = Some(session);
+        let mut state = self.lock();
+        if let Some(old) = state.session.replace(session) {
+            state.past.push_back(old);
+            if state.past.len() > PAST_MAX {
+                state.past.pop_front();
+            }
+        }
+        // Its data may be there already.
+        self.applied.notify_all();
     }
 
     /// From now on only connections of this number count.
     pub fn connected(&self, connection: u64) {
         self.discard();
         self.lock().connection = connection;
+        self.applied.notify_all();
     }
 
     /// Drops what is not taken.
@@ -151,11 +169,19 @@ impl Streams {
     ) -> Result<Option<(u64, u64)>, String> {
         let kind = Kind::of(kind).ok_or("a message that is none")?;
         let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
+        let unknown = |state: &mut State| {
+            state.connection == connection && state.session != Some(session) && !state.past.contains(&session)
+        };
+        let waited = self.applied.wait_timeout_while(self.lock(), SESSION_WAIT, unknown);
+        let (state, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() {
+            return Err(format!("data of session {session:016x}, which never began"));
+        }
         let waits = |state: &mut State| {
             let counts = state.session == Some(session) && state.connection == connection;
             counts && state.done.get(stream).is_some_and(Option::is_some)
         };
-        let waited = self.applied.wait_timeout_while(self.lock(), APPLY_WAIT, waits);
+        let waited = self.applied.wait_timeout_while(state, APPLY_WAIT, waits);
         let (mut state, late) = waited.unwrap_or_else(PoisonError::into_inner);
         if late.timed_out() {
             return Err("the epoch before it was never applied".into());

@@ -1,0 +1,169 @@
+//! What a standby has already, when a primary begins to send it a VM: a hash for each page, so that what is alike stays at home.
+//!
+//! ```text
+//!   standby ──Have: session 8 | first page 8 | 16 bytes a page──▶ primary     ... and one whose first page is no page: 0 or 1, blank
+//! ```
+//!
+//! The hash is BLAKE3, keyed with the session, which no guest knows: no content that it makes up passes for other content.
+//!
+//! Invariant: what is hashed is not changed until the primary has it all, and begins.
+
+use super::frames::{Kind, marked};
+use keyframe_link::Channel;
+use keyframe_transfer::Image;
+use keyframe_units::{Page, PageIndex, ZERO_PAGE};
+
+/// Bytes of a hash.
+const HASH_BYTES: usize = 16;
+/// Hashes in a frame: 1 MiB.
+const FRAME_PAGES: u64 = 1 << 16;
+/// Of a frame that ends the list.
+const END: u64 = u64::MAX;
+const CONTEXT: &str = "keyframe 2026-11 what a standby has";
+
+/// Hashes under a session's key.
+#[derive(Clone)]
+pub struct Hasher {
+    key: [u8; 32],
+    zero: [u8; HASH_BYTES],
+}
+
+impl Hasher {
+    pub fn new(session: u64) -> Self {
+        let key = blake3::derive_key(CONTEXT, &session.to_le_bytes());
+        let mut hasher = Self { key, zero: [0; HASH_BYTES] };
+        hasher.zero = hasher.of(&ZERO_PAGE);
+        hasher
+    }
+
+    fn of(&self, page: &Page) -> [u8; HASH_BYTES] {
+        let hash = blake3::keyed_hash(&self.key, page);
+        let mut short = [0; HASH_BYTES];
+        short.copy_from_slice(hash.as_bytes().get(..HASH_BYTES).unwrap_or_default());
+        short
+    }
+}
+
+/// What a standby has, as its primary knows it.
+#[derive(Clone)]
+pub struct Having {
+    hasher: Hasher,
+    hashes: Vec<[u8; HASH_BYTES]>,
+    /// It says that all of it is zeros.
+    blank: bool,
+    complete: bool,
+}
+
+impl Having {
+    /// Nothing is known yet, of a VM of so many pages.
+    pub fn new(session: u64, pages: u64) -> Self {
+        let hasher = Hasher::new(session);
+        Self { hashes: Vec::new(), hasher, blank: pages == 0, complete: false }
+    }
+
+    /// Takes in a frame, behind its session. Error: it makes no sense.
+    pub fn take_in(&mut self, first: u64, bytes: &[u8], pages: u64) -> Result<(), String> {
+        if first == END {
+            self.blank = bytes == [1];
+            if !self.blank && self.hashes.len() as u64 != pages {
+                return Err(format!("hashes of {} pages of {pages}", self.hashes.len()));
+            }
+            self.complete = true;
+            return Ok(());
+        }
+        let (hashes, rest) = bytes.as_chunks::<HASH_BYTES>();
+        let fits = first == self.hashes.len() as u64 && first + hashes.len() as u64 <= pages;
+        if !fits || !rest.is_empty() {
+            return Err(format!("{} hashes from page {first} on", hashes.len()));
+        }
+        self.hashes.extend_from_slice(hashes);
+        Ok(())
+    }
+
+    /// All has come.
+    pub fn is_complete(&self) -> bool {
+        self.complete
+    }
+
+    /// It has nothing but zeros.
+    pub fn is_blank(&self) -> bool {
+        self.blank
+    }
+
+    /// Whether it has `page` as it is; if not, it will, since that is sent now.
+    pub fn has(&mut self, page: PageIndex, content: &Page) -> bool {
+        let Some(known) = self.hashes.get_mut(page.0 as usize) else { return false };
+        let hash = self.hasher.of(content);
+        std::mem::replace(known, hash) == hash
+    }
+
+    /// The next page from `from` to `end` that it has as something else than zeros.
+    pub fn next_not_zero(&self, from: u64, end: u64) -> Option<u64> {
+        (from..end).find(|page| self.hashes.get(*page as usize).is_some_and(|hash| *hash != self.hasher.zero))
+    }
+}
+
+/// Tells what `image` has, or that it has nothing. False where the connection broke.
+pub fn tell(image: &dyn Image, pages: u64, blank: bool, session: u64, channel: &Channel) -> bool {
+    let send =
+        |first: u64, bytes: &[u8]| channel.send(Kind::Have as u8, &[&marked(session, first), bytes]).is_ok();
+    if blank {
+        return send(END, &[1]);
+    }
+    let hasher = Hasher::new(session);
+    let (mut page, mut frame) = (ZERO_PAGE, Vec::new());
+    for first in (0..pages).step_by(FRAME_PAGES as usize) {
+        frame.clear();
+        for index in first..(first + FRAME_PAGES).min(pages) {
+            if image.read(PageIndex(index), &mut page).is_err() {
+                // What cannot be read is like nothing.
+                frame.extend_from_slice(&[0; HASH_BYTES]);
+            } else {
+                frame.extend_from_slice(&hasher.of(&page));
+            }
+        }
+        if !send(first, &frame) {
+            return false;
+        }
+    }
+    send(END, &[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(byte: u8) -> Page {
+        [byte; keyframe_units::PAGE_BYTES]
+    }
+
+    #[test]
+    fn a_page_is_sent_until_the_standby_has_it_as_it_is() {
+        let mut having = Having::new(7, 3);
+        let hasher = Hasher::new(7);
+        let bytes = [hasher.of(&page(1)), hasher.of(&ZERO_PAGE), hasher.of(&page(2))].concat();
+        having.take_in(0, &bytes, 3).unwrap();
+        assert!(!having.is_complete());
+        having.take_in(END, &[0], 3).unwrap();
+        assert!(having.is_complete() && !having.is_blank());
+        assert!(having.has(PageIndex(0), &page(1)));
+        assert!(!having.has(PageIndex(0), &page(9)));
+        // It was sent as something else meanwhile.
+        assert!(!having.has(PageIndex(0), &page(1)));
+        assert_eq!((having.next_not_zero(0, 3), having.next_not_zero(1, 2)), (Some(0), None));
+        assert!(!having.has(PageIndex(3), &page(1)));
+        // Another session's hashes say nothing here.
+        assert!(!having.has(PageIndex(2), &page(3)) && Hasher::new(8).of(&page(2)) != hasher.of(&page(2)));
+    }
+
+    #[test]
+    fn lists_that_make_no_sense_are_refused() {
+        let mut having = Having::new(7, 3);
+        assert!(having.take_in(1, &[0; 16], 3).is_err());
+        assert!(having.take_in(0, &[0; 15], 3).is_err());
+        assert!(having.take_in(0, &[0; 64], 3).is_err());
+        assert!(having.take_in(END, &[0], 3).is_err());
+        having.take_in(END, &[1], 3).unwrap();
+        assert!(having.is_blank());
+    }
+}
