@@ -1,7 +1,7 @@
 //! The resource agent for Pacemaker (packaging/ocf/keyframe), each action as a cluster would call it, on two "hosts" of a network
 //! namespace: two run directories.
 
-use keyframe_tests::hosts::Host;
+use keyframe_bench::hosts::Host;
 use keyframe_tests::{Bench, Boot, keyframe, until};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -24,8 +24,8 @@ fn agent() -> PathBuf {
 
 impl Cluster {
     fn new() -> Self {
-        let (bench, host) = (Bench::without_store(), Host::new());
-        host.ok("ip link set lo up");
+        let (bench, host) = (Bench::without_store(), Host::new().expect("make a host"));
+        host.ok("ip link set lo up").expect("set the loopback interface up");
         let key = bench.path().join("KEY");
         std::fs::write(&key, "a key of this test's own").expect("write the key");
         std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).expect("protect the key");

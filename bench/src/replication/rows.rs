@@ -33,18 +33,18 @@ struct Row {
 
 /// All of it.
 pub struct Rows {
-    rows: Vec<Row>,
+    all: Vec<Row>,
     seconds: u16,
     pub failovers_ns: Sample,
 }
 
 impl Rows {
     pub fn new(seconds: u16) -> Self {
-        Self { rows: Vec::new(), seconds, failovers_ns: Sample::default() }
+        Self { all: Vec::new(), seconds, failovers_ns: Sample::default() }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.rows.iter().all(|row| row.way == PLAIN) && self.failovers_ns.len() == 0
+        self.all.iter().all(|row| row.way == PLAIN) && self.failovers_ns.len() == 0
     }
 
     /// A plain run.
@@ -77,12 +77,12 @@ impl Rows {
 
     fn of(&mut self, kind: &'static Kind, link: &'static str, way: &'static str) -> &mut Row {
         let found =
-            self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
+            self.all.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
         let at = found.unwrap_or_else(|| {
-            self.rows.push(Row::new(kind, link, way));
-            self.rows.len() - 1
+            self.all.push(Row::new(kind, link, way));
+            self.all.len() - 1
         });
-        &mut self.rows[at]
+        &mut self.all[at]
     }
 
     /// The links that were measured.
@@ -90,14 +90,14 @@ impl Rows {
         LINKS
             .iter()
             .map(|(link, _)| *link)
-            .filter(|link| self.rows.iter().any(|row| row.link == *link))
+            .filter(|link| self.all.iter().any(|row| row.link == *link))
             .collect()
     }
 
     /// The workloads that were.
     pub fn kinds(&self) -> Vec<&'static str> {
         let all = super::workload::ALL.iter().map(|kind| kind.key);
-        all.filter(|kind| self.rows.iter().any(|row| row.kind.key == *kind)).collect()
+        all.filter(|kind| self.all.iter().any(|row| row.kind.key == *kind)).collect()
     }
 
     /// Workload, policy and slowdown of what was measured over a link.
@@ -105,20 +105,20 @@ impl Rows {
         &'a self,
         link: &'a str,
     ) -> impl Iterator<Item = (&'static str, &'static str, &'a Sample)> {
-        let of_link = self.rows.iter().filter(move |row| row.link == link && row.way != PLAIN);
+        let of_link = self.all.iter().filter(move |row| row.link == link && row.way != PLAIN);
         of_link.map(|row| (row.kind.key, row.way, &row.slowdown))
     }
 
     pub fn report(&self, report: &mut Report) {
         report.figure("run_seconds", f64::from(self.seconds));
         let mut all = Travelled::default();
-        for row in &self.rows {
+        for row in &self.all {
             row.report(report, self.seconds);
             all.wire_bytes += row.travelled.wire_bytes;
             all.raw_bytes += row.travelled.raw_bytes;
         }
         for kind in self.kinds() {
-            let of_kind = self.rows.iter().filter(|row| row.kind.key == kind);
+            let of_kind = self.all.iter().filter(|row| row.kind.key == kind);
             let (wire, raw) = of_kind.fold((0.0, 0.0), |(wire, raw), row| {
                 (wire + row.travelled.wire_bytes, raw + row.travelled.raw_bytes)
             });
@@ -153,7 +153,7 @@ impl Rows {
             self.line(&mut text, (kind, link, ""), |row| &row.slowdown);
             self.line(&mut text, (kind, link, "own time"), |row| &row.own_slowdown);
         }
-        let answered = self.rows.iter().filter(|row| row.kind.has_clients());
+        let answered = self.all.iter().filter(|row| row.kind.has_clients());
         for (n, row) in answered.enumerate() {
             if n == 0 {
                 let (good, tolerable) = (GOOD.as_millis(), TOLERABLE.as_millis());
@@ -189,7 +189,7 @@ impl Rows {
     /// One line of the first table, where anything is known for it.
     fn line(&self, text: &mut String, (kind, link, how): (&str, &str, &str), of: fn(&Row) -> &Sample) {
         let found = |policy: &Policy| {
-            let mut rows = self.rows.iter();
+            let mut rows = self.all.iter();
             rows.find(|row| (row.kind.key, row.link, row.way) == (kind, link, policy.key)).map(of)
         };
         let cells = POLICIES.each_ref().map(|policy| found(policy).filter(|sample| sample.len() > 0));
@@ -255,7 +255,8 @@ impl Row {
         if !self.kind.has_clients() {
             return;
         }
-        for (name, percent) in [("p50", 50), ("p90", 90), ("p99", 99)] {
+        report.figure(format!("{kind}_latency_p50_ns_{end}"), self.took_ns.median());
+        for (name, percent) in [("p90", 90), ("p99", 99)] {
             report.figure(format!("{kind}_latency_{name}_ns_{end}"), self.took_ns.percentile(percent));
         }
         report.ratio(format!("{kind}_good_part_{end}"), self.good_per_s.median() / self.per_s.median());
