@@ -6,7 +6,7 @@ OUT ?= out
 .PHONY: help demo test soak fuzz bench bench-peers evaluation lint build setup guests clean
 
 help:
-	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result"
+	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result, write $(OUT)/demo.html"
 	@echo "make test    unit, property and end-to-end tests on real QEMU"
 	@echo "make soak    10,000 seeds each of the simulations of the store and of replication, then recordings of minutes; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
 	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
@@ -26,7 +26,7 @@ guests: setup
 	@guests/build small >/dev/null
 
 demo: build guests
-	@scripts/demo
+	@OUT=$(OUT) scripts/demo
 
 test: guests
 	@scripts/test

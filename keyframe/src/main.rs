@@ -18,7 +18,9 @@ mod profile;
 mod protecting;
 mod replaying;
 mod report;
+mod reporting;
 mod rundir;
+mod serving;
 mod session;
 
 use clap::{Parser, Subcommand};
@@ -67,6 +69,7 @@ enum Command {
     Pin(commands::pin::Pin),
     Serve(commands::serve::Serve),
     Stats(commands::stats::Stats),
+    Report(commands::report::Report),
     Status(commands::status::Status),
     Stop(commands::stop::Stop),
     Take(commands::take::Take),
@@ -125,6 +128,7 @@ impl Command {
             Self::Pin(c) => c.run(),
             Self::Serve(c) => c.run(),
             Self::Stats(c) => c.run(),
+            Self::Report(c) => c.run(),
             Self::Status(c) => c.run(),
             Self::Stop(c) => c.run(),
             Self::Take(c) => c.run(),

@@ -3,12 +3,14 @@
 //! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
 //! failing test prints the commands it ran and keeps the directory.
 
+mod browser;
 mod debugger;
 pub mod disks;
 mod echo;
 mod exact;
 mod foreign;
 mod hash;
+mod http;
 mod huge;
 mod journal;
 pub mod journaling;
@@ -30,6 +32,7 @@ pub mod libvirt;
 #[path = "../../crates/store/tests/support/s3.rs"]
 pub mod s3;
 
+pub use browser::Browser;
 pub use debugger::Debugger;
 pub use echo::echo;
 pub use exact::{
@@ -37,6 +40,7 @@ pub use exact::{
 };
 pub use foreign::{Foreign, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
+pub use http::Http;
 pub use huge::HugePages;
 pub use journal::{JournalImage, journal_counter};
 pub use orphan::{Orphan, is_gone};

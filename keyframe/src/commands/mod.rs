@@ -28,6 +28,7 @@ pub mod protect;
 pub mod prune;
 pub mod record;
 pub mod recorded;
+pub mod report;
 pub mod restore;
 pub mod rollback;
 pub mod run;

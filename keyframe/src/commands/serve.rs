@@ -1,17 +1,21 @@
-//! `keyframe serve`: a store, for other machines to read.
+//! `keyframe serve`: a store, for other machines to read; and the dashboard, for people.
 
-use crate::failure::{DONE, Failure, Outcome};
+mod dashboard;
+
+use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
+use dashboard::DashboardArgs;
 use keyframe_serve::{Identity, Options, Report, Server};
 use keyframe_store::backend::served::{TOKEN, read_token};
 use serde::Serialize;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use zeroize::Zeroizing;
 
-/// Serve a store to other machines, which read checkpoints from it and keep what they have read
+/// Serve a store to other machines, which read checkpoints from it and keep what they have read; and show the dashboard
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "What it says when it begins is what the others need: an address that stands wherever a store does, and the fingerprint by
@@ -22,7 +26,15 @@ To be reached from other machines it takes a token, from --token-file or KEYFRAM
 certificate that is made at the first start and kept, or with --tls-cert and --tls-key (then KEYFRAME_SERVE_CA names, on the other
 side, what that stands on). Ends at Ctrl-C or SIGTERM. Of an encrypted store it needs no key; those who read do.
 
+The dashboard is a page for the browser: all running VMs with their checkpoints as they come, the store's and those that the VMs write
+to, recordings and analyses. Without STORE there is the dashboard alone. Its API is at /api/v1 (described in /api/v1/openapi.json), its
+numbers for Prometheus at /metrics. On the loopback reading needs no token, elsewhere all does; pinning and tagging always do. What it
+shows of an encrypted store it needs a key for.
+
 Examples:
+  keyframe serve                                                      # the dashboard of all running VMs
+  keyframe serve S --recordings RECS --analysis OUT
+  ssh -L 7421:127.0.0.1:7421 HOST                                     # then open http://127.0.0.1:7421/ here
   (umask 077; head -c 24 /dev/urandom | base64 > TOKEN)
   keyframe serve S --listen 0.0.0.0:7420 --token-file TOKEN
   export KEYFRAME_TOKEN_FILE=TOKEN KEYFRAME_SERVE_FINGERPRINT=...     # on a node, with what serve said
@@ -31,8 +43,8 @@ Examples:
 pub struct Serve {
     /// The store's directory, or s3://BUCKET/PREFIX
     #[arg(env = "KEYFRAME_STORE", value_name = "STORE")]
-    store: PathBuf,
-    /// Where to listen; port 0 for any
+    store: Option<PathBuf>,
+    /// Where to listen for those who read the store; port 0 for any
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7420")]
     listen: String,
     /// A file with the token that clients have to show [env: KEYFRAME_TOKEN, the token itself]
@@ -50,15 +62,26 @@ pub struct Serve {
     /// Print JSON, a line each: where it listens, and at its end what it has sent
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    dashboard: DashboardArgs,
 }
 
 /// What clients have to know.
 #[derive(Serialize)]
 struct Listening {
-    url: String,
-    fingerprint: String,
+    /// Absent without a store, as is the next one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    url: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fingerprint: Option<String>,
     needs_token: bool,
+    /// The dashboard.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    http: Option<String>,
 }
+
+/// How often it is looked whether to end, where there is the dashboard alone.
+const LOOK: Duration = Duration::from_millis(100);
 
 impl Serve {
     /// Serves until a signal comes.
@@ -70,17 +93,42 @@ impl Serve {
         }
         let token = self.token()?;
         let needs_token = token.is_some();
-        let identity = self.identity()?;
+        let dashboard = self.dashboard.bind(self.store.as_deref(), token.as_ref())?;
+        let http = dashboard.as_ref().map(dashboard::Dashboard::url);
+        let served = self.store.as_deref().map(|store| self.bind(store, token)).transpose()?;
+        if served.is_none() && dashboard.is_none() {
+            let failure = Failure::new("there is nothing to serve: no STORE, and no dashboard");
+            return Err(Failure { code: USAGE, ..failure.fix("name a store, or leave out --http none") });
+        }
+        let listening = Listening {
+            url: served.as_ref().map(|served| format!("kf://{}", served.server.address())),
+            fingerprint: served.as_ref().map(|served| served.server.fingerprint()),
+            needs_token,
+            http,
+        };
+        self.tell(&listening, served.as_ref())?;
+        let shown = dashboard.map(|dashboard| dashboard.begin(&stop)).transpose()?;
+        let report = match &served {
+            Some(served) => Some(served.server.run(&stop).map_err(|e| failure(&e, served.store))),
+            None => wait(&stop, shown.as_ref()),
+        };
+        stop.store(true, Ordering::Relaxed);
+        if let Some(shown) = shown {
+            shown.join().map_err(|_| Failure::new("the dashboard's thread panicked"))??;
+        }
+        if let Some(report) = report.transpose()? {
+            self.tell_end(&report)?;
+        }
+        Ok(DONE)
+    }
+
+    fn bind<'a>(&self, store: &'a Path, token: Option<Zeroizing<Vec<u8>>>) -> Result<OfStore<'a>, Failure> {
+        let identity = self.identity(store)?;
         let is_own = identity.is_own;
         let listen = self.address()?;
         let options = Options { listen, token, identity, connections_max: self.connections as usize };
-        let server = Server::bind(&self.store, options).map_err(|e| self.failure(&e))?;
-        let fingerprint = server.fingerprint();
-        let listening = Listening { url: format!("kf://{}", server.address()), fingerprint, needs_token };
-        self.tell(&listening, is_own)?;
-        let report = server.run(&stop).map_err(|e| self.failure(&e))?;
-        self.tell_end(&report)?;
-        Ok(DONE)
+        let server = Server::bind(store, options).map_err(|e| failure(&e, store))?;
+        Ok(OfStore { server, store, is_own })
     }
 
     fn token(&self) -> Result<Option<Zeroizing<Vec<u8>>>, Failure> {
@@ -92,7 +140,7 @@ impl Serve {
         Ok(token.filter(|token| !token.is_empty()))
     }
 
-    fn identity(&self) -> Result<Identity, Failure> {
+    fn identity(&self, store: &Path) -> Result<Identity, Failure> {
         let made = match (&self.tls_cert, &self.tls_key) {
             (Some(certificate), Some(key)) => Identity::of_files(certificate, key),
             _ => match keyframe_store::state_folder() {
@@ -100,7 +148,7 @@ impl Serve {
                 None => Identity::fresh(),
             },
         };
-        made.map_err(|e| self.failure(&e))
+        made.map_err(|e| failure(&e, store))
     }
 
     fn address(&self) -> Result<SocketAddr, Failure> {
@@ -112,8 +160,8 @@ impl Serve {
         found.next().ok_or_else(|| bad("the name stands for no address".into()))
     }
 
-    fn tell(&self, listening: &Listening, is_own: bool) -> Result<(), Failure> {
-        if !listening.needs_token {
+    fn tell(&self, listening: &Listening, served: Option<&OfStore<'_>>) -> Result<(), Failure> {
+        if served.is_some() && !listening.needs_token {
             eprintln!(
                 "keyframe: warning: without a token every user of this machine can read the memory of the VMs; see --token-file"
             );
@@ -121,16 +169,19 @@ impl Serve {
         if self.json {
             return line(listening);
         }
-        output::print_line(&format!("serving {} at {}", self.store.display(), listening.url))?;
-        let known = if is_own { "" } else { " (or KEYFRAME_SERVE_CA=FILE)" };
-        output::print_line(&format!(
-            "clients set KEYFRAME_SERVE_FINGERPRINT={}{known}",
-            listening.fingerprint
-        ))?;
-        if listening.needs_token {
-            output::print_line("and KEYFRAME_TOKEN, or KEYFRAME_TOKEN_FILE")?;
+        if let (Some(served), Some(url), Some(fingerprint)) = (served, &listening.url, &listening.fingerprint)
+        {
+            output::print_line(&format!("serving {} at {url}", served.store.display()))?;
+            let known = if served.is_own { "" } else { " (or KEYFRAME_SERVE_CA=FILE)" };
+            output::print_line(&format!("clients set KEYFRAME_SERVE_FINGERPRINT={fingerprint}{known}"))?;
+            if listening.needs_token {
+                output::print_line("and KEYFRAME_TOKEN, or KEYFRAME_TOKEN_FILE")?;
+            }
         }
-        Ok(())
+        match &listening.http {
+            Some(url) => output::print_line(&format!("dashboard at {url}")),
+            None => Ok(()),
+        }
     }
 
     fn tell_end(&self, report: &Report) -> Result<(), Failure> {
@@ -143,14 +194,29 @@ impl Serve {
             output::bytes(bytes_sent)
         ))
     }
+}
 
-    fn failure(&self, error: &keyframe_serve::Error) -> Failure {
-        if let keyframe_serve::Error::Store(error) = error {
-            return Failure::store(error, &self.store);
-        }
-        let failure = Failure::new(crate::failure::chain(error));
-        Failure { fix: error.fix(), ..failure }
+/// A store that is served.
+struct OfStore<'a> {
+    server: Server,
+    store: &'a Path,
+    is_own: bool,
+}
+
+/// Waits until it is to end, or the dashboard has.
+fn wait<T>(stop: &AtomicBool, shown: Option<&std::thread::JoinHandle<T>>) -> Option<Result<Report, Failure>> {
+    while !stop.load(Ordering::Relaxed) && shown.is_some_and(|shown| !shown.is_finished()) {
+        std::thread::sleep(LOOK);
     }
+    None
+}
+
+fn failure(error: &keyframe_serve::Error, store: &Path) -> Failure {
+    if let keyframe_serve::Error::Store(error) = error {
+        return Failure::store(error, store);
+    }
+    let failure = Failure::new(crate::failure::chain(error));
+    Failure { fix: error.fix(), ..failure }
 }
 
 fn line<T: Serialize>(value: &T) -> Result<(), Failure> {

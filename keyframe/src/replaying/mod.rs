@@ -25,7 +25,7 @@ mod source;
 mod subject;
 mod travel;
 
-pub use analysis::{Analysis, Done, Head, dispatch_ns, made_before};
+pub use analysis::{Analysis, Done, Head, dispatch_ns, made_before, progress};
 pub use captured::Captured;
 pub use compare::{Difference, Side, differing, differing_disks, differing_vms};
 pub use console::console;

@@ -157,6 +157,25 @@ pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
     Ok((head, took))
 }
 
+/// What the analysis in `out` is, and of each interval whether it is `done`, has `failed` or `waits`.
+pub fn progress(out: &Path) -> Result<(Head, Vec<&'static str>), Failure> {
+    let head =
+        Head::read(out).map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+    let state = |interval: &Interval| {
+        let place = place_in(out, interval);
+        let has = |file: &str| place.join(file).exists();
+        match () {
+            () if has(DONE) => "done",
+            () if has(FAILED) => "failed",
+            () => "waits",
+        }
+    };
+    // Parts go once they are merged; how long they took stays.
+    let is_merged = out.join(TIMES).exists() && !out.join("parts").exists();
+    let states = head.intervals.iter().map(|one| if is_merged { "done" } else { state(one) }).collect();
+    Ok((head, states))
+}
+
 /// Where the part of `interval` is.
 pub(super) fn place_in(out: &Path, interval: &Interval) -> PathBuf {
     out.join("parts").join(format!("{:06}", interval.index))

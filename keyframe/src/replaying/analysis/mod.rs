@@ -16,7 +16,7 @@
 
 mod files;
 
-pub use files::{Done, Head, dispatch_ns, made_before};
+pub use files::{Done, Head, dispatch_ns, made_before, progress};
 
 use files::{DONE, FAILED, QEMU_LOG, SAID_LINES, TIMES, Took, claim, done_in, fresh, place_in, said, write};
 

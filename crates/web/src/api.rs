@@ -1,0 +1,392 @@
+//! The routes, and what each answers with.
+//!
+//! A route is one line of [`routes`]; its description is in `docs/api/openapi.json`.
+
+use crate::guard::{Guard, HEADERS, Refused};
+use crate::live::{Event, Live};
+use crate::log::Line;
+use crate::source::{Action, Problem, Source};
+use crate::timeline::{POINTS_MAX, Timeline, chunks};
+use crate::{LogFormat, metrics, page};
+use axum::Router;
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{FromRequestParts, Path, Query, Request, State};
+use axum::handler::Handler;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, delete, get, post};
+use futures_util::stream;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
+use tokio::sync::broadcast::error::RecvError;
+
+/// The description of the API.
+pub const OPENAPI: &str = include_str!("../../../docs/api/openapi.json");
+/// Checkpoints in one answer at most.
+const LIST_MAX: usize = 500;
+const LIST_DEFAULT: usize = 50;
+/// Points of a growth curve.
+const GROWTH_POINTS: usize = 300;
+/// Pieces of a memory map.
+const PIECES_MAX: u64 = 4096;
+const PIECES_DEFAULT: u64 = 512;
+/// Questions that read page maps and pages, at the same time.
+const SLOW_MAX: usize = 2;
+/// Nobody waits longer for an answer. What is being found out is kept, so that asking again helps.
+const ANSWER_MAX: Duration = Duration::from_secs(25);
+/// How often it is looked what is new, while somebody listens.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// What all requests share.
+pub struct App {
+    source: Arc<dyn Source>,
+    guard: Guard,
+    live: Live,
+    log: Option<LogFormat>,
+    slow: Arc<Semaphore>,
+}
+
+impl App {
+    pub fn new(source: Arc<dyn Source>, guard: Guard, live: Live, log: Option<LogFormat>) -> Self {
+        Self { source, guard, live, log, slow: Arc::new(Semaphore::new(SLOW_MAX)) }
+    }
+}
+
+type Shared = State<Arc<App>>;
+
+/// A router that remembers its routes.
+pub struct Routes {
+    router: Router<Arc<App>>,
+    pub known: Vec<(&'static str, &'static str)>,
+}
+
+impl Routes {
+    fn add(mut self, method: &'static str, path: &'static str, to: MethodRouter<Arc<App>>) -> Self {
+        self.known.push((method, path));
+        self.router = self.router.route(path, to);
+        self
+    }
+
+    fn get<H: Handler<T, Arc<App>>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.add("get", path, get(handler))
+    }
+
+    fn post<H: Handler<T, Arc<App>>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.add("post", path, post(handler))
+    }
+
+    fn delete<H: Handler<T, Arc<App>>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.add("delete", path, delete(handler))
+    }
+}
+
+/// All routes but the page's files.
+pub fn routes() -> Routes {
+    Routes { router: Router::new(), known: Vec::new() }
+        .get("/metrics", metrics_text)
+        .get("/api/v1/openapi.json", async || page::answer("application/json", OPENAPI))
+        .get("/api/v1/server", server)
+        .get("/api/v1/vms", async |State(app): Shared| ask(&app, |source| Ok(source.vms())).await)
+        .get("/api/v1/stores", async |State(app): Shared| ask(&app, |source| Ok(source.stores())).await)
+        .get("/api/v1/stores/{store}/timeline", timeline)
+        .get("/api/v1/stores/{store}/checkpoints", checkpoints)
+        .get("/api/v1/stores/{store}/checkpoints/{id}", checkpoint)
+        .get("/api/v1/stores/{store}/checkpoints/{id}/heat", heat)
+        .get("/api/v1/stores/{store}/checkpoints/{id}/diff", diff)
+        .get("/api/v1/stores/{store}/growth", growth)
+        .get("/api/v1/recordings", async |State(app): Shared| {
+            ask(&app, |source| Ok(source.recordings())).await
+        })
+        .get("/api/v1/events", events)
+        .post("/api/v1/stores/{store}/checkpoints/{id}/pin", pin)
+        .delete("/api/v1/stores/{store}/checkpoints/{id}/pin", unpin)
+        .post("/api/v1/stores/{store}/checkpoints/{id}/tags/{tag}", tag)
+        .delete("/api/v1/stores/{store}/tags/{tag}", untag)
+}
+
+/// The routes and the page, guarded.
+pub fn router(app: &Arc<App>) -> Router {
+    let mut router = routes().router;
+    for (path, kind, content) in page::FILES {
+        router = router.route(path, get(async move || page::answer(kind, content)));
+    }
+    let unknown = || no(StatusCode::NOT_FOUND, "there is nothing here", Some("see /api/v1/openapi.json"));
+    router
+        .fallback(async move || unknown())
+        .layer(middleware::from_fn_with_state(Arc::clone(app), around))
+        .with_state(Arc::clone(app))
+}
+
+/// The router for one connection.
+pub fn with_peer(router: Router, peer: SocketAddr) -> Router {
+    router.layer(axum::Extension(Peer(peer)))
+}
+
+#[derive(Clone, Copy)]
+struct Peer(SocketAddr);
+
+/// Around every request: who may, how long, what the answer tells the browser, the log.
+async fn around(State(app): Shared, request: Request, next: Next) -> Response {
+    let began = Instant::now();
+    let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let mut response = match app.guard.check(&method, &path, request.headers()) {
+        Ok(()) => {
+            let late = || {
+                let fix = "ask again: what is found out meanwhile is kept";
+                no(StatusCode::SERVICE_UNAVAILABLE, "it takes long to find out", Some(fix))
+            };
+            tokio::time::timeout(ANSWER_MAX, next.run(request)).await.unwrap_or_else(|_| late())
+        }
+        Err(Refused { status, error, fix }) => no(status, error, Some(fix)),
+    };
+    for (name, value) in HEADERS {
+        response.headers_mut().entry(name).or_insert(value);
+    }
+    if response.status() == StatusCode::UNAUTHORIZED {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    if let (Some(format), Some(peer)) = (app.log, peer) {
+        Line::of(method.as_str(), &path, response.status().as_u16(), began.elapsed(), peer).write(format);
+    }
+    response
+}
+
+/// Tells listeners what is new, for as long as this server lives.
+pub async fn watch(app: Arc<App>) {
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        if app.live.listeners() > 0 {
+            let app = Arc::clone(&app);
+            // A look that panics is one look less.
+            let _ = tokio::task::spawn_blocking(move || app.live.look(&*app.source)).await;
+        }
+    }
+}
+
+/// A refusal, as JSON.
+fn no(status: StatusCode, error: &str, fix: Option<&str>) -> Response {
+    let body = json!({ "error": error, "fix": fix });
+    (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let status = match &self {
+            Self::Unknown(_) => StatusCode::NOT_FOUND,
+            Self::Bad(_) => StatusCode::BAD_REQUEST,
+            Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        no(status, &self.to_string(), None)
+    }
+}
+
+/// Asks the source, on a thread that may block, and answers with JSON.
+async fn ask<T: Serialize>(
+    app: &Arc<App>,
+    question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
+) -> Response {
+    let app = Arc::clone(app);
+    let text = move || {
+        let found = question(&*app.source)?;
+        serde_json::to_string(&found).map_err(|e| Problem::Failed(format!("write JSON: {e}")))
+    };
+    match tokio::task::spawn_blocking(text).await {
+        Ok(Ok(text)) => ([(header::CONTENT_TYPE, "application/json")], text).into_response(),
+        Ok(Err(problem)) => problem.into_response(),
+        Err(_) => {
+            Problem::Failed("it could not be found out: see what the server says".into()).into_response()
+        }
+    }
+}
+
+/// The same for what reads much; it goes on when nobody waits any more.
+async fn ask_slowly<T: Serialize>(
+    app: &Arc<App>,
+    question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
+) -> Response {
+    let Ok(permit) = Arc::clone(&app.slow).acquire_owned().await else {
+        return Problem::Busy("the server ends".into()).into_response();
+    };
+    let held = move |source: &dyn Source| {
+        let _permit = permit;
+        question(source)
+    };
+    ask(app, held).await
+}
+
+/// A place of a checkpoint.
+type Place = Result<Path<(String, u64)>, PathRejection>;
+/// Parameters behind the `?`.
+struct Asked<T>(T);
+
+impl<T: serde::de::DeserializeOwned> FromRequestParts<Arc<App>> for Asked<T> {
+    type Rejection = Problem;
+
+    async fn from_request_parts(
+        parts: &mut axum::http::request::Parts,
+        app: &Arc<App>,
+    ) -> Result<Self, Problem> {
+        let asked: Result<Query<T>, QueryRejection> = Query::from_request_parts(parts, app).await;
+        asked.map(|Query(asked)| Self(asked)).map_err(|e| Problem::Bad(e.body_text()))
+    }
+}
+
+fn place(place: Place) -> Result<(String, u64), Problem> {
+    place.map(|Path(place)| place).map_err(|e| Problem::Bad(e.body_text()))
+}
+
+async fn server(State(app): Shared) -> Response {
+    let body = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "reading_needs_token": app.guard.reading_needs_token(),
+        "can_act": app.guard.has_token(),
+    });
+    ([(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+}
+
+async fn metrics_text(State(app): Shared) -> Response {
+    let source = Arc::clone(&app.source);
+    match tokio::task::spawn_blocking(move || metrics::text(&*source)).await {
+        Ok(text) => {
+            ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+        }
+        Err(_) => Problem::Failed("the metrics could not be found out".into()).into_response(),
+    }
+}
+
+#[derive(Deserialize)]
+struct Range {
+    vm: Option<String>,
+    from: Option<u64>,
+    to: Option<u64>,
+    points: Option<usize>,
+}
+
+async fn timeline(State(app): Shared, Path(store): Path<String>, Asked(asked): Asked<Range>) -> Response {
+    let range = asked.from.unwrap_or(0)..=asked.to.unwrap_or(u64::MAX);
+    let points = asked.points.unwrap_or(POINTS_MAX / 4);
+    let question = move |source: &dyn Source| {
+        Ok(Timeline::of(&*source.listing(&store)?, asked.vm.as_deref(), &range, points))
+    };
+    ask(&app, question).await
+}
+
+#[derive(Deserialize)]
+struct Page {
+    vm: Option<String>,
+    before: Option<u64>,
+    limit: Option<usize>,
+}
+
+async fn checkpoints(State(app): Shared, Path(store): Path<String>, Asked(asked): Asked<Page>) -> Response {
+    let question = move |source: &dyn Source| {
+        let listing = source.listing(&store)?;
+        let limit = asked.limit.unwrap_or(LIST_DEFAULT).clamp(1, LIST_MAX);
+        let newest_first = listing.checkpoints.iter().rev();
+        let mut found = newest_first
+            .filter(|one| asked.before.is_none_or(|before| one.id < before))
+            .filter(|one| asked.vm.as_ref().is_none_or(|vm| one.vm == *vm));
+        let all: Vec<_> = found.by_ref().take(limit).map(AsRef::as_ref).collect();
+        // Where to go on, if there are more.
+        let next = found.next().and(all.last()).map(|last| last.id);
+        Ok(json!({ "generation": listing.generation, "checkpoints": all, "next_before": next }))
+    };
+    ask(&app, question).await
+}
+
+async fn checkpoint(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(ask(&app, move |source| source.checkpoint(&store, id)).await)
+}
+
+#[derive(Deserialize)]
+struct Pieces {
+    pieces: Option<u64>,
+}
+
+async fn heat(State(app): Shared, at: Place, Asked(asked): Asked<Pieces>) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    let pieces = asked.pieces.unwrap_or(PIECES_DEFAULT).clamp(1, PIECES_MAX);
+    Ok(ask_slowly(&app, move |source| source.heat(&store, id, pieces)).await)
+}
+
+async fn diff(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(ask_slowly(&app, move |source| source.diff(&store, id)).await)
+}
+
+async fn growth(State(app): Shared, Path(store): Path<String>) -> Response {
+    let question = move |source: &dyn Source| {
+        let (listing, sizes) = (source.listing(&store)?, source.sizes(&store)?);
+        let all = &listing.checkpoints;
+        let (mut added_bytes, mut dirty_bytes, mut points) = (0, 0, Vec::new());
+        for piece in chunks(all.len(), GROWTH_POINTS) {
+            let last = piece.end - 1;
+            for one in &all[piece] {
+                added_bytes += one.added_bytes;
+                dirty_bytes += one.dirty_pages * 4096 + one.disk_written_bytes;
+            }
+            let (id, at) = (all[last].id, &all[last].taken_at);
+            points
+                .push(json!({ "id": id, "at": at, "added_bytes": added_bytes, "dirty_bytes": dirty_bytes }));
+        }
+        Ok(json!({ "generation": listing.generation, "sizes": sizes, "points": points }))
+    };
+    ask(&app, question).await
+}
+
+async fn events(State(app): Shared) -> Response {
+    let Some(receiver) = app.live.listen() else {
+        return Problem::Busy("too many listen already".into()).into_response();
+    };
+    let hello = Event { name: "hello", data: "{}".into() };
+    let said = stream::unfold((Some(hello), receiver), |(first, mut receiver)| async move {
+        let event = match first {
+            Some(hello) => hello,
+            None => match receiver.recv().await {
+                Ok(event) => event,
+                Err(RecvError::Lagged(_)) => Event { name: "reload", data: "{}".into() },
+                Err(RecvError::Closed) => return None,
+            },
+        };
+        let event = sse::Event::default().event(event.name).data(event.data);
+        Some((Ok::<_, Infallible>(event), (None, receiver)))
+    });
+    Sse::new(said).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+}
+
+async fn act(app: &Arc<App>, store: String, action: Action) -> Response {
+    ask(app, move |source| Ok(json!({ "done": source.act(&store, &action)? }))).await
+}
+
+async fn pin(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(act(&app, store, Action::Pin(id)).await)
+}
+
+async fn unpin(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(act(&app, store, Action::Unpin(id)).await)
+}
+
+async fn tag(
+    State(app): Shared,
+    at: Result<Path<(String, u64, String)>, PathRejection>,
+) -> Result<Response, Problem> {
+    let Path((store, id, tag)) = at.map_err(|e| Problem::Bad(e.body_text()))?;
+    Ok(act(&app, store, Action::Tag(id, tag)).await)
+}
+
+async fn untag(State(app): Shared, Path((store, tag)): Path<(String, String)>) -> Response {
+    act(&app, store, Action::Untag(tag)).await
+}

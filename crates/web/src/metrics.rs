@@ -1,0 +1,211 @@
+//! What Prometheus gathers: numbers of running VMs from their engines, of stores from their listings.
+//!
+//! Text format 0.0.4. Units are base units (seconds, bytes). A VM whose engine does not answer has `keyframe_vm_up` 0 and nothing else;
+//! a number that is not known is left out, never 0.
+
+use crate::source::{Source, VmState};
+use serde_json::Value;
+use std::fmt::Write;
+
+/// One metric with its samples.
+struct Family {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+    samples: Vec<(String, f64)>,
+}
+
+impl Family {
+    fn new(name: &'static str, kind: &'static str, help: &'static str) -> Self {
+        Self { name, kind, help, samples: Vec::new() }
+    }
+
+    fn add(&mut self, labels: &[(&str, &str)], value: f64) {
+        let labels: Vec<String> =
+            labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
+        self.samples.push((labels.join(","), value));
+    }
+
+    fn add_some(&mut self, labels: &[(&str, &str)], value: Option<f64>) {
+        if let Some(value) = value {
+            self.add(labels, value);
+        }
+    }
+
+    fn write(&self, text: &mut String) {
+        if self.samples.is_empty() {
+            return;
+        }
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "# HELP {} {}\n# TYPE {} {}", self.name, self.help, self.name, self.kind);
+        for (labels, value) in &self.samples {
+            let _ = writeln!(text, "{}{{{labels}}} {value}", self.name);
+        }
+    }
+}
+
+/// As the format wants label values.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// Everything, as text.
+pub fn text(source: &dyn Source) -> String {
+    let mut text = String::new();
+    for family in of_vms(&source.vms()).into_iter().chain(of_stores(source)) {
+        family.write(&mut text);
+    }
+    text
+}
+
+fn number(value: &Value, pointer: &str) -> Option<f64> {
+    value.pointer(pointer)?.as_f64()
+}
+
+fn seconds(value: &Value, pointer: &str) -> Option<f64> {
+    number(value, pointer).map(|ns| ns / 1e9)
+}
+
+/// What is read from a status.
+type Reading = fn(&Value) -> Option<f64>;
+
+/// Name, kind, help and value of all that have one number for each VM.
+const OF_STATUS: [(&str, &str, &str, Reading); 14] = [
+    ("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown.", |s| {
+        Some(f64::from(u8::from(s.get("state")?.as_str()? == "running")))
+    }),
+    ("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run.", |s| {
+        number(s, "/sealed")
+    }),
+    ("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run.", |s| {
+        number(s, "/failed")
+    }),
+    ("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint.", |s| {
+        seconds(s, "/last_age_ns")
+    }),
+    (
+        "keyframe_checkpoint_interval_seconds",
+        "gauge",
+        "Interval between checkpoints, as asked or as a budget has it; absent where they are taken by command only.",
+        |s| seconds(s, "/interval_ns"),
+    ),
+    (
+        "keyframe_checkpoint_backlog_seconds",
+        "gauge",
+        "How late the newest checkpoint began, because the one before was still being encoded.",
+        |s| seconds(s, "/backlog_ns"),
+    ),
+    ("keyframe_checkpoints_queued", "gauge", "Checkpoints captured that are not sealed yet.", |s| {
+        number(s, "/queued")
+    }),
+    ("keyframe_last_checkpoint_pause_seconds", "gauge", "The whole pause of the newest checkpoint.", |s| {
+        seconds(s, "/last/pause_ns")
+    }),
+    (
+        "keyframe_last_checkpoint_encode_seconds",
+        "gauge",
+        "Hashing, compressing and storing the newest checkpoint.",
+        |s| seconds(s, "/last/encode_ns"),
+    ),
+    (
+        "keyframe_last_checkpoint_stored_bytes",
+        "gauge",
+        "Bytes that new pages of the newest checkpoint take in packs.",
+        |s| number(s, "/last/stored_bytes"),
+    ),
+    (
+        "keyframe_recorder_kept_checkpoints",
+        "gauge",
+        "Checkpoints of the run that the flight recorder keeps.",
+        |s| number(s, "/recorder/kept"),
+    ),
+    (
+        "keyframe_recorder_forgotten_total",
+        "counter",
+        "Checkpoints that the flight recorder has forgotten.",
+        |s| number(s, "/recorder/forgotten"),
+    ),
+    (
+        "keyframe_recorder_freed_packs_total",
+        "counter",
+        "Packs whose space the flight recorder has given back.",
+        |s| number(s, "/recorder/freed_packs"),
+    ),
+    ("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed.", |s| {
+        Some(f64::from(u8::from(!s.get("recorder")?.get("last_error")?.is_null())))
+    }),
+];
+
+fn of_vms(vms: &[VmState]) -> Vec<Family> {
+    let mut up = Family::new("keyframe_vm_up", "gauge", "1 where the engine of the VM answers.");
+    let mut phases = Family::new(
+        "keyframe_last_checkpoint_pause_phase_seconds",
+        "gauge",
+        "The pause of the newest checkpoint, by phase.",
+    );
+    let mut pages = Family::new(
+        "keyframe_last_checkpoint_pages",
+        "gauge",
+        "Pages of the newest checkpoint: dirty, and of these zero, deduplicated, unchanged and stored.",
+    );
+    let mut families: Vec<(Family, Reading)> =
+        OF_STATUS.iter().map(|(name, kind, help, value)| (Family::new(name, kind, help), *value)).collect();
+    for vm in vms {
+        let labels = [("vm", vm.name.as_str())];
+        up.add(&labels, f64::from(u8::from(vm.problem.is_none())));
+        for (family, value) in &mut families {
+            family.add_some(&labels, value(&vm.status));
+        }
+        for phase in ["stop", "device_state", "scan", "copy", "resume"] {
+            let value = seconds(&vm.status, &format!("/last/pause/{phase}"));
+            phases.add_some(&[("vm", &vm.name), ("phase", phase)], value);
+        }
+        let kinds = [
+            ("dirty", "dirty"),
+            ("zero", "zero"),
+            ("dedup", "deduplicated"),
+            ("unchanged", "unchanged"),
+            ("stored", "stored"),
+        ];
+        for (field, kind) in kinds {
+            let value = number(&vm.status, &format!("/last/{field}_pages"));
+            pages.add_some(&[("vm", &vm.name), ("kind", kind)], value);
+        }
+    }
+    std::iter::once(up).chain(families.into_iter().map(|(family, _)| family)).chain([phases, pages]).collect()
+}
+
+fn of_stores(source: &dyn Source) -> Vec<Family> {
+    let mut up = Family::new("keyframe_store_up", "gauge", "1 where the store can be read.");
+    let mut count = Family::new("keyframe_store_checkpoints", "gauge", "Sealed checkpoints in the store.");
+    let mut bytes =
+        Family::new("keyframe_store_bytes", "gauge", "Size of packs, maps, checkpoints and tags.");
+    let mut raw = Family::new(
+        "keyframe_store_full_image_bytes",
+        "gauge",
+        "What full images of all checkpoints would take.",
+    );
+    let mut pages = Family::new(
+        "keyframe_store_pages",
+        "gauge",
+        "Pages put into the checkpoints that are left: zero, deduplicated, unchanged and stored.",
+    );
+    for store in source.stores() {
+        let labels = [("store", store.place.as_str())];
+        up.add(&labels, f64::from(u8::from(store.problem.is_none())));
+        count.add(&labels, store.checkpoints as f64);
+        let Ok(sizes) = source.sizes(&store.id) else { continue };
+        bytes.add(&labels, sizes.total_bytes as f64);
+        raw.add(&labels, sizes.raw_bytes as f64);
+        let kinds = [
+            ("zero", sizes.zero_pages),
+            ("deduplicated", sizes.dedup_pages),
+            ("unchanged", sizes.unchanged_pages),
+            ("stored", sizes.stored_pages),
+        ];
+        for (kind, value) in kinds {
+            pages.add(&[("store", &store.place), ("kind", kind)], value as f64);
+        }
+    }
+    vec![up, count, bytes, raw, pages]
+}

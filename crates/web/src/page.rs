@@ -1,0 +1,25 @@
+//! The page's files, as they are compiled in.
+
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+
+/// Paths, types and contents.
+pub const FILES: [(&str, &str, &str); 7] = [
+    ("/", "text/html; charset=utf-8", include_str!("page/index.html")),
+    ("/style.css", "text/css; charset=utf-8", include_str!("page/style.css")),
+    ("/app.js", "text/javascript; charset=utf-8", include_str!("page/app.js")),
+    ("/dom.js", "text/javascript; charset=utf-8", include_str!("page/dom.js")),
+    ("/chart.js", "text/javascript; charset=utf-8", include_str!("page/chart.js")),
+    ("/data.js", "text/javascript; charset=utf-8", include_str!("page/data.js")),
+    ("/views.js", "text/javascript; charset=utf-8", include_str!("page/views.js")),
+];
+
+/// The file at a path: its type and content.
+pub fn file(path: &str) -> Option<(&'static str, &'static str)> {
+    FILES.iter().find(|(known, ..)| *known == path).map(|(_, kind, content)| (*kind, *content))
+}
+
+/// The answer with it.
+pub fn answer(kind: &'static str, content: &'static str) -> Response {
+    ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], content).into_response()
+}

@@ -1,0 +1,168 @@
+//! A source that is made up: as many VMs and checkpoints as one likes, with names as hostile as they get. For tests.
+
+use crate::{
+    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead, VmState,
+};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The id of its one store.
+pub const STORE: &str = "00112233445566778899aabbccddeeff";
+/// A name that would do something, were it taken for HTML, for a label of a metric or for a line of a log.
+pub const HOSTILE: &str = "<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;";
+
+/// VMs, and a store with checkpoints of theirs in turn. The first VM and one tag have a hostile name.
+pub struct Synthetic {
+    vms: usize,
+    listing: Arc<Listing>,
+    /// What was done.
+    pub acted: Mutex<Vec<Action>>,
+}
+
+impl Synthetic {
+    /// So many.
+    pub fn new(vms: usize, checkpoints: u64) -> Self {
+        let checkpoints = (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
+        Self { vms, listing: Arc::new(Listing { generation: 1, checkpoints }), acted: Mutex::default() }
+    }
+
+    fn known(&self, store: &str, id: u64) -> Result<&Arc<Checkpoint>, Problem> {
+        let unknown = || Problem::Unknown(format!("there is no checkpoint {id} in {store}"));
+        self.listing.get(id).filter(|_| store == STORE).ok_or_else(unknown)
+    }
+}
+
+/// The name of a VM.
+pub fn name(vm: u64) -> String {
+    if vm == 0 { HOSTILE.into() } else { format!("vm-{vm}") }
+}
+
+fn checkpoint(id: u64, vms: u64) -> Checkpoint {
+    // Somewhere a pause is long.
+    let copy = if id.is_multiple_of(997) { 40_000_000 } else { 300_000 + id % 13 * 20_000 };
+    let pause = Phases { stop: 200_000, device_state: 150_000, scan: 90_000, copy, resume: 110_000 };
+    let taken_at = jiff::Timestamp::from_second(1_800_000_000 + id as i64).unwrap_or_default();
+    Checkpoint {
+        id,
+        vm: name(id % vms.max(1)),
+        run: format!("{:032x}", id % vms.max(1)),
+        epoch: id / vms.max(1),
+        parent: id.checked_sub(vms).filter(|parent| *parent > 0),
+        taken_at: taken_at.to_string(),
+        taken_ms: taken_at.as_millisecond(),
+        reason: "interval".into(),
+        tags: if id == 7 { vec![HOSTILE.into()] } else { Vec::new() },
+        pinned: id == 7,
+        strategy: "precopy".into(),
+        pause_ns: pause.named().iter().map(|(_, ns)| ns).sum(),
+        pause,
+        dirty_pages: 1000,
+        zero_pages: 100,
+        dedup_pages: 250,
+        unchanged_pages: 50,
+        stored_pages: 600,
+        added_bytes: 900_000,
+        stored_bytes: 850_000,
+        disk_written_bytes: 4096,
+        interval_ns: 1_000_000_000,
+        backlog_ns: 0,
+        encode_ns: 20_000_000,
+        ram_bytes: 1 << 30,
+    }
+}
+
+impl Source for Synthetic {
+    fn vms(&self) -> Vec<VmState> {
+        let newest = |name: &str| self.listing.checkpoints.iter().rev().find(|one| one.vm == name);
+        let vm = |vm: usize| {
+            let name = name(vm as u64);
+            let last = newest(&name);
+            let status = json!({
+                "vm": name, "state": "running", "sealed": 500, "failed": 1, "last_error": HOSTILE, "interval_ns": 1_000_000_000_u64,
+                "backlog_ns": 0, "queued": 0, "phase": "idle", "encoder": "sealed", "store": HOSTILE, "last": last.map(AsRef::as_ref),
+                "last_age_ns": 250_000_000, "replication": { "standby": HOSTILE, "lag_ns": 12_000_000, "held_packets": 3 },
+            });
+            VmState { name, store: Some(STORE.into()), problem: None, status }
+        };
+        let silent = VmState {
+            name: "silent".into(),
+            store: None,
+            problem: Some("its engine does not answer".into()),
+            status: Value::Null,
+        };
+        (0..self.vms).map(vm).chain([silent]).collect()
+    }
+
+    fn stores(&self) -> Vec<StoreHead> {
+        let all = &self.listing.checkpoints;
+        let vms: BTreeSet<&String> = all.iter().map(|one| &one.vm).collect();
+        vec![StoreHead {
+            id: STORE.into(),
+            place: format!("/srv/{HOSTILE}"),
+            checkpoints: all.len(),
+            newest: all.last().map(|one| one.id),
+            vms: vms.into_iter().cloned().collect(),
+            generation: 1,
+            problem: None,
+        }]
+    }
+
+    fn listing(&self, store: &str) -> Result<Arc<Listing>, Problem> {
+        let unknown = || Problem::Unknown(format!("no store {store} is shown here"));
+        (store == STORE).then(|| Arc::clone(&self.listing)).ok_or_else(unknown)
+    }
+
+    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, Problem> {
+        let one = self.known(store, id)?;
+        let mut all = serde_json::to_value(&**one).map_err(|e| Problem::Failed(e.to_string()))?;
+        let more = json!({
+            "precopy_rounds": 2, "parent_is_there": one.parent.is_some(), "previous": one.parent, "next": null,
+            "ram": [{ "name": HOSTILE, "used_bytes": 1 << 30, "total_bytes": 1 << 30 }],
+            "machine": { "machine_type": "pc-i440fx-7.2", "cpus": 1, "qemu_version": "7.2", "user_command": ["qemu-system-x86_64", HOSTILE] },
+            "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}") }, { "name": "pin", "command": format!("keyframe pin --store S {id}") }],
+        });
+        if let (Some(all), Some(more)) = (all.as_object_mut(), more.as_object()) {
+            all.extend(more.clone());
+        }
+        Ok(all)
+    }
+
+    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem> {
+        let one = self.known(store, id)?;
+        let changed: Vec<u64> = (0..pieces).map(|piece| piece % 7).collect();
+        let region = HeatRegion {
+            name: HOSTILE.into(),
+            pages: pieces * 16,
+            nonzero_pages: pieces * 8,
+            changed_pages: changed.iter().sum(),
+            changed,
+            nonzero: vec![8; pieces as usize],
+        };
+        Ok(Heat { id, parent: one.parent, piece_pages: 16, regions: vec![region] })
+    }
+
+    fn diff(&self, store: &str, id: u64) -> Result<Value, Problem> {
+        let first = self.known(store, id)?.parent;
+        Ok(
+            json!({ "first": first, "second": id, "ram": [], "disks": [], "device_bytes": [1, 1], "same_devices": true }),
+        )
+    }
+
+    fn sizes(&self, store: &str) -> Result<Sizes, Problem> {
+        let all = self.listing(store)?.checkpoints.len() as u64;
+        Ok(Sizes { total_bytes: all * 900_000, raw_bytes: all << 30, ..Sizes::default() })
+    }
+
+    fn recordings(&self) -> Value {
+        json!({ "recordings": [{ "path": HOSTILE, "problem": HOSTILE }], "analyses": [] })
+    }
+
+    fn act(&self, store: &str, action: &Action) -> Result<String, Problem> {
+        if let Action::Pin(id) | Action::Unpin(id) | Action::Tag(id, _) = action {
+            self.known(store, *id)?;
+        }
+        self.acted.lock().unwrap_or_else(PoisonError::into_inner).push(action.clone());
+        Ok("done".into())
+    }
+}

@@ -1,0 +1,67 @@
+//! One checkpoint: all that it tells about itself, its neighbours, and the commands to do something with it.
+
+use super::listed::Listed;
+use super::of_store;
+use crate::commands::show;
+use keyframe_store::CheckpointId;
+use keyframe_web::Problem;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// All of it. `running` are the VMs that run.
+pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>) -> Result<Value, Problem> {
+    let failed = |e: keyframe_store::Error| of_store(&e, listed.place());
+    let sealed = listed.store().sealed(CheckpointId(id)).map_err(failed)?;
+    let mut all = serde_json::to_value(show::shown(&sealed))
+        .map_err(|e| Problem::Failed(format!("write JSON: {e}")))?;
+    let listing = listed.listing()?;
+    let vm = &sealed.meta.vm;
+    let of_vm = || listing.checkpoints.iter().filter(|one| one.vm == *vm).map(|one| one.id);
+    let place = quoted(&listed.place().display().to_string());
+    let command = |verb: &str, rest: &str| format!("keyframe {verb} --store {place} {id}{rest}");
+    let mut commands = vec![
+        json!({ "name": "restore", "command": command("restore", "") }),
+        json!({ "name": "branch", "command": command("branch", " -n 2") }),
+        json!({ "name": "pin", "command": command("pin", "") }),
+        json!({ "name": "unpin", "command": command("pin --remove", "") }),
+        json!({ "name": "tag", "command": command("tag", " NAME") }),
+    ];
+    if running.contains(vm) {
+        let command = format!("keyframe rollback {id} --name {}", quoted(vm));
+        commands.push(json!({ "name": "rollback", "command": command }));
+    }
+    if let Some(object) = all.as_object_mut() {
+        let parent = listing.get(id).and_then(|one| one.parent);
+        object.insert("parent".into(), json!(parent));
+        object.insert(
+            "parent_is_there".into(),
+            json!(parent.is_some_and(|parent| listing.get(parent).is_some())),
+        );
+        object.insert("previous".into(), json!(of_vm().rfind(|one| *one < id)));
+        object.insert("next".into(), json!(of_vm().find(|one| *one > id)));
+        object.insert("commands".into(), json!(commands));
+    }
+    Ok(all)
+}
+
+/// A word as a shell takes it.
+pub fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:=@,+".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.into();
+    }
+    format!("'{}'", word.replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quoted;
+
+    #[test]
+    fn a_word_stays_one_word_in_a_shell() {
+        assert_eq!(quoted("/srv/store-1"), "/srv/store-1");
+        assert_eq!(quoted("a b"), "'a b'");
+        assert_eq!(quoted("it's; rm -rf $HOME"), r"'it'\''s; rm -rf $HOME'");
+        assert_eq!(quoted(""), "''");
+    }
+}

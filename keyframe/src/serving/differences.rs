@@ -1,0 +1,114 @@
+//! What a checkpoint changed: where in memory, and how much of it. Page maps and pages are read for it, so the last few answers are kept.
+
+use super::listed::Listed;
+use super::{locked, of_store};
+use keyframe_store::{CheckpointId, Loaded};
+use keyframe_units::PageIndex;
+use keyframe_web::{Heat, HeatRegion, Problem};
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::sync::Mutex;
+
+/// Answers that are kept.
+const KEPT_MAX: usize = 32;
+
+/// The last few.
+#[derive(Default)]
+pub struct Differences {
+    heats: Mutex<VecDeque<(Key, Heat)>>,
+    diffs: Mutex<VecDeque<(Key, Value)>>,
+}
+
+/// The store, the checkpoint, the one that it is compared with, and the number of pieces.
+type Key = (String, u64, Option<u64>, u64);
+
+impl Differences {
+    /// Where in memory a checkpoint differs from its parent.
+    pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<Heat, Problem> {
+        let parent = parent_of(listed, id)?;
+        let key = (listed.id().to_owned(), id, parent, pieces);
+        if let Some(kept) = find(&self.heats, &key) {
+            return Ok(kept);
+        }
+        let load = |id| listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()));
+        let loaded = load(id)?;
+        let before = parent.map(load).transpose()?;
+        // Another layout, after RAM was plugged in: page numbers mean something else.
+        let before = before.filter(|before| before.meta.ram.same_space(&loaded.meta.ram));
+        let heat = heat(&loaded, before.as_ref(), pieces);
+        keep(&self.heats, key, heat.clone());
+        Ok(heat)
+    }
+
+    /// What differs between it and its parent.
+    pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, Problem> {
+        let parent = parent_of(listed, id)?.ok_or_else(|| {
+            Problem::Unknown(format!(
+                "checkpoint {id} has no parent in the store: it is the first, or that one was forgotten"
+            ))
+        })?;
+        let key = (listed.id().to_owned(), id, Some(parent), 0);
+        if let Some(kept) = find(&self.diffs, &key) {
+            return Ok(kept);
+        }
+        let diff = listed
+            .store()
+            .diff(CheckpointId(parent), CheckpointId(id), &mut |_, _| ())
+            .map_err(|e| of_store(&e, listed.place()))?;
+        let diff = serde_json::to_value(&diff).map_err(|e| Problem::Failed(format!("write JSON: {e}")))?;
+        keep(&self.diffs, key, diff.clone());
+        Ok(diff)
+    }
+}
+
+fn parent_of(listed: &Listed, id: u64) -> Result<Option<u64>, Problem> {
+    let listing = listed.listing()?;
+    let one = listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
+    Ok(one.parent.filter(|parent| listing.get(*parent).is_some()))
+}
+
+fn find<T: Clone>(kept: &Mutex<VecDeque<(Key, T)>>, key: &Key) -> Option<T> {
+    locked(kept).iter().find(|(known, _)| known == key).map(|(_, one)| one.clone())
+}
+
+fn keep<T>(kept: &Mutex<VecDeque<(Key, T)>>, key: Key, one: T) {
+    let mut kept = locked(kept);
+    kept.push_back((key, one));
+    if kept.len() > KEPT_MAX {
+        kept.pop_front();
+    }
+}
+
+/// Pages of one store with the same token hold the same bytes: no page is read.
+fn heat(loaded: &Loaded, before: Option<&Loaded>, pieces: u64) -> Heat {
+    let layout = &loaded.meta.ram;
+    let piece_pages = layout.len_pages().div_ceil(pieces.max(1)).max(1);
+    let regions = layout.blocks().iter().enumerate().map(|(at, block)| {
+        let range = layout.pages_of(at);
+        let len = range.len_pages.div_ceil(piece_pages) as usize;
+        let mut region = HeatRegion {
+            name: block.name.clone(),
+            pages: range.len_pages,
+            changed: vec![0; len],
+            nonzero: vec![0; len],
+            ..HeatRegion::default()
+        };
+        for offset in 0..range.len_pages {
+            let page = PageIndex(range.first.0 + offset);
+            let token = loaded.page_ref(page);
+            let was = before.map_or(0, |before| before.page_ref(page));
+            let piece = (offset / piece_pages) as usize;
+            region.changed[piece] += u64::from(token != was);
+            region.nonzero[piece] += u64::from(token != 0);
+        }
+        region.changed_pages = region.changed.iter().sum();
+        region.nonzero_pages = region.nonzero.iter().sum();
+        region
+    });
+    Heat {
+        id: loaded.id.0,
+        parent: before.map(|before| before.id.0),
+        piece_pages,
+        regions: regions.collect(),
+    }
+}

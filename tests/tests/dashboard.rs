@@ -1,0 +1,311 @@
+//! The dashboard: a real VM with checkpoints in the API, the metrics and a real browser; a made-up 10,000 of them; a recording; what is refused.
+//!
+//! Pictures of each page are left in `target/tmp/dashboard`.
+
+use keyframe_tests::{Bench, Boot, Browser, Http, Process, number};
+use keyframe_web::synthetic::{HOSTILE, STORE, Synthetic};
+use keyframe_web::{Options, Server};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const TOKEN: &str = "a token of the test's";
+const BEARER: &str = "Authorization: Bearer a token of the test's";
+
+/// `keyframe serve ARGS` at ports of its own; its dashboard, and what it said first.
+fn serve(bench: &Bench, args: &[&str]) -> (Process, Http, Value) {
+    let all = [&["serve"], args, &["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"]].concat();
+    let mut server = Process::start(bench.command(&all));
+    let said: Value = serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
+    let http = Http::at(said["http"].as_str().expect("an address"));
+    (server, http, said)
+}
+
+fn end(mut server: Process) -> String {
+    server.signal(Signal::TERM);
+    assert!(server.wait().success(), "{}", server.report());
+    server.errors()
+}
+
+fn pictures() -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("dashboard");
+    std::fs::create_dir_all(&folder).expect("make the folder");
+    folder
+}
+
+/// The value of a series in the text for Prometheus.
+fn metric(text: &str, series: &str) -> f64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    line.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("no {series} in {text}"))
+}
+
+#[test]
+fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
+    let bench = Bench::new();
+    std::fs::write(bench.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
+    let mut vm = bench.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
+    // What a VM writes to is shown without being named. Its engine may count the newest a moment later.
+    vm.wait_until(60, |_| bench.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(()));
+    let (server, http, said) = serve(&bench, &["--token-file", "token", "--log-format", "json"]);
+    assert_eq!((said.get("url"), &said["needs_token"]), (None, &Value::Bool(true)));
+    let store = in_the_api(&bench, &http);
+    live(&http, &store);
+    actions(&bench, &http, &store);
+    in_the_browser(&http, &said, &store);
+    bench.ok(&["stop", "--name", "web"]);
+    vm.wait();
+    // It has ended; what it left is still shown.
+    assert_eq!(http.get("/api/v1/vms").json(), serde_json::json!([]));
+    compared(&bench, &http, &store);
+    let lines = end(server);
+    let requests: Vec<Value> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    assert!(requests.len() > 20, "{lines}");
+    for line in &requests {
+        assert!(
+            line["path"].is_string() && line["status"].is_u64() && line["duration_ns"].is_u64(),
+            "{line}"
+        );
+    }
+    assert!(!lines.contains(TOKEN), "the token is in no log");
+}
+
+/// The store's id.
+fn in_the_api(bench: &Bench, http: &Http) -> String {
+    let vms = http.get("/api/v1/vms").json();
+    assert_eq!((vms[0]["name"].as_str(), vms[0]["status"]["state"].as_str()), (Some("web"), Some("running")));
+    let store = vms[0]["store"].as_str().expect("its store").to_owned();
+    let stores = http.get("/api/v1/stores").json();
+    assert_eq!((stores[0]["id"].as_str(), stores[0]["vms"][0].as_str()), (Some(&*store), Some("web")));
+    let text = http.get("/metrics").body;
+    let status = bench.json(&["status", "--json"]);
+    assert_eq!(metric(&text, "keyframe_vm_up{vm=\"web\"}").to_string(), "1");
+    let sealed = metric(&text, "keyframe_checkpoints_sealed_total{vm=\"web\"}") as u64;
+    assert!((4..=number(&status[0], "sealed")).contains(&sealed), "{sealed}");
+    assert!(metric(&text, "keyframe_last_checkpoint_age_seconds{vm=\"web\"}") < 30.0);
+    let phases: f64 = ["stop", "scan", "copy", "device_state", "resume"]
+        .map(|phase| {
+            metric(
+                &text,
+                &format!("keyframe_last_checkpoint_pause_phase_seconds{{vm=\"web\",phase=\"{phase}\"}}"),
+            )
+        })
+        .iter()
+        .sum();
+    let whole = metric(&text, "keyframe_last_checkpoint_pause_seconds{vm=\"web\"}");
+    assert!(phases > 0.0 && phases <= whole * 1.01, "{phases} of {whole}");
+    let outside = http.send("GET", "/api/v1/vms", &["Host: evil.example"]);
+    assert_eq!(outside.status, 421);
+    store
+}
+
+/// A checkpoint that comes is told of, without being asked for.
+fn live(http: &Http, store: &str) {
+    let mut newest = 0;
+    let events = http.events("/api/v1/events", |name, data| {
+        let is_newer = name == "store" && newest > 0 && number(data, "newest") > newest;
+        if name == "store" {
+            newest = number(data, "newest");
+        }
+        is_newer
+    });
+    assert_eq!(events[0].0, "hello");
+    assert!(events.iter().any(|(name, data)| name == "vm" && data["name"] == "web"), "{events:?}");
+    assert!(events.iter().all(|(name, data)| name != "store" || data["id"] == store), "{events:?}");
+}
+
+fn actions(bench: &Bench, http: &Http, store: &str) {
+    let pin = format!("/api/v1/stores/{store}/checkpoints/2/pin");
+    let tag = format!("/api/v1/stores/{store}/checkpoints/2/tags/from-the-page");
+    for (method, path) in [("POST", &pin), ("DELETE", &pin), ("POST", &tag)] {
+        assert_eq!(http.send(method, path, &[]).status, 401, "{method} {path}");
+    }
+    let second = || bench.list().into_iter().find(|one| number(one, "id") == 2).expect("checkpoint 2");
+    assert_eq!(second()["pinned"], false);
+    assert_eq!(http.send("POST", &pin, &[BEARER]).status, 200);
+    assert_eq!(http.send("POST", &tag, &[BEARER]).status, 200);
+    assert_eq!(
+        (&second()["pinned"], second()["tags"][0].as_str()),
+        (&Value::Bool(true), Some("from-the-page"))
+    );
+    // Whoever did it sees it at once.
+    let shown = http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json();
+    assert_eq!(shown["tagged"][0], serde_json::json!({ "id": 2, "tags": ["from-the-page"], "pinned": true }));
+    let hostile = format!("/api/v1/stores/{store}/checkpoints/2/tags/%3Cimg%3E");
+    assert_eq!(http.send("POST", &hostile, &[BEARER]).status, 400);
+    assert_eq!(http.send("POST", &pin.replace("/2/", "/999999/"), &[BEARER]).status, 404);
+    assert_eq!(http.send("DELETE", &pin, &[BEARER]).status, 200);
+    assert_eq!(second()["pinned"], false);
+}
+
+/// Heat and diff against what the commands say.
+fn compared(bench: &Bench, http: &Http, store: &str) {
+    let of = |id: u64| format!("/api/v1/stores/{store}/checkpoints/{id}");
+    let shown = http.get(&of(3)).json();
+    assert_eq!((number(&shown, "parent"), number(&shown, "previous"), number(&shown, "next")), (2, 2, 4));
+    let commands = shown["commands"].as_array().expect("commands");
+    let restore = commands.iter().find(|one| one["name"] == "restore").expect("restore");
+    assert_eq!(restore["command"], format!("keyframe restore --store {} 3", bench.store()));
+    let diff = http.get(&format!("{}/diff", of(3))).json();
+    assert_eq!(diff, bench.json(&["diff", "--json", "--quiet", "--store", &bench.store(), "2", "3"]));
+    let heat = http.get(&format!("{}/heat?pieces=100", of(3))).json();
+    for (region, differs) in
+        heat["regions"].as_array().expect("regions").iter().zip(diff["ram"].as_array().expect("RAM"))
+    {
+        let sum: u64 = region["changed"].as_array().expect("pieces").iter().filter_map(Value::as_u64).sum();
+        assert_eq!((sum, &region["name"]), (number(differs, "changed_pages"), &differs["name"]));
+    }
+    assert_eq!(http.send("GET", &format!("{}/diff", of(1)), &[]).status, 404, "the first has no parent");
+    let growth = http.get(&format!("/api/v1/stores/{store}/growth")).json();
+    let stats = bench.json(&["stats", "--json", "--store", &bench.store()]);
+    for field in ["raw_bytes", "dirty_bytes", "stored_pages", "total_bytes", "dedup_ratio"] {
+        assert_eq!(growth["sizes"][field], stats[field], "{field}");
+    }
+    let listed = bench.list().len() as u64;
+    let timeline = http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json();
+    assert_eq!((number(&timeline, "total"), number(&timeline, "shown")), (listed, listed));
+}
+
+fn in_the_browser(http: &Http, said: &Value, store: &str) {
+    let (mut browser, pictures, url) =
+        (Browser::start(), pictures(), said["http"].as_str().expect("an address"));
+    browser.look((1280, 1000), false);
+    browser.open(url);
+    browser.until("document.querySelector('tr[data-vm=web] .state-running')");
+    browser.until("document.getElementById('live').dataset.state === 'live'");
+    browser.screenshot(&pictures.join("overview.png"));
+    browser.script("document.querySelector('tr[data-vm=web] a').click()");
+    browser.until("document.querySelector('#timeline')?.dataset.checkpoints >= 4");
+    // It grows while one looks.
+    let before = browser.script("Number(document.querySelector('#timeline').dataset.checkpoints)");
+    browser.until(&format!("document.querySelector('#timeline').dataset.checkpoints > {before}"));
+    let total = number(&http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json(), "total");
+    let shown = browser.script("Number(document.querySelector('#timeline').dataset.checkpoints)");
+    assert!(shown.as_u64().is_some_and(|shown| shown <= total), "{shown} of {total}");
+    browser.screenshot(&pictures.join("vm.png"));
+    // With the keyboard alone: along the timeline, and into a checkpoint.
+    browser.script("document.querySelector('#timeline').focus()");
+    for key in ["Home", "ArrowRight", "ArrowRight", "ArrowLeft"] {
+        browser.press(key);
+    }
+    browser.until("document.querySelector('#readout').textContent.startsWith('Checkpoint 2,')");
+    browser.press("Enter");
+    browser.until("document.querySelector('h2').textContent === 'Checkpoint 2 of web'");
+    browser.until("document.querySelectorAll('.heat rect').length > 100");
+    let commands = browser.script(
+        "[...document.querySelectorAll('[data-command] code')].map(one => one.textContent).join('\\n')",
+    );
+    for command in [
+        "keyframe restore --store",
+        "keyframe branch --store",
+        "keyframe pin --store",
+        "keyframe rollback 2 --name web",
+    ] {
+        assert!(commands.as_str().is_some_and(|all| all.contains(command)), "no {command} in {commands}");
+    }
+    browser.screenshot(&pictures.join("checkpoint.png"));
+    browser.look((420, 900), true);
+    browser.screenshot(&pictures.join("checkpoint-dark-narrow.png"));
+    browser.script(&format!("location.hash = '#/store/{store}'"));
+    browser.look((1280, 1000), true);
+    browser.until("document.querySelectorAll('polyline').length === 2");
+    browser.screenshot(&pictures.join("store-dark.png"));
+    let errors = browser.errors();
+    assert!(errors.is_empty(), "{errors:#?}");
+}
+
+#[test]
+fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
+    let listen = "127.0.0.1:0".parse().expect("an address");
+    let server =
+        Server::bind(Options { listen, token: None, connections_max: 64, log: None }).expect("listen");
+    let url = format!("http://{}/", server.address());
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    let serving = std::thread::spawn(move || server.run(Arc::new(Synthetic::new(20, 10_000)), &stopped));
+    let mut browser = Browser::start();
+    browser.look((1280, 1000), false);
+    browser.open(&url);
+    browser.until("document.querySelectorAll('tr[data-vm] svg.spark path').length === 20");
+    let paint = browser.script("performance.getEntriesByName('first-contentful-paint')[0]?.startTime");
+    println!("20 VMs, 10,000 checkpoints: first contentful paint after {paint} ms");
+    browser.screenshot(&pictures().join("many.png"));
+    // The VM with the hostile name has its page, its checkpoints theirs.
+    browser.script("document.querySelector('tr[data-vm] a').click()");
+    browser.until("document.querySelector('#timeline')?.dataset.checkpoints === '500'");
+    let name = browser.script("document.querySelector('h2').textContent");
+    assert_eq!(name.as_str(), Some(HOSTILE));
+    assert!(
+        browser.script("Number(document.querySelector('#timeline').dataset.buckets)").as_u64() <= Some(300)
+    );
+    let told = browser.script("document.body.innerText");
+    assert!(
+        told.as_str().is_some_and(|told| told.contains("Replication") && told.contains("held packets")),
+        "{told}"
+    );
+    // A click on a place that several share looks closer; one on a single one opens it.
+    browser.script("document.querySelector('#timeline').focus()");
+    for _ in 0..2 {
+        browser.press("End");
+        browser.press("Enter");
+        browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint ') || document.querySelector('#timeline').dataset.checkpoints < 500");
+    }
+    browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint 10000 of')");
+    for place in [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")] {
+        browser.script(&format!("location.hash = '{place}'"));
+        browser.until(&format!("document.getElementById('main').dataset.shown === '{place}'"));
+    }
+    assert_eq!(browser.script("window.hacked"), Value::Null);
+    assert_eq!(browser.script("document.images.length"), 0);
+    browser.script("location.hash = '#/'");
+    browser.until("document.querySelectorAll('tr[data-vm]').length === 21");
+    let spoken = browser.spoken();
+    for (role, word) in
+        [("main", ""), ("navigation", "Pages"), ("table", ""), ("image", "Pauses of"), ("status", "")]
+    {
+        assert!(
+            spoken.iter().any(|(r, name)| r == role && name.contains(word)),
+            "no {role} {word:?} in {spoken:#?}"
+        );
+    }
+    let errors = browser.errors();
+    assert!(errors.is_empty(), "{errors:#?}");
+    drop(browser);
+    stop.store(true, Ordering::Relaxed);
+    serving.join().expect("the server").expect("its end");
+}
+
+#[test]
+fn what_would_show_vms_to_the_network_or_nothing_at_all_is_refused() {
+    let bench = Bench::new();
+    bench.refused(
+        &["serve", "--http", "0.0.0.0:0"],
+        1,
+        &["can be reached from other machines", "--token-file"],
+    );
+    bench.refused(&["serve", "--http", "none"], 2, &["nothing to serve", "name a store"]);
+    bench.refused(&["serve", "--http", "nowhere"], 1, &["nowhere", "--http 127.0.0.1:7421"]);
+    let (server, http, _) = serve(&bench, &[]);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let taken = taken.local_addr().expect("its address").to_string();
+    bench.refused(&["serve", "--http", &taken], 1, &["listen", "another process listens there"]);
+    assert_eq!(http.get("/api/v1/stores").json(), serde_json::json!([]));
+    assert!(http.get("/").body.contains("<title>Keyframe</title>"));
+    let changed = http.send("POST", "/api/v1/stores/x/checkpoints/1/pin", &[]);
+    assert!(changed.status == 403 && changed.body.contains("read-only"), "{changed:?}");
+    assert_eq!(end(server), "", "quiet, unless it is asked to tell");
+    // A store is served without a dashboard as it ever was.
+    let mut plain = Process::start(bench.command(&[
+        "serve",
+        &bench.store(),
+        "--listen",
+        "127.0.0.1:0",
+        "--http",
+        "none",
+        "--json",
+    ]));
+    let said: Value = serde_json::from_str(&plain.wait_for("\"url\"")).expect("JSON");
+    assert!(said.get("http").is_none() && said["fingerprint"].is_string(), "{said}");
+    end(plain);
+}
