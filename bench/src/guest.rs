@@ -21,6 +21,12 @@ impl Guest {
         Ok(Self { dir })
     }
 
+    /// The same by a path that holds in every directory.
+    pub fn absolute(self) -> Result<Self, Error> {
+        let dir = std::path::absolute(&self.dir).map_err(Error::io("find the guest's directory"))?;
+        Ok(Self { dir })
+    }
+
     /// QEMU's command line for it; `append` is for the kernel.
     pub fn command(&self, mem: &str, append: &str) -> Vec<String> {
         command(&self.dir, mem, append)

@@ -64,10 +64,10 @@ impl Host {
         let mut words = line.split(' ');
         let mut command = self.command(words.next().unwrap_or_default());
         let output = command.args(words).output()?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(io::Error::other(format!("{line}: {}", String::from_utf8_lossy(&output.stderr)))),
+        if output.status.success() {
+            return Ok(());
         }
+        Err(io::Error::other(format!("{line}: {}", String::from_utf8_lossy(&output.stderr))))
     }
 
     /// The process that keeps it.

@@ -27,10 +27,7 @@ impl Interrupt {
 
     /// Fails once it is set.
     pub fn check(&self) -> Result<(), Error> {
-        match self.is_set() {
-            true => Err(Error::failed("measure", "interrupted")),
-            false => Ok(()),
-        }
+        if self.is_set() { Err(Error::failed("measure", "interrupted")) } else { Ok(()) }
     }
 
     /// Waits until `probe` answers, `seconds` at most, or fails as it does.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// Where a ledger listens.
 pub const PORT: u16 = 4712;
 
-const MAGIC: u64 = 0x0072_6567_6465_6c66_6b;
+const MAGIC: u64 = 0x7265_6764_656c_666b;
 /// How long an answer may take.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
 

@@ -15,7 +15,7 @@
 
 mod analyses;
 mod chart;
-mod clock;
+pub(crate) mod clock;
 pub(crate) mod initrd;
 mod recorded;
 mod rows;

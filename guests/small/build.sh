@@ -26,7 +26,7 @@ unpack_vmlinux "$out/vmlinuz" "$out/vmlinux"
 
 say "small: workloads"
 compile=(gcc -std=gnu11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror)
-"${compile[@]}" -static -s -o "$tmp/kfguest" "$here"/{kfguest,console,params,memory,listen}.c "$here"/work_*.c
+"${compile[@]}" -static -s -o "$tmp/kfguest" "$here"/{kfguest,console,params,memory,answering}.c "$here"/work_*.c
 "${compile[@]}" -o "$tmp/mkdisk" "$here/mkdisk.c"
 "$tmp/mkdisk" > "$out/disk.raw"
 add_tsc_khz "$out"

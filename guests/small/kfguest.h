@@ -83,11 +83,18 @@ void *map_mib(const char *work, uint64_t mib, bool shared);
 /* A step from page to page that visits all of `pages` before any again. */
 uint64_t stride_over(uint64_t pages);
 
-/* listen.c */
-/* A listening socket that does not block; ends the worker with an error where there is none. */
-int listen_on(const char *work, uint16_t port, int clients);
-/* The next client, on a socket that does not block; negative where none waits. */
-int accept_one(int listener);
+/* answering.c */
+struct service {
+    const char *work;
+    uint16_t port;
+    uint64_t magic;
+    size_t answer_max;
+    size_t (*answer)(void *self, uint64_t value, uint8_t *out); /* gives back the answer's bytes */
+    void (*count)(const void *self, struct slot *slot);         /* now and then */
+};
+
+/* Answers whoever connects, `service`'s way; says that it is set up. Never returns. */
+void answer_clients(const struct service *service, void *self, struct slot *slot) __attribute__((noreturn));
 
 static inline void count(struct slot *slot, int which, uint64_t by)
 {

@@ -12,10 +12,8 @@
  */
 #include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "hash.h"
@@ -23,15 +21,8 @@
 
 #define LEDGER_MAGIC 0x72656764656c666Bull
 #define LEDGER_PORT 4712
-#define CLIENTS_MAX 32
 #define BLOCKS 1024u
 #define ERRORS_SAID_MAX 10
-
-struct client {
-    int fd;
-    size_t have;
-    uint64_t in[2];
-};
 
 struct ledger {
     uint64_t entries, chain, errors;
@@ -77,24 +68,23 @@ static void enter(struct ledger *ledger, uint64_t value)
         wrong(ledger, "the disk cannot be written");
 }
 
-/* False where the client is gone. */
-static bool answer(struct ledger *ledger, struct client *client)
+static size_t answer(void *self, uint64_t value, uint8_t *out)
 {
-    ssize_t got = read(client->fd, (uint8_t *)client->in + client->have, sizeof client->in - client->have);
-    if (got <= 0)
-        return got < 0 && (errno == EAGAIN || errno == EINTR);
-    client->have += (size_t)got;
-    if (client->have < sizeof client->in)
-        return true;
-    client->have = 0;
-    if (client->in[0] != LEDGER_MAGIC)
-        return false;
-    if (client->in[1] != 0)
-        enter(ledger, client->in[1]);
+    struct ledger *ledger = self;
+    if (value != 0)
+        enter(ledger, value);
     else
         check_disk(ledger);
-    uint64_t out[4] = {LEDGER_MAGIC, ledger->entries, ledger->chain, ledger->errors};
-    return send(client->fd, out, sizeof out, MSG_NOSIGNAL) == (ssize_t)sizeof out;
+    uint64_t words[4] = {LEDGER_MAGIC, ledger->entries, ledger->chain, ledger->errors};
+    memcpy(out, words, sizeof words);
+    return sizeof words;
+}
+
+static void count_entries(const void *self, struct slot *slot)
+{
+    const struct ledger *ledger = self;
+    atomic_store_explicit(&slot->counter[0], ledger->entries, memory_order_relaxed);
+    atomic_store_explicit(&slot->counter[1], ledger->errors, memory_order_relaxed);
 }
 
 static void run(struct slot *slot)
@@ -110,29 +100,15 @@ static void run(struct slot *slot)
     ledger.pages = map_mib("ledger", 1 + ledger.dirty * PAGE_BYTES / (1 << 20), false);
     if (posix_memalign((void **)&ledger.block, PAGE_BYTES, PAGE_BYTES) != 0)
         die("ledger", "no memory for a block");
-    int listener = listen_on("ledger", LEDGER_PORT, CLIENTS_MAX);
-    struct client clients[CLIENTS_MAX];
-    size_t there = 0;
-    wait_for_go(slot);
-    for (;;) {
-        struct pollfd fds[CLIENTS_MAX + 1] = {{.fd = listener, .events = there < CLIENTS_MAX ? POLLIN : 0}};
-        for (size_t i = 0; i < there; i++)
-            fds[i + 1] = (struct pollfd){.fd = clients[i].fd, .events = POLLIN};
-        if (poll(fds, there + 1, -1) < 0)
-            continue;
-        /* From the last to the first: one that is gone is replaced by the last. */
-        for (size_t i = there; i-- > 0;) {
-            if (fds[i + 1].revents && !answer(&ledger, &clients[i])) {
-                close(clients[i].fd);
-                clients[i] = clients[--there];
-            }
-        }
-        atomic_store_explicit(&slot->counter[0], ledger.entries, memory_order_relaxed);
-        atomic_store_explicit(&slot->counter[1], ledger.errors, memory_order_relaxed);
-        int fd = fds[0].revents ? accept_one(listener) : -1;
-        if (fd >= 0)
-            clients[there++] = (struct client){.fd = fd};
-    }
+    struct service service = {
+        .work = "ledger",
+        .port = LEDGER_PORT,
+        .magic = LEDGER_MAGIC,
+        .answer_max = sizeof(uint64_t[4]),
+        .answer = answer,
+        .count = count_entries,
+    };
+    answer_clients(&service, &ledger, slot);
 }
 
 const struct workload work_ledger = {.name = "ledger", .counter = {"entries", "errors"}, .every_second = true, .run = run};

@@ -6,29 +6,15 @@
  * An answer is made from kf.web.read pages of shared content (256), which makes the text, and writes kf.web.dirty pages of sessions (24),
  * others each time, of kf.web.mib MiB (16).
  */
-#include <errno.h>
-#include <poll.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include "hash.h"
 #include "kfguest.h"
 
 #define WEB_MAGIC 0x0000006265776B66ull
 #define WEB_PORT 4713
-#define CLIENTS_MAX 64
 #define HEAD_WORDS 3
 #define CONTENT_MIB 4
-
-struct client {
-    int fd;
-    size_t have;
-    uint64_t in[2];
-    uint8_t *out; /* what of an answer has not been taken yet */
-    size_t at, end;
-};
 
 struct web {
     uint64_t answers, chain;
@@ -37,9 +23,10 @@ struct web {
     uint64_t content_pages, session_pages, page, stride;
 };
 
-static void make_answer(struct web *web, struct client *client)
+static size_t answer(void *self, uint64_t id, uint8_t *out)
 {
-    uint64_t id = client->in[1], sum = id;
+    struct web *web = self;
+    uint64_t sum = id;
     web->chain = hash_mix(web->chain ^ id);
     for (uint64_t i = 0; i < web->reads; i++) {
         const uint64_t *words = web->content + hash_mix(id + i) % web->content_pages * PAGE_WORDS;
@@ -53,40 +40,16 @@ static void make_answer(struct web *web, struct client *client)
         words[0]++;
     }
     uint64_t head[HEAD_WORDS] = {WEB_MAGIC, id, web->chain};
-    memcpy(client->out, head, sizeof head);
-    memcpy(client->out + sizeof head, web->content, web->bytes);
-    client->at = 0;
-    client->end = sizeof head + web->bytes;
+    memcpy(out, head, sizeof head);
+    memcpy(out + sizeof head, web->content, web->bytes);
     web->answers++;
+    return sizeof head + web->bytes;
 }
 
-/* False where the client is gone. */
-static bool send_more(struct client *client)
+static void count_answers(const void *self, struct slot *slot)
 {
-    while (client->at < client->end) {
-        ssize_t sent = send(client->fd, client->out + client->at, client->end - client->at, MSG_NOSIGNAL);
-        if (sent < 0)
-            return errno == EAGAIN || errno == EINTR;
-        client->at += (size_t)sent;
-    }
-    return true;
-}
-
-static bool talk(struct web *web, struct client *client)
-{
-    if (client->at < client->end)
-        return send_more(client);
-    ssize_t got = read(client->fd, (uint8_t *)client->in + client->have, sizeof client->in - client->have);
-    if (got <= 0)
-        return got < 0 && (errno == EAGAIN || errno == EINTR);
-    client->have += (size_t)got;
-    if (client->have < sizeof client->in)
-        return true;
-    client->have = 0;
-    if (client->in[0] != WEB_MAGIC)
-        return false;
-    make_answer(web, client);
-    return send_more(client);
+    const struct web *web = self;
+    atomic_store_explicit(&slot->counter[0], web->answers, memory_order_relaxed);
 }
 
 static void run(struct slot *slot)
@@ -104,32 +67,15 @@ static void run(struct slot *slot)
     web.stride = stride_over(web.session_pages);
     for (uint64_t i = 0; i < web.content_pages * PAGE_WORDS; i++)
         web.content[i] = hash_mix(i);
-    int listener = listen_on("web", WEB_PORT, CLIENTS_MAX);
-    struct client clients[CLIENTS_MAX];
-    size_t there = 0;
-    wait_for_go(slot);
-    for (;;) {
-        struct pollfd fds[CLIENTS_MAX + 1] = {{.fd = listener, .events = there < CLIENTS_MAX ? POLLIN : 0}};
-        for (size_t i = 0; i < there; i++)
-            fds[i + 1] = (struct pollfd){.fd = clients[i].fd, .events = clients[i].at < clients[i].end ? POLLOUT : POLLIN};
-        if (poll(fds, there + 1, -1) < 0)
-            continue;
-        /* From the last to the first: one that is gone is replaced by the last. */
-        for (size_t i = there; i-- > 0;) {
-            if (fds[i + 1].revents && !talk(&web, &clients[i])) {
-                close(clients[i].fd);
-                free(clients[i].out);
-                clients[i] = clients[--there];
-            }
-        }
-        atomic_store_explicit(&slot->counter[0], web.answers, memory_order_relaxed);
-        int fd = fds[0].revents ? accept_one(listener) : -1;
-        if (fd < 0)
-            continue;
-        clients[there] = (struct client){.fd = fd, .out = malloc(sizeof(uint64_t[HEAD_WORDS]) + web.bytes)};
-        if (!clients[there++].out)
-            die("web", "no memory for an answer");
-    }
+    struct service service = {
+        .work = "web",
+        .port = WEB_PORT,
+        .magic = WEB_MAGIC,
+        .answer_max = sizeof(uint64_t[HEAD_WORDS]) + web.bytes,
+        .answer = answer,
+        .count = count_answers,
+    };
+    answer_clients(&service, &web, slot);
 }
 
 const struct workload work_web = {.name = "web", .counter = {"answers"}, .every_second = true, .run = run};

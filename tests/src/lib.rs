@@ -10,7 +10,6 @@ mod echo;
 mod exact;
 mod foreign;
 mod hash;
-pub mod hosts;
 mod http;
 mod huge;
 mod journal;

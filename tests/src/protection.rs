@@ -1,18 +1,13 @@
 //! A protected VM on hosts of a test's own, and a client that believes nothing.
 //!
-//! ```text
-//!   a: keyframe protect, QEMU, tap0 ─ bridge ─ eth0 10.78.0.1 ──┐
-//!   b: keyframe standby, QEMU, tap0 ─ bridge ─ eth0 10.78.0.2 ──┼── 1 Gbit/s ── bridge
-//!   c: keyframe witness, the client, ────────── eth0 10.78.0.3 ──┘
-//!   the guest, wherever it runs: 10.78.0.15
-//! ```
+//! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client (`keyframe_bench::hosts` draws them); the guest is
+//! 10.78.0.15, wherever it runs.
 
-use crate::hosts::Host;
 use crate::{Bench, Boot, Process, until};
+use keyframe_bench::hosts::{Host, Network, Rate};
+use keyframe_bench::ledger::{self, Ledger};
 use rustix::process::Signal;
 use serde_json::Value;
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -24,49 +19,27 @@ use std::time::{Duration, Instant};
 /// The guest's own address.
 pub const GUEST: &str = "10.78.0.15";
 const WITNESS: &str = "10.78.0.3:7431";
-const LEDGER_MAGIC: u64 = 0x7265_6764_656c_666b;
-const LEDGER_PORT: u16 = 4712;
 /// Of the flags in /proc/PID/stat.
 const PF_EXITING: u64 = 4;
 
 /// Three hosts and a switch between them.
 pub struct Hosts {
-    /// The VM's first host.
-    pub a: Host,
-    /// Its standby.
-    pub b: Host,
-    /// The client's and the witness'.
-    pub c: Host,
-    /// The network itself.
-    switch: Host,
+    network: Network,
     dir: PathBuf,
+}
+
+impl std::ops::Deref for Hosts {
+    type Target = Network;
+
+    fn deref(&self) -> &Network {
+        &self.network
+    }
 }
 
 impl Hosts {
     /// With links of 1 Gbit/s, and a key in the bench's directory.
     pub fn new(bench: &Bench) -> Self {
-        let switch = Host::new();
-        switch.ok("ip link add bridge type bridge");
-        switch.ok("ip link set bridge up");
-        let linked = |name: &str, n: u8| {
-            let host = Host::new();
-            switch.ok(&format!("ip link add to-{name} type veth peer name eth0 netns {}", host.holder()));
-            switch.ok(&format!("ip link set to-{name} master bridge up"));
-            switch.ok(&format!("tc qdisc add dev to-{name} root tbf rate 1gbit burst 256k latency 100ms"));
-            host.ok("ip link set lo up");
-            host.ok("ip link set eth0 up");
-            host.ok("tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
-            host.ok("ip link add bridge type bridge");
-            host.ok("ip link set eth0 master bridge");
-            host.ok("ip link set bridge up");
-            host.ok(&format!("ip addr add 10.78.0.{n}/24 dev bridge"));
-            if n < 3 {
-                host.ok("ip tuntap add tap0 mode tap");
-                host.ok("ip link set tap0 master bridge up");
-            }
-            host
-        };
-        let (a, b, c) = (linked("a", 1), linked("b", 2), linked("c", 3));
+        let network = Network::new(Rate::GIGABIT).expect("make hosts and a network");
         let dir = bench.path().to_owned();
         let key = dir.join("KEY");
         std::fs::write(&key, "a key of this test's own").expect("write the key");
@@ -74,7 +47,7 @@ impl Hosts {
         for host in ["a", "b", "c"] {
             std::fs::create_dir_all(dir.join(host)).expect("make a directory");
         }
-        Self { a, b, c, switch, dir }
+        Self { network, dir }
     }
 
     fn host(&self, name: &str) -> &Host {
@@ -210,7 +183,7 @@ impl Hosts {
 
     /// Cuts a host's cable, or mends it.
     pub fn cut(&self, host: &str, cut: bool) {
-        self.switch.ok(&format!("ip link set to-{host} {}", if cut { "down" } else { "up" }));
+        self.network.cut(host, cut).expect("cut a cable, or mend it");
     }
 
     /// A client that enters values, from host c.
@@ -227,7 +200,7 @@ impl Hosts {
     pub fn client_that(&self, work: impl FnOnce(&AtomicBool, &Mutex<Seen>) + Send + 'static) -> Client {
         let (ends, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
         let (stop, shared) = (Arc::clone(&ends), Arc::clone(&seen));
-        let thread = self.c.inside(move || work(&stop, &shared));
+        let thread = self.c.inside(move || work(&stop, &shared)).expect("enter a namespace");
         Client { ends, seen, thread: Some(thread) }
     }
 }
@@ -251,7 +224,7 @@ pub struct Seen {
 pub struct Client {
     ends: Arc<AtomicBool>,
     seen: Arc<Mutex<Seen>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<std::io::Result<()>>>,
 }
 
 impl Client {
@@ -281,7 +254,7 @@ impl Client {
     pub fn end(mut self) -> Seen {
         self.ends.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            thread.join().expect("the client's thread");
+            thread.join().expect("the client's thread").expect("enter a namespace");
         }
         let seen = self.seen();
         assert!(seen.wrong.is_none(), "{:?}", seen.wrong);
@@ -289,53 +262,22 @@ impl Client {
     }
 }
 
-fn mix(x: u64) -> u64 {
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
-
-/// Enters one value after the other over one connection. Each answer has to be the one that follows from the one before: nothing that
-/// was confirmed is ever taken back, nothing happens twice, and no connection breaks.
+/// Enters one value after the other over one connection.
 fn enter(ends: &AtomicBool, seen: &Mutex<Seen>) {
-    let wrong = |text: String| seen.lock().expect("the test's thread").wrong = Some(text);
     let deadline = Instant::now() + Duration::from_secs(60);
-    let address = format!("{GUEST}:{LEDGER_PORT}").parse().expect("an address");
-    let mut stream = loop {
-        match TcpStream::connect_timeout(&address, Duration::from_millis(500)) {
-            Ok(stream) => break stream,
-            Err(_) if Instant::now() < deadline && !ends.load(Ordering::Relaxed) => {
-                std::thread::sleep(Duration::from_millis(100));
-            }
-            Err(e) => return wrong(format!("connect to the guest: {e}")),
+    let address = format!("{GUEST}:{}", ledger::PORT).parse().expect("an address");
+    let is_over = || ends.load(Ordering::Relaxed);
+    let entered = Ledger::connect(address, deadline, is_over).and_then(|mut ledger| {
+        while !is_over() {
+            let took = ledger.enter()?;
+            let mut seen = seen.lock().expect("the test's thread");
+            (seen.entries, seen.at) = (ledger.entries(), Some(Instant::now()));
+            seen.took.push(took);
+            seen.longest = seen.longest.max(took);
         }
-    };
-    stream.set_nodelay(true).expect("set an option");
-    stream.set_read_timeout(Some(Duration::from_secs(30))).expect("set a timeout");
-    let (mut entries, mut chain) = (0u64, 0u64);
-    while !ends.load(Ordering::Relaxed) {
-        let value = entries * 7 + 1;
-        let asked = Instant::now();
-        let request = [LEDGER_MAGIC.to_le_bytes(), value.to_le_bytes()].concat();
-        if let Err(e) = stream.write_all(&request) {
-            return wrong(format!("the connection broke behind entry {entries}: {e}"));
-        }
-        let mut answer = [0; 32];
-        if let Err(e) = stream.read_exact(&mut answer) {
-            return wrong(format!("no answer behind entry {entries}: {e}"));
-        }
-        let word = |n: usize| u64::from_le_bytes(answer[n * 8..n * 8 + 8].try_into().expect("8 bytes"));
-        entries += 1;
-        chain = mix(chain ^ value);
-        if (word(0), word(1), word(2)) != (LEDGER_MAGIC, entries, chain) {
-            return wrong(format!("entry {entries} was answered as {}", word(1)));
-        }
-        if word(3) != 0 {
-            return wrong(format!("the guest's disk is not of its memory's instant at entry {entries}"));
-        }
-        let mut seen = seen.lock().expect("the test's thread");
-        (seen.entries, seen.at) = (entries, Some(Instant::now()));
-        seen.took.push(asked.elapsed());
-        seen.longest = seen.longest.max(asked.elapsed());
+        Ok(())
+    });
+    if let Err(wrong) = entered {
+        seen.lock().expect("the test's thread").wrong = Some(wrong);
     }
 }

@@ -8,8 +8,8 @@
 //!
 //! Each host is a network namespace that lives as long as a process in it. Whatever is in them ends with the cluster.
 
-use crate::hosts::Host;
 use crate::{Bench, until};
+use keyframe_bench::hosts::Host;
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -32,11 +32,11 @@ impl Cluster {
         for part in ["run", "state", "log", "spool"] {
             fs::create_dir_all(dir.join(part)).expect("make a directory");
         }
-        let server = Host::new();
-        server.ok("ip link set lo up");
-        server.ok("ip link add bridge type bridge");
-        server.ok("ip addr add 10.77.0.1/24 dev bridge");
-        server.ok("ip link set bridge up");
+        let server = made();
+        ok(&server, "ip link set lo up");
+        ok(&server, "ip link add bridge type bridge");
+        ok(&server, "ip addr add 10.77.0.1/24 dev bridge");
+        ok(&server, "ip link set bridge up");
         let hosts: Vec<Host> = (1..=nodes).map(|n| linked(&server, n)).collect();
         let conf = write_conf(&dir, nodes);
         let mut cluster = Self { nodes: hosts, server, daemons: Vec::new(), conf, dir };
@@ -132,15 +132,25 @@ impl Drop for Cluster {
 
 /// The host of node `n`, with a link to the server's bridge.
 fn linked(server: &Host, n: u32) -> Host {
-    let host = Host::new();
-    server.ok(&format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder()));
-    server.ok(&format!("ip link set n{n} master bridge up"));
-    host.ok("ip link set lo up");
-    host.ok(&format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));
-    host.ok("ip link set eth0 up");
-    server.ok(&format!("tc qdisc add dev n{n} root tbf rate 1gbit burst 256k latency 100ms"));
-    host.ok("tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
+    let host = made();
+    ok(server, &format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder()));
+    ok(server, &format!("ip link set n{n} master bridge up"));
+    ok(&host, "ip link set lo up");
+    ok(&host, &format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));
+    ok(&host, "ip link set eth0 up");
+    ok(server, &format!("tc qdisc add dev n{n} root tbf rate 1gbit burst 256k latency 100ms"));
+    ok(&host, "tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
     host
+}
+
+/// A host with nothing in it.
+fn made() -> Host {
+    Host::new().expect("make a network namespace")
+}
+
+/// Runs a line on a host, which has to succeed.
+fn ok(host: &Host, line: &str) {
+    host.ok(line).expect("set a network up");
 }
 
 /// Programs of the administrator's are not on everyone's PATH.

@@ -1,8 +1,8 @@
 //! Benchmarks as users run them: the keys that others read are there, each a number of that run, and nothing else is.
 
-use keyframe_tests::Bench;
+use keyframe_tests::{Bench, Process};
 use serde_json::{Map, Value};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::Duration;
 
@@ -164,6 +164,74 @@ fn soak_recording_replaying_and_analysing_are_measured_on_the_same_work() {
 }
 
 #[test]
+#[ignore = "make soak"]
+fn soak_what_a_standby_costs_and_how_soon_it_takes_over_are_measured() {
+    let mut bench = Bench::without_store();
+    let place = a_place(&mut bench);
+    let only = "failover,coordinator,fixed100,adaptive";
+    let (report, _) = report(&bench, &["replication", "--quick", "--only", only, "--seconds", "4"]);
+    nothing_is_left_in(&place);
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    let positive = |of: &Map<String, Value>, key: &str| {
+        let value = of.get(key).and_then(Value::as_f64);
+        value.filter(|value| *value > 0.0).unwrap_or_else(|| panic!("no {key}: {report}"))
+    };
+    // A host is not taken as lost sooner than it was told to be.
+    let failover = positive(figures, "failover_p50_ns");
+    assert!((3e8..=positive(figures, "failover_max_ns")).contains(&failover), "{report}");
+    for policy in ["fixed100", "adaptive"] {
+        let protected = positive(figures, &format!("coordinator_per_s_1gbit_{policy}"));
+        let slowdown = positive(ratios, &format!("slowdown_coordinator_1gbit_{policy}"));
+        let plain = positive(figures, "coordinator_per_s_1gbit_unprotected");
+        // Against the plain runs around it, of which that is the median.
+        assert!((0.5..2.0).contains(&(slowdown / (plain / protected))), "{report}");
+        positive(ratios, &format!("coordinator_good_answers_{policy}"));
+    }
+    assert!(positive(ratios, "wire_over_raw") < 1.0, "{report}");
+    let others = ["web", "compile", "10gbit", "paper", "fixed50_"];
+    let all = figures.keys().chain(ratios.keys());
+    let wrong: Vec<_> = all.filter(|key| others.iter().any(|other| key.contains(other))).collect();
+    assert!(wrong.is_empty(), "keys of what was not measured: {wrong:?}");
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_a_benchmark_that_is_interrupted_leaves_no_host_behind() {
+    let mut bench = Bench::without_store();
+    let place = a_place(&mut bench);
+    let mut running = Process::start(bench.command(&["bench", "replication", "--only", "failover"]));
+    running.wait_for_error("failover 1");
+    // In the middle of something: a guest boots, or is about to be protected.
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(!within(&place).is_empty(), "{}", running.report());
+    running.signal(rustix::process::Signal::INT);
+    assert!(!running.wait().success());
+    assert!(running.errors().contains("interrupted"), "{}", running.report());
+    nothing_is_left_in(&place);
+}
+
+/// Where a benchmark has its files: all that it starts is told so.
+fn a_place(bench: &mut Bench) -> PathBuf {
+    let place = bench.path().join("place");
+    std::fs::create_dir(&place).expect("make a directory");
+    bench.set("TMPDIR", &place.display().to_string());
+    place
+}
+
+/// Command lines of what runs and was told of the place.
+fn within(place: &Path) -> Vec<String> {
+    let read = |path: PathBuf| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
+    let told = |dir: &PathBuf| read(dir.join("environ")).contains(&*place.to_string_lossy());
+    let all = std::fs::read_dir("/proc").expect("read /proc").flatten().map(|entry| entry.path());
+    all.filter(told).map(|dir| read(dir.join("cmdline")).replace('\0', " ")).collect()
+}
+
+fn nothing_is_left_in(place: &Path) {
+    assert_eq!(within(place), Vec::<String>::new());
+    assert_eq!(std::fs::read_dir(place).expect("list it").count(), 0, "files were left behind");
+}
+
+#[test]
 fn what_a_benchmark_does_not_have_is_refused() {
     let bench = Bench::new();
     bench.refused(&["bench", "pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
@@ -173,6 +241,9 @@ fn what_a_benchmark_does_not_have_is_refused() {
     bench.refused(&["bench", "restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
     bench.refused(&["bench", "evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
     bench.refused(&["bench", "evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
+    bench.refused(&["bench", "replication", "--only", "100mbit"], 1, &["no part 100mbit", "10gbit", "sp"]);
+    bench.refused(&["bench", "pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
+    bench.refused(&["bench", "replication", "--seconds", "1"], 2, &["--seconds"]);
     bench.refused(&["bench", "restore", "--out", "here"], 1, &["restore has no --out"]);
     bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
     bench.refused(&["bench", "store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);

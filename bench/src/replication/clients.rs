@@ -84,10 +84,10 @@ impl Asks for Web {
         let broke = |e| format!("the connection broke at request {id}: {e}");
         self.stream.write_all(&request).map_err(broke)?;
         self.stream.read_exact(&mut self.answer).map_err(broke)?;
-        match self.answer.starts_with(&request) {
-            true => Ok(()),
-            false => Err(format!("request {id} has another one's answer")),
+        if self.answer.starts_with(&request) {
+            return Ok(());
         }
+        Err(format!("request {id} has another one's answer"))
     }
 }
 
@@ -98,10 +98,13 @@ struct Answer {
     took: Duration,
 }
 
+/// Of one client; or what it was answered wrongly.
+type Answers = Result<Vec<Answer>, String>;
+
 /// Clients at work.
 pub struct Asking {
     over: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<std::io::Result<Result<Vec<Answer>, String>>>>,
+    threads: Vec<JoinHandle<std::io::Result<Answers>>>,
 }
 
 impl Clients {
@@ -170,7 +173,7 @@ fn ask(
     connect: fn(&AtomicBool) -> Result<Box<dyn Asks>, String>,
     mut think: Think,
     client: u16,
-) -> Result<Vec<Answer>, String> {
+) -> Answers {
     let mut connection = connect(over)?;
     let mut answers = Vec::new();
     let mut id = u64::from(client) << 32;
@@ -211,11 +214,8 @@ impl Think {
     }
 
     fn next(&mut self) -> Duration {
-        match self.varies {
-            // Exponentially distributed; cut where a client would be missing from a short run.
-            true => self.mean.mul_f64((-self.part().ln()).min(4.0)),
-            false => self.mean,
-        }
+        // Exponentially distributed; cut where a client would be missing from a short run.
+        if self.varies { self.mean.mul_f64((-self.part().ln()).min(4.0)) } else { self.mean }
     }
 }
 

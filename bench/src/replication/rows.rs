@@ -25,6 +25,7 @@ struct Row {
     took_ns: Sample,
     /// Against the plain runs on both sides.
     slowdown: Sample,
+    own_slowdown: Sample,
     good: Sample,
     tolerable: Sample,
     travelled: Travelled,
@@ -32,18 +33,18 @@ struct Row {
 
 /// All of it.
 pub struct Rows {
-    rows: Vec<Row>,
+    all: Vec<Row>,
     seconds: u16,
     pub failovers_ns: Sample,
 }
 
 impl Rows {
     pub fn new(seconds: u16) -> Self {
-        Self { rows: Vec::new(), seconds, failovers_ns: Sample::default() }
+        Self { all: Vec::new(), seconds, failovers_ns: Sample::default() }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.rows.iter().all(|row| row.way == PLAIN) && self.failovers_ns.len() == 0
+        self.all.iter().all(|row| row.way == PLAIN) && self.failovers_ns.len() == 0
     }
 
     /// A plain run.
@@ -64,6 +65,10 @@ impl Rows {
         row.push(done);
         let mean = |of: fn(&Done) -> f64| f64::midpoint(of(around[0]), of(around[1]));
         row.slowdown.push(mean(|done| done.per_s) / done.per_s);
+        if let (Some(own), [Some(before), Some(after)]) = (done.own_per_s, around.map(|done| done.own_per_s))
+        {
+            row.own_slowdown.push(f64::midpoint(before, after) / own);
+        }
         if kind.has_clients() {
             row.good.push(done.good_per_s / mean(|done| done.good_per_s));
             row.tolerable.push(done.tolerable_per_s / mean(|done| done.tolerable_per_s));
@@ -72,12 +77,12 @@ impl Rows {
 
     fn of(&mut self, kind: &'static Kind, link: &'static str, way: &'static str) -> &mut Row {
         let found =
-            self.rows.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
+            self.all.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
         let at = found.unwrap_or_else(|| {
-            self.rows.push(Row::new(kind, link, way));
-            self.rows.len() - 1
+            self.all.push(Row::new(kind, link, way));
+            self.all.len() - 1
         });
-        &mut self.rows[at]
+        &mut self.all[at]
     }
 
     /// The links that were measured.
@@ -85,14 +90,14 @@ impl Rows {
         LINKS
             .iter()
             .map(|(link, _)| *link)
-            .filter(|link| self.rows.iter().any(|row| row.link == *link))
+            .filter(|link| self.all.iter().any(|row| row.link == *link))
             .collect()
     }
 
     /// The workloads that were.
     pub fn kinds(&self) -> Vec<&'static str> {
         let all = super::workload::ALL.iter().map(|kind| kind.key);
-        all.filter(|kind| self.rows.iter().any(|row| row.kind.key == *kind)).collect()
+        all.filter(|kind| self.all.iter().any(|row| row.kind.key == *kind)).collect()
     }
 
     /// Workload, policy and slowdown of what was measured over a link.
@@ -100,20 +105,20 @@ impl Rows {
         &'a self,
         link: &'a str,
     ) -> impl Iterator<Item = (&'static str, &'static str, &'a Sample)> {
-        let of_link = self.rows.iter().filter(move |row| row.link == link && row.way != PLAIN);
+        let of_link = self.all.iter().filter(move |row| row.link == link && row.way != PLAIN);
         of_link.map(|row| (row.kind.key, row.way, &row.slowdown))
     }
 
     pub fn report(&self, report: &mut Report) {
         report.figure("run_seconds", f64::from(self.seconds));
         let mut all = Travelled::default();
-        for row in &self.rows {
+        for row in &self.all {
             row.report(report, self.seconds);
             all.wire_bytes += row.travelled.wire_bytes;
             all.raw_bytes += row.travelled.raw_bytes;
         }
         for kind in self.kinds() {
-            let of_kind = self.rows.iter().filter(|row| row.kind.key == kind);
+            let of_kind = self.all.iter().filter(|row| row.kind.key == kind);
             let (wire, raw) = of_kind.fold((0.0, 0.0), |(wire, raw), row| {
                 (wire + row.travelled.wire_bytes, raw + row.travelled.raw_bytes)
             });
@@ -137,23 +142,18 @@ impl Rows {
 
     /// Slowdowns, a line for each workload and link; then what clients were answered.
     fn table(&self) -> String {
-        let mut text = format!("\nslowdown, runs of {} s{:18}", self.seconds, "");
+        let mut text = format!("\nslowdown, runs of {} s{:21}", self.seconds, "");
         for policy in &POLICIES {
             let _ = write!(text, "{:>10}", policy.key);
         }
+        let links = self.links();
         for (kind, link) in
-            self.kinds().into_iter().flat_map(|kind| self.links().into_iter().map(move |link| (kind, link)))
+            self.kinds().into_iter().flat_map(|kind| links.iter().map(move |link| (kind, *link)))
         {
-            let _ = write!(text, "\n  {kind:<12} {link:<28}");
-            for policy in &POLICIES {
-                let found = self.slowdowns(link).find(|(of, way, _)| (*of, *way) == (kind, policy.key));
-                let _ = match found {
-                    Some((_, _, slowdown)) => write!(text, "{:>10.3}", slowdown.median()),
-                    None => write!(text, "{:>10}", "-"),
-                };
-            }
+            self.line(&mut text, (kind, link, ""), |row| &row.slowdown);
+            self.line(&mut text, (kind, link, "own time"), |row| &row.own_slowdown);
         }
-        let answered = self.rows.iter().filter(|row| row.kind.has_clients());
+        let answered = self.all.iter().filter(|row| row.kind.has_clients());
         for (n, row) in answered.enumerate() {
             if n == 0 {
                 let (good, tolerable) = (GOOD.as_millis(), TOLERABLE.as_millis());
@@ -185,6 +185,27 @@ impl Rows {
     }
 }
 
+impl Rows {
+    /// One line of the first table, where anything is known for it.
+    fn line(&self, text: &mut String, (kind, link, how): (&str, &str, &str), of: fn(&Row) -> &Sample) {
+        let found = |policy: &Policy| {
+            let mut rows = self.all.iter();
+            rows.find(|row| (row.kind.key, row.link, row.way) == (kind, link, policy.key)).map(of)
+        };
+        let cells = POLICIES.each_ref().map(|policy| found(policy).filter(|sample| sample.len() > 0));
+        if cells.iter().all(Option::is_none) {
+            return;
+        }
+        let _ = write!(text, "\n  {kind:<12} {link:<8} {how:<18}");
+        for cell in cells {
+            let _ = match cell {
+                Some(sample) => write!(text, "{:>10.3}", sample.median()),
+                None => write!(text, "{:>10}", "-"),
+            };
+        }
+    }
+}
+
 impl Row {
     fn new(kind: &'static Kind, link: &'static str, way: &'static str) -> Self {
         Self {
@@ -196,6 +217,7 @@ impl Row {
             tolerable_per_s: Sample::default(),
             took_ns: Sample::default(),
             slowdown: Sample::default(),
+            own_slowdown: Sample::default(),
             good: Sample::default(),
             tolerable: Sample::default(),
             travelled: Travelled::default(),
@@ -223,6 +245,9 @@ impl Row {
             }
         } else {
             report.ratio(format!("slowdown_{kind}_{end}"), self.slowdown.median());
+            if self.own_slowdown.len() > 0 {
+                report.ratio(format!("slowdown_{kind}_{end}_own_time"), self.own_slowdown.median());
+            }
             let counted = f64::from(seconds) * self.per_s.len() as f64;
             report.figure(format!("{kind}_epochs_per_s_{end}"), self.travelled.epochs / counted);
             report.figure(format!("{kind}_wire_bytes_per_s_{end}"), self.travelled.wire_bytes / counted);
@@ -230,7 +255,8 @@ impl Row {
         if !self.kind.has_clients() {
             return;
         }
-        for (name, percent) in [("p50", 50), ("p90", 90), ("p99", 99)] {
+        report.figure(format!("{kind}_latency_p50_ns_{end}"), self.took_ns.median());
+        for (name, percent) in [("p90", 90), ("p99", 99)] {
             report.figure(format!("{kind}_latency_{name}_ns_{end}"), self.took_ns.percentile(percent));
         }
         report.ratio(format!("{kind}_good_part_{end}"), self.good_per_s.median() / self.per_s.median());
@@ -265,6 +291,7 @@ mod tests {
         let travelled = Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6 };
         let done = |per_s: f64| Done {
             per_s,
+            own_per_s: Some(per_s * 2.0),
             good_per_s: per_s / 2.0,
             tolerable_per_s: per_s,
             took_ns: took_ns.clone(),
@@ -286,6 +313,7 @@ mod tests {
             {
                 let key = format!("slowdown_{kind}_{end}");
                 assert!((report.ratios[&key] - 1.08).abs() < 1e-9, "{key}");
+                assert!((report.ratios[&format!("{key}_own_time")] - 1.08).abs() < 1e-9, "{key}");
             }
         }
         for policy in ["adaptive", "paper", "fixed100"] {

@@ -3,11 +3,13 @@
 use super::clients::{self, Clients};
 use super::pair::{Running, Travelled};
 use crate::Error;
+use crate::replay::clock::Clock;
 use crate::sample::Sample;
 use std::time::{Duration, Instant};
 
 /// From the guest's being ready, and protected, to the first count.
 const SETTLE: Duration = Duration::from_millis(1500);
+const CLOCK_BEGINS: Duration = Duration::from_millis(100);
 
 /// A workload.
 pub struct Kind {
@@ -74,6 +76,8 @@ pub const ALL: [Kind; 5] = [
 pub struct Done {
     /// Work in a second: the guest's units, or answers.
     pub per_s: f64,
+    /// The same over the time that the guest's thread did not wait for a core, which whatever else the machine does had.
+    pub own_per_s: Option<f64>,
     /// Where clients ask: answers in a second that came in time, and somewhat late.
     pub good_per_s: f64,
     pub tolerable_per_s: f64,
@@ -97,6 +101,9 @@ impl Kind {
             Counts::Console(..) => None,
         };
         lab.interrupt.sleep(SETTLE)?;
+        let clock = Clock::watch(running.guest.pid());
+        // Its first look is over by then.
+        lab.interrupt.sleep(CLOCK_BEGINS)?;
         let look = || if is_protected { running.travelled() } else { Ok(Travelled::default()) };
         let before = look()?;
         let from = Instant::now();
@@ -112,7 +119,9 @@ impl Kind {
                 let per_s = per_s.ok_or_else(|| {
                     Error::failed(format!("count what {} did", self.key), "no two lines of it in the time")
                 })?;
-                Done { per_s, ..Done::default() }
+                let own_ns = clock.between(from, to).map(|spent| spent.time_ns).filter(|ns| *ns > 0.0);
+                let own_per_s = own_ns.map(|ns| per_s * to.duration_since(from).as_nanos() as f64 / ns);
+                Done { per_s, own_per_s, ..Done::default() }
             }
             (Counts::Answers(_), Some(asking)) => asking.end(from, to)?,
             (Counts::Answers(_), None) => Done::default(),

@@ -19,7 +19,7 @@ Benchmarks:
   replay    what recording, replaying and analysing cost on the same guest work: recording over plain and over counting,
             with checkpoints, in two stages and three; replay over recording; each tool; two jobs (25 minutes)
   replication  what a standby costs the guest, over 1 and 10 Gbit/s and by policy, against the unprotected guest: compiling,
-            computing, a web server, a coordinator; and how long a failover takes; on hosts of network namespaces, as root (3 hours)
+            computing, a web server, a coordinator; and how long a failover takes; on hosts of network namespaces, as root (70 minutes)
   evaluation  what chapter 6 of the SimuBoost checkpoint paper measures: what workloads write, deduplication, sizes, pauses, reading,
             run time and speed-up, by interval; CSV, plots and report.md in --out (1 hour)
   store     ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file: speed and size (15 minutes)
