@@ -20,6 +20,8 @@ use std::time::Duration;
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The standby starts QEMU before it answers.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Between two tries to connect.
+const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
 
 /// What a connection tells the protocol's thread.
@@ -45,8 +47,55 @@ pub struct Addresses {
     pub beat: Option<SocketAddr>,
 }
 
+/// Starts the threads that connect, again whenever `linked` or `beating` says that what there was is broken.
+pub fn start(
+    party: &Party,
+    addresses: Addresses,
+    machine: &MachineFrame,
+    tell: impl Fn(FromLink) + Clone + Send + 'static,
+    (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
+    ends: &Arc<AtomicBool>,
+) -> Result<(), Failure> {
+    let started = |e: std::io::Error| Failure::new(format!("start a thread: {e}"));
+    let (own_party, machine, tell_control) = (party.clone(), machine.clone(), tell.clone());
+    let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
+    let control = move || {
+        let mut number = 0;
+        while !ending.load(Ordering::Relaxed) {
+            if !linked.load(Ordering::Relaxed) {
+                number += 1;
+                // Before it is told: whoever hears that it is broken takes it back.
+                linked.store(true, Ordering::Relaxed);
+                let made = connect(&own_party, addresses.control, &machine, number, &tell_control, &ending);
+                if made.is_none() {
+                    linked.store(false, Ordering::Relaxed);
+                }
+            }
+            std::thread::sleep(RECONNECT);
+        }
+    };
+    std::thread::Builder::new().name("connect".into()).spawn(control).map_err(started)?;
+    let Some(address) = addresses.beat else { return Ok(()) };
+    let (party, beating, ending) = (party.clone(), Arc::clone(beating), Arc::clone(ends));
+    let beat = move || {
+        let mut number = 0;
+        while !ending.load(Ordering::Relaxed) {
+            if !beating.load(Ordering::Relaxed) {
+                number += 1;
+                if let Ok(channel) = greeted(&party, address, Purpose::Beat, number) {
+                    beating.store(true, Ordering::Relaxed);
+                    tell(FromLink::Beating(number, Arc::clone(&channel)));
+                    read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
+                }
+            }
+            std::thread::sleep(RECONNECT);
+        }
+    };
+    std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
+}
+
 /// Connects control and data, and reads from then on. `None` where it could not be, which has been told.
-pub fn connect(
+fn connect(
     party: &Party,
     address: SocketAddr,
     machine: &MachineFrame,

@@ -13,6 +13,7 @@
 //! policy's (`keyframe_scheduling::replication`), how its pages travel `keyframe_transfer`'s.
 
 pub mod frames;
+pub mod gated;
 pub mod guard;
 pub mod having;
 pub mod launch;

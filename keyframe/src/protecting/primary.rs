@@ -33,8 +33,6 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Between two tries to connect.
-const RECONNECT: Duration = Duration::from_millis(300);
 /// How long the last words may take to get out.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 /// How long the VM's thread may take to end a VM that is to end.
@@ -137,7 +135,12 @@ impl Engine {
         let ends = Arc::new(AtomicBool::new(false));
         let (linked, beating) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         if let Some(addresses) = parts.addresses {
-            connectors(&parts.setup, addresses, &parts.machine, &sender, (&linked, &beating), &ends)?;
+            let sent = sender.clone();
+            let tell = move |from| {
+                let _ = sent.send(In::Link(from));
+            };
+            let party = &parts.setup.party;
+            links::start(party, addresses, &parts.machine, tell, (&linked, &beating), &ends)?;
         }
         Ok(Self {
             name: parts.name,
@@ -596,56 +599,4 @@ pub fn listen(
     let socket = server::listen(run_dir.path(), status, deliver)
         .map_err(|e| Failure::new(format!("listen in {}: {e}", run_dir.path().display())))?;
     Ok((inbox, sender, socket))
-}
-
-/// Starts the threads that connect.
-fn connectors(
-    setup: &Setup,
-    addresses: Addresses,
-    machine: &MachineFrame,
-    sender: &Sender<In>,
-    (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
-    ends: &Arc<AtomicBool>,
-) -> Result<(), Failure> {
-    let started = |e: std::io::Error| Failure::new(format!("start a thread: {e}"));
-    let sent = sender.clone();
-    let tell = move |from| {
-        let _ = sent.send(In::Link(from));
-    };
-    let (party, machine, tell_control) = (setup.party.clone(), machine.clone(), tell.clone());
-    let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
-    let control = move || {
-        let mut number = 0;
-        while !ending.load(Ordering::Relaxed) {
-            if !linked.load(Ordering::Relaxed) {
-                number += 1;
-                // Before it is told: whoever hears that it is broken takes it back.
-                linked.store(true, Ordering::Relaxed);
-                let made =
-                    links::connect(&party, addresses.control, &machine, number, &tell_control, &ending);
-                if made.is_none() {
-                    linked.store(false, Ordering::Relaxed);
-                }
-            }
-            std::thread::sleep(RECONNECT);
-        }
-    };
-    std::thread::Builder::new().name("connect".into()).spawn(control).map_err(started)?;
-    let Some(address) = addresses.beat else { return Ok(()) };
-    let (party, beating, ending) = (setup.party.clone(), Arc::clone(beating), Arc::clone(ends));
-    let beat = move || {
-        let mut number = 0;
-        while !ending.load(Ordering::Relaxed) {
-            if !beating.load(Ordering::Relaxed) {
-                number += 1;
-                if let Ok(channel) = links::greeted(&party, address, super::frames::Purpose::Beat, number) {
-                    beating.store(true, Ordering::Relaxed);
-                    tell(FromLink::Beating(number, Arc::clone(&channel)));
-                    links::read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
-                }
-            }
-            std::thread::sleep(RECONNECT);
-        }
-    };
-    std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
 }

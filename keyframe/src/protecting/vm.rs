@@ -10,6 +10,8 @@
 //!
 //! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's thread, and the guard).
 
+pub use super::gated::Gate;
+use super::gated::Gated;
 use super::guard::now_ns;
 use super::having::Having;
 use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
@@ -19,15 +21,14 @@ use crate::failure::{Failure, chain};
 use crate::session::copying::Copying;
 use crate::session::encoding::Encoding;
 use crate::session::machines::Machines;
-use keyframe_capture::{BoxError, EncodeError, Machine, Report, Resumed, Settled, Stopped};
+use keyframe_capture::{BoxError, EncodeError, Report, Settled};
 use keyframe_disk::nbd::client::Client;
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
-use keyframe_units::{PAGE_BYTES, RamLayout};
+use keyframe_units::PAGE_BYTES;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -39,77 +40,6 @@ const RETRY: Duration = Duration::from_millis(50);
 const DISK_LOOK_NS: u64 = 20_000_000;
 /// Read of a disk at once.
 const DISK_BYTES: usize = 1 << 20;
-
-/// The gate of the VM's network; none where it has no network.
-#[derive(Clone)]
-pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
-
-impl Gate {
-    pub fn new(remote: Option<GateRemote>) -> Self {
-        Self(Arc::new(Mutex::new(remote)))
-    }
-
-    pub fn ask<T>(
-        &self,
-        ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
-    ) -> Result<Option<T>, BoxError> {
-        let mut remote = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(remote.as_mut().map(ask).transpose()?)
-    }
-
-    /// Lets go of it.
-    pub fn end(&self) {
-        let remote = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(remote) = remote {
-            remote.end();
-        }
-    }
-}
-
-/// The VM with its gate, as the capture's machine.
-struct Gated {
-    machines: Machines,
-    gate: Gate,
-    /// What the newest pause has cut.
-    cut: Option<u64>,
-}
-
-impl Machine for Gated {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        self.machines.ram()
-    }
-
-    fn before_stop(&mut self) -> Result<(), BoxError> {
-        self.machines.before_stop()
-    }
-
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
-        let stopped = self.machines.stop()?;
-        match self.gate.ask(GateRemote::cut) {
-            Ok(cut) => {
-                self.cut = cut;
-                Ok(stopped)
-            }
-            Err(error) => {
-                let _ = self.machines.resume(stopped);
-                let _ = self.machines.resumed(stopped);
-                Err(error)
-            }
-        }
-    }
-
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
-        self.machines.save_devices()
-    }
-
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
-        self.machines.resume(stopped)
-    }
-
-    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
-        self.machines.resumed(stopped)
-    }
-}
 
 /// What the thread is told.
 pub enum Order {

@@ -9,56 +9,41 @@
 //! Invariants: an epoch is complete when its devices and all of its streams have come; what is held is whole, always; nothing
 //! that takes long is done by the thread that answers heartbeats.
 
+mod admitting;
 mod image;
+mod ready;
 mod streams;
 
-use super::frames::{
-    Arbiter, EpochHead, Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, epoch_parts, parse, text,
-    unmarked,
-};
+use super::frames::{EpochHead, Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
 use super::guard::now_ns;
 use super::having;
-use super::launch::{self, DISKS_SOCKET, Found, Home, start_gate};
+use super::launch::{self, DISKS_SOCKET, Found, Home};
 use super::links::{self, Addresses};
 use super::primary::{self, Finish, In as PrimaryIn};
-use super::settings::{Setup, random};
+use super::settings::Setup;
 use super::verify;
-use super::vm::Gate;
 use super::witnessing::{self, Asked};
-use crate::commands::source_of;
 use crate::control::server::{Pending, SharedStatus};
 use crate::control::{ReplicationStatus, Request, Response};
-use crate::disks::place::Place;
-use crate::disks::{self, Served, Wanted};
-use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::failure::{DONE, Failure, Outcome};
 use crate::rundir::RunDir;
-use image::{StandbyImage, make_disks};
+use admitting::{admit, bound};
 use keyframe_link::{Channel, Input};
-use keyframe_qemu::gate::net_gate;
-use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
-use keyframe_qemu::{DiskServer, Drive, QemuIdentity};
-use keyframe_replication::{
-    Config, Epoch, GroupId, Message, NodeId, Note, Standby, StandbyInput, StandbyOutput, StandbyState, Start,
-    Term,
-};
-use keyframe_store::MachineMeta;
+use keyframe_qemu::QemuIdentity;
+use keyframe_replication::{Epoch, Message, Note, StandbyInput, StandbyOutput, StandbyState, Start, Term};
+use ready::{Ready, meta_of};
 use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
-use streams::{FromStream, Streams};
+use std::time::Duration;
+use streams::FromStream;
 
-const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How long who has connected may take to say what for.
-const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 const READ_WAIT: Duration = Duration::from_millis(200);
-/// Connections whose greeting is awaited.
-const STRANGERS_MAX: usize = 32;
 /// Behind the last epoch of the primary that was taken over from.
 const EPOCH_GAP: u64 = 1 << 20;
 
@@ -86,29 +71,6 @@ enum In {
     Applied { epoch: u64, devices: Vec<u8>, result: Result<(), String> },
     Asked(Asked),
     Fenced(bool),
-}
-
-/// A machine that waits.
-struct Ready {
-    machine: MachineFrame,
-    prepared: Prepared,
-    image: Arc<StandbyImage>,
-    streams: Arc<Streams>,
-    served: Option<Served>,
-    gate: Gate,
-    core: Standby,
-    config: Config,
-    /// Of the epoch that is held.
-    devices: Option<Vec<u8>>,
-    /// What has come of an epoch beside its pages.
-    coming: Option<(u64, u64, EpochHead, Vec<u8>)>,
-    marks: Vec<Option<(u64, u64)>>,
-    /// Epochs that are being applied.
-    applying: u32,
-    /// Nothing was ever applied.
-    blank: bool,
-    /// A session whose primary is to be told what is here.
-    having: Option<u64>,
 }
 
 /// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
@@ -380,117 +342,6 @@ impl Keeper {
         let _ = std::thread::Builder::new().name("link".into()).spawn(work);
     }
 
-    /// Has a QEMU wait that is this machine.
-    fn get_ready(&mut self, machine: MachineFrame) -> Result<(), Failure> {
-        let setup = self.wish.setup.clone();
-        if machine.arbiter != setup.arbiter() {
-            let (theirs, own) = (flag(machine.arbiter), flag(setup.arbiter()));
-            return Err(Failure::new(format!("the primary is started {theirs}, this standby {own}"))
-                .fix("start both alike"));
-        }
-        if self
-            .ready
-            .as_ref()
-            .is_some_and(|ready| matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking))
-        {
-            return Err(Failure::new("this standby holds another VM, which it may have to take over"));
-        }
-        self.dismiss();
-        let folder = &self.wish.folder;
-        let paths = make_disks(folder, &machine)?;
-        let meta = meta_of(&machine);
-        let words = machine.user_command.get(1..).unwrap_or_default();
-        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e))?;
-        let gate = start_gate(&gated.nics)?;
-        let socket = self.run_dir.path().join(DISKS_SOCKET);
-        let made = self.serve(&machine, &paths, &socket).and_then(|served| {
-            let server = DiskServer { socket: socket.clone(), prefix: String::new() };
-            let disks = served.as_ref().map(|_| server);
-            let options = RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
-            let source = source_of(&meta, &machine.ram);
-            let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
-                for note in plan.notes() {
-                    setup.say(&format!("note: {note}"));
-                }
-                let prepared = prepare(plan)?;
-                let memory = prepared.memory()?;
-                Ok((prepared, memory))
-            });
-            match prepared {
-                Ok(prepared) => Ok((prepared, served)),
-                Err(error) => {
-                    if let Some(served) = served {
-                        let _ = served.end(false);
-                    }
-                    Err(Failure::qemu(&error))
-                }
-            }
-        });
-        let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
-        let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
-        let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
-        let group = u128::from_str_radix(&machine.group, 16)
-            .map_err(|_| Failure::new("the primary's group is no number"))?;
-        let arbitration = setup.arbitration;
-        let mut config =
-            Config::new(NodeId(random()?), random()?, GroupId(group), arbitration, machine.detection_ns);
-        config.paths = machine.paths;
-        let core = Standby::new(config, Term(0), None);
-        let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
-        setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
-        self.ready = Some(Ready {
-            machine,
-            prepared,
-            image,
-            streams,
-            served,
-            gate,
-            core,
-            config,
-            devices: None,
-            coming: None,
-            marks,
-            applying: 0,
-            blank,
-            having: None,
-        });
-        Ok(())
-    }
-
-    fn serve(
-        &self,
-        machine: &MachineFrame,
-        paths: &[PathBuf],
-        socket: &Path,
-    ) -> Result<Option<Served>, Failure> {
-        if paths.is_empty() {
-            return Ok(None);
-        }
-        let wanted = |(path, disk): (&PathBuf, &super::frames::ReplicatedDisk)| {
-            let drive = Drive {
-                name: disk.name.clone(),
-                image: path.clone(),
-                format: Some("raw".into()),
-                temporary: false,
-                remote: false,
-            };
-            Wanted::of_drive(&drive, "")
-        };
-        let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
-        let place = Place::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
-        disks::serve_in(place, &machine.name, None, wanted, socket).map(Some)
-    }
-
-    /// Lets go of the machine that waited.
-    fn dismiss(&mut self) {
-        let Some(ready) = self.ready.take() else { return };
-        drop(ready.prepared);
-        if let Some(served) = ready.served {
-            let _ = served.end(false);
-        }
-        ready.gate.end();
-    }
-
     /// Whether an epoch has come whole.
     fn complete(&mut self) {
         let Some(ready) = &self.ready else { return };
@@ -717,107 +568,4 @@ impl Keeper {
         let engine = launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()
     }
-}
-
-/// Listens; who listened there until now may need a moment to be gone.
-fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
-    let deadline = Instant::now() + REBIND_TIMEOUT;
-    loop {
-        match TcpListener::bind(address) {
-            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            bound => {
-                return bound.map_err(|e| {
-                    Failure::new(format!("listen at {address}: {e}")).fix("name another port: --listen")
-                });
-            }
-        }
-    }
-}
-
-fn flag(arbiter: Arbiter) -> &'static str {
-    match arbiter {
-        Arbiter::Witness => "with --witness",
-        Arbiter::Fencing => "with --fence-with",
-        Arbiter::Manual => "without --witness or --fence-with",
-    }
-}
-
-/// What a restore has to know.
-fn meta_of(machine: &MachineFrame) -> MachineMeta {
-    MachineMeta {
-        qemu_path: machine.qemu_path.clone(),
-        qemu_version: machine.qemu_version.clone(),
-        qemu_blake3: machine.qemu_blake3.clone(),
-        machine_type: machine.machine_type.clone(),
-        working_directory: machine.working_directory.clone(),
-        user_command: machine.user_command.clone(),
-        cpu_lacks: machine.cpu_lacks.clone(),
-        ..MachineMeta::default()
-    }
-}
-
-/// Lets in who has the key, each by a thread until it has said what for.
-fn admit(
-    listener: TcpListener,
-    setup: &Setup,
-    sender: &Sender<In>,
-    ends: &Arc<AtomicBool>,
-) -> Result<(), Failure> {
-    let failed = |e: std::io::Error| Failure::new(format!("listen: {e}"));
-    listener.set_nonblocking(true).map_err(failed)?;
-    let (setup, sender, ends) = (setup.clone(), sender.clone(), Arc::clone(ends));
-    let strangers = Arc::new(());
-    let work = move || {
-        while !ends.load(Ordering::Relaxed) {
-            let Ok((stream, _)) = listener.accept() else {
-                std::thread::sleep(Duration::from_millis(5));
-                continue;
-            };
-            if Arc::strong_count(&strangers) > STRANGERS_MAX {
-                continue;
-            }
-            let (setup, sender, stranger) = (setup.clone(), sender.clone(), Arc::clone(&strangers));
-            let greet = move || {
-                let channel = stream
-                    .set_nonblocking(false)
-                    .map_err(|e| e.to_string())
-                    .and_then(|()| setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e)));
-                match channel.and_then(|channel| greeted(channel).map_err(|failure| failure.to_string())) {
-                    Ok(input) => drop(sender.send(input)),
-                    Err(problem) => setup.say(&format!("a connection is refused: {problem}")),
-                }
-                drop(stranger);
-            };
-            let _ = std::thread::Builder::new().name("greet".into()).spawn(greet);
-        }
-    };
-    std::thread::Builder::new().name("admit".into()).spawn(work).map(drop).map_err(failed)
-}
-
-fn greeted(channel: Channel) -> Result<In, Failure> {
-    let mut input = Input::default();
-    let mut next = |what: Kind| {
-        let frame = channel.receive(&mut input, GREETING_TIMEOUT).map_err(|e| links::failed(&e))?;
-        let frame = frame.filter(|frame| Kind::of(frame.kind) == Some(what));
-        frame.map(|frame| frame.payload).ok_or_else(|| Failure::new("it does not say what for"))
-    };
-    let greeting: Greeting = parse(&next(Kind::Greeting)?)?;
-    if greeting.version != VERSION {
-        return Err(Failure::new(format!(
-            "it speaks version {} of the protocol, and {VERSION} is known",
-            greeting.version
-        ))
-        .fix("run the same Keyframe on both hosts"));
-    }
-    let number = greeting.connection;
-    Ok(match greeting.purpose {
-        Purpose::Control => {
-            let machine = Box::new(parse::<MachineFrame>(&next(Kind::Machine)?)?);
-            In::Control { number, machine, channel: Arc::new(channel) }
-        }
-        Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
-        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
-    })
 }
