@@ -117,6 +117,10 @@ impl Hosts {
         let mut args =
             vec!["protect", "--witness", WITNESS, "--standby", "10.78.0.2:7430", "--dir", "primary"];
         args.extend(options);
+        if !options.contains(&"--detection") {
+            // Other tests have the processors, too: a host is not dead because it waits for one.
+            args.extend(["--detection", "2s"]);
+        }
         let mut command = self.command(bench, "a", &args);
         command.arg("--").args(line);
         Process::start(command)
