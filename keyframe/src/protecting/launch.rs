@@ -4,7 +4,7 @@ use super::frames::{MachineFrame, ReplicatedDisk};
 use super::links::Addresses;
 use super::primary::{self, In};
 use super::sending::SharedWire;
-use super::settings::{Setup, random};
+use super::settings::{Setup, interruption, random};
 use super::vm::{self, Gate};
 use crate::control::server::{SharedStatus, Socket};
 use crate::control::{OnExit, ReplicationStatus, Status};
@@ -29,6 +29,7 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
@@ -50,6 +51,8 @@ pub struct Home {
     pub name: String,
     pub run_dir: RunDir,
     pub status: SharedStatus,
+    /// Set when the user wants an end.
+    pub interrupted: Arc<AtomicBool>,
     pub inbox: Option<(Receiver<In>, Sender<In>, Socket)>,
 }
 
@@ -89,6 +92,8 @@ pub fn protect(
 ) -> Result<primary::Engine, Failure> {
     let options = Options::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
+    // From here on: a QEMU that nobody guards yet is not to be left behind.
+    let interrupted = interruption()?;
     let directory =
         std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
@@ -123,7 +128,7 @@ pub fn protect(
     config.paths = if addresses.beat.is_some() { 2 } else { 1 };
     let status = first_status(&name, vm.pid(), "primary");
     let found = Found { vm, identity, machine: None, directory, served, gate };
-    let place = Home { name, run_dir, status, inbox: None };
+    let place = Home { name, run_dir, status, interrupted, inbox: None };
     engine(found, place, setup, config, (Start::First, 1), Some(addresses))
 }
 
@@ -155,7 +160,7 @@ fn made(
     addresses: Option<Addresses>,
 ) -> Result<primary::Engine, Failure> {
     let Found { mut vm, identity, machine, directory, served, gate } = found;
-    let Home { name, run_dir, status, inbox } = place;
+    let Home { name, run_dir, status, interrupted, inbox } = place;
     refuse(&mut vm)?;
     let options = Options::every(None, OnExit::Kill);
     let copying = Copying::start(&mut [(&*name, &mut vm)], false, &options)?;
@@ -230,6 +235,7 @@ fn made(
         wire,
         qemu,
         status,
+        interrupted,
         inbox,
     })
 }

@@ -61,6 +61,8 @@ pub struct Parts {
     pub wire: SharedWire,
     pub qemu: u32,
     pub status: SharedStatus,
+    /// Set when the user wants an end.
+    pub interrupted: Arc<AtomicBool>,
     /// Listens already, on behalf of whoever has been here before.
     pub inbox: Option<(Receiver<In>, Sender<In>, server::Socket)>,
 }
@@ -118,12 +120,6 @@ impl Engine {
             Some(inbox) => inbox,
             None => listen(&parts.run_dir, &parts.status)?,
         };
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-        {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
         let guard = GuardRemote::spawn(parts.qemu)?;
         let qemu = keyframe_kernel::Process::open(parts.qemu).map_err(|e| Failure::kernel(&e))?;
         let qemu =
@@ -163,7 +159,7 @@ impl Engine {
             vm_stopped: false,
             status: parts.status,
             ends,
-            interrupted,
+            interrupted: parts.interrupted,
             exit: None,
             done: None,
             trouble: None,

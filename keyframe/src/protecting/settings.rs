@@ -2,12 +2,15 @@
 
 use super::frames::Arbiter;
 use crate::failure::{Failure, chain};
+use crate::replaying::jobs;
 use keyframe_link::{Key, Party};
 use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// How long the fence hook may take.
@@ -153,6 +156,15 @@ impl Setup {
             }
         }
     }
+}
+
+/// Set when the user asks for an end.
+pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
+    let interrupted = jobs::interruption()?;
+    let hangup = signal_hook::consts::SIGHUP;
+    signal_hook::flag::register(hangup, Arc::clone(&interrupted))
+        .map_err(|e| Failure::new(format!("catch signal {hangup}: {e}")))?;
+    Ok(interrupted)
 }
 
 /// A host and a port.

@@ -20,7 +20,7 @@ use super::having;
 use super::launch::{self, DISKS_SOCKET, Found, Home};
 use super::links::{self, Addresses};
 use super::primary::{self, Finish, In as PrimaryIn};
-use super::settings::Setup;
+use super::settings::{Setup, interruption};
 use super::verify;
 use super::witnessing::{self, Asked};
 use crate::control::server::{Pending, SharedStatus};
@@ -76,24 +76,20 @@ enum In {
 /// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
 /// standby again.
 pub fn run(wish: &Wish) -> Outcome {
+    let interrupted = interruption()?;
     loop {
-        if let Finish::Code(code) = once(wish.clone())? {
+        if let Finish::Code(code) = once(wish.clone(), &interrupted)? {
             return Ok(code);
         }
     }
 }
 
-fn once(wish: Wish) -> Result<Finish, Failure> {
+fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, "standby");
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
     let listener = bound(wish.listen)?;
     let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-        signal_hook::flag::register(signal, Arc::clone(&interrupted))
-            .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-    }
     let (sender, inbox) = channel();
     let ends = Arc::new(AtomicBool::new(false));
     admit(listener, &wish.setup, &sender, &ends)?;
@@ -111,10 +107,10 @@ fn once(wish: Wish) -> Result<Finish, Failure> {
         ends: Arc::clone(&ends),
         activate: None,
     };
-    let activated = keeper.until_active(&interrupted);
+    let activated = keeper.until_active(interrupted);
     ends.store(true, Ordering::Relaxed);
     if let Some((epoch, term, forced)) = activated? {
-        return keeper.take_over((request_sender, socket), epoch, term, forced);
+        return keeper.take_over((request_sender, socket), (epoch, term, forced), interrupted);
     }
     keeper.dismiss();
     Ok(Finish::Code(DONE))
@@ -512,9 +508,8 @@ impl Keeper {
     fn take_over(
         mut self,
         (sender, socket): (Sender<PrimaryIn>, crate::control::server::Socket),
-        epoch: u64,
-        term: Term,
-        forced: bool,
+        (epoch, term, forced): (u64, Term, bool),
+        interrupted: &Arc<AtomicBool>,
     ) -> Result<Finish, Failure> {
         let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
         let devices = ready.devices.as_ref().ok_or_else(|| Failure::new("no epoch is held"))?;
@@ -562,6 +557,7 @@ impl Keeper {
             name: ready.machine.name.clone(),
             run_dir: self.run_dir,
             status: self.status,
+            interrupted: Arc::clone(interrupted),
             inbox: Some((self.requests, sender, socket)),
         };
         let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
