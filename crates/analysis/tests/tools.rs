@@ -76,7 +76,7 @@ fn compile_program(path: &Path) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/small");
     let sources = std::fs::read_dir(&source).unwrap().map(|entry| entry.unwrap().path()).filter(|path| {
         let name = path.file_name().unwrap().to_string_lossy();
-        let is_own = ["kfguest.c", "console.c", "params.c", "memory.c"].contains(&&*name);
+        let is_own = ["kfguest.c", "console.c", "params.c", "memory.c", "answering.c"].contains(&&*name);
         is_own || (name.starts_with("work_") && name.ends_with(".c"))
     });
     let mut cc = std::process::Command::new("gcc");
@@ -85,7 +85,10 @@ fn compile_program(path: &Path) {
     let mut sources: Vec<_> = sources.collect();
     let first = |path: &Path| {
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();
-        ["kfguest", "console", "params", "memory"].iter().position(|known| *known == name).unwrap_or(9)
+        ["kfguest", "console", "params", "memory", "answering"]
+            .iter()
+            .position(|known| *known == name)
+            .unwrap_or(9)
     };
     sources.sort_by_key(|path| (first(path), path.clone()));
     assert!(cc.args(sources).status().expect("a C compiler").success());
