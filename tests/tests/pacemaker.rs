@@ -92,7 +92,8 @@ impl Cluster {
 }
 
 #[test]
-fn a_cluster_starts_moves_and_stops_a_protected_vm() {
+#[ignore = "make soak"]
+fn soak_a_cluster_starts_moves_and_stops_a_protected_vm() {
     let cluster = Cluster::new();
     cluster.act("a", "monitor", NOT_RUNNING);
     cluster.act("a", "stop", SUCCESS);
