@@ -87,6 +87,15 @@ fn faults(s3: &S3) -> &Faults {
     &s3.shared.client.faults
 }
 
+/// Waits until it is so, for two minutes at most.
+fn eventually(mut is_so: impl FnMut() -> bool) {
+    let begun = std::time::Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(120), "not so in two minutes");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
 #[test]
 fn object_storage_conforms() {
     let Some(server) = running() else { return };
@@ -180,15 +189,16 @@ fn errors_say_what_is_wrong_and_what_to_do() {
 fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     let Some(server) = running() else { return };
     let endpoint = server.endpoint();
-    let (one, other) = (at(&endpoint, "lease", 2), at(&endpoint, "lease", 60));
+    // Two thirds of a lease are what the holder may be late by, on a machine that has much else to do.
+    let (one, other) = (at(&endpoint, "lease", 12), at(&endpoint, "lease", 60));
     // A process that was killed: nobody renews what it put.
-    let text = r#"{"holder":"the dead","token":"0","lease_s":2,"renewed":3}"#;
+    let text = r#"{"holder":"the dead","token":"0","lease_s":1,"renewed":3}"#;
     one.shared.client.put(LOCK, text.as_bytes(), If::Always).unwrap();
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the dead"));
-    std::thread::sleep(Duration::from_secs(5));
-    assert_eq!(other.holder().unwrap(), None);
+    eventually(|| other.holder().unwrap().is_none());
     let held = one.lock("the living").unwrap();
-    std::thread::sleep(Duration::from_secs(5));
+    let twice = |text: &[u8]| serde_json::from_slice::<serde_json::Value>(text).unwrap()["renewed"].as_u64() >= Some(2);
+    eventually(|| twice(&one.shared.client.get_if_there(LOCK).unwrap().unwrap().bytes));
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the living"));
     one.put("tags/a", b"x").unwrap();
     // Taken away: it writes nothing more, whatever it tries, and removes nothing of its successor's.
@@ -196,7 +206,7 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     growing.append(b"records").unwrap();
     assert_eq!(other.break_lock().unwrap().as_deref(), Some("the living"));
     let successor = other.lock("the successor").unwrap();
-    std::thread::sleep(Duration::from_secs(2));
+    eventually(|| one.put("tags/b", b"until it knows").is_err());
     assert!(matches!(one.put("tags/a", b"y"), Err(Error::Locked { holder }) if holder == "the successor"));
     assert!(matches!(growing.sync(), Err(Error::Locked { .. })));
     assert!(matches!(one.remove("tags/a"), Err(Error::Locked { .. })));
