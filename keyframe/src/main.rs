@@ -7,6 +7,7 @@ mod control;
 mod disks;
 mod failure;
 mod fetched;
+mod help;
 mod images;
 mod keys;
 mod lans;
@@ -19,24 +20,28 @@ mod protecting;
 mod replaying;
 mod report;
 mod reporting;
+mod rights;
 mod rundir;
 mod serving;
 mod session;
+mod top;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use failure::Outcome;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
 
 /// Continuous checkpoints for stock QEMU virtual machines
 #[derive(Parser, Debug)]
-#[command(name = "keyframe", version, max_term_width = 110)]
+#[command(name = "keyframe", version, max_term_width = 110, disable_help_subcommand = true)]
 #[command(after_help = "Put it in front of a QEMU command line:
   keyframe doctor
   keyframe init S
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic ...
   keyframe list --store S
   keyframe restore --store S latest
+
+A command in full: keyframe help COMMAND. Concepts: keyframe help topics
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 done with warnings, 10 no store, 11 store locked")]
 struct Cli {
@@ -71,6 +76,7 @@ enum Command {
     Stats(commands::stats::Stats),
     Report(commands::report::Report),
     Status(commands::status::Status),
+    Top(commands::top::Top),
     Stop(commands::stop::Stop),
     Take(commands::take::Take),
     Switch(commands::switch::Switch),
@@ -88,6 +94,9 @@ enum Command {
     Plan(commands::plan::Plan),
     Verify(commands::verify::Verify),
     Bench(commands::bench::Bench),
+    Help(commands::help::Help),
+    Completions(commands::completions::Completions),
+    Man(commands::man::Man),
     #[command(name = "__watchdog", hide = true)]
     Watchdog(commands::watchdog::Watchdog),
     #[command(name = "__switch", hide = true)]
@@ -130,6 +139,7 @@ impl Command {
             Self::Stats(c) => c.run(),
             Self::Report(c) => c.run(),
             Self::Status(c) => c.run(),
+            Self::Top(c) => c.run(),
             Self::Stop(c) => c.run(),
             Self::Take(c) => c.run(),
             Self::Switch(c) => c.run(),
@@ -149,12 +159,25 @@ impl Command {
             Self::Plan(c) => c.run(),
             Self::Verify(c) => c.run(),
             Self::Bench(c) => c.run(),
+            Self::Help(c) => c.run(),
+            Self::Completions(c) => c.run(),
+            Self::Man(c) => c.run(),
             Self::Watchdog(c) => c.run(),
             Self::SwitchProcess(c) => c.run(),
             Self::Work(c) => c.run(),
             Self::Disks(c) => c.run(),
         }
     }
+}
+
+/// The command line as it is parsed and explained.
+fn cli() -> clap::Command {
+    help::shaped(Cli::command())
+}
+
+/// The same as it is defined, for what has a form of its own.
+fn plain_cli() -> clap::Command {
+    Cli::command()
 }
 
 /// A store of many packs needs as many open files.
@@ -166,7 +189,10 @@ fn raise_open_files() {
 
 fn main() -> ExitCode {
     raise_open_files();
-    let outcome = Cli::parse().command.run();
+    let parsed = Cli::from_arg_matches(&cli().get_matches());
+    let command = parsed.unwrap_or_else(|error| error.exit()).command;
+    rights::give_up(&command);
+    let outcome = command.run();
     fetched::tell();
     match outcome {
         Ok(code) => ExitCode::from(code),

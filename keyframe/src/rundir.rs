@@ -122,13 +122,15 @@ pub fn all() -> Result<Vec<PathBuf>, Failure> {
     Ok(live)
 }
 
+/// The name of the VM whose engine has this directory.
+pub fn name_of(run_dir: &Path) -> String {
+    run_dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+}
+
 /// The directory of the engine of VM `name`, or of the only one there is.
 pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
     let mut live = all()?;
-    let names = |live: &[PathBuf]| {
-        let names: Vec<_> = live.iter().filter_map(|p| p.file_name()).map(|n| n.to_string_lossy()).collect();
-        names.join(", ")
-    };
+    let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect::<Vec<_>>().join(", ");
     match name {
         Some(name) => {
             let running = names(&live);

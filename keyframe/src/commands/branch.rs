@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Start several clones of a checkpoint, which share the memory that they have not written
+/// Start clones of a checkpoint that share what they do not write
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each clone is a QEMU of its own with the command line that the checkpoint kept, its consoles as sockets (and all their

@@ -17,7 +17,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Write a disk back to an image: a checkpoint's, or what a VM has written since its start
+/// Write a disk back to an image: a checkpoint's, or a VM's own
 #[expect(clippy::struct_excessive_bools, reason = "each is a word of the command line")]
 #[derive(clap::Args, Debug)]
 #[command(

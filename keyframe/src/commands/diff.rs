@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_store::{Diff as Found, RegionDiff};
 use keyframe_units::PAGE_BYTES;
 
-/// Show what differs between two checkpoints: pages, sectors and bytes, by RAM block and disk
+/// Show what differs between two checkpoints, by RAM block and disk
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Contents are compared, of two checkpoints of one store, also of different runs and VMs. RAM blocks and disks

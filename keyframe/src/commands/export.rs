@@ -24,7 +24,7 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// Zeros of this length become a hole in a file.
 const HOLE_BYTES: usize = 4096;
 
-/// Write a checkpoint as a file for other tools: raw RAM, ELF core, QEMU migration stream, disk image
+/// Write a checkpoint as a file: raw RAM, ELF core, migration stream, disk
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Formats:
   raw        guest-physical RAM from address 0 on; what is no memory is zeros (holes, in a file)

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// How often it is looked whether QEMU has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Bring up a recorded VM as it was at an instruction; with --gdb, go on from there in both directions
+/// Bring up a recorded VM as it was at an instruction, for gdb or to run
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The VM is replayed from the nearest checkpoint before that instruction and then stands still, in the foreground, until

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 /// Bytes of the stream that are read at once.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Make a checkpoint of a migration stream that QEMU wrote (migrate "exec:cat > FILE")
+/// Make a checkpoint of a migration stream that QEMU wrote to a file
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The command line behind -- is the VM's own, that of the QEMU that wrote the stream, without -incoming. A QEMU is started

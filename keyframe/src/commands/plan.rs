@@ -18,7 +18,7 @@ use std::path::PathBuf;
 /// Interval lengths of the table, in seconds.
 const LENGTHS: [f64; 10] = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0];
 
-/// Predict how fast a run is simulated in parallel, and recommend nodes and intervals
+/// Predict a parallel simulation; recommend nodes and intervals
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "A run is cut into intervals of L seconds, which N nodes simulate side by side while it is still recorded. Two formulas say how long

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use zeroize::Zeroizing;
 
-/// Serve a store to other machines, which read checkpoints from it and keep what they have read; and show the dashboard
+/// Show the dashboard, and serve a store to other machines
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "What it says when it begins is what the others need: an address that stands wherever a store does, and the fingerprint by

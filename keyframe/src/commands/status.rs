@@ -19,6 +19,10 @@ pub struct Status {
     json: bool,
 }
 
+/// What is said where there is nothing to show.
+pub const NOTHING_RUNS: &str =
+    "nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ...";
+
 impl Status {
     /// Asks each engine and prints the answers.
     pub fn run(&self) -> Outcome {
@@ -27,8 +31,8 @@ impl Status {
             None => rundir::all()?,
         };
         let mut all = Vec::new();
-        for engine in &engines {
-            match client::ask(engine, &Request::Status, Duration::from_secs(10)) {
+        for (_, answer) in client::ask_all(&engines, &Request::Status, Duration::from_secs(10)) {
+            match answer {
                 Ok(Response::Status(status)) => all.push(*status),
                 Ok(other) => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
                 // It may have ended between the look and the question.
@@ -39,9 +43,7 @@ impl Status {
         if self.json {
             output::json(&all)?;
         } else if all.is_empty() {
-            output::print_line(
-                "nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ...",
-            )?;
+            output::print_line(NOTHING_RUNS)?;
         } else {
             for status in &all {
                 output::print_line(&text(status))?;
@@ -104,7 +106,8 @@ fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
     lines.join("\n")
 }
 
-fn text(s: &Shown) -> String {
+/// For a person, some lines.
+pub fn text(s: &Shown) -> String {
     let every =
         s.interval_ns.map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
     let qemu = if s.members.is_empty() {

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-/// Connect VMs by a network that checkpoints of several VMs can hold
+/// Connect VMs by a network that a checkpoint of several can hold
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each --listen is one LAN: an Ethernet switch for all VMs that connect there. Start it before the VMs, each with

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Replay a recording's intervals and compare their ends with the checkpoints
+/// Replay a recording's intervals and compare them with its checkpoints
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one; there all of its RAM must

@@ -5,6 +5,7 @@ use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
 use crate::protecting::settings::address;
 use crate::protecting::witnessing::WitnessServer;
+use crate::rights;
 use keyframe_link::{Key, Party};
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -39,6 +40,7 @@ impl Witness {
         let party = Party::new(&key).map_err(|e| Failure::new(chain(&e)))?;
         let folder = folder(self.dir, "witness")?;
         let server = Arc::new(WitnessServer::open(&folder, party)?);
+        rights::writes_beneath(&[folder]);
         let stop = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&stop))

@@ -4,7 +4,7 @@ use super::{LINE_BYTES_MAX, Request, Response};
 use crate::failure::Failure;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Sends `request` to the engine whose run directory is `run_dir`, and waits up to `wait` for the answer.
@@ -30,4 +30,29 @@ pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response
         Response::Failed(message) => Err(Failure::new(message)),
         other => Ok(other),
     }
+}
+
+/// Engines that are asked at the same time.
+const ASKED_MAX: usize = 16;
+
+/// Asks several engines, many at a time; the answers in their order.
+pub fn ask_all<'a>(
+    run_dirs: &'a [PathBuf],
+    request: &Request,
+    wait: Duration,
+) -> Vec<(&'a Path, Result<Response, Failure>)> {
+    let mut answers = Vec::with_capacity(run_dirs.len());
+    for some in run_dirs.chunks(ASKED_MAX) {
+        answers.extend(std::thread::scope(|scope| {
+            let asked: Vec<_> =
+                some.iter().map(|dir| (dir, scope.spawn(|| ask(dir, request, wait)))).collect();
+            let joined = asked.into_iter().map(|(dir, answer)| {
+                let answer =
+                    answer.join().unwrap_or_else(|_| Err(Failure::new("the thread that asked it panicked")));
+                (dir.as_path(), answer)
+            });
+            joined.collect::<Vec<_>>()
+        }));
+    }
+    answers
 }

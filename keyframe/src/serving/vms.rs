@@ -2,6 +2,7 @@
 
 use super::{locked, said, stores::Stores};
 use crate::control::{Request, Response, client};
+use crate::failure::Failure;
 use crate::rundir;
 use keyframe_web::VmState;
 use serde_json::Value;
@@ -13,8 +14,6 @@ use std::time::{Duration, Instant};
 const KEPT: Duration = Duration::from_millis(700);
 /// An engine answers in that time.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
-/// Engines that are asked at the same time.
-const ASKED_MAX: usize = 16;
 
 /// What was found out last.
 #[derive(Default)]
@@ -30,13 +29,8 @@ impl Vms {
             return all.clone();
         }
         let engines = rundir::all().unwrap_or_default();
-        let mut found = Vec::with_capacity(engines.len());
-        for some in engines.chunks(ASKED_MAX) {
-            found.extend(std::thread::scope(|scope| {
-                let asked: Vec<_> = some.iter().map(|engine| scope.spawn(|| ask(engine))).collect();
-                asked.into_iter().filter_map(|one| one.join().ok().flatten()).collect::<Vec<_>>()
-            }));
-        }
+        let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
+        let found: Vec<_> = asked.into_iter().filter_map(|(engine, answer)| shown(engine, answer)).collect();
         let places = found.iter().filter_map(|(_, store)| store.clone()).collect();
         let ids = stores.name(places);
         let all: Vec<VmState> = found
@@ -49,13 +43,13 @@ impl Vms {
 }
 
 /// How one goes, and where its store is; none where it ended meanwhile.
-fn ask(engine: &Path) -> Option<(VmState, Option<PathBuf>)> {
-    let name = engine.file_name()?.to_string_lossy().into_owned();
+fn shown(engine: &Path, answer: Result<Response, Failure>) -> Option<(VmState, Option<PathBuf>)> {
+    let name = rundir::name_of(engine);
     let silent = |problem| {
         let vm = VmState { name: name.clone(), store: None, problem: Some(problem), status: Value::Null };
         Some((vm, None))
     };
-    match client::ask(engine, &Request::Status, ANSWER_MAX) {
+    match answer {
         Ok(Response::Status(status)) => {
             let store = Some(PathBuf::from(&status.store)).filter(|place| !place.as_os_str().is_empty());
             let vm =

@@ -197,7 +197,9 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the dead"));
     eventually(|| other.holder().unwrap().is_none());
     let held = one.lock("the living").unwrap();
-    let twice = |text: &[u8]| serde_json::from_slice::<serde_json::Value>(text).unwrap()["renewed"].as_u64() >= Some(2);
+    let twice = |text: &[u8]| {
+        serde_json::from_slice::<serde_json::Value>(text).unwrap()["renewed"].as_u64() >= Some(2)
+    };
     eventually(|| twice(&one.shared.client.get_if_there(LOCK).unwrap().unwrap().bytes));
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the living"));
     one.put("tags/a", b"x").unwrap();

@@ -1,0 +1,219 @@
+//! Gives up rights that a process does not use, so that whoever gets hold of it by hostile input gets less.
+//!
+//! ```text
+//!   capabilities   what root may beyond its files: all but those that are named          (capabilities(7))
+//!   programs       starting one, tracing, mounting, loading code into the kernel         (seccomp(2))
+//!   writes         files outside of the named directories                                (landlock(7))
+//! ```
+//!
+//! Invariants: what was given up does not come back, neither by a set-user-id program (no_new_privs) nor as root. All of it holds for the
+//! calling thread and those that it starts later: call it before there are others.
+
+use landlock::{ABI, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, path_beneath_rules};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities,
+    set_no_new_privs,
+};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// What could not be given up, and why.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A call on our own rights was refused.
+    #[error("{operation}: {source}")]
+    Rights {
+        /// What was tried.
+        operation: &'static str,
+        /// The kernel's answer.
+        source: rustix::io::Errno,
+    },
+    /// No filter of system calls could be set.
+    #[error("filter system calls")]
+    Filter(#[from] seccompiler::Error),
+    /// No rule for files could be set.
+    #[error("restrict writes to files")]
+    Files(#[from] landlock::RulesetError),
+    /// The kernel has no Landlock, or it is off.
+    #[error("restrict writes to files: this kernel has no Landlock, or it is off (lsm=landlock,...)")]
+    NoLandlock,
+}
+
+/// What a process keeps of the rights that it was started with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Nothing but to read and write the files of other users, where it was started with that: stores, images.
+    Files,
+    /// That, and signals to processes of other users.
+    FilesAndSignals,
+    /// That, and to trace other processes and see their memory, with the priorities and locked memory that take a short pause.
+    Tracing,
+}
+
+impl Keep {
+    fn capabilities(self) -> CapabilitySet {
+        let files = CapabilitySet::DAC_OVERRIDE
+            | CapabilitySet::DAC_READ_SEARCH
+            | CapabilitySet::FOWNER
+            | CapabilitySet::CHOWN;
+        match self {
+            Self::Files => files,
+            Self::FilesAndSignals => files | CapabilitySet::KILL,
+            // SYS_ADMIN shows which pages are on swap (PAGEMAP_SCAN), CHECKPOINT_RESTORE opens memory by map_files.
+            Self::Tracing => {
+                files
+                    | CapabilitySet::KILL
+                    | CapabilitySet::SYS_PTRACE
+                    | CapabilitySet::SYS_ADMIN
+                    | CapabilitySet::CHECKPOINT_RESTORE
+                    | CapabilitySet::SYS_NICE
+                    | CapabilitySet::SYS_RESOURCE
+                    | CapabilitySet::IPC_LOCK
+            }
+        }
+    }
+}
+
+/// Gives up all capabilities but those that `keep` stands for.
+pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
+    let failed = |operation| move |source| Error::Rights { operation, source };
+    set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
+    clear_ambient_capability_set().map_err(failed("clear ambient capabilities"))?;
+    let kept = keep.capabilities();
+    let had = capabilities(None).map_err(failed("read capabilities"))?;
+    let sets = CapabilitySets {
+        effective: had.effective & kept,
+        permitted: had.permitted & kept,
+        inheritable: CapabilitySet::empty(),
+    };
+    set_capabilities(None, sets).map_err(failed("give up capabilities"))
+}
+
+/// Calls by which code that was smuggled in would go on from here. What we need none of ourselves.
+const PROGRAMS: [libc::c_long; 33] = [
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_kcmp,
+    libc::SYS_userfaultfd,
+    libc::SYS_perf_event_open,
+    libc::SYS_bpf,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_add_key,
+    libc::SYS_keyctl,
+    libc::SYS_request_key,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_iopl,
+    libc::SYS_ioperm,
+    libc::SYS_io_uring_setup,
+];
+
+/// Rules out starting programs, tracing, mounting, and what loads code into the kernel: such a call is refused (EPERM).
+pub fn no_programs() -> Result<(), Error> {
+    set_no_new_privs(true)
+        .map_err(|source| Error::Rights { operation: "rule out new privileges", source })?;
+    let rules: BTreeMap<i64, _> = PROGRAMS.iter().map(|call| (*call, Vec::new())).collect();
+    let refused = SeccompAction::Errno(libc::EPERM as u32);
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, TargetArch::x86_64)
+        .map_err(seccompiler::Error::Backend)?;
+    let program: BpfProgram = filter.try_into().map_err(seccompiler::Error::Backend)?;
+    Ok(apply_filter(&program)?)
+}
+
+/// Rules out changing files other than those beneath `folders`; what is open stays so. Folders that are not there are left out.
+pub fn writes_beneath(folders: &[PathBuf]) -> Result<(), Error> {
+    // Later versions add to what is handled; this is what Linux 6.7, our oldest, has.
+    let abi = ABI::V4;
+    let folders = folders.iter().filter(|folder| folder.is_dir());
+    let status = Ruleset::default()
+        .handle_access(AccessFs::from_write(abi))?
+        .create()?
+        .add_rules(path_beneath_rules(folders, AccessFs::from_write(abi)))?
+        .restrict_self()?;
+    if status.ruleset == RulesetStatus::NotEnforced { Err(Error::NoLandlock) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::ErrorKind;
+    use std::process::Command;
+
+    /// Rights are a thread's: the rest of the tests keeps its own.
+    fn confined<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| scope.spawn(test).join().expect("the test"))
+    }
+
+    #[test]
+    fn capabilities_that_are_not_kept_are_gone() {
+        confined(|| {
+            let had = capabilities(None).unwrap();
+            capabilities_but(Keep::Files).unwrap();
+            let has = capabilities(None).unwrap();
+            assert_eq!(has.permitted, had.permitted & Keep::Files.capabilities());
+            assert!(!has.effective.contains(CapabilitySet::SYS_PTRACE));
+            // They do not come back by raising, ...
+            assert!(set_capabilities(None, had).is_err() || had == has);
+            // ... nor by a program that root starts.
+            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+            let output = Command::new("cat").arg("/proc/self/status").output().unwrap();
+            let started = String::from_utf8(output.stdout).unwrap();
+            let effective =
+                |text: &str| text.lines().find(|line| line.starts_with("CapPrm")).map(str::to_owned);
+            assert_eq!(effective(&started), effective(&status));
+        });
+    }
+
+    #[test]
+    fn no_program_can_be_started() {
+        confined(|| {
+            assert!(Command::new("true").status().is_ok());
+            no_programs().unwrap();
+            assert_eq!(Command::new("true").status().unwrap_err().kind(), ErrorKind::PermissionDenied);
+            assert!(std::fs::read("/proc/self/status").is_ok());
+        });
+        assert!(Command::new("true").status().is_ok(), "another thread");
+    }
+
+    #[test]
+    fn files_elsewhere_can_be_read_and_not_written() {
+        let ours = tempfile::tempdir().unwrap();
+        let other = tempfile::tempdir().unwrap();
+        std::fs::write(other.path().join("there"), b"x").unwrap();
+        confined(|| {
+            let missing = ours.path().join("missing");
+            writes_beneath(&[ours.path().to_owned(), missing]).unwrap();
+            std::fs::write(ours.path().join("a"), b"x").unwrap();
+            std::fs::rename(ours.path().join("a"), ours.path().join("b")).unwrap();
+            assert_eq!(std::fs::read(other.path().join("there")).unwrap(), b"x");
+            for refused in [
+                std::fs::write(other.path().join("there"), b"y"),
+                std::fs::write(other.path().join("new"), b"y"),
+                std::fs::remove_file(other.path().join("there")),
+                std::fs::rename(ours.path().join("b"), other.path().join("b")),
+            ] {
+                assert!(refused.is_err());
+            }
+        });
+        std::fs::write(other.path().join("there"), b"z").unwrap();
+    }
+}

@@ -1,0 +1,32 @@
+//! `keyframe completions`: what lets a shell complete commands and options.
+
+use crate::failure::{DONE, Failure, Outcome};
+use clap_complete::Shell;
+use std::io::Write;
+
+/// Print completions for a shell
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Examples:
+  source <(keyframe completions bash)                       # for this shell
+  keyframe completions bash > /etc/bash_completion.d/keyframe
+  keyframe completions zsh > \"${fpath[1]}/_keyframe\"
+  keyframe completions fish > ~/.config/fish/completions/keyframe.fish")]
+pub struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+impl Completions {
+    /// Prints them.
+    pub fn run(&self) -> Outcome {
+        let mut text = Vec::new();
+        clap_complete::generate(self.shell, &mut crate::cli(), "keyframe", &mut text);
+        match std::io::stdout().lock().write_all(&text) {
+            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+                Err(Failure::new(format!("write to standard output: {e}")))
+            }
+            _ => Ok(DONE),
+        }
+    }
+}

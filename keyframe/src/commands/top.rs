@@ -1,0 +1,120 @@
+//! `keyframe top`: the running VMs, live.
+
+use crate::control::{Request, Response, client};
+use crate::failure::{DONE, Failure, Outcome, USAGE};
+use crate::top::history::{Answer, History};
+use crate::top::view;
+use crate::{output, rundir};
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::widgets::TableState;
+use ratatui::{DefaultTerminal, init, restore};
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Show running VMs live: pauses, dirty pages, backlog, replication
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Keys: q or Esc quits, up and down choose a VM, space holds the picture.
+
+Examples:
+  keyframe top
+  keyframe top --every 200ms
+  keyframe top --once            # a table, for scripts and logs; keyframe status --json has all of it")]
+pub struct Top {
+    /// How often the VMs are asked
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
+    every: Duration,
+    /// Print one table and end
+    #[arg(long)]
+    once: bool,
+}
+
+/// An engine that takes longer is shown as one that does not answer.
+const ANSWER_MAX: Duration = Duration::from_secs(2);
+/// More often is of no use to an eye, and a load on the engines.
+const EVERY_MIN: Duration = Duration::from_millis(100);
+/// A key or a signal is seen in that time.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Top {
+    /// Shows them until a key or a signal ends it.
+    pub fn run(&self) -> Outcome {
+        let mut history = History::default();
+        if self.once {
+            history.take(answers()?);
+            output::print_line(&view::text(&history))?;
+            return Ok(DONE);
+        }
+        if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
+            let failure = Failure::new("top needs a terminal");
+            let fix = "use --once for a table, or keyframe status --json for scripts";
+            return Err(Failure { code: USAGE, ..failure.fix(fix) });
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        {
+            signal_hook::flag::register(signal, Arc::clone(&stop))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let mut terminal = init();
+        let shown = self.show(&mut terminal, &mut history, &stop);
+        restore();
+        shown.map(|()| DONE)
+    }
+
+    fn show(
+        &self,
+        terminal: &mut DefaultTerminal,
+        history: &mut History,
+        stop: &AtomicBool,
+    ) -> Result<(), Failure> {
+        let failed = |e: std::io::Error| Failure::new(format!("draw on the terminal: {e}"));
+        let (mut chosen, mut is_held, mut asked) = (TableState::default(), false, None::<Instant>);
+        let every = self.every.max(EVERY_MIN);
+        while !stop.load(Ordering::Relaxed) {
+            if !is_held && asked.is_none_or(|at| at.elapsed() >= every) {
+                asked = Some(Instant::now());
+                history.take(answers()?);
+            }
+            terminal.draw(|frame| view::draw(frame, history, &mut chosen, is_held)).map_err(failed)?;
+            if !event::poll(LOOK).map_err(failed)? {
+                continue;
+            }
+            // Another size is another picture: the next turn draws it.
+            let Event::Key(key) = event::read().map_err(failed)? else { continue };
+            if key.kind == KeyEventKind::Release {
+                continue;
+            }
+            // In this mode the terminal makes no signal of Ctrl-C.
+            let is_interrupt =
+                key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c');
+            match key.code {
+                KeyCode::Char('q') | KeyCode::Esc => break,
+                _ if is_interrupt => break,
+                KeyCode::Char(' ') => is_held = !is_held,
+                KeyCode::Up | KeyCode::Char('k') => chosen.select_previous(),
+                KeyCode::Down | KeyCode::Char('j') => chosen.select_next(),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the engines say, all asked at once.
+fn answers() -> Result<Vec<Answer>, Failure> {
+    let engines = rundir::all()?;
+    let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
+    Ok(asked
+        .into_iter()
+        .map(|(engine, answer)| {
+            let status = match answer {
+                Ok(Response::Status(status)) => Ok(*status),
+                Ok(other) => Err(format!("unexpected answer: {other:?}")),
+                Err(failure) => Err(failure.message),
+            };
+            (rundir::name_of(engine), status)
+        })
+        .collect())
+}

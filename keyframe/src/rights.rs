@@ -1,0 +1,91 @@
+//! What each command gives up of its rights before it begins.
+//!
+//! | command | keeps |
+//! |---|---|
+//! | starts QEMU or other programs, mounts, measures | all: its child needs what the user gave it |
+//! | `attach`, `__watchdog` | tracing, files |
+//! | `__guard` | signals, files; starts nothing |
+//! | all others | files; starts nothing |
+
+use crate::Command;
+use keyframe_confine::{Error, Keep, capabilities_but, no_programs};
+use std::path::PathBuf;
+
+/// Gives up what `command` does not use. Where the kernel refuses that, it says so and goes on: as it would without.
+pub fn give_up(command: &Command) {
+    tell(confine(command));
+}
+
+fn tell(confined: Result<(), Error>) {
+    if let Err(error) = confined {
+        let error = crate::failure::chain(&error);
+        eprintln!("keyframe: warning: goes on with more rights than it needs: {error}");
+    }
+}
+
+fn confine(command: &Command) -> Result<(), Error> {
+    match command {
+        Command::Doctor(_)
+        | Command::Run(_)
+        | Command::Restore(_)
+        | Command::Branch(_)
+        | Command::Mount(_)
+        | Command::Import(_)
+        | Command::Protect(_)
+        | Command::Standby(_)
+        | Command::Profile(_)
+        | Command::Record(_)
+        | Command::Segment(_)
+        | Command::Goto(_)
+        | Command::Find(_)
+        | Command::Analyze(_)
+        | Command::Verify(_)
+        | Command::Bench(_)
+        | Command::Work(_) => Ok(()),
+        Command::Attach(_) | Command::Watchdog(_) => capabilities_but(Keep::Tracing),
+        Command::GuardProcess(_) => {
+            capabilities_but(Keep::FilesAndSignals)?;
+            no_programs()
+        }
+        Command::Init(_)
+        | Command::List(_)
+        | Command::Show(_)
+        | Command::Rollback(_)
+        | Command::Export(_)
+        | Command::Commit(_)
+        | Command::Check(_)
+        | Command::Forget(_)
+        | Command::Prune(_)
+        | Command::Diff(_)
+        | Command::Unlock(_)
+        | Command::Copy(_)
+        | Command::Tag(_)
+        | Command::Pin(_)
+        | Command::Serve(_)
+        | Command::Stats(_)
+        | Command::Report(_)
+        | Command::Status(_)
+        | Command::Top(_)
+        | Command::Stop(_)
+        | Command::Take(_)
+        | Command::Switch(_)
+        | Command::Failover(_)
+        | Command::Witness(_)
+        | Command::Log(_)
+        | Command::Plan(_)
+        | Command::Help(_)
+        | Command::Completions(_)
+        | Command::Man(_)
+        | Command::SwitchProcess(_)
+        | Command::GateProcess(_)
+        | Command::Disks(_) => {
+            capabilities_but(Keep::Files)?;
+            no_programs()
+        }
+    }
+}
+
+/// Gives up changing files elsewhere than in `folders`; says so where the kernel cannot do that.
+pub fn writes_beneath(folders: &[PathBuf]) {
+    tell(keyframe_confine::writes_beneath(folders));
+}

@@ -1,0 +1,126 @@
+//! What is known of each VM: its engine's newest answer, and the checkpoints or epochs that were seen to come.
+
+use crate::control::Status;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Checkpoints of a VM that are kept.
+pub const KEPT: usize = 240;
+
+/// A checkpoint, or an epoch of a replication.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Point {
+    /// Its number.
+    pub number: u64,
+    /// How long the VM stood.
+    pub pause_ns: u64,
+    /// Pages in it.
+    pub pages: u64,
+    /// Bytes that were stored, or sent.
+    pub bytes: u64,
+}
+
+impl Point {
+    fn newest(status: &Status) -> Option<Self> {
+        if let Some(of) = &status.replication {
+            let (pause_ns, pages, bytes) = (of.pause_ns, of.pages, of.wire_bytes);
+            return of.epoch.map(|number| Self { number, pause_ns, pages, bytes });
+        }
+        let last = status.last.as_ref()?;
+        let (number, pause_ns) = (last.id, last.pause_ns);
+        Some(Self { number, pause_ns, pages: last.dirty_pages, bytes: last.stored_bytes })
+    }
+}
+
+/// What an engine answered, or why there was no answer, and its VM's name.
+pub type Answer = (String, Result<Status, String>);
+
+/// One VM.
+#[derive(Debug)]
+pub struct Vm {
+    /// What its engine said last.
+    pub status: Status,
+    /// Why it did not answer the last time.
+    pub silent: Option<String>,
+    /// What was seen, the oldest first.
+    pub points: VecDeque<Point>,
+}
+
+/// All of them.
+#[derive(Debug, Default)]
+pub struct History {
+    vms: BTreeMap<String, Vm>,
+}
+
+impl History {
+    /// Takes in what engines answered. What is not among them has ended.
+    pub fn take(&mut self, answers: Vec<Answer>) {
+        self.vms.retain(|name, _| answers.iter().any(|(answered, _)| answered == name));
+        for (name, answer) in answers {
+            let vm = self.vms.entry(name).or_insert_with(|| Vm {
+                status: Status::default(),
+                silent: None,
+                points: VecDeque::new(),
+            });
+            match answer {
+                Err(why) => vm.silent = Some(why),
+                Ok(status) => {
+                    vm.silent = None;
+                    if vm.status.engine_pid != status.engine_pid {
+                        vm.points.clear();
+                    }
+                    let newest = Point::newest(&status);
+                    if newest
+                        .is_some_and(|point| vm.points.back().is_none_or(|last| last.number != point.number))
+                    {
+                        vm.points.extend(newest);
+                    }
+                    vm.points.drain(..vm.points.len().saturating_sub(KEPT));
+                    vm.status = status;
+                }
+            }
+        }
+    }
+
+    /// The VMs, by name.
+    pub fn vms(&self) -> impl ExactSizeIterator<Item = (&str, &Vm)> {
+        self.vms.iter().map(|(name, vm)| (name.as_str(), vm))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::ReplicationStatus;
+
+    fn epoch(engine_pid: u32, number: u64) -> Status {
+        let replication =
+            Some(ReplicationStatus { epoch: Some(number), pause_ns: number * 10, ..Default::default() });
+        Status { engine_pid, replication, ..Default::default() }
+    }
+
+    fn numbers(history: &History) -> Vec<u64> {
+        history.vms().flat_map(|(_, vm)| vm.points.iter().map(|point| point.number)).collect()
+    }
+
+    #[test]
+    fn each_epoch_is_kept_once_and_only_those_of_the_engine_that_runs() {
+        let mut history = History::default();
+        for number in [3, 3, 4, 9] {
+            history.take(vec![("a".into(), Ok(epoch(1, number)))]);
+        }
+        assert_eq!(numbers(&history), [3, 4, 9]);
+        history.take(vec![("a".into(), Err("no answer".into()))]);
+        assert_eq!(
+            (numbers(&history).len(), history.vms().filter(|(_, vm)| vm.silent.is_some()).count()),
+            (3, 1)
+        );
+        history.take(vec![("a".into(), Ok(epoch(2, 1)))]);
+        assert_eq!(numbers(&history), [1]);
+        for number in 2..1000 {
+            history.take(vec![("a".into(), Ok(epoch(2, number)))]);
+        }
+        assert_eq!((numbers(&history).len(), numbers(&history).last()), (KEPT, Some(&999)));
+        history.take(Vec::new());
+        assert_eq!(history.vms().len(), 0);
+    }
+}
