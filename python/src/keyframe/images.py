@@ -57,8 +57,8 @@ class Mount:
 
     `path` is an empty directory, or a temporary one where `None`. Waits up to `timeout_seconds` until the files are there.
 
-    A context manager. `close` takes the mount away, as does Python's end, be it by a signal that cannot be caught. While arrays that
-    are mapped from its files live, it stays; a `ResourceWarning` says so.
+    A context manager. `close` takes the mount away, as does Python's end, be it by a signal that cannot be caught. While arrays live that
+    `Ram` has mapped from its files, it stays.
 
     Raises `MountFailed` (also where it takes too long), `NoStore`.
     """
@@ -115,7 +115,7 @@ class Mount:
         if self._ended or self._guard.poll() is not None:
             raise MountFailed(f"{self.path} is not mounted any more\n{self.messages()}".strip())
         directory = self.path / str(checkpoint)
-        file = directory / (_directory_name(member) if member is not None else "") / _RAM
+        file = directory / (member_directory(member) if member is not None else "") / _RAM
         if file.exists():
             return file
         raise NoRam(
@@ -149,13 +149,9 @@ class Mount:
             if self._closed:
                 return
             self._closed = True
-            owners = self._owners
-        if owners == 0:
+            unused = self._owners == 0
+        if unused:
             self._end()
-        else:
-            warnings.warn(
-                f"{self.path} stays mounted until {owners} arrays of its files are gone", ResourceWarning, stacklevel=2
-            )
 
     def _end(self) -> None:
         """Takes the mount away now."""
@@ -250,7 +246,7 @@ def export_ram(program: Program, store: str, checkpoint: int, member: str | None
     )
 
 
-def _directory_name(member: str) -> str:
+def member_directory(member: str) -> str:
     """The name of a member's directory in a mount (docs/formats/images.md)."""
     taken = member.startswith(".") or member in {_RAM, "ram.elf", "device.state", "info.json"}
     escaped = {"/", "%"} | ({"."} if taken else set())

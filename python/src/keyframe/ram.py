@@ -61,7 +61,8 @@ class RamPart(Place):
 class Ram:
     """The RAM of a checkpoint. A context manager; made by `Checkpoint.ram`.
 
-    Arrays may be used for as long as one likes, also behind the ``with``. They are mapped: nothing is read before it is looked at. A page that
+    Arrays may be used for as long as one likes, also behind the ``with``: the store stays mounted until the last of them is gone, at the
+    latest until Python ends. They are mapped: nothing is read before it is looked at. A page that
     the store cannot give any more, as it is damaged, ends the process by SIGBUS where it is looked at in `pages` or `parts`, as with any
     file that is mapped; `read` raises `UnreadablePages` instead.
     """
@@ -75,6 +76,7 @@ class Ram:
         release: Callable[[], None],
     ) -> None:
         self._images = images
+        # What `close` looks at comes first.
         self._release: Callable[[], None] | None = release
         self._mapped: NDArray[np.uint8] | None = None
         self._descriptor: int | None = None
@@ -122,20 +124,22 @@ class Ram:
         """
         if first < 0 or count < 0 or first + count > len(self):
             raise IndexError(f"pages {first} to {first + count} of checkpoint {self.checkpoint}: it has {len(self)}")
-        buffer = bytearray()
-        while (left := count * PAGE_BYTES - len(buffer)) > 0:
+        pages = np.empty((count, PAGE_BYTES), dtype=np.uint8)
+        left = pages.data.cast("B")
+        while len(left) > 0:
+            begin = (first + count) * PAGE_BYTES - len(left)
             try:
-                piece = os.pread(self._file(), left, first * PAGE_BYTES + len(buffer))
+                got = os.preadv(self._file(), [left], begin)
             except OSError as error:
-                page = first + len(buffer) // PAGE_BYTES
                 said = f"\n{self._images.messages()}".rstrip()
                 raise UnreadablePages(
-                    f"checkpoint {self.checkpoint}: read from guest-physical page {page} on: {error}{said}"
+                    f"checkpoint {self.checkpoint}: read from guest-physical page {begin // PAGE_BYTES} on: {error}{said}"
                 ) from error
-            if not piece:
+            if got == 0:
                 raise UnreadablePages(f"checkpoint {self.checkpoint}: its RAM ends early")
-            buffer += piece
-        return np.frombuffer(bytes(buffer), dtype=np.uint8).reshape(count, PAGE_BYTES)
+            left = left[got:]
+        pages.flags.writeable = False
+        return pages
 
     def bytes_at(self, address: int, len_bytes: int) -> bytes:
         """Copies `len_bytes` bytes from guest-physical `address` on. Raises as `read` does."""
@@ -166,6 +170,9 @@ class Ram:
         if self._descriptor is None:
             raise KeyframeError(f"the RAM of checkpoint {self.checkpoint} is closed; use it within its `with`")
         return self._descriptor
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Self:
         return self
