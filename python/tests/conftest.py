@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs of these tests are not in the way of others, and no store or key of the environment is theirs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        # It is asked for anew.
+        patch.setattr(tempfile, "tempdir", None)
         for name in ("KEYFRAME_STORE", "KEYFRAME_KEY_FILE", "KEYFRAME_PASSPHRASE"):
             patch.delenv(name, raising=False)
         yield
@@ -26,9 +30,10 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     """No test leaves a mount or a temporary directory behind."""
-    before = mounts()
+    assert mounts() == set()
     yield
-    assert mounts() == before
+    assert mounts() == set()
+    assert left() == []
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +81,12 @@ def trace_path(recording_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def mounts() -> set[str]:
-    """What this process has mounted, as far as it is of this package."""
+    """What the package has mounted on temporary directories in these tests."""
     with open("/proc/self/mounts", encoding="utf-8") as table:
         mounted = {line.split()[1] for line in table}
-    prefix = os.path.join(os.environ.get("TMPDIR", "/tmp"), "keyframe-mount-")
-    return {path for path in mounted if path.startswith(prefix)}
+    return {path for path in mounted if path.startswith(os.environ["TMPDIR"])}
+
+
+def left() -> list[str]:
+    """The temporary directories that the package has made and not removed."""
+    return [path.name for path in Path(os.environ["TMPDIR"]).glob("keyframe-*") if path.name[9:14] in ("mount", "expor")]

@@ -52,7 +52,7 @@ def take(program: str, store: Path, count: int, *commands: list[str], name: str 
 
 
 def record(program: str, recording: Path, console: Path, command: list[str], until: bytes) -> None:
-    """Records a VM with checkpoints until its console holds `until`, and ends it as Ctrl-C does."""
+    """Records a VM until its console holds `until` and there are four checkpoints, and ends it as Ctrl-C does."""
     arguments = ["record", "--out", str(recording), "--checkpoint-every", "250ms", "--name", "rec", "--quiet", "--"]
     with console.open("wb") as out:
         child = subprocess.Popen(
@@ -60,9 +60,10 @@ def record(program: str, recording: Path, console: Path, command: list[str], unt
         )
     try:
         deadline = time.monotonic() + _SECONDS_MAX
-        while until not in console.read_bytes():
+        seals = recording / "store" / "checkpoints"
+        while until not in console.read_bytes() or len(list(seals.glob("*.ckpt"))) < 4:
             assert child.poll() is None, f"it ended: {child.communicate()[1].decode()}"
-            assert time.monotonic() < deadline, f"no {until!r} on its console"
+            assert time.monotonic() < deadline, f"no {until!r} on its console, or no checkpoints"
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
         _, said = child.communicate(timeout=_SECONDS_MAX)

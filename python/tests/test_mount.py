@@ -17,7 +17,7 @@ import keyframe
 
 from keyframe.images import member_directory
 
-from .conftest import mounts
+from .conftest import left, mounts
 
 
 def test_checkpoints_are_files(store: keyframe.Store, tmp_path: Path) -> None:
@@ -100,19 +100,31 @@ def test_what_cannot_be_mounted_on(store: keyframe.Store, tmp_path: Path) -> Non
     assert list(directory.iterdir()) == []
 
 
-def test_a_mount_that_ended_by_itself_is_told(store: keyframe.Store) -> None:
+@pytest.mark.parametrize("how", ["unmounted", "killed"])
+def test_a_mount_that_ended_by_itself_is_told(store: keyframe.Store, how: str) -> None:
     with store.mounted() as mount:
-        subprocess.run(["umount", str(mount.path)], check=True, timeout=20)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                mount.ram_file(1, None)
-            except keyframe.MountFailed:
-                break
-            except keyframe.NoRam:
-                time.sleep(0.05)
+        assert mount.ram_file(1, None).stat().st_size == 128 << 20
+        if how == "unmounted":
+            subprocess.run(["umount", str(mount.path)], check=True, timeout=20)
         else:
-            pytest.fail("nobody noticed")
+            os.kill(server_of(mount.path), signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(keyframe.MountFailed, match="not mounted any more"):
+            mount.ram_file(1, None)
+
+
+def server_of(path: Path) -> int:
+    """The process that serves a mount."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[1:3] == [b"mount", bytes(path)]:
+            return int(process.name)
+    raise AssertionError(f"nobody serves {path}")
 
 
 _USER = """
@@ -143,9 +155,9 @@ def test_it_goes_with_the_process_that_uses_it(store_path: Path, how: str) -> No
         child.wait(60)
         child.stdout.close()
         deadline = time.monotonic() + 30
-        while mounts() and time.monotonic() < deadline:
+        while left() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert mounts() == set()
+        assert left() == [] and mounts() == set()
     finally:
         child.kill()
         child.wait()

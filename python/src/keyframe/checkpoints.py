@@ -102,9 +102,9 @@ class Checkpoint:
     ) -> Iterator[DirtyPage]:
         """The pages of RAM whose content differs from the parent's, or from `against`, by rising address.
 
-        Putting each one's `content` at its `address` into the other's RAM gives this one's, exactly. Without a parent, pages are compared
-        with zeros. The RAM of both is read and compared, as no interface tells which pages were written: so a page that was written with what it
-        held before is not among them, and neither is memory that is in no image (video RAM, ROMs of cards).
+        Putting each one's `content` at its `address` into the other's RAM gives this one's, exactly. Without a parent, pages are
+        compared with zeros. The RAM of both is read and compared, as no interface tells which pages were written: so a page that
+        was written with what it held before is not among them, and neither is memory that is in no image (video RAM, ROMs of cards).
 
         Raises as `ram` does, and `UnreadablePages`, `LayoutDiffers`, `UnknownCheckpoint`.
         """

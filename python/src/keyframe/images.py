@@ -13,9 +13,7 @@ would end the process.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,8 +26,8 @@ from types import TracebackType
 from typing import IO, Protocol, Self
 
 from . import _guard
-from .errors import MountFailed, NoRam, command_failed
-from .program import GRACE_SECONDS, Program
+from .errors import MountFailed, NoRam, UnreadablePages, command_failed
+from .program import Program
 
 _POLL_SECONDS = 0.01
 _RAM = "ram.raw"
@@ -40,7 +38,7 @@ class Images(Protocol):
     """Gives the RAM of checkpoints as files."""
 
     def ram_file(self, checkpoint: int, member: str | None) -> Path:
-        """The raw image of a checkpoint's RAM, readable until the `Images` are closed. Raises `NoRam`."""
+        """The raw image of a checkpoint's RAM, readable until the `Images` are closed. Raises `NoRam`, `UnreadablePages`."""
 
     def keep_for(self, owner: object) -> None:
         """Keeps its files readable until `owner` is gone, also when the `Images` were closed."""
@@ -71,15 +69,16 @@ class Mount:
         self._closed = False
         self._ended = False
         self._process = os.getpid()
-        self._own_directory = path is None
+        own = path is None
+        if path is not None and os.path.ismount(path):
+            raise MountFailed(f"{path} is mounted already; name an empty directory")
         self.path = Path(tempfile.mkdtemp(prefix="keyframe-mount-") if path is None else path).absolute()
         self._said: IO[bytes] = tempfile.TemporaryFile()
         self._command = [program.path, "mount", str(self.path), "--store", store, "--quiet"]
+        guard = [sys.executable, "-I", "-S", _guard.__file__, str(self.path), "remove" if own else "keep"]
         try:
-            if os.path.ismount(self.path):
-                raise MountFailed(f"{self.path} is mounted already; name an empty directory")
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", _guard.__file__, *self._command],
+                [*guard, *self._command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
@@ -87,7 +86,9 @@ class Mount:
                 start_new_session=True,
             )
         except BaseException:
-            self._discard()
+            self._said.close()
+            if own:
+                self.path.rmdir()
             raise
         atexit.register(self._end)
         try:
@@ -112,16 +113,19 @@ class Mount:
 
     def ram_file(self, checkpoint: int, member: str | None) -> Path:
         """See `Images`. `MountFailed` where the mount is gone."""
-        if self._ended or self._guard.poll() is not None:
+        if self._ended or not os.path.ismount(self.path):
             raise MountFailed(f"{self.path} is not mounted any more\n{self.messages()}".strip())
-        directory = self.path / str(checkpoint)
-        file = directory / (member_directory(member) if member is not None else "") / _RAM
-        if file.exists():
-            return file
-        raise NoRam(
-            f"{file} is not there: checkpoint {checkpoint} was forgotten, is of a group (say which VM with member=), "
-            f"or does not tell where its RAM lies\n{self.messages()}".strip()
-        )
+        file = self.path / str(checkpoint) / (member_directory(member) if member is not None else "") / _RAM
+        try:
+            file.stat()
+        except FileNotFoundError:
+            raise NoRam(
+                f"{file} is not there: checkpoint {checkpoint} was forgotten, or does not tell where its RAM lies\n"
+                f"{self.messages()}".strip()
+            ) from None
+        except OSError as error:
+            raise UnreadablePages(f"{file}: {error}\n{self.messages()}".strip()) from error
+        return file
 
     def keep_for(self, owner: object) -> None:
         """See `Images`."""
@@ -164,33 +168,12 @@ class Mount:
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         try:
-            self._guard.wait(2 * GRACE_SECONDS)
+            self._guard.wait(_guard.END_SECONDS_MAX)
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
-        self._clear()
-        self._discard()
-
-    def _clear(self) -> None:
-        """A mount whose program was killed is still there, with errors for all who look: that goes, too."""
-        for command in (["umount", "-l"], ["fusermount3", "-u", "-z"]):
-            if not _is_mounted(self.path) or shutil.which(command[0]) is None:
-                continue
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(
-                    [*command, str(self.path)],
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=GRACE_SECONDS,
-                    check=False,
-                )
-
-    def _discard(self) -> None:
+            warnings.warn(f"{self.path} could not be unmounted; try: umount -l {self.path}", stacklevel=2)
         self._said.close()
-        if self._own_directory and not _is_mounted(self.path):
-            # Never more than an empty directory.
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
 
     def __enter__(self) -> Self:
         return self
@@ -251,17 +234,6 @@ def member_directory(member: str) -> str:
     taken = member.startswith(".") or member in {_RAM, "ram.elf", "device.state", "info.json"}
     escaped = {"/", "%"} | ({"."} if taken else set())
     return "".join(f"%{ord(c):02X}" if c in escaped else c for c in member)
-
-
-def _is_mounted(path: Path) -> bool:
-    """True where something is mounted, be it dead."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return os.path.ismount(path)
 
 
 def open_images(program: Program, store: str, via: str, timeout_seconds: float) -> Images:

@@ -48,8 +48,8 @@ def scan_memtrace(
 ) -> polars.LazyFrame:
     """A memory trace as a Polars LazyFrame: nothing is read before ``collect()``.
 
-    `path` is the file, or the directory that ``keyframe analyze --tool memtrace --out`` made. Rows are those from instruction `first_icount`
-    to before `end_icount`; columns are those of the table above, or `columns`.
+    `path` is the file, or the directory that ``keyframe analyze --tool memtrace --out`` made. Rows are those from instruction
+    `first_icount` to before `end_icount`; columns are those of the table above, or `columns`.
 
     Raises `MissingExtra` without Polars, `FileNotFoundError`, `BadAnswer` where it is no memory trace.
     """

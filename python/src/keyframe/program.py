@@ -15,7 +15,7 @@ from typing import Any
 from .errors import BadAnswer, ProgramNotFound, TimedOut, command_failed
 
 #: Seconds that a command has to end in good order once it was asked to.
-GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 10.0
 _DONE, _WARNED = 0, 3
 
 
@@ -123,7 +123,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Ends a command: politely, then by force. Waits for it, and leaves no pipe open."""
     child.terminate()
     try:
-        child.communicate(timeout=GRACE_SECONDS)
+        child.communicate(timeout=_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()

@@ -84,7 +84,10 @@ class Ram:
         self.member = member
         try:
             file = images.ram_file(checkpoint, member)
-            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise UnreadablePages(f"{file}: {error}\n{images.messages()}".strip()) from error
             #: Bytes from guest-physical address 0 to the end of main RAM.
             self.len_bytes = os.fstat(self._descriptor).st_size
             if self.len_bytes == 0 or self.len_bytes % PAGE_BYTES != 0:

@@ -111,10 +111,14 @@ class Recording:
         return sorted(found, key=lambda one: (one[0], one[1].id))
 
     def intervals(self) -> list[Interval]:
-        """Its intervals in their order: from each checkpoint to the next, and from the last to the end, where the log has all of it."""
+        """Its intervals in their order: from each checkpoint to the next, and from the last to the end, where the log has all of it.
+
+        Of one that is still recorded they are those between the checkpoints that there are.
+        """
+        end = None if self.ending == "recording" else self.instructions
         places: list[tuple[int, int]] = []
         for icount, checkpoint in self.checkpoints():
-            if icount <= self.instructions and (not places or places[-1][0] != icount):
+            if (end is None or icount <= end) and (not places or places[-1][0] != icount):
                 places.append((icount, checkpoint.id))
         ends: list[tuple[int, int | None]] = list(places[1:])
         if self.ending == "complete":
