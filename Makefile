@@ -3,11 +3,12 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test soak fuzz bench bench-peers evaluation lint build setup guests clean
+.PHONY: help demo test test-python soak fuzz bench bench-peers evaluation lint build setup guests clean
 
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result, write $(OUT)/demo.html"
 	@echo "make test    unit, property and end-to-end tests on real QEMU"
+	@echo "make test-python  the Python package: types, and its tests on a real VM"
 	@echo "make soak    10,000 seeds each of the simulations of the store and of replication, then recordings of minutes; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
 	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
@@ -30,6 +31,9 @@ demo: build guests
 
 test: guests
 	@scripts/test
+
+test-python: build guests
+	@scripts/python-test
 
 soak: setup
 	@scripts/soak

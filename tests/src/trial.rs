@@ -76,9 +76,11 @@ struct Home {
 }
 
 impl Home {
-    /// It has the VM, whether or not that may run.
+    /// It has the VM, whether or not that may run. One that had it and was told that the other host has it is a standby again.
     fn has_vm(&self) -> bool {
-        self.first || self.process.errors().contains("took over: VM")
+        let said = self.process.errors();
+        let count = |text: &str| said.matches(text).count();
+        usize::from(self.first) + count("took over: VM") > count("the VM runs on the other host")
     }
 }
 
@@ -334,8 +336,10 @@ impl Trial {
                 };
                 let before = back(self);
                 self.until("the VM goes over, or back", |trial| {
-                    let ended = trial.homes[old].as_mut().is_none_or(|home| !home.process.is_running());
-                    ended && trial.homes[other].as_ref().is_some_and(Home::has_vm) || back(trial) > before
+                    let gave = |home: &mut Home| !home.process.is_running() || !home.has_vm();
+                    trial.homes[old].as_mut().is_none_or(gave)
+                        && trial.homes[other].as_ref().is_some_and(Home::has_vm)
+                        || back(trial) > before
                 });
                 self.switching = false;
             }

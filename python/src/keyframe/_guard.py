@@ -1,0 +1,78 @@
+"""Stands between this package and ``keyframe mount``: ends it when Python lets go of it, however Python ends.
+
+Run as a program: ``python -I -S _guard.py DIRECTORY keep|remove COMMAND...``. Standard input is a pipe that nobody writes to; when its
+other end is closed, by this package or because Python was killed, the command is asked to end, and made to after a while. Then
+what is still mounted on the directory is taken away, and the directory removed where that is asked for and it is empty. The exit
+code is the command's. It imports nothing else of the package, so that it starts at once.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+_GRACE_SECONDS = 8.0
+_CLEAR_SECONDS = 5.0
+#: Seconds in which it has ended, once it is let go of.
+END_SECONDS_MAX = _GRACE_SECONDS + 2 * _CLEAR_SECONDS + 5.0
+
+
+def main(directory: str, remove: bool, command: list[str]) -> int:
+    """Runs `command` until it ends or standard input does, and leaves nothing behind."""
+
+    def asked_to_end(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(1)
+
+    signal.signal(signal.SIGTERM, asked_to_end)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        ended = os.pidfd_open(child.pid)
+        select.select([sys.stdin.fileno(), ended], [], [])
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        code = child.wait()
+        _clear(directory)
+        if remove:
+            # Never more than an empty directory.
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+    return code
+
+
+def _clear(directory: str) -> None:
+    """What a program that was killed had mounted is still there, with errors for all who look: that goes, too."""
+    for command in (["umount", "-l"], ["fusermount3", "-u", "-z"]):
+        if not _is_dead(directory) or shutil.which(command[0]) is None:
+            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [*command, directory],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_CLEAR_SECONDS,
+                check=False,
+            )
+
+
+def _is_dead(directory: str) -> bool:
+    """True where something is mounted that nobody serves."""
+    try:
+        os.stat(directory)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2] == "remove", sys.argv[3:]))
