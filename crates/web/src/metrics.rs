@@ -66,74 +66,69 @@ fn seconds(value: &Value, pointer: &str) -> Option<f64> {
     number(value, pointer).map(|ns| ns / 1e9)
 }
 
-/// What is read from a status.
-type Reading = fn(&Value) -> Option<f64>;
+/// How one number of a status is read: at a JSON pointer.
+#[derive(Clone, Copy)]
+enum Reading {
+    Number(&'static str),
+    /// Of nanoseconds.
+    Seconds(&'static str),
+    /// 1 where it is this text, 0 where it is another.
+    Is(&'static str, &'static str),
+    /// 1 where it is true.
+    True(&'static str),
+    /// 1 where there is something, 0 where there is null.
+    Some(&'static str),
+    /// How far the second is behind the first.
+    Behind(&'static str, &'static str),
+}
 
-/// Name, kind, help and value of all that have one number for each VM.
-const OF_STATUS: [(&str, &str, &str, Reading); 14] = [
-    ("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown.", |s| {
-        Some(f64::from(u8::from(s.get("state")?.as_str()? == "running")))
-    }),
-    ("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run.", |s| {
-        number(s, "/sealed")
-    }),
-    ("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run.", |s| {
-        number(s, "/failed")
-    }),
-    ("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint.", |s| {
-        seconds(s, "/last_age_ns")
-    }),
-    (
-        "keyframe_checkpoint_interval_seconds",
-        "gauge",
-        "Interval between checkpoints, as asked or as a budget has it; absent where they are taken by command only.",
-        |s| seconds(s, "/interval_ns"),
-    ),
-    (
-        "keyframe_checkpoint_backlog_seconds",
-        "gauge",
-        "How late the newest checkpoint began, because the one before was still being encoded.",
-        |s| seconds(s, "/backlog_ns"),
-    ),
-    ("keyframe_checkpoints_queued", "gauge", "Checkpoints captured that are not sealed yet.", |s| {
-        number(s, "/queued")
-    }),
-    ("keyframe_last_checkpoint_pause_seconds", "gauge", "The whole pause of the newest checkpoint.", |s| {
-        seconds(s, "/last/pause_ns")
-    }),
-    (
-        "keyframe_last_checkpoint_encode_seconds",
-        "gauge",
-        "Hashing, compressing and storing the newest checkpoint.",
-        |s| seconds(s, "/last/encode_ns"),
-    ),
-    (
-        "keyframe_last_checkpoint_stored_bytes",
-        "gauge",
-        "Bytes that new pages of the newest checkpoint take in packs.",
-        |s| number(s, "/last/stored_bytes"),
-    ),
-    (
-        "keyframe_recorder_kept_checkpoints",
-        "gauge",
-        "Checkpoints of the run that the flight recorder keeps.",
-        |s| number(s, "/recorder/kept"),
-    ),
-    (
-        "keyframe_recorder_forgotten_total",
-        "counter",
-        "Checkpoints that the flight recorder has forgotten.",
-        |s| number(s, "/recorder/forgotten"),
-    ),
-    (
-        "keyframe_recorder_freed_packs_total",
-        "counter",
-        "Packs whose space the flight recorder has given back.",
-        |s| number(s, "/recorder/freed_packs"),
-    ),
-    ("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed.", |s| {
-        Some(f64::from(u8::from(!s.get("recorder")?.get("last_error")?.is_null())))
-    }),
+impl Reading {
+    fn of(self, status: &Value) -> Option<f64> {
+        let flag = |is: bool| f64::from(u8::from(is));
+        match self {
+            Self::Number(at) => number(status, at),
+            Self::Seconds(at) => seconds(status, at),
+            Self::Is(at, text) => Some(flag(status.pointer(at)?.as_str()? == text)),
+            Self::True(at) => Some(flag(status.pointer(at)?.as_bool()?)),
+            Self::Some(at) => Some(flag(!status.pointer(at)?.is_null())),
+            Self::Behind(at, behind) => Some((number(status, at)? - number(status, behind)?).max(0.0)),
+        }
+    }
+}
+
+use Reading::{Behind, Is, Number, Seconds, True};
+
+/// Name, kind, help and reading of all that have one number for each VM.
+#[rustfmt::skip]
+const OF_STATUS: [(&str, &str, &str, Reading); 28] = [
+    ("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown.", Is("/state", "running")),
+    ("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run.", Number("/sealed")),
+    ("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run.", Number("/failed")),
+    ("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint.", Seconds("/last_age_ns")),
+    ("keyframe_checkpoint_interval_seconds", "gauge", "Interval between checkpoints, as asked or as a budget has it; absent where they are taken by command only.", Seconds("/interval_ns")),
+    ("keyframe_checkpoint_backlog_seconds", "gauge", "How late the newest checkpoint began, because the one before was still being encoded.", Seconds("/backlog_ns")),
+    ("keyframe_checkpoints_queued", "gauge", "Checkpoints captured that are not sealed yet.", Number("/queued")),
+    ("keyframe_last_checkpoint_pause_seconds", "gauge", "The whole pause of the newest checkpoint.", Seconds("/last/pause_ns")),
+    ("keyframe_last_checkpoint_encode_seconds", "gauge", "Hashing, compressing and storing the newest checkpoint.", Seconds("/last/encode_ns")),
+    ("keyframe_last_checkpoint_stored_bytes", "gauge", "Bytes that new pages of the newest checkpoint take in packs.", Number("/last/stored_bytes")),
+    ("keyframe_recorder_kept_checkpoints", "gauge", "Checkpoints of the run that the flight recorder keeps.", Number("/recorder/kept")),
+    ("keyframe_recorder_forgotten_total", "counter", "Checkpoints that the flight recorder has forgotten.", Number("/recorder/forgotten")),
+    ("keyframe_recorder_freed_packs_total", "counter", "Packs whose space the flight recorder has given back.", Number("/recorder/freed_packs")),
+    ("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed.", Reading::Some("/recorder/last_error")),
+    ("keyframe_replication_primary", "gauge", "1 where the VM runs, 0 on its standby.", Is("/replication/role", "primary")),
+    ("keyframe_replication_protected", "gauge", "1 while a failure of the primary's host loses nothing.", Is("/replication/state", "protected")),
+    ("keyframe_replication_connected", "gauge", "1 while the other host is connected.", True("/replication/connected")),
+    ("keyframe_replication_term", "gauge", "Takeovers so far, from 1.", Number("/replication/term")),
+    ("keyframe_replication_epochs_total", "counter", "Epochs that have come about in this process.", Number("/replication/epochs")),
+    ("keyframe_replication_lag_epochs", "gauge", "Epochs that are not on the standby yet.", Behind("/replication/epoch", "/replication/acknowledged")),
+    ("keyframe_replication_pause_seconds", "gauge", "How long the VM stood for the newest epoch.", Seconds("/replication/pause_ns")),
+    ("keyframe_replication_transfer_seconds", "gauge", "From the newest epoch's pause to its acknowledgement.", Seconds("/replication/transfer_ns")),
+    ("keyframe_replication_held_packets", "gauge", "Packets that wait for an epoch to be on the standby.", Number("/replication/held_packets")),
+    ("keyframe_replication_held_bytes", "gauge", "Bytes of the packets that wait.", Number("/replication/held_bytes")),
+    ("keyframe_replication_passed_packets_total", "counter", "Packets that have passed.", Number("/replication/passed_packets")),
+    ("keyframe_replication_dropped_packets_total", "counter", "Packets that were dropped since they did not fit.", Number("/replication/dropped_packets")),
+    ("keyframe_replication_wire_bytes_total", "counter", "Bytes of all epochs on the wire.", Number("/replication/all_wire_bytes")),
+    ("keyframe_replication_raw_bytes_total", "counter", "Bytes of the dirty pages of all epochs.", Number("/replication/all_raw_bytes")),
 ];
 
 fn of_vms(vms: &[VmState]) -> Vec<Family> {
@@ -154,7 +149,7 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
         let labels = [("vm", vm.name.as_str())];
         up.add(&labels, f64::from(u8::from(vm.problem.is_none())));
         for (family, value) in &mut families {
-            family.add_some(&labels, value(&vm.status));
+            family.add_some(&labels, value.of(&vm.status));
         }
         for phase in ["stop", "device_state", "scan", "copy", "resume"] {
             let value = seconds(&vm.status, &format!("/last/pause/{phase}"));
@@ -208,4 +203,41 @@ fn of_stores(source: &dyn Source) -> Vec<Family> {
         }
     }
     vec![up, count, bytes, raw, pages]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn told(status: Value) -> String {
+        let vm = VmState { name: "db".into(), store: None, problem: None, status };
+        let mut text = String::new();
+        for family in of_vms(&[vm]) {
+            family.write(&mut text);
+        }
+        text
+    }
+
+    #[test]
+    fn a_replication_is_told_and_what_is_not_known_is_left_out() {
+        let mut status = json!({"state": "running", "replication": {"role": "primary", "state": "syncing", "connected": true,
+            "epoch": 9, "acknowledged": 7, "pause_ns": 2_500_000, "held_packets": 3}});
+        let text = told(status.clone());
+        for line in [
+            "keyframe_vm_running{vm=\"db\"} 1",
+            "keyframe_replication_primary{vm=\"db\"} 1",
+            "keyframe_replication_protected{vm=\"db\"} 0",
+            "keyframe_replication_connected{vm=\"db\"} 1",
+            "keyframe_replication_lag_epochs{vm=\"db\"} 2",
+            "keyframe_replication_pause_seconds{vm=\"db\"} 0.0025",
+            "keyframe_replication_held_packets{vm=\"db\"} 3",
+        ] {
+            assert!(text.lines().any(|told| told == line), "{line}\n{text}");
+        }
+        assert!(!text.contains("passed_packets") && !text.contains("recorder"), "{text}");
+        status["replication"]["acknowledged"] = Value::Null;
+        assert!(!told(status).contains("lag_epochs"));
+        assert!(!told(json!({"state": "running"})).contains("replication"));
+    }
 }
