@@ -11,11 +11,15 @@
 //!
 //! Left out: blinking (a cursor is shown), pictures that are not in the display's memory, other bytes than those of x86.
 
+#[doc(hidden)]
+pub mod fuzzing;
 mod linear;
 mod memory;
 mod planes;
 mod registers;
 mod screen;
+#[cfg(test)]
+mod tests;
 mod text;
 
 pub use registers::{Bochs, Registers, VBE_REGISTERS, Vga};

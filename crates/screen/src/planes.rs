@@ -46,11 +46,8 @@ impl Planes {
         let (width, height) = (vga.columns() * 8, vga.lines());
         let mode = vga.crtc_mode();
         let doubles = u32::from(vga.doubles_lines());
-        let repeats = if mode & 1 != 0 {
-            ((u32::from(vga.last_character_line()) + 1) << doubles) - 1
-        } else {
-            doubles
-        };
+        let repeats =
+            if mode & 1 != 0 { ((u32::from(vga.last_character_line()) + 1) << doubles) - 1 } else { doubles };
         let shift = vga.shift();
         // Each byte of 256 colours is two pixels.
         let doubled = shift != Shift::Bytes && vga.doubles_pixels();

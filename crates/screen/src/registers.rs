@@ -154,7 +154,9 @@ impl Vga {
     /// The line behind which memory begins anew.
     pub(crate) fn split(&self) -> u32 {
         let bit_9 = u32::from(self.crtc[crtc::LINE_REPEAT]) >> 6 & 1;
-        u32::from(self.crtc[crtc::SPLIT]) | u32::from(self.crtc[crtc::OVERFLOW]) >> 4 << 8 & 0x100 | bit_9 << 9
+        u32::from(self.crtc[crtc::SPLIT])
+            | u32::from(self.crtc[crtc::OVERFLOW]) >> 4 << 8 & 0x100
+            | bit_9 << 9
     }
 
     /// Where a mode without VBE begins, in bytes of memory: each address is four planes.

@@ -43,7 +43,10 @@ impl Text {
             0 | 1 => return Err(Reason::NoMode),
             2..=CHARACTERS_MAX => {}
             _ => {
-                return Err(Reason::TooLarge { width: (columns * wide).into(), height: (lines * tall).into() });
+                return Err(Reason::TooLarge {
+                    width: (columns * wide).into(),
+                    height: (lines * tall).into(),
+                });
             }
         }
         let cursor = vga.cursor_lines().map(|(first, last)| Cursor {
@@ -93,7 +96,8 @@ impl Text {
                 self.character(memory, at, (column * self.wide, line * self.tall), canvas);
             }
             let y = line * self.tall;
-            line_at = if y < self.split && y + self.tall >= self.split { 0 } else { line_at + self.line_bytes };
+            line_at =
+                if y < self.split && y + self.tall >= self.split { 0 } else { line_at + self.line_bytes };
         }
     }
 

@@ -274,9 +274,8 @@ impl Tree {
             }
         }
         let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
-        let made = |image: Result<Image, Failure>, kind: Kind| {
-            image.map_err(|e| self.lacks(id, kind, &e)).ok()
-        };
+        let made =
+            |image: Result<Image, Failure>, kind: Kind| image.map_err(|e| self.lacks(id, kind, &e)).ok();
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
             raw: made(guest.raw(), Kind::Raw),

@@ -144,7 +144,8 @@ fn vga(state: &[u8], section: &Section) -> Result<Display> {
 
 fn bochs(state: &[u8], section: &Section) -> Result<Display> {
     let (fields, _) = fields(state, section, (BOCHS_VERSION, BOCHS_BYTES), <[u8]>::is_empty)?;
-    let registers = Bochs { vbe: vbe(fields, 0), is_big_endian: fields.last().is_some_and(|byte| *byte != 0) };
+    let registers =
+        Bochs { vbe: vbe(fields, 0), is_big_endian: fields.last().is_some_and(|byte| *byte != 0) };
     Ok(Display::InRam {
         device: section.name.clone(),
         block: block(section, "bochs-display-vram"),
