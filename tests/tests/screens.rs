@@ -229,7 +229,11 @@ fn every_mode_is_shown_as_qemu_shows_it() {
         }
         stop(&bench, vm);
         for ((mode, expected), id) in MODES.iter().zip(&expected).zip(1..) {
-            let seen = Picture::of_png(&exported(&bench, &format!("{id}")));
+            let mut seen = Picture::of_png(&exported(&bench, &format!("{id}")));
+            // 15 bits a pixel: QEMU 7.2 leaves the low bits of a colour at zero, QEMU 10 does not.
+            if mode.number == 0x10d && qemu.label == "distribution" {
+                seen.rgb.iter_mut().for_each(|part| *part &= 0xf8);
+            }
             seen.assert_is(expected, &format!("mode {:#x}, checkpoint {id}", mode.number));
         }
     }

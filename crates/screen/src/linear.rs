@@ -23,9 +23,11 @@ pub(crate) struct Linear {
 enum Format {
     /// Numbers of colours.
     Palette([Rgb; 256]),
-    /// Five bits a colour.
-    Bits15,
-    /// Five, six, five; `whole_range` fills up the bits below, so that white is white.
+    /// Five bits a colour; `whole_range` fills up the bits below, so that white is white.
+    Bits15 {
+        whole_range: bool,
+    },
+    /// Five, six, five.
     Bits16 {
         whole_range: bool,
     },
@@ -40,7 +42,7 @@ impl Linear {
         let format = match bits {
             4 => return Ok(None),
             8 => Format::Palette(vga.all_colours()),
-            15 => Format::Bits15,
+            15 => Format::Bits15 { whole_range: true },
             16 => Format::Bits16 { whole_range: true },
             24 => Format::Bits24,
             32 => Format::Bits32,
@@ -55,8 +57,10 @@ impl Linear {
             is_big_endian: vga.is_big_endian,
         };
         // QEMU then draws pixel by pixel, and leaves the bits below at zero.
-        if bits == 16 && linear.needs().end > memory_bytes {
-            linear.format = Format::Bits16 { whole_range: false };
+        if linear.needs().end > memory_bytes
+            && let Format::Bits15 { whole_range } | Format::Bits16 { whole_range } = &mut linear.format
+        {
+            *whole_range = false;
         }
         Ok(Some(linear))
     }
@@ -115,9 +119,10 @@ impl Linear {
         };
         match &self.format {
             Format::Palette(colours) => colours[usize::from(memory.byte(at))],
-            Format::Bits15 => {
+            Format::Bits15 { whole_range } => {
                 let word = word();
-                [word >> 7 & 0xf8, word >> 2 & 0xf8, word << 3 & 0xf8].map(|part| part as u8)
+                let parts = [word >> 7, word >> 2, word << 3].map(|part| part as u8 & 0xf8);
+                if *whole_range { parts.map(|part| part | part >> 5) } else { parts }
             }
             Format::Bits16 { whole_range } => {
                 let word = word();
@@ -139,7 +144,7 @@ impl Format {
     fn pixel_bytes(&self) -> u64 {
         match self {
             Self::Palette(_) => 1,
-            Self::Bits15 | Self::Bits16 { .. } => 2,
+            Self::Bits15 { .. } | Self::Bits16 { .. } => 2,
             Self::Bits24 => 3,
             Self::Bits32 => 4,
         }

@@ -130,9 +130,12 @@ impl Planes {
 
     fn line(&self, memory: &Memory<'_>, at: u64, panning: u8, pixels: &mut Vec<Rgb>) {
         pixels.clear();
-        // A byte of 256 colours is two pixels, and panning counts pixels.
-        let (skipped_bytes, skipped_pixels) =
-            if self.shift == Shift::Bytes { (u64::from(panning >> 1), 0) } else { (0, usize::from(panning)) };
+        // With 256 colours QEMU moves by whole addresses, for every second step.
+        let (skipped_bytes, skipped_pixels) = if self.shift == Shift::Bytes {
+            (u64::from(panning >> 1) * PLANES, 0)
+        } else {
+            (0, usize::from(panning))
+        };
         let further = u32::from(skipped_pixels > 0);
         for k in 0..self.line_addresses + further {
             let address = (at + skipped_bytes + u64::from(k) * PLANES) % ADDRESSED_BYTES;

@@ -80,7 +80,8 @@ fn each_depth_has_its_colours() {
     let memory = |bytes: &[u8]| [bytes, &vec![0; 65536]].concat()[..65536].to_vec();
     let first = |bits, bytes: &[u8]| pixel(&shown(&with_vbe(64, 8, bits), &memory(bytes)), 0, 0);
     assert_eq!(first(8, &[77]), expected(77));
-    assert_eq!(first(15, &[0xff, 0x7f]), [0xf8; 3]);
+    assert_eq!(first(15, &[0xff, 0x7f]), [0xff; 3]);
+    assert_eq!(first(15, &[0x00, 0x40]), [0x84, 0, 0]);
     assert_eq!(first(16, &[0xff, 0xff]), [0xff; 3]);
     assert_eq!(first(16, &[0x00, 0x80]), [0x84, 0, 0]);
     assert_eq!(first(24, &[1, 2, 3]), [3, 2, 1]);

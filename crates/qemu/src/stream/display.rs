@@ -1,7 +1,7 @@
 //! What a device state tells about the VM's display: its registers, where those are enough to draw what it shows.
 //!
 //! ```text
-//!   vga:            PCI 276 (not of an ISA card) │ 0 latch sr gr ar │ 56 cr │ 328 palette │ 1096 VBE: 1 │ 1099 registers │ 1119 start, line │ "vga.endian"
+//!   vga:            PCI 276 (not of an ISA card) │ 5 sr │ 14 gr │ 30 ar │ 57 cr │ 324 palette │ 1099 VBE registers, start, line │ "vga.endian"
 //!   bochs-display:  PCI 276 or 4116 │ 0 VBE registers │ 20 highest byte first
 //! ```
 //!
@@ -151,4 +151,104 @@ fn bochs(state: &[u8], section: &Section) -> Result<Display> {
         block: block(section, "bochs-display-vram"),
         registers: Registers::Bochs(registers),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn state(sections: &[(&str, u32, &[u8])]) -> Vec<u8> {
+        let mut out = b"QEVM\0\0\0\x03".to_vec();
+        for (id, (name, version, body)) in (0u32..).zip(sections) {
+            out.push(4);
+            out.extend(id.to_be_bytes());
+            out.push(name.len() as u8);
+            out.extend(name.as_bytes());
+            out.extend([0; 4]);
+            out.extend(version.to_be_bytes());
+            out.extend(*body);
+            out.push(0x7e);
+            out.extend(id.to_be_bytes());
+        }
+        out.push(0);
+        out
+    }
+
+    /// A body whose fields begin behind `head` bytes.
+    fn vga_body(head: usize) -> Vec<u8> {
+        let mut body = vec![0; head + VGA_BYTES];
+        for (at, value) in [(5, 1), (14 + 6, 5), (30, 0x20), (31 + 0x10, 0x0c), (57 + 0x12, 0x8f), (324, 63)]
+        {
+            body[head + at] = value;
+        }
+        body[head + 1099 + 2..head + 1099 + 4].copy_from_slice(&800u16.to_be_bytes());
+        body[head + 1119..head + 1127].copy_from_slice(&[0, 0, 0, 7, 0, 0, 12, 128]);
+        body
+    }
+
+    fn registers(display: Display) -> (String, Registers) {
+        match display {
+            Display::InRam { block, registers, .. } => (block, registers),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_vgas_registers_are_where_the_drawing_says() {
+        let on_pci = state(&[("timer", 2, &[0; 24]), ("0000:00:02.0/vga", 2, &vga_body(PCI_BYTES))]);
+        let (block, found) = registers(display(&on_pci).unwrap());
+        let Registers::Vga(vga) = found.clone() else { panic!("{found:?}") };
+        assert_eq!(block, "0000:00:02.0/vga.vram");
+        assert_eq!((vga.sequencer[0], vga.graphics[6], vga.attribute_index), (1, 5, 0x20));
+        assert_eq!((vga.attributes[0x10], vga.crtc[0x12], vga.palette[0]), (0x0c, 0x8f, 63));
+        assert_eq!((vga.vbe[1], vga.vbe_start, vga.vbe_line_bytes), (800, 7, 3200));
+        // On PCI Express, and without PCI, they are the same.
+        let express = state(&[("0000:00:02.0/vga", 2, &vga_body(PCIE_BYTES))]);
+        assert_eq!(registers(display(&express).unwrap()).1, found);
+        let isa = state(&[("vga", 2, &vga_body(0))]);
+        assert_eq!(registers(display(&isa).unwrap()), ("vga.vram".into(), found));
+        let mut swapped = vga_body(0);
+        swapped.extend(ENDIAN);
+        swapped.push(1);
+        let (_, found) = registers(display(&state(&[("vga", 2, &swapped)])).unwrap());
+        assert!(matches!(found, Registers::Vga(vga) if vga.is_big_endian));
+    }
+
+    #[test]
+    fn the_first_display_that_can_be_drawn_is_shown() {
+        let mut body = vec![0; PCI_BYTES + BOCHS_BYTES];
+        body[PCI_BYTES + 7] = 32;
+        let gpu: (&str, u32, &[u8]) = ("0000:00:02.0/virtio-gpu", 1, &[0; 100]);
+        let both = state(&[gpu, ("0000:00:03.0/bochs-display", 0, &body)]);
+        let (block, found) = registers(display(&both).unwrap());
+        assert_eq!(block, "0000:00:03.0/bochs-display-vram");
+        assert!(matches!(found, Registers::Bochs(bochs) if bochs.vbe[3] == 32 && !bochs.is_big_endian));
+        let alone = display(&state(&[gpu])).unwrap();
+        assert!(matches!(alone, Display::Elsewhere { kind: "virtio-gpu", .. }));
+        let vmware = state(&[("vga", 2, &vga_body(0)), ("0000:00:02.0/vmware_vga", 0, &[0; 9])]);
+        assert!(matches!(display(&vmware).unwrap(), Display::Elsewhere { kind: "vmware-svga", .. }));
+        assert_eq!(display(&state(&[("timer", 2, &[0; 24])])).unwrap(), Display::None);
+    }
+
+    #[test]
+    fn another_layout_is_an_error() {
+        let error = |version, body: &[u8]| {
+            display(&state(&[("0000:00:02.0/vga", version, body)])).unwrap_err().to_string()
+        };
+        let body = vga_body(PCI_BYTES);
+        assert!(error(3, &body).contains("version 3; known is 2"));
+        assert!(error(2, &body[..body.len() - 1]).contains("1406 bytes are laid out in a way"));
+        assert!(error(2, &[&body[..], &[0]].concat()).contains("1408 bytes are laid out in a way"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_state_panics(body in prop::collection::vec(any::<u8>(), 0..1500), version in 0u32..4) {
+            for name in ["vga", "0000:00:02.0/vga", "x/bochs-display", "x/virtio-gpu", "/"] {
+                let _ = display(&state(&[(name, version, &body)]));
+            }
+            let _ = display(&body);
+        }
+    }
 }
