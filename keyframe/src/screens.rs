@@ -6,8 +6,11 @@ use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream::{self, Display};
 use keyframe_screen::{Picture, Screen};
 use keyframe_store::Loaded;
-use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout};
 use std::ops::Range;
+
+/// How the names of displays' RAM blocks end.
+const DISPLAY_BLOCKS: [&str; 2] = ["vga.vram", "bochs-display-vram"];
 
 /// Why there is no picture.
 pub enum NoPicture {
@@ -65,6 +68,11 @@ impl Shown {
     pub fn picture(&self, loaded: &Loaded, guest: &Guest) -> Result<Picture, Failure> {
         Ok(self.screen.draw(&read(loaded, guest, self.first, self.screen.needs())?))
     }
+}
+
+/// Whether a VM with these RAM blocks has a display that may be drawn: known without its device state.
+pub fn may_be(ram: &RamLayout) -> bool {
+    ram.blocks().iter().any(|block| DISPLAY_BLOCKS.iter().any(|end| block.name.ends_with(end)))
 }
 
 /// What the display of `guest` of `loaded` shows.

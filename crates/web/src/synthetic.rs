@@ -120,6 +120,7 @@ impl Source for Synthetic {
         let mut all = serde_json::to_value(&**one).map_err(|e| Problem::Failed(e.to_string()))?;
         let more = json!({
             "precopy_rounds": 2, "parent_is_there": one.parent.is_some(), "previous": one.parent, "next": null,
+            "screens": if id % 3 == 2 { json!([null]) } else { json!([]) },
             "ram": [{ "name": HOSTILE, "used_bytes": 1 << 30, "total_bytes": 1 << 30 }],
             "machine": { "machine_type": "pc-i440fx-7.2", "cpus": 1, "qemu_version": "7.2", "user_command": ["qemu-system-x86_64", HOSTILE] },
             "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}") }, { "name": "pin", "command": format!("keyframe pin --store S {id}") }],

@@ -230,16 +230,13 @@ export async function checkpoint(main, store, id) {
   return { update() {} };
 }
 
-/** What the displays showed: nothing for a VM without one. */
+/** What the displays showed: of the VM, or of each member of a group that has one. */
 async function screens(store, c) {
-  const members = c.members?.length ? c.members.map((one) => one.name) : [null];
   const one = async (member) => {
-    try {
-      return el("img", { class: "screen", src: await api.screen(store, c.id, member), alt: `what the display of ${member ?? c.vm} showed at checkpoint ${c.id}` });
-    } catch (error) { return error.status === 404 ? null : problem(error); }
+    const alt = `what the display of ${member ?? c.vm} showed at checkpoint ${c.id}`;
+    try { return el("img", { class: "screen", src: await api.screen(store, c.id, member), alt }); } catch (error) { return problem(error); }
   };
-  const found = (await Promise.all(members.map(one))).filter(Boolean);
-  return found.length ? [el("h3", {}, "Screen"), ...found] : [];
+  return c.screens.length ? [el("h3", {}, "Screen"), ...await Promise.all(c.screens.map(one))] : [];
 }
 
 function memory(found) {
