@@ -63,7 +63,11 @@ fn start(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> Process {
     let run = ["run", "--store", &store, "--interval", "none", "--name", "guest", "--"];
     let vm = ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio", "-m", "64"];
     let all = [&run[..], &[&qemu.path], &vm, &["-qmp", &monitor], arguments].concat();
-    Process::start(bench.command(&all))
+    let mut vm = Process::start(bench.command(&all));
+    let control = bench.path().join("keyframe/guest/control.sock");
+    let found = vm.wait_until(60, |_| control.exists().then_some(()));
+    assert!(found.is_some(), "no engine; {}", vm.report());
+    vm
 }
 
 fn monitor(bench: &Bench, vm: &mut Process) -> Qmp {
@@ -164,7 +168,7 @@ const fn mode(number: u16, size: (usize, usize), colours: usize, orders: &'stati
     Mode { number, size, colours, orders }
 }
 
-const NO_CURSOR: &str = "o/w 0x3d4 0x200a";
+const NO_CURSOR: &str = "o/h 0x3d4 0x200a";
 
 /// Text, CGA, planes, 256 colours, VBE with 8, 15, 16, 24 and 32 bits.
 const MODES: [Mode; 13] = [
@@ -176,31 +180,31 @@ const MODES: [Mode; 13] = [
         16,
         &[
             NO_CURSOR,
-            "o/w 0x3d4 0x500d",
-            "o/w 0x3c4 0x0503",
-            "o/w 0x3c4 0x0101",
-            "o/w 0x3d4 0x0f07",
-            "o/w 0x3d4 0x0f09",
-            "o/w 0x3d4 0x7818",
+            "o/h 0x3d4 0x500d",
+            "o/h 0x3c4 0x0503",
+            "o/h 0x3c4 0x0101",
+            "o/h 0x3d4 0x0f07",
+            "o/h 0x3d4 0x0f09",
+            "o/h 0x3d4 0x7818",
         ],
     ),
     mode(0x01, (640, 400), 16, &[NO_CURSOR]),
     mode(0x04, (640, 400), 4, &[]),
     mode(0x06, (640, 400), 2, &[]),
     mode(0x0d, (640, 400), 16, &[]),
-    mode(0x12, (640, 480), 16, &["o/w 0x3d4 0x2e07", "o/w 0x3d4 0x0009", "o/w 0x3d4 0x6418"]),
+    mode(0x12, (640, 480), 16, &["o/h 0x3d4 0x2e07", "o/h 0x3d4 0x0009", "o/h 0x3d4 0x6418"]),
     mode(0x13, (640, 400), 200, &[]),
     // Of a picture that is wider, and from within it.
     mode(
         0x103,
         (800, 600),
         200,
-        &["o/w 0x1ce 6", "o/w 0x1cf 1024", "o/w 0x1ce 8", "o/w 0x1cf 24", "o/w 0x1ce 9", "o/w 0x1cf 40"],
+        &["o/h 0x1ce 6", "o/h 0x1cf 1024", "o/h 0x1ce 8", "o/h 0x1cf 24", "o/h 0x1ce 9", "o/h 0x1cf 40"],
     ),
     mode(0x10d, (320, 200), 1000, &[]),
     mode(0x10e, (320, 200), 1000, &[]),
     mode(0x112, (640, 480), 1000, &[]),
-    mode(0x143, (800, 600), 1000, &["o/w 0x1ce 9", "o/w 0x1cf 5"]),
+    mode(0x143, (800, 600), 1000, &["o/h 0x1ce 9", "o/h 0x1cf 5"]),
 ];
 
 #[test]
