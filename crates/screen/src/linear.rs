@@ -19,10 +19,10 @@ pub(crate) struct Linear {
     is_big_endian: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Format {
     /// Numbers of colours.
-    Palette([Rgb; 256]),
+    Palette(Box<[Rgb; 256]>),
     /// Five bits a colour; `whole_range` fills up the bits below, so that white is white.
     Bits15 {
         whole_range: bool,
@@ -41,7 +41,7 @@ impl Linear {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
             4 => return Ok(None),
-            8 => Format::Palette(vga.all_colours()),
+            8 => Format::Palette(Box::new(vga.all_colours())),
             15 => Format::Bits15 { whole_range: true },
             16 => Format::Bits16 { whole_range: true },
             24 => Format::Bits24,
