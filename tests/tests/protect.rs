@@ -125,7 +125,7 @@ fn what_cannot_be_protected_is_refused_with_the_way_out() {
     vm.wait_for_error("same key file");
     drop(standby);
     let command = hosts.command(&bench, "b", &["standby", "--listen", "10.78.0.2:7430", "--dir", "d"]);
-    let _manual = keyframe_tests::Process::start(command);
+    let _manual = Process::start(command);
     vm.wait_for_error("the primary is started with --witness");
 }
 
