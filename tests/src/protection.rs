@@ -68,8 +68,13 @@ impl Hosts {
                 command.env(name, value);
             }
         }
-        command.env("XDG_RUNTIME_DIR", self.dir.join(host)).env("KEYFRAME_KEY", "KEY");
+        command.env("XDG_RUNTIME_DIR", self.run_folder(host)).env("KEYFRAME_KEY", "KEY");
         command
+    }
+
+    /// Where the engines of a host have their sockets.
+    pub fn run_folder(&self, host: &str) -> PathBuf {
+        self.dir.join(host)
     }
 
     /// The witness, answering.

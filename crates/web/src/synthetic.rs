@@ -81,9 +81,21 @@ impl Source for Synthetic {
             let status = json!({
                 "vm": name, "state": "running", "sealed": 500, "failed": 1, "last_error": HOSTILE, "interval_ns": 1_000_000_000_u64,
                 "backlog_ns": 0, "queued": 0, "phase": "idle", "encoder": "sealed", "store": HOSTILE, "last": last.map(AsRef::as_ref),
-                "last_age_ns": 250_000_000, "replication": { "standby": HOSTILE, "lag_ns": 12_000_000, "held_packets": 3 },
+                "last_age_ns": 250_000_000,
             });
             VmState { name, store: Some(STORE.into()), problem: None, status }
+        };
+        let replication = json!({
+            "role": "primary", "state": "protected", "protects": HOSTILE, "term": 2, "connected": true, "epoch": 70, "acknowledged": 69, "epochs": 70,
+            "reason": HOSTILE, "note": HOSTILE, "pages": 1203, "wire_bytes": 90_000, "all_wire_bytes": 9_000_000, "all_raw_bytes": 90_000_000,
+            "pause_ns": 2_100_000, "transfer_ns": 9_000_000, "epoch_ns": 25_000_000, "held_packets": 3, "held_bytes": 300, "passed_packets": 4000,
+            "dropped_packets": 0, "took_over_ns": null, "estimates": [[HOSTILE, 118_000_000.0]],
+        });
+        let protected = VmState {
+            name: "protected".into(),
+            store: None,
+            problem: None,
+            status: json!({ "vm": "protected", "state": "running", "replication": replication }),
         };
         let silent = VmState {
             name: "silent".into(),
@@ -91,7 +103,7 @@ impl Source for Synthetic {
             problem: Some("its engine does not answer".into()),
             status: Value::Null,
         };
-        (0..self.vms).map(vm).chain([silent]).collect()
+        (0..self.vms).map(vm).chain([protected, silent]).collect()
     }
 
     fn stores(&self) -> Vec<StoreHead> {
