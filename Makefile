@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test test-python soak fuzz bench bench-peers evaluation lint build setup guests clean
+.PHONY: help demo test test-python soak fuzz bench bench-peers evaluation guide lint build setup guests clean
 
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result, write $(OUT)/demo.html"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
 	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, more than an hour; CSV, plots, report in $(OUT)/evaluation"
+	@echo "make guide   the guide (docs/guide) as a book, in $(OUT)/guide; installs mdBook into target/tools"
 	@echo "make lint    formatting and clippy"
 	@echo "make build   target/release/keyframe"
 
@@ -49,6 +50,9 @@ bench-peers: setup
 
 evaluation: build guests
 	@scripts/evaluation
+
+guide: setup
+	@OUT=$(OUT) scripts/guide
 
 lint: setup
 	$(CARGO) fmt --all --check
