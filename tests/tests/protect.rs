@@ -141,6 +141,10 @@ fn what_cannot_be_protected_is_refused_with_the_way_out() {
     refused(&["standby", "--key", "OPEN", "--dir", "d"], &["others may read", "umask 077"]);
     refused(&["standby", "--key", "NONE", "--dir", "d"], &["NONE", "urandom"]);
     refused(&["failover"], &["no VM runs"]);
+    let mut keyless = hosts.command(&bench, "a", &line(&[]));
+    let output = keyless.env_remove("KEYFRAME_KEY").output().expect("run keyframe");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("head -c 32 /dev/urandom"), "{said}");
 
     // A standby with another key, or told otherwise who decides, is no standby for this VM.
     let _witness = hosts.witness(&bench);

@@ -171,6 +171,7 @@ impl Engine {
     /// Runs until the VM has ended, or runs elsewhere.
     pub fn run(mut self) -> Result<Finish, Failure> {
         self.handle(PrimaryInput::Tick);
+        self.show();
         let mut killed_at: Option<Instant> = None;
         while self.done.is_none() {
             if self.interrupted.load(Ordering::Relaxed) && killed_at.is_none() {
