@@ -62,8 +62,8 @@ mod tests {
     fn urgent(wanted: [Pid; 2]) -> [bool; 2] {
         wanted.map(|thread| {
             // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
-            let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };
-            policy >= 0 && policy & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR
+            let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
+            policy >= 0 && policy as i32 & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR
         })
     }
 
