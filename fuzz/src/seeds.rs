@@ -39,11 +39,24 @@ fn main() {
     corpora.add("gdb_packets", "made", b"\x08+$g#67+$T05watch:1000;#b1-\x03$Z2,1000,8#a5");
     let types = [&[0x9f, 0xeb, 1, 0, 24][..], &[0; 15], &[7, 0, 0, 0], b"\0pid\0x\0"].concat();
     corpora.add("analysis_types", "made", &types);
+    corpora.add("screen_registers", "bochs", &registers(0, [320, 200, 32]));
+    for (name, bits) in [("palette", 8), ("high", 16), ("true", 24)] {
+        corpora.add("screen_registers", name, &registers(1, [320, 200, bits]));
+    }
     corpora.add("analysis_symbols", "map", b"ffffffff81000000 T _text\nffffffff81000040 t other\n");
     qemu(&corpora);
     disk(&corpora);
     net(&corpora);
     served(&corpora);
+}
+
+/// A display's kind, a memory of 1 MiB, and a VBE mode: width, height, bits.
+fn registers(kind: u8, mode: [u16; 3]) -> Vec<u8> {
+    let vbe = [&[0][..], &mode, &[1, 0, 320, 200, 0, 0]].concat();
+    let line_bytes = 320 * u32::from(mode[2]) / 8;
+    let rest = [&0u32.to_le_bytes()[..], &line_bytes.to_le_bytes(), &[0; 24], &[0x20]].concat();
+    [&[kind, 20][..], &vbe.iter().flat_map(|register| register.to_le_bytes()).collect::<Vec<_>>(), &rest]
+        .concat()
 }
 
 /// With the numbers of the store itself made zero, which the targets expect.

@@ -22,6 +22,7 @@ mod report;
 mod reporting;
 mod rights;
 mod rundir;
+mod screens;
 mod serving;
 mod session;
 mod top;

@@ -12,11 +12,21 @@ pub struct Answer {
     pub status: u16,
     /// The header lines.
     pub head: String,
-    /// The content.
+    /// The content as text; what is none stands for itself as U+FFFD.
     pub body: String,
+    /// The content.
+    pub bytes: Vec<u8>,
 }
 
 impl Answer {
+    /// A line of the header, by its name in small letters.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.head.lines().find_map(|line| {
+            let (known, value) = line.split_once(": ")?;
+            known.eq_ignore_ascii_case(name).then_some(value)
+        })
+    }
+
     /// The content, which is JSON.
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e} in {self:?}"))
@@ -43,9 +53,9 @@ impl Http {
     /// A request with header lines; `Host` is the server's, unless one of them says otherwise.
     pub fn send(&self, method: &str, path: &str, lines: &[&str]) -> Answer {
         let (mut reader, status, head) = self.begin(method, path, lines);
-        let mut body = String::new();
-        reader.read_to_string(&mut body).expect("read the answer");
-        Answer { status, head, body }
+        let mut bytes = Vec::new();
+        reader.read_to_end(&mut bytes).expect("read the answer");
+        Answer { status, head, body: String::from_utf8_lossy(&bytes).into_owned(), bytes }
     }
 
     /// The first events of a stream: names and data, until `is_last` says so.

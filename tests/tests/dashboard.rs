@@ -259,6 +259,11 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     browser.screenshot(&pictures().join("replication.png"));
     assert_eq!(browser.script("window.hacked"), Value::Null);
     assert_eq!(browser.script("document.images.length"), 0);
+    // One that has a display shows its picture.
+    browser.script(&format!("location.hash = '#/checkpoint/{STORE}/8'"));
+    browser.until("document.querySelector('img.screen')?.naturalWidth === 1");
+    let words = browser.script("document.querySelector('img.screen').alt");
+    assert_eq!(words.as_str(), Some("what the display of vm-8 showed at checkpoint 8"));
     browser.script("location.hash = '#/'");
     browser.until("document.querySelectorAll('tr[data-vm]').length === 22");
     let spoken = browser.spoken();

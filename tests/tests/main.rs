@@ -42,6 +42,7 @@ mod report;
 mod rollback;
 mod rollback_disks;
 mod s3;
+mod screens;
 mod sectors;
 mod serve;
 mod strategies;

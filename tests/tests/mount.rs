@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// A mount that is gone with its test.
-struct Mounted {
+pub struct Mounted {
     process: Process,
     dir: PathBuf,
 }
 
 impl Mounted {
-    fn new(bench: &Bench) -> Self {
+    pub fn new(bench: &Bench) -> Self {
         let dir = bench.path().join("mnt");
         let _ = std::fs::create_dir(&dir);
         let (store, name) = (bench.store(), dir.display().to_string());
@@ -27,7 +27,7 @@ impl Mounted {
         Self { process, dir }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 

@@ -4,7 +4,7 @@
 
 use crate::Accelerator;
 use crate::qmp::fuzzing::{event, libvirt, received};
-use crate::stream::{Incoming, check, convert, cpu_registers, shadowed, written_by};
+use crate::stream::{Incoming, check, convert, cpu_registers, display, shadowed, written_by};
 use keyframe_units::PAGE_BYTES;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -20,7 +20,7 @@ pub fn device_state(state: &[u8]) {
             assert!(check(&converted).is_ok(), "what was converted is no device state any more");
         }
     }
-    let _ = (written_by(state), cpu_registers(state), shadowed(state));
+    let _ = (written_by(state), cpu_registers(state), shadowed(state), display(state));
 }
 
 /// A migration stream, as a user has it.

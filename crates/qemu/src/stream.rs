@@ -16,6 +16,7 @@
 
 mod convert;
 mod counted;
+mod display;
 mod incoming;
 mod outgoing;
 mod processors;
@@ -25,6 +26,7 @@ mod some;
 
 pub(crate) use convert::{convert, written_by};
 pub(crate) use counted::counted;
+pub use display::{Display, display};
 pub use incoming::{Incoming, IncomingBlock, IncomingSink};
 pub use outgoing::export;
 pub use processors::{CpuRegisters, Segment, Shadow, cpu_registers, shadowed};

@@ -101,6 +101,7 @@ pub fn routes() -> Routes {
         .get("/api/v1/stores/{store}/checkpoints/{id}", checkpoint)
         .get("/api/v1/stores/{store}/checkpoints/{id}/heat", heat)
         .get("/api/v1/stores/{store}/checkpoints/{id}/diff", diff)
+        .get("/api/v1/stores/{store}/checkpoints/{id}/screen", screen)
         .get("/api/v1/stores/{store}/growth", growth)
         .get("/api/v1/recordings", async |State(app): Shared| {
             ask(&app, |source| Ok(source.recordings())).await
@@ -183,6 +184,7 @@ impl IntoResponse for Problem {
         let status = match &self {
             Self::Unknown(_) => StatusCode::NOT_FOUND,
             Self::Bad(_) => StatusCode::BAD_REQUEST,
+            Self::NotShown(_) => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
         };
@@ -195,13 +197,23 @@ async fn ask<T: Serialize>(
     app: &Arc<App>,
     question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
 ) -> Response {
-    let app = Arc::clone(app);
-    let text = move || {
-        let found = question(&*app.source)?;
-        serde_json::to_string(&found).map_err(|e| Problem::Failed(format!("write JSON: {e}")))
+    let text = move |source: &dyn Source| {
+        let found = question(source)?;
+        serde_json::to_vec(&found).map_err(|e| Problem::Failed(format!("write JSON: {e}")))
     };
-    match tokio::task::spawn_blocking(text).await {
-        Ok(Ok(text)) => ([(header::CONTENT_TYPE, "application/json")], text).into_response(),
+    answer(app, "application/json", text).await
+}
+
+/// The same, with what the question found: bytes of a kind.
+async fn answer<B: AsRef<[u8]>>(
+    app: &Arc<App>,
+    kind: &'static str,
+    question: impl FnOnce(&dyn Source) -> Result<B, Problem> + Send + 'static,
+) -> Response {
+    let app = Arc::clone(app);
+    let bytes = move || question(&*app.source).map(|found| found.as_ref().to_vec());
+    match tokio::task::spawn_blocking(bytes).await {
+        Ok(Ok(bytes)) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
         Ok(Err(problem)) => problem.into_response(),
         Err(_) => {
             Problem::Failed("it could not be found out: see what the server says".into()).into_response()
@@ -214,14 +226,23 @@ async fn ask_slowly<T: Serialize>(
     app: &Arc<App>,
     question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
 ) -> Response {
-    let Ok(permit) = Arc::clone(&app.slow).acquire_owned().await else {
-        return Problem::Busy("the server ends".into()).into_response();
-    };
-    let held = move |source: &dyn Source| {
+    match slowly(app, question).await {
+        Ok(held) => ask(app, held).await,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+/// Waits until a question that reads much may be asked; it is counted until it has its answer.
+async fn slowly<T>(
+    app: &Arc<App>,
+    question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
+) -> Result<impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static, Problem> {
+    let permit = Arc::clone(&app.slow).acquire_owned().await;
+    let permit = permit.map_err(|_| Problem::Busy("the server ends".into()))?;
+    Ok(move |source: &dyn Source| {
         let _permit = permit;
         question(source)
-    };
-    ask(app, held).await
+    })
 }
 
 /// A place of a checkpoint.
@@ -323,6 +344,17 @@ async fn heat(State(app): Shared, at: Place, Asked(asked): Asked<Pieces>) -> Res
 async fn diff(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(ask_slowly(&app, move |source| source.diff(&store, id)).await)
+}
+
+#[derive(Deserialize)]
+struct Whose {
+    member: Option<String>,
+}
+
+async fn screen(State(app): Shared, at: Place, Asked(asked): Asked<Whose>) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    let question = move |source: &dyn Source| source.screen(&store, id, asked.member.as_deref());
+    Ok(answer(&app, "image/png", slowly(&app, question).await?).await)
 }
 
 async fn growth(State(app): Shared, Path(store): Path<String>) -> Response {

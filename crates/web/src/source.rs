@@ -219,6 +219,9 @@ pub enum Problem {
     /// It was asked for wrongly.
     #[error("{0}")]
     Bad(String),
+    /// There is such a thing, and it cannot be shown.
+    #[error("{0}")]
+    NotShown(String),
     /// It could not be found out or done.
     #[error("{0}")]
     Failed(String),
@@ -241,6 +244,8 @@ pub trait Source: Send + Sync + 'static {
     fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem>;
     /// What differs between it and its parent: pages, sectors and bytes.
     fn diff(&self, store: &str, id: u64) -> Result<Value, Problem>;
+    /// What the display of its VM showed, or that of the member of its group: a PNG.
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem>;
     /// What a store takes.
     fn sizes(&self, store: &str) -> Result<Sizes, Problem>;
     /// Recordings with their intervals, and how analyses of them get on. An array.

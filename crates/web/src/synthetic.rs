@@ -7,6 +7,8 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// A picture of one red pixel.
+pub const PNG: &[u8] = b"\x89PNG\x0d\x0a\x1a\x0a\x00\x00\x00\x0dIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x02\x00\x00\x00\x90wS\xde\x00\x00\x00\x0cIDATx\x9cc\xf8\xcf\xc0\x00\x00\x03\x01\x01\x00\xc9\xfe\x92\xef\x00\x00\x00\x00IEND\xaeB`\x82";
 /// The id of its one store.
 pub const STORE: &str = "00112233445566778899aabbccddeeff";
 /// A name that would do something, were it taken for HTML, for a label of a metric or for a line of a log.
@@ -130,6 +132,7 @@ impl Source for Synthetic {
         let mut all = serde_json::to_value(&**one).map_err(|e| Problem::Failed(e.to_string()))?;
         let more = json!({
             "precopy_rounds": 2, "parent_is_there": one.parent.is_some(), "previous": one.parent, "next": null,
+            "screens": if id % 3 == 2 { json!([null]) } else { json!([]) },
             "ram": [{ "name": HOSTILE, "used_bytes": 1 << 30, "total_bytes": 1 << 30 }],
             "machine": { "machine_type": "pc-i440fx-7.2", "cpus": 1, "qemu_version": "7.2", "user_command": ["qemu-system-x86_64", HOSTILE] },
             "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}") }, { "name": "pin", "command": format!("keyframe pin --store S {id}") }],
@@ -159,6 +162,16 @@ impl Source for Synthetic {
         Ok(
             json!({ "first": first, "second": id, "ram": [], "disks": [], "device_bytes": [1, 1], "same_devices": true }),
         )
+    }
+
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem> {
+        self.known(store, id)?;
+        match (member, id % 3) {
+            (Some(member), _) => Err(Problem::Bad(format!("it has no member {member}"))),
+            (None, 0) => Err(Problem::Unknown("the VM has no display".into())),
+            (None, 1) => Err(Problem::NotShown(format!("its display is {HOSTILE}"))),
+            (None, _) => Ok(PNG.into()),
+        }
     }
 
     fn sizes(&self, store: &str) -> Result<Sizes, Problem> {

@@ -5,12 +5,12 @@ use crate::disks::stored::StoredDisk;
 use crate::disks::writing::{Progress, failure};
 use crate::failure::{DONE, Failure, Outcome};
 use crate::images::{Guest, StoredPages};
-use crate::output;
+use crate::{output, screens};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{ImageFormat, Readable, commit};
 use keyframe_image::Image;
 use keyframe_qemu::stream;
-use keyframe_store::Store;
+use keyframe_store::{Loaded, Store};
 use keyframe_units::CheckpointId;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -24,12 +24,13 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// Zeros of this length become a hole in a file.
 const HOLE_BYTES: usize = 4096;
 
-/// Write a checkpoint as a file: raw RAM, ELF core, migration stream, disk
+/// Write a checkpoint as a file: raw RAM, ELF core, migration stream, screen, disk
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Formats:
   raw        guest-physical RAM from address 0 on; what is no memory is zeros (holes, in a file)
   elf        an ELF core with the registers of all processors, for gdb, crash and volatility
   migration  what QEMU's own migrate writes: QEMU of the same version with the VM's own command line loads it, without Keyframe
+  png        what the VM's display shows, where that is a VGA (-vga std, -device VGA) or bochs-display
 
 With --disk it is a disk, whole: raw (the default; sparse, in a file) or qcow2.
 
@@ -38,6 +39,7 @@ Examples:
   keyframe export --store S 12 --format raw -o - | strings
   keyframe export --store S latest --member web --format raw -o web.raw
   keyframe export --store S latest --disk vda --format qcow2 -o vda.qcow2
+  keyframe export --store S latest --format png -o screen.png
   keyframe export --store S latest --format migration -o vm.mig
   qemu-system-x86_64 THE VM'S OWN OPTIONS -incoming 'exec:cat vm.mig'")]
 pub struct Export {
@@ -70,6 +72,7 @@ enum Format {
     Raw,
     Elf,
     Migration,
+    Png,
     /// With --disk
     Qcow2,
 }
@@ -101,9 +104,10 @@ impl Export {
             Format::Raw => Some(guest.raw()?),
             Format::Elf => Some(guest.core()?),
             Format::Migration => None,
+            Format::Png => return self.screen(&loaded, &guest),
             Format::Qcow2 => {
                 return Err(Failure::new("qcow2 is a format of disks, not of RAM")
-                    .fix("say which disk with --disk NAME; for RAM choose raw, elf or migration"));
+                    .fix("say which disk with --disk NAME; for RAM choose raw, elf, migration or png"));
             }
         };
         let interrupted = Arc::new(AtomicBool::new(false));
@@ -148,7 +152,7 @@ impl Export {
                     .fix("name a file, or write it as raw"));
             }
             Format::Qcow2 => ImageFormat::Qcow2,
-            Format::Elf | Format::Migration => {
+            Format::Elf | Format::Migration | Format::Png => {
                 return Err(Failure::new(format!("disk {name}: a disk is written as raw or qcow2"))
                     .fix("leave --format out, or leave --disk out for the RAM"));
             }
@@ -178,17 +182,47 @@ impl Export {
         Ok(DONE)
     }
 
-    /// Through a temporary file beside it, so that a file of that name is always whole.
+    /// Writes what the display shows.
+    fn screen(&self, loaded: &Loaded, guest: &Guest) -> Outcome {
+        let vm = self.member.as_ref().unwrap_or(&loaded.meta.vm);
+        let what = format!("VM {vm} in checkpoint {}", loaded.id);
+        let picture = screens::picture(loaded, guest).map_err(|e| e.said(&what))?;
+        let file = screens::png(&picture)?;
+        let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
+        if self.output == Path::new("-") {
+            let mut out = io::stdout().lock();
+            out.write_all(&file).and_then(|()| out.flush()).map_err(fail)?;
+            return Ok(DONE);
+        }
+        self.whole(|out| out.write_all_at(&file, 0).map_err(fail))?;
+        if !self.quiet {
+            let (width, height) = (picture.width, picture.height);
+            eprintln!(
+                "keyframe: what {what} shows is in {} ({width} x {height} pixels)",
+                self.output.display()
+            );
+        }
+        Ok(DONE)
+    }
+
     fn to_file(&self, job: &Job<'_>, image: Option<&Image>, guest: &Guest) -> Result<(), Failure> {
+        self.whole(|file| match image {
+            Some(image) => {
+                let fail = |e: io::Error| Failure::new(format!("write {}: {e}", self.output.display()));
+                job.sparse(image, file).map_err(fail)
+            }
+            None => job.stream(None, guest, &mut &*file),
+        })
+    }
+
+    /// Through a temporary file beside it, so that a file of that name is always whole.
+    fn whole(&self, write: impl FnOnce(&File) -> Result<(), Failure>) -> Result<(), Failure> {
         let name = self.output.display();
         let fail = |e: io::Error| Failure::new(format!("write {name}: {e}"));
         let directory = self.output.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let temporary =
             tempfile::Builder::new().prefix(".keyframe-export-").tempfile_in(directory).map_err(fail)?;
-        match image {
-            Some(image) => job.sparse(image, temporary.as_file()).map_err(fail)?,
-            None => job.stream(None, guest, &mut temporary.as_file())?,
-        }
+        write(temporary.as_file())?;
         temporary.as_file().sync_all().map_err(fail)?;
         let kept = if self.force {
             temporary.persist(&self.output)

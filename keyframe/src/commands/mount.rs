@@ -20,6 +20,7 @@ const POLL: Duration = Duration::from_millis(50);
 #[derive(clap::Args, Debug)]
 #[command(after_help = "  DIR/12/ram.raw        guest-physical RAM
   DIR/12/ram.elf        an ELF core for gdb, crash and volatility
+  DIR/12/screen.png     what the VM's display showed, if it has a VGA
   DIR/12/device.state   as QEMU gave it
   DIR/12/info.json      what `show --json` prints
   DIR/12/disk-NAME.raw  each disk, whole; an error while the image that it stands on is not what it was

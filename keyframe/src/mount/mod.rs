@@ -7,6 +7,7 @@
 //!       info.json             what `show --json` prints
 //!       device.state          as QEMU gave it
 //!       ram.raw  ram.elf      made as they are read; absent where the checkpoint does not tell where its RAM lies
+//!       screen.png            what the VM's display showed; absent where there is none, or it cannot be drawn
 //!       disk-NAME.raw         each disk, whole: the checkpoint's blocks over the image; while the image is not what it
 //!                             was, opening it is an error (EIO), and info.json says why
 //!       MEMBER/               where the checkpoint is a group's: these files but info.json, of each of its VMs

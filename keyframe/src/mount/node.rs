@@ -50,11 +50,13 @@ pub enum Kind {
     Raw,
     /// `ram.elf`
     Core,
+    /// `screen.png`
+    Screen,
 }
 
 impl Kind {
     /// All kinds, in the order of listings. The place in it is the inode's low part, so new ones go behind.
-    pub const ALL: [Self; 4] = [Self::Info, Self::Devices, Self::Raw, Self::Core];
+    pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
     /// The file's name.
     pub fn name(self) -> &'static str {
@@ -63,6 +65,7 @@ impl Kind {
             Self::Devices => "device.state",
             Self::Raw => "ram.raw",
             Self::Core => "ram.elf",
+            Self::Screen => "screen.png",
         }
     }
 }

@@ -5,6 +5,7 @@ use super::node::{Kind, Node, Place};
 use crate::commands::show;
 use crate::failure::{Failure, chain};
 use crate::images::{Guest, StoredPages};
+use crate::screens::{self, NoPicture, Shown};
 use keyframe_image::Image;
 use keyframe_store::{Error, Loaded, LoadedDisks, Store};
 use keyframe_units::CheckpointId;
@@ -58,6 +59,9 @@ struct OpenedVm {
     directory: Option<String>,
     raw: Option<Image>,
     core: Option<Image>,
+    screen: Option<Shown>,
+    /// It as a file, once that was wanted.
+    png: Mutex<Option<Arc<[u8]>>>,
 }
 
 /// The store.
@@ -191,6 +195,7 @@ impl Tree {
             None => 0,
             Some(Kind::Info) => self.info(id)?.len() as u64,
             Some(Kind::Devices) => vm()?.guest.device_state.len() as u64,
+            Some(Kind::Screen) => self.png(&opened, vm()?)?.len() as u64,
             Some(kind) => vm()?.image(kind).ok_or(Denied::Absent)?.len_bytes(),
         };
         let time = opened.loaded.meta.taken_at.into();
@@ -217,6 +222,9 @@ impl Tree {
         }
         let opened = self.open(id)?;
         let vm = opened.vm(place).ok_or(Denied::Absent)?;
+        if kind == Kind::Screen {
+            return Ok(part(&self.png(&opened, vm)?));
+        }
         let Some(image) = vm.image(kind) else { return Ok(part(&vm.guest.device_state)) };
         let mut bytes = vec![0; len];
         let read = image.read_at(&StoredPages::new(&opened.loaded, &vm.guest), offset, &mut bytes);
@@ -226,6 +234,25 @@ impl Tree {
         })?;
         bytes.truncate(read);
         Ok(bytes)
+    }
+
+    /// What the display of a VM showed, as a file.
+    fn png(&self, opened: &Opened, vm: &OpenedVm) -> Result<Arc<[u8]>, Denied> {
+        let shown = vm.screen.as_ref().ok_or(Denied::Absent)?;
+        let mut png = lock(&vm.png);
+        if let Some(png) = &*png {
+            return Ok(Arc::clone(png));
+        }
+        let made = shown.picture(&opened.loaded, &vm.guest).and_then(|picture| screens::png(&picture));
+        let made = made.map_err(|e| {
+            self.say(format!("read {} of checkpoint {}: {e}", Kind::Screen.name(), opened.loaded.id));
+            Denied::Unreadable
+        })?;
+        Ok(Arc::clone(png.insert(made.into())))
+    }
+
+    fn lacks(&self, id: CheckpointId, kind: Kind, why: &Failure) {
+        self.say(format!("checkpoint {id} has no {}: {why}", kind.name()));
     }
 
     fn info(&self, id: CheckpointId) -> Result<String, Denied> {
@@ -247,13 +274,21 @@ impl Tree {
             }
         }
         let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
-        let made = |image: Result<Image, Failure>, kind: Kind| {
-            image.map_err(|e| self.say(format!("checkpoint {id} has no {}: {e}", kind.name()))).ok()
-        };
+        let made =
+            |image: Result<Image, Failure>, kind: Kind| image.map_err(|e| self.lacks(id, kind, &e)).ok();
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
             raw: made(guest.raw(), Kind::Raw),
             core: made(guest.core(), Kind::Core),
+            screen: match Shown::of(&guest) {
+                Ok(shown) => Some(shown),
+                Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,
+                Err(NoPicture::Failed(e)) => {
+                    self.lacks(id, Kind::Screen, &e);
+                    None
+                }
+            },
+            png: Mutex::default(),
             guest,
         };
         let guests = Guest::all(&loaded).unwrap_or_else(|e| {
@@ -326,6 +361,7 @@ impl Opened {
         match kind {
             Kind::Info => place.member == 0,
             Kind::Devices => self.vm(place).is_some(),
+            Kind::Screen => self.vm(place).is_some_and(|vm| vm.screen.is_some()),
             Kind::Raw | Kind::Core => self.vm(place).is_some_and(|vm| vm.image(kind).is_some()),
         }
     }
@@ -336,7 +372,7 @@ impl OpenedVm {
         match kind {
             Kind::Raw => self.raw.as_ref(),
             Kind::Core => self.core.as_ref(),
-            Kind::Info | Kind::Devices => None,
+            Kind::Info | Kind::Devices | Kind::Screen => None,
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::listed::Listed;
 use super::of_store;
 use crate::commands::show;
+use crate::screens;
 use keyframe_store::CheckpointId;
 use keyframe_web::Problem;
 use serde_json::{Value, json};
@@ -30,6 +31,12 @@ pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>) -> Result<Value,
         let command = format!("keyframe rollback {id} --name {}", quoted(vm));
         commands.push(json!({ "name": "rollback", "command": command }));
     }
+    let members = sealed.meta.members_ram().unwrap_or_default();
+    let shown = sealed.meta.members.iter().zip(&members).filter(|(_, (ram, _))| screens::may_be(ram));
+    let mut screens: Vec<Option<&str>> = shown.map(|(member, _)| Some(member.name.as_str())).collect();
+    if sealed.meta.members.is_empty() && screens::may_be(&sealed.meta.ram) {
+        screens.push(None);
+    }
     if let Some(object) = all.as_object_mut() {
         let parent = listing.get(id).and_then(|one| one.parent);
         object.insert("parent".into(), json!(parent));
@@ -39,6 +46,7 @@ pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>) -> Result<Value,
         );
         object.insert("previous".into(), json!(of_vm().rfind(|one| *one < id)));
         object.insert("next".into(), json!(of_vm().find(|one| *one > id)));
+        object.insert("screens".into(), json!(screens));
         object.insert("commands".into(), json!(commands));
     }
     Ok(all)

@@ -3,7 +3,8 @@
 //! ```text
 //!   engines' control sockets ──▶ vms ──which stores──▶ stores ──▶ listed (one a store): what is new since the last look
 //!   --recordings, --analysis ──▶ recordings               ├────▶ details: one checkpoint, commands
-//!                                                         └────▶ differences: heat, diff; the last few are kept
+//!                                                         ├────▶ differences: heat, diff; the last few are kept
+//!                                                         └────▶ screens: pictures of displays; likewise
 //! ```
 //!
 //! Invariants: everything that is asked again and again is kept for a while, and read anew only where a directory says that it changed;
@@ -13,6 +14,7 @@ mod details;
 mod differences;
 mod listed;
 mod recordings;
+mod screens;
 mod stores;
 mod vms;
 
@@ -45,6 +47,7 @@ pub struct Served {
     stores: stores::Stores,
     recordings: recordings::Recordings,
     differences: differences::Differences,
+    screens: screens::Screens,
 }
 
 impl Served {
@@ -56,6 +59,7 @@ impl Served {
             stores: stores::Stores::new(store, key),
             recordings: recordings::Recordings::new(recordings, analyses),
             differences: differences::Differences::default(),
+            screens: screens::Screens::default(),
         }
     }
 
@@ -98,6 +102,10 @@ impl Source for Served {
 
     fn diff(&self, store: &str, id: u64) -> Result<Value, Problem> {
         self.differences.diff(&*self.store(store)?, id)
+    }
+
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem> {
+        self.screens.of(&*self.store(store)?, id, member)
     }
 
     fn sizes(&self, store: &str) -> Result<Sizes, Problem> {

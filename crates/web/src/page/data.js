@@ -31,6 +31,16 @@ export async function ask(path, options = {}) {
   return said;
 }
 
+/** Asks for a picture: an address that an image takes. It is not given the path, because an image sends no token. */
+async function picture(path) {
+  const answer = await fetch(path, { headers: headers(), cache: "no-store" });
+  if (!answer.ok) throw new Refused(answer.status, await answer.json());
+  const reader = new FileReader();
+  const read = new Promise((done, failed) => { reader.onload = () => done(reader.result); reader.onerror = () => failed(reader.error); });
+  reader.readAsDataURL(await answer.blob());
+  return read;
+}
+
 const part = encodeURIComponent;
 
 export const api = {
@@ -43,6 +53,7 @@ export const api = {
   checkpoint: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}`),
   heat: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/heat`),
   diff: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/diff`),
+  screen: (store, id, member) => picture(`api/v1/stores/${part(store)}/checkpoints/${id}/screen?${query({ member })}`),
   growth: (store) => ask(`api/v1/stores/${part(store)}/growth`),
   pin: (store, id, on) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/pin`, { method: on ? "POST" : "DELETE", headers: headers() }),
   tag: (store, id, tag) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/tags/${part(tag)}`, { method: "POST", headers: headers() }),

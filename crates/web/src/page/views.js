@@ -194,6 +194,7 @@ export async function checkpoint(main, store, id) {
   };
   const actions = { pin: act(() => api.pin(store, id, true)), unpin: act(() => api.pin(store, id, false)) };
   const link = (to, text) => to && el("a", { href: checkpointLink(store, to) }, text);
+  const screenPlace = el("div", {});
   const heatPlace = el("div", {}, el("p", { class: "soft" }, "Looking where memory changed …"));
   const diffPlace = el("div", {}, el("button", { type: "button", onclick: () => compare() }, "Compare page by page"));
   const phases = Object.entries(c.pause).map(([name, ns]) => [name.replaceAll("_", " "), time(ns), `${((ns / Math.max(1, c.pause_ns)) * 100).toFixed(0)} %`]);
@@ -205,6 +206,7 @@ export async function checkpoint(main, store, id) {
     cards([["Taken", moment(c.taken_at)], ["Why", c.reason], ["Pause", time(c.pause_ns)], ["Dirty", `${count(c.dirty_pages)} pages`], ["Stored", bytes(c.stored_bytes)],
       ["Interval", time(c.interval_ns)], ["Backlog", time(c.backlog_ns)], ["Encoded in", time(c.encode_ns)], ["Strategy", `${c.strategy}, ${c.precopy_rounds} rounds`],
       ["RAM", bytes(c.ram_bytes)], ["Machine", `${c.machine.machine_type}, ${c.machine.cpus} CPUs, QEMU ${c.machine.qemu_version}`]]),
+    screenPlace,
     el("h3", {}, "What to do with it"), c.commands.map((one) => command(one, actions[one.name])), said,
     el("h3", {}, "Memory: where it changed"), heatPlace,
     el("h3", {}, "What differs from its parent"), diffPlace,
@@ -217,8 +219,18 @@ export async function checkpoint(main, store, id) {
     fill(diffPlace, el("p", { class: "soft" }, "Comparing …"));
     try { fill(diffPlace, difference(await api.diff(store, id))); } catch (error) { fill(diffPlace, problem(error)); }
   };
+  screens(store, c).then((found) => fill(screenPlace, found));
   api.heat(store, id).then((found) => fill(heatPlace, memory(found, store)), (error) => fill(heatPlace, problem(error)));
   return { update() {} };
+}
+
+/** What the displays showed: of the VM, or of each member of a group that has one. */
+async function screens(store, c) {
+  const one = async (member) => {
+    const alt = `what the display of ${member ?? c.vm} showed at checkpoint ${c.id}`;
+    try { return el("img", { class: "screen", src: await api.screen(store, c.id, member), alt }); } catch (error) { return problem(error); }
+  };
+  return c.screens.length ? [el("h3", {}, "Screen"), ...await Promise.all(c.screens.map(one))] : [];
 }
 
 function memory(found) {

@@ -156,3 +156,18 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
     assert!(!text.contains("keyframe_checkpoints_sealed_total{vm=\"silent\"}"), "a number that nobody knows");
     assert!(text.contains(r#"{vm="<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;"}"#), "{text}");
 }
+
+#[test]
+fn a_screen_is_a_picture_or_the_reason_why_there_is_none() {
+    let served = Served::on_loopback();
+    let screen = |rest: &str| served.get(&format!("/api/v1/stores/{STORE}/checkpoints/{rest}"));
+    let shown = screen("2/screen");
+    assert_eq!((shown.status.as_u16(), &shown.headers["content-type"]), (200, &"image/png".parse().unwrap()));
+    assert_eq!(shown.bytes, synthetic::PNG);
+    let refused = [("3/screen", 404), ("4/screen", 422), ("2/screen?member=web", 400), ("21/screen", 404)];
+    for (path, status) in refused {
+        let answer = screen(path);
+        assert_eq!(answer.status.as_u16(), status, "{path}");
+        assert!(answer.json()["error"].is_string(), "{path}: {}", answer.body);
+    }
+}

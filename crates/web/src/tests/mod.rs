@@ -30,6 +30,7 @@ struct Answer {
     status: StatusCode,
     headers: HeaderMap,
     body: String,
+    bytes: Vec<u8>,
 }
 
 impl Answer {
@@ -72,7 +73,8 @@ impl Served {
             } else {
                 to_bytes(body, 64 << 20).await.unwrap().to_vec()
             };
-            Answer { status: parts.status, headers: parts.headers, body: String::from_utf8(body).unwrap() }
+            let text = String::from_utf8_lossy(&body).into_owned();
+            Answer { status: parts.status, headers: parts.headers, body: text, bytes: body }
         })
     }
 

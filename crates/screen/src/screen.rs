@@ -1,0 +1,164 @@
+//! What is shown, and which bytes of memory that takes.
+
+use crate::linear::Linear;
+use crate::memory::Memory;
+use crate::planes::Planes;
+use crate::registers::{Registers, Vga};
+use crate::text::Text;
+use std::ops::Range;
+
+/// More pixels are not drawn: 8192 x 4096, which is above 8K.
+pub const PIXELS_MAX: u64 = 32 << 20;
+
+/// Bytes of a pixel in a [`Picture`].
+const PIXEL_BYTES: usize = 3;
+
+/// Why there is no picture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Reason {
+    /// The guest has not begun to use it.
+    #[error("the guest has set no mode")]
+    NoMode,
+    /// More than [`PIXELS_MAX`].
+    #[error("a picture of {width} x {height} pixels is larger than is drawn")]
+    TooLarge {
+        /// In pixels.
+        width: u64,
+        /// In pixels.
+        height: u64,
+    },
+    /// A mode that the display does not have.
+    #[error("a mode with {bits} bits a pixel, which the display does not have")]
+    Bits {
+        /// Bits of a pixel.
+        bits: u16,
+    },
+    /// Its lines do not fit into the display's memory.
+    #[error("the picture reaches beyond the display's memory of {memory_bytes} bytes")]
+    Beyond {
+        /// Its size.
+        memory_bytes: u64,
+    },
+}
+
+/// A picture, line by line from the top.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Picture {
+    /// In pixels.
+    pub width: u32,
+    /// In pixels.
+    pub height: u32,
+    /// Red, green and blue of each pixel.
+    pub rgb: Vec<u8>,
+}
+
+/// What a display shows, before its memory is looked at.
+#[derive(Clone, Debug)]
+pub struct Screen {
+    width: u32,
+    height: u32,
+    memory_bytes: u64,
+    needs: Range<u64>,
+    mode: Mode,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Mode {
+    Blank,
+    Text(Box<Text>),
+    Planes(Box<Planes>),
+    Linear(Box<Linear>),
+}
+
+impl Screen {
+    /// What `registers` show of a memory of `memory_bytes`.
+    pub fn new(registers: &Registers, memory_bytes: u64) -> Result<Self, Reason> {
+        match registers {
+            Registers::Bochs(bochs) => {
+                let linear = Linear::of_bochs(bochs, memory_bytes)?;
+                Self::checked(linear.width, linear.height, memory_bytes, Mode::Linear(Box::new(linear)))
+            }
+            Registers::Vga(vga) => Self::of_vga(vga, memory_bytes),
+        }
+    }
+
+    fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Self, Reason> {
+        let (width, height, mode) = if vga.vbe_is_enabled() {
+            match Linear::of_vga(vga, memory_bytes)? {
+                Some(linear) => (linear.width, linear.height, Mode::Linear(Box::new(linear))),
+                None => Planes::with_vbe(vga),
+            }
+        } else if vga.is_graphics() {
+            Planes::of(vga)
+        } else {
+            let text = Text::of(vga)?;
+            (text.width(), text.height(), Mode::Text(Box::new(text)))
+        };
+        let mode = if vga.is_blank() { Mode::Blank } else { mode };
+        Self::checked(width, height, memory_bytes, mode)
+    }
+
+    fn checked(width: u32, height: u32, memory_bytes: u64, mode: Mode) -> Result<Self, Reason> {
+        let pixels = u64::from(width) * u64::from(height);
+        if pixels == 0 {
+            return Err(Reason::NoMode);
+        }
+        if pixels > PIXELS_MAX {
+            return Err(Reason::TooLarge { width: width.into(), height: height.into() });
+        }
+        let needs = match &mode {
+            Mode::Blank => 0..0,
+            Mode::Text(text) => 0..text.end(),
+            Mode::Planes(planes) => 0..planes.end(),
+            Mode::Linear(linear) => linear.needs(),
+        };
+        // What reaches beyond the end begins anew.
+        let needs = if needs.end > memory_bytes { 0..memory_bytes } else { needs };
+        Ok(Self { width, height, memory_bytes, needs, mode })
+    }
+
+    /// In pixels.
+    pub fn width(&self) -> u32 {
+        self.width
+    }
+
+    /// In pixels.
+    pub fn height(&self) -> u32 {
+        self.height
+    }
+
+    /// Which bytes of the display's memory [`Self::draw`] wants.
+    pub fn needs(&self) -> Range<u64> {
+        self.needs.clone()
+    }
+
+    /// The picture; `memory` are the bytes of [`Self::needs`]. Bytes that are missing count as zeros.
+    pub fn draw(&self, memory: &[u8]) -> Picture {
+        let memory = Memory { bytes: memory, first: self.needs.start, len_bytes: self.memory_bytes };
+        let line_bytes = self.width as usize * PIXEL_BYTES;
+        let mut rgb = vec![0; line_bytes * self.height as usize];
+        let mut canvas = Canvas { rgb: &mut rgb, line_bytes };
+        match &self.mode {
+            Mode::Blank => {}
+            Mode::Text(text) => text.draw(&memory, &mut canvas),
+            Mode::Planes(planes) => planes.draw(&memory, &mut canvas),
+            Mode::Linear(linear) => linear.draw(&memory, &mut canvas),
+        }
+        Picture { width: self.width, height: self.height, rgb }
+    }
+}
+
+/// A picture that is being drawn. What lies outside of it is not drawn.
+pub(crate) struct Canvas<'a> {
+    rgb: &'a mut [u8],
+    line_bytes: usize,
+}
+
+impl Canvas<'_> {
+    /// The pixels of a line, and below it those of the next ones.
+    pub fn line(&mut self, y: u32) -> &mut [[u8; PIXEL_BYTES]] {
+        let start = (y as usize).saturating_mul(self.line_bytes);
+        let end = start.saturating_add(self.line_bytes);
+        self.rgb.get_mut(start..end).unwrap_or_default().as_chunks_mut().0
+    }
+}
