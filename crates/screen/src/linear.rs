@@ -20,6 +20,7 @@ pub(crate) struct Linear {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there is one for each picture")]
 enum Format {
     /// Numbers of colours.
     Palette([Rgb; 256]),
