@@ -135,7 +135,7 @@ impl Source for Synthetic {
             "screens": if id % 3 == 2 { json!([null]) } else { json!([]) },
             "ram": [{ "name": HOSTILE, "used_bytes": 1 << 30, "total_bytes": 1 << 30 }],
             "machine": { "machine_type": "pc-i440fx-7.2", "cpus": 1, "qemu_version": "7.2", "user_command": ["qemu-system-x86_64", HOSTILE] },
-            "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}") }, { "name": "pin", "command": format!("keyframe pin --store S {id}") }],
+            "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}"), "can_be_done": false }, { "name": "pin", "command": format!("keyframe pin --store S {id}"), "can_be_done": true }],
         });
         if let (Some(all), Some(more)) = (all.as_object_mut(), more.as_object()) {
             all.extend(more.clone());
@@ -184,7 +184,12 @@ impl Source for Synthetic {
     }
 
     fn act(&self, store: &str, action: &Action) -> Result<String, Problem> {
-        if let Action::Pin(id) | Action::Unpin(id) | Action::Tag(id, _) = action {
+        if let Action::Pin(id)
+        | Action::Unpin(id)
+        | Action::Tag(id, _)
+        | Action::Rollback(id)
+        | Action::Branch(id) = action
+        {
             self.known(store, *id)?;
         }
         self.acted.lock().unwrap_or_else(PoisonError::into_inner).push(action.clone());

@@ -192,7 +192,8 @@ export async function checkpoint(main, store, id) {
   const act = (work) => async () => {
     try { said.textContent = (await work()).done; } catch (error) { said.textContent = error.message; }
   };
-  const actions = { pin: act(() => api.pin(store, id, true)), unpin: act(() => api.pin(store, id, false)) };
+  const actions = { pin: act(() => api.pin(store, id, true)), unpin: act(() => api.pin(store, id, false)), branch: act(() => api.branch(store, id)),
+    rollback: act(() => (confirm(`Put VM ${c.vm} back to checkpoint ${id}? What it is now becomes a checkpoint first.`) ? api.rollback(store, id) : { done: "nothing was done" })) };
   const link = (to, text) => to && el("a", { href: checkpointLink(store, to) }, text);
   const screenPlace = el("div", {});
   const heatPlace = el("div", {}, el("p", { class: "soft" }, "Looking where memory changed …"));
@@ -207,7 +208,7 @@ export async function checkpoint(main, store, id) {
       ["Interval", time(c.interval_ns)], ["Backlog", time(c.backlog_ns)], ["Encoded in", time(c.encode_ns)], ["Strategy", `${c.strategy}, ${c.precopy_rounds} rounds`],
       ["RAM", bytes(c.ram_bytes)], ["Machine", `${c.machine.machine_type}, ${c.machine.cpus} CPUs, QEMU ${c.machine.qemu_version}`]]),
     screenPlace,
-    el("h3", {}, "What to do with it"), c.commands.map((one) => command(one, actions[one.name])), said,
+    el("h3", {}, "What to do with it"), c.commands.map((one) => command(one, one.can_be_done ? actions[one.name] : null)), said,
     el("h3", {}, "Memory: where it changed"), heatPlace,
     el("h3", {}, "What differs from its parent"), diffPlace,
     el("h3", {}, "Pause by phase"), table("From before QEMU is asked to stop until it has confirmed that the VM runs", [["Phase"], ["Time", 1], ["Part", 1]], phases),
