@@ -3,7 +3,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test test-python soak fuzz bench bench-peers evaluation lint build setup guests clean
+.PHONY: help demo test test-python soak fuzz bench bench-peers evaluation guide lint build deb static deny setup guests clean
 
 help:
 	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result, write $(OUT)/demo.html"
@@ -14,8 +14,12 @@ help:
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
 	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, more than an hour; CSV, plots, report in $(OUT)/evaluation"
-	@echo "make lint    formatting and clippy"
+	@echo "make guide   the guide (docs/guide) as a book, in $(OUT)/guide; installs mdBook into target/tools"
+	@echo "make lint    formatting, clippy, licences of dependencies"
+	@echo "make deny    cargo-deny: licences, banned crates, sources, advisories (3: these could not be had)"
 	@echo "make build   target/release/keyframe"
+	@echo "make deb     $(OUT)/keyframe_VERSION_amd64.deb, looked at by lintian, installed and removed in a directory"
+	@echo "make static  $(OUT)/keyframe-static: a program that needs no library"
 
 setup:
 	@scripts/setup
@@ -50,9 +54,23 @@ bench-peers: setup
 evaluation: build guests
 	@scripts/evaluation
 
+guide: setup
+	@OUT=$(OUT) scripts/guide
+
 lint: setup
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	@scripts/licences --test
+	@scripts/licences
+
+deny: setup
+	@scripts/deny
+
+deb: build
+	@OUT=$(OUT) scripts/deb
+
+static: setup
+	@OUT=$(OUT) scripts/static
 
 clean:
 	$(CARGO) clean

@@ -15,6 +15,8 @@ fn main() {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let rustc = std::env::var_os("RUSTC").expect("cargo sets RUSTC");
     let target = std::env::var("TARGET").expect("cargo sets TARGET");
+    // It goes with QEMU's C library, which is the distribution's, also where the program itself has musl linked in.
+    let target = target.replace("-musl", "-gnu");
     for interface in INTERFACES {
         let status = Command::new(&rustc)
             .args(["--edition", "2024", "--crate-name", "keyframe_plugin", "--crate-type", "cdylib"])

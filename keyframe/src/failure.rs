@@ -89,9 +89,10 @@ impl Failure {
             }
             Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
             Error::Exists { .. } => failure.fix("use it as it is, or name another place"),
-            Error::UnknownCheckpoint { .. } => {
-                failure.fix(format!("see what there is with: keyframe list --store {}", path.display()))
-            }
+            Error::UnknownCheckpoint { .. } => failure.fix(format!(
+                "name a number, a tag or `latest`; see what there is with: keyframe list --store {}",
+                path.display()
+            )),
             _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
             _ => Self { fix: crate::keys::fix(error).or_else(|| error.fix()), ..failure },
         }

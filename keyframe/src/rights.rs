@@ -2,7 +2,7 @@
 //!
 //! | command | keeps |
 //! |---|---|
-//! | starts QEMU or other programs, mounts, measures | all: its child needs what the user gave it |
+//! | starts QEMU or other programs (`serve` with --allow-start, too), mounts, measures | all: its child needs what the user gave it |
 //! | `attach`, `__watchdog` | tracing, files |
 //! | `__guard` | signals, files; starts nothing |
 //! | all others | files; starts nothing |
@@ -42,6 +42,7 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Verify(_)
         | Command::Bench(_)
         | Command::Work(_) => Ok(()),
+        Command::Serve(serve) if serve.starts() => Ok(()),
         Command::Attach(_) | Command::Watchdog(_) => capabilities_but(Keep::Tracing),
         Command::GuardProcess(_) => {
             capabilities_but(Keep::FilesAndSignals)?;

@@ -21,6 +21,9 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
+/// Where clones have theirs; no VM's name begins with a dot.
+const CLONES: &str = ".clones";
+
 /// A claimed run directory.
 pub struct RunDir {
     path: PathBuf,
@@ -37,8 +40,7 @@ impl RunDir {
 
     /// The same for a clone, which has no engine, and may get one of its name.
     pub fn claim_clone(name: &str) -> Result<Self, Failure> {
-        // No VM's name begins with a dot.
-        let clones = base()?.join(".clones");
+        let clones = base()?.join(CLONES);
         make_private(&clones)?;
         Self::claim_in(&clones, name)
     }
@@ -111,8 +113,16 @@ pub fn name_from(text: &str) -> String {
 
 /// The directories of engines that live.
 pub fn all() -> Result<Vec<PathBuf>, Failure> {
-    let base = base()?;
-    let entries = match std::fs::read_dir(&base) {
+    living_in(&base()?)
+}
+
+/// The directories of clones whose `keyframe branch` lives.
+pub fn clones() -> Result<Vec<PathBuf>, Failure> {
+    living_in(&base()?.join(CLONES))
+}
+
+fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let entries = match std::fs::read_dir(base) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(Failure::new(format!("read {}: {e}", base.display()))),

@@ -36,6 +36,13 @@ impl std::ops::Deref for Hosts {
     }
 }
 
+/// Other tests have the processors, too: a host is not dead because it waits for one.
+fn be_patient(args: &mut Vec<&str>) {
+    if !args.contains(&"--detection") {
+        args.extend(["--detection", "2s"]);
+    }
+}
+
 impl Hosts {
     /// With links of 1 Gbit/s, and a key in the bench's directory.
     pub fn new(bench: &Bench) -> Self {
@@ -68,8 +75,13 @@ impl Hosts {
                 command.env(name, value);
             }
         }
-        command.env("XDG_RUNTIME_DIR", self.dir.join(host)).env("KEYFRAME_KEY", "KEY");
+        command.env("XDG_RUNTIME_DIR", self.run_folder(host)).env("KEYFRAME_KEY", "KEY");
         command
+    }
+
+    /// Where the engines of a host have their sockets.
+    pub fn run_folder(&self, host: &str) -> PathBuf {
+        self.dir.join(host)
     }
 
     /// The witness, answering.
@@ -86,6 +98,7 @@ impl Hosts {
         let dir = format!("standby-{host}");
         let mut args = vec!["standby", "--witness", WITNESS, "--listen", &listen, "--dir", &dir];
         args.extend(options);
+        be_patient(&mut args);
         let mut standby = Process::start(self.command(bench, host, &args));
         standby.wait_for_error("waits for a primary");
         standby
@@ -117,10 +130,7 @@ impl Hosts {
         let mut args =
             vec!["protect", "--witness", WITNESS, "--standby", "10.78.0.2:7430", "--dir", "primary"];
         args.extend(options);
-        if !options.contains(&"--detection") {
-            // Other tests have the processors, too: a host is not dead because it waits for one.
-            args.extend(["--detection", "2s"]);
-        }
+        be_patient(&mut args);
         let mut command = self.command(bench, "a", &args);
         command.arg("--").args(line);
         Process::start(command)

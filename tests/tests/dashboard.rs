@@ -2,10 +2,10 @@
 //!
 //! Pictures of each page are left in `target/tmp/dashboard`.
 
-use keyframe_tests::{Bench, Boot, Browser, Http, Process, number};
+use keyframe_tests::{Bench, Boot, Browser, Http, Process, number, until};
 use keyframe_web::synthetic::{HOSTILE, STORE, Synthetic};
 use keyframe_web::{Options, Server};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -59,6 +59,7 @@ fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
     // It has ended; what it left is still shown.
     assert_eq!(http.get("/api/v1/vms").json(), serde_json::json!([]));
     compared(&bench, &http, &store);
+    started(&bench);
     let lines = end(server);
     let requests: Vec<Value> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     assert!(requests.len() > 20, "{lines}");
@@ -137,6 +138,36 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
     assert_eq!(http.send("POST", &pin.replace("/2/", "/999999/"), &[BEARER]).status, 404);
     assert_eq!(http.send("DELETE", &pin, &[BEARER]).status, 200);
     assert_eq!(second()["pinned"], false);
+    // The VM goes back, in the same QEMU; and it starts no clone that nobody allowed.
+    let of = |what: &str| format!("/api/v1/stores/{store}/checkpoints/2/{what}");
+    assert_eq!(http.send("POST", &of("rollback"), &[]).status, 401);
+    let back = http.send("POST", &of("rollback"), &[BEARER]);
+    assert!(back.status == 200 && back.body.contains("is back at checkpoint 2"), "{back:?}");
+    assert!(bench.list().iter().any(|one| one["reason"] == "rollback"));
+    let refused = http.send("POST", &of("branch"), &[BEARER]);
+    assert!(refused.status == 400 && refused.body.contains("--allow-start"), "{refused:?}");
+}
+
+/// A clone that is started from the page outlives the server.
+fn started(bench: &Bench) {
+    let (server, http, _) = serve(bench, &[&bench.store(), "--token-file", "token", "--allow-start"]);
+    let store = http.get("/api/v1/stores").json()[0]["id"].as_str().expect("the store").to_owned();
+    let path = format!("/api/v1/stores/{store}/checkpoints/3/branch");
+    assert_eq!(http.send("POST", &path, &[]).status, 401);
+    assert_eq!(http.send("POST", &path.replace("/3/", "/999/"), &[BEARER]).status, 500);
+    let answer = http.send("POST", &path, &[BEARER]);
+    assert!(answer.status == 200 && answer.body.contains("clone web-1 runs"), "{answer:?}");
+    end(server);
+    let shown = bench.ok(&["status"]);
+    assert!(shown.contains("web-1: a clone"), "{shown}");
+    let pid = answer
+        .body
+        .rsplit("kill ")
+        .next()
+        .and_then(|rest| rest.trim_end_matches(['"', '}', '\n']).parse().ok());
+    let pid = pid.and_then(Pid::from_raw).unwrap_or_else(|| panic!("no pid in {answer:?}"));
+    kill_process(pid, Signal::TERM).expect("end the clone");
+    until("the clone has ended", || !bench.ok(&["status"]).contains("web-1"));
 }
 
 /// Heat and diff against what the commands say.
@@ -239,11 +270,6 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     assert!(
         browser.script("Number(document.querySelector('#timeline').dataset.buckets)").as_u64() <= Some(300)
     );
-    let told = browser.script("document.body.innerText");
-    assert!(
-        told.as_str().is_some_and(|told| told.contains("Replication") && told.contains("held packets")),
-        "{told}"
-    );
     // A click on a place that several share looks closer; one on a single one opens it.
     browser.script("document.querySelector('#timeline').focus()");
     for _ in 0..2 {
@@ -252,10 +278,16 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
         browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint ') || document.querySelector('#timeline').dataset.checkpoints < 500");
     }
     browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint 10000 of')");
-    for place in [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")] {
+    let places = [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")];
+    for place in places.into_iter().chain(["#/replication/protected".into()]) {
         browser.script(&format!("location.hash = '{place}'"));
         browser.until(&format!("document.getElementById('main').dataset.shown === '{place}'"));
     }
+    let told = browser.script("document.body.innerText");
+    for word in ["protected", "1 epochs, 9.00 ms", "3 (300 B)", "Why they were taken"] {
+        assert!(told.as_str().is_some_and(|told| told.contains(word)), "{word}: {told}");
+    }
+    browser.screenshot(&pictures().join("replication.png"));
     assert_eq!(browser.script("window.hacked"), Value::Null);
     assert_eq!(browser.script("document.images.length"), 0);
     // One that has a display shows its picture.
@@ -264,7 +296,7 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     let words = browser.script("document.querySelector('img.screen').alt");
     assert_eq!(words.as_str(), Some("what the display of vm-8 showed at checkpoint 8"));
     browser.script("location.hash = '#/'");
-    browser.until("document.querySelectorAll('tr[data-vm]').length === 21");
+    browser.until("document.querySelectorAll('tr[data-vm]').length === 22");
     let spoken = browser.spoken();
     for (role, word) in
         [("main", ""), ("navigation", "Pages"), ("table", ""), ("image", "Pauses of"), ("status", "")]

@@ -22,6 +22,7 @@ mod faults;
 mod forget;
 mod graphics;
 mod group;
+mod guide;
 mod hotplug;
 mod kvm;
 mod lazy;

@@ -1,7 +1,8 @@
 //! A VM with a standby: nothing that a client was answered is ever taken back.
 
 use keyframe_tests::protection::{Client, Hosts};
-use keyframe_tests::{Bench, Process, until};
+use keyframe_tests::{Bench, Http, Process, until};
+use rustix::process::Signal;
 use std::time::Duration;
 
 const WORK: &str = "ledger kf.dev=/dev/vda kf.ip=10.78.0.15";
@@ -37,6 +38,32 @@ impl Pair {
     /// What the engine on a host says of the replication.
     fn status(&self, host: &str) -> Option<serde_json::Value> {
         self.hosts.status(&self.bench, host)
+    }
+
+    /// Either host's dashboard says that all is in order.
+    fn on_the_dashboard(&self) {
+        for (host, role, state) in [("a", "primary", "protected"), ("b", "standby", "ready to take over")] {
+            let mut command = self.bench.command(&["serve", "--http", "127.0.0.1:0", "--json"]);
+            command.env("XDG_RUNTIME_DIR", self.hosts.run_folder(host));
+            let mut server = Process::start(command);
+            let said: serde_json::Value = serde_json::from_str(&server.wait_for("\"http\"")).expect("JSON");
+            let http = Http::at(said["http"].as_str().expect("an address"));
+            let vms = http.get("/api/v1/vms").json();
+            let told = &vms[0]["status"]["replication"];
+            assert_eq!((told["role"].as_str(), told["state"].as_str()), (Some(role), Some(state)), "{vms}");
+            let metrics = http.get("/metrics").body;
+            let of = |name: &str| {
+                let line = metrics
+                    .lines()
+                    .find_map(|line| line.strip_prefix(&format!("keyframe_replication_{name}{{")));
+                line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
+            };
+            assert_eq!(of("primary"), Some(f64::from(u8::from(host == "a"))), "{metrics}");
+            assert!(of("connected") == Some(1.0) && of("term") == Some(1.0), "{metrics}");
+            assert!(host == "b" || of("epochs_total") >= Some(25.0), "{metrics}");
+            server.signal(Signal::TERM);
+            server.wait();
+        }
     }
 
     fn fail_over(&self, from: &str) {
@@ -78,6 +105,7 @@ fn a_standby_holds_exactly_what_the_vm_was_at_each_epoch() {
     // Small changes travel as small changes.
     let (wire, raw) = (status["all_wire_bytes"].as_u64(), status["all_raw_bytes"].as_u64());
     assert!(wire.zip(raw).is_some_and(|(wire, raw)| wire * 3 < raw), "{status}");
+    pair.on_the_dashboard();
     pair.hosts.a.kill_all();
     pair.client.go_on(20, &mut pair.b);
     pair.client.end();
@@ -113,6 +141,10 @@ fn what_cannot_be_protected_is_refused_with_the_way_out() {
     refused(&["standby", "--key", "OPEN", "--dir", "d"], &["others may read", "umask 077"]);
     refused(&["standby", "--key", "NONE", "--dir", "d"], &["NONE", "urandom"]);
     refused(&["failover"], &["no VM runs"]);
+    let mut keyless = hosts.command(&bench, "a", &line(&[]));
+    let output = keyless.env_remove("KEYFRAME_KEY").output().expect("run keyframe");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("head -c 32 /dev/urandom"), "{said}");
 
     // A standby with another key, or told otherwise who decides, is no standby for this VM.
     let _witness = hosts.witness(&bench);
@@ -125,7 +157,7 @@ fn what_cannot_be_protected_is_refused_with_the_way_out() {
     vm.wait_for_error("same key file");
     drop(standby);
     let command = hosts.command(&bench, "b", &["standby", "--listen", "10.78.0.2:7430", "--dir", "d"]);
-    let _manual = keyframe_tests::Process::start(command);
+    let _manual = Process::start(command);
     vm.wait_for_error("the primary is started with --witness");
 }
 

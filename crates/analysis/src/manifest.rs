@@ -100,7 +100,9 @@ impl Foreign {
                 }
             };
         }
-        let dir = path.parent().unwrap_or(Path::new(".")).to_owned();
+        // A plain name has an empty parent, and QEMU would look for its plugin where the system has libraries.
+        let dir =
+            path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
         Ok(Self { manifest, dir, given })
     }
 

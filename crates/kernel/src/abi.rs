@@ -10,9 +10,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 const READ: u64 = 2;
 const WRITE: u64 = 1;
 
-/// The number of an ioctl, as the kernel's `_IOC` makes it.
-const fn ioc(direction: u64, kind: u8, number: u8, len_bytes: usize) -> u64 {
-    direction << 30 | (len_bytes as u64) << 16 | (kind as u64) << 8 | number as u64
+/// The number of an ioctl, as the kernel's `_IOC` makes it. The kernel reads 32 bits of it, whatever the C library calls them.
+const fn ioc(direction: u64, kind: u8, number: u8, len_bytes: usize) -> libc::Ioctl {
+    (direction << 30 | (len_bytes as u64) << 16 | (kind as u64) << 8 | number as u64) as libc::Ioctl
 }
 
 pub const UFFD_API: u64 = 0xAA;
@@ -137,13 +137,13 @@ impl Message {
     }
 }
 
-const UFFDIO_API: u64 = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
-const UFFDIO_REGISTER: u64 = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
-const UFFDIO_WRITEPROTECT: u64 = ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
-const UFFDIO_COPY: u64 = ioc(READ | WRITE, 0xAA, 0x03, size_of::<UffdCopy>());
-const UFFDIO_ZEROPAGE: u64 = ioc(READ | WRITE, 0xAA, 0x04, size_of::<UffdZeroPage>());
-const UFFDIO_WAKE: u64 = ioc(READ, 0xAA, 0x02, size_of::<UffdRange>());
-const UFFDIO_UNREGISTER: u64 = ioc(READ, 0xAA, 0x01, size_of::<UffdRange>());
+const UFFDIO_API: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
+const UFFDIO_REGISTER: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
+const UFFDIO_WRITEPROTECT: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
+const UFFDIO_COPY: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x03, size_of::<UffdCopy>());
+const UFFDIO_ZEROPAGE: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x04, size_of::<UffdZeroPage>());
+const UFFDIO_WAKE: libc::Ioctl = ioc(READ, 0xAA, 0x02, size_of::<UffdRange>());
+const UFFDIO_UNREGISTER: libc::Ioctl = ioc(READ, 0xAA, 0x01, size_of::<UffdRange>());
 
 pub const SCAN_WP_MATCHING: u64 = 1;
 pub const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
@@ -202,19 +202,19 @@ struct MapQuery {
     build_id_addr: u64,
 }
 
-const PROCMAP_QUERY: u64 = ioc(READ | WRITE, b'f', 17, size_of::<MapQuery>());
-const PAGEMAP_SCAN: u64 = ioc(READ | WRITE, b'f', 16, size_of::<ScanArg>());
+const PROCMAP_QUERY: libc::Ioctl = ioc(READ | WRITE, b'f', 17, size_of::<MapQuery>());
+const PAGEMAP_SCAN: libc::Ioctl = ioc(READ | WRITE, b'f', 16, size_of::<ScanArg>());
 
 const _: () = assert!(size_of::<UffdApi>() == 24);
 const _: () = assert!(size_of::<UffdRange>() == 16);
 const _: () = assert!(size_of::<UffdRegister>() == 32);
 const _: () = assert!(size_of::<ScanArg>() == 96);
 const _: () = assert!(size_of::<PageRegion>() == 24);
-const _: () = assert!(size_of::<MapQuery>() == 104 && PROCMAP_QUERY == 0xC068_6611);
-const _: () = assert!(UFFDIO_API == 0xC018_AA3F && UFFDIO_REGISTER == 0xC020_AA00);
-const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06 && UFFDIO_WAKE == 0x8010_AA02);
-const _: () = assert!(UFFDIO_COPY == 0xC028_AA03 && UFFDIO_ZEROPAGE == 0xC020_AA04);
-const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01 && PAGEMAP_SCAN == 0xC060_6610);
+const _: () = assert!(size_of::<MapQuery>() == 104 && PROCMAP_QUERY as u32 == 0xC068_6611);
+const _: () = assert!(UFFDIO_API as u32 == 0xC018_AA3F && UFFDIO_REGISTER as u32 == 0xC020_AA00);
+const _: () = assert!(UFFDIO_WRITEPROTECT as u32 == 0xC018_AA06 && UFFDIO_WAKE as u32 == 0x8010_AA02);
+const _: () = assert!(UFFDIO_COPY as u32 == 0xC028_AA03 && UFFDIO_ZEROPAGE as u32 == 0xC020_AA04);
+const _: () = assert!(UFFDIO_UNREGISTER as u32 == 0x8010_AA01 && PAGEMAP_SCAN as u32 == 0xC060_6610);
 
 /// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
 pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {

@@ -358,7 +358,7 @@ fn raised_priority() -> Tried {
 }
 
 fn kvm() -> Tried {
-    const KVM_GET_API_VERSION: u64 = 0xAE00;
+    const KVM_GET_API_VERSION: libc::Ioctl = 0xAE00;
     match fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         Ok(device) => {
             // SAFETY: an open descriptor; this request takes no argument, and is unknown to any other device.

@@ -4,11 +4,14 @@
 //! frees a few megabytes again and again then spends half of its time on page faults.
 
 /// The most that the C library allows for blocks from its heaps.
+#[cfg(target_env = "gnu")]
 const BLOCK_BYTES_MAX: libc::c_int = 32 << 20;
 /// What a heap may have free at its end.
+#[cfg(target_env = "gnu")]
 const FREE_BYTES_MAX: libc::c_int = 512 << 20;
 
 /// From now on freed memory stays with this process. False where the C library has no such choice.
+#[cfg(target_env = "gnu")]
 pub fn keep_freed_memory() -> bool {
     let set = |parameter, value| {
         // SAFETY: mallopt takes two numbers, and may be called by any thread at any time.
@@ -17,7 +20,13 @@ pub fn keep_freed_memory() -> bool {
     set(libc::M_MMAP_THRESHOLD, BLOCK_BYTES_MAX) & set(libc::M_TRIM_THRESHOLD, FREE_BYTES_MAX)
 }
 
-#[cfg(test)]
+/// musl's allocator has no such choice.
+#[cfg(not(target_env = "gnu"))]
+pub fn keep_freed_memory() -> bool {
+    false
+}
+
+#[cfg(all(test, target_env = "gnu"))]
 mod tests {
     #[test]
     fn this_c_library_can_keep_memory() {

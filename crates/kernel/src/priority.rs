@@ -48,10 +48,10 @@ pub fn lower() {
 
 /// Sets the policy of a thread; of the calling one without a number.
 fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
-    let parameters = libc::sched_param { sched_priority: priority };
     let number = Pid::as_raw(thread);
-    // SAFETY: a number of no thread is an error; the pointer is to a live `sched_param`, which is only read.
-    unsafe { libc::sched_setscheduler(number, policy, &raw const parameters) == 0 }
+    // The kernel's own call: musl has none behind its name. The kernel's `sched_param` is the priority alone.
+    // SAFETY: a number of no thread is an error; the pointer is to a live `int`, which is only read.
+    unsafe { libc::syscall(libc::SYS_sched_setscheduler, number, policy, &raw const priority) == 0 }
 }
 
 #[cfg(test)]
@@ -62,8 +62,8 @@ mod tests {
     fn urgent(wanted: [Pid; 2]) -> [bool; 2] {
         wanted.map(|thread| {
             // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
-            let policy = unsafe { libc::sched_getscheduler(Pid::as_raw(Some(thread))) };
-            policy >= 0 && policy & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR
+            let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
+            policy >= 0 && policy as i32 & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR
         })
     }
 

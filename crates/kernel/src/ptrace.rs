@@ -23,6 +23,12 @@ use std::mem::{MaybeUninit, size_of};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
+/// What the C library takes for a request.
+#[cfg(target_env = "musl")]
+type Request = libc::c_int;
+#[cfg(not(target_env = "musl"))]
+type Request = libc::c_uint;
+
 const OPTION_SYSCALL_GOOD: usize = libc::PTRACE_O_TRACESYSGOOD as usize;
 const OPTION_SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
 /// Siginfo code of a system call stop (with TRACESYSGOOD), and of an event stop above a signal number.
@@ -143,7 +149,7 @@ impl<'p> Tracee<'p> {
     }
 
     /// A ptrace request whose `data` is a number, or null, or points to what that request reads or writes.
-    fn request(&self, request: libc::c_uint, address: usize, data: *mut c_void) -> io::Result<i64> {
+    fn request(&self, request: Request, address: usize, data: *mut c_void) -> io::Result<i64> {
         // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SETOPTIONS, SYSCALL, CONT, DETACH), nothing
         // (INTERRUPT), a pointer to an iovec of live memory (GETREGSET), or a pointer to a live local of the size the
         // request transfers (the rest). The kernel checks that the thread is ours to trace; memory of ours is touched
@@ -153,7 +159,7 @@ impl<'p> Tracee<'p> {
     }
 
     /// A request that fills a `T`.
-    fn fetch<T: Plain>(&self, request: libc::c_uint, address: usize) -> io::Result<T> {
+    fn fetch<T: Plain>(&self, request: Request, address: usize) -> io::Result<T> {
         let mut value = MaybeUninit::<T>::zeroed();
         self.request(request, address, value.as_mut_ptr().cast())?;
         // SAFETY: zeroed, then partly or wholly overwritten by the kernel; any bytes are a value of a `Plain` type.
@@ -254,7 +260,7 @@ impl<'p> Tracee<'p> {
 
     /// The signals that the stopped thread blocks.
     pub fn signal_mask(&self) -> Result<SignalMask> {
-        self.fetch(libc::PTRACE_GETSIGMASK, size_of::<u64>())
+        self.fetch(libc::PTRACE_GETSIGMASK as Request, size_of::<u64>())
             .map(SignalMask)
             .map_err(|source| self.error("read the main thread's signal mask", source))
     }
@@ -262,7 +268,7 @@ impl<'p> Tracee<'p> {
     /// Sets the signals that the stopped thread blocks.
     pub fn set_signal_mask(&self, mask: SignalMask) -> Result<()> {
         let mut bits = mask.0;
-        self.request(libc::PTRACE_SETSIGMASK, size_of::<u64>(), (&raw mut bits).cast())
+        self.request(libc::PTRACE_SETSIGMASK as Request, size_of::<u64>(), (&raw mut bits).cast())
             .map(drop)
             .map_err(|source| self.error("set the main thread's signal mask", source))
     }

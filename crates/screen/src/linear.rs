@@ -19,10 +19,11 @@ pub(crate) struct Linear {
     is_big_endian: bool,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there is one for each picture")]
 enum Format {
     /// Numbers of colours.
-    Palette(Box<[Rgb; 256]>),
+    Palette([Rgb; 256]),
     /// Five bits a colour; `whole_range` fills up the bits below, so that white is white.
     Bits15 {
         whole_range: bool,
@@ -41,7 +42,7 @@ impl Linear {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
             4 => return Ok(None),
-            8 => Format::Palette(Box::new(vga.all_colours())),
+            8 => Format::Palette(vga.all_colours()),
             15 => Format::Bits15 { whole_range: true },
             16 => Format::Bits16 { whole_range: true },
             24 => Format::Bits24,

@@ -109,6 +109,8 @@ pub fn routes() -> Routes {
         .get("/api/v1/events", events)
         .post("/api/v1/stores/{store}/checkpoints/{id}/pin", pin)
         .delete("/api/v1/stores/{store}/checkpoints/{id}/pin", unpin)
+        .post("/api/v1/stores/{store}/checkpoints/{id}/rollback", rollback)
+        .post("/api/v1/stores/{store}/checkpoints/{id}/branch", branch)
         .post("/api/v1/stores/{store}/checkpoints/{id}/tags/{tag}", tag)
         .delete("/api/v1/stores/{store}/tags/{tag}", untag)
 }
@@ -409,6 +411,16 @@ async fn pin(State(app): Shared, at: Place) -> Result<Response, Problem> {
 async fn unpin(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(act(&app, store, Action::Unpin(id)).await)
+}
+
+async fn rollback(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(act(&app, store, Action::Rollback(id)).await)
+}
+
+async fn branch(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(act(&app, store, Action::Branch(id)).await)
 }
 
 async fn tag(

@@ -4,13 +4,14 @@ use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 
 /// Paths, types and contents.
-pub const FILES: [(&str, &str, &str); 7] = [
+pub const FILES: [(&str, &str, &str); 8] = [
     ("/", "text/html; charset=utf-8", include_str!("page/index.html")),
     ("/style.css", "text/css; charset=utf-8", include_str!("page/style.css")),
     ("/app.js", "text/javascript; charset=utf-8", include_str!("page/app.js")),
     ("/dom.js", "text/javascript; charset=utf-8", include_str!("page/dom.js")),
     ("/chart.js", "text/javascript; charset=utf-8", include_str!("page/chart.js")),
     ("/data.js", "text/javascript; charset=utf-8", include_str!("page/data.js")),
+    ("/replication.js", "text/javascript; charset=utf-8", include_str!("page/replication.js")),
     ("/views.js", "text/javascript; charset=utf-8", include_str!("page/views.js")),
 ];
 

@@ -208,6 +208,10 @@ pub enum Action {
     Tag(u64, String),
     /// Remove a tag.
     Untag(String),
+    /// Put the running VM that it is of back to a checkpoint.
+    Rollback(u64),
+    /// Start a clone of a checkpoint.
+    Branch(u64),
 }
 
 /// Why a question has no answer.

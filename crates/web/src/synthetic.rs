@@ -83,9 +83,21 @@ impl Source for Synthetic {
             let status = json!({
                 "vm": name, "state": "running", "sealed": 500, "failed": 1, "last_error": HOSTILE, "interval_ns": 1_000_000_000_u64,
                 "backlog_ns": 0, "queued": 0, "phase": "idle", "encoder": "sealed", "store": HOSTILE, "last": last.map(AsRef::as_ref),
-                "last_age_ns": 250_000_000, "replication": { "standby": HOSTILE, "lag_ns": 12_000_000, "held_packets": 3 },
+                "last_age_ns": 250_000_000,
             });
             VmState { name, store: Some(STORE.into()), problem: None, status }
+        };
+        let replication = json!({
+            "role": "primary", "state": "protected", "protects": HOSTILE, "term": 2, "connected": true, "epoch": 70, "acknowledged": 69, "epochs": 70,
+            "reason": HOSTILE, "note": HOSTILE, "pages": 1203, "wire_bytes": 90_000, "all_wire_bytes": 9_000_000, "all_raw_bytes": 90_000_000,
+            "pause_ns": 2_100_000, "transfer_ns": 9_000_000, "epoch_ns": 25_000_000, "held_packets": 3, "held_bytes": 300, "passed_packets": 4000,
+            "dropped_packets": 0, "took_over_ns": null, "estimates": [[HOSTILE, 118_000_000.0]],
+        });
+        let protected = VmState {
+            name: "protected".into(),
+            store: None,
+            problem: None,
+            status: json!({ "vm": "protected", "state": "running", "replication": replication }),
         };
         let silent = VmState {
             name: "silent".into(),
@@ -93,7 +105,7 @@ impl Source for Synthetic {
             problem: Some("its engine does not answer".into()),
             status: Value::Null,
         };
-        (0..self.vms).map(vm).chain([silent]).collect()
+        (0..self.vms).map(vm).chain([protected, silent]).collect()
     }
 
     fn stores(&self) -> Vec<StoreHead> {
@@ -123,7 +135,7 @@ impl Source for Synthetic {
             "screens": if id % 3 == 2 { json!([null]) } else { json!([]) },
             "ram": [{ "name": HOSTILE, "used_bytes": 1 << 30, "total_bytes": 1 << 30 }],
             "machine": { "machine_type": "pc-i440fx-7.2", "cpus": 1, "qemu_version": "7.2", "user_command": ["qemu-system-x86_64", HOSTILE] },
-            "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}") }, { "name": "pin", "command": format!("keyframe pin --store S {id}") }],
+            "commands": [{ "name": "restore", "command": format!("keyframe restore --store S {id}"), "can_be_done": false }, { "name": "pin", "command": format!("keyframe pin --store S {id}"), "can_be_done": true }],
         });
         if let (Some(all), Some(more)) = (all.as_object_mut(), more.as_object()) {
             all.extend(more.clone());
@@ -172,7 +184,12 @@ impl Source for Synthetic {
     }
 
     fn act(&self, store: &str, action: &Action) -> Result<String, Problem> {
-        if let Action::Pin(id) | Action::Unpin(id) | Action::Tag(id, _) = action {
+        if let Action::Pin(id)
+        | Action::Unpin(id)
+        | Action::Tag(id, _)
+        | Action::Rollback(id)
+        | Action::Branch(id) = action
+        {
             self.known(store, *id)?;
         }
         self.acted.lock().unwrap_or_else(PoisonError::into_inner).push(action.clone());

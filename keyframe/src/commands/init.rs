@@ -47,6 +47,10 @@ impl Init {
                 local.display()
             );
         }
+        eprintln!(
+            "keyframe: checkpoints into it: keyframe run --store {} -- qemu-system-x86_64 ...",
+            self.store.display()
+        );
         Ok(DONE)
     }
 }

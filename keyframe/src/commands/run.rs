@@ -3,7 +3,7 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use crate::control::OnExit;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{FAILED, Failure, Outcome};
 use crate::paths;
 use crate::session::{self, Commands, LanChoice};
 use std::ffi::OsString;
@@ -59,7 +59,15 @@ impl Run {
             let paths = self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
             options.lans = LanChoice::Own(paths);
         }
-        session::run(&store, commands, options)
+        let quiet = options.quiet;
+        let code = session::run(&store, commands, options)?;
+        if !quiet && code != FAILED {
+            let place = self.store.store.display();
+            eprintln!(
+                "keyframe: see them: keyframe list --store {place}; bring one back: keyframe restore --store {place} latest"
+            );
+        }
+        Ok(code)
     }
 }
 

@@ -42,12 +42,21 @@ impl Status {
         }
         if self.json {
             output::json(&all)?;
-        } else if all.is_empty() {
+            return Ok(DONE);
+        }
+        for status in &all {
+            output::print_line(&text(status))?;
+        }
+        let clones = if self.name.is_none() { rundir::clones()? } else { Vec::new() };
+        for clone in &clones {
+            let name = rundir::name_of(clone);
+            output::print_line(&format!(
+                "{name}: a clone, without checkpoints; sockets and console in {}",
+                clone.display()
+            ))?;
+        }
+        if all.is_empty() && clones.is_empty() {
             output::print_line(NOTHING_RUNS)?;
-        } else {
-            for status in &all {
-                output::print_line(&text(status))?;
-            }
         }
         Ok(DONE)
     }

@@ -122,6 +122,10 @@ impl Verify {
                     report.intervals.len(),
                     report.instructions
                 ))?;
+                let place = self.recorded.recording.display();
+                eprintln!(
+                    "keyframe: run a tool over it: keyframe analyze {place} --tool icount --out OUT (others: --list-tools)"
+                );
             }
         }
         Ok(if wrong == 0 { DONE } else { FAILED })

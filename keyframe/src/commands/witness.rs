@@ -1,12 +1,11 @@
 //! `keyframe witness`: lets at most one host run a protected VM.
 
 use super::protect::folder;
-use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use crate::protecting::settings::address;
+use crate::protecting::settings::{HostKey, address};
 use crate::protecting::witnessing::WitnessServer;
 use crate::rights;
-use keyframe_link::{Key, Party};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,9 +21,8 @@ Examples:
   keyframe witness --key KEY --listen 0.0.0.0:7431 --dir /var/lib/keyframe/witness"
 )]
 pub struct Witness {
-    /// The key that all hosts share: a file for its owner's eyes alone
-    #[arg(long, value_name = "FILE", env = "KEYFRAME_KEY")]
-    key: PathBuf,
+    #[command(flatten)]
+    key: HostKey,
     /// Where to listen
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7431")]
     listen: String,
@@ -36,8 +34,7 @@ pub struct Witness {
 impl Witness {
     /// Answers until a signal comes.
     pub fn run(self) -> Outcome {
-        let key = Key::read(&self.key).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
-        let party = Party::new(&key).map_err(|e| Failure::new(chain(&e)))?;
+        let party = self.key.party()?;
         let folder = folder(self.dir, "witness")?;
         let server = Arc::new(WitnessServer::open(&folder, party)?);
         rights::writes_beneath(&[folder]);

@@ -242,7 +242,8 @@ fn made(
 
 /// What is shown of a VM or a standby that nothing is known of yet.
 pub fn first_status(name: &str, qemu_pid: u32, role: &str) -> SharedStatus {
-    let replication = ReplicationStatus { role: role.into(), ..ReplicationStatus::default() };
+    let replication =
+        ReplicationStatus { role: role.into(), state: "starting".into(), ..ReplicationStatus::default() };
     Arc::new(Mutex::new(Status {
         vm: name.into(),
         state: "paused".into(),

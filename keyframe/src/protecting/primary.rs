@@ -6,13 +6,14 @@
 //!
 //! Invariant: outputs are carried out in their order, before the next input is handed in. Nothing here waits for QEMU or the network.
 
+use super::deciding;
 use super::frames::MachineFrame;
 use super::guard::{GuardRemote, now_ns};
 use super::links::{self, Addresses, FromLink};
 use super::sending::{Link, SharedWire};
 use super::settings::Setup;
 use super::vm::{Event, Gate, Order, Told, VmThread};
-use super::witnessing::{self, Asked};
+use super::witnessing::Asked;
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{ReplicationStatus, Request, Response};
 use crate::failure::{DONE, FAILED, Failure, WARNED};
@@ -21,7 +22,6 @@ use keyframe_link::Channel;
 use keyframe_net::GateRemote;
 use keyframe_replication::{
     Config, Epoch, Guard, Message, Note, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start, Why,
-    WitnessRequest,
 };
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{BTreeMap, VecDeque};
@@ -171,6 +171,7 @@ impl Engine {
     /// Runs until the VM has ended, or runs elsewhere.
     pub fn run(mut self) -> Result<Finish, Failure> {
         self.handle(PrimaryInput::Tick);
+        self.show();
         let mut killed_at: Option<Instant> = None;
         while self.done.is_none() {
             if self.interrupted.load(Ordering::Relaxed) && killed_at.is_none() {
@@ -359,7 +360,9 @@ impl Engine {
     fn act(&mut self, output: PrimaryOutput) -> Option<PrimaryInput> {
         match output {
             PrimaryOutput::Send { path, message } => self.say(path, &message),
-            PrimaryOutput::AskWitness(request) => self.ask(request),
+            PrimaryOutput::AskWitness(request) => {
+                deciding::ask(&self.setup, request, &self.sender, In::Asked);
+            }
             PrimaryOutput::Guard(guard) => self.guard(guard),
             PrimaryOutput::StopVm => {
                 if self.core.state() == PrimaryState::SwitchingOver {
@@ -399,7 +402,9 @@ impl Engine {
                 self.order(Order::Owe { after: after.map(|epoch| epoch.0) });
             }
             PrimaryOutput::MayCapture(may) => self.order(Order::MayCapture(may)),
-            PrimaryOutput::Fence => self.fence(),
+            PrimaryOutput::Fence => {
+                deciding::fence(&self.setup, &self.name, "primary", &self.sender, In::Fenced);
+            }
             PrimaryOutput::Note(note) => self.note(&note),
             PrimaryOutput::Ended { deposed_by } => {
                 self.done = Some(deposed_by.map_or(Done::Vm, |term| Done::Deposed(term.0)));
@@ -422,27 +427,6 @@ impl Engine {
         {
             // Its reader tells that it is broken.
             channel.close();
-        }
-    }
-
-    fn ask(&self, request: WitnessRequest) {
-        let Some(address) = self.setup.witness else { return };
-        let (party, sender) = (self.setup.party.clone(), self.sender.clone());
-        let work = move || {
-            let _ = sender.send(In::Asked(witnessing::ask(&party, address, request)));
-        };
-        if std::thread::Builder::new().name("ask-witness".into()).spawn(work).is_err() {
-            let _ = self.sender.send(In::Asked(Asked::Lost { sent: false }));
-        }
-    }
-
-    fn fence(&self) {
-        let (setup, sender, name) = (self.setup.clone(), self.sender.clone(), self.name.clone());
-        let work = move || {
-            let _ = sender.send(In::Fenced(setup.fence(&name, "primary")));
-        };
-        if std::thread::Builder::new().name("fence".into()).spawn(work).is_err() {
-            let _ = self.sender.send(In::Fenced(false));
         }
     }
 

@@ -1,7 +1,7 @@
 //! What both roles are told on the command line.
 
 use super::frames::Arbiter;
-use crate::failure::{Failure, chain};
+use crate::failure::{Failure, USAGE, chain};
 use crate::replaying::jobs;
 use keyframe_link::{Key, Party};
 use keyframe_replication::Arbitration;
@@ -19,9 +19,8 @@ const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
 /// Options of `protect` and `standby` alike.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Settings {
-    /// The key that all hosts share: a file for its owner's eyes alone
-    #[arg(long, value_name = "FILE", env = "KEYFRAME_KEY")]
-    key: PathBuf,
+    #[command(flatten)]
+    key: HostKey,
     /// The witness (keyframe witness), which lets at most one host run the VM: failover is automatic
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "fence_with")]
     witness: Option<String>,
@@ -71,10 +70,31 @@ pub struct Setup {
     pub quiet: bool,
 }
 
+/// The key by which hosts know each other.
+#[derive(clap::Args, Clone, Debug)]
+pub struct HostKey {
+    /// The key that all hosts share: a file for its owner's eyes alone
+    #[arg(long, value_name = "FILE", env = "KEYFRAME_KEY")]
+    key: Option<PathBuf>,
+}
+
+impl HostKey {
+    /// Who proves with it that it is one of these hosts.
+    pub fn party(&self) -> Result<Party, Failure> {
+        let Some(path) = &self.key else {
+            let failure = Failure::new("hosts know each other by a key, and none is named");
+            let fix = "make one, copy it to each host, and name it with --key KEY or KEYFRAME_KEY: \
+                       (umask 077; head -c 32 /dev/urandom | base64 > KEY)";
+            return Err(Failure { code: USAGE, ..failure.fix(fix) });
+        };
+        let key = Key::read(path).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
+        Party::new(&key).map_err(|e| Failure::new(chain(&e)))
+    }
+}
+
 impl Settings {
     pub fn understood(&self) -> Result<Setup, Failure> {
-        let key = Key::read(&self.key).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
-        let party = Party::new(&key).map_err(|e| Failure::new(chain(&e)))?;
+        let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {
             (Some(_), _) => Arbitration::Witness,

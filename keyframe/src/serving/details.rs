@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// All of it. `running` are the VMs that run.
-pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>) -> Result<Value, Problem> {
+pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>, starts: bool) -> Result<Value, Problem> {
     let failed = |e: keyframe_store::Error| of_store(&e, listed.place());
     let sealed = listed.store().sealed(CheckpointId(id)).map_err(failed)?;
     let mut all = serde_json::to_value(show::shown(&sealed))
@@ -20,16 +20,16 @@ pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>) -> Result<Value,
     let of_vm = || listing.checkpoints.iter().filter(|one| one.vm == *vm).map(|one| one.id);
     let place = quoted(&listed.place().display().to_string());
     let command = |verb: &str, rest: &str| format!("keyframe {verb} --store {place} {id}{rest}");
+    let one = |name: &str, command: String, can_be_done: bool| json!({ "name": name, "command": command, "can_be_done": can_be_done });
     let mut commands = vec![
-        json!({ "name": "restore", "command": command("restore", "") }),
-        json!({ "name": "branch", "command": command("branch", " -n 2") }),
-        json!({ "name": "pin", "command": command("pin", "") }),
-        json!({ "name": "unpin", "command": command("pin --remove", "") }),
-        json!({ "name": "tag", "command": command("tag", " NAME") }),
+        one("restore", command("restore", ""), false),
+        one("branch", command("branch", " -n 1"), starts),
+        one("pin", command("pin", ""), true),
+        one("unpin", command("pin --remove", ""), true),
+        one("tag", command("tag", " NAME"), false),
     ];
     if running.contains(vm) {
-        let command = format!("keyframe rollback {id} --name {}", quoted(vm));
-        commands.push(json!({ "name": "rollback", "command": command }));
+        commands.push(one("rollback", format!("keyframe rollback {id} --name {}", quoted(vm)), true));
     }
     let members = sealed.meta.members_ram().unwrap_or_default();
     let shown = sealed.meta.members.iter().zip(&members).filter(|(_, (ram, _))| screens::may_be(ram));

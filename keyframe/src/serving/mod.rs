@@ -8,10 +8,12 @@
 //! ```
 //!
 //! Invariants: everything that is asked again and again is kept for a while, and read anew only where a directory says that it changed;
-//! a store, recording or engine that cannot be read is shown with the reason and hides no other; nothing is written but pins and tags.
+//! a store, recording or engine that cannot be read is shown with the reason and hides no other; nothing is written but pins and tags, and
+//! by engines what a rollback takes.
 
 mod details;
 mod differences;
+mod doing;
 mod listed;
 mod recordings;
 mod screens;
@@ -39,6 +41,8 @@ pub struct Shown {
     pub recordings: Vec<PathBuf>,
     /// Analyses' directories, or directories of them.
     pub analyses: Vec<PathBuf>,
+    /// Whether clones may be started.
+    pub starts: bool,
 }
 
 /// The source of the dashboard.
@@ -48,18 +52,20 @@ pub struct Served {
     recordings: recordings::Recordings,
     differences: differences::Differences,
     screens: screens::Screens,
+    starts: bool,
 }
 
 impl Served {
     /// Of what `shown` names.
     pub fn new(shown: Shown) -> Self {
-        let Shown { store, key, recordings, analyses } = shown;
+        let Shown { store, key, recordings, analyses, starts } = shown;
         Self {
             vms: vms::Vms::default(),
             stores: stores::Stores::new(store, key),
             recordings: recordings::Recordings::new(recordings, analyses),
             differences: differences::Differences::default(),
             screens: screens::Screens::default(),
+            starts,
         }
     }
 
@@ -93,7 +99,7 @@ impl Source for Served {
 
     fn checkpoint(&self, store: &str, id: u64) -> Result<Value, Problem> {
         let runs = self.vms().into_iter().map(|vm| vm.name).collect();
-        details::of(&*self.store(store)?, id, &runs)
+        details::of(&*self.store(store)?, id, &runs, self.starts)
     }
 
     fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem> {
@@ -120,6 +126,13 @@ impl Source for Served {
         let listed = self.store(store)?;
         let store = listed.store();
         let done = match action {
+            Action::Rollback(id) => return doing::roll_back(&listed, *id),
+            Action::Branch(_) if !self.starts => {
+                return Err(Problem::Bad(
+                    "this server starts no VMs; start it with --allow-start, or run the command".into(),
+                ));
+            }
+            Action::Branch(id) => return doing::branch(&listed, *id),
             Action::Pin(id) => store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned")),
             Action::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
                 if was {

@@ -65,7 +65,7 @@ fn no_signal_is_lost() {
     let mask = status(&target, "SigBlk");
     let pid = target.process.pid().to_string();
     let sender = std::thread::spawn(move || {
-        let script = format!("for i in $(seq {SIGNALS}); do kill -s RTMIN {pid}; done");
+        let script = format!("for i in $(seq {SIGNALS}); do kill -s 36 {pid}; done");
         assert!(Command::new("bash").args(["-c", &script]).status().unwrap().success());
     });
     let mut attached = 0;

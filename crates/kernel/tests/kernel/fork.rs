@@ -186,8 +186,7 @@ fn the_process_is_not_disturbed() {
     }
     target.ok("count");
     let pid = target.process.pid().to_string();
-    let script =
-        format!("for i in $(seq 60); do kill -STOP {pid}; kill -s RTMIN {pid}; kill -CONT {pid}; done");
+    let script = format!("for i in $(seq 60); do kill -STOP {pid}; kill -s 36 {pid}; kill -CONT {pid}; done");
     let sender = std::thread::spawn(move || {
         std::process::Command::new("bash").args(["-c", &script]).status().unwrap()
     });

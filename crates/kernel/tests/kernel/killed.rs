@@ -98,7 +98,7 @@ fn kill_again_and_again(role: &str, seed: u64) {
         assert!(answer.starts_with("ok "), "{context}: {answer}");
         assert_eq!(target.status("SigBlk"), mask, "{context}");
         assert_eq!(target.status("TracerPid"), "0", "{context}");
-        target.signal("RTMIN");
+        target.signal("36");
         assert_eq!(target.ask("counted"), "1", "{context}: signals still come");
         left_behind += descriptors(&target.process) - files;
         // What the next one meets is as good as new, and its work is done.

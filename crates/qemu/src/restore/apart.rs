@@ -119,10 +119,16 @@ impl Making<'_> {
     fn nographic(&mut self, kept: &[Argument]) -> Vec<Argument> {
         let mut out = vec![option("display", "none"), option("monitor", "none")];
         let has = |name: &str| kept.iter().any(|a| a.name() == name);
-        if !has("serial") && !has("nodefaults") {
+        if has("nodefaults") {
+            return out;
+        }
+        if !has("serial") {
             out.push(self.console("keyframe-serial"));
             out.push(option("serial", "chardev:keyframe-serial"));
-            out.push(option("parallel", "none"));
+        }
+        // With -nographic QEMU has one, with nothing at its other end.
+        if !has("parallel") {
+            out.push(option("parallel", "null"));
         }
         out
     }
@@ -275,6 +281,9 @@ mod tests {
         assert_eq!(line, format!("q -chardev socket,id=a,{CONSOLE} -serial chardev:a"));
         let (line, _) = made("q -nographic", "", false);
         assert!(line.starts_with("q -display none -monitor none -chardev socket"), "{line}");
+        assert!(line.ends_with("-parallel null"), "{line}");
+        let (line, _) = made("q -nographic -parallel none", "", false);
+        assert!(line.contains("-parallel none") && !line.contains("-parallel null"), "{line}");
         assert!(!made("q -nographic -nodefaults", "", false).0.contains("serial"));
         let (line, _) = made("q -chardev file,id=a,path=/x -serial chardev:a", "-chardev null,id=a", false);
         assert_eq!(line, "q -serial chardev:a");

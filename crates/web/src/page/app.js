@@ -2,6 +2,7 @@
 
 import { api, listen, token } from "./data.js";
 import { fill } from "./dom.js";
+import { replication } from "./replication.js";
 import * as views from "./views.js";
 
 const main = document.getElementById("main");
@@ -15,6 +16,7 @@ function page() {
   switch (name) {
     case "": return [views.overview, [], "VMs and stores", "overview"];
     case "vm": return [views.vm, rest, rest[1], "overview"];
+    case "replication": return [replication, rest, rest[0], "overview"];
     case "checkpoint": return [views.checkpoint, [rest[0], Number(rest[1])], `Checkpoint ${rest[1]}`, "overview"];
     case "store": return [views.store, rest, "Store", "overview"];
     case "recordings": return [views.recordings, [], "Recordings", "recordings"];

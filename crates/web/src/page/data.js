@@ -55,6 +55,8 @@ export const api = {
   diff: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/diff`),
   screen: (store, id, member) => picture(`api/v1/stores/${part(store)}/checkpoints/${id}/screen?${query({ member })}`),
   growth: (store) => ask(`api/v1/stores/${part(store)}/growth`),
+  rollback: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/rollback`, { method: "POST", headers: headers() }),
+  branch: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/branch`, { method: "POST", headers: headers() }),
   pin: (store, id, on) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/pin`, { method: on ? "POST" : "DELETE", headers: headers() }),
   tag: (store, id, tag) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/tags/${part(tag)}`, { method: "POST", headers: headers() }),
 };

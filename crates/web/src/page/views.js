@@ -3,6 +3,7 @@
 import { api, token } from "./data.js";
 import { ago, asTable, bytes, cards, count, el, fill, moment, table, time, times } from "./dom.js";
 import { Timeline, heat, lines, spark, strip } from "./chart.js";
+import { inShort, replicationLink } from "./replication.js";
 
 const part = encodeURIComponent;
 const vmLink = (store, vm) => `#/vm/${part(store)}/${part(vm)}`;
@@ -53,6 +54,12 @@ export async function overview(main) {
     const chart = sparks.get(`${store} ${name}`) ?? el("span", {});
     sparks.set(`${store} ${name}`, chart);
     const failed = status.failed > 0 ? el("span", { class: "problem", title: status.last_error ?? "" }, status.failed) : status.failed ?? "–";
+    const replicated = status.replication;
+    if (replicated) {
+      const told = inShort(replicated);
+      return { attributes: { "data-vm": name }, cells: [el("a", { href: replicationLink(name) }, name), el("span", { class: `state-${told.kind}` }, told.state), told.what, "", told.newest, "–",
+        time(replicated.pause_ns), count(replicated.pages), bytes(replicated.wire_bytes), "–", count(replicated.epochs), "–"] };
+    }
     return { attributes: { "data-vm": name }, cells: [
       store ? el("a", { href: vmLink(store, name) }, name) : name,
       el("span", { class: `state-${state}`, title: vm?.problem ?? "" }, vm?.problem ? `no answer: ${vm.problem}` : state),
@@ -104,16 +111,6 @@ export async function overview(main) {
 
 // One VM.
 
-/** Whatever a status says of something, by name: what is not known yet is shown, too. */
-function generic(value, prefix = "", depth = 0) {
-  if (value === null || typeof value !== "object" || depth > 3) {
-    const name = prefix.replaceAll("_", " ");
-    const shown = typeof value === "number" && prefix.endsWith("_ns") ? time(value) : typeof value === "number" && prefix.endsWith("_bytes") ? bytes(value) : String(value ?? "–");
-    return [[name.replace(/ (ns|bytes)$/, ""), shown]];
-  }
-  return Object.entries(value).slice(0, 40).flatMap(([key, inner]) => generic(inner, prefix ? `${prefix}.${key}` : key, depth + 1));
-}
-
 function vmCards(vm) {
   const status = vm.status ?? {};
   const last = status.last ?? {};
@@ -137,7 +134,6 @@ function vmCards(vm) {
 
 export async function vm(main, store, name) {
   const state = el("div", {});
-  const replication = el("div", {});
   const list = el("div", {});
   const range = {};
   const draw = async () => chart.show(await api.timeline(store, { vm: name, points: 300, ...range }));
@@ -145,7 +141,7 @@ export async function vm(main, store, name) {
     onOpen: (id) => { location.hash = checkpointLink(store, id); },
     onZoom: (from, to) => { Object.assign(range, { from, to }); draw().catch(() => {}); },
   });
-  fill(main, el("h2", {}, name), state, replication, el("h3", {}, "Checkpoints over time"), chart.node, el("h3", {}, "Newest checkpoints"), list);
+  fill(main, el("h2", {}, name), state, el("h3", {}, "Checkpoints over time"), chart.node, el("h3", {}, "Newest checkpoints"), list);
 
   const rows = [];
   let before = null;
@@ -165,8 +161,6 @@ export async function vm(main, store, name) {
   const drawVm = (one) => {
     if (!one) return fill(state, el("p", { class: "soft" }, "It does not run; these are the checkpoints that it left."));
     fill(state, one.problem ? problem(one.problem) : vmCards(one));
-    const told = one.status?.replication;
-    fill(replication, told ? [el("h3", {}, "Replication"), cards(generic(told))] : []);
   };
   drawVm((await api.vms()).find((one) => one.name === name));
   await Promise.all([draw(), more(true)]);
@@ -198,7 +192,8 @@ export async function checkpoint(main, store, id) {
   const act = (work) => async () => {
     try { said.textContent = (await work()).done; } catch (error) { said.textContent = error.message; }
   };
-  const actions = { pin: act(() => api.pin(store, id, true)), unpin: act(() => api.pin(store, id, false)) };
+  const actions = { pin: act(() => api.pin(store, id, true)), unpin: act(() => api.pin(store, id, false)), branch: act(() => api.branch(store, id)),
+    rollback: act(() => (confirm(`Put VM ${c.vm} back to checkpoint ${id}? What it is now becomes a checkpoint first.`) ? api.rollback(store, id) : { done: "nothing was done" })) };
   const link = (to, text) => to && el("a", { href: checkpointLink(store, to) }, text);
   const screenPlace = el("div", {});
   const heatPlace = el("div", {}, el("p", { class: "soft" }, "Looking where memory changed …"));
@@ -213,7 +208,7 @@ export async function checkpoint(main, store, id) {
       ["Interval", time(c.interval_ns)], ["Backlog", time(c.backlog_ns)], ["Encoded in", time(c.encode_ns)], ["Strategy", `${c.strategy}, ${c.precopy_rounds} rounds`],
       ["RAM", bytes(c.ram_bytes)], ["Machine", `${c.machine.machine_type}, ${c.machine.cpus} CPUs, QEMU ${c.machine.qemu_version}`]]),
     screenPlace,
-    el("h3", {}, "What to do with it"), c.commands.map((one) => command(one, actions[one.name])), said,
+    el("h3", {}, "What to do with it"), c.commands.map((one) => command(one, one.can_be_done ? actions[one.name] : null)), said,
     el("h3", {}, "Memory: where it changed"), heatPlace,
     el("h3", {}, "What differs from its parent"), diffPlace,
     el("h3", {}, "Pause by phase"), table("From before QEMU is asked to stop until it has confirmed that the VM runs", [["Phase"], ["Time", 1], ["Part", 1]], phases),

@@ -30,6 +30,10 @@ pub struct DashboardArgs {
     /// What `keyframe analyze --out` has made, or a directory with some; may be repeated
     #[arg(long, value_name = "DIR")]
     analysis: Vec<PathBuf>,
+    /// Let who shows the token start clones of checkpoints from the dashboard, on this machine: then this process keeps all
+    /// the rights that it was started with
+    #[arg(long)]
+    allow_start: bool,
     #[command(flatten)]
     key: KeyArg,
     /// How the dashboard's requests are told on standard error; json tells each, text only with --verbose
@@ -58,6 +62,11 @@ impl DashboardArgs {
     /// Whether there is to be one.
     pub fn is_wanted(&self) -> bool {
         self.http.as_deref() != Some(NONE)
+    }
+
+    /// Whether VMs may be started.
+    pub fn starts(&self) -> bool {
+        self.allow_start
     }
 
     /// Listens. `store` is shown beside what running VMs write to.
@@ -92,6 +101,7 @@ impl DashboardArgs {
             key: self.key.clone(),
             recordings: self.recordings.clone(),
             analyses: self.analysis.clone(),
+            starts: self.allow_start,
         }));
         Ok(Some(Dashboard { server, served }))
     }

@@ -14,6 +14,7 @@ mod image;
 mod ready;
 mod streams;
 
+use super::deciding;
 use super::frames::{EpochHead, Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
 use super::guard::now_ns;
 use super::having;
@@ -22,7 +23,7 @@ use super::links::{self, Addresses};
 use super::primary::{self, Finish, In as PrimaryIn};
 use super::settings::{Setup, interruption};
 use super::verify;
-use super::witnessing::{self, Asked};
+use super::witnessing::Asked;
 use crate::control::server::{Pending, SharedStatus};
 use crate::control::{ReplicationStatus, Request, Response};
 use crate::failure::{DONE, Failure, Outcome};
@@ -374,16 +375,7 @@ impl Keeper {
                 }
             }
             StandbyOutput::AskWitness(request) => {
-                let Some(address) = self.wish.setup.witness else {
-                    return Some(StandbyInput::WitnessLost { sent: false });
-                };
-                let (party, sender) = (self.wish.setup.party.clone(), self.sender.clone());
-                let work = move || {
-                    let _ = sender.send(In::Asked(witnessing::ask(&party, address, request)));
-                };
-                if std::thread::Builder::new().name("ask-witness".into()).spawn(work).is_err() {
-                    return Some(StandbyInput::WitnessLost { sent: false });
-                }
+                deciding::ask(&self.wish.setup, request, &self.sender, In::Asked);
             }
             StandbyOutput::Receive { session } => {
                 let ready = self.ready.as_mut()?;
@@ -402,13 +394,7 @@ impl Keeper {
             }
             StandbyOutput::Fence => {
                 let name = self.ready.as_ref().map(|ready| ready.machine.name.clone()).unwrap_or_default();
-                let (setup, sender) = (self.wish.setup.clone(), self.sender.clone());
-                let work = move || {
-                    let _ = sender.send(In::Fenced(setup.fence(&name, "standby")));
-                };
-                if std::thread::Builder::new().name("fence".into()).spawn(work).is_err() {
-                    return Some(StandbyInput::Fenced(false));
-                }
+                deciding::fence(&self.wish.setup, &name, "standby", &self.sender, In::Fenced);
             }
             StandbyOutput::Activate { epoch, term, forced } => self.activate = Some((epoch.0, term, forced)),
             StandbyOutput::Note(note) => {

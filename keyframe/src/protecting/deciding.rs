@@ -1,0 +1,55 @@
+//! Who decides which host runs the VM, asked beside what goes on: the witness, or the hook that switches the other host off. The answer
+//! comes to an engine's inbox.
+
+use super::settings::Setup;
+use super::witnessing::{self, Asked};
+use keyframe_replication::WitnessRequest;
+use std::sync::mpsc::Sender;
+
+/// Asks the witness.
+pub fn ask<T: Send + 'static>(
+    setup: &Setup,
+    request: WitnessRequest,
+    inbox: &Sender<T>,
+    wrap: fn(Asked) -> T,
+) {
+    let Some(address) = setup.witness else {
+        let _ = inbox.send(wrap(Asked::Lost { sent: false }));
+        return;
+    };
+    let party = setup.party.clone();
+    aside("ask-witness", inbox, wrap, Asked::Lost { sent: false }, move || {
+        witnessing::ask(&party, address, request)
+    });
+}
+
+/// Has the other host of VM `vm` switched off; `role` is this one's.
+pub fn fence<T: Send + 'static>(
+    setup: &Setup,
+    vm: &str,
+    role: &'static str,
+    inbox: &Sender<T>,
+    wrap: fn(bool) -> T,
+) {
+    let (setup, vm) = (setup.clone(), vm.to_owned());
+    aside("fence", inbox, wrap, false, move || setup.fence(&vm, role));
+}
+
+/// Does it in a thread of its own; `otherwise` is the answer where there can be none.
+fn aside<T: Send + 'static, A>(
+    name: &str,
+    inbox: &Sender<T>,
+    wrap: fn(A) -> T,
+    otherwise: A,
+    work: impl FnOnce() -> A + Send + 'static,
+) where
+    A: Send + 'static,
+{
+    let sender = inbox.clone();
+    let all = move || {
+        let _ = sender.send(wrap(work()));
+    };
+    if std::thread::Builder::new().name(name.into()).spawn(all).is_err() {
+        let _ = inbox.send(wrap(otherwise));
+    }
+}
