@@ -2,7 +2,7 @@
 //!
 //! | command | keeps |
 //! |---|---|
-//! | starts QEMU or other programs (`serve` with --allow-start, too), mounts, measures | all: its child needs what the user gave it |
+//! | starts QEMU or other programs, as `log` does for a console that was not read yet (`serve` with --allow-start, too), mounts, measures | all: its child needs what the user gave it |
 //! | `attach`, `__watchdog` | tracing, files |
 //! | `__guard` | signals, files; starts nothing |
 //! | all others | files; starts nothing |
@@ -36,6 +36,7 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Profile(_)
         | Command::Record(_)
         | Command::Segment(_)
+        | Command::Log(_)
         | Command::Goto(_)
         | Command::Find(_)
         | Command::Analyze(_)
@@ -72,7 +73,6 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Switch(_)
         | Command::Failover(_)
         | Command::Witness(_)
-        | Command::Log(_)
         | Command::Plan(_)
         | Command::Help(_)
         | Command::Completions(_)
