@@ -80,6 +80,15 @@ impl std::ops::AddAssign for Fed {
     }
 }
 
+/// Until an image was in memory; medians.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Rebuilt {
+    /// By one core.
+    pub ns: u64,
+    /// By all, for a store that has threads for it.
+    pub all_cores_ns: Option<u64>,
+}
+
 /// What one store did with the stream.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
@@ -107,12 +116,12 @@ pub struct Measured {
     pub distinct_bytes: u64,
     /// The most memory that it took beside the stream.
     pub peak_bytes: u64,
-    /// Until the last image was in memory, of the store as it is in the end; median.
-    pub reconstruct_ns: u64,
-    /// The same by all cores, for a store that has threads for it.
+    /// The last image, of the store as it is when the last checkpoint is durable.
+    pub rebuilt: Rebuilt,
+    /// The same in the end, for a store that does something when it is idle.
     #[serde(default)]
-    pub reconstruct_all_cores_ns: Option<u64>,
-    /// Copying the pages of that image that are not zero; median.
+    pub rebuilt_settled: Option<Rebuilt>,
+    /// Copying that image, zeros among it; median.
     pub memcpy_ns: u64,
 }
 

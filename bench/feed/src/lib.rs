@@ -22,7 +22,7 @@ mod stream;
 mod target;
 mod usage;
 
-pub use job::{Fed, Job, Measured, Words};
+pub use job::{Fed, Job, Measured, Rebuilt, Words};
 pub use keyed::{KEY_BYTES, Key, KeyValue, Keyed, KeyedStore, key_of};
 pub use run::run;
 pub use stream::{Second, Stream};

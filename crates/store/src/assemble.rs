@@ -61,9 +61,12 @@ impl<T: Copy> Waiting<T> {
     /// Adds a record. The same one again comes right behind, as references rise.
     fn add(&mut self, at: PageRef, what: T, record: &Record<'_>) -> Result<(), String> {
         if self.blocks.last().is_none_or(|last| last.at != at) {
-            let mut page = ZERO_PAGE;
-            let derivation = record.derivation(&mut page)?;
-            self.put(at, record.hash, derivation, &page);
+            let mut page = None;
+            let derivation = match record.delta()? {
+                Some(delta) => Derivation::Delta(delta),
+                None => record.derivation(page.insert(Box::new(ZERO_PAGE)).as_mut())?,
+            };
+            self.put(at, record.hash, derivation, page);
         }
         self.wanted.push(what);
         if let Some(last) = self.blocks.last_mut() {
@@ -72,8 +75,7 @@ impl<T: Copy> Waiting<T> {
         Ok(())
     }
 
-    fn put(&mut self, at: PageRef, hash: PageHash, derivation: Derivation, page: &Page) {
-        let page = matches!(derivation, Derivation::Parts(_)).then(|| Box::new(*page));
+    fn put(&mut self, at: PageRef, hash: PageHash, derivation: Derivation, page: Option<Box<Page>>) {
         self.composed += usize::from(page.is_some());
         let wanted = self.wanted.len()..self.wanted.len();
         self.blocks.push(Block { at, hash, derivation, page, wanted });
@@ -84,6 +86,7 @@ impl Waiting<()> {
     /// One record that is parsed, of which `page` has what is in it.
     fn of(at: PageRef, hash: PageHash, derivation: Derivation, page: &Page) -> Self {
         let mut waiting = Self::new();
+        let page = matches!(derivation, Derivation::Parts(_)).then(|| Box::new(*page));
         waiting.put(at, hash, derivation, page);
         waiting.wanted.push(());
         waiting.blocks.iter_mut().for_each(|block| block.wanted.end = 1);
@@ -158,6 +161,9 @@ impl Inner {
         waiting: &mut Waiting<T>,
         sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
     ) -> Result<(), E> {
+        if waiting.blocks.is_empty() {
+            return Ok(());
+        }
         let mut blocks = std::mem::take(&mut waiting.blocks);
         let wanted = std::mem::take(&mut waiting.wanted);
         waiting.composed = 0;
@@ -178,31 +184,24 @@ impl Inner {
         };
         let mut missing: Vec<(PageRef, usize)> = blocks.iter().enumerate().flat_map(records).collect();
         missing.sort_unstable();
-        // Numbers of blocks, and their pages.
-        let mut made: Vec<(usize, Page)> = Vec::with_capacity(LANES);
+        let mut made = Made::new();
         self.read_records(&missing, &mut |at, number, content| {
             let Content::Plain(base, hash) = content else {
                 return Err(E::from(self.damaged_at(at, DERIVED_OF_DERIVED)));
             };
             let Some(block) = blocks.get_mut(number) else { return Ok(()) };
             let is_whole = block.page.is_none();
-            if is_whole {
-                made.push((number, ZERO_PAGE));
-            }
-            let Some(into) = block.page.as_deref_mut().or(made.last_mut().map(|(_, page)| page)) else {
-                return Ok(());
-            };
+            let Some(into) = block.page.as_deref_mut().or_else(|| made.next(number)) else { return Ok(()) };
             block
                 .derivation
                 .fill(at, hash, base, into)
                 .map_err(|problem| self.damaged_at(block.at, problem))?;
-            if is_whole && made.len() == LANES {
-                give_all(&blocks, &made, &mut give)?;
-                made.clear();
+            if is_whole && made.numbers.len() == LANES {
+                made.give(&blocks, &mut give)?;
             }
             Ok(())
         })?;
-        give_all(&blocks, &made, &mut give)?;
+        made.give(&blocks, &mut give)?;
         let composed: Vec<(&Block, &Page)> =
             blocks.iter().filter_map(|block| Some((block, block.page.as_deref()?))).collect();
         composed.chunks(LANES).try_for_each(give)
@@ -214,15 +213,38 @@ impl Inner {
     }
 }
 
-/// Gives on pages that were made of blocks, by their numbers.
-fn give_all<E>(
-    blocks: &[Block],
-    made: &[(usize, Page)],
-    give: &mut impl FnMut(&[(&Block, &Page)]) -> Result<(), E>,
-) -> Result<(), E> {
-    let some: Vec<(&Block, &Page)> =
-        made.iter().filter_map(|(number, page)| Some((blocks.get(*number)?, page))).collect();
-    give(&some)
+/// Pages made of deltas that wait to be hashed side by side, in memory that serves again and again.
+struct Made {
+    /// The blocks that the first pages are of.
+    numbers: Vec<usize>,
+    pages: Vec<Page>,
+}
+
+impl Made {
+    fn new() -> Self {
+        Self { numbers: Vec::with_capacity(LANES), pages: vec![ZERO_PAGE; LANES] }
+    }
+
+    /// Where the page of a block is to be made, all of it.
+    fn next(&mut self, number: usize) -> Option<&mut Page> {
+        let place = self.pages.get_mut(self.numbers.len());
+        self.numbers.push(number);
+        place
+    }
+
+    /// Gives on what is there.
+    fn give<E>(
+        &mut self,
+        blocks: &[Block],
+        give: &mut impl FnMut(&[(&Block, &Page)]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let made = self.numbers.iter().zip(&self.pages);
+        let some: Vec<(&Block, &Page)> =
+            made.filter_map(|(number, page)| Some((blocks.get(*number)?, page))).collect();
+        let given = give(&some);
+        self.numbers.clear();
+        given
+    }
 }
 
 const NOT_ITS_HASH: &str = "the page does not match its hash";

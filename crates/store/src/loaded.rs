@@ -94,17 +94,20 @@ impl Loaded {
     pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
         let range = PageRange::new(first, out.len() as u64);
         let mut wanted = Vec::with_capacity(out.len());
+        let mut zeros = Vec::new();
         let (mut rest, mut next) = (out, first.0);
         for (page, to) in self.map.range(range) {
-            let (zeros, behind) = std::mem::take(&mut rest).split_at_mut((page.0 - next) as usize);
-            zeros.fill(ZERO_PAGE);
+            let (between, behind) = std::mem::take(&mut rest).split_at_mut((page.0 - next) as usize);
+            if !between.is_empty() {
+                zeros.push(between);
+            }
             let Some((place, behind)) = behind.split_first_mut() else { break };
             wanted.push((to, place));
             (rest, next) = (behind, page.0 + 1);
         }
-        rest.fill(ZERO_PAGE);
+        zeros.push(rest);
         wanted.sort_unstable_by_key(|(to, _)| *to);
-        self.inner.read_into(&mut wanted)
+        self.inner.read_into(&mut wanted, zeros)
     }
 
     /// The records of a range, rising.

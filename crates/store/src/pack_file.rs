@@ -18,8 +18,8 @@ use crate::{Error, Result, backend::Readable, names};
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
-/// One read covers at most this much.
-const READ_BYTES_MAX: u64 = 1 << 20;
+/// One read covers at most this much, which stays in the cache of a core until it is decoded.
+const READ_BYTES_MAX: u64 = 1 << 18;
 /// Unwanted bytes between two records that are cheaper to read than to skip.
 const GAP_BYTES_MAX: u64 = 32 << 10;
 

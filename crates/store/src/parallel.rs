@@ -17,7 +17,7 @@
 use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::{Error, Result};
-use keyframe_units::Page;
+use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
@@ -26,6 +26,8 @@ use std::sync::{Mutex, PoisonError};
 const PAGES_MIN: usize = 2048;
 /// What a thread takes at once: enough for large reads, and for deltas to find their bases next to each other.
 const PIECE_RECORDS: usize = 2048;
+/// Stretches of zeros, likewise.
+const PIECE_ZEROS: usize = 256;
 /// What it gives on at once: what stays in a core's cache.
 const BATCH_PAGES: usize = 32;
 const THREADS_MAX: usize = 8;
@@ -106,15 +108,23 @@ impl Inner {
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
-    /// Reads the pages at `wanted` (rising references) into their places, by several threads where there is much to read: no page goes
-    /// from one thread to another.
-    pub fn read_into(&self, wanted: &mut [(PageRef, &mut Page)]) -> Result<()> {
+    /// Reads the pages at `wanted` (rising references) into their places, and makes all of `zeros` zero, by several threads where there is
+    /// much to read: no page goes from one thread to another.
+    pub fn read_into(&self, wanted: &mut [(PageRef, &mut Page)], mut zeros: Vec<&mut [Page]>) -> Result<()> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
         let threads = if wanted.len() < PAGES_MIN { 1 } else { cores };
         let pieces = Mutex::new(wanted.chunks_mut(PIECE_RECORDS));
+        let zeros = Mutex::new(zeros.chunks_mut(PIECE_ZEROS));
         let failed = Mutex::new(None);
         let work = || {
             let mut buffer = Vec::new();
+            loop {
+                let piece = zeros.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(piece) = piece else { break };
+                for pages in piece {
+                    pages.fill(ZERO_PAGE);
+                }
+            }
             loop {
                 let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(piece) = piece else { return };

@@ -283,6 +283,12 @@ impl<'a> Record<'a> {
         }
     }
 
+    /// The same, where it is a delta.
+    pub fn delta(&self) -> Result<Option<Delta>, Problem> {
+        let decode = || Delta::decode(self.codec, self.payload, self.place);
+        (self.kind == Kind::Delta).then(decode).transpose()
+    }
+
     /// Either of the two, as its kind is.
     pub fn derivation_or_page(&self, page: &mut Page) -> Result<Option<Derivation>, Problem> {
         if self.kind.is_derived() {

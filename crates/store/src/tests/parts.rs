@@ -147,10 +147,13 @@ fn what_does_not_pay_is_stored_as_it_is() {
     let mut writer = store.lock_writer_tuned("test", Tuning { sector_parts_min: 3, ..TINY }).unwrap();
     let mut run = begin(&mut writer);
     run.put_page(PageIndex(0), &mixed([1, 3, 5, 7, 9, 11, 13, 15])).unwrap();
-    run.put_page(PageIndex(1), &mixed([2, 0, 0, 0, 0, 0, 4, 6])).unwrap();
+    let (mut page, mut block) = (mixed([2, 0, 0, 0, 0, 0, 4, 6]), ZERO_PAGE);
+    page[512..1024].fill(7);
+    block[..1536].fill(7);
+    run.put_page(PageIndex(1), &page).unwrap();
     // Too few; and enough, but so well compressed that references save nothing.
     run.put_block(0, 0, &mixed([1, 3, 0, 21, 23, 25, 27, 29])).unwrap();
-    run.put_block(0, 1, &mixed([2, 2, 2, 0, 0, 0, 0, 0])).unwrap();
+    run.put_block(0, 1, &block).unwrap();
     run.put_block(0, 2, &mixed([1, 3, 5, 31, 33, 35, 37, 39])).unwrap();
     let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[0].counts;
     let expected = SectorCounts {
