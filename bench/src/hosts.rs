@@ -136,6 +136,15 @@ impl Rate {
     pub const TEN_GIGABIT: Self = Self("10gbit", "2m");
 }
 
+/// A direction on a host's cable, as the host sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// What comes to it.
+    In,
+    /// What it sends.
+    Out,
+}
+
 /// Three hosts and a switch between them.
 pub struct Network {
     /// The VM's first host.
@@ -145,6 +154,7 @@ pub struct Network {
     /// The clients' and the witness'.
     pub c: Host,
     switch: Host,
+    rate: Rate,
 }
 
 impl Network {
@@ -172,12 +182,49 @@ impl Network {
             Ok(host)
         };
         let (a, b, c) = (linked("a", 1)?, linked("b", 2)?, linked("c", 3)?);
-        Ok(Self { a, b, c, switch })
+        Ok(Self { a, b, c, switch, rate })
     }
 
     /// Cuts a host's cable, or mends it.
     pub fn cut(&self, host: &str, cut: bool) -> io::Result<()> {
         self.switch.ok(&format!("ip link set to-{host} {}", if cut { "down" } else { "up" }))
+    }
+
+    /// Has a host's cable lose everything one way, as one broken wire does, or mends it.
+    pub fn mute(&self, host: &str, way: Way, mute: bool) -> io::Result<()> {
+        let (end, link) = match way {
+            Way::In => (&self.switch, format!("to-{host}")),
+            Way::Out => (self.named(host), "eth0".into()),
+        };
+        if mute {
+            // No packet is as small as what may go at once.
+            return end.ok(&format!("tc qdisc replace dev {link} root tbf rate 8bit burst 1 latency 1ms"));
+        }
+        shape(end, &link, self.rate)
+    }
+
+    /// Joins a and b by a cable of their own: 10.79.0.1 and 10.79.0.2.
+    pub fn add_second_path(&self) -> io::Result<()> {
+        let (a, b) = (self.a.holder(), self.b.holder());
+        self.switch.ok(&format!("ip link add eth1 netns {a} type veth peer name eth1 netns {b}"))?;
+        for (n, host) in [(1, &self.a), (2, &self.b)] {
+            host.ok(&format!("ip addr add 10.79.0.{n}/24 dev eth1"))?;
+            host.ok("ip link set eth1 up")?;
+        }
+        Ok(())
+    }
+
+    /// Cuts that cable, or mends it.
+    pub fn cut_second_path(&self, cut: bool) -> io::Result<()> {
+        self.a.ok(&format!("ip link set eth1 {}", if cut { "down" } else { "up" }))
+    }
+
+    fn named(&self, host: &str) -> &Host {
+        match host {
+            "a" => &self.a,
+            "b" => &self.b,
+            _ => &self.c,
+        }
     }
 }
 

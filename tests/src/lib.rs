@@ -19,6 +19,7 @@ mod payload;
 mod process;
 pub mod protection;
 mod ram;
+pub mod relay;
 pub mod slurm;
 pub mod trial;
 mod turn;

@@ -4,7 +4,7 @@
 //! 10.78.0.15, wherever it runs.
 
 use crate::{Bench, Boot, Process, until};
-use keyframe_bench::hosts::{Host, Network, Rate};
+use keyframe_bench::hosts::{Host, Network, Rate, Way};
 use keyframe_bench::ledger::{self, Ledger};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -46,7 +46,12 @@ fn be_patient(args: &mut Vec<&str>) {
 impl Hosts {
     /// With links of 1 Gbit/s, and a key in the bench's directory.
     pub fn new(bench: &Bench) -> Self {
-        let network = Network::new(Rate::GIGABIT).expect("make hosts and a network");
+        Self::with(bench, Rate::GIGABIT)
+    }
+
+    /// With links of another rate.
+    pub fn with(bench: &Bench, rate: Rate) -> Self {
+        let network = Network::new(rate).expect("make hosts and a network");
         let dir = bench.path().to_owned();
         let key = dir.join("KEY");
         std::fs::write(&key, "a key of this test's own").expect("write the key");
@@ -96,8 +101,11 @@ impl Hosts {
     pub fn standby(&self, bench: &Bench, host: &str, options: &[&str]) -> Process {
         let listen = format!("10.78.0.{}:7430", if host == "a" { 1 } else { 2 });
         let dir = format!("standby-{host}");
-        let mut args = vec!["standby", "--witness", WITNESS, "--listen", &listen, "--dir", &dir];
+        let mut args = vec!["standby", "--witness", WITNESS, "--dir", &dir];
         args.extend(options);
+        if !options.contains(&"--listen") {
+            args.extend(["--listen", &listen]);
+        }
         be_patient(&mut args);
         let mut standby = Process::start(self.command(bench, host, &args));
         standby.wait_for_error("waits for a primary");
@@ -127,9 +135,11 @@ impl Hosts {
 
     /// The VM of QEMU's command line `line`.
     pub fn protect_line(&self, bench: &Bench, options: &[&str], line: &[String]) -> Process {
-        let mut args =
-            vec!["protect", "--witness", WITNESS, "--standby", "10.78.0.2:7430", "--dir", "primary"];
+        let mut args = vec!["protect", "--witness", WITNESS, "--dir", "primary"];
         args.extend(options);
+        if !options.contains(&"--standby") {
+            args.extend(["--standby", "10.78.0.2:7430"]);
+        }
         be_patient(&mut args);
         let mut command = self.command(bench, "a", &args);
         command.arg("--").args(line);
@@ -198,6 +208,11 @@ impl Hosts {
     /// Cuts a host's cable, or mends it.
     pub fn cut(&self, host: &str, cut: bool) {
         self.network.cut(host, cut).expect("cut a cable, or mend it");
+    }
+
+    /// Has a host's cable lose everything one way, or mends it.
+    pub fn mute(&self, host: &str, way: Way, mute: bool) {
+        self.network.mute(host, way, mute).expect("mute a cable, or mend it");
     }
 
     /// A client that enters values, from host c.

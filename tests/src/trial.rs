@@ -9,6 +9,7 @@
 
 use crate::protection::{Client, Hosts, Seen};
 use crate::{Bench, Boot, Process};
+use keyframe_bench::hosts::Way;
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ pub enum Fault {
     PrimaryCut,
     /// The standby's, for so many ms.
     StandbyCut(u64),
+    /// One way of a host's cable, for so many ms: the standby may take over or not.
+    OneWay(Side, Way, u64),
     /// The primary's cable, 200 ms out of 500, so many times.
     LinkFlaps(u64),
     /// Power loss of the standby's host.
@@ -46,6 +49,15 @@ pub enum Fault {
     WitnessAndStandbyDie,
     /// A planned switch-over.
     SwitchOver,
+}
+
+/// Whose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The host that runs the VM.
+    Primary,
+    /// The other one.
+    Standby,
 }
 
 impl Fault {
@@ -63,6 +75,11 @@ impl Fault {
             9 => Self::StandbyStalls(100 + detail % 3000),
             10 => Self::WitnessAway(100 + detail % 2000),
             11 => Self::WitnessAndStandbyDie,
+            12 => {
+                let side = if detail & 1 == 0 { Side::Primary } else { Side::Standby };
+                let way = if detail & 2 == 0 { Way::In } else { Way::Out };
+                Self::OneWay(side, way, 100 + (detail >> 2) % 4000)
+            }
             _ => Self::SwitchOver,
         }
     }
@@ -283,6 +300,12 @@ impl Trial {
                 self.hosts.cut(standby, true);
                 self.pass(Duration::from_millis(ms));
                 self.hosts.cut(standby, false);
+            }
+            Fault::OneWay(side, way, ms) => {
+                let host = if side == Side::Primary { primary } else { standby };
+                self.hosts.mute(host, way, true);
+                self.pass(Duration::from_millis(ms));
+                self.hosts.mute(host, way, false);
             }
             Fault::LinkFlaps(times) => {
                 for _ in 0..times {

@@ -1,9 +1,13 @@
 //! What befalls a protected VM: whatever it is, one host runs it, and nothing that a client was answered is taken back.
 
+use keyframe_bench::hosts::{Rate, Way};
 use keyframe_tests::protection::Hosts;
-use keyframe_tests::trial::{Fault, LEDGER, Trial};
+use keyframe_tests::relay::relay;
+use keyframe_tests::trial::{Fault, LEDGER, Side, Trial};
 use keyframe_tests::{Bench, until};
 use rustix::process::Signal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The faults of a test in the normal suite, and the failovers of a soak.
@@ -131,6 +135,79 @@ fn soak_a_link_that_flaps_costs_time_and_nothing_else() {
     trial.befall(Fault::EngineStumbles(300));
     trial.recover();
     trial.end();
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_a_cable_that_carries_one_way_alone_costs_time_and_nothing_else() {
+    for side in [Side::Primary, Side::Standby] {
+        for way in [Way::In, Way::Out] {
+            let mut trial = survives(Fault::OneWay(side, way, 500));
+            trial.befall(Fault::OneWay(side, way, 6000));
+            trial.recover();
+            trial.end();
+        }
+    }
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_a_second_way_tells_a_cut_link_from_a_dead_host() {
+    let bench = Bench::without_store();
+    let hosts = Hosts::new(&bench);
+    hosts.add_second_path().expect("a second cable");
+    let _witness = hosts.witness(&bench);
+    let mut standby = hosts.standby(&bench, "b", &["--listen", "0.0.0.0:7430"]);
+    let mut vm = hosts.protect(&bench, &["--standby-beat", "10.79.0.2:7430"], &hosts.ledger(LEDGER));
+    hosts.until_protected(&bench, "a", &mut vm);
+    let client = hosts.client();
+    // Longer than a host may be silent (2 s), shorter than the data path may be away.
+    let outage = Duration::from_millis(3500);
+    hosts.cut("b", true);
+    std::thread::sleep(outage);
+    hosts.cut("b", false);
+    client.go_on(20, &mut vm);
+    hosts.until_protected(&bench, "a", &mut vm);
+    hosts.cut_second_path(true).expect("cut it");
+    std::thread::sleep(outage);
+    client.go_on(20, &mut vm);
+    hosts.cut_second_path(false).expect("mend it");
+    assert!(!standby.errors().contains("took over"), "{}", standby.report());
+    assert!(!vm.errors().contains("unprotected"), "{}", vm.report());
+    hosts.a.kill_all();
+    client.go_on(20, &mut standby);
+    client.end();
+}
+
+/// No answer may be there before it has gone to the standby and back.
+#[test]
+#[ignore = "make soak"]
+fn soak_hosts_that_are_far_apart_hold_answers_for_so_long() {
+    const DELAY: Duration = Duration::from_millis(5);
+    for rate in [Rate::GIGABIT, Rate::TEN_GIGABIT] {
+        let bench = Bench::without_store();
+        let hosts = Hosts::with(&bench, rate);
+        let _witness = hosts.witness(&bench);
+        let mut standby = hosts.standby(&bench, "b", &[]);
+        let over = Arc::new(AtomicBool::new(false));
+        let (at, to) = ("10.78.0.3:7430", "10.78.0.2:7430");
+        let ends = Arc::clone(&over);
+        let way =
+            move || relay(at.parse().expect("an address"), to.parse().expect("an address"), DELAY, &ends);
+        let relay = hosts.c.inside(way).expect("enter a namespace");
+        let mut vm = hosts.protect(&bench, &["--standby", at], &hosts.ledger(LEDGER));
+        hosts.until_protected(&bench, "a", &mut vm);
+        let client = hosts.client();
+        let before = client.seen().took.len();
+        client.go_on(100, &mut vm);
+        let took = client.seen().took.split_off(before);
+        assert!(took.iter().all(|took| *took >= 2 * DELAY), "{rate:?}: {took:?}");
+        hosts.a.kill_all();
+        client.go_on(100, &mut standby);
+        client.end();
+        over.store(true, Ordering::Relaxed);
+        relay.join().expect("the relay's thread").expect("enter a namespace").expect("listen");
+    }
 }
 
 #[test]
