@@ -3,7 +3,7 @@
 use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
 use super::super::links;
 use super::super::settings::Setup;
-use super::In;
+use super::{In, Refusals};
 use crate::failure::{Failure, chain};
 use keyframe_link::{Channel, Input};
 use std::net::{SocketAddr, TcpListener};
@@ -45,7 +45,7 @@ pub fn admit(
     let failed = |e: std::io::Error| Failure::new(format!("listen: {e}"));
     listener.set_nonblocking(true).map_err(failed)?;
     let (setup, sender, ends) = (setup.clone(), sender.clone(), Arc::clone(ends));
-    let strangers = Arc::new(());
+    let (strangers, refusals) = (Arc::new(()), Arc::new(Refusals::default()));
     let work = move || {
         while !ends.load(Ordering::Relaxed) {
             let Ok((stream, _)) = listener.accept() else {
@@ -56,14 +56,18 @@ pub fn admit(
                 continue;
             }
             let (setup, sender, stranger) = (setup.clone(), sender.clone(), Arc::clone(&strangers));
+            let refusals = Arc::clone(&refusals);
             let greet = move || {
                 let channel = stream
                     .set_nonblocking(false)
                     .map_err(|e| e.to_string())
                     .and_then(|()| setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e)));
                 match channel.and_then(|channel| greeted(channel).map_err(|failure| failure.to_string())) {
-                    Ok(input) => drop(sender.send(input)),
-                    Err(problem) => setup.say(&format!("a connection is refused: {problem}")),
+                    Ok(input) => {
+                        refusals.forget();
+                        drop(sender.send(input));
+                    }
+                    Err(problem) => refusals.say(&setup, format!("a connection is refused: {problem}")),
                 }
                 drop(stranger);
             };

@@ -39,7 +39,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use streams::FromStream;
 
@@ -107,6 +107,7 @@ fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
         beat: None,
         ends: Arc::clone(&ends),
         activate: None,
+        refusals: Refusals::default(),
     };
     let activated = keeper.until_active(interrupted);
     ends.store(true, Ordering::Relaxed);
@@ -130,6 +131,25 @@ struct Keeper {
     beat: Option<(u64, Arc<Channel>)>,
     ends: Arc<AtomicBool>,
     activate: Option<(u64, Term, bool)>,
+    refusals: Refusals,
+}
+
+/// Says why somebody is refused: once, until it is for another reason or nobody was. Who is refused tries again, some times a second.
+#[derive(Default)]
+struct Refusals(Mutex<Option<String>>);
+
+impl Refusals {
+    fn say(&self, setup: &Setup, text: String) {
+        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if said.as_ref() != Some(&text) {
+            setup.say(&text);
+            *said = Some(text);
+        }
+    }
+
+    fn forget(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
 }
 
 impl Keeper {
@@ -281,9 +301,12 @@ impl Keeper {
         let known = self.ready.as_ref().is_some_and(|ready| ready.machine == machine);
         let answer = if known { Ok(()) } else { self.get_ready(machine) };
         let frame = match &answer {
-            Ok(()) => ReadyFrame::Ready,
+            Ok(()) => {
+                self.refusals.forget();
+                ReadyFrame::Ready
+            }
             Err(failure) => {
-                self.wish.setup.say(&format!("a primary is refused: {failure}"));
+                self.refusals.say(&self.wish.setup, format!("a primary is refused: {failure}"));
                 ReadyFrame::Refused { problem: failure.message.clone(), fix: failure.fix.clone() }
             }
         };
