@@ -27,7 +27,8 @@ fn values<'a>(report: &'a Value, part: &str) -> &'a Map<String, Value> {
 }
 
 #[test]
-fn pauses_are_measured_beside_those_of_peers() {
+#[ignore = "make soak"]
+fn soak_pauses_are_measured_beside_those_of_peers() {
     let bench = Bench::alone();
     let (report, _) = report(&bench, &["pause", "--only", "20k", "--rounds", "1", "--plot", "pause.svg"]);
     assert_eq!(report["name"], "pause");
