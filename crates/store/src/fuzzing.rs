@@ -157,9 +157,8 @@ pub fn container(data: &[u8]) {
     memory.overwrite(name, data.to_vec());
     let sealed = Encrypted::new(memory, &DataKey(Zeroizing::new([9; 32])));
     let Ok(file) = sealed.open(name) else { return };
-    let len = file.len_bytes();
-    assert!(len.as_ref().map_or(true, |len| *len <= data.len() as u64), "more was decrypted than there is");
-    let len = len.unwrap_or(1 << 20);
+    // More than the file has where frames before the last one are gone: reading those fails.
+    let len = file.len_bytes().unwrap_or(1 << 20).min(1 << 20);
     for (from, len) in [(0, len), (len / 2, 100), (len, 1), (u64::MAX, 2), (70_000, 70_000)] {
         let mut buffer = vec![0; len as usize];
         let _ = file.read_at(from, &mut buffer);
