@@ -194,7 +194,7 @@ impl Network {
     pub fn mute(&self, host: &str, way: Way, mute: bool) -> io::Result<()> {
         let (end, link) = match way {
             Way::In => (&self.switch, format!("to-{host}")),
-            Way::Out => (self.named(host), "eth0".into()),
+            Way::Out => (self.host(host), "eth0".into()),
         };
         if mute {
             // No packet is as small as what may go at once.
@@ -219,7 +219,8 @@ impl Network {
         self.a.ok(&format!("ip link set eth1 {}", if cut { "down" } else { "up" }))
     }
 
-    fn named(&self, host: &str) -> &Host {
+    /// A host by its name.
+    pub fn host(&self, host: &str) -> &Host {
         match host {
             "a" => &self.a,
             "b" => &self.b,

@@ -4,7 +4,7 @@
 //! 10.78.0.15, wherever it runs.
 
 use crate::{Bench, Boot, Process, until};
-use keyframe_bench::hosts::{Host, Network, Rate, Way};
+use keyframe_bench::hosts::{Network, Rate, Way};
 use keyframe_bench::ledger::{self, Ledger};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -60,14 +60,6 @@ impl Hosts {
             std::fs::create_dir_all(dir.join(host)).expect("make a directory");
         }
         Self { network, dir }
-    }
-
-    fn host(&self, name: &str) -> &Host {
-        match name {
-            "a" => &self.a,
-            "b" => &self.b,
-            _ => &self.c,
-        }
     }
 
     /// `keyframe` on a host, with a run directory of its own there.

@@ -277,9 +277,9 @@ impl<'a> Record<'a> {
 
     /// How the content of a derived record is made. `page` gets what is in this record.
     pub fn derivation(&self, page: &mut Page) -> Result<Derivation, Problem> {
-        match self.kind {
-            Kind::Delta => Delta::decode(self.codec, self.payload, self.place).map(Derivation::Delta),
-            _ => Composition::decode(self.codec, self.payload, self.place, page).map(Derivation::Parts),
+        match self.delta()? {
+            Some(delta) => Ok(Derivation::Delta(delta)),
+            None => Composition::decode(self.codec, self.payload, self.place, page).map(Derivation::Parts),
         }
     }
 
