@@ -140,13 +140,26 @@ fn soak_a_link_that_flaps_costs_time_and_nothing_else() {
 #[test]
 #[ignore = "make soak"]
 fn soak_a_cable_that_carries_one_way_alone_costs_time_and_nothing_else() {
-    for side in [Side::Primary, Side::Standby] {
-        for way in [Way::In, Way::Out] {
-            let mut trial = survives(Fault::OneWay(side, way, 500));
-            trial.befall(Fault::OneWay(side, way, 6000));
-            trial.recover();
-            trial.end();
-        }
+    for way in [Way::In, Way::Out] {
+        let mut trial = survives(Fault::OneWay(Side::Primary, way, 500));
+        let (was, other) = (trial.primary(), trial.other());
+        trial.hosts.mute(was, way, true);
+        trial.until("the standby takes over", |trial| trial.said(other).contains("took over"));
+        trial.go_on(10);
+        trial.hosts.mute(was, way, false);
+        trial.recover();
+        assert_eq!(trial.primary(), other, "{way:?}");
+        trial.end();
+
+        let mut trial = survives(Fault::OneWay(Side::Standby, way, 500));
+        let (was, other) = (trial.primary(), trial.other());
+        trial.hosts.mute(other, way, true);
+        trial.until("the VM runs unprotected", |trial| trial.said(was).contains("the VM runs unprotected"));
+        trial.go_on(10);
+        trial.hosts.mute(other, way, false);
+        trial.recover();
+        assert_eq!(trial.primary(), was, "{way:?}");
+        trial.end();
     }
 }
 
