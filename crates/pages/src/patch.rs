@@ -24,17 +24,20 @@ pub fn diff(base: &Page, page: &Page, len_bytes_max: usize, out: &mut Vec<u8>) -
     let end_max = out.len() + len_bytes_max;
     let mut runs = Runs { page, out, written: 0 };
     let mut run: Option<(usize, usize)> = None;
-    let lines = base.as_chunks::<LINE_BYTES>().0.iter().zip(page.as_chunks::<LINE_BYTES>().0);
-    for (line, (old, new)) in lines.enumerate() {
-        if is_same(old, new) {
-            continue;
-        }
-        let words = old.as_chunks::<8>().0.iter().zip(new.as_chunks::<8>().0);
-        for (word, (old, new)) in words.enumerate() {
+    let (old, new) = (base.as_chunks::<LINE_BYTES>().0, page.as_chunks::<LINE_BYTES>().0);
+    // Which lines differ, then which words of such a line: where these are is not to be foreseen, and a branch for each costs more than looking.
+    let mut lines = mask(old.iter().zip(new).map(|(old, new)| !is_same(old, new)));
+    while lines != 0 {
+        let line = lines.trailing_zeros() as usize;
+        lines &= lines - 1;
+        let (Some(old), Some(new)) = (old.get(line), new.get(line)) else { break };
+        let (old, new) = (old.as_chunks::<8>().0, new.as_chunks::<8>().0);
+        let mut words = mask(old.iter().zip(new).map(|(old, new)| old != new));
+        while words != 0 {
+            let word = words.trailing_zeros() as usize;
+            words &= words - 1;
+            let (Some(old), Some(new)) = (old.get(word), new.get(word)) else { break };
             let changed = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
-            if changed == 0 {
-                continue;
-            }
             let at = line * LINE_BYTES + word * 8;
             let first = at + changed.trailing_zeros() as usize / 8;
             let end = at + 8 - changed.leading_zeros() as usize / 8;
@@ -55,6 +58,11 @@ pub fn diff(base: &Page, page: &Page, len_bytes_max: usize, out: &mut Vec<u8>) -
         runs.put(from, to);
     }
     out.len() <= end_max
+}
+
+/// Bit by bit what is true, without a branch.
+fn mask(of: impl Iterator<Item = bool>) -> u64 {
+    of.zip(0..u64::BITS).fold(0, |all, (is, bit)| all | u64::from(is) << bit)
 }
 
 /// Compares without a branch for each word.

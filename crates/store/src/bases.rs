@@ -1,16 +1,19 @@
 //! The pages that deltas are made on: of each page that was written again, the content of a plain record.
 //!
 //! ```text
-//!   page ──mod slots──▶ | page, its base's record and hash, what deltas on it have cost | content |
+//!   page ──mod slots──▶ | page, its base's record and hash, what deltas on it have cost, place ─┐
+//!                                      contents, as slots came into use:   | 0 | 1 | 2 | ... ◀─┘
 //! ```
 //!
 //! One slot for each page that maps to it, the last one wins: where RAM is not larger than the budget, each page has its own,
-//! and nothing has to be kept about what was used when.
+//! and nothing has to be kept about what was used when. Contents lie in the order in which their slots were used for the first time, so that
+//! memory is taken a huge page at a time and all of it is used: first touches of small pages, all over the budget, cost more than the deltas.
 //!
-//! Invariants: memory is bounded by the budget (and touched only as pages come); a base is a plain record whose content is
+//! Invariants: memory is bounded by the budget (and taken only as pages come); a base is a plain record whose content is
 //! the one here. When records are lost or move, [`Bases::clear`].
 
 use crate::identity::{PageHash, PageRef};
+use keyframe_kernel::memory::Arena;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex};
 
 /// Deltas that have cost so much more than the first one are worth a new base: about what that costs.
@@ -52,13 +55,20 @@ struct Slot {
     base: Base,
     /// The batch that reads it.
     batch: u64,
+    /// Which of the contents is its.
+    place: usize,
 }
+
+/// Contents whose memory is taken at once: a huge page.
+const CHUNK_PAGES: usize = (2 << 20) / PAGE_BYTES;
 
 /// The bases.
 pub struct Bases {
     slots: Vec<Option<Slot>>,
-    /// One page after the other, in memory that the kernel gives when it is written.
-    contents: Vec<u8>,
+    /// [`CHUNK_PAGES`] each, the last one of those that the budget allows may be shorter.
+    chunks: Vec<Arena>,
+    /// Contents in use.
+    used: usize,
     batch: u64,
 }
 
@@ -70,7 +80,7 @@ impl Bases {
     /// In at most `budget_bytes`; with less than a page, none.
     pub fn new(budget_bytes: usize) -> Self {
         let slots = budget_bytes / (PAGE_BYTES + size_of::<Option<Slot>>());
-        Self { slots: vec![None; slots], contents: vec![0; slots * PAGE_BYTES], batch: 0 }
+        Self { slots: vec![None; slots], chunks: Vec::new(), used: 0, batch: 0 }
     }
 
     /// From here on what was found is not needed any more.
@@ -86,22 +96,36 @@ impl Bases {
         Some(At(at))
     }
 
-    /// Takes a base in for a page; none where another one of this batch is in its place.
+    /// Takes a base in for a page; none where another one of this batch is in its place, or there is no memory.
     pub fn insert(&mut self, page: PageIndex, base: Base, content: &Page) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
-        let slot = self.slots.get_mut(at)?;
-        if slot.is_some_and(|slot| slot.batch == batch && slot.page != page) {
+        let before = *self.slots.get(at)?;
+        if before.is_some_and(|slot| slot.batch == batch && slot.page != page) {
             return None;
         }
-        *slot = Some(Slot { page, base, batch });
-        *self.contents.as_chunks_mut::<PAGE_BYTES>().0.get_mut(at)? = *content;
+        let place = match before {
+            Some(slot) => slot.place,
+            None => self.take_place()?,
+        };
+        *self.chunks.get_mut(place / CHUNK_PAGES)?.as_chunks_mut().0.get_mut(place % CHUNK_PAGES)? = *content;
+        *self.slots.get_mut(at)? = Some(Slot { page, base, batch, place });
         Some(At(at))
+    }
+
+    fn take_place(&mut self) -> Option<usize> {
+        if self.used == self.chunks.len() * CHUNK_PAGES {
+            let pages = self.slots.len().saturating_sub(self.used).min(CHUNK_PAGES);
+            self.chunks.push(Arena::new(pages * PAGE_BYTES).ok()?);
+        }
+        self.used += 1;
+        Some(self.used - 1)
     }
 
     /// What [`Self::find`] found in this batch.
     pub fn get(&self, at: At) -> Option<(Base, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
-        Some((slot.base, self.contents.as_chunks::<PAGE_BYTES>().0.get(at.0)?))
+        let chunk = self.chunks.get(slot.place / CHUNK_PAGES)?;
+        Some((slot.base, chunk.as_chunks().0.get(slot.place % CHUNK_PAGES)?))
     }
 
     /// A delta of so many bytes was made on the base of `page`.
@@ -114,9 +138,10 @@ impl Bases {
         }
     }
 
-    /// Forgets all.
+    /// Forgets all. Their memory is used again.
     pub fn clear(&mut self) {
         self.slots.fill(None);
+        self.used = 0;
     }
 
     fn at(&self, page: PageIndex) -> Option<usize> {

@@ -106,7 +106,6 @@ impl Loaded {
             (rest, next) = (behind, page.0 + 1);
         }
         zeros.push(rest);
-        wanted.sort_unstable_by_key(|(to, _)| *to);
         self.inner.read_into(&mut wanted, zeros)
     }
 

@@ -129,23 +129,24 @@ impl MapRun {
 
     /// Lays the run over what is older: pages below `ram_pages` over `ram`, the blocks behind them over `disks`.
     pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
-        let mut refs = self.refs.iter();
+        let mut refs = &self.refs[..];
         for extent in &self.extents {
             let range = extent.range;
+            // One extent may reach from RAM into a disk.
+            let border = ram_pages.clamp(range.first.0, range.end().0);
+            let (in_ram, in_disks) = (border - range.first.0, range.end().0 - border);
             if extent.zero {
-                // One extent may reach from RAM into a disk.
-                let border = ram_pages.clamp(range.first.0, range.end().0);
-                ram.clear_range(PageRange::new(range.first, border - range.first.0));
-                disks.set_zero(PageRange::new(PageIndex(border), range.end().0 - border));
+                ram.clear_range(PageRange::new(range.first, in_ram));
+                disks.set_zero(PageRange::new(PageIndex(border), in_disks));
                 continue;
             }
-            for (page, to) in range.iter().zip(refs.by_ref()) {
-                if page.0 < ram_pages {
-                    ram.set(page, *to);
-                } else {
-                    disks.set(page, *to);
-                }
+            let (here, behind) = refs.split_at(refs.len().min(range.len_pages as usize));
+            let (of_ram, of_disks) = here.split_at(here.len().min(in_ram as usize));
+            ram.set_all(range.first, of_ram);
+            for (page, to) in (border..).zip(of_disks) {
+                disks.set(PageIndex(page), *to);
             }
+            refs = behind;
         }
     }
 

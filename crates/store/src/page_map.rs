@@ -44,6 +44,28 @@ impl PageMap {
         was
     }
 
+    /// Sets where the contents of pages one after the other are, at the cost of a search for each leaf.
+    pub fn set_all(&mut self, first: PageIndex, mut to: &[PageRef]) {
+        let mut next = first.0;
+        while !to.is_empty() {
+            let at = (next % LEAF_PAGES) as usize;
+            let (here, behind) = to.split_at(to.len().min(LEAF_PAGES as usize - at));
+            to = behind;
+            if here.iter().any(|to| *to != PageRef::ZERO) {
+                let leaf = self.leaves.entry(next / LEAF_PAGES);
+                let leaf = leaf.or_insert_with(|| Box::new([PageRef::ZERO; LEAF_PAGES as usize]));
+                for (entry, to) in leaf[at..].iter_mut().zip(here) {
+                    self.nonzero_pages += u64::from(*to != PageRef::ZERO);
+                    self.nonzero_pages -= u64::from(*entry != PageRef::ZERO);
+                    *entry = *to;
+                }
+            } else {
+                self.clear_range(PageRange::new(PageIndex(next), here.len() as u64));
+            }
+            next += here.len() as u64;
+        }
+    }
+
     /// Shows every record that some page is in, to be changed into another one.
     pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
         let entries = self.leaves.values_mut().flat_map(|leaf| leaf.iter_mut());
@@ -94,12 +116,16 @@ mod tests {
     proptest! {
         /// Against the naive oracle: one entry a page.
         #[test]
-        fn a_page_map_is_an_array(ops in prop::collection::vec((0u8..3, 0u64..600, 0u64..300), 0..60), from in 0u64..700, len in 0u64..700) {
+        fn a_page_map_is_an_array(ops in prop::collection::vec((0u8..4, 0u64..600, 0u64..300), 0..60), from in 0u64..700, len in 0u64..700) {
             let (mut map, mut oracle) = (PageMap::default(), vec![0u64; 1000]);
             for (op, page, value) in ops {
                 if op == 0 {
                     map.clear_range(PageRange::new(PageIndex(page), value));
                     oracle[page as usize..(page + value) as usize].fill(0);
+                } else if op == 1 {
+                    let to: Vec<_> = (page..page + value).map(|at| PageRef(at % (value + 1) % 7)).collect();
+                    map.set_all(PageIndex(page), &to);
+                    oracle[page as usize..].iter_mut().zip(to).for_each(|(entry, to)| *entry = to.0);
                 } else {
                     // Values repeat zero often enough to clear pages one by one too.
                     let value = value % 50;

@@ -108,12 +108,19 @@ impl Inner {
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
-    /// Reads the pages at `wanted` (rising references) into their places, and makes all of `zeros` zero, by several threads where there is
+    /// Reads the pages at `wanted` (which it sorts) into their places, and makes all of `zeros` zero, by several threads where there is
     /// much to read: no page goes from one thread to another.
     pub fn read_into(&self, wanted: &mut [(PageRef, &mut Page)], mut zeros: Vec<&mut [Page]>) -> Result<()> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
         let threads = if wanted.len() < PAGES_MIN { 1 } else { cores };
-        let pieces = Mutex::new(wanted.chunks_mut(PIECE_RECORDS));
+        let wanted = Mutex::new(wanted);
+        let next_piece = || {
+            let mut left = wanted.lock().unwrap_or_else(PoisonError::into_inner);
+            let len = left.len().min(PIECE_RECORDS);
+            let (piece, rest) = std::mem::take(&mut *left).split_at_mut(len);
+            *left = rest;
+            (!piece.is_empty()).then_some(piece)
+        };
         let zeros = Mutex::new(zeros.chunks_mut(PIECE_ZEROS));
         let failed = Mutex::new(None);
         let work = || {
@@ -125,20 +132,22 @@ impl Inner {
                     pages.fill(ZERO_PAGE);
                 }
             }
-            loop {
-                let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some(piece) = piece else { return };
+            while let Some(piece) = next_piece() {
                 if let Err(error) = self.read_piece(piece, &mut buffer) {
                     failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                     // Nobody begins another one.
-                    while pieces.lock().unwrap_or_else(PoisonError::into_inner).next().is_some() {}
+                    while next_piece().is_some() {}
                 }
             }
         };
         std::thread::scope(|scope| {
+            // Others begin with the zeros meanwhile, and wait here for the first piece.
+            let mut all = wanted.lock().unwrap_or_else(PoisonError::into_inner);
             for _ in 1..threads {
                 scope.spawn(work);
             }
+            all.sort_unstable_by_key(|(to, _)| *to);
+            drop(all);
             work();
         });
         failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)

@@ -173,9 +173,9 @@ impl PackWriter {
         let key = self.inner.config.key.clone();
         side_by_side(&mut items, &mut self.compressors, &|items, _| look(items, &key));
         self.bases.begin_batch();
-        let mut bytes = Vec::new();
+        let (mut bytes, mut content) = (Vec::new(), ZERO_PAGE);
         for item in &mut items {
-            self.find(item, &mut bytes);
+            self.find(item, &mut bytes, &mut content);
         }
         let (bases, compressors) = (&self.bases, &mut self.compressors);
         side_by_side(&mut items, compressors, &|items, compressor| {
@@ -193,8 +193,8 @@ impl PackWriter {
         appended
     }
 
-    /// Where it is already; else what it could be a delta on.
-    fn find(&mut self, item: &mut Item<'_>, bytes: &mut Vec<u8>) {
+    /// Where it is already; else what it could be a delta on, which is read into `bytes` and `content` where it has to be.
+    fn find(&mut self, item: &mut Item<'_>, bytes: &mut Vec<u8>, content: &mut Page) {
         let Some(hash) = item.hash else { return };
         item.placed = self.known(hash, item.input.content);
         let Some((page, before)) = item.input.home.filter(|_| item.placed.is_none()) else { return };
@@ -202,26 +202,25 @@ impl PackWriter {
         item.has_base = item.base.is_some() || before != PageRef::ZERO;
         if item.base.is_none()
             && before != PageRef::ZERO
-            && let Some((base, content)) = self.read_base(before, bytes)
+            && let Some(base) = self.read_base(before, bytes, content)
         {
-            item.base = self.bases.insert(page, base, &content);
+            item.base = self.bases.insert(page, base, content);
         }
     }
 
     /// The plain record that `of` is, or is a delta on; none where it cannot be read.
-    fn read_base(&self, of: PageRef, bytes: &mut Vec<u8>) -> Option<(Base, Page)> {
-        let mut page = ZERO_PAGE;
+    fn read_base(&self, of: PageRef, bytes: &mut Vec<u8>, page: &mut Page) -> Option<Base> {
         let record = self.read_record(of, bytes)?;
         let of = match record.kind {
-            Kind::Delta => match record.derivation(&mut page).ok()? {
+            Kind::Delta => match record.derivation(page).ok()? {
                 Derivation::Delta(delta) => delta.base,
                 Derivation::Parts(_) => return None,
             },
             _ => of,
         };
         let record = self.read_record(of, bytes)?;
-        record.decompress(&mut page).ok()?;
-        Some((Base::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES), page))
+        record.decompress(page).ok()?;
+        Some(Base::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES))
     }
 
     /// A record, which may not be in the file yet.
