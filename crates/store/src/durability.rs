@@ -159,8 +159,13 @@ impl Inner {
         let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
         let boot = self.backend.boot()?;
         if mark.boot == boot {
-            // What a failing sync was for lies in unfinished packs, too.
-            self.rely_on_packs(|| self.sync_and_unmark())?;
+            if mark.tried {
+                // What the sync that failed was for lies in unfinished packs, too.
+                self.put_packs_mark(packs::newest(self)?)?;
+                self.backend.sync_all()?;
+            } else {
+                self.rely_on_packs(|| self.sync_and_unmark())?;
+            }
             return Ok(Vec::new());
         }
         let torn = self.set_torn_aside(mark.from)?;
@@ -187,18 +192,29 @@ impl Inner {
     /// machine.
     pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.doubted_packs()?;
-        let newest = packs::numbers(self)?.last().copied().unwrap_or(0);
+        let newest = packs::newest(self)?;
         if newest <= before {
             return sync();
         }
-        let put = |up_to| {
-            let mark = PacksMark { boot: self.backend.boot()?, up_to };
-            let text = serde_json::to_string(&mark).unwrap_or_default();
-            self.backend.put(UNSYNCED_PACKS, text.as_bytes())
-        };
-        put(newest)?;
+        self.put_packs_mark(newest)?;
         sync()?;
-        if before == 0 { self.backend.remove(UNSYNCED_PACKS) } else { put(before) }
+        if before == 0 { self.backend.remove(UNSYNCED_PACKS) } else { self.put_packs_mark(before) }
+    }
+
+    fn put_packs_mark(&self, up_to: u32) -> Result<()> {
+        let mark = PacksMark { boot: self.backend.boot()?, up_to };
+        self.backend.put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
+    }
+
+    /// Has `sync` make durable what checkpoints have in a pack that did not wait for it. Where that fails, neither they nor the pack are relied
+    /// on in this life of the machine.
+    pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.rely_on_packs(|| {
+            let Some(mark) = self.mark()?.filter(|mark| !mark.tried) else { return sync() };
+            self.write_mark(&Mark { boot: mark.boot.clone(), from: mark.from, tried: true })?;
+            sync()?;
+            self.write_mark(&mark)
+        })
     }
 
     fn set_torn_aside(&self, from: CheckpointId) -> Result<Vec<TornCheckpoint>> {

@@ -285,7 +285,12 @@ impl PackWriter {
         let Some(pack) = self.open.as_mut().filter(|pack| pack.flushed > pack.synced) else {
             return Ok(());
         };
-        match pack.file.sync() {
+        let synced = if pack.sealed > pack.synced {
+            self.inner.sync_sealed(|| pack.file.sync())
+        } else {
+            pack.file.sync()
+        };
+        match synced {
             Ok(()) => {
                 pack.synced = pack.flushed;
                 Ok(())

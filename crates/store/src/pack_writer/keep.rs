@@ -24,7 +24,7 @@ const WORDS_MORE_BYTES_MAX: usize = PAGE_BYTES / 12;
 impl PackWriter {
     /// Of packs that are above all there are. It knows no record, whoever else writes.
     pub fn empty(inner: Arc<Inner>, tuning: Tuning) -> Result<Self> {
-        let next_pack = newest(&inner)? + 1;
+        let next_pack = packs::newest(&inner)? + 1;
         Ok(Self {
             inner,
             index: Index::new(tuning.index_bytes, None),
@@ -107,7 +107,7 @@ impl PackWriter {
     /// The next pack is above all there are now. No derived record is relied on again.
     pub fn raise(&mut self) -> Result<()> {
         self.close()?;
-        self.next_pack = self.next_pack.max(newest(&self.inner)? + 1);
+        self.next_pack = self.next_pack.max(packs::newest(&self.inner)? + 1);
         // What a derived one stands on may go by now.
         self.index.forget_derived();
         Ok(())
@@ -150,9 +150,4 @@ impl PackWriter {
         self.learnt_from = self.next_pack;
         Ok(())
     }
-}
-
-/// The highest number of a pack; 0 where there is none.
-fn newest(inner: &Inner) -> Result<u32> {
-    Ok(packs::numbers(inner)?.last().copied().unwrap_or(0))
 }

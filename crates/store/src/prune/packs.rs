@@ -172,6 +172,11 @@ pub fn numbers(inner: &Inner) -> Result<Vec<u32>> {
     Ok(numbers)
 }
 
+/// The highest number of a pack; 0 where there is none.
+pub fn newest(inner: &Inner) -> Result<u32> {
+    Ok(numbers(inner)?.last().copied().unwrap_or(0))
+}
+
 /// The live records of a pack.
 pub fn places(number: u32, live: &[u64]) -> impl Iterator<Item = PageRef> + '_ {
     live.iter().map(move |at| PageRef::new(number, *at))

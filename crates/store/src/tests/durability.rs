@@ -214,3 +214,42 @@ fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
     }
     assert!(failures > 10 && lost > 0, "{failures} failures, {lost} lost: nothing was tested");
 }
+
+/// Packs are synced when they are closed, also where no checkpoint waits for it. Where that fails, a later sync, by whomever, says nothing.
+#[test]
+fn a_pack_that_could_not_be_synced_when_it_was_closed_is_vouched_for_by_nobody() {
+    let (mut failures, mut lost) = (0, 0);
+    for durability in [Durability::Never, Durability::Every(Duration::ZERO)] {
+        for seed in 0..30 {
+            let medium = Faulty::default();
+            let store = init_on(&medium).unwrap();
+            let mut writer = store.lock_writer_tuned("test", tuning(durability)).unwrap();
+            let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+            let (mut old, mut known) = (vec![0; PAGES as usize], Vec::new());
+            for image in images(seed) {
+                put_changes(&mut run, &old, &image).unwrap();
+                known.push((seal(&mut run, PAGES).unwrap().id, image.clone()));
+                old = image;
+            }
+            medium.fail_sync_at(medium.syncs() + 1 + seed % 5);
+            failures += usize::from(run.finish().is_err());
+            drop(writer);
+            // The machine did not go down; the next one finds nothing wrong, and has the same pages.
+            let new = killed_after(&medium, Durability::Checkpoint, &images(seed));
+            let medium = medium.after_power_loss(seed);
+            let writer = on(&medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
+            lost += writer.torn().len();
+            drop(writer);
+            let store = on(&medium).unwrap();
+            let there = store.ids().unwrap();
+            assert!(
+                new.iter().all(|(id, _)| there.contains(id)),
+                "seed {seed}: a durable checkpoint is gone"
+            );
+            for (id, image) in known.iter().chain(&new).filter(|(id, _)| there.contains(id)) {
+                assert_image(&store, *id, image);
+            }
+        }
+    }
+    assert!(failures > 10 && lost > 0, "{failures} failures, {lost} lost: nothing was tested");
+}

@@ -3,7 +3,7 @@
 use super::super::layout;
 use super::super::{TINY, deltas, on, request};
 use super::world::{Image, RAM_PAGES, World, page_of};
-use crate::{BlockContent, CheckOptions, Error, Result, Store};
+use crate::{BlockContent, CheckOptions, Damage, Error, Result, Store};
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,7 +56,16 @@ impl World {
         self.look_at_copies();
         for medium in [&self.medium, &self.other] {
             let report = on(medium).unwrap().check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
-            assert!(report.is_clean(), "{report:#?}");
+            // A sync failed and then the power: a checkpoint that lives may have a map below that mentions, in places that are written over
+            // above, what was lost.
+            let came = |what: &str| self.tally.contains_key(what);
+            let may_mention_lost =
+                came("taken by power loss") && (came("failed sync") || came("seal failed"));
+            let of_nobody = |damage: &Damage| {
+                damage.checkpoints.is_empty() && damage.problem.contains("no checkpoint needs it")
+            };
+            let is_clean = report.is_clean() || may_mention_lost && report.damages.iter().all(of_nobody);
+            assert!(is_clean, "{report:#?}");
         }
         let kinds = deltas::kinds(&on(&self.medium).unwrap());
         self.came("deltas", kinds.get(&'D').map_or(0, |n| *n as u64));
