@@ -81,6 +81,8 @@ pub struct PackWriter {
     open: Option<OpenPack>,
     /// What deltas are made on.
     bases: Bases,
+    /// Packs of this writer of which a sync has failed: no delta stands on what can still be read of them.
+    given_up: FxHashSet<u32>,
     /// One for each thread.
     compressors: Vec<PageCompressor>,
     scratch: Vec<Scratch>,
@@ -420,8 +422,9 @@ impl PackWriter {
 
     /// Gives up the open pack: what is durable of it stays known, the rest is forgotten.
     pub fn retire(&mut self) {
-        if let Some(synced) = self.open.as_ref().map(|pack| pack.synced) {
+        if let Some((number, synced)) = self.open.as_ref().map(|pack| (pack.number, pack.synced)) {
             self.forget_from(synced);
+            self.given_up.insert(number);
             self.open = None;
         }
     }

@@ -34,6 +34,7 @@ impl PackWriter {
             next_pack,
             open: None,
             bases: Bases::new(tuning.base_bytes),
+            given_up: FxHashSet::default(),
             compressors: (0..tuning.encode_threads.max(1)).map(|_| PageCompressor::new()).collect(),
             scratch: Vec::new(),
             composed: Vec::new(),

@@ -223,8 +223,11 @@ impl PackWriter {
         Some(Base::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES))
     }
 
-    /// A record, which may not be in the file yet.
+    /// A record that a base may be read from; it may not be in the file yet.
     fn read_record<'a>(&self, at: PageRef, bytes: &'a mut Vec<u8>) -> Option<Record<'a>> {
+        if self.given_up.contains(&at.pack()) {
+            return None;
+        }
         let open = self.open.as_ref().filter(|pack| pack.number == at.pack());
         if let Some(unflushed) = open.and_then(|pack| pack.unflushed(at)) {
             bytes.clear();

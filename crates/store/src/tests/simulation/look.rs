@@ -3,7 +3,7 @@
 use super::super::layout;
 use super::super::{TINY, deltas, on, request};
 use super::world::{Image, RAM_PAGES, World, page_of};
-use crate::{BlockContent, CheckOptions, Damage, Error, Result, Store};
+use crate::{BlockContent, CheckOptions, CheckReport, Damage, Error, Result, Store};
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,20 +56,20 @@ impl World {
         self.look_at_copies();
         for medium in [&self.medium, &self.other] {
             let report = on(medium).unwrap().check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
-            // A sync failed and then the power: a checkpoint that lives may have a map below that mentions, in places that are written over
-            // above, what was lost.
-            let came = |what: &str| self.tally.contains_key(what);
-            let may_mention_lost =
-                came("taken by power loss") && (came("failed sync") || came("seal failed"));
-            let of_nobody = |damage: &Damage| {
-                damage.checkpoints.is_empty() && damage.problem.contains("no checkpoint needs it")
-            };
-            let is_clean = report.is_clean() || may_mention_lost && report.damages.iter().all(of_nobody);
-            assert!(is_clean, "{report:#?}");
+            assert!(self.is_clean(&report), "{report:#?}");
         }
         let kinds = deltas::kinds(&on(&self.medium).unwrap());
         self.came("deltas", kinds.get(&'D').map_or(0, |n| *n as u64));
         self.came("composed", kinds.get(&'C').map_or(0, |n| *n as u64));
+    }
+
+    /// Nothing is damaged that a checkpoint needs; and nothing else, unless power loss took what had not waited for a sync: then a checkpoint that
+    /// lives may have a map below that mentions, in places that are written over above, what was lost.
+    pub fn is_clean(&self, report: &CheckReport) -> bool {
+        let of_nobody = |damage: &Damage| {
+            damage.checkpoints.is_empty() && damage.problem.contains("no checkpoint needs it")
+        };
+        report.is_clean() || self.tally.contains_key("power loss") && report.damages.iter().all(of_nobody)
     }
 
     /// All that was copied is there; and what is there is what its origin was at some time.
