@@ -19,6 +19,7 @@ use keyframe_units::{PAGE_BYTES, Page};
 pub const WORDS_BYTES_MAX: usize = PAGE_BYTES * 3 / 8;
 const GROUP_WORDS: usize = 8;
 const GROUP_BYTES: usize = GROUP_WORDS * 8;
+const GROUPS: usize = PAGE_BYTES / GROUP_BYTES;
 const BASES: usize = 4;
 const HEAD_BYTES: usize = 8 + BASES * 8;
 const CODE_BYTES: usize = 4;
@@ -34,6 +35,7 @@ const LEN_BYTES: [usize; 16] = [0, 1, 4, 8, 0, 0, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3];
 const MASK: [u64; 16] = masks();
 /// Where words are counted by their upper bits.
 const SLOTS: usize = 64;
+const ONE: i16 = SLOTS as i16;
 const LOW_BITS: u32 = 24;
 /// Groups that tell which bases a page has.
 const SAMPLED_GROUPS: usize = 16;
@@ -49,21 +51,28 @@ const fn masks() -> [u64; 16] {
 }
 
 /// What a word takes on its own: the bytes, above the code. Chosen without a branch, as words come in no order that a processor could foresee.
-fn alone(word: u64) -> u8 {
+#[inline]
+fn alone(word: u64) -> u64 {
     let cost = if word < 1 << 32 { 0x42 } else { 0x83 };
     let cost = if word < 1 << 8 { 0x11 } else { cost };
     if word == 0 { 0 } else { cost }
 }
 
 /// What it takes on base 0, by what is different; code 12 of 14 bytes is never the less.
-fn on_base(different: u64) -> u8 {
+#[inline]
+fn on_base(different: u64) -> u64 {
     let cost = if different < 1 << 24 { 0x3c } else { 0xec };
     let cost = if different < 1 << 16 { 0x28 } else { cost };
     if different == 0 { 0x04 } else { cost }
 }
 
+type Group = [u64; GROUP_WORDS];
+
 /// Makes payloads, in memory of its own.
 pub struct WordCoder {
+    /// Of the page at hand, the groups that are not zero, and what their words take.
+    words: Box<[Group; GROUPS]>,
+    costs: Box<[[u8; GROUP_WORDS]; GROUPS]>,
     buffer: Box<[u8; BUFFER_BYTES]>,
 }
 
@@ -76,55 +85,73 @@ impl Default for WordCoder {
 impl WordCoder {
     /// With memory of its own.
     pub fn new() -> Self {
-        Self { buffer: Box::new([0; BUFFER_BYTES]) }
+        let (words, costs) = (Box::new([[0; GROUP_WORDS]; GROUPS]), Box::new([[0; GROUP_WORDS]; GROUPS]));
+        Self { words, costs, buffer: Box::new([0; BUFFER_BYTES]) }
     }
 
     /// The payload of a page; none where it would be too long to be one.
     pub fn encode(&mut self, page: &Page) -> Option<&[u8]> {
-        let mut words = [[0; GROUP_WORDS]; PAGE_BYTES / GROUP_BYTES];
-        for (word, bytes) in words.as_flattened_mut().iter_mut().zip(page.as_chunks().0) {
-            *word = u64::from_le_bytes(*bytes);
+        let Self { words, costs, buffer } = self;
+        let (mut groups, mut count) = (0u64, 0);
+        for (number, bytes) in page.as_chunks::<GROUP_BYTES>().0.iter().enumerate() {
+            let group: Group = std::array::from_fn(|at| {
+                bytes.as_chunks().0.get(at).map_or(0, |word| u64::from_le_bytes(*word))
+            });
+            let is_some = group.iter().fold(0, |all, word| all | word) != 0;
+            words[count % GROUPS] = group;
+            groups |= u64::from(is_some) << number;
+            count += usize::from(is_some);
         }
-        let mut groups = 0u64;
-        for (number, group) in words.iter().enumerate() {
-            groups |= u64::from(group.iter().fold(0, |all, word| all | word) != 0) << number;
-        }
-        let (bases, base_of) = bases(&words, groups)?;
-        let repeated =
-            words.windows(2).filter(|pair| pair[0] == pair[1] && pair[1] != [0; GROUP_WORDS]).count();
+        let words = words.get(..count)?;
+        let bases = bases(words)?;
         // LZ4 is fast where everything comes again, and leaves next to nothing of it.
-        if repeated * 2 > groups.count_ones() as usize {
+        if words.windows(2).filter(|pair| pair[0] == pair[1]).count() * 2 > count {
             return None;
         }
-        let out = &mut *self.buffer;
-        for (into, word) in out.as_chunks_mut().0.iter_mut().zip(std::iter::once(groups).chain(bases)) {
+        for (into, word) in buffer.as_chunks_mut().0.iter_mut().zip(std::iter::once(groups).chain(bases)) {
             *into = word.to_le_bytes();
         }
+        let costs = costs.get_mut(..count)?;
+        price(words.as_flattened(), &bases, costs.as_flattened_mut());
         let mut codes_at = HEAD_BYTES;
-        let mut at = HEAD_BYTES + CODE_BYTES * groups.count_ones() as usize;
-        for (number, group) in words.iter().enumerate() {
-            if groups >> number & 1 == 0 {
-                continue;
-            }
-            let window: &mut [u8; WINDOW_BYTES] = out.get_mut(at..)?.first_chunk_mut()?;
+        let mut at = HEAD_BYTES + CODE_BYTES * count;
+        for (group, costs) in words.iter().zip(costs) {
+            let window: &mut [u8; WINDOW_BYTES] = buffer.get_mut(at..)?.first_chunk_mut()?;
             let (mut codes, mut len) = (0u32, 0);
-            for (place, word) in group.iter().enumerate() {
-                let number = base_of[slot_of(word >> LOW_BITS)];
-                let base = bases[usize::from(number) % BASES];
-                let cost = alone(*word).min(on_base(word ^ base) + number);
-                codes |= u32::from(cost & 15) << (4 * place);
+            for (place, (word, cost)) in group.iter().zip(costs).enumerate() {
+                codes |= u32::from(*cost & 15) << (4 * place);
                 // Without a check for each word: eight of them end before the window does.
                 window[len % GROUP_BYTES..][..8].copy_from_slice(&word.to_le_bytes());
-                len += usize::from(cost >> 4);
+                len += usize::from(*cost >> 4);
             }
-            out.get_mut(codes_at..)?.first_chunk_mut::<CODE_BYTES>()?.copy_from_slice(&codes.to_le_bytes());
+            buffer
+                .get_mut(codes_at..)?
+                .first_chunk_mut::<CODE_BYTES>()?
+                .copy_from_slice(&codes.to_le_bytes());
             codes_at += CODE_BYTES;
             at += len;
             if at > WORDS_BYTES_MAX {
                 return None;
             }
         }
-        out.get(..at)
+        buffer.get(..at)
+    }
+}
+
+/// What each word takes, alone or on the base on which it takes the least. Compiled for wide processors, too, which look at several at once.
+#[multiversion::multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512dq+avx512vl+bmi1+bmi2+lzcnt+popcnt",
+    "x86_64+avx2+bmi1+bmi2+lzcnt+popcnt"
+))]
+fn price(words: &[u64], bases: &[u64; BASES], costs: &mut [u8]) {
+    let [a, b, c, d] = *bases;
+    for (cost, word) in costs.iter_mut().zip(words) {
+        let mut least = alone(*word);
+        least = least.min(on_base(word ^ a));
+        least = least.min(on_base(word ^ b) + 1);
+        least = least.min(on_base(word ^ c) + 2);
+        least = least.min(on_base(word ^ d) + 3);
+        *cost = least as u8;
     }
 }
 
@@ -135,40 +162,42 @@ fn slot_of(high: u64) -> usize {
 
 /// The words that most others are like, and which of them by slot; none where too few are like any. A part of the page tells: of text and code
 /// hardly any two words have the same upper bits.
-fn bases(words: &[[u64; GROUP_WORDS]], groups: u64) -> Option<([u64; BASES], [u8; SLOTS])> {
-    let count = groups.count_ones() as usize;
+fn bases(words: &[Group]) -> Option<[u64; BASES]> {
+    let count = words.len();
     let stride = count.div_ceil(SAMPLED_GROUPS).max(1);
-    let mut slots = [(0u64, 0u32); SLOTS];
-    let (mut others, mut left, mut sampled) = (0, groups, 0);
-    while left != 0 {
-        for word in words.get(left.trailing_zeros() as usize)? {
+    let mut slots = [0u64; SLOTS];
+    // How many words are counted there, and the slot's own number below that: all are compared at once.
+    let mut counts: [i16; SLOTS] = std::array::from_fn(|slot| slot as i16);
+    let (mut others, mut sampled) = (0, 0);
+    for group in words.iter().step_by(stride) {
+        for word in group {
             if *word < 256 {
                 continue;
             }
             others += 1;
-            let slot = &mut slots[slot_of(word >> LOW_BITS)];
-            if slot.0 >> LOW_BITS == word >> LOW_BITS {
-                slot.1 += 1;
-            } else if slot.1 < 2 {
-                *slot = (*word, 1);
+            let slot = slot_of(word >> LOW_BITS);
+            if slots[slot] >> LOW_BITS == word >> LOW_BITS {
+                counts[slot] += ONE;
+            } else if counts[slot] < 2 * ONE {
+                (slots[slot], counts[slot]) = (*word, slot as i16 + ONE);
             }
         }
         sampled += 1;
-        for _ in 0..stride {
-            left &= left.wrapping_sub(1);
-        }
     }
-    let (mut found, mut base_of) = ([0; BASES], [0; SLOTS]);
-    for (base, number) in found.iter_mut().zip(0..) {
-        let best = slots.iter_mut().max_by_key(|slot| slot.1).filter(|slot| slot.1 > 0);
-        let Some(best) = best else { break };
-        *base = best.0;
-        others -= std::mem::take(&mut best.1);
-        base_of[slot_of(*base >> LOW_BITS)] = number;
+    let mut found = [0; BASES];
+    for base in &mut found {
+        let best = counts.iter().copied().fold(0, i16::max);
+        if best < ONE {
+            break;
+        }
+        let slot = (best % ONE) as usize;
+        *base = slots[slot];
+        others -= best / ONE;
+        counts[slot] = 0;
     }
     // Words like none of them take eight bytes, as a rule. A page about which the part is wrong by a little is tried.
     let bytes = HEAD_BYTES + count * CODE_BYTES + others as usize * 8 * count / sampled.max(1);
-    (bytes <= WORDS_BYTES_MAX * 9 / 8).then_some((found, base_of))
+    (bytes <= WORDS_BYTES_MAX * 9 / 8).then_some(found)
 }
 
 /// Restores a page from its payload.
