@@ -140,26 +140,22 @@ fn soak_a_link_that_flaps_costs_time_and_nothing_else() {
 #[test]
 #[ignore = "make soak"]
 fn soak_a_cable_that_carries_one_way_alone_costs_time_and_nothing_else() {
-    for way in [Way::In, Way::Out] {
-        let mut trial = survives(Fault::OneWay(Side::Primary, way, 500));
-        let (was, other) = (trial.primary(), trial.other());
-        trial.hosts.mute(was, way, true);
-        trial.until("the standby takes over", |trial| trial.said(other).contains("took over"));
-        trial.go_on(10);
-        trial.hosts.mute(was, way, false);
-        trial.recover();
-        assert_eq!(trial.primary(), other, "{way:?}");
-        trial.end();
-
-        let mut trial = survives(Fault::OneWay(Side::Standby, way, 500));
-        let (was, other) = (trial.primary(), trial.other());
-        trial.hosts.mute(other, way, true);
-        trial.until("the VM runs unprotected", |trial| trial.said(was).contains("the VM runs unprotected"));
-        trial.go_on(10);
-        trial.hosts.mute(other, way, false);
-        trial.recover();
-        assert_eq!(trial.primary(), was, "{way:?}");
-        trial.end();
+    for side in [Side::Primary, Side::Standby] {
+        for way in [Way::In, Way::Out] {
+            let mut trial = survives(Fault::OneWay(side, way, 500));
+            let (was, other) = (trial.primary(), trial.other());
+            let (mute, runs, says) = match side {
+                Side::Primary => (was, other, "took over"),
+                Side::Standby => (other, was, "the VM runs unprotected"),
+            };
+            trial.hosts.mute(mute, way, true);
+            trial.until(says, |trial| trial.said(runs).contains(says));
+            trial.go_on(10);
+            trial.hosts.mute(mute, way, false);
+            trial.recover();
+            assert_eq!(trial.primary(), runs, "{side:?}, {way:?}");
+            trial.end();
+        }
     }
 }
 

@@ -35,6 +35,7 @@ const LEN_BYTES: [usize; 16] = [0, 1, 4, 8, 0, 0, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3];
 const MASK: [u64; 16] = masks();
 /// Where words are counted by their upper bits.
 const SLOTS: usize = 64;
+/// One word, in what is counted of a slot: its number is below that.
 const ONE: i16 = SLOTS as i16;
 const LOW_BITS: u32 = 24;
 /// Groups that tell which bases a page has.
@@ -160,7 +161,7 @@ fn slot_of(high: u64) -> usize {
     (high.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize
 }
 
-/// The words that most others are like, and which of them by slot; none where too few are like any. A part of the page tells: of text and code
+/// The words that most others are like; none where too few are like any. A part of the page tells: of text and code
 /// hardly any two words have the same upper bits.
 fn bases(words: &[Group]) -> Option<[u64; BASES]> {
     let count = words.len();

@@ -127,23 +127,20 @@ impl Inner {
         }
     }
 
-    /// Makes all durable that was written, unless an earlier attempt failed: then false, and nobody can know.
-    fn sync_marked(&self) -> Result<bool> {
-        let is_known = match self.mark()? {
-            Some(mark) if mark.tried => false,
-            Some(mark) => {
-                self.write_mark(&Mark { tried: true, ..mark })?;
-                true
-            }
-            None => true,
-        };
-        self.backend.sync_all()?;
+    /// Has `sync` make durable what was written, marked before it is tried; false where an earlier attempt failed: then nobody can know.
+    fn attempt(&self, sync: impl FnOnce() -> Result<()>) -> Result<bool> {
+        let mark = self.mark()?;
+        let is_known = mark.as_ref().is_none_or(|mark| !mark.tried);
+        if let Some(mark) = mark.filter(|mark| !mark.tried) {
+            self.write_mark(&Mark { tried: true, ..mark })?;
+        }
+        sync()?;
         Ok(is_known)
     }
 
     /// All that was written is durable, but for what comes from `from` on.
     pub fn sync_and_mark(&self, from: CheckpointId) -> Result<()> {
-        if self.sync_marked()? {
+        if self.attempt(|| self.backend.sync_all())? {
             self.write_mark(&Mark { boot: self.backend.boot()?, from, tried: false })?;
         }
         Ok(())
@@ -151,7 +148,7 @@ impl Inner {
 
     /// All that was written is durable, and nothing else will be.
     pub fn sync_and_unmark(&self) -> Result<()> {
-        if self.sync_marked()? { self.backend.remove(UNSYNCED) } else { Ok(()) }
+        if self.attempt(|| self.backend.sync_all())? { self.backend.remove(UNSYNCED) } else { Ok(()) }
     }
 
     /// For the next writer: where the machine went down before all was durable, sets what is torn aside.
@@ -210,10 +207,11 @@ impl Inner {
     /// on in this life of the machine.
     pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         self.rely_on_packs(|| {
-            let Some(mark) = self.mark()?.filter(|mark| !mark.tried) else { return sync() };
-            self.write_mark(&Mark { boot: mark.boot.clone(), from: mark.from, tried: true })?;
-            sync()?;
-            self.write_mark(&mark)
+            let before = self.mark()?;
+            match (self.attempt(sync)?, before) {
+                (true, Some(before)) => self.write_mark(&before),
+                _ => Ok(()),
+            }
         })
     }
 

@@ -38,10 +38,7 @@ impl PageMap {
         }
         let leaf =
             self.leaves.entry(number).or_insert_with(|| Box::new([PageRef::ZERO; LEAF_PAGES as usize]));
-        let was = std::mem::replace(&mut leaf[(page.0 % LEAF_PAGES) as usize], to);
-        self.nonzero_pages += u64::from(to != PageRef::ZERO);
-        self.nonzero_pages -= u64::from(was != PageRef::ZERO);
-        was
+        replace(&mut leaf[(page.0 % LEAF_PAGES) as usize], to, &mut self.nonzero_pages)
     }
 
     /// Sets where the contents of pages one after the other are, at the cost of a search for each leaf.
@@ -55,9 +52,7 @@ impl PageMap {
                 let leaf = self.leaves.entry(next / LEAF_PAGES);
                 let leaf = leaf.or_insert_with(|| Box::new([PageRef::ZERO; LEAF_PAGES as usize]));
                 for (entry, to) in leaf[at..].iter_mut().zip(here) {
-                    self.nonzero_pages += u64::from(*to != PageRef::ZERO);
-                    self.nonzero_pages -= u64::from(*entry != PageRef::ZERO);
-                    *entry = *to;
+                    replace(entry, *to, &mut self.nonzero_pages);
                 }
             } else {
                 self.clear_range(PageRange::new(PageIndex(next), here.len() as u64));
@@ -83,8 +78,7 @@ impl PageMap {
             let from = first.saturating_sub(leaf_first).min(LEAF_PAGES) as usize;
             let to = end.saturating_sub(leaf_first).min(LEAF_PAGES) as usize;
             for entry in &mut leaf[from..to] {
-                self.nonzero_pages -= u64::from(*entry != PageRef::ZERO);
-                *entry = PageRef::ZERO;
+                replace(entry, PageRef::ZERO, &mut self.nonzero_pages);
             }
         }
     }
@@ -106,6 +100,14 @@ impl PageMap {
     pub fn iter(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         self.range(PageRange::new(PageIndex(0), u64::MAX))
     }
+}
+
+/// Changes an entry, and the count of those that are not zero; gives back what it was.
+fn replace(entry: &mut PageRef, to: PageRef, nonzero_pages: &mut u64) -> PageRef {
+    let was = std::mem::replace(entry, to);
+    *nonzero_pages += u64::from(to != PageRef::ZERO);
+    *nonzero_pages -= u64::from(was != PageRef::ZERO);
+    was
 }
 
 #[cfg(test)]

@@ -16,8 +16,8 @@ use super::look::matches;
 use crate::backend::faulty::{Chance, Faulty};
 use crate::composed::{PART_BYTES, PARTS};
 use crate::{
-    BaseMeta, CheckOptions, DiskMeta, DiskState, Durability, Error, PruneOptions, PruneStep, Result, Run,
-    SealRequest, Store, Tuning,
+    BaseMeta, CheckOptions, CheckReport, DiskMeta, DiskState, Durability, Error, PruneOptions, PruneStep,
+    Result, Run, SealRequest, Store, Tuning,
 };
 use jiff::Timestamp;
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
@@ -294,6 +294,7 @@ impl World {
     /// A run: some checkpoints, each of which may fail, and at whose end the process may just stop.
     fn run(&mut self) -> Result<()> {
         let tuning = self.tuning();
+        self.came("did not wait", u64::from(tuning.durability != Durability::Checkpoint));
         let store = on(&self.medium)?;
         let mut writer = store.lock_writer_tuned("simulation", tuning)?;
         // What it found is durable, but for what a failed sync may have lost.
@@ -443,6 +444,8 @@ impl World {
         if report.found.is_clean() {
             assert!(report.after.is_none(), "{report:#?}");
             assert!(self.medium.files() == files, "a repair of a whole store changed it");
+        } else {
+            assert!(report.after.as_ref().is_some_and(CheckReport::is_clean), "{report:#?}");
         }
         Ok(())
     }
