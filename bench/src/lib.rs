@@ -65,6 +65,8 @@ pub struct Options {
     pub qemu: Option<PathBuf>,
     /// Where `evaluation` writes its files; `out/evaluation` where nothing is named.
     pub out: Option<PathBuf>,
+    /// The store whose newest run `store` feeds, in place of pages that it makes.
+    pub from: Option<keyframe_store::Store>,
     /// Told what is being measured.
     pub progress: fn(&str),
     /// Told what is left out, and why.
@@ -275,6 +277,9 @@ pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
         }
         Some((benchmark, _)) if options.out.is_some() && *benchmark != "evaluation" => {
             Err(Error::NoOption { benchmark, option: "--out" })
+        }
+        Some((benchmark, _)) if options.from.is_some() && *benchmark != "store" => {
+            Err(Error::NoOption { benchmark, option: "--from" })
         }
         Some((_, benchmark)) => benchmark(options),
         None => Err(Error::failed("find the benchmark", format!("no benchmark is named {name}"))),

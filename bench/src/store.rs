@@ -1,6 +1,7 @@
 //! The store against databases, archivers and a flat file: one stream of pages for all (`bench/feed`), on one core.
 //!
 //! ```text
+//!   --from STORE ─▶ recorded ─▶ place/stream                                else each child makes the stream
 //!   for each round, each store:  place/STORE ◀── child process ── a Job     feeds it, reads it again, compares
 //!                                                     └─▶ Measured ─▶ rows ─▶ figures, ratios, table, chart
 //!   metadata, open:              Keyframe's store alone, in this process
@@ -15,6 +16,7 @@ mod keyframe;
 mod metadata;
 mod peers;
 mod place;
+mod recorded;
 mod rows;
 
 use crate::interrupt::Interrupt;
@@ -22,9 +24,10 @@ use crate::parts::Parts;
 use crate::{Error, Options, Report};
 use archiver::{Archiver, Program};
 use flat_file::{FlatFile, Hash};
-use keyframe_bench_feed::{Job, Measured, Store, Words};
+use keyframe_bench_feed::{Job, Measured, Source, Store, Words};
 use peers::Peers;
 use place::Place;
+use recorded::{Chosen, Recorded};
 use rows::{DIRTIER, Rows};
 use std::path::Path;
 
@@ -51,11 +54,16 @@ const QUICK: Plan = Plan { image_mib: 64, seconds: 9, rounds: 1 };
 
 pub fn run(options: &Options) -> Result<Report, Error> {
     let others = [DIRTIER, METADATA, OPEN];
-    let all = OWN.iter().chain(&DATABASES).chain(&ARCHIVERS).chain(&others).map(ToString::to_string);
+    let from = options.from.as_ref();
+    let others = if from.is_some() { &others[1..] } else { &others[..] };
+    let all = OWN.iter().chain(&DATABASES).chain(&ARCHIVERS).chain(others).map(ToString::to_string);
     let parts = Parts::choose("store", &options.only, all)?;
     let plan = if options.quick { QUICK } else { FULL };
     let interrupt = Interrupt::listen()?;
-    let place = Place::new(options, (plan.image_mib << 20) * ROOM_IMAGES)?;
+    let chosen = from.map(Chosen::of).transpose()?;
+    let image_bytes = chosen.as_ref().map_or(plan.image_mib << 20, |chosen| chosen.image_bytes);
+    let place = Place::new(options, image_bytes * ROOM_IMAGES)?;
+    let recorded = chosen.map(|chosen| chosen.write(place.path(), options)).transpose()?;
     let cpu = last_cpu()?;
     let mut bench = Bench {
         options,
@@ -63,11 +71,15 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         interrupt: &interrupt,
         dir: place.path(),
         plan,
+        recorded,
         cpu,
         rows: Rows::default(),
     };
     bench.stores()?;
     let mut report = bench.rows.report();
+    if let Some(recorded) = &bench.recorded {
+        report.notes.insert("stream".into(), recorded.what.clone());
+    }
     if parts.has(METADATA) {
         options.say("metadata of checkpoints");
         metadata::sizes(&bench.dir.join(METADATA), &mut report)?;
@@ -109,6 +121,8 @@ struct Bench<'a> {
     interrupt: &'a Interrupt,
     dir: &'a Path,
     plan: Plan,
+    /// In place of the stream that is made.
+    recorded: Option<Recorded>,
     cpu: usize,
     rows: Rows,
 }
@@ -178,16 +192,19 @@ impl Bench<'_> {
     }
 
     fn measure(&self, name: &str, peers: Option<&Peers>, turn: &str) -> Result<Measured, Error> {
-        self.options.say(format!("{name}, {} MiB, {turn}", self.plan.image_mib));
+        let image_mib = self.recorded.as_ref().map_or(self.plan.image_mib, |recorded| recorded.image_mib);
+        self.options.say(format!("{name}, {image_mib} MiB, {turn}"));
         let dir = self.dir.join(name);
         std::fs::create_dir(&dir).map_err(Error::io(format!("make {}", dir.display())))?;
         let words = if name == DIRTIER { Words::Many } else { Words::Few };
+        let source = match &self.recorded {
+            Some(recorded) => Source::Recorded(recorded.path.clone()),
+            None => Source::Made { image_mib, seconds: self.plan.seconds, words },
+        };
         let job = Job {
             store: name.into(),
             dir: dir.clone(),
-            image_mib: self.plan.image_mib,
-            seconds: self.plan.seconds,
-            words,
+            source,
             pure: name != DIRTIER && name != "dedup_zstd" && !ARCHIVERS.contains(&name),
             cpu: self.cpu,
         };

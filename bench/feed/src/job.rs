@@ -1,11 +1,13 @@
 //! What is measured in one process, and what comes of it; both travel as JSON.
 
+use crate::stream::Stream;
 use crate::{Error, Result};
+use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// The largest image: the stream and what is compared with it are in memory, some four times as much.
-const IMAGE_MIB_MAX: u64 = 16 << 10;
+pub const IMAGE_MIB_MAX: u64 = 16 << 10;
 const SECONDS_MAX: usize = 600;
 
 /// How much of a page changes.
@@ -28,6 +30,35 @@ impl Words {
     }
 }
 
+/// Where a stream comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// Made in memory, from a fixed seed.
+    Made {
+        /// The guest's RAM.
+        image_mib: u64,
+        /// Seconds after the first image.
+        seconds: usize,
+        /// How much of a page changes.
+        words: Words,
+    },
+    /// What was recorded of a VM, in the file that [`Stream::write`] has written.
+    Recorded(PathBuf),
+}
+
+impl Source {
+    /// The stream.
+    pub fn stream(&self) -> Result<Stream> {
+        match self {
+            Self::Made { image_mib, seconds, words } => {
+                Ok(Stream::new((image_mib << 20) / PAGE_BYTES as u64, *seconds, *words))
+            }
+            Self::Recorded(path) => Stream::read(path),
+        }
+    }
+}
+
 /// One store, one stream.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
@@ -35,12 +66,8 @@ pub struct Job {
     pub store: String,
     /// An empty directory for its files.
     pub dir: PathBuf,
-    /// The guest's RAM.
-    pub image_mib: u64,
-    /// Seconds after the first image.
-    pub seconds: usize,
-    /// How much of a page changes.
-    pub words: Words,
+    /// What is fed.
+    pub source: Source,
     /// Whether pages that are all known, and pages that are all new, are measured too.
     pub pure: bool,
     /// The core that everything runs on.
@@ -51,11 +78,15 @@ impl Job {
     /// Reads one, and refuses what no memory holds.
     pub fn parse(text: &str) -> Result<Self> {
         let job: Self = serde_json::from_str(text).map_err(|e| Error::failed("read the job", e))?;
-        if job.image_mib == 0 || job.image_mib > IMAGE_MIB_MAX || job.seconds > SECONDS_MAX {
-            let problem = format!("at most {IMAGE_MIB_MAX} MiB and {SECONDS_MAX} seconds are possible");
-            return Err(Error::failed("read the job", problem));
+        match job.source {
+            Source::Made { image_mib, seconds, .. }
+                if image_mib == 0 || image_mib > IMAGE_MIB_MAX || seconds > SECONDS_MAX =>
+            {
+                let problem = format!("at most {IMAGE_MIB_MAX} MiB and {SECONDS_MAX} seconds are possible");
+                Err(Error::failed("read the job", problem))
+            }
+            _ => Ok(job),
         }
-        Ok(job)
     }
 
     /// As one line.
@@ -131,19 +162,17 @@ mod tests {
 
     #[test]
     fn a_job_that_no_memory_holds_is_refused() {
-        let job = Job {
+        let of = |image_mib| Job {
             store: "x".into(),
             dir: "/d".into(),
-            image_mib: 64,
-            seconds: 9,
-            words: Words::Many,
+            source: Source::Made { image_mib, seconds: 9, words: Words::Many },
             pure: true,
             cpu: 0,
         };
-        let back = Job::parse(&job.line().unwrap()).unwrap();
-        assert_eq!((back.image_mib, back.words), (64, Words::Many));
-        for wrong in [Job { image_mib: 1 << 40, ..job.clone() }, Job { image_mib: 0, ..job }] {
-            Job::parse(&wrong.line().unwrap()).unwrap_err();
+        let job = of(64);
+        assert_eq!(Job::parse(&job.line().unwrap()).unwrap().source, job.source);
+        for wrong in [1 << 40, 0] {
+            Job::parse(&of(wrong).line().unwrap()).unwrap_err();
         }
         Job::parse("{").unwrap_err();
     }

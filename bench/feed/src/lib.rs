@@ -17,12 +17,13 @@ mod job;
 mod keyed;
 mod pages;
 mod random;
+mod recorded;
 mod run;
 mod stream;
 mod target;
 mod usage;
 
-pub use job::{Fed, Job, Measured, Rebuilt, Words};
+pub use job::{Fed, IMAGE_MIB_MAX, Job, Measured, Rebuilt, Source, Words};
 pub use keyed::{KEY_BYTES, Key, KeyValue, Keyed, KeyedStore, key_of};
 pub use run::run;
 pub use stream::{Second, Stream};

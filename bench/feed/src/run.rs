@@ -8,7 +8,7 @@
 //!   pure    create ─ the last image ─ pages all known ─ pages all new ─ close ─ open ─ the last image
 //! ```
 //!
-//! Everything on one core, also threads of the store's own; the last image once more by all, for a store that has threads for it. The stream is made before the clock runs. An image is rebuilt in
+//! Everything on one core, also threads of the store's own; the last image once more by all, for a store that has threads for it. The stream is made, or read, before the clock runs. An image is rebuilt in
 //! memory that is there already and zero.
 
 use crate::job::{Fed, Job, Measured, Rebuilt};
@@ -35,8 +35,7 @@ pub fn run(job: &Job, store: &dyn Store) -> Result<Measured> {
 }
 
 fn measure(job: &Job, store: &dyn Store, cores: &Cores) -> Result<Measured> {
-    let image_pages = (job.image_mib << 20) / PAGE_BYTES as u64;
-    let mut stream = Stream::new(image_pages, job.seconds, job.words);
+    let mut stream = job.source.stream()?;
     let mixed = job.dir.join("mixed");
     let mut measured = Measured::default();
     feed(store, &mixed, &stream, &mut measured)?;
@@ -199,7 +198,7 @@ fn feed_pure(store: &dyn Store, dir: &Path, mut stream: Stream, measured: &mut M
 mod tests {
     use super::*;
     use crate::keyed::{Key, KeyValue, KeyedStore};
-    use crate::{PageSink, Words, Writing};
+    use crate::{PageSink, Source, Words, Writing};
     use std::path::PathBuf;
 
     /// A database that is a file for each key.
@@ -274,8 +273,8 @@ mod tests {
     }
 
     fn job(dir: &Path) -> Job {
-        let dir = dir.to_path_buf();
-        Job { store: String::new(), dir, image_mib: 4, seconds: 2, words: Words::Few, pure: true, cpu: 0 }
+        let (dir, source) = (dir.to_path_buf(), Source::Made { image_mib: 4, seconds: 2, words: Words::Few });
+        Job { store: String::new(), dir, source, pure: true, cpu: 0 }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! No store: what deduplication leaves where each page is compressed by zstd -1, in bytes of pages alone; and what it leaves where a
 //! page may be the difference to what it was before. Both are bounds to judge a store's size by.
 
-use keyframe_bench_feed::{Error, Job, Measured, Result, Stream, key_of};
+use keyframe_bench_feed::{Error, Job, Measured, Result, key_of};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use rustc_hash::FxHashSet;
 use xxhash_rust::xxh3::xxh3_128;
@@ -11,8 +11,7 @@ const LEVEL: i32 = 1;
 
 /// Counts. `stored_bytes` is without differences, `image_stored_bytes` with them.
 pub fn count(job: &Job) -> Result<Measured> {
-    let pages = (job.image_mib << 20) / PAGE_BYTES as u64;
-    let mut stream = Stream::new(pages, job.seconds, job.words);
+    let mut stream = job.source.stream()?;
     let mut counter = Counter {
         zstd: Compressor::new(LEVEL).map_err(|e| Error::failed("begin to compress", e))?,
         buffer: vec![0; zstd::zstd_safe::compress_bound(PAGE_BYTES)],

@@ -62,7 +62,19 @@ impl<'a> Cursor<'a> {
     }
 
     /// The next number of variable length.
+    #[inline]
     pub fn varint(&mut self) -> Result<u64, Problem> {
+        // Nearly all in maps are as short as that.
+        let (len, value) = match *self.left {
+            [a, ..] if a < 0x80 => (1, u64::from(a)),
+            [a, b, ..] if b < 0x80 && b > 0 => (2, u64::from(a & 0x7f) | u64::from(b) << 7),
+            _ => return self.long_varint(),
+        };
+        self.left = &self.left[len..];
+        Ok(value)
+    }
+
+    fn long_varint(&mut self) -> Result<u64, Problem> {
         let at = self.position();
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {

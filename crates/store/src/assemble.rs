@@ -207,7 +207,7 @@ impl Inner {
         composed.chunks(LANES).try_for_each(give)
     }
 
-    fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {
+    pub fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {
         let object = self.backend.describe(&names::pack(at.pack()));
         Error::damaged(format!("{object} at offset {}", at.offset()), problem)
     }
@@ -247,5 +247,5 @@ impl Made {
     }
 }
 
-const NOT_ITS_HASH: &str = "the page does not match its hash";
-const DERIVED_OF_DERIVED: &str = "it stands on other records, and a record stands on it";
+pub const NOT_ITS_HASH: &str = "the page does not match its hash";
+pub const DERIVED_OF_DERIVED: &str = "it stands on other records, and a record stands on it";

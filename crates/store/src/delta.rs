@@ -61,11 +61,21 @@ impl Delta {
 
     /// Makes the page from the content of its base, whose record says `hash`.
     pub fn fill(&self, hash: PageHash, content: &Page, page: &mut Page) -> Result<(), Problem> {
+        *page = *content;
+        self.change(hash, page)
+    }
+
+    /// Makes it of its base's content, in place.
+    pub fn change(&self, hash: PageHash, page: &mut Page) -> Result<(), Problem> {
         if check_of(hash) != self.check {
             return Err("a delta whose base is another record than it was".into());
         }
-        *page = *content;
         apply(&self.patch, page)
+    }
+
+    /// What it takes beside its own size.
+    pub fn patch_bytes(&self) -> usize {
+        self.patch.capacity()
     }
 }
 

@@ -63,12 +63,14 @@ impl Inner {
     fn hold(&self, (ram, disks): &(PageMap, DiskMap), listed: &[u32]) -> (Held, bool) {
         let mut packs = BTreeSet::new();
         let mut last = 0;
-        for number in ram.iter().map(|(_, to)| to).chain(disks.records()).map(PageRef::pack) {
-            if number != last {
-                packs.insert(number);
-                last = number;
+        let mut add = |to: PageRef| {
+            if to.pack() != last {
+                last = to.pack();
+                packs.insert(last);
             }
-        }
+        };
+        ram.for_each_ref(&mut add);
+        disks.records().for_each(add);
         let newest = packs.last().copied().unwrap_or(0);
         packs.extend(listed.iter().filter(|number| **number < newest));
         // One that cannot be opened for another reason is not gone.

@@ -44,6 +44,7 @@ mod disks;
 mod durability;
 mod envelope;
 mod error;
+mod fill;
 mod forget;
 #[doc(hidden)]
 pub mod fuzzing;

@@ -130,24 +130,32 @@ impl MapRun {
     /// Lays the run over what is older: pages below `ram_pages` over `ram`, the blocks behind them over `disks`.
     pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
         let mut refs = &self.refs[..];
-        for extent in &self.extents {
-            let range = extent.range;
+        let ranges = self.extents.iter().map(|extent| {
+            let own = if extent.zero { 0 } else { refs.len().min(extent.range.len_pages as usize) };
+            let (here, behind) = refs.split_at(own);
+            refs = behind;
+            (extent.range, (!extent.zero).then_some(here))
+        });
+        let of_ram = ranges.filter_map(|(range, to)| {
             // One extent may reach from RAM into a disk.
             let border = ram_pages.clamp(range.first.0, range.end().0);
             let (in_ram, in_disks) = (border - range.first.0, range.end().0 - border);
-            if extent.zero {
-                ram.clear_range(PageRange::new(range.first, in_ram));
-                disks.set_zero(PageRange::new(PageIndex(border), in_disks));
-                continue;
+            let (to_ram, to_disks) = match to {
+                Some(to) => {
+                    let (to_ram, to_disks) = to.split_at(to.len().min(in_ram as usize));
+                    (Some(to_ram), Some(to_disks))
+                }
+                None => (None, None),
+            };
+            match to_disks {
+                Some(to) => {
+                    (border..).zip(to).for_each(|(page, to)| disks.set(PageIndex(page), *to));
+                }
+                None => disks.set_zero(PageRange::new(PageIndex(border), in_disks)),
             }
-            let (here, behind) = refs.split_at(refs.len().min(range.len_pages as usize));
-            let (of_ram, of_disks) = here.split_at(here.len().min(in_ram as usize));
-            ram.set_all(range.first, of_ram);
-            for (page, to) in (border..).zip(of_disks) {
-                disks.set(PageIndex(page), *to);
-            }
-            refs = behind;
-        }
+            (in_ram > 0).then_some((PageRange::new(range.first, in_ram), to_ram))
+        });
+        ram.lay(of_ram);
     }
 
     /// The bytes of its file; `disks`: its page space has some.

@@ -36,13 +36,44 @@ impl PageMap {
         if to == PageRef::ZERO && !self.leaves.contains_key(&number) {
             return PageRef::ZERO;
         }
-        let leaf =
-            self.leaves.entry(number).or_insert_with(|| Box::new([PageRef::ZERO; LEAF_PAGES as usize]));
+        let leaf = self.leaves.entry(number).or_insert_with(zero_leaf);
         replace(&mut leaf[(page.0 % LEAF_PAGES) as usize], to, &mut self.nonzero_pages)
     }
 
-    /// Sets where the contents of pages one after the other are, at the cost of a search for each leaf.
-    pub fn set_all(&mut self, first: PageIndex, mut to: &[PageRef]) {
+    /// Lays ranges of pages, rising, over what there is: each with where its pages are, or zero; at the cost of a search for
+    /// each leaf, however many of them lie in it.
+    pub fn lay<'a>(&mut self, ranges: impl Iterator<Item = (PageRange, Option<&'a [PageRef]>)>) {
+        let mut ranges = ranges.peekable();
+        while let Some((range, to)) = ranges.next() {
+            let number = range.first.0 / LEAF_PAGES;
+            let is_here = |range: PageRange| {
+                range.first.0 / LEAF_PAGES == number
+                    && range.first.0 % LEAF_PAGES + range.len_pages <= LEAF_PAGES
+            };
+            let leaf = match to {
+                Some(to) if !is_here(range) => {
+                    self.set_all(range.first, to);
+                    continue;
+                }
+                None if !is_here(range) => {
+                    self.clear_range(range);
+                    continue;
+                }
+                Some(_) => self.leaves.entry(number).or_insert_with(zero_leaf),
+                None => match self.leaves.get_mut(&number) {
+                    Some(leaf) => leaf,
+                    None => continue,
+                },
+            };
+            fill(leaf, range, to, &mut self.nonzero_pages);
+            while let Some((range, to)) = ranges.next_if(|(range, _)| is_here(*range)) {
+                fill(leaf, range, to, &mut self.nonzero_pages);
+            }
+        }
+    }
+
+    /// Sets where the contents of pages one after the other are.
+    fn set_all(&mut self, first: PageIndex, mut to: &[PageRef]) {
         let mut next = first.0;
         while !to.is_empty() {
             let at = (next % LEAF_PAGES) as usize;
@@ -50,7 +81,7 @@ impl PageMap {
             to = behind;
             if here.iter().any(|to| *to != PageRef::ZERO) {
                 let leaf = self.leaves.entry(next / LEAF_PAGES);
-                let leaf = leaf.or_insert_with(|| Box::new([PageRef::ZERO; LEAF_PAGES as usize]));
+                let leaf = leaf.or_insert_with(zero_leaf);
                 for (entry, to) in leaf[at..].iter_mut().zip(here) {
                     replace(entry, *to, &mut self.nonzero_pages);
                 }
@@ -96,9 +127,34 @@ impl PageMap {
         )
     }
 
+    /// Calls `each` for the record of every page that is not zero, in the order of pages.
+    pub fn for_each_ref(&self, mut each: impl FnMut(PageRef)) {
+        for leaf in self.leaves.values() {
+            leaf.iter().filter(|to| **to != PageRef::ZERO).for_each(|to| each(*to));
+        }
+    }
+
     /// All pages that are not zero, rising.
     pub fn iter(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         self.range(PageRange::new(PageIndex(0), u64::MAX))
+    }
+}
+
+fn zero_leaf() -> Leaf {
+    Box::new([PageRef::ZERO; LEAF_PAGES as usize])
+}
+
+/// Changes the entries of a range that lies in the leaf.
+fn fill(leaf: &mut Leaf, range: PageRange, to: Option<&[PageRef]>, nonzero_pages: &mut u64) {
+    let at = (range.first.0 % LEAF_PAGES) as usize;
+    let entries = &mut leaf[at..at + range.len_pages as usize];
+    match to {
+        Some(to) => entries.iter_mut().zip(to).for_each(|(entry, to)| {
+            replace(entry, *to, nonzero_pages);
+        }),
+        None => entries.iter_mut().for_each(|entry| {
+            replace(entry, PageRef::ZERO, nonzero_pages);
+        }),
     }
 }
 
@@ -118,16 +174,31 @@ mod tests {
     proptest! {
         /// Against the naive oracle: one entry a page.
         #[test]
-        fn a_page_map_is_an_array(ops in prop::collection::vec((0u8..4, 0u64..600, 0u64..300), 0..60), from in 0u64..700, len in 0u64..700) {
-            let (mut map, mut oracle) = (PageMap::default(), vec![0u64; 1000]);
+        fn a_page_map_is_an_array(ops in prop::collection::vec((0u8..5, 0u64..600, 0u64..300), 0..60), from in 0u64..700, len in 0u64..700) {
+            let (mut map, mut oracle) = (PageMap::default(), vec![0u64; 1200]);
             for (op, page, value) in ops {
                 if op == 0 {
                     map.clear_range(PageRange::new(PageIndex(page), value));
                     oracle[page as usize..(page + value) as usize].fill(0);
                 } else if op == 1 {
                     let to: Vec<_> = (page..page + value).map(|at| PageRef(at % (value + 1) % 7)).collect();
-                    map.set_all(PageIndex(page), &to);
+                    map.lay(std::iter::once((PageRange::new(PageIndex(page), value), Some(&to[..]))));
                     oracle[page as usize..].iter_mut().zip(to).for_each(|(entry, to)| *entry = to.0);
+                } else if op == 2 {
+                    // Ranges of one to some pages, gaps of none to some between them; every third one is zero.
+                    let to: Vec<_> = (0..value).map(|at| PageRef(at + 1)).collect();
+                    let mut ranges = Vec::new();
+                    let (mut first, mut rest) = (page, &to[..]);
+                    while !rest.is_empty() {
+                        let (here, behind) = rest.split_at(rest.len().min(1 + (first % 5) as usize));
+                        let to = (first % 3 > 0).then_some(here);
+                        ranges.push((PageRange::new(PageIndex(first), here.len() as u64), to));
+                        for (entry, to) in oracle[first as usize..].iter_mut().zip(here) {
+                            *entry = if first % 3 > 0 { to.0 } else { 0 };
+                        }
+                        (first, rest) = (first + here.len() as u64 + first % 2, behind);
+                    }
+                    map.lay(ranges.into_iter());
                 } else {
                     // Values repeat zero often enough to clear pages one by one too.
                     let value = value % 50;
@@ -136,7 +207,7 @@ mod tests {
                 }
                 prop_assert_eq!(map.nonzero_pages(), oracle.iter().filter(|r| **r != 0).count() as u64);
             }
-            let all: Vec<u64> = (0..1000).map(|p| map.get(PageIndex(p)).0).collect();
+            let all: Vec<u64> = (0..1200).map(|p| map.get(PageIndex(p)).0).collect();
             prop_assert_eq!(&all, &oracle);
             let part: Vec<_> = map.range(PageRange::new(PageIndex(from), len)).map(|(p, r)| (p.0, r.0)).collect();
             let expected: Vec<_> = (0u64..).zip(oracle).filter(|(p, r)| *r != 0 && (from..from + len).contains(p)).collect();

@@ -9,7 +9,7 @@
 //!                            └──────── emptied ─────┘
 //! ```
 //!
-//! Who has memory for all of it gives each page its place instead ([`Inner::read_into`]): then a thread puts what it reads there itself.
+//! Who has memory for all of it gives each page its place instead (`fill`): then a thread puts what it reads there itself.
 //!
 //! Invariants: the sink is called on the caller's thread alone. Memory is bounded by the threads: a few batches for each, and what
 //! [`Inner::read_pages`] takes. Where the sink or a thread fails, the others end with their batch.
@@ -17,22 +17,25 @@
 use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::{Error, Result};
-use keyframe_units::{Page, ZERO_PAGE};
+use keyframe_units::Page;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 
 /// Fewer pages, 8 MiB, are read on the caller's thread.
-const PAGES_MIN: usize = 2048;
+pub const PAGES_MIN: usize = 2048;
 /// What a thread takes at once: enough for large reads, and for deltas to find their bases next to each other.
-const PIECE_RECORDS: usize = 2048;
-/// Stretches of zeros, likewise.
-const PIECE_ZEROS: usize = 256;
+pub const PIECE_RECORDS: usize = 2048;
 /// What it gives on at once: what stays in a core's cache.
 const BATCH_PAGES: usize = 32;
 const THREADS_MAX: usize = 8;
 /// For each thread: batches that wait to be taken.
 const BATCHES: usize = 2;
+
+/// As many threads as are worth it here.
+pub fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
+}
 
 type Batch<T> = Vec<(T, Page)>;
 
@@ -101,89 +104,11 @@ impl Inner {
         wanted: &[(PageRef, T)],
         sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
     ) -> Result<(), E> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+        let cores = threads();
         if wanted.len() < PAGES_MIN || cores < 2 {
             return self.read_pages(wanted, sink);
         }
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
-    }
-
-    /// Reads the pages at `wanted` (which it sorts) into their places, and makes all of `zeros` zero, by several threads where there is
-    /// much to read: no page goes from one thread to another.
-    pub fn read_into(&self, wanted: &mut [(PageRef, &mut Page)], mut zeros: Vec<&mut [Page]>) -> Result<()> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
-        let threads = if wanted.len() < PAGES_MIN { 1 } else { cores };
-        let wanted = Mutex::new(wanted);
-        let next_piece = || {
-            let mut left = wanted.lock().unwrap_or_else(PoisonError::into_inner);
-            let len = left.len().min(PIECE_RECORDS);
-            let (piece, rest) = std::mem::take(&mut *left).split_at_mut(len);
-            *left = rest;
-            (!piece.is_empty()).then_some(piece)
-        };
-        let zeros = Mutex::new(zeros.chunks_mut(PIECE_ZEROS));
-        let failed = Mutex::new(None);
-        let work = || {
-            let mut buffer = Vec::new();
-            loop {
-                let piece = zeros.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some(piece) = piece else { break };
-                for pages in piece {
-                    pages.fill(ZERO_PAGE);
-                }
-            }
-            while let Some(piece) = next_piece() {
-                if let Err(error) = self.read_piece(piece, &mut buffer) {
-                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                    // Nobody begins another one.
-                    while next_piece().is_some() {}
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            // Others begin with the zeros meanwhile, and wait here for the first piece.
-            let mut all = wanted.lock().unwrap_or_else(PoisonError::into_inner);
-            for _ in 1..threads {
-                scope.spawn(work);
-            }
-            all.sort_unstable_by_key(|(to, _)| *to);
-            drop(all);
-            work();
-        });
-        failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
-    }
-
-    /// Plain records are decoded where their pages belong, derived ones behind them, elsewhere.
-    fn read_piece(&self, piece: &mut [(PageRef, &mut Page)], buffer: &mut Vec<u8>) -> Result<()> {
-        let places: Vec<(PageRef, usize)> = piece.iter().map(|(to, _)| *to).zip(0..).collect();
-        let mut derived = Vec::new();
-        for group in places.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
-            let pack = self.pack(group.first().map_or(0, |(to, _)| to.pack()))?;
-            pack.read_bytes(group, buffer, |number, bytes| {
-                let Some((to, at)) = group.get(number).copied() else { return Ok(()) };
-                let (before, rest) = piece.split_at_mut(at);
-                let Some((_, into)) = rest.first_mut() else { return Ok(()) };
-                if let Some((same, page)) = before.last()
-                    && *same == to
-                    && derived.last().is_none_or(|(last, _)| *last != to)
-                {
-                    **into = **page;
-                    return Ok(());
-                }
-                let record = pack.parse(bytes, to).map_err(|problem| pack.damaged_at(to, problem))?;
-                if record.kind.is_derived() {
-                    derived.push((to, at));
-                    return Ok(());
-                }
-                record.decompress(into).map_err(|problem| pack.damaged_at(to, problem))
-            })?;
-        }
-        self.read_pages(&derived, &mut |at, page| {
-            if let Some((_, into)) = piece.get_mut(at) {
-                **into = *page;
-            }
-            Ok(())
-        })
     }
 
     /// As [`Self::read_many`], by so many threads.
@@ -214,7 +139,7 @@ impl Inner {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use crate::backend::faulty::Faulty;
     use crate::codec::tests::noise;
     use crate::tests::{TINY, content, init_on, layout, on, seal};
@@ -222,10 +147,10 @@ mod tests {
     use keyframe_units::{Page, PageIndex, PageRange, ZERO_PAGE};
     use std::collections::BTreeMap;
 
-    const PAGES: u64 = 9000;
+    pub const PAGES: u64 = 9000;
 
     /// Noise, what compresses, what other pages have too, what changes a little from epoch to epoch; and zeros.
-    fn page_of(page: u64, epoch: u64) -> Page {
+    pub fn page_of(page: u64, epoch: u64) -> Page {
         match page % 7 {
             0 => ZERO_PAGE,
             1..4 => {
@@ -238,7 +163,7 @@ mod tests {
         }
     }
 
-    fn subject() -> (Faulty, Loaded) {
+    pub fn subject() -> (Faulty, Loaded) {
         let medium = Faulty::default();
         let tuning = Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };
         let mut writer = init_on(&medium).unwrap().lock_writer_tuned("test", tuning).unwrap();
@@ -255,7 +180,7 @@ mod tests {
         (medium, loaded)
     }
 
-    fn epoch_of(page: u64) -> u64 {
+    pub fn epoch_of(page: u64) -> u64 {
         [0, 1, 2, 0, 0][(page % 5) as usize]
     }
 
@@ -283,28 +208,6 @@ mod tests {
         }
         let kinds = crate::tests::kinds_of(&loaded);
         assert!(kinds[&'D'] > 100 && kinds[&'P'] > 1000, "{kinds:?}");
-    }
-
-    #[test]
-    fn memory_is_filled_with_the_image_and_its_zeros_whatever_was_in_it() {
-        let (medium, loaded) = subject();
-        let expected = |first: u64, pages: u64| -> Vec<Page> {
-            let held = |page: u64| if page < PAGES { page_of(page, epoch_of(page)) } else { ZERO_PAGE };
-            (first..first + pages).map(held).collect()
-        };
-        // All, by several threads; some, by one; beyond the end; none.
-        for (first, pages) in [(0, PAGES), (13, 700), (PAGES - 20, 40), (PAGES + 5, 3), (7, 0)] {
-            let mut out = vec![[0xa5; keyframe_units::PAGE_BYTES]; pages as usize];
-            loaded.read_into(PageIndex(first), &mut out).unwrap();
-            assert!(out == expected(first, pages), "{pages} pages from {first} on");
-        }
-        let name = medium.files().into_keys().rfind(|name| name.starts_with("packs/")).unwrap();
-        let mut bytes = medium.files()[&name].clone();
-        bytes[5000] ^= 1;
-        medium.overwrite(&name, Some(bytes));
-        let loaded = on(&medium).unwrap().load(loaded.id).unwrap();
-        let read = loaded.read_into(PageIndex(0), &mut vec![ZERO_PAGE; PAGES as usize]);
-        assert!(matches!(&read, Err(Error::Damaged { object, .. }) if object.contains(&name)), "{read:?}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `keyframe bench`: measures against peers, in one run.
 
 use crate::failure::{DONE, Failure, Outcome};
+use crate::keys::KeyArg;
 use crate::output;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +38,8 @@ Examples:
   keyframe bench replication --only failover
   keyframe bench evaluation --only compile,2000ms --out out/evaluation
   keyframe bench store --quick
-  keyframe bench store --only keyframe,kyoto,borg"
+  keyframe bench store --only keyframe,kyoto,borg
+  keyframe bench store --from runs"
 )]
 pub struct Bench {
     /// Which one
@@ -71,6 +73,12 @@ pub struct Bench {
     /// The QEMU that `bench replay` and `bench evaluation` record and replay with [default: qemu-system-x86_64]
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
+    /// The store whose newest run `bench store` feeds: the RAM of its last ten checkpoints, as recorded [default: pages made from a
+    /// fixed seed]
+    #[arg(long, value_name = "STORE")]
+    from: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
     /// Where `bench evaluation` writes its files [default: out/evaluation]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -95,6 +103,7 @@ impl Bench {
         if let Some(path) = &self.plot {
             writable(path)?;
         }
+        let open = |store: &PathBuf| self.key.open(store).map_err(|e| Failure::store(&e, store));
         let options = keyframe_bench::Options {
             keyframe,
             quick: self.quick,
@@ -105,6 +114,7 @@ impl Bench {
             real_guest: self.real_guest.clone(),
             qemu: self.qemu.clone(),
             out: self.out.clone(),
+            from: self.from.as_ref().map(open).transpose()?,
             progress: if self.quiet { |_| () } else { |line| eprintln!("keyframe bench: {line}") },
             warning: |line| eprintln!("keyframe bench: {line}"),
         };
