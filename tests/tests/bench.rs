@@ -1,6 +1,6 @@
 //! Benchmarks as users run them: the keys that others read are there, each a number of that run, and nothing else is.
 
-use keyframe_tests::{Bench, Process};
+use keyframe_tests::{Bench, Boot, Process, hash_lines, number};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -128,6 +128,48 @@ fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
         !keys().any(|key| others.iter().any(|other| key.contains(other))),
         "figures of what did not run: {report}"
     );
+}
+
+/// What a VM wrote, instead of pages that are made.
+#[test]
+fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
+    let bench = Bench::new();
+    let boot = Boot { mem_mib: 96, ..Boot::new("hash kf.mib=4 kf.pause_ms=5") };
+    let mut run = bench.start(&["--name", "guest", "--interval", "10m"], &boot);
+    run.wait_for("KF READY");
+    let store = bench.store();
+    let feed =
+        || bench.command(&["bench", "store", "--from", &store, "--only", "keyframe,flat_file", "--json"]);
+    let take = || drop(bench.ok(&["take", "--name", "guest"]));
+    take();
+    // More than are fed: the last ten are.
+    for taken in 1..12 {
+        run.wait_until(30, |p| (hash_lines(&p.lines()).len() > taken).then_some(())).expect("it works on");
+        take();
+    }
+    bench.ok(&["stop", "--name", "guest"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let mut command = feed();
+    command.args(["--quick", "--rounds", "1"]);
+    let output = Bench::run_within(command, LIMIT);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let note = report["notes"]["stream"].as_str().expect("what was fed");
+    let last = bench.list().last().map(|entry| number(entry, "id")).expect("a checkpoint");
+    assert!(note.contains(&format!("guest at checkpoints {} to {last},", last - 9)), "{note}");
+    let figures = values(&report, "figures");
+    let bytes = |key: &str| figures[key].as_f64().unwrap_or_else(|| panic!("no {key}: {report}"));
+    // 4 MiB of noise each time, and all of RAM once; the flat file has every page of them.
+    let (ours, flat) = (bytes("keyframe_stored_bytes"), bytes("flat_file_stored_bytes"));
+    assert!((40e6..200e6).contains(&flat) && ours < flat, "{report}");
+    assert!(!report.to_string().contains("dirtier"), "{report}");
+
+    let empty = bench.path().join("empty").display().to_string();
+    bench.ok(&["init", &empty]);
+    bench.refused(&["bench", "store", "--from", &empty], 1, &["no checkpoint"]);
+    bench.refused(&["bench", "store", "--from", &store, "--only", "dirtier"], 1, &["no part dirtier"]);
+    bench.refused(&["bench", "pause", "--from", &store], 1, &["pause has no --from"]);
 }
 
 #[test]
