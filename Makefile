@@ -28,7 +28,7 @@ build: setup
 	$(CARGO) build --release --locked
 
 guests: setup
-	@guests/build small >/dev/null
+	@guest=$$(guests/build small) && echo "guest files: $$guest"
 
 demo: build guests
 	@OUT=$(OUT) scripts/demo

@@ -12,10 +12,33 @@ pub fn json<T: Serialize>(value: &T) -> Result<(), Failure> {
 /// Prints a line to standard output; a closed pipe (`| head`) ends the program quietly.
 pub fn print_line(text: &str) -> Result<(), Failure> {
     use std::io::Write;
-    match writeln!(std::io::stdout().lock(), "{text}") {
-        Ok(()) => Ok(()),
-        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        Err(e) => Err(Failure::new(format!("write to standard output: {e}"))),
+    writeln!(Pipe::new(), "{text}").map_err(|e| Failure::new(format!("write to standard output: {e}")))
+}
+
+/// Standard output for data: a closed pipe (`| head`) ends the program quietly.
+pub struct Pipe(std::io::StdoutLock<'static>);
+
+impl Pipe {
+    /// Nobody else prints from here on.
+    pub fn new() -> Self {
+        Self(std::io::stdout().lock())
+    }
+}
+
+impl std::io::Write for Pipe {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.write(bytes).or_else(unless_closed)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.flush().or_else(unless_closed)
+    }
+}
+
+fn unless_closed<T>(error: std::io::Error) -> std::io::Result<T> {
+    match error.kind() {
+        std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        _ => Err(error),
     }
 }
 

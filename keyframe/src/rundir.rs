@@ -7,7 +7,8 @@
 //!       qmp.sock      QEMU's monitor, for the engine
 //!       watchdog.sock QEMU's monitor, for the watchdog
 //!       control.sock  the engine's own
-//!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log
+//!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
+//!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json
 //! ```
 //!
 //! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its name is free again,
@@ -15,14 +16,48 @@
 
 use crate::failure::Failure;
 use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// Where clones have theirs; no VM's name begins with a dot.
+/// Where VMs without an engine have theirs; no VM's name begins with a dot.
 const CLONES: &str = ".clones";
+const RESTORED: &str = ".restored";
+/// What such a VM tells about itself.
+const ABOUT: &str = "about.json";
+/// How many VMs that were restored may have one name, told apart by numbers.
+const NAMESAKES_MAX: u32 = 99;
+const ABOUT_BYTES_MAX: u64 = 64 << 10;
+
+/// Where a VM without an engine comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// `keyframe branch`.
+    Clone,
+    /// `keyframe restore`.
+    Restored,
+}
+
+/// What a VM without an engine tells about itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct About {
+    /// Its name here.
+    pub vm: String,
+    /// Where it comes from.
+    pub kind: Kind,
+    /// The store, and the checkpoint in it.
+    pub store: String,
+    pub checkpoint: u64,
+    /// Its QEMU; of a group, the first member's.
+    pub qemu_pid: u32,
+    /// The command that it ends with.
+    pub keyframe_pid: u32,
+}
 
 /// A claimed run directory.
 pub struct RunDir {
@@ -40,9 +75,33 @@ impl RunDir {
 
     /// The same for a clone, which has no engine, and may get one of its name.
     pub fn claim_clone(name: &str) -> Result<Self, Failure> {
-        let clones = base()?.join(CLONES);
-        make_private(&clones)?;
-        Self::claim_in(&clones, name)
+        Self::claim_beside(CLONES, name)
+    }
+
+    /// The same for one that is restored, which may have namesakes: `NAME`, `NAME-2`, ...
+    pub fn claim_restored(name: &str) -> Result<Self, Failure> {
+        let name = name_from(name);
+        let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
+        let first = Self::claim_beside(RESTORED, &name);
+        numbered.fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))
+    }
+
+    fn claim_beside(folder: &str, name: &str) -> Result<Self, Failure> {
+        let folder = base()?.join(folder);
+        make_private(&folder)?;
+        Self::claim_in(&folder, name)
+    }
+
+    /// Writes down what a VM without an engine is: for `keyframe status` and `stop`.
+    pub fn tell(&self, about: &About) -> Result<(), Failure> {
+        let path = self.path.join(ABOUT);
+        let text = serde_json::to_vec(about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
+        std::fs::write(&path, text).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    }
+
+    /// It has ended; what else is in the directory stays for a look.
+    pub fn untell(&self) {
+        let _ = std::fs::remove_file(self.path.join(ABOUT));
     }
 
     fn claim_in(base: &Path, name: &str) -> Result<Self, Failure> {
@@ -116,9 +175,32 @@ pub fn all() -> Result<Vec<PathBuf>, Failure> {
     living_in(&base()?)
 }
 
-/// The directories of clones whose `keyframe branch` lives.
-pub fn clones() -> Result<Vec<PathBuf>, Failure> {
-    living_in(&base()?.join(CLONES))
+/// The directories of VMs without an engine whose `keyframe branch` or `restore` lives, and what they tell.
+pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
+    // One that says nothing is just being made.
+    let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
+    let base = base()?;
+    let all = living_in(&base.join(CLONES))?.into_iter().chain(living_in(&base.join(RESTORED))?);
+    Ok(all.filter_map(about).collect())
+}
+
+/// Has the command end that the VM of this directory ends with.
+pub fn end_with(dir: &Path, about: &About) -> Result<(), Failure> {
+    let fail = |e: rustix::io::Errno| Failure::new(format!("end VM {}: {e}", about.vm));
+    let gone = || Failure::new(format!("VM {} has just ended", about.vm));
+    let pid = i32::try_from(about.keyframe_pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+    let process = pidfd_open(pid, PidfdFlags::empty()).map_err(fail)?;
+    // It held the lock after we took hold of it: nobody else has its number.
+    if !lives(dir) {
+        return Err(gone());
+    }
+    pidfd_send_signal(&process, Signal::TERM).map_err(fail)
+}
+
+fn about(dir: &Path) -> Option<About> {
+    let mut text = String::new();
+    File::open(dir.join(ABOUT)).ok()?.take(ABOUT_BYTES_MAX).read_to_string(&mut text).ok()?;
+    serde_json::from_str(&text).ok()
 }
 
 fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {

@@ -111,6 +111,47 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
     }
 }
 
+/// VMs that nobody takes checkpoints of are there all the same.
+#[test]
+fn vms_without_an_engine_are_shown_and_ended_by_their_names() {
+    let qemu = a_qemu().remove(0);
+    let bench = Bench::new();
+    checkpoint(&bench, &hashing(&qemu));
+    let (mut clones, told) = branch(&bench, &["-n", "2", "--name", "c"]);
+    let mut first = bench.restore("seed", &["--paused"]);
+    first.wait_for_error("is paused");
+    let mut second = bench.restore("seed", &["--paused"]);
+    second.wait_for_error("is paused");
+    let names = |status: &Value| -> Vec<String> {
+        status.as_array().unwrap().iter().map(|vm| text(vm, "vm").to_owned()).collect()
+    };
+    let status = bench.json(&["status", "--json"]);
+    assert_eq!(names(&status), ["c-1", "c-2", "guest", "guest-2"]);
+    assert_eq!((text(&status[0], "kind"), text(&status[3], "kind")), ("clone", "restored"));
+    assert_eq!(number(&status[1], "qemu_pid"), number(&told[1], "qemu_pid"));
+    assert_eq!(names(&bench.json(&["status", "--json", "--name", "guest-2"])), ["guest-2"]);
+    let shown = bench.ok(&["status"]);
+    assert!(
+        shown.contains("c-1: a clone of checkpoint") && shown.contains("guest: restored from"),
+        "{shown}"
+    );
+
+    bench.refused(&["stop"], 1, &["several VMs run", "c-1, c-2, guest, guest-2"]);
+    bench.refused(&["stop", "--name", "guest-3"], 1, &["no VM named guest-3"]);
+    bench.refused(&["stop", "--name", "guest", "--on-exit", "keep"], 1, &["guest has no engine"]);
+    bench.ok(&["stop", "--name", "c-1"]);
+    until("the first clone is gone", || is_gone(number(&told[0], "qemu_pid") as u32));
+    grow(&told[1], 2);
+    for (name, process) in [("guest-2", &mut second), ("guest", &mut first)] {
+        bench.ok(&["stop", "--name", name]);
+        assert!(process.wait().success(), "{}", process.report());
+    }
+    assert_eq!(names(&bench.json(&["status", "--json"])), ["c-2"]);
+    bench.ok(&["stop"]);
+    assert!(clones.wait().success(), "{}", clones.report());
+    assert_eq!(bench.json(&["status", "--json"]), serde_json::json!([]));
+}
+
 #[test]
 fn pages_that_nobody_wrote_are_shared() {
     for qemu in a_qemu() {

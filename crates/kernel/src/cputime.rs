@@ -1,4 +1,4 @@
-//! How long a process has been on a processor.
+//! How long a process, or a thread, has been on a processor.
 
 use std::time::Duration;
 
@@ -23,6 +23,15 @@ pub fn of_process(pid: u32) -> Option<Duration> {
     Some(Duration::new(u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?))
 }
 
+/// For how long thread `thread` of process `pid` ran or waited for a core: what it wanted to run, whatever else the machine has to
+/// do. None where there is no such thread, or Linux was built without the figures.
+pub fn wanted_by_thread(pid: u32, thread: u32) -> Option<Duration> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat")).ok()?;
+    let mut words = text.split_whitespace().map(str::parse::<u64>);
+    let (ran, waited) = (words.next()?.ok()?, words.next()?.ok()?);
+    Some(Duration::from_nanos(ran.saturating_add(waited)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -35,10 +44,20 @@ mod tests {
         while own() < before + Duration::from_millis(5) {
             assert!(began.elapsed() < Duration::from_mins(1), "it stands still");
         }
+        // One that computes, and one that sleeps.
+        let thread = rustix::thread::gettid().as_raw_nonzero().get().cast_unsigned();
+        let wanted = || wanted_by_thread(std::process::id(), thread).unwrap();
+        let (ran, at) = (wanted(), Instant::now());
+        while wanted() < ran + Duration::from_millis(5) {
+            assert!(at.elapsed() < Duration::from_mins(1), "it stands still");
+        }
+        let (ran, at) = (wanted(), Instant::now());
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(wanted() < ran + at.elapsed() / 2, "a sleep counts");
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         ended.wait().unwrap();
         for none in [ended.id(), PIDS, u32::MAX] {
-            assert!(of_process(none).is_none(), "{none}");
+            assert!(of_process(none).is_none() && wanted_by_thread(none, none).is_none(), "{none}");
         }
     }
 }

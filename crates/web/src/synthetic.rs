@@ -5,6 +5,7 @@ use crate::{
 };
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A picture of one red pixel.
@@ -20,13 +21,26 @@ pub struct Synthetic {
     listing: Arc<Listing>,
     /// What was done.
     pub acted: Mutex<Vec<Action>>,
+    /// How often its VMs were looked at, where each time something is new.
+    looks: Option<AtomicU64>,
 }
 
 impl Synthetic {
     /// So many.
     pub fn new(vms: usize, checkpoints: u64) -> Self {
         let checkpoints = (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
-        Self { vms, listing: Arc::new(Listing { generation: 1, checkpoints }), acted: Mutex::default() }
+        let listing = Arc::new(Listing { generation: 1, checkpoints });
+        Self { vms, listing, acted: Mutex::default(), looks: None }
+    }
+
+    /// At each look, every VM has sealed a checkpoint more, and the store is another.
+    #[must_use]
+    pub fn living(self) -> Self {
+        Self { looks: Some(AtomicU64::new(0)), ..self }
+    }
+
+    fn looks(&self) -> u64 {
+        self.looks.as_ref().map_or(0, |looks| looks.load(Ordering::Relaxed))
     }
 
     fn known(&self, store: &str, id: u64) -> Result<&Arc<Checkpoint>, Problem> {
@@ -76,12 +90,15 @@ fn checkpoint(id: u64, vms: u64) -> Checkpoint {
 
 impl Source for Synthetic {
     fn vms(&self) -> Vec<VmState> {
+        if let Some(looks) = &self.looks {
+            looks.fetch_add(1, Ordering::Relaxed);
+        }
         let newest = |name: &str| self.listing.checkpoints.iter().rev().find(|one| one.vm == name);
         let vm = |vm: usize| {
             let name = name(vm as u64);
             let last = newest(&name);
             let status = json!({
-                "vm": name, "state": "running", "sealed": 500, "failed": 1, "last_error": HOSTILE, "interval_ns": 1_000_000_000_u64,
+                "vm": name, "state": "running", "sealed": 500 + self.looks(), "failed": 1, "last_error": HOSTILE, "interval_ns": 1_000_000_000_u64,
                 "backlog_ns": 0, "queued": 0, "phase": "idle", "encoder": "sealed", "store": HOSTILE, "last": last.map(AsRef::as_ref),
                 "last_age_ns": 250_000_000,
             });
@@ -117,7 +134,7 @@ impl Source for Synthetic {
             checkpoints: all.len(),
             newest: all.last().map(|one| one.id),
             vms: vms.into_iter().cloned().collect(),
-            generation: 1,
+            generation: 1 + self.looks(),
             problem: None,
         }]
     }

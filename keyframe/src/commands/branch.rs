@@ -16,7 +16,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::images::{Guest, StoredPages};
 use crate::output;
-use crate::rundir::RunDir;
+use crate::rundir::{About, Kind, RunDir};
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
@@ -186,6 +186,16 @@ impl Branch {
             eprintln!("keyframe: note: {note}");
         }
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
+        for clone in &clones {
+            clone.place.directory.tell(&About {
+                vm: clone.place.name.clone(),
+                kind: Kind::Clone,
+                store: store.path().display().to_string(),
+                checkpoint: id.0,
+                qemu_pid: clone.vm.pid(),
+                keyframe_pid: std::process::id(),
+            })?;
+        }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);
         self.end(clones, ended)
@@ -344,6 +354,7 @@ impl Branch {
                 let _ = clone.vm.vm().qmp().drain_events();
                 if let Some(exit) = clone.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
                     clone.ended = true;
+                    clone.place.directory.untell();
                     failed |= !exit.success();
                     eprintln!("keyframe: clone {} ended with {exit}", clone.place.name);
                     self.end_disks(clone)?;

@@ -122,7 +122,7 @@ impl Export {
         }
         let job = Job { pages: StoredPages::new(&loaded, &guest), interrupted, bar };
         let written = if to_stdout {
-            job.stream(image.as_ref(), &guest, &mut io::stdout().lock())
+            job.stream(image.as_ref(), &guest, &mut output::Pipe::new())
         } else {
             self.to_file(&job, image.as_ref(), &guest)
         };
@@ -165,7 +165,7 @@ impl Export {
         let progress = progress.reading(Some(stored.meta().base.clone()));
         let mut watch = |done| progress.reached(done);
         let written = if to_stdout {
-            commit::to_stream(&disk, &mut io::stdout().lock(), &mut watch)
+            commit::to_stream(&disk, &mut output::Pipe::new(), &mut watch)
         } else {
             commit::to_file(&disk, &self.output, format, self.force, &mut watch)
         };
@@ -190,7 +190,7 @@ impl Export {
         let file = screens::png(&picture)?;
         let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
         if self.output == Path::new("-") {
-            let mut out = io::stdout().lock();
+            let mut out = output::Pipe::new();
             out.write_all(&file).and_then(|()| out.flush()).map_err(fail)?;
             return Ok(DONE);
         }

@@ -7,6 +7,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::images::Stop;
 use crate::output;
+use crate::rundir::{self, About, Kind, RunDir};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
@@ -195,7 +196,8 @@ impl Restore {
         let disks = RestoredDisks::serve(&store, id, &meta)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let what = (id, &meta, &*device_state, &lineage);
-        let outcome = self.run_restored(what, &ram, &disks, &interrupted, began);
+        let place = Place::claim(&meta.vm, &store);
+        let outcome = self.run_restored(what, &ram, &disks, &place, &interrupted, began);
         disks.end(self, outcome)
     }
 
@@ -204,11 +206,12 @@ impl Restore {
         (id, meta, device_state, lineage): (CheckpointId, &Meta, &[u8], &Lineage),
         ram: &Arc<StoredRam>,
         disks: &RestoredDisks,
+        place: &Place,
         interrupted: &AtomicBool,
         began: Instant,
     ) -> Outcome {
         if !meta.members.is_empty() {
-            let group = group::Kept { lineage, id, meta, device_state, ram, disks, began };
+            let group = group::Kept { lineage, id, meta, device_state, ram, disks, place, began };
             return group::restore(self, &group, interrupted);
         }
         let beside = Beside { disks: disks.server(""), lineage };
@@ -222,6 +225,7 @@ impl Restore {
         };
         let restored = started.map_err(|e| self.failure(&e, ram, under_kvm))?;
         ram.bar.finish_and_clear();
+        place.tell(id, restored.pid());
         self.say(|| {
             let state = if self.paused { "paused" } else { "running" };
             let after = output::duration(before_ns + restored.ready_ns());
@@ -327,6 +331,38 @@ impl RestoredDisks {
             command.say(|| format!("what the VM has written to its disks is in {}", place.display()));
         }
         Ok(outcome)
+    }
+}
+
+/// Where `keyframe status` and `stop` find the VM.
+struct Place {
+    /// A VM runs without one, too.
+    directory: Option<RunDir>,
+    store: PathBuf,
+}
+
+impl Place {
+    fn claim(vm: &str, store: &Store) -> Self {
+        let directory = RunDir::claim_restored(vm).inspect_err(Self::warn).ok();
+        Self { directory, store: store.path().to_owned() }
+    }
+
+    /// The VM runs as this QEMU.
+    fn tell(&self, id: CheckpointId, qemu_pid: u32) {
+        let Some(directory) = &self.directory else { return };
+        let told = directory.tell(&About {
+            vm: rundir::name_of(directory.path()),
+            kind: Kind::Restored,
+            store: self.store.display().to_string(),
+            checkpoint: id.0,
+            qemu_pid,
+            keyframe_pid: std::process::id(),
+        });
+        let _ = told.inspect_err(Self::warn);
+    }
+
+    fn warn(failure: &Failure) {
+        eprintln!("keyframe: warning: the VM is not among those of keyframe status: {}", failure.message);
     }
 }
 

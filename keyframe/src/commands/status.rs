@@ -2,14 +2,21 @@
 
 use crate::control::{ReplicationStatus, Request, Response, Status as Shown, client};
 use crate::failure::{DONE, Failure, Outcome};
+use crate::rundir::{About, Kind};
 use crate::{output, rundir};
+use std::path::Path;
 use std::time::Duration;
 
-/// Show how running `keyframe run`s go
+/// Show how running VMs go
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Examples:
+#[command(
+    after_help = "VMs that were restored or branched are shown, too. They have no engine that takes checkpoints of them: in JSON they are
+{vm, kind, store, checkpoint, qemu_pid, keyframe_pid}, with kind clone or restored, behind the others, which have no kind.
+
+Examples:
   keyframe status
-  keyframe status --name web --json")]
+  keyframe status --name web --json"
+)]
 pub struct Status {
     /// Only this VM
     #[arg(long, value_name = "NAME")]
@@ -26,8 +33,13 @@ pub const NOTHING_RUNS: &str =
 impl Status {
     /// Asks each engine and prints the answers.
     pub fn run(&self) -> Outcome {
+        let mut others = rundir::without_engine()?;
+        others.retain(|(_, about)| self.name.as_ref().is_none_or(|name| *name == about.vm));
         let engines = match &self.name {
-            Some(name) => vec![rundir::find(Some(name))?],
+            Some(name) => match rundir::find(Some(name)) {
+                Err(_) if !others.is_empty() => Vec::new(),
+                found => vec![found?],
+            },
             None => rundir::all()?,
         };
         let mut all = Vec::new();
@@ -41,24 +53,38 @@ impl Status {
             }
         }
         if self.json {
-            output::json(&all)?;
+            let others = others.iter().map(|(_, about)| serde_json::to_value(about));
+            let all = all.iter().map(serde_json::to_value).chain(others);
+            let all: Result<Vec<_>, _> = all.collect();
+            output::json(&all.map_err(|e| Failure::new(format!("write JSON: {e}")))?)?;
             return Ok(DONE);
         }
         for status in &all {
             output::print_line(&text(status))?;
         }
-        let clones = if self.name.is_none() { rundir::clones()? } else { Vec::new() };
-        for clone in &clones {
-            let name = rundir::name_of(clone);
-            output::print_line(&format!(
-                "{name}: a clone, without checkpoints; sockets and console in {}",
-                clone.display()
-            ))?;
+        for (place, about) in &others {
+            output::print_line(&without_engine(about, place))?;
         }
-        if all.is_empty() && clones.is_empty() {
+        if all.is_empty() && others.is_empty() {
             output::print_line(NOTHING_RUNS)?;
         }
         Ok(DONE)
+    }
+}
+
+/// Of a VM that nobody takes checkpoints of.
+fn without_engine(about: &About, place: &Path) -> String {
+    let About { vm, checkpoint, store, qemu_pid, .. } = about;
+    match about.kind {
+        Kind::Clone => format!(
+            "{vm}: a clone of checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints; sockets and console in {}",
+            place.display()
+        ),
+        Kind::Restored => {
+            format!(
+                "{vm}: restored from checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints"
+            )
+        }
     }
 }
 

@@ -1,15 +1,22 @@
 //! `keyframe stop`: ends a running engine.
 
 use crate::control::{OnExit, Request, client};
-use crate::failure::{DONE, Outcome};
+use crate::failure::{DONE, Failure, Outcome};
+use crate::rundir::{About, Kind};
 use crate::{output, rundir};
+use keyframe_qemu::Qmp;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// End a running `keyframe run`, after what is in progress is sealed
+/// A monitor answers within this.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or branched
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Examples:
   keyframe stop
-  keyframe stop --name web --on-exit keep")]
+  keyframe stop --name web --on-exit keep
+  keyframe stop --name web-2")]
 pub struct Stop {
     /// Which VM, where several run
     #[arg(long, value_name = "NAME")]
@@ -22,9 +29,53 @@ pub struct Stop {
 impl Stop {
     /// Asks the engine to end.
     pub fn run(&self) -> Outcome {
-        let engine = rundir::find(self.name.as_deref())?;
+        let others = rundir::without_engine()?;
+        let engine = match &self.name {
+            Some(name) => {
+                match (rundir::find(Some(name)), others.iter().find(|(_, about)| about.vm == *name)) {
+                    (Err(_), Some((place, about))) => return self.end(place, about),
+                    (found, _) => found?,
+                }
+            }
+            None => match (rundir::all()?.len(), others.as_slice()) {
+                (_, []) => rundir::find(None)?,
+                (0, [(place, about)]) => return self.end(place, about),
+                _ => return Err(several(&others)?),
+            },
+        };
         client::ask(&engine, &Request::Stop { on_exit: self.on_exit }, Duration::from_secs(600))?;
         output::print_line("stopping")?;
         Ok(DONE)
     }
+
+    /// A VM that nobody takes checkpoints of: a clone by its monitor, as others may come from the same command; a restored one by
+    /// its command.
+    fn end(&self, place: &Path, about: &About) -> Outcome {
+        if self.on_exit.is_some() {
+            return Err(Failure::new(format!("VM {} has no engine: it ends, or it runs on", about.vm))
+                .fix("leave --on-exit out"));
+        }
+        match about.kind {
+            Kind::Clone => {
+                let monitor = place.join("qmp.sock");
+                let quit =
+                    Qmp::connect_running(&monitor, ANSWER).and_then(|mut qmp| qmp.execute("quit", None));
+                quit.map_err(|e| Failure::qemu(&e))?;
+            }
+            Kind::Restored => rundir::end_with(place, about)?,
+        }
+        output::print_line("stopping")?;
+        Ok(DONE)
+    }
+}
+
+/// Which of them is not said.
+fn several(others: &[(PathBuf, About)]) -> Result<Failure, Failure> {
+    let engines = rundir::all()?;
+    let names = engines
+        .iter()
+        .map(|dir| rundir::name_of(dir))
+        .chain(others.iter().map(|(_, about)| about.vm.clone()));
+    let names = names.collect::<Vec<_>>().join(", ");
+    Ok(Failure::new("several VMs run").fix(format!("choose one with --name: {names}")))
 }

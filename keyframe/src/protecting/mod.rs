@@ -12,7 +12,8 @@
 //! Who may do what, and when, is `keyframe_replication`'s, which does no I/O; here it is done. When an epoch is taken is a
 //! policy's (`keyframe_scheduling::replication`), how its pages travel `keyframe_transfer`'s.
 
-pub mod deciding;
+pub mod busy;
+mod deciding;
 pub mod frames;
 pub mod gated;
 pub mod guard;

@@ -10,6 +10,7 @@
 //!
 //! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's thread, and the guard).
 
+use super::busy::Busy;
 pub use super::gated::Gate;
 use super::gated::Gated;
 use super::guard::now_ns;
@@ -149,6 +150,7 @@ impl VmThread {
             having: None,
             disk_bytes: 0,
             disk_looked_ns: 0,
+            busy: Busy::default(),
             ended: false,
         };
         let thread = std::thread::Builder::new().name("vm".into()).spawn(move || keeper.run());
@@ -200,6 +202,7 @@ struct Keeper {
     having: Option<(u64, Having)>,
     disk_bytes: u64,
     disk_looked_ns: u64,
+    busy: Busy,
     ended: bool,
 }
 
@@ -347,6 +350,7 @@ impl Keeper {
             oldest_packet_ns: held.oldest_ns.map(|age| now_ns.saturating_sub(age)),
             disk_bytes_held: self.disk_bytes(now_ns),
             stopped: self.suspended,
+            busy_ns: self.busy.ns(&mut self.gated.machines),
         }
     }
 

@@ -15,13 +15,13 @@ use super::With;
 use super::replay::{Alive, StoredRam, serve, server};
 use crate::commands::restore::source_of;
 use crate::failure::Failure;
+use keyframe_kernel::cputime;
 use keyframe_qemu::restore::apart::{self, Clone as Apart};
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::{Accelerator, Event};
 use keyframe_replay::interval::{Interval, Place};
 use keyframe_store::{Sealed, Store};
 use keyframe_units::CheckpointId;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -148,8 +148,12 @@ impl Simulation {
         tell: &mut dyn FnMut(u64),
     ) -> Result<bool, Failure> {
         let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
-        let clock = self.clock()?;
-        let (began, before) = (Instant::now(), clock.ran()?);
+        let (pid, thread) = (self.alive.restored.pid(), self.thread()?);
+        let wanted = || {
+            cputime::wanted_by_thread(pid, thread)
+                .ok_or_else(|| Failure::new("Linux does not tell how long QEMU's processor ran"))
+        };
+        let (began, before) = (Instant::now(), wanted()?);
         let mut last = (0, Instant::now());
         self.alive.restored.vm().qmp().cont().map_err(failed)?;
         loop {
@@ -162,7 +166,7 @@ impl Simulation {
                 return Ok(true);
             }
             let icount = self.alive.restored.vm().qmp().icount().map_err(failed)?;
-            let slept = began.elapsed().saturating_sub(clock.ran()?.saturating_sub(before));
+            let slept = began.elapsed().saturating_sub(wanted()?.saturating_sub(before));
             let time = (icount << SHIFT).saturating_add(slept.as_nanos() as u64);
             tell(interval.from_icount.saturating_add(icount).min(interval.end_icount));
             if time >= interval.len() << SHIFT {
@@ -183,29 +187,17 @@ impl Simulation {
         }
     }
 
-    /// That of the thread that its processors run on.
-    fn clock(&mut self) -> Result<ThreadClock, Failure> {
+    /// The thread that its processors run on.
+    fn thread(&mut self) -> Result<u32, Failure> {
         let told =
             self.alive.restored.vm().qmp().execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
         let thread = told.get(0).and_then(|cpu| cpu.get("thread-id")).and_then(serde_json::Value::as_u64);
-        let thread = thread.ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))?;
-        Ok(ThreadClock(format!("/proc/{}/task/{thread}/schedstat", self.alive.restored.pid()).into()))
+        let thread = thread.and_then(|thread| u32::try_from(thread).ok());
+        thread.ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.
     pub fn end(self) -> Result<(), Failure> {
         self.alive.end()
-    }
-}
-
-/// Of a thread, how long it ran or waited for a core.
-struct ThreadClock(PathBuf);
-
-impl ThreadClock {
-    fn ran(&self) -> Result<Duration, Failure> {
-        let text = std::fs::read_to_string(&self.0)
-            .map_err(|e| Failure::new(format!("read {}: {e}", self.0.display())))?;
-        let ns = text.split_whitespace().take(2).filter_map(|word| word.parse::<u64>().ok()).sum();
-        Ok(Duration::from_nanos(ns))
     }
 }

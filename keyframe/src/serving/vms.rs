@@ -23,12 +23,14 @@ impl Vms {
     /// All that run, by name. `stores` gets to know where they write to.
     pub fn all(&self, stores: &Stores) -> Vec<VmState> {
         let mut kept = locked(&self.0);
+        let engines = rundir::all().unwrap_or_default();
         if let Some((at, all)) = &*kept
             && at.elapsed() < KEPT
         {
-            return all.clone();
+            // One that has ended meanwhile is not shown for a moment longer.
+            let lives = |vm: &&VmState| engines.iter().any(|engine| rundir::name_of(engine) == vm.name);
+            return all.iter().filter(lives).cloned().collect();
         }
-        let engines = rundir::all().unwrap_or_default();
         let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
         let found: Vec<_> = asked.into_iter().filter_map(|(engine, answer)| shown(engine, answer)).collect();
         let places = found.iter().filter_map(|(_, store)| store.clone()).collect();

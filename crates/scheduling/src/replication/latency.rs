@@ -11,6 +11,9 @@
 //!   A checkpoint for packets is taken while the account is not in debt. So a packet that comes alone is sent on at once, and where
 //!   packets never end epochs become as long as the target asks. Figure 6 has no such limit: with packets always held it checkpoints
 //!   without a break, and on a fast link the VM then stands for most of its time.
+//! - **Idle VMs.** A pause takes from a VM what it would have done in it. Without an overhead target the account is charged the part
+//!   of the time in which some virtual CPU computed lately: a VM that waits most of the time, for requests or for its own packets, is
+//!   checkpointed more often for the same work lost. A target is one for all of the VM's time, as it says.
 //! - **Latency.** With a latency target the checkpoint waits as long as the oldest packet is still released in time: the fewest
 //!   checkpoints that keep it. What it may cost is bounded all the same: a target that cannot be kept must not stop the VM.
 //! - **Bursts.** Without a latency target, a packet that comes to an idle link waits for those right behind it, at most half a pause:
@@ -92,6 +95,10 @@ const TALKATIVE_NS: u64 = 1_000_000_000;
 const WATCH_NS: u64 = 1_000_000;
 /// An early suspend saves held packets this many times what it takes of the VM.
 const SUSPEND_WORTH: f64 = 2.0;
+/// How much a VM computes is a mean over about this long.
+const BUSY_NS: f64 = 100e6;
+/// Of an idle VM, too, checkpoints take something: the first requests behind a pause wait.
+const BUSY_MIN: f64 = 0.2;
 /// Before a checkpoint was measured.
 const PAUSE_NS: f64 = 2e6;
 
@@ -110,6 +117,8 @@ pub struct Latency {
     /// Pages that the newest checkpoint holds, as far as looks know.
     flight_pages: u64,
     newest_packet_ns: Option<u64>,
+    /// The part of the time in which a virtual CPU computes.
+    busy: Option<f64>,
 }
 
 impl Latency {
@@ -126,6 +135,7 @@ impl Latency {
             before: None,
             flight_pages: 0,
             newest_packet_ns: None,
+            busy: None,
         }
     }
 
@@ -135,12 +145,39 @@ impl Latency {
         (percent / 100.0).clamp(0.001, 1.0)
     }
 
+    /// What it costs the VM to stand for so long.
+    fn standing_costs(&self, ns: f64) -> f64 {
+        match (self.parameters.overhead, self.busy) {
+            (None, Some(busy)) => ns * busy.max(BUSY_MIN),
+            _ => ns,
+        }
+    }
+
+    fn observe_busy(&mut self, look: &Look, before: &Look) {
+        let (Some(busy_ns), Some(busy_before_ns)) = (look.busy_ns, before.busy_ns) else {
+            if look.busy_ns.is_none() {
+                self.busy = None;
+            }
+            return;
+        };
+        let elapsed_ns = look.now_ns.saturating_sub(before.now_ns) as f64;
+        // Where it stood in between it could not compute.
+        let stood = look.since_ns != before.since_ns || look.stopped || before.stopped;
+        if stood || elapsed_ns == 0.0 {
+            return;
+        }
+        let busy = (busy_ns.saturating_sub(busy_before_ns) as f64 / elapsed_ns).min(1.0);
+        let weight = elapsed_ns / (elapsed_ns + BUSY_NS);
+        self.busy = Some(self.busy.map_or(busy, |mean| mean + (busy - mean) * weight));
+    }
+
     fn observe(&mut self, look: &Look) {
         let before = self.before.replace(*look).unwrap_or(*look);
+        self.observe_busy(look, &before);
         let elapsed_ns = look.now_ns.saturating_sub(before.now_ns) as f64;
         self.account_ns += elapsed_ns * self.allowed();
         if look.stopped {
-            self.account_ns -= elapsed_ns;
+            self.account_ns -= self.standing_costs(elapsed_ns);
         }
         let pause_ns = self.pause_ns.or(PAUSE_NS);
         self.account_ns = self.account_ns.min(SAVED_CHECKPOINTS * self.cost_ns.or(pause_ns));
@@ -320,7 +357,7 @@ impl Policy for Latency {
 
     fn acknowledged(&mut self, acked: &Acknowledged) {
         let writes_ns = self.written_pages(acked).saturating_mul(self.parameters.first_write_ns);
-        let cost_ns = acked.pause_ns.saturating_add(writes_ns) as f64;
+        let cost_ns = self.standing_costs(acked.pause_ns as f64) + writes_ns as f64;
         self.pause_ns.take(acked.pause_ns as f64);
         self.cost_ns.take(cost_ns);
         // A debt is forgotten where it would outlast the longest epoch.
@@ -338,6 +375,7 @@ impl Policy for Latency {
             ("pause_ns", self.pause_ns.or(0.0)),
             ("checkpoint_cost_ns", self.cost_ns.or(0.0)),
             ("account_ns", self.account_ns),
+            ("busy_percent", self.busy.map_or(100.0, |busy| busy * 100.0)),
             ("dirty_pages_at_100ms", self.growth.pages_at(1e8).unwrap_or(0.0)),
         ]
     }

@@ -64,6 +64,8 @@ pub struct Look {
     pub disk_bytes_held: u64,
     /// The VM stands because of an early suspend.
     pub stopped: bool,
+    /// For how long its virtual CPUs have computed, or wanted to, all together and since whenever; where that is known.
+    pub busy_ns: Option<u64>,
 }
 
 impl Look {

@@ -210,6 +210,8 @@ struct Vm<'a> {
     held: Vec<Packet>,
     work_ns: f64,
     work_before_ns: f64,
+    /// Of all virtual CPUs.
+    busy_ns: u64,
     since_ns: u64,
     faults_ns: f64,
     answered: Vec<Asked>,
@@ -304,6 +306,7 @@ impl<'a> Vm<'a> {
             held: Vec::new(),
             work_ns: 0.0,
             work_before_ns: 0.0,
+            busy_ns: 0,
             since_ns: 0,
             faults_ns: 0.0,
             answered: Vec::new(),
@@ -351,6 +354,7 @@ impl<'a> Vm<'a> {
         }
         self.queue.retain(|request| request.left_ns > 0.0);
         busy += i32::from(self.load.computes);
+        self.busy_ns += u64::from(busy.unsigned_abs()) * STEP_NS;
         self.work_ns += f64::from(busy) * done_ns;
         self.faults_ns += f64::from(busy) * (STEP_NS as f64 - done_ns) / self.load.vcpus as f64;
     }
@@ -374,6 +378,7 @@ impl<'a> Vm<'a> {
             oldest_packet_ns: self.held.first().map(|packet| packet.sent_ns),
             disk_bytes_held: self.disk_bytes() as u64,
             stopped,
+            busy_ns: Some(self.busy_ns),
         }
     }
 

@@ -191,26 +191,49 @@ fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
     }
 }
 
-#[test]
-fn checkpoints_that_never_end_are_taken_as_far_apart_as_the_overhead_allows() {
-    let mut ours = knowing(LatencyParameters {
-        overhead: Some(OverheadTarget { percent: 20.0 }),
-        ..LatencyParameters::default()
-    });
+/// Checkpoints in 10 s of packets without end, each of 2 ms of pause and 0.5 ms of first writes; virtual CPUs are busy for this part of the time.
+fn endless(parameters: LatencyParameters, busy_percent: Option<u64>) -> u64 {
+    let mut ours = knowing(parameters);
     let (mut now_ns, mut since_ns, mut count) = (10_000 * MS, 10_000 * MS, 0);
     while now_ns < 20_000 * MS {
         now_ns += MS;
         let oldest_packet_ns = Some(since_ns);
+        let busy_ns = busy_percent.map(|percent| now_ns * percent / 100);
         let held =
             Look { now_ns, since_ns, dirty_pages: 500, packets_held: 9, oldest_packet_ns, ..Look::default() };
-        if ours.look(&held) == Decision::Checkpoint(Reason::Packets) {
+        if ours.look(&Look { busy_ns, ..held }) == Decision::Checkpoint(Reason::Packets) {
             (since_ns, count) = (now_ns, count + 1);
-            // 2 ms of pause and 0.5 ms of first writes.
             ours.acknowledged(&acked(500));
         }
     }
-    // 20 % of 10 s are 2 s: 800 of them, and what was saved.
-    assert!((795..=810).contains(&count), "{count}");
+    count
+}
+
+#[test]
+fn checkpoints_that_never_end_are_taken_as_far_apart_as_the_overhead_allows() {
+    let twenty = LatencyParameters {
+        overhead: Some(OverheadTarget { percent: 20.0 }),
+        ..LatencyParameters::default()
+    };
+    // 20 % of 10 s are 2 s: 800 of them, and what was saved. A target is one for all of the VM's time, busy or not.
+    for busy_percent in [None, Some(10), Some(100), Some(400)] {
+        let count = endless(twenty, busy_percent);
+        assert!((795..=810).contains(&count), "{count} at {busy_percent:?}");
+    }
+}
+
+#[test]
+fn without_a_target_a_pause_counts_as_far_as_the_vm_would_have_computed() {
+    // 33 % of 10 s, and what was saved: at 2.5 ms each; at 1.5, where half of the pause would have been idle; at 0.9 at least.
+    for (busy_percent, expected) in
+        [(None, 1320), (Some(400), 1320), (Some(100), 1320), (Some(50), 2200), (Some(0), 3667)]
+    {
+        let count = endless(LatencyParameters::default(), busy_percent);
+        assert!(
+            (expected - 20..=expected + 60).contains(&count),
+            "{count} at {busy_percent:?}, not {expected}"
+        );
+    }
 }
 
 #[test]
@@ -317,8 +340,9 @@ fn reasons_have_names_and_estimates_have_units() {
         [Box::new(Fixed::every(MS)), Box::new(Paper::default()), Box::new(Latency::default())];
     for policy in policies {
         for (name, value) in policy.describe() {
-            let with_unit =
-                ["_ns", "_per_s", "_pages", "_per_page", "_at_100ms"].iter().any(|u| name.ends_with(u));
+            let with_unit = ["_ns", "_per_s", "_pages", "_per_page", "_at_100ms", "_percent"]
+                .iter()
+                .any(|u| name.ends_with(u));
             assert!(with_unit && value.is_finite(), "{name}: {value}");
         }
     }

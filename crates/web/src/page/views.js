@@ -9,13 +9,23 @@ const part = encodeURIComponent;
 const vmLink = (store, vm) => `#/vm/${part(store)}/${part(vm)}`;
 const checkpointLink = (store, id) => `#/checkpoint/${part(store)}/${id}`;
 
+/** Draws, and notes how long that took until it was on the screen: the newest are in `performance.getEntriesByName("update")`. */
+async function drawn(action) {
+  const start = performance.now();
+  await action();
+  requestAnimationFrame(() => setTimeout(() => {
+    if (performance.getEntriesByName("update").length >= 100) performance.clearMeasures("update");
+    performance.measure("update", { start });
+  }));
+}
+
 /** Calls `action` at most once in `ms`, and once more after the last call. */
 function calmly(ms, action) {
   let waits = null;
   let last = 0;
   return () => {
     if (waits !== null) return;
-    waits = setTimeout(() => { waits = null; last = Date.now(); action(); }, Math.max(0, last + ms - Date.now()));
+    waits = setTimeout(() => { waits = null; last = Date.now(); drawn(action); }, Math.max(0, last + ms - Date.now()));
   };
 }
 
@@ -78,13 +88,13 @@ export async function overview(main) {
       : el("p", {}, "No store is shown: name one, as in ", el("code", {}, "keyframe serve STORE")));
   };
   const drawSparks = async (changed) => {
-    for (const { name, store } of rows()) {
-      if (!store || (changed && changed !== store) || !stores.has(store)) continue;
+    const wanted = rows().filter(({ store }) => store && (!changed || changed === store) && stores.has(store));
+    await Promise.all(wanted.map(async ({ name, store }) => {
       const { buckets } = await api.timeline(store, { vm: name, points: 60 });
       const chart = spark(buckets);
       sparks.get(`${store} ${name}`)?.replaceWith(chart);
       sparks.set(`${store} ${name}`, chart);
-    }
+    }));
   };
   const calm = calmly(1000, draw);
   const calmSparks = calmly(5000, () => drawSparks().catch(() => {}));

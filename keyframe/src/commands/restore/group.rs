@@ -1,6 +1,6 @@
 //! A group's checkpoint comes to life: all members are loaded, the packets between them wait again, then all run.
 
-use super::{Beside, Restore, RestoredDisks, StoredRam};
+use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
 use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
 use crate::lans::Lans;
 use crate::output;
@@ -31,6 +31,8 @@ pub struct Kept<'a> {
     pub ram: &'a Arc<StoredRam>,
     /// The members' disks.
     pub disks: &'a RestoredDisks,
+    /// Where they are found.
+    pub place: &'a Place,
     /// When the command began.
     pub began: Instant,
 }
@@ -104,6 +106,9 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
         lans.release();
     }
     group.ram.bar.finish_and_clear();
+    if let Some(first) = restored.first() {
+        group.place.tell(group.id, first.pid());
+    }
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
         let after = output::duration(output::elapsed_ns(group.began));

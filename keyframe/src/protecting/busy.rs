@@ -1,0 +1,57 @@
+//! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited for a core.
+
+use crate::session::machines::Machines;
+use keyframe_kernel::cputime;
+use std::time::{Duration, Instant};
+
+/// How long a list of threads counts: virtual CPUs come and go.
+const LISTED_FOR: Duration = Duration::from_secs(10);
+
+/// The threads of all virtual CPUs.
+#[derive(Default)]
+pub struct Busy {
+    /// Process and thread.
+    threads: Vec<(u32, u32)>,
+    listed: Option<Instant>,
+}
+
+impl Busy {
+    /// Of all threads together, since they began; `None` where that cannot be told, or where there are others than before.
+    pub fn ns(&mut self, machines: &mut Machines) -> Option<u64> {
+        if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
+            let threads = list(machines);
+            let same = threads == self.threads;
+            (self.threads, self.listed) = (threads, Some(Instant::now()));
+            if !same {
+                return None;
+            }
+        }
+        if self.threads.is_empty() {
+            return None;
+        }
+        let wanted = self.threads.iter().map(|(pid, thread)| cputime::wanted_by_thread(*pid, *thread));
+        let Some(all) = wanted.sum::<Option<Duration>>() else {
+            self.listed = None;
+            return None;
+        };
+        u64::try_from(all.as_nanos()).ok()
+    }
+}
+
+/// None where QEMU does not tell them all.
+fn list(machines: &mut Machines) -> Vec<(u32, u32)> {
+    let mut threads = Vec::new();
+    for member in machines.members_mut() {
+        let pid = member.machine.vm.pid();
+        let Ok(cpus) = member.machine.vm.qmp().execute("query-cpus-fast", None) else { return Vec::new() };
+        for cpu in cpus.as_array().into_iter().flatten() {
+            let thread = cpu["thread-id"].as_u64().and_then(|thread| u32::try_from(thread).ok());
+            let Some(thread) = thread else { return Vec::new() };
+            threads.push((pid, thread));
+        }
+    }
+    // One thread has all of them where the accelerator is single-threaded.
+    threads.sort_unstable();
+    threads.dedup();
+    threads
+}
