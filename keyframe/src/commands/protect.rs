@@ -93,7 +93,7 @@ pub fn folder(named: Option<PathBuf>, usual: &str) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Hold packets for the engine at the other end of standard input
+/// Hold packets for the engine at the other end of standard input, and tell it by standard output
 #[derive(clap::Args, Debug)]
 pub struct GateProcess {}
 
@@ -101,7 +101,9 @@ impl GateProcess {
     /// Holds until the engine has ended, or the VM.
     #[expect(clippy::unused_self, reason = "as all commands")]
     pub fn run(&self) -> Outcome {
-        keyframe_net::serve_gate(standard_input()?).map_err(|e| Failure::new(chain(&e)))?;
+        let bell = std::io::stdout().as_fd().try_clone_to_owned();
+        let bell = bell.map_err(|e| Failure::new(format!("take standard output: {e}")))?;
+        keyframe_net::serve_gate(standard_input()?, bell).map_err(|e| Failure::new(chain(&e)))?;
         Ok(DONE)
     }
 }

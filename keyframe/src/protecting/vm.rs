@@ -27,6 +27,7 @@ use keyframe_disk::nbd::client::Client;
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
 use keyframe_units::PAGE_BYTES;
+use std::io::{ErrorKind, PipeReader, Read};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -60,6 +61,8 @@ pub enum Order {
     Stop,
     /// Let it run again.
     Resume,
+    /// A packet is held, the first of its epoch.
+    Packet,
     /// The encoder is done with an epoch.
     Report(Box<Report<SentEpoch>>),
     /// Give the VM back.
@@ -128,6 +131,9 @@ impl VmThread {
             let _ = reports.send(Order::Report(Box::new(report)));
         };
         let encoding = Encoding::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
+        if let Ok(Some(bell)) = parts.gate.ask(|gate| gate.bell()) {
+            listen(bell, orders.clone())?;
+        }
         let keeper = Keeper {
             gated: Gated { machines: parts.machines, gate: parts.gate, cut: None },
             copying: parts.copying,
@@ -163,6 +169,24 @@ impl VmThread {
         let _ = self.orders.send(Order::End);
         self.thread.join().map_err(|_| Failure::new("the VM's thread has failed"))
     }
+}
+
+/// Has the VM looked at as soon as it has sent something: else a packet would wait for the next look by the clock.
+fn listen(mut bell: PipeReader, orders: Sender<Order>) -> Result<(), Failure> {
+    let listen = move || {
+        let mut rings = [0; 64];
+        loop {
+            match bell.read(&mut rings) {
+                // It ends with the gate.
+                Ok(0) => break,
+                Ok(_) if orders.send(Order::Packet).is_err() => break,
+                Err(e) if e.kind() != ErrorKind::Interrupted => break,
+                Ok(_) | Err(_) => {}
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("bell".into()).spawn(listen);
+    thread.map(drop).map_err(|e| Failure::new(format!("start a thread: {e}")))
 }
 
 /// An epoch on its way.
@@ -265,7 +289,8 @@ impl Keeper {
                 self.tell(Event::Resumed);
             }
             Order::Report(report) => self.reported(*report),
-            Order::End => {}
+            // What to do is decided at the look that follows.
+            Order::Packet | Order::End => {}
         }
     }
 

@@ -4,7 +4,7 @@
 //! ```text
 //!   guest ─▶ NIC ─▶ filter-redirector ──socket──▶ Gate ──socket──▶ filter-redirector ─▶ netdev (tap, user, bridge, ...)
 //!                                                  ▲
-//!      [VM stands] cut ─▶ epoch 7 ─▶ ... ─▶ release 7
+//!      [VM stands] cut ─▶ epoch 7 ─▶ ... ─▶ release 7            the first frame held of an epoch rings the controller's bell
 //!
 //!   holding   frames wait, each with the epoch that it was sent in
 //!   open      frames pass: the VM runs unprotected by right
@@ -105,6 +105,8 @@ pub(crate) struct Queue {
     epoch: u64,
     released: Option<u64>,
     nics: Vec<VecDeque<Waiting>>,
+    /// The epoch whose first frame was told.
+    told: Option<u64>,
     held_bytes: usize,
     passed: u64,
     dropped: u64,
@@ -116,16 +118,17 @@ impl Queue {
         Self { open: true, nics: (0..nics).map(|_| VecDeque::new()).collect(), ..Self::default() }
     }
 
-    /// A frame of the guest's, on NIC number `nic`.
-    pub fn take(&mut self, nic: usize, frame: Frame, at_ns: u64) {
+    /// A frame of the guest's, on NIC number `nic`. True where it is the first of its epoch that is held.
+    pub fn take(&mut self, nic: usize, frame: Frame, at_ns: u64) -> bool {
         let bytes = frame.wire().len();
         if self.held_bytes + bytes > HELD_BYTES_MAX {
             self.dropped += 1;
-            return;
+            return false;
         }
-        let Some(queue) = self.nics.get_mut(nic) else { return };
+        let Some(queue) = self.nics.get_mut(nic) else { return false };
         self.held_bytes += bytes;
         queue.push_back(Waiting { epoch: self.epoch, at_ns, frame });
+        !self.open && self.told.replace(self.epoch) != Some(self.epoch)
     }
 
     /// The next frame that may pass on NIC number `nic`.
@@ -240,19 +243,25 @@ mod tests {
         queue.take(1, frame(1), 5);
         assert_eq!(queue.look(9).fresh_frames, 0);
         queue.hold();
-        queue.take(1, frame(2), 7);
+        assert!(
+            queue.take(1, frame(2), 7) && !queue.take(0, frame(9), 8),
+            "the first one of an epoch is told"
+        );
         assert_eq!(queue.pass(1).map(|f| number(&f)), Some(1));
         assert!(queue.pass(1).is_none() && queue.pass(0).is_none());
         let look = queue.look(9);
-        assert_eq!((look.fresh_frames, look.oldest_ns, look.held_frames), (1, Some(2), 1));
+        assert_eq!((look.fresh_frames, look.oldest_ns, look.held_frames), (2, Some(2), 2));
         let epoch = queue.cut();
         assert_eq!(queue.look(9).fresh_frames, 0);
         assert!(queue.pass(1).is_none());
         queue.release(epoch).unwrap();
         assert_eq!(queue.pass(1).map(|f| number(&f)), Some(2));
-        queue.take(1, frame(3), 7);
+        assert_eq!(queue.pass(0).map(|f| number(&f)), Some(9));
+        assert!(queue.take(1, frame(3), 7));
         assert!(queue.pass(1).is_none());
         queue.open();
+        assert!(!queue.take(0, frame(4), 7), "it passes");
+        assert_eq!(queue.pass(0).map(|f| number(&f)), Some(4));
         assert_eq!(queue.pass(1).map(|f| number(&f)), Some(3));
         assert_eq!(queue.look(9).held_bytes, 0);
     }

@@ -3,7 +3,7 @@
 use super::{Answer, GateLook, GateNic, Order};
 use crate::wire::{Messages, encode};
 use crate::{Error, Result};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, PipeReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -20,20 +20,22 @@ pub struct GateRemote {
     stream: UnixStream,
     input: Messages,
     child: Child,
+    bell: PipeReader,
 }
 
 impl GateRemote {
-    /// Starts a gate as `command`, which calls [`super::serve_gate`] with its standard input. It listens for `nics`, and is open.
+    /// Starts a gate as `command`, which calls [`super::serve_gate`] with its standard input and output. It listens for `nics`, and is open.
     pub fn spawn(command: &mut Command, nics: &[GateNic]) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair().map_err(Error::io("create a control connection"))?;
-        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
+        let (bell, rings) = std::io::pipe().map_err(Error::io("create a pipe"))?;
+        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::from(rings));
         // Ctrl-C is not to end it together with the engine.
         command.process_group(0);
         let operation = format!("start the gate ({})", command.get_program().to_string_lossy());
         let child = command.spawn().map_err(Error::io(operation))?;
-        // Our copy of its end is closed with the command's, or we would never see it end.
-        command.stdin(Stdio::null());
-        let mut remote = Self { stream: ours, input: Messages::default(), child };
+        // Our copies of its ends are closed with the command's, or we would never see it end.
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let mut remote = Self { stream: ours, input: Messages::default(), child, bell };
         let listening = remote.ask(&Order::Listen { nics: nics.to_vec() }, START_TIMEOUT);
         if let Err(error) = listening {
             let _ = remote.child.kill();
@@ -46,6 +48,11 @@ impl GateRemote {
     /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Some byte comes when the first frame of an epoch is held; it ends with the gate.
+    pub fn bell(&self) -> Result<PipeReader> {
+        self.bell.try_clone().map_err(Error::io("take the gate's bell"))
     }
 
     /// From here on frames are held; those that came before pass.

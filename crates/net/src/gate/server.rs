@@ -7,6 +7,7 @@ use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Instant;
 
@@ -15,11 +16,14 @@ const READ_BYTES: usize = 64 << 10;
 const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// Runs a gate for the controller at the other end of `control`, until both that and the VM have ended; or, where the gate holds,
-/// until the controller has.
-pub fn serve_gate(control: UnixStream) -> Result<()> {
+/// until the controller has. A byte is written to `bell` when the first frame of an epoch is held.
+pub fn serve_gate(control: UnixStream, bell: OwnedFd) -> Result<()> {
+    // Who does not hear it looks by himself.
+    rustix::io::ioctl_fionbio(&bell, true).map_err(Error::io("prepare the bell"))?;
     control.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(Error::io("prepare the control connection"))?;
     Gate {
         control: Some(control),
+        bell,
         input: Messages::default(),
         nics: Vec::new(),
         queue: Queue::new(0),
@@ -62,6 +66,7 @@ struct Nic {
 
 struct Gate {
     control: Option<UnixStream>,
+    bell: OwnedFd,
     input: Messages,
     nics: Vec<Nic>,
     queue: Queue,
@@ -168,7 +173,9 @@ impl Gate {
                 Ok(_) | Err(_) => nic.from_guest = End::Gone,
             }
             for frame in frames {
-                self.queue.take(number, frame, now_ns);
+                if self.queue.take(number, frame, now_ns) {
+                    let _ = rustix::io::write(&self.bell, &[0]);
+                }
             }
         }
     }
