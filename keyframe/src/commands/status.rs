@@ -4,6 +4,7 @@ use crate::control::{ReplicationStatus, Request, Response, Status as Shown, clie
 use crate::failure::{DONE, Failure, Outcome};
 use crate::rundir::{About, Kind};
 use crate::{output, rundir};
+use serde::Serialize;
 use std::path::Path;
 use std::time::Duration;
 
@@ -24,6 +25,14 @@ pub struct Status {
     /// Print a JSON array
     #[arg(long)]
     json: bool,
+}
+
+/// One of the array.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Entry<'a> {
+    Engine(&'a Shown),
+    Other(&'a About),
 }
 
 /// What is said where there is nothing to show.
@@ -53,10 +62,8 @@ impl Status {
             }
         }
         if self.json {
-            let others = others.iter().map(|(_, about)| serde_json::to_value(about));
-            let all = all.iter().map(serde_json::to_value).chain(others);
-            let all: Result<Vec<_>, _> = all.collect();
-            output::json(&all.map_err(|e| Failure::new(format!("write JSON: {e}")))?)?;
+            let others = others.iter().map(|(_, about)| Entry::Other(about));
+            output::json(&all.iter().map(Entry::Engine).chain(others).collect::<Vec<_>>())?;
             return Ok(DONE);
         }
         for status in &all {

@@ -17,7 +17,7 @@
 //! - **Latency.** With a latency target the checkpoint waits as long as the oldest packet is still released in time: the fewest
 //!   checkpoints that keep it. What it may cost is bounded all the same: a target that cannot be kept must not stop the VM.
 //! - **Bursts.** Without a latency target, a packet that comes to an idle link waits for those right behind it, at most half a pause:
-//!   a checkpoint that misses them lets them wait for two transfers.
+//!   a checkpoint that misses them lets them wait for two transfers. Where these are shorter than a pause, it does not wait.
 //! - **No packets.** As the paper, wait for the dirty page set; but then on until the checkpoint is cheap for its epoch. A set
 //!   that is reached grows no more, so waiting costs no latency and saves pauses.
 //! - **Talkative VMs** (packets in the last second) are also checkpointed ahead of packets, where the dirty pages' transfer would make
@@ -226,7 +226,11 @@ impl Latency {
             let pause_ns = self.pause_ns.or(PAUSE_NS);
             let newest_ns = self.newest_packet_ns.unwrap_or(look.now_ns);
             let quiet_ns = look.now_ns.saturating_sub(newest_ns) as f64;
-            (pause_ns / 8.0 - quiet_ns).min(pause_ns / 2.0 - look.waited_ns() as f64)
+            if self.link.transfer_ns(look.dirty_pages as f64) < pause_ns {
+                0.0
+            } else {
+                (pause_ns / 8.0 - quiet_ns).min(pause_ns / 2.0 - look.waited_ns() as f64)
+            }
         };
         patience_ns.max(-self.account_ns / self.allowed()).max(0.0)
     }

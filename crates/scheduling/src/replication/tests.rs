@@ -153,13 +153,16 @@ fn for_latency(ms: u64) -> LatencyParameters {
 }
 
 #[test]
-fn a_packet_alone_is_sent_on_after_an_eighth_of_a_pause() {
+fn a_packet_alone_is_sent_on_after_an_eighth_of_a_pause_or_at_once_where_the_transfer_is_short() {
     let mut ours = knowing(LatencyParameters::default());
-    assert_eq!(ours.look(&holding(look(50), 1, 0)), Decision::Wait { look_in_ns: 250_000 });
-    let later = Look { now_ns: look(50).now_ns + 250_000, ..holding(look(50), 1, 0) };
+    assert_eq!(ours.look(&holding(dirty(look(50), 100), 1, 0)), Decision::Checkpoint(Reason::Packets));
+    let mut ours = knowing(LatencyParameters::default());
+    let held = holding(dirty(look(50), 500), 1, 0);
+    assert_eq!(ours.look(&held), Decision::Wait { look_in_ns: 250_000 });
+    let later = Look { now_ns: held.now_ns + 250_000, ..held };
     assert_eq!(ours.look(&later), Decision::Checkpoint(Reason::Packets));
     assert_eq!(
-        ours.look(&holding(look(60), 9, 10)),
+        ours.look(&holding(dirty(look(60), 500), 9, 10)),
         Decision::Checkpoint(Reason::Packets),
         "it waited in flight"
     );
@@ -179,8 +182,11 @@ fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
     let mut ours = knowing(LatencyParameters::default());
     let mut waited_ns = 0;
     for packets in 1.. {
-        let at =
-            Look { now_ns: look(50).now_ns + waited_ns, packets_held: packets, ..holding(look(50), 1, 0) };
+        let at = Look {
+            now_ns: look(50).now_ns + waited_ns,
+            packets_held: packets,
+            ..holding(dirty(look(50), 500), 1, 0)
+        };
         match ours.look(&at) {
             Decision::Wait { .. } => waited_ns += 100_000,
             decided => {
