@@ -68,7 +68,8 @@ fn work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
 }
 
 #[test]
-fn a_peer_that_cannot_run_is_left_out_aloud() {
+#[ignore = "make soak"]
+fn soak_a_peer_that_cannot_run_is_left_out_aloud() {
     let bench = Bench::new();
     // Without qemu-img there is no image for savevm; the directory has everything else that is needed.
     let bin = bench.path().join("bin");

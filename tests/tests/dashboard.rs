@@ -274,11 +274,11 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     let paint = browser.script("performance.getEntriesByName('first-contentful-paint')[0]?.startTime");
     println!("20 VMs, 10,000 checkpoints: first contentful paint after {paint} ms");
     browser.screenshot(&pictures().join("many.png"));
-    updates(&mut browser, "all VMs", 8);
+    updates(&mut browser, "all VMs", 4);
     // The VM with the hostile name has its page, its checkpoints theirs.
     browser.script("document.querySelector('tr[data-vm] a').click()");
     browser.until("document.querySelector('#timeline')?.dataset.checkpoints === '500'");
-    updates(&mut browser, "one VM", 3);
+    updates(&mut browser, "one VM", 2);
     let name = browser.script("document.querySelector('h2').textContent");
     assert_eq!(name.as_str(), Some(HOSTILE));
     assert!(
