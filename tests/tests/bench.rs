@@ -49,7 +49,8 @@ fn soak_pauses_are_measured_beside_those_of_peers() {
 }
 
 #[test]
-fn work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
+#[ignore = "make soak"]
+fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
     let bench = Bench::new();
     let only = "compute_1s,compute_100ms,compile";
     let args =

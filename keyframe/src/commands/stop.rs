@@ -13,7 +13,9 @@ const ANSWER: Duration = Duration::from_secs(10);
 
 /// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or branched
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Examples:
+#[command(after_help = "Without a name it is the VM that has an engine, where there is one; else the one that was restored or branched.
+
+Examples:
   keyframe stop
   keyframe stop --name web --on-exit keep
   keyframe stop --name web-2")]
@@ -38,9 +40,10 @@ impl Stop {
                 }
             }
             None => match (rundir::all()?.len(), others.as_slice()) {
-                (_, []) => rundir::find(None)?,
                 (0, [(place, about)]) => return self.end(place, about),
-                _ => return Err(several(&others)?),
+                (0, [_, _, ..]) => return Err(several(&others)),
+                // Without a name, one that has an engine is meant.
+                _ => rundir::find(None)?,
             },
         };
         client::ask(&engine, &Request::Stop { on_exit: self.on_exit }, Duration::from_secs(600))?;
@@ -70,12 +73,7 @@ impl Stop {
 }
 
 /// Which of them is not said.
-fn several(others: &[(PathBuf, About)]) -> Result<Failure, Failure> {
-    let engines = rundir::all()?;
-    let names = engines
-        .iter()
-        .map(|dir| rundir::name_of(dir))
-        .chain(others.iter().map(|(_, about)| about.vm.clone()));
-    let names = names.collect::<Vec<_>>().join(", ");
-    Ok(Failure::new("several VMs run").fix(format!("choose one with --name: {names}")))
+fn several(others: &[(PathBuf, About)]) -> Failure {
+    let names = others.iter().map(|(_, about)| about.vm.as_str()).collect::<Vec<_>>().join(", ");
+    Failure::new("several VMs run").fix(format!("choose one with --name: {names}"))
 }
