@@ -13,12 +13,14 @@ const ANSWER: Duration = Duration::from_secs(10);
 
 /// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or branched
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Without a name it is the VM that has an engine, where there is one; else the one that was restored or branched.
+#[command(
+    after_help = "Without a name it is the VM that has an engine, where there is one; else the one that was restored or branched.
 
 Examples:
   keyframe stop
   keyframe stop --name web --on-exit keep
-  keyframe stop --name web-2")]
+  keyframe stop --name web-2"
+)]
 pub struct Stop {
     /// Which VM, where several run
     #[arg(long, value_name = "NAME")]
