@@ -55,14 +55,15 @@ const QUICK: Plan = Plan { image_mib: 64, seconds: 9, rounds: 1 };
 pub fn run(options: &Options) -> Result<Report, Error> {
     let others = [DIRTIER, METADATA, OPEN];
     let from = options.from.as_ref();
-    let others = if from.is_some() { &others[1..] } else { &others[..] };
+    // A stream that was recorded is what it is.
+    let others = others.iter().filter(|name| from.is_none() || **name != DIRTIER);
     let all = OWN.iter().chain(&DATABASES).chain(&ARCHIVERS).chain(others).map(ToString::to_string);
     let parts = Parts::choose("store", &options.only, all)?;
-    let plan = if options.quick { QUICK } else { FULL };
+    let mut plan = if options.quick { QUICK } else { FULL };
     let interrupt = Interrupt::listen()?;
     let chosen = from.map(Chosen::of).transpose()?;
-    let image_bytes = chosen.as_ref().map_or(plan.image_mib << 20, |chosen| chosen.image_bytes);
-    let place = Place::new(options, image_bytes * ROOM_IMAGES)?;
+    plan.image_mib = chosen.as_ref().map_or(plan.image_mib, Chosen::image_mib);
+    let place = Place::new(options, (plan.image_mib << 20) * ROOM_IMAGES)?;
     let recorded = chosen.map(|chosen| chosen.write(place.path(), options)).transpose()?;
     let cpu = last_cpu()?;
     let mut bench = Bench {
@@ -140,7 +141,6 @@ impl Bench<'_> {
         }
         for round in 1..=rounds {
             let turn = format!("round {round} of {rounds}");
-            // A stream that was recorded is what it is.
             let dirtier = self.recorded.is_none().then_some(DIRTIER);
             for name in OWN.into_iter().chain(dirtier).filter(|name| self.parts.has(name)) {
                 let measured = self.measure(name, None, &turn)?;
@@ -194,7 +194,7 @@ impl Bench<'_> {
     }
 
     fn measure(&self, name: &str, peers: Option<&Peers>, turn: &str) -> Result<Measured, Error> {
-        let image_mib = self.recorded.as_ref().map_or(self.plan.image_mib, |recorded| recorded.image_mib);
+        let image_mib = self.plan.image_mib;
         self.options.say(format!("{name}, {image_mib} MiB, {turn}"));
         let dir = self.dir.join(name);
         std::fs::create_dir(&dir).map_err(Error::io(format!("make {}", dir.display())))?;

@@ -15,6 +15,7 @@
 //! unless a kept VM still answers on its sockets.
 
 use crate::failure::Failure;
+use keyframe_units::CheckpointId;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
@@ -92,10 +93,24 @@ impl RunDir {
         Self::claim_in(&folder, name)
     }
 
-    /// Writes down what a VM without an engine is: for `keyframe status` and `stop`.
-    pub fn tell(&self, about: &About) -> Result<(), Failure> {
+    /// Writes down what the VM without an engine is that this process has started: for `keyframe status` and `stop`.
+    pub fn tell(
+        &self,
+        kind: Kind,
+        store: &Path,
+        checkpoint: CheckpointId,
+        qemu_pid: u32,
+    ) -> Result<(), Failure> {
+        let about = About {
+            vm: name_of(&self.path),
+            kind,
+            store: store.display().to_string(),
+            checkpoint: checkpoint.0,
+            qemu_pid,
+            keyframe_pid: std::process::id(),
+        };
         let path = self.path.join(ABOUT);
-        let text = serde_json::to_vec(about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
+        let text = serde_json::to_vec(&about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
         std::fs::write(&path, text).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
     }
 

@@ -54,7 +54,7 @@ pub fn does(vm: &mut Process, command: &str, step: &str) {
     // The terminal echoes the command: its end is told in two parts.
     vm.say(&format!("{command}; echo KF-\"\"DONE {step}"));
     let end = format!("KF-DONE {step}");
-    let done = vm.wait_until(60, |p| p.lines().iter().skip(skip).any(|l| l.trim() == end).then_some(()));
+    let done = vm.wait_until(|p| p.lines().iter().skip(skip).any(|l| l.trim() == end).then_some(()));
     assert!(done.is_some(), "the guest does not end {command:?}; {}", vm.report());
 }
 
@@ -152,7 +152,7 @@ pub fn records(vm: &Process) -> Vec<u64> {
 /// Waits for so many more of them; the last one.
 pub fn wait_for_records(vm: &mut Process, more: usize) -> u64 {
     let before = records(vm).len();
-    let grown = vm.wait_until(60, |p| (records(p).len() >= before + more).then_some(()));
+    let grown = vm.wait_until(|p| (records(p).len() >= before + more).then_some(()));
     assert!(grown.is_some(), "the guest writes no more; {}", vm.report());
     *records(vm).last().expect("a record")
 }

@@ -11,7 +11,7 @@ pub fn audited(bench: &Bench, boot: &Boot, options: &[&str], count: usize) -> (P
     let mut run = bench.start(&all, boot);
     run.wait_for("KF READY");
     let mark = bench.list().len();
-    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + count).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= mark + count).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();

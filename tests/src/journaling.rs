@@ -44,7 +44,7 @@ pub fn wait_for_records(vm: &mut Process, skip: usize, more: u64) -> u64 {
             .filter(|n| *n > 0)
             .collect()
     };
-    let grown = vm.wait_until(120, |p| {
+    let grown = vm.wait_until(|p| {
         let counts = told(p);
         counts.last().copied().filter(|last| *last >= counts[0] + more)
     });

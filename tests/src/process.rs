@@ -3,6 +3,7 @@
 //! Whoever asks for what it said reads what is in the pipe first: of a process that has ended, that is all it ever said. A thread
 //! only keeps the pipe from filling up meanwhile.
 
+use crate::foreign::PATIENCE;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::io::Write;
@@ -67,20 +68,25 @@ impl Process {
 
     /// Waits for a console line that contains `text` behind the first `skip` lines.
     pub fn wait_for_after(&mut self, skip: usize, text: &str) -> String {
-        let found = self
-            .wait_until(120, |p| p.lines.said().lines.iter().skip(skip).find(|l| l.contains(text)).cloned());
+        let found =
+            self.wait_until(|p| p.lines.said().lines.iter().skip(skip).find(|l| l.contains(text)).cloned());
         found.unwrap_or_else(|| panic!("no line with {text:?}; {}", self.report()))
     }
 
     /// Waits until standard error contains `text`.
     pub fn wait_for_error(&mut self, text: &str) {
-        let found = self.wait_until(120, |p| p.errors().contains(text).then_some(()));
+        let found = self.wait_until(|p| p.errors().contains(text).then_some(()));
         assert!(found.is_some(), "no {text:?} on standard error; {}", self.report());
     }
 
-    /// Waits until `probe` answers, or the child has ended, or the guest cannot work, or `seconds` have passed.
-    pub fn wait_until<T>(&mut self, seconds: u64, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
-        let deadline = Instant::now() + Duration::from_secs(seconds);
+    /// Waits until `probe` answers, or the child has ended, or the guest cannot work, or for [`PATIENCE`].
+    pub fn wait_until<T>(&mut self, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
+        self.wait_within(PATIENCE, probe)
+    }
+
+    /// The same with another bound.
+    pub fn wait_within<T>(&mut self, bound: Duration, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
+        let deadline = Instant::now() + bound;
         loop {
             if let Some(found) = probe(self) {
                 return Some(found);
@@ -100,9 +106,9 @@ impl Process {
         self.child.try_wait().expect("wait for the child").is_none()
     }
 
-    /// Waits for its end, two minutes at most.
+    /// Waits for its end.
     pub fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + Duration::from_secs(120);
+        let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(exit) = self.child.try_wait().expect("wait for the child") {
                 return exit;

@@ -168,7 +168,7 @@ impl Hosts {
                 .and_then(|r| Some(r.get("state")?.as_str()?.to_owned()))
                 .unwrap_or_default()
         };
-        let protected = vm.wait_until(60, |_| (state(host) == "protected").then_some(()));
+        let protected = vm.wait_until(|_| (state(host) == "protected").then_some(()));
         assert!(protected.is_some(), "not protected but {:?}: {}", state(host), vm.report());
     }
 
@@ -257,7 +257,7 @@ impl Client {
     /// Waits until so many more entries are confirmed.
     pub fn go_on(&self, more: u64, of: &mut Process) {
         let from = self.seen().entries;
-        let went = of.wait_until(60, |_| {
+        let went = of.wait_until(|_| {
             let seen = self.seen();
             (seen.entries >= from + more || seen.wrong.is_some()).then_some(())
         });

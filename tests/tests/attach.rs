@@ -62,7 +62,7 @@ fn assert_runs_on(vm: &Foreign, sequence: &mut Sequence) {
 
 fn assert_goes_on(bench: &Bench, sequence: &mut Sequence) {
     let mut restored = bench.restore("latest", &[]);
-    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
+    let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(grown.is_some(), "the newest checkpoint does not go on; {}", restored.report());
     sequence.check(&hash_lines(&restored.lines()), 4);
 }

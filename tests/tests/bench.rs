@@ -146,7 +146,7 @@ fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
     take();
     // More than are fed: the last ten are.
     for taken in 1..12 {
-        run.wait_until(30, |p| (hash_lines(&p.lines()).len() > taken).then_some(())).expect("it works on");
+        run.wait_until(|p| (hash_lines(&p.lines()).len() > taken).then_some(())).expect("it works on");
         take();
     }
     bench.ok(&["stop", "--name", "guest"]);

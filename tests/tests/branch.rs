@@ -32,7 +32,7 @@ fn branch(bench: &Bench, options: &[&str]) -> (Process, Vec<Value>) {
     let store = bench.store();
     let words = [&["branch", "--store", &store, "seed", "--json"], options].concat();
     let mut process = Process::start(bench.command(&words));
-    let whole = process.wait_until(120, |p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let whole = process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
     let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
     (process, clones)
 }
@@ -239,7 +239,7 @@ fn branch_of(bench: &Bench, id: &str) -> (Process, Value) {
     let store = bench.store();
     let words = ["branch", "--store", &store, id, "--json", "--name", "grand"];
     let mut process = Process::start(bench.command(&words));
-    let whole = process.wait_until(120, |p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let whole = process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
     let mut clones = whole.unwrap_or_else(|| panic!("no clone; {}", process.report()));
     (process, clones.remove(0))
 }

@@ -22,7 +22,7 @@ fn start(bench: &Bench, boot: &Boot, options: &[&str]) -> Process {
 
 /// Waits for a status that `is_it`.
 fn wait_for_status(bench: &Bench, run: &mut Process, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
-    let found = run.wait_until(90, |_| {
+    let found = run.wait_until(|_| {
         let all = bench.json(&["status", "--json", "--name", "guest"]);
         is_it(&all[0]).then(|| all[0].clone())
     });

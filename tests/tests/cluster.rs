@@ -48,18 +48,18 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     let cluster = Cluster::start(&bench, 3);
     let mut vm = record(&bench);
     let sealed = bench.path().join("R/store/checkpoints");
-    let begun = vm.wait_until(120, |_| (count(&sealed) >= 3).then_some(()));
+    let begun = vm.wait_until(|_| (count(&sealed) >= 3).then_some(()));
     assert!(begun.is_some(), "{}", vm.report());
 
     // Intervals are done while others are still recorded. The one who wants them dies, and his pilots go on.
     let settled = bench.path().join("A/queue/settled");
     let mut wanted = Process::start(analyze(&bench, &cluster, &["--follow"]));
-    let some = wanted.wait_until(120, |_| (count(&settled) >= 3).then_some(()));
+    let some = wanted.wait_until(|_| (count(&settled) >= 3).then_some(()));
     assert!(some.is_some(), "{}", wanted.report());
     wanted.signal(Signal::KILL);
     wanted.wait();
     assert!(!std::fs::exists(bench.path().join("A/queue/closed")).expect("look"), "more may come");
-    let enough = vm.wait_until(120, |_| (count(&sealed) >= 16).then_some(()));
+    let enough = vm.wait_until(|_| (count(&sealed) >= 16).then_some(()));
     assert!(enough.is_some(), "{}", vm.report());
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
@@ -76,10 +76,10 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     bench.set("KEYFRAME_SERVE_FINGERPRINT", fingerprint);
     let mut wanted = Process::start(analyze(&bench, &cluster, &["--store", url]));
     let more = count(&settled) + 2;
-    let some = wanted.wait_until(120, |_| (count(&settled) >= more).then_some(()));
+    let some = wanted.wait_until(|_| (count(&settled) >= more).then_some(()));
     assert!(some.is_some(), "{}", wanted.report());
     cluster.kill_node(2);
-    let said = wanted.wait_until(150, |p| serde_json::from_str::<Value>(&p.lines().join("\n")).ok());
+    let said = wanted.wait_until(|p| serde_json::from_str::<Value>(&p.lines().join("\n")).ok());
     let report = said.unwrap_or_else(|| panic!("{}", wanted.report()));
     assert!(wanted.wait().success(), "{}", wanted.report());
     let all = report["intervals"].as_array().expect("intervals");

@@ -86,7 +86,7 @@ fn an_engine_is_asked_for_checkpoints_by_name() {
     assert_eq!(bench.json(&["show", "--json", "--store", &store, "first"])["id"], 1);
 
     let mut restored = bench.restore("first", &[]);
-    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
+    let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
     assert!(grown.is_some(), "{}", restored.report());
     Sequence::new(16).check(&hash_lines(&restored.lines()), 3);
     restored.signal(Signal::INT);

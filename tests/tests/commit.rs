@@ -114,8 +114,7 @@ fn a_guest_that_never_rests_has_its_records_in_each_image() {
         let mut known = Vec::new();
         for _ in 0..3 {
             let before = journal_counter(&run.lines(), "synced=");
-            let grown =
-                run.wait_until(60, |p| (journal_counter(&p.lines(), "synced=") > before).then_some(()));
+            let grown = run.wait_until(|p| (journal_counter(&p.lines(), "synced=") > before).then_some(()));
             assert!(grown.is_some(), "the guest writes nothing; {}", run.report());
             let synced = journal_counter(&run.lines(), "synced=");
             known.push((take(&bench), synced));

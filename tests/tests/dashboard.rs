@@ -47,7 +47,7 @@ fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
     std::fs::write(bench.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
     let mut vm = bench.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
     // What a VM writes to is shown without being named. Its engine may count the newest a moment later.
-    vm.wait_until(60, |_| bench.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(()));
+    vm.wait_until(|_| bench.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(()));
     let (server, http, said) = serve(&bench, &["--token-file", "token", "--log-format", "json"]);
     assert_eq!((said.get("url"), &said["needs_token"]), (None, &Value::Bool(true)));
     let store = in_the_api(&bench, &http);

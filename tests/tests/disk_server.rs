@@ -113,7 +113,7 @@ fn written(guest: &mut Process, from: usize, records: u64) {
     let before = journal_counter(&guest.lines(), "written=");
     let enough =
         |p: &Process| (journal_counter(&p.lines()[from..], "synced=") >= before + records).then_some(());
-    let done = guest.wait_until(120, enough);
+    let done = guest.wait_until(enough);
     assert!(done.is_some(), "the guest does not write; {}", guest.report());
 }
 
@@ -285,7 +285,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
                 let before = journal_counter(&guest.console.lines(), "written=");
                 let goes_on = guest
                     .console
-                    .wait_until(60, |p| (journal_counter(&p.lines(), "written=") > before).then_some(()));
+                    .wait_until(|p| (journal_counter(&p.lines(), "written=") > before).then_some(()));
                 assert!(goes_on.is_some(), "{context}: {}", guest.console.report());
             }
             guest.console.say("poweroff");

@@ -30,7 +30,7 @@ fn take_some(bench: &Bench) -> Vec<String> {
     let boot = Boot::new("scribble kf.mib=8");
     let mut run = bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot);
     run.wait_for("KF READY");
-    let taken = run.wait_until(90, |_| (bench.list().len() >= 3).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= 3).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();

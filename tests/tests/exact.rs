@@ -13,7 +13,7 @@ fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
     let mut run = bench.start(&["--interval", "600ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for(ready);
     let mark = bench.list().len();
-    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 4).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= mark + 4).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop"]);
     let exit = run.wait();
@@ -29,7 +29,7 @@ fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
     }
     let id = number(&list[list.len() - 3], "id").to_string();
     let mut restored = bench.restore(&id, &[]);
-    let lines = restored.wait_until(60, |p| (p.lines().len() >= 4).then_some(()));
+    let lines = restored.wait_until(|p| (p.lines().len() >= 4).then_some(()));
     assert!(lines.is_some(), "the restored guest is silent; {}", restored.report());
     healthy(&restored);
 }
@@ -141,7 +141,7 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
     );
     run.wait_for("KF READY");
     let mark = bench.list().len();
-    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 2).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= mark + 2).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop"]);
     assert!(run.wait().code().is_some_and(|c| c == 0 || c == 3), "{}", run.report());
@@ -158,7 +158,7 @@ fn stop_and_copy_is_exact_too() {
     let mut run = bench.start(&options, &boot);
     run.wait_for("KF READY");
     let mark = bench.list().len();
-    let taken = run.wait_until(60, |_| (bench.list().len() >= mark + 4).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= mark + 4).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop"]);
     assert!(run.wait().success(), "{}", run.report());

@@ -25,7 +25,7 @@ fn boot(qemu: &Qemu, machine: &str) -> Boot {
 
 /// The guest of `vm` says `least` more lines of its sequence, all right.
 fn goes_on(vm: &mut Process, least: usize) {
-    let grown = vm.wait_until(60, |p| (hash_lines(&p.lines()).len() >= least).then_some(()));
+    let grown = vm.wait_until(|p| (hash_lines(&p.lines()).len() >= least).then_some(()));
     assert!(grown.is_some(), "the guest is silent; {}", vm.report());
     Sequence::new(16).check(&hash_lines(&vm.lines()), least);
 }
@@ -56,7 +56,7 @@ fn take_and_stop(bench: &Bench, run: &mut Process, name: &str) {
 fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
     let boot = with_monitor(bench, boot, "qemu");
     let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
-    let speaks = run.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
+    let speaks = run.wait_until(|p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
     assert!(speaks.is_some(), "the guest is silent; {}", run.report());
     stop_and_dump(bench, "qemu");
     take_and_stop(bench, &mut run, "guest");
@@ -245,7 +245,7 @@ fn stock_qemu_loads_an_exported_stream_and_the_guest_goes_on() {
 /// QEMU's own stream of `boot`, which is then ended.
 fn migrated(bench: &Bench, boot: &Boot) -> Vec<u8> {
     let mut foreign = Foreign::start(bench, boot);
-    let said = foreign.console.wait_until(60, |p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
+    let said = foreign.console.wait_until(|p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
     assert!(said.is_some(), "{}", foreign.console.report());
     let mut qmp = foreign.other();
     // What a guest under TCG writes while QEMU migrates it is lost now and then, for QEMU's own `-incoming` too.

@@ -166,7 +166,7 @@ fn a_run_goes_on_while_it_is_pruned_beneath_it() {
     let mut first = bench.start(&options, &boot());
     first.wait_for("KF READY");
     let mark = bench.list().len();
-    assert!(first.wait_until(90, |_| (bench.list().len() >= mark + 5).then_some(())).is_some());
+    assert!(first.wait_until(|_| (bench.list().len() >= mark + 5).then_some(())).is_some());
     bench.ok(&["stop", "--name", "guest"]);
     assert!(first.wait().success(), "{}", first.report());
     bench.ok(&["stats", "--store", &bench.store()]);
@@ -177,7 +177,7 @@ fn a_run_goes_on_while_it_is_pruned_beneath_it() {
     let mut rewritten = 0;
     for _ in 0..2 {
         let newest = *ids(&bench).last().expect("checkpoints");
-        assert!(run.wait_until(90, |_| (*ids(&bench).last()? >= newest + 4).then_some(())).is_some());
+        assert!(run.wait_until(|_| (*ids(&bench).last()? >= newest + 4).then_some(())).is_some());
         let forgotten = forget(&bench, &["--keep-last", "4"]);
         assert!(forgotten["forgotten"].as_array().is_some_and(|gone| !gone.is_empty()), "{forgotten}");
         let report = prune(&bench, &["--max-unused", "0%"]);
@@ -188,14 +188,14 @@ fn a_run_goes_on_while_it_is_pruned_beneath_it() {
     assert!(rewritten > 0, "no pack went");
     let store = bench.store();
     let going = *ids(&bench).last().expect("checkpoints");
-    assert!(run.wait_until(90, |_| (*ids(&bench).last()? >= going + 2).then_some(())).is_some());
+    assert!(run.wait_until(|_| (*ids(&bench).last()? >= going + 2).then_some(())).is_some());
     bench.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
     assert_no_errors(&run);
     sequence.check(&hash_lines(&run.lines()), 3);
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
     let mut restored = bench.restore("latest", &[]);
-    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
+    let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(grown.is_some(), "the newest checkpoint does not go on; {}", restored.report());
     sequence.check(&hash_lines(&restored.lines()), 4);
     restored.signal(Signal::TERM);

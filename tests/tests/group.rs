@@ -58,7 +58,7 @@ fn datagrams(bench: &Bench, name: &str) -> u64 {
 fn both_talk_on(bench: &Bench, vms: &mut Process, least: u64) {
     let before = ["a", "b"].map(|name| datagrams(bench, name));
     let grown = |(name, before): (&str, u64)| datagrams(bench, name) >= before + least;
-    let both = vms.wait_until(90, |_| ["a", "b"].into_iter().zip(before).all(grown).then_some(()));
+    let both = vms.wait_until(|_| ["a", "b"].into_iter().zip(before).all(grown).then_some(()));
     assert!(both.is_some(), "a: {:?}, b: {:?}; {}", console(bench, "a"), console(bench, "b"), vms.report());
 }
 
@@ -73,7 +73,7 @@ fn hashes(bench: &Bench, name: &str) -> Vec<HashLine> {
 
 pub fn wait_until_ready(bench: &Bench, run: &mut Process) {
     let ready = |name| console(bench, name).iter().any(|line| line.contains("KF READY"));
-    let both = run.wait_until(120, |_| (ready("a") && ready("b")).then_some(()));
+    let both = run.wait_until(|_| (ready("a") && ready("b")).then_some(()));
     assert!(both.is_some(), "{}", run.report());
 }
 
@@ -119,7 +119,7 @@ fn a_group_comes_back_together_and_goes_on() {
     }
     let mut restored = bench.restore("latest", &[]);
     let grown = |name| hashes(&bench, name).len() >= 4;
-    let both = restored.wait_until(60, |_| (grown("a") && grown("b")).then_some(()));
+    let both = restored.wait_until(|_| (grown("a") && grown("b")).then_some(()));
     assert!(
         both.is_some(),
         "a: {:?}, b: {:?}; {}",
@@ -277,7 +277,7 @@ fn a_group_comes_back_with_its_disks() {
     wait_until_ready(&bench, &mut run);
     let both_write = |vms: &mut Process, least: u64| {
         let done = |name| records_of(&console(&bench, name)) >= least;
-        let both = vms.wait_until(90, |_| (done("a") && done("b")).then_some(()));
+        let both = vms.wait_until(|_| (done("a") && done("b")).then_some(()));
         assert!(
             both.is_some(),
             "a: {:?}, b: {:?}; {}",

@@ -66,7 +66,7 @@ impl Plugged {
     /// Waits for `count` further checkpoints; the entries of all.
     fn more(&mut self, count: usize) -> Vec<Value> {
         let mark = self.bench.list().len();
-        let taken = self.run.wait_until(60, |_| {
+        let taken = self.run.wait_until(|_| {
             let list = self.bench.list();
             (list.len() >= mark + count).then_some(list)
         });
@@ -126,7 +126,7 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str], writes: bool) {
     let id = newest(&vm.bench.list());
     assert_restores_exactly(&vm.bench, &id);
     let mut restored = vm.bench.restore(&id, &[]);
-    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
+    let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(grown.is_some(), "the restored guest is silent; {}", restored.report());
     sequence.check(&hash_lines(&restored.lines()), 4);
 }
@@ -169,7 +169,7 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
     }
     vm.must("object-del", json!({ "id": "mem1" }));
     let begun = |p: &Process| p.errors().matches("a new run begins").count();
-    let third = vm.run.wait_until(30, |run| (begun(run) == 2).then_some(()));
+    let third = vm.run.wait_until(|run| (begun(run) == 2).then_some(()));
     assert!(third.is_some(), "no third run; {}", vm.run.report());
     let list = vm.more(2);
     assert_eq!(runs(&list).len(), 3, "{list:?}");

@@ -17,7 +17,7 @@ fn sequence() -> PassSequence {
 
 /// Waits until the console has `more` whole passes behind the first `skip` lines.
 fn wait_for_passes(vm: &mut Process, skip: usize, more: usize) {
-    let grown = vm.wait_until(120, |p| {
+    let grown = vm.wait_until(|p| {
         let lines = p.lines();
         let enough = pass_lines(lines.get(skip..).unwrap_or_default()).len() >= more;
         (enough || lines.iter().any(|l| l.contains("KF ERROR"))).then_some(enough)
@@ -33,7 +33,7 @@ fn checkpoints(bench: &Bench, boot: &Boot, options: &[&str], sequence: &mut Pass
     run.wait_for("KF READY");
     wait_for_passes(&mut run, 0, 3);
     let mark = bench.list().len();
-    let taken = run.wait_until(90, |_| (bench.list().len() >= mark + 6).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= mark + 6).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     wait_for_passes(&mut run, 0, 6);
     bench.ok(&["stop", "--name", "guest"]);

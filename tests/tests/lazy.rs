@@ -29,7 +29,7 @@ fn checkpoint(bench: &Bench, boot: &Boot) -> String {
 /// Lines of the guest's until there are `more` of them.
 fn wait_for_lines(vm: &mut Process, more: usize) {
     let before = vm.lines().len();
-    let grown = vm.wait_until(90, |p| (p.lines().len() >= before + more).then_some(()));
+    let grown = vm.wait_until(|p| (p.lines().len() >= before + more).then_some(()));
     assert!(grown.is_some(), "the restored guest is silent; {}", vm.report());
 }
 
@@ -108,7 +108,7 @@ fn under_kvm_it_goes_on_exactly() {
         let mut run = bench.start(&["--interval", "300ms", "--name", "guest"], &boot);
         run.wait_for("KF READY");
         let passes = |vm: &mut Process, least: usize| {
-            let done = vm.wait_until(120, |p| (pass_lines(&p.lines()).len() >= least).then_some(()));
+            let done = vm.wait_until(|p| (pass_lines(&p.lines()).len() >= least).then_some(()));
             assert!(done.is_some(), "{}", vm.report());
         };
         passes(&mut run, 5);
@@ -205,7 +205,7 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     let broken = |shift: u64| {
         damage(&bench, shift);
         let mut restored = bench.restore(&first, &["--lazy", "--paused", "--", "-qmp", &monitor]);
-        let stands = restored.wait_until(120, |p| p.errors().contains("is paused after").then_some(()));
+        let stands = restored.wait_until(|p| p.errors().contains("is paused after").then_some(()));
         // Devices need pages before the VM is there: such a one has to be among those that are whole.
         stands.map(|()| restored).or_else(|| {
             damage(&bench, shift);

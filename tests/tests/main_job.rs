@@ -7,7 +7,7 @@ const MIB: u64 = 16;
 
 /// Waits until the console has `more` whole hash lines behind the first `skip` lines.
 fn wait_for_hashes(vm: &mut Process, skip: usize, more: usize) {
-    let grown = vm.wait_until(120, |p| (hash_lines(&p.lines()[skip..]).len() >= more).then_some(()));
+    let grown = vm.wait_until(|p| (hash_lines(&p.lines()[skip..]).len() >= more).then_some(()));
     assert!(grown.is_some(), "the guest's sequence does not go on; {}", vm.report());
 }
 
@@ -16,7 +16,7 @@ fn round_trip(boot: &Boot) {
     let mut run = bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for("KF READY");
     let mark = bench.list().len();
-    let taken = run.wait_until(60, |_| (bench.list().len() >= mark + 6).then_some(()));
+    let taken = run.wait_until(|_| (bench.list().len() >= mark + 6).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     bench.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();

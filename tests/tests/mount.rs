@@ -282,7 +282,7 @@ fn disks_of_a_group_are_in_the_directories_of_its_members() {
     let mut run = group::start(&bench, &["--interval", "none"], &members);
     group::wait_until_ready(&bench, &mut run);
     let synced = |name| journal_counter(&group::console(&bench, name), "synced=");
-    let written = run.wait_until(60, |_| (synced("a") > 0 && synced("b") > 0).then_some(()));
+    let written = run.wait_until(|_| (synced("a") > 0 && synced("b") > 0).then_some(()));
     assert!(written.is_some(), "{}", run.report());
     let known = ["a", "b"].map(synced);
     bench.ok(&["take", "--name", "pair"]);

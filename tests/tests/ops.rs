@@ -25,7 +25,7 @@ fn bytes(bench: &Bench, folder: &str) -> u64 {
 }
 
 fn wait_for_id(bench: &Bench, run: &mut Process, id: u64) {
-    let there = run.wait_until(90, |_| (*ids(bench).last()? >= id).then_some(()));
+    let there = run.wait_until(|_| (*ids(bench).last()? >= id).then_some(()));
     assert!(there.is_some(), "no checkpoint {id}; {}", run.report());
 }
 
@@ -45,7 +45,7 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     wait_for_id(&bench, &mut run, base + 30);
     // It forgets what is older and prunes now and then: the packs have ever less of what all checkpoints would have, told
     // by those that are still there.
-    let small = run.wait_until(120, |_| {
+    let small = run.wait_until(|_| {
         std::thread::sleep(Duration::from_millis(200));
         let status = bench.json(&["status", "--json", "--name", "guest"]);
         let recorder = &status[0]["recorder"];

@@ -181,7 +181,7 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         let args =
             ["profile", "--json", "--epochs", "10ms", "--samples", "100000", "--qmp", &socket_text, &pid];
         let mut run = Process::start(bench.command(&args));
-        let begun = vm.wait_until(60, |v| has_dump(v).then_some(()));
+        let begun = vm.wait_until(|v| has_dump(v).then_some(()));
         assert!(begun.is_some(), "no packets are dumped; {}", run.report());
         std::thread::sleep(Duration::from_millis(500));
         run.signal(Signal::INT);
@@ -192,7 +192,7 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
 
         // Killed, it cannot clean up: the kernel ends the tracking, the next measuring the dump.
         let mut run = Process::start(bench.command(&args));
-        let begun = vm.wait_until(60, |v| has_dump(v).then_some(()));
+        let begun = vm.wait_until(|v| has_dump(v).then_some(()));
         assert!(begun.is_some(), "no packets are dumped; {}", run.report());
         run.signal(Signal::KILL);
         assert!(!run.wait().success());

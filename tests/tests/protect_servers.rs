@@ -145,7 +145,7 @@ fn survives(server: &str, port: u16, ask: fn(&mut BufReader<TcpStream>, u64) -> 
     let mut standby = hosts.standby(&bench, "b", &patient);
     let mut vm = hosts.protect_line(&bench, &patient, &qemu);
     let client = hosts.client_that(move |ends, seen| converse(port, (ends, seen), ask));
-    vm.wait_until(BOOT.as_secs(), |_| {
+    vm.wait_within(BOOT, |_| {
         let seen = client.seen();
         (seen.entries > 0 || seen.wrong.is_some()).then_some(())
     });

@@ -24,7 +24,7 @@ fn guest(qemu: &str, work: &str) -> Boot {
 /// Waits until the recording has so many checkpoints, and ends it.
 fn end_after(bench: &Bench, vm: &mut Process, checkpoints: usize) {
     let store = bench.path().join("R/store");
-    let enough = vm.wait_until(120, |_| {
+    let enough = vm.wait_until(|_| {
         let there = std::fs::read_dir(store.join("checkpoints")).map_or(0, Iterator::count);
         (there >= checkpoints).then_some(())
     });
@@ -280,7 +280,7 @@ fn goto(bench: &Bench, options: &[&str]) -> (Process, Value) {
     let mut all = vec!["goto", "R", "--json"];
     all.extend(options);
     let mut vm = Process::start(bench.command(&all));
-    let told = vm.wait_until(60, |vm| serde_json::from_str(&vm.lines().join("\n")).ok());
+    let told = vm.wait_until(|vm| serde_json::from_str(&vm.lines().join("\n")).ok());
     let told = told.unwrap_or_else(|| panic!("it does not stand: {}", vm.report()));
     (vm, told)
 }

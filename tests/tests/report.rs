@@ -49,7 +49,7 @@ fn recorded(bench: &Bench) {
     let mut vm = Process::start(command);
     let there = |path: &Path| std::fs::read_dir(path).map_or(0, Iterator::count);
     let folder = bench.path().join("R/store/checkpoints");
-    vm.wait_until(90, |_| (there(&folder) >= 4).then_some(()));
+    vm.wait_until(|_| (there(&folder) >= 4).then_some(()));
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
     bench.ok(&["analyze", "R", "--tool", "icount", "--out", "O"]);

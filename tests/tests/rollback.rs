@@ -19,7 +19,7 @@ fn hashing(bench: &Bench, qemu: &Qemu) -> (Boot, PathBuf) {
 /// Waits until the guest has printed `more` lines.
 fn grow(vm: &mut Process, more: usize) {
     let before = hash_lines(&vm.lines()).len();
-    let grown = vm.wait_until(90, |p| (hash_lines(&p.lines()).len() >= before + more).then_some(()));
+    let grown = vm.wait_until(|p| (hash_lines(&p.lines()).len() >= before + more).then_some(()));
     assert!(grown.is_some(), "the guest is silent; {}", vm.report());
 }
 

@@ -62,7 +62,7 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
             let skip = run.lines().len();
             let done = bench.json(&["rollback", &target.to_string(), "--name", "guest", "--json"]);
             befores.push((number(&done, "before"), number(&done, "now")));
-            let back = run.wait_until(60, |p| {
+            let back = run.wait_until(|p| {
                 let told = journal_counter(p.lines().get(skip..).unwrap_or_default(), "written=");
                 (told > 0 && told < far).then_some(())
             });

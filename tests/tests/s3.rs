@@ -33,7 +33,7 @@ fn a_run_into_object_storage_is_read_elsewhere_outlives_its_server_and_is_restor
     let mut run = bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot());
     run.wait_for("KF READY");
     let mut more_than = |than: usize| {
-        let taken = run.wait_until(90, |_| Some(bench.list().len()).filter(|sealed| *sealed > than));
+        let taken = run.wait_until(|_| Some(bench.list().len()).filter(|sealed| *sealed > than));
         taken.unwrap_or_else(|| panic!("{}", run.report()))
     };
     more_than(1);

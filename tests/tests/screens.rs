@@ -65,14 +65,14 @@ fn start(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> Process {
     let all = [&run[..], &[&qemu.path], &vm, &["-qmp", &monitor], arguments].concat();
     let mut vm = Process::start(bench.command(&all));
     let control = bench.path().join("keyframe/guest/control.sock");
-    let found = vm.wait_until(60, |_| control.exists().then_some(()));
+    let found = vm.wait_until(|_| control.exists().then_some(()));
     assert!(found.is_some(), "no engine; {}", vm.report());
     vm
 }
 
 fn monitor(bench: &Bench, vm: &mut Process) -> Qmp {
     let path = bench.path().join("qmp.sock");
-    let found = vm.wait_until(60, |_| path.exists().then_some(()));
+    let found = vm.wait_until(|_| path.exists().then_some(()));
     assert!(found.is_some(), "no monitor; {}", vm.report());
     Qmp::connect(&path, WAIT).expect("connect to the monitor")
 }
@@ -251,7 +251,7 @@ fn without_a_system(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> (Process,
     let mut vm = start(bench, qemu, &[&debug, arguments].concat());
     let mut monitor = monitor(bench, &mut vm);
     let said = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
-    let found = vm.wait_until(60, |_| said(&log).contains("No bootable device.").then_some(()));
+    let found = vm.wait_until(|_| said(&log).contains("No bootable device.").then_some(()));
     assert!(found.is_some(), "{}", said(&log));
     // It writes to the screen what it logs, and then waits for a minute.
     monitor.stop().expect("stop");

@@ -85,7 +85,7 @@ fn killed(node: &mut Bench, store: &str, address: &str) {
         node.set("KEYFRAME_CACHE", &cache.display().to_string());
         let _ = std::fs::remove_file(node.path().join("out.raw"));
         let mut reader = Process::start(node.command(&whole));
-        reader.wait_until(30, |_| (pieces(&cache) > 8).then_some(()));
+        reader.wait_until(|_| (pieces(&cache) > 8).then_some(()));
         server.signal(Signal::KILL);
         server.wait();
         let exit = reader.wait();

@@ -150,7 +150,7 @@ fn killed_while_copying(bench: &Bench, strategy: &str) -> (Process, Orphan) {
 
 fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence) {
     let mut restored = bench.restore("latest", &[]);
-    let grown = restored.wait_until(60, |p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
+    let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(grown.is_some(), "the newest checkpoint does not go on; {}", restored.report());
     sequence.check(&hash_lines(&restored.lines()), 4);
 }

@@ -17,8 +17,6 @@ const FILE: &str = "stream";
 pub struct Recorded {
     /// The file.
     pub path: PathBuf,
-    /// The guest's RAM.
-    pub image_mib: u64,
     /// What was recorded, for a person.
     pub what: String,
 }
@@ -28,7 +26,7 @@ pub struct Chosen<'a> {
     store: &'a Store,
     sealed: Vec<Sealed>,
     /// Their RAM.
-    pub image_bytes: u64,
+    image_bytes: u64,
 }
 
 impl<'a> Chosen<'a> {
@@ -51,6 +49,11 @@ impl<'a> Chosen<'a> {
             return Err(failed(problem));
         }
         Ok(Self { store, sealed, image_bytes })
+    }
+
+    /// The guest's RAM.
+    pub fn image_mib(&self) -> u64 {
+        self.image_bytes.div_ceil(1 << 20)
     }
 
     /// Writes their pages to a file in `dir`.
@@ -77,7 +80,7 @@ impl<'a> Chosen<'a> {
             last.id,
             stream.seconds.iter().map(|second| second.pages.len()).sum::<usize>()
         );
-        Ok(Recorded { path, image_mib: self.image_bytes >> 20, what })
+        Ok(Recorded { path, what })
     }
 
     fn load(&self, sealed: &Sealed) -> Result<Loaded, Error> {

@@ -50,21 +50,18 @@ impl PageMap {
                 range.first.0 / LEAF_PAGES == number
                     && range.first.0 % LEAF_PAGES + range.len_pages <= LEAF_PAGES
             };
+            if !is_here(range) {
+                match to {
+                    Some(to) => self.set_all(range.first, to),
+                    None => self.clear_range(range),
+                }
+                continue;
+            }
             let leaf = match to {
-                Some(to) if !is_here(range) => {
-                    self.set_all(range.first, to);
-                    continue;
-                }
-                None if !is_here(range) => {
-                    self.clear_range(range);
-                    continue;
-                }
-                Some(_) => self.leaves.entry(number).or_insert_with(zero_leaf),
-                None => match self.leaves.get_mut(&number) {
-                    Some(leaf) => leaf,
-                    None => continue,
-                },
+                Some(_) => Some(self.leaves.entry(number).or_insert_with(zero_leaf)),
+                None => self.leaves.get_mut(&number),
             };
+            let Some(leaf) = leaf else { continue };
             fill(leaf, range, to, &mut self.nonzero_pages);
             while let Some((range, to)) = ranges.next_if(|(range, _)| is_here(*range)) {
                 fill(leaf, range, to, &mut self.nonzero_pages);

@@ -16,7 +16,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::images::{Guest, StoredPages};
 use crate::output;
-use crate::rundir::{About, Kind, RunDir};
+use crate::rundir::{Kind, RunDir};
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
@@ -187,14 +187,7 @@ impl Branch {
         }
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         for clone in &clones {
-            clone.place.directory.tell(&About {
-                vm: clone.place.name.clone(),
-                kind: Kind::Clone,
-                store: store.path().display().to_string(),
-                checkpoint: id.0,
-                qemu_pid: clone.vm.pid(),
-                keyframe_pid: std::process::id(),
-            })?;
+            clone.place.directory.tell(Kind::Clone, store.path(), id, clone.vm.pid())?;
         }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);

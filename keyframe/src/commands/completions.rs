@@ -1,6 +1,7 @@
 //! `keyframe completions`: what lets a shell complete commands and options.
 
 use crate::failure::{DONE, Failure, Outcome};
+use crate::output::Pipe;
 use clap_complete::Shell;
 use std::io::Write;
 
@@ -22,11 +23,8 @@ impl Completions {
     pub fn run(&self) -> Outcome {
         let mut text = Vec::new();
         clap_complete::generate(self.shell, &mut crate::cli(), "keyframe", &mut text);
-        match std::io::stdout().lock().write_all(&text) {
-            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-                Err(Failure::new(format!("write to standard output: {e}")))
-            }
-            _ => Ok(DONE),
-        }
+        let written = Pipe::new().write_all(&text);
+        written.map_err(|e| Failure::new(format!("write to standard output: {e}")))?;
+        Ok(DONE)
     }
 }

@@ -7,7 +7,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::images::Stop;
 use crate::output;
-use crate::rundir::{self, About, Kind, RunDir};
+use crate::rundir::{Kind, RunDir};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
@@ -350,15 +350,7 @@ impl Place {
     /// The VM runs as this QEMU.
     fn tell(&self, id: CheckpointId, qemu_pid: u32) {
         let Some(directory) = &self.directory else { return };
-        let told = directory.tell(&About {
-            vm: rundir::name_of(directory.path()),
-            kind: Kind::Restored,
-            store: self.store.display().to_string(),
-            checkpoint: id.0,
-            qemu_pid,
-            keyframe_pid: std::process::id(),
-        });
-        let _ = told.inspect_err(Self::warn);
+        let _ = directory.tell(Kind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
     }
 
     fn warn(failure: &Failure) {

@@ -1,6 +1,6 @@
 //! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited for a core.
 
-use crate::session::machines::Machines;
+use crate::session::machines::{Machines, Member};
 use keyframe_kernel::cputime;
 use std::time::{Duration, Instant};
 
@@ -38,20 +38,13 @@ impl Busy {
     }
 }
 
-/// None where QEMU does not tell them all.
+/// None where one of them does not tell.
 fn list(machines: &mut Machines) -> Vec<(u32, u32)> {
-    let mut threads = Vec::new();
-    for member in machines.members_mut() {
+    let of_vm = |member: &mut Member| {
         let pid = member.machine.vm.pid();
-        let Ok(cpus) = member.machine.vm.qmp().execute("query-cpus-fast", None) else { return Vec::new() };
-        for cpu in cpus.as_array().into_iter().flatten() {
-            let thread = cpu["thread-id"].as_u64().and_then(|thread| u32::try_from(thread).ok());
-            let Some(thread) = thread else { return Vec::new() };
-            threads.push((pid, thread));
-        }
-    }
-    // One thread has all of them where the accelerator is single-threaded.
-    threads.sort_unstable();
-    threads.dedup();
-    threads
+        let threads = member.machine.vm.qmp().cpu_threads().ok()?;
+        Some(threads.into_iter().map(move |thread| (pid, thread)))
+    };
+    let all: Option<Vec<_>> = machines.members_mut().iter_mut().map(of_vm).collect();
+    all.unwrap_or_default().into_iter().flatten().collect()
 }

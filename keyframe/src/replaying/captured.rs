@@ -189,11 +189,8 @@ impl Simulation {
 
     /// The thread that its processors run on.
     fn thread(&mut self) -> Result<u32, Failure> {
-        let told =
-            self.alive.restored.vm().qmp().execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
-        let thread = told.get(0).and_then(|cpu| cpu.get("thread-id")).and_then(serde_json::Value::as_u64);
-        let thread = thread.and_then(|thread| u32::try_from(thread).ok());
-        thread.ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))
+        let threads = self.alive.restored.vm().qmp().cpu_threads().map_err(|e| Failure::qemu(&e))?;
+        threads.first().copied().ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.

@@ -282,6 +282,20 @@ impl Qmp {
         }
     }
 
+    /// The threads that its virtual CPUs run on, rising: one for all of them where the accelerator has no more.
+    pub fn cpu_threads(&mut self) -> Result<Vec<u32>> {
+        let answer = self.execute("query-cpus-fast", None)?;
+        let thread =
+            |cpu: &Value| cpu.get("thread-id")?.as_u64().and_then(|thread| u32::try_from(thread).ok());
+        let threads = answer.as_array().and_then(|cpus| cpus.iter().map(thread).collect::<Option<Vec<_>>>());
+        let mut threads = threads
+            .filter(|all| !all.is_empty())
+            .ok_or_else(|| self.unexpected("query-cpus-fast", &answer))?;
+        threads.sort_unstable();
+        threads.dedup();
+        Ok(threads)
+    }
+
     /// Instructions that the VM has run since it began, where it is recorded or replayed.
     pub fn icount(&mut self) -> Result<u64> {
         let answer = self.execute("query-replay", None)?;

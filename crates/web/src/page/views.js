@@ -87,8 +87,8 @@ export async function overview(main) {
     fill(storesPlace, stores.size ? table(`${stores.size} shown`, [["Store"], ["Checkpoints", 1], ["Newest", 1], ["VMs", 1], ["State"]], [...stores.values()].map(row2))
       : el("p", {}, "No store is shown: name one, as in ", el("code", {}, "keyframe serve STORE")));
   };
-  const drawSparks = async (changed) => {
-    const wanted = rows().filter(({ store }) => store && (!changed || changed === store) && stores.has(store));
+  const drawSparks = async () => {
+    const wanted = rows().filter(({ store }) => store && stores.has(store));
     await Promise.all(wanted.map(async ({ name, store }) => {
       const { buckets } = await api.timeline(store, { vm: name, points: 60 });
       const chart = spark(buckets);
