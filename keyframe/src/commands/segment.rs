@@ -87,14 +87,17 @@ impl Segment {
         let begin = before.copied().unwrap_or(first);
         let instructions = source.recording.meta.instructions;
         let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
-        let mut course = Known { cuts: &cuts, boundaries: source.boundaries()? };
+        let mut course = Known { cuts: &cuts, boundaries: source.boundaries()?, places: &there };
         let mut tell = |icount| bar.set_position(icount);
         let code = session::segment(&source, begin, &mut course, self.options(), &mut tell)?;
         bar.finish_and_clear();
         let taken = source.places()?.len().saturating_sub(there.len());
         let place = self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
         let recording = self.recording.display();
-        self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
+        self.say(&match taken {
+            0 => format!("all {} checkpoints are there", there.len()),
+            taken => format!("{taken} checkpoints in {}", source.store.path().display()),
+        });
         self.say(&format!("see that it replays exactly: keyframe verify {recording}{place}"));
         Ok(code)
     }

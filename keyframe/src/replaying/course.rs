@@ -1,6 +1,7 @@
 //! Where a replay that takes checkpoints is to stand: known from the log's whole, or found while it is still being written.
 
 use crate::failure::Failure;
+use keyframe_replay::interval::Place;
 use keyframe_replay::log::Boundaries;
 use keyframe_replay::{Growing, Recording};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +19,9 @@ pub trait Course {
 
     /// The first place behind the next answer of a disk, where it can stand; none as above.
     fn behind_answer(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure>;
+
+    /// Whether there is a checkpoint of `icount` already: a cut that waits for a disk's answer may move beyond the next cut, which has none of its own then.
+    fn is_there(&self, icount: u64) -> bool;
 }
 
 /// Over a log that is whole.
@@ -26,6 +30,8 @@ pub struct Known<'a> {
     pub cuts: &'a [u64],
     /// What the log says of them.
     pub boundaries: &'a Boundaries,
+    /// The checkpoints that there are.
+    pub places: &'a [Place],
 }
 
 impl Course for Known<'_> {
@@ -35,6 +41,10 @@ impl Course for Known<'_> {
 
     fn behind_answer(&mut self, icount: u64, _interrupted: &AtomicBool) -> Result<Option<u64>, Failure> {
         Ok(self.boundaries.next_behind_answer(icount))
+    }
+
+    fn is_there(&self, icount: u64) -> bool {
+        self.places.binary_search_by_key(&icount, |place| place.icount).is_ok()
     }
 }
 
@@ -87,5 +97,10 @@ impl Course for Live {
 
     fn behind_answer(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure> {
         self.wait_for(interrupted, &mut |growing| growing.boundaries().next_behind_answer(icount))
+    }
+
+    fn is_there(&self, _icount: u64) -> bool {
+        // It follows from the beginning on.
+        false
     }
 }

@@ -16,6 +16,7 @@ mod course;
 mod debugging;
 mod followed;
 mod follower;
+mod idling;
 pub mod jobs;
 mod order;
 mod passage;

@@ -1,5 +1,6 @@
 //! From place to place in a replay.
 
+use super::idling::Idling;
 use crate::failure::Failure;
 use keyframe_qemu::restore::{Restored, Until};
 use keyframe_qemu::{Event, Vm};
@@ -10,12 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often a replay is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// How often its instruction is asked for: each asking takes the lock that the virtual CPU runs under.
 const ASK_EVERY: Duration = Duration::from_millis(500);
-/// And of one that does nothing, which each asking wakes ([`Idling`]).
-const WAKE_EVERY: Duration = Duration::from_micros(200);
 /// How long a replay may stand at one instruction. An idle guest's clock jumps, so that none waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// How long QEMU may take to end behind the last instruction.
@@ -144,7 +141,7 @@ impl Passage {
             if interrupted.load(Ordering::Relaxed) {
                 return Ok(Reached::Interrupted);
             }
-            let is_idle = idling.look();
+            let (is_idle, wait) = idling.look();
             if is_idle || asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
                 match replay.vm().qmp().icount() {
@@ -158,7 +155,7 @@ impl Passage {
                     Err(_) => return self.gone(replay.vm()),
                 }
             }
-            std::thread::sleep(if is_idle { WAKE_EVERY } else { LOOK_EVERY });
+            std::thread::sleep(wait);
         }
     }
 
@@ -218,36 +215,6 @@ impl Passage {
         Failure::new(format!(
             "the replay has come off its log: it stands still at instruction {icount}{left}{landmark}"
         ))
-    }
-}
-
-/// Whether a replay does nothing.
-///
-/// The log has each turn of the main loop in which a clock was read or a timer looked for: some thousand a second while the guest waits for
-/// a disk. A replay goes through these by turns of its own main loop, and has few reasons for one: the disk has answered long ago. Left to
-/// itself it takes a minute for a fifth of a second. Any command that the main loop answers is a turn (what the monitor's thread reads alone is none).
-struct Idling {
-    pid: u32,
-    seen: Instant,
-    used: Duration,
-}
-
-impl Idling {
-    fn new(pid: u32) -> Self {
-        Self {
-            pid,
-            seen: Instant::now(),
-            used: keyframe_kernel::cputime::of_process(pid).unwrap_or_default(),
-        }
-    }
-
-    /// Whether it was on a processor for less than half of the time since the last look. One whose vCPU runs is all the time, and
-    /// would only be kept from it.
-    fn look(&mut self) -> bool {
-        let Some(used) = keyframe_kernel::cputime::of_process(self.pid) else { return false };
-        let is_idle = used.saturating_sub(self.used) * 2 < self.seen.elapsed();
-        (self.seen, self.used) = (Instant::now(), used);
-        is_idle
     }
 }
 

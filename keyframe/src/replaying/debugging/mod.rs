@@ -16,7 +16,7 @@ mod stub;
 use super::Source;
 use super::travel::{Standing, Way};
 use crate::failure::Failure;
-use keyframe_gdb::{Command, Link, Point, Received, StopReply, command, wait_for_either};
+use keyframe_gdb::{Command, Link, Point, Received, StopReply, command};
 use keyframe_replay::interval::Place;
 use reverse::Back;
 use std::collections::BTreeSet;
@@ -240,9 +240,9 @@ impl Session<'_> {
             stub.standing.replay.restored().vm().qmp().replay_break(end).map_err(|e| Failure::qemu(&e))?;
         }
         stub.send(payload)?;
-        let (mut watch, mut has_stopped) = (Frozen::new(), false);
+        let (mut idling, mut watch, mut has_stopped) = (stub.idling(), Frozen::new(), false);
         loop {
-            wait_for_either(gdb, stub.link(), LOOK_EVERY).map_err(|e| failed(&e))?;
+            stub.wait(gdb, &mut idling)?;
             match stub.receive(Duration::ZERO)? {
                 Some(Received::Packet(reply)) => match StopReply::parse(&reply) {
                     // Console output and the like.

@@ -10,10 +10,10 @@
 //! before where one stands. A stretch begins where a replay can stand and go on.
 
 use super::stub::Stub;
-use super::{LOOK_EVERY, Told, With, failed};
+use super::{Told, With, failed};
 use crate::failure::Failure;
 use crate::replaying::travel::{Standing, Way};
-use keyframe_gdb::{Link, Received, StopReply, wait_for_either};
+use keyframe_gdb::{Link, Received, StopReply};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -149,9 +149,10 @@ fn run_on(
     stub: &mut Stub,
     how: &[u8],
 ) -> Result<Option<Vec<u8>>, Failure> {
+    let mut idling = stub.idling();
     stub.send(how)?;
     loop {
-        wait_for_either(gdb, stub.link(), LOOK_EVERY).map_err(|e| failed(&e))?;
+        stub.wait(gdb, &mut idling)?;
         match stub.receive(Duration::ZERO)? {
             Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => return Ok(Some(reply)),
             Some(Received::Closed) => return Err(Failure::new("QEMU has ended in a replay")),

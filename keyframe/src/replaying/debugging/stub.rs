@@ -2,8 +2,10 @@
 
 use super::{Told, failed};
 use crate::failure::Failure;
+use crate::replaying::idling::Idling;
 use crate::replaying::travel::Standing;
-use keyframe_gdb::{Link, Received, StopReply};
+use keyframe_gdb::{Link, Received, StopReply, wait_for_either};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -65,13 +67,24 @@ impl Stub {
         self.link.receive(wait).map_err(|e| failed(&e))
     }
 
+    /// Waits for either side to say something, a moment at most; a VM that runs on and does nothing is woken first.
+    pub(super) fn wait(&mut self, gdb: &Link<TcpStream>, idling: &mut Idling) -> Result<(), Failure> {
+        let (is_idle, wait) = idling.look();
+        if is_idle {
+            // Whether it is still there is told by its stub.
+            let _ = self.icount();
+        }
+        wait_for_either(gdb, &self.link, wait).map_err(|e| failed(&e))
+    }
+
+    /// Of the VM that is to run on.
+    pub(super) fn idling(&mut self) -> Idling {
+        Idling::new(self.standing.replay.restored().vm().pid())
+    }
+
     /// Has a VM that runs stop.
     pub fn interrupt(&mut self) -> Result<(), Failure> {
         self.link.interrupt().map_err(|e| failed(&e))
-    }
-
-    pub fn link(&self) -> &Link<UnixStream> {
-        &self.link
     }
 
     /// The instruction it stands before.

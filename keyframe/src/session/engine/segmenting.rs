@@ -54,7 +54,9 @@ impl Engine<'_> {
             let to = if self.is_busy()? {
                 course.behind_answer(passage.icount, &self.interrupted)?
             } else {
-                self.capture("segment", None, None).map_err(Failure::new)?;
+                if !course.is_there(passage.icount) {
+                    self.capture("segment", None, None).map_err(Failure::new)?;
+                }
                 course.next_cut(passage.icount, &self.interrupted)?
             };
             let Some(to) = to else { return Ok(!self.interrupted.load(Ordering::Relaxed)) };
