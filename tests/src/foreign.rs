@@ -1,5 +1,6 @@
 //! QEMUs that somebody else started: by hand, not through Keyframe.
 
+use crate::process::rest;
 use crate::{Bench, Boot, Process};
 use keyframe_qemu::{Qmp, RunStatus};
 use std::path::{Path, PathBuf};
@@ -94,8 +95,12 @@ pub struct Traces {
 /// Waits until `done`.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < deadline, "{what}: never");
-        std::thread::sleep(Duration::from_millis(20));
+    loop {
+        let began = Instant::now();
+        if done() {
+            return;
+        }
+        assert!(began < deadline, "{what}: never");
+        std::thread::sleep(rest(began.elapsed()));
     }
 }

@@ -88,16 +88,18 @@ impl Process {
     pub fn wait_within<T>(&mut self, bound: Duration, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
         let deadline = Instant::now() + bound;
         loop {
+            let began = Instant::now();
             if let Some(found) = probe(self) {
                 return Some(found);
             }
+            let took = began.elapsed();
             let ended = self.child.try_wait().expect("wait for the child").is_some();
             let is_given_up = self.lines.said().lines.iter().any(|line| line.starts_with("KF ERROR"));
             if ended || is_given_up || Instant::now() > deadline {
                 // It may have said it since.
                 return probe(self);
             }
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(rest(took));
         }
     }
 
@@ -148,6 +150,11 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// How long to wait after a look that took so long: one that starts a program shall not take the machine from what it looks at.
+pub fn rest(took: Duration) -> Duration {
+    (took * 5).clamp(Duration::from_millis(10), Duration::from_millis(250))
 }
 
 /// What comes out of a pipe.
