@@ -1,8 +1,9 @@
-//! What each command gives up of its rights before it begins.
+//! What each command gives up of its rights before it begins, or once QEMU runs.
 //!
 //! | command | keeps |
 //! |---|---|
-//! | starts QEMU or other programs, as `log` does for a console that was not read yet (`serve` with --allow-start, too), mounts, measures | all: its child needs what the user gave it |
+//! | `run`, `record` | all, until QEMU has been started as the user wants it; then tracing, files ([`trace_only`]) |
+//! | starts QEMU or other programs later, too, as `log` does for a console that was not read yet (`serve` with --allow-start, too), mounts, measures | all: its child needs what the user gave it |
 //! | `attach`, `__watchdog` | tracing, files |
 //! | `__guard` | signals, files; starts nothing |
 //! | all others | files; starts nothing |
@@ -84,6 +85,11 @@ fn confine(command: &Command) -> Result<(), Error> {
             no_programs()
         }
     }
+}
+
+/// Gives up what is for starting QEMU alone. Before there are threads that could do more.
+pub fn trace_only() {
+    tell(capabilities_but(Keep::Tracing));
 }
 
 /// Gives up changing files elsewhere than in `folders`; says so where the kernel cannot do that.

@@ -51,9 +51,10 @@ pub use ram::{differing_pages, live_ram, stored_ram};
 pub use turn::Turn;
 
 use serde_json::Value;
+use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// The lines that have ended in a console's file. The last one breaks off anywhere while QEMU is writing it.
 pub fn ended_lines(path: &Path) -> Vec<String> {
@@ -120,16 +121,35 @@ pub fn qemus() -> Vec<Qemu> {
     all
 }
 
-/// The one of them that this test's name falls to: half of the tests run on each. All with `KEYFRAME_EVERY_QEMU=1`.
+/// Whether each variant is to be tested, however long that takes.
+fn tests_every_one() -> bool {
+    std::env::var_os("KEYFRAME_EVERY").is_some_and(|value| value != "0")
+}
+
+/// So many of the variants that users choose from, others each day. All with `KEYFRAME_EVERY=1`.
+pub fn in_turn<T: Debug>(all: impl IntoIterator<Item = T>, count: usize) -> Vec<T> {
+    let mut all: Vec<T> = all.into_iter().collect();
+    if !tests_every_one() && count < all.len() {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock");
+        let day = usize::try_from(now.as_secs() / 86_400).expect("a day");
+        let first = day * count % all.len();
+        all.rotate_left(first);
+        all.truncate(count);
+        println!("{all:?} alone; with KEYFRAME_EVERY=1 all");
+    }
+    all
+}
+
+/// The one of them that this test's name falls to: half of the tests run on each. All with `KEYFRAME_EVERY=1`.
 pub fn a_qemu() -> Vec<Qemu> {
     let mut all = qemus();
-    if std::env::var_os("KEYFRAME_EVERY_QEMU").is_some_and(|value| value != "0") {
+    if tests_every_one() {
         return all;
     }
     let thread = std::thread::current();
     let letters: usize = thread.name().unwrap_or_default().bytes().map(usize::from).sum();
     let chosen = all.remove(letters % all.len());
-    println!("QEMU {} alone; with KEYFRAME_EVERY_QEMU=1 on each", chosen.label);
+    println!("QEMU {} alone; with KEYFRAME_EVERY=1 on each", chosen.label);
     vec![chosen]
 }
 

@@ -2,6 +2,8 @@
 
 use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number};
 use rustix::process::Signal;
+use serde_json::Value;
+use std::path::Path;
 
 const FIELDS: [&str; 14] = [
     "id",
@@ -63,6 +65,28 @@ fn a_run_is_listed_shown_and_counted() {
     assert!(output.status.success() && output.stderr.is_empty());
 }
 
+/// Capabilities that the thread with that `/proc` directory may have, as a mask (capabilities(7)).
+fn permitted(thread: &Path) -> u64 {
+    let status = std::fs::read_to_string(thread.join("status")).expect("a thread's status");
+    let mask = status.lines().find_map(|line| line.strip_prefix("CapPrm:")).expect("its capabilities");
+    u64::from_str_radix(mask.trim(), 16).expect("a mask")
+}
+
+/// QEMU has what its user has; the engine keeps what it needs to trace it and for files.
+fn assert_rights(status: &Value) {
+    const SYS_PTRACE: u64 = 1 << 19;
+    let kept = [0, 1, 2, 3, 5, 14, 19, 21, 23, 24, 40].map(|bit| 1u64 << bit).iter().sum::<u64>();
+    let [qemu, engine] = ["qemu_pid", "engine_pid"].map(|pid| format!("/proc/{}", number(status, pid)));
+    let had = permitted(Path::new(&qemu));
+    assert_eq!(had, permitted(Path::new("/proc/self")));
+    let wanted = if had & SYS_PTRACE == 0 { had } else { had & kept };
+    for thread in std::fs::read_dir(format!("{engine}/task")).expect("the engine's threads") {
+        let thread = thread.expect("a thread").path();
+        let name = std::fs::read_to_string(thread.join("comm")).unwrap_or_default();
+        assert_eq!(permitted(&thread), wanted, "thread {name}");
+    }
+}
+
 #[test]
 fn an_engine_is_asked_for_checkpoints_by_name() {
     let bench = Bench::new();
@@ -79,6 +103,7 @@ fn an_engine_is_asked_for_checkpoints_by_name() {
     bench.refused(&["take", "--tag", "42"], 1, &["42"]);
     let status = bench.json(&["status", "--json"]);
     assert_eq!((number(&status[0], "sealed"), &status[0]["vm"]), (2, &"guest".into()));
+    assert_rights(&status[0]);
     assert!(bench.ok(&["status"]).contains("guest: running"));
     run.signal(Signal::INT);
     assert!(run.wait().success(), "{}", run.report());

@@ -37,7 +37,7 @@ fn from_environment(name: &str, otherwise: u64) -> u64 {
 
 #[test]
 fn random_cycles_of_checkpoints_kills_and_restores() {
-    let cycles = from_environment("KEYFRAME_CYCLES", 4);
+    let cycles = from_environment("KEYFRAME_CYCLES", 2);
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock");
     let seed = from_environment("KEYFRAME_SEED", clock.as_secs());
     println!("KEYFRAME_CYCLES={cycles} KEYFRAME_SEED={seed}");

@@ -190,8 +190,11 @@ fn compared(bench: &Bench, http: &Http, store: &str) {
     assert_eq!(http.send("GET", &format!("{}/diff", of(1)), &[]).status, 404, "the first has no parent");
     let growth = || http.get(&format!("/api/v1/stores/{store}/growth")).json();
     let stats = bench.json(&["stats", "--json", "--store", &bench.store()]);
-    // The size on disk is looked at every few seconds.
-    until("the size is the one on disk", || growth()["sizes"]["total_bytes"] == stats["total_bytes"]);
+    // The size on disk is looked at every few seconds, and the last checkpoint is soon listed.
+    until("all is seen", || {
+        let sizes = &growth()["sizes"];
+        ["total_bytes", "raw_bytes"].iter().all(|field| sizes[field] == stats[field])
+    });
     let growth = growth();
     for field in ["raw_bytes", "dirty_bytes", "stored_pages", "total_bytes", "dedup_ratio"] {
         assert_eq!(growth["sizes"][field], stats[field], "{field}");

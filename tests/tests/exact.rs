@@ -2,7 +2,8 @@
 //! page, for every backing of RAM and with devices writing to it.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, guest_dir, number,
+    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, guest_dir, in_turn,
+    number,
 };
 use serde_json::Value;
 
@@ -69,23 +70,14 @@ fn shared_memfd_ram() {
 }
 
 #[test]
-fn shared_file_ram() {
-    let dir = tempfile::tempdir().unwrap();
-    let object = format!(
-        "memory-backend-file,id=mem,size=128M,share=on,mem-path={}",
-        dir.path().join("ram").display()
-    );
-    exact(&backed_by(&["-object", &object]), "KF READY", assert_no_errors);
-}
-
-#[test]
-fn private_file_ram() {
-    let dir = tempfile::tempdir().unwrap();
-    let object = format!(
-        "memory-backend-file,id=mem,size=128M,share=off,mem-path={}",
-        dir.path().join("ram").display()
-    );
-    exact(&backed_by(&["-object", &object]), "KF READY", assert_no_errors);
+fn file_ram() {
+    for share in in_turn(["on", "off"], 1) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ram");
+        let object =
+            format!("memory-backend-file,id=mem,size=128M,share={share},mem-path={}", path.display());
+        exact(&backed_by(&["-object", &object]), "KF READY", assert_no_errors);
+    }
 }
 
 #[test]

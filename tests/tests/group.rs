@@ -2,7 +2,8 @@
 
 use keyframe_tests::journaling::{blank_image, journaling, records_of};
 use keyframe_tests::{
-    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, ended_lines, hash_lines, number, qemus, until,
+    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, ended_lines, hash_lines, in_turn, number,
+    qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -84,7 +85,7 @@ fn status(bench: &Bench) -> Value {
 #[test]
 fn a_group_is_captured_exactly_by_each_strategy() {
     let bench = Bench::new();
-    for strategy in ["precopy", "stop-copy", "cow", "fork"] {
+    for strategy in in_turn(["precopy", "stop-copy", "cow", "fork"], 2) {
         let before = bench.list().len();
         let mut run = start(
             &bench,

@@ -2,7 +2,9 @@
 //!
 //! Each test says that it is skipped where `/dev/kvm` cannot be opened.
 
-use keyframe_tests::{Bench, Boot, PassSequence, Process, a_qemu, has_kvm, number, pass_lines, qemus};
+use keyframe_tests::{
+    Bench, Boot, PassSequence, Process, a_qemu, has_kvm, in_turn, number, pass_lines, qemus,
+};
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 
@@ -161,7 +163,7 @@ fn a_checkpoint_of_kvm_goes_on_under_tcg() {
     }
     let mut sequence = sequence();
     for qemu in qemus() {
-        for (machine, cpus) in [("pc", 1), ("q35", 2), ("microvm", 1)] {
+        for (machine, cpus) in in_turn([("pc", 1), ("q35", 2), ("microvm", 1)], 2) {
             println!("-- {machine}, QEMU {}", qemu.label);
             crosses("kvm", "tcg", machine, cpus, &qemu.path, &mut sequence);
         }
@@ -175,7 +177,7 @@ fn a_checkpoint_of_tcg_goes_on_under_kvm() {
     }
     let mut sequence = sequence();
     for qemu in qemus() {
-        for (machine, cpus) in [("pc", 1), ("q35", 2), ("microvm", 1)] {
+        for (machine, cpus) in in_turn([("pc", 1), ("q35", 2), ("microvm", 1)], 2) {
             println!("-- {machine}, QEMU {}", qemu.label);
             crosses("tcg", "kvm", machine, cpus, &qemu.path, &mut sequence);
         }

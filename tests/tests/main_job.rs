@@ -1,6 +1,6 @@
 //! The main job on every supported machine and QEMU: run, restore from the middle, go on exactly, reboot.
 
-use keyframe_tests::{Bench, Boot, Process, Sequence, hash_lines, number, qemus};
+use keyframe_tests::{Bench, Boot, Process, Qemu, Sequence, a_qemu, hash_lines, number, qemus};
 
 /// The hash workload's default table.
 const MIB: u64 = 16;
@@ -44,8 +44,8 @@ fn round_trip(boot: &Boot) {
     assert!(restored.wait().success(), "{}", restored.report());
 }
 
-fn on_every_qemu(machine: &str, cpus: u32) {
-    for qemu in qemus() {
+fn on(machine: &str, cpus: u32, qemus: Vec<Qemu>) {
+    for qemu in qemus {
         println!("-- {machine}, {cpus} vCPUs, QEMU {}", qemu.label);
         let mut boot = Boot::new("hash");
         boot.qemu = qemu.path;
@@ -57,17 +57,17 @@ fn on_every_qemu(machine: &str, cpus: u32) {
 
 #[test]
 fn pc_goes_on_after_a_restore_and_reboots() {
-    on_every_qemu("pc", 1);
+    on("pc", 1, qemus());
 }
 
 #[test]
 fn q35_with_four_vcpus_goes_on_after_a_restore_and_reboots() {
-    on_every_qemu("q35", 4);
+    on("q35", 4, a_qemu());
 }
 
 #[test]
 fn microvm_goes_on_after_a_restore_and_reboots() {
-    on_every_qemu("microvm", 1);
+    on("microvm", 1, a_qemu());
 }
 
 #[test]

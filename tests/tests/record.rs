@@ -202,7 +202,7 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
 
         bench.refused(&["segment", "R"], 2, &["--every"]);
         bench.ok(&["init", "S"]);
-        let segment = ["segment", "R", "--store", "S", "--every", "500ms"];
+        let segment = ["segment", "R", "--store", "S", "--every", "1s"];
         bench.ok(&segment);
         // Once more there is nothing to do; and one that is missing is taken again.
         let listed = || -> Vec<u64> {

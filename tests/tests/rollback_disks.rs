@@ -5,7 +5,8 @@ use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, Process, Qemu, a_qemu, journal_counter, number, qemus, restored_pid, until,
+    Bench, JournalImage, Orphan, Process, Qemu, a_qemu, in_turn, journal_counter, number, qemus,
+    restored_pid, until,
 };
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -134,7 +135,7 @@ fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
 /// The steps are those of the fault: the VM stands; its disk is another; all is loaded; it is whole.
 #[test]
 fn an_engine_killed_in_a_rollback_leaves_no_vm_standing() {
-    for (step, ends) in [(1, false), (2, true), (3, true), (4, false)] {
+    for (step, ends) in in_turn([(1, false), (2, true), (3, true), (4, false)], 2) {
         println!("-- killed at step {step}");
         let bench = Bench::new();
         let fault = format!("kill-rollback:{step}");

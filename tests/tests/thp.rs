@@ -2,7 +2,7 @@
 //!
 //! The VM is one that runs already: RAM that is tracked from its first write on gets no huge pages.
 
-use keyframe_tests::{Bench, Boot, Foreign, assert_no_errors, assert_restores_exactly};
+use keyframe_tests::{Bench, Boot, Foreign, assert_no_errors, assert_restores_exactly, in_turn};
 
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 const SHARED_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -65,7 +65,7 @@ fn private_memory_in_huge_pages_is_exact_by_each_strategy() {
         println!("skipped: {ENABLED} is never, and no process may have what the system does not");
         return;
     }
-    for strategy in ["precopy", "pre-scan", "stop-copy", "cow", "fork"] {
+    for strategy in in_turn(["precopy", "pre-scan", "stop-copy", "cow", "fork"], 2) {
         exact("pc", &[], "AnonHugePages:", strategy);
     }
 }

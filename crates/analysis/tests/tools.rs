@@ -124,7 +124,7 @@ fn all_tools(qemu: &Qemu, half: usize) {
     println!("{qemu:?}: {:?}", recording.checkpoints);
     for (number, (_, arguments, _)) in TOOLS.into_iter().enumerate() {
         // The first two on each QEMU, each other one on one of them, unless all are asked for.
-        let all = std::env::var_os("KEYFRAME_EVERY_QEMU").is_some_and(|value| value != "0");
+        let all = std::env::var_os("KEYFRAME_EVERY").is_some_and(|value| value != "0");
         if all || number < 2 || number % 2 == half {
             equal_in_both_ways(&recording, number);
             if arguments == ["symbols=PROGRAM"] {

@@ -76,12 +76,18 @@ impl Keep {
 }
 
 /// Gives up all capabilities but those that `keep` stands for.
+///
+/// Who is to trace and has no `CAP_SYS_PTRACE` (root of most containers) keeps all: the kernel lets it trace a process only while it has all
+/// capabilities that the process has.
 pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
     let failed = |operation| move |source| Error::Rights { operation, source };
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
     clear_ambient_capability_set().map_err(failed("clear ambient capabilities"))?;
     let kept = keep.capabilities();
     let had = capabilities(None).map_err(failed("read capabilities"))?;
+    if keep == Keep::Tracing && !had.permitted.contains(CapabilitySet::SYS_PTRACE) {
+        return Ok(());
+    }
     let sets = CapabilitySets {
         effective: had.effective & kept,
         permitted: had.permitted & kept,
@@ -180,6 +186,21 @@ mod tests {
             let effective =
                 |text: &str| text.lines().find(|line| line.starts_with("CapPrm")).map(str::to_owned);
             assert_eq!(effective(&started), effective(&status));
+        });
+    }
+
+    /// See ptrace(2), "Ptrace access mode checking".
+    #[test]
+    fn who_may_trace_only_what_has_no_more_rights_keeps_its_own() {
+        confined(|| {
+            let had = capabilities(None).unwrap();
+            let permitted = had.permitted - CapabilitySet::SYS_PTRACE;
+            let lacks = CapabilitySets { permitted, effective: had.effective & permitted, ..had };
+            set_capabilities(None, lacks).unwrap();
+            capabilities_but(Keep::Tracing).unwrap();
+            assert_eq!(capabilities(None).unwrap().permitted, permitted);
+            capabilities_but(Keep::Files).unwrap();
+            assert_eq!(capabilities(None).unwrap().permitted, permitted & Keep::Files.capabilities());
         });
     }
 

@@ -13,6 +13,7 @@ use crate::disks::place::left_over;
 use crate::disks::{self, Served, Wanted};
 use crate::failure::Failure;
 use crate::lans::{self, Lans};
+use crate::rights;
 use crate::rundir::{self, RunDir};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
@@ -118,6 +119,8 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     });
     match launched {
         Ok(()) => {
+            // Before there are threads that copy and encode.
+            rights::trace_only();
             prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
                 let Refused { failure, found, beside } = *refused;
                 end(found, beside);
