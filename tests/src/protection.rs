@@ -141,7 +141,8 @@ impl Hosts {
     /// The ledger guest, with a disk.
     pub fn ledger(&self, work: &str) -> Boot {
         let disk = self.dir.join("ledger.img");
-        std::fs::File::create(&disk).and_then(|file| file.set_len(8 << 20)).expect("make a disk");
+        // Its last block is not whole.
+        std::fs::File::create(&disk).and_then(|file| file.set_len((8 << 20) + 512)).expect("make a disk");
         let drive = format!("file={},if=virtio,format=raw,id=ledger", disk.display());
         let boot = Boot { machine: "pc".into(), mem_mib: 128, ..Boot::new(work) };
         boot.with(&[

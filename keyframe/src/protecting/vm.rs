@@ -10,6 +10,8 @@
 //!
 //! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's thread, and the guard).
 
+mod syncing;
+
 use super::busy::Busy;
 pub use super::gated::Gate;
 use super::gated::Gated;
@@ -22,8 +24,7 @@ use crate::failure::{Failure, chain};
 use crate::session::copying::Copying;
 use crate::session::encoding::Encoding;
 use crate::session::machines::Machines;
-use keyframe_capture::{BoxError, EncodeError, Report, Settled};
-use keyframe_disk::nbd::client::Client;
+use keyframe_capture::{EncodeError, Report, Settled};
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
 use keyframe_units::PAGE_BYTES;
@@ -40,8 +41,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 const RETRY: Duration = Duration::from_millis(50);
 /// How often the disks are asked what was written to them, in nanoseconds.
 const DISK_LOOK_NS: u64 = 20_000_000;
-/// Read of a disk at once.
-const DISK_BYTES: usize = 1 << 20;
 
 /// What the thread is told.
 pub enum Order {
@@ -377,87 +376,6 @@ impl Keeper {
             stopped: self.suspended,
             busy_ns: self.busy.ns(&mut self.gated.machines),
         }
-    }
-
-    /// Pages of RAM and disks.
-    fn all_pages(&self) -> u64 {
-        let disks = self.disks.iter().flat_map(|(_, disks)| disks);
-        let blocks: u64 = disks.map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).sum();
-        self.copying.layout.len_pages() + blocks
-    }
-
-    fn have(&mut self, session: u64, first: u64, hashes: &[u8]) {
-        let pages = self.all_pages();
-        if self.having.as_ref().is_none_or(|(known, _)| *known != session) {
-            self.having = Some((session, Having::new(session, pages)));
-        }
-        let Some((_, having)) = &mut self.having else { return };
-        if let Err(problem) = having.take_in(first, hashes, pages) {
-            self.having = None;
-            return self.tell(Event::CaptureFailed(format!("what the standby says that it has: {problem}")));
-        }
-        self.begin();
-    }
-
-    /// Begins a session that is wanted, once it is known what its standby has.
-    fn begin(&mut self) {
-        let is_known =
-            |(session, having): &(u64, Having)| self.wanted_session == Some(*session) && having.is_complete();
-        if self.having.as_ref().is_some_and(is_known)
-            && let Some((session, having)) = self.having.clone()
-        {
-            // It is kept: what the standby has stays so until an epoch is there, and this one may have to begin again.
-            self.wanted_session = None;
-            self.sync(session, having);
-        }
-    }
-
-    /// All of the VM is to go over, but what is there: disks first, as they are, then what changed meanwhile with the epoch.
-    fn sync(&mut self, session: u64, having: Having) {
-        let blank = having.is_blank();
-        self.wire.begin(session, self.next_epoch, (!blank).then_some(having));
-        // What a fresh tracker does not report is zeros.
-        if !(std::mem::take(&mut self.fresh) && blank) {
-            self.copying.cycle.restart();
-        }
-        if let Err(error) = self.sync_disks() {
-            self.tell(Event::CaptureFailed(format!("copy the disks: {}", chain(&*error))));
-            return;
-        }
-        self.capture("first", false);
-    }
-
-    fn sync_disks(&mut self) -> Result<(), BoxError> {
-        let Some((socket, disks)) = self.disks.clone() else { return Ok(()) };
-        if let Some((storage, _)) = self.gated.machines.storage() {
-            storage.begin_anew()?;
-        }
-        for (number, (export, _)) in disks.iter().enumerate() {
-            let mut client = Client::connect(&socket, export, "base:allocation")?;
-            let mut buffer = vec![0; DISK_BYTES];
-            let mut at = 0;
-            while at < client.len_bytes() {
-                for part in client.status(at)? {
-                    at = part.offset + part.len;
-                    if part.flags & 2 != 0 {
-                        let block = PAGE_BYTES as u64;
-                        let (first, end) = (part.offset.div_ceil(block), (part.offset + part.len) / block);
-                        self.wire.put_hole(number, first, end.saturating_sub(first))?;
-                        continue;
-                    }
-                    let (mut from, end) = (part.offset / PAGE_BYTES as u64 * PAGE_BYTES as u64, at);
-                    while from < end {
-                        let len = (end - from).min(DISK_BYTES as u64) as usize;
-                        let whole = len.next_multiple_of(PAGE_BYTES);
-                        buffer[..whole].fill(0);
-                        client.read(from, &mut buffer[..len])?;
-                        self.wire.put_blocks(number, from / PAGE_BYTES as u64, &buffer[..whole])?;
-                        from += len as u64;
-                    }
-                }
-            }
-        }
-        Ok(())
     }
 
     fn capture(&mut self, reason: &'static str, last: bool) {
