@@ -82,12 +82,12 @@ impl Keep {
 pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
     let failed = |operation| move |source| Error::Rights { operation, source };
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
-    clear_ambient_capability_set().map_err(failed("clear ambient capabilities"))?;
     let kept = keep.capabilities();
     let had = capabilities(None).map_err(failed("read capabilities"))?;
     if keep == Keep::Tracing && !had.permitted.contains(CapabilitySet::SYS_PTRACE) {
         return Ok(());
     }
+    clear_ambient_capability_set().map_err(failed("clear ambient capabilities"))?;
     let sets = CapabilitySets {
         effective: had.effective & kept,
         permitted: had.permitted & kept,

@@ -132,9 +132,8 @@ impl SharedWire {
     }
 
     /// Sends blocks of a disk as they are now, of the epoch in progress.
-    pub fn put_blocks(&self, disk: usize, first: u64, content: &[u8]) -> Result<(), BoxError> {
+    pub fn put_blocks(&self, disk: usize, first: u64, pages: &[Page]) -> Result<(), BoxError> {
         let mut wire = self.lock();
-        let (pages, _) = content.as_chunks::<{ keyframe_units::PAGE_BYTES }>();
         for (block, page) in (first..).zip(pages) {
             wire.put_block(disk, block, page)?;
         }

@@ -14,7 +14,7 @@ use super::wire::{
     IHAVEOPT, INFO_EXPORT, NBDMAGIC, NO_ZEROES, Numbers, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY,
     OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT, REQUEST, STRUCTURED_REPLY,
 };
-use crate::{Error, Result};
+use crate::{BLOCK, BLOCK_BYTES, Block, Error, Result};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -35,6 +35,9 @@ const CHUNK_OFFSET_HOLE: u16 = 2;
 const CHUNK_IS_ERROR: u16 = 0x8000;
 /// The longest status that is asked for: a multiple of every block size.
 const STATUS_BYTES_MAX: u64 = 1 << 30;
+
+/// Blocks that are read at once: a MiB.
+const BLOCKS_AT_ONCE: usize = (1 << 20) / BLOCK_BYTES;
 
 /// Gets flags, kind and content of a chunk of a reply; says `None` to what makes no sense.
 type Take<'a> = &'a mut dyn FnMut(u16, u16, &[u8]) -> Option<()>;
@@ -162,6 +165,38 @@ impl Client {
             return Ok(());
         }
         Err(self.wrong(format!("{filled} of {len} bytes from {offset} on came")))
+    }
+
+    /// Gives `take` every block of which a part is `wanted` by its flags: whole, each once, rising, [`BLOCKS_AT_ONCE`] at most, with the first
+    /// one's number. What the server tells of need not begin and end with a block; where the disk ends within its last one, zeros follow.
+    pub fn each_block<E: From<Error>>(
+        &mut self,
+        wanted: fn(u32) -> bool,
+        mut take: impl FnMut(u64, &[Block]) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let mut buffer = vec![[0; BLOCK_BYTES]; BLOCKS_AT_ONCE];
+        // Blocks before `next` are done.
+        let (mut at, mut next) = (0, 0);
+        while at < self.len_bytes {
+            for Status { offset, len, flags } in self.status(at)? {
+                at = offset + len;
+                if !wanted(flags) {
+                    continue;
+                }
+                next = next.max(offset / BLOCK);
+                while next < at.div_ceil(BLOCK) {
+                    let count = (at.div_ceil(BLOCK) - next).min(BLOCKS_AT_ONCE as u64) as usize;
+                    let blocks = &mut buffer[..count];
+                    let bytes = blocks.as_flattened_mut();
+                    let inside = (self.len_bytes - next * BLOCK).min(bytes.len() as u64) as usize;
+                    bytes[inside..].fill(0);
+                    self.read(next * BLOCK, &mut bytes[..inside])?;
+                    take(next, blocks)?;
+                    next += count as u64;
+                }
+            }
+        }
+        Ok(())
     }
 
     fn greet(&mut self) -> Result<()> {

@@ -1,13 +1,13 @@
 //! The reader of exports: against our own server, and against servers that say anything.
 
 use super::Bed;
-use crate::ImageFormat;
 use crate::nbd::client::{Client, Status};
 use crate::nbd::wire::{
     CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, IHAVEOPT, INFO_EXPORT, NBDMAGIC, OPT_GO,
     OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
     STATE_HOLE_ZERO, STRUCTURED_REPLY,
 };
+use crate::{BLOCK_BYTES, Block, ImageFormat};
 use proptest::prelude::*;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -38,7 +38,12 @@ fn greeting() -> Vec<u8> {
 
 /// A whole handshake: the context has number 1.
 fn handshake() -> Vec<u8> {
-    let info = [&INFO_EXPORT.to_be_bytes()[..], &DISK_BYTES.to_be_bytes(), &1u16.to_be_bytes()].concat();
+    handshake_of(DISK_BYTES)
+}
+
+/// The same for a disk of so many bytes.
+fn handshake_of(disk_bytes: u64) -> Vec<u8> {
+    let info = [&INFO_EXPORT.to_be_bytes()[..], &disk_bytes.to_be_bytes(), &1u16.to_be_bytes()].concat();
     [
         greeting(),
         answer(OPT_STRUCTURED_REPLY, REP_ACK, b""),
@@ -141,6 +146,37 @@ fn a_status_is_cut_to_the_disk() {
     let expected =
         [Status { offset: 8192, len: 4096, flags: 3 }, Status { offset: 12288, len: rest, flags: 0 }];
     assert_eq!(found, expected);
+    drop(client);
+    server.join().unwrap();
+}
+
+/// Zeros and data share a block, and so do two parts of data; the disk ends within its last one.
+#[test]
+fn blocks_are_given_whole_and_once_however_the_server_cuts_them() {
+    let bed = Bed::new();
+    let parts = [(1024, 3), (512, 0), (512, 2), (1024, 0), (9216, 3), (5120, 0), (3072, 2), (512, 0)];
+    let script = [
+        handshake_of(5 * 4096 + 512),
+        status(1, &parts),
+        data(2, CHUNK_DONE, 0, &[1; 4096]),
+        data(3, CHUNK_DONE, 3 * 4096, &[2; 8192]),
+        data(4, CHUNK_DONE, 5 * 4096, &[3; 512]),
+    ];
+    let server = serve(&bed.path("s"), script.concat());
+    let mut client = connect(&bed).unwrap();
+    let mut given = Vec::new();
+    let take = |first, blocks: &[Block]| {
+        given.push((first, blocks.to_vec()));
+        Ok::<_, crate::Error>(())
+    };
+    client.each_block(|flags| flags & 2 == 0, take).unwrap();
+    let mut last = [0; BLOCK_BYTES];
+    last[..512].fill(3);
+    assert!(
+        given == [(0, vec![[1; BLOCK_BYTES]]), (3, vec![[2; BLOCK_BYTES]; 2]), (5, vec![last])],
+        "{:?}",
+        given.iter().map(|(first, blocks)| (first, blocks.len())).collect::<Vec<_>>()
+    );
     drop(client);
     server.join().unwrap();
 }

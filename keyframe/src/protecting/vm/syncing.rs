@@ -6,8 +6,6 @@ use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
 use keyframe_units::PAGE_BYTES;
 
-/// Read of a disk at once.
-const DISK_BYTES: usize = 1 << 20;
 /// NBD_STATE_ZERO of `base:allocation`.
 const ZERO: u32 = 2;
 
@@ -65,33 +63,19 @@ impl Keeper {
         Ok(())
     }
 
-    /// By blocks: one is a hole where no part of it holds data, however the server cuts its answers. The last may lie partly behind
-    /// the disk's end.
+    /// What no data touches is a hole.
     fn sync_disk(&self, number: usize, client: &mut Client) -> Result<(), BoxError> {
-        let (block, len) = (PAGE_BYTES as u64, client.len_bytes());
-        let mut buffer = vec![0; DISK_BYTES];
-        let (mut at, mut done) = (0, 0);
-        while at < len {
-            for part in client.status(at)? {
-                at = part.offset + part.len;
-                if part.flags & ZERO != 0 {
-                    continue;
-                }
-                let (first, end) = (part.offset / block, at.div_ceil(block));
-                self.wire.put_hole(number, done, first.saturating_sub(done))?;
-                let mut from = first * block;
-                while from < len.min(end * block) {
-                    let count = (len.min(end * block) - from).min(DISK_BYTES as u64) as usize;
-                    let whole = count.next_multiple_of(PAGE_BYTES);
-                    client.read(from, &mut buffer[..count])?;
-                    buffer[count..whole].fill(0);
-                    self.wire.put_blocks(number, from / block, &buffer[..whole])?;
-                    from += count as u64;
-                }
-                done = end;
-            }
-        }
-        self.wire.put_hole(number, done, len.div_ceil(block).saturating_sub(done))
+        let blocks = client.len_bytes().div_ceil(PAGE_BYTES as u64);
+        let mut done = 0;
+        client.each_block(
+            |flags| flags & ZERO == 0,
+            |first, data| {
+                self.wire.put_hole(number, done, first - done)?;
+                done = first + data.len() as u64;
+                self.wire.put_blocks(number, first, data)
+            },
+        )?;
+        self.wire.put_hole(number, done, blocks - done)
     }
 
     /// Pages of RAM and disks.

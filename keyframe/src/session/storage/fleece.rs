@@ -16,11 +16,10 @@ use super::own::{OwnDisk, require_same};
 use crate::failure::{Failure, chain};
 use crate::session::machines::Member;
 use keyframe_capture::BoxError;
-use keyframe_disk::nbd::client::{Client, Status};
+use keyframe_disk::nbd::client::Client;
 use keyframe_qemu::fleece::{self, Point};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
-use keyframe_units::PAGE_BYTES;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,11 +30,8 @@ use std::time::{Duration, Instant};
 const READ_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long QEMU may take to forget what is ours, once no more checkpoints are taken.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes that are read at once.
-const READ_BYTES: u64 = 1 << 20;
 /// What has to be free for the scratch files: a guest's write fails where what it overwrites cannot be kept.
 const FREE_BYTES_MIN: u64 = 1 << 30;
-const BLOCK: u64 = PAGE_BYTES as u64;
 
 /// A disk that can be read as it was.
 #[derive(Debug)]
@@ -398,44 +394,11 @@ fn put_export(
         let (now, then) = (client.len_bytes(), export.disk_bytes);
         return Err(format!("{}: {now} bytes, and had {then}", export.name).into());
     }
-    let mut buffer = vec![0; READ_BYTES as usize];
-    // Blocks before it are done: what is told of need not begin and end with a block.
-    let mut next = 0;
-    let mut at = 0;
-    while at < export.disk_bytes {
-        for Status { offset, len, flags } in client.status(at)? {
-            at = offset + len;
-            if (export.wanted)(flags) {
-                let blocks = (offset / BLOCK).max(next)..at.div_ceil(BLOCK);
-                next = next.max(blocks.end);
-                put_blocks(export, blocks, &mut client, run, &mut buffer, fault)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-fn put_blocks(
-    export: &Export,
-    blocks: std::ops::Range<u64>,
-    client: &mut Client,
-    run: &mut Run,
-    buffer: &mut [u8],
-    fault: &mut dyn FnMut() -> Result<(), BoxError>,
-) -> Result<(), BoxError> {
-    let mut first = blocks.start;
-    while first < blocks.end {
-        let count = (blocks.end - first).min(READ_BYTES / BLOCK);
-        let part = &mut buffer[..(count * BLOCK) as usize];
-        // The disk may end within its last block.
-        let inside = (export.disk_bytes - first * BLOCK).min(count * BLOCK) as usize;
-        part[inside..].fill(0);
-        client.read(first * BLOCK, &mut part[..inside])?;
-        for (block, page) in (first..).zip(part.as_chunks::<PAGE_BYTES>().0) {
+    client.each_block(export.wanted, |first, blocks| {
+        for (block, page) in (first..).zip(blocks) {
             fault()?;
             run.put_block(export.disk, block, page)?;
         }
-        first += count;
-    }
-    Ok(())
+        Ok(())
+    })
 }
