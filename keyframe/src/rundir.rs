@@ -8,7 +8,7 @@
 //!       watchdog.sock QEMU's monitor, for the watchdog
 //!       control.sock  the engine's own
 //!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
-//!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json
+//!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
 //! ```
 //!
 //! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its name is free again,
@@ -88,9 +88,7 @@ impl RunDir {
     }
 
     fn claim_beside(folder: &str, name: &str) -> Result<Self, Failure> {
-        let folder = base()?.join(folder);
-        make_private(&folder)?;
-        Self::claim_in(&folder, name)
+        Self::claim_in(&beside(folder)?, name)
     }
 
     /// Writes down what the VM without an engine is that this process has started: for `keyframe status` and `stop`.
@@ -199,6 +197,11 @@ pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
     Ok(all.filter_map(about).collect())
 }
 
+/// Where those that are restored have their directories.
+pub fn of_restored() -> Result<PathBuf, Failure> {
+    beside(RESTORED)
+}
+
 /// Has the command end that the VM of this directory ends with.
 pub fn end_with(dir: &Path, about: &About) -> Result<(), Failure> {
     let fail = |e: rustix::io::Errno| Failure::new(format!("end VM {}: {e}", about.vm));
@@ -216,6 +219,12 @@ fn about(dir: &Path) -> Option<About> {
     let mut text = String::new();
     File::open(dir.join(ABOUT)).ok()?.take(ABOUT_BYTES_MAX).read_to_string(&mut text).ok()?;
     serde_json::from_str(&text).ok()
+}
+
+fn beside(folder: &str) -> Result<PathBuf, Failure> {
+    let folder = base()?.join(folder);
+    make_private(&folder)?;
+    Ok(folder)
 }
 
 fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {

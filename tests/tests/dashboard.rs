@@ -148,7 +148,7 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
     assert!(refused.status == 400 && refused.body.contains("--allow-start"), "{refused:?}");
 }
 
-/// A clone that is started from the page outlives the server.
+/// A clone and a VM that are started from the page outlive the server.
 fn started(bench: &Bench) {
     let (server, http, _) = serve(bench, &[&bench.store(), "--token-file", "token", "--allow-start"]);
     let store = http.get("/api/v1/stores").json()[0]["id"].as_str().expect("the store").to_owned();
@@ -157,9 +157,23 @@ fn started(bench: &Bench) {
     assert_eq!(http.send("POST", &path.replace("/3/", "/999/"), &[BEARER]).status, 500);
     let answer = http.send("POST", &path, &[BEARER]);
     assert!(answer.status == 200 && answer.body.contains("clone web-1 runs"), "{answer:?}");
+    let restore = path.replace("branch", "restore");
+    assert_eq!(http.send("POST", &restore, &[]).status, 401);
+    let unknown = http.send("POST", &restore.replace("/3/", "/999/"), &[BEARER]);
+    assert!(unknown.status == 500 && unknown.body.contains("999"), "{unknown:?}");
+    let restored = http.send("POST", &restore, &[BEARER]);
+    assert!(
+        restored.status == 200 && restored.body.contains("runs as it was at checkpoint 3"),
+        "{restored:?}"
+    );
+    let console = restored.body.split("console in ").nth(1).and_then(|rest| rest.split(';').next());
+    let console = console.unwrap_or_else(|| panic!("no console in {restored:?}"));
     end(server);
+    until("the guest says something", || std::fs::read(console).is_ok_and(|said| !said.is_empty()));
     let shown = bench.ok(&["status"]);
-    assert!(shown.contains("web-1: a clone"), "{shown}");
+    assert!(shown.contains("web-1: a clone") && shown.contains("web: restored"), "{shown}");
+    bench.ok(&["stop", "--name", "web"]);
+    until("the restored VM has ended", || !bench.ok(&["status"]).contains("web: restored"));
     let pid = answer
         .body
         .rsplit("kill ")

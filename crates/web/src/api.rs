@@ -111,6 +111,7 @@ pub fn routes() -> Routes {
         .delete("/api/v1/stores/{store}/checkpoints/{id}/pin", unpin)
         .post("/api/v1/stores/{store}/checkpoints/{id}/rollback", rollback)
         .post("/api/v1/stores/{store}/checkpoints/{id}/branch", branch)
+        .post("/api/v1/stores/{store}/checkpoints/{id}/restore", restore)
         .post("/api/v1/stores/{store}/checkpoints/{id}/tags/{tag}", tag)
         .delete("/api/v1/stores/{store}/tags/{tag}", untag)
 }
@@ -421,6 +422,11 @@ async fn rollback(State(app): Shared, at: Place) -> Result<Response, Problem> {
 async fn branch(State(app): Shared, at: Place) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     Ok(act(&app, store, Action::Branch(id)).await)
+}
+
+async fn restore(State(app): Shared, at: Place) -> Result<Response, Problem> {
+    let (store, id) = place(at)?;
+    Ok(act(&app, store, Action::Restore(id)).await)
 }
 
 async fn tag(

@@ -212,6 +212,8 @@ pub enum Action {
     Rollback(u64),
     /// Start a clone of a checkpoint.
     Branch(u64),
+    /// Bring a checkpoint to life as it was.
+    Restore(u64),
 }
 
 /// Why a question has no answer.

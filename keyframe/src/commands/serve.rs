@@ -29,7 +29,7 @@ side, what that stands on). Ends at Ctrl-C or SIGTERM. Of an encrypted store it 
 The dashboard is a page for the browser: all running VMs with their checkpoints as they come, the store's and those that the VMs write
 to, recordings and analyses. Without STORE there is the dashboard alone. Its API is at /api/v1 (described in /api/v1/openapi.json), its
 numbers for Prometheus at /metrics. On the loopback reading needs no token, elsewhere all does; pinning, tagging, putting a VM
-back and, with --allow-start, starting clones always do. What it
+back and, with --allow-start, starting VMs and clones always do. What it
 shows of an encrypted store it needs a key for.
 
 Examples:

@@ -22,7 +22,7 @@ pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>, starts: bool) ->
     let command = |verb: &str, rest: &str| format!("keyframe {verb} --store {place} {id}{rest}");
     let one = |name: &str, command: String, can_be_done: bool| json!({ "name": name, "command": command, "can_be_done": can_be_done });
     let mut commands = vec![
-        one("restore", command("restore", ""), false),
+        one("restore", command("restore", ""), starts),
         one("branch", command("branch", " -n 1"), starts),
         one("pin", command("pin", ""), true),
         one("unpin", command("pin --remove", ""), true),

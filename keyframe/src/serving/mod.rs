@@ -17,6 +17,7 @@ mod doing;
 mod listed;
 mod recordings;
 mod screens;
+mod starting;
 mod stores;
 mod vms;
 
@@ -127,12 +128,13 @@ impl Source for Served {
         let store = listed.store();
         let done = match action {
             Action::Rollback(id) => return doing::roll_back(&listed, *id),
-            Action::Branch(_) if !self.starts => {
+            Action::Branch(_) | Action::Restore(_) if !self.starts => {
                 return Err(Problem::Bad(
                     "this server starts no VMs; start it with --allow-start, or run the command".into(),
                 ));
             }
-            Action::Branch(id) => return doing::branch(&listed, *id),
+            Action::Branch(id) => return starting::branch(&listed, *id),
+            Action::Restore(id) => return starting::restore(&listed, *id),
             Action::Pin(id) => store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned")),
             Action::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
                 if was {

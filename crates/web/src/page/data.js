@@ -57,6 +57,7 @@ export const api = {
   growth: (store) => ask(`api/v1/stores/${part(store)}/growth`),
   rollback: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/rollback`, { method: "POST", headers: headers() }),
   branch: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/branch`, { method: "POST", headers: headers() }),
+  restore: (store, id) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/restore`, { method: "POST", headers: headers() }),
   pin: (store, id, on) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/pin`, { method: on ? "POST" : "DELETE", headers: headers() }),
   tag: (store, id, tag) => ask(`api/v1/stores/${part(store)}/checkpoints/${id}/tags/${part(tag)}`, { method: "POST", headers: headers() }),
 };

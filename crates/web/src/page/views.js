@@ -202,8 +202,11 @@ export async function checkpoint(main, store, id) {
   const act = (work) => async () => {
     try { said.textContent = (await work()).done; } catch (error) { said.textContent = error.message; }
   };
+  const ask = (question, work) => act(() => (!question || confirm(question) ? work() : { done: "nothing was done" }));
+  const runs = c.commands.some((one) => one.name === "rollback");
   const actions = { pin: act(() => api.pin(store, id, true)), unpin: act(() => api.pin(store, id, false)), branch: act(() => api.branch(store, id)),
-    rollback: act(() => (confirm(`Put VM ${c.vm} back to checkpoint ${id}? What it is now becomes a checkpoint first.`) ? api.rollback(store, id) : { done: "nothing was done" })) };
+    restore: ask(runs && `VM ${c.vm} runs. Start it a second time, beside itself, as it was at checkpoint ${id}?`, () => api.restore(store, id)),
+    rollback: ask(`Put VM ${c.vm} back to checkpoint ${id}? What it is now becomes a checkpoint first.`, () => api.rollback(store, id)) };
   const link = (to, text) => to && el("a", { href: checkpointLink(store, to) }, text);
   const screenPlace = el("div", {});
   const heatPlace = el("div", {}, el("p", { class: "soft" }, "Looking where memory changed …"));

@@ -30,7 +30,7 @@ pub struct DashboardArgs {
     /// What `keyframe analyze --out` has made, or a directory with some; may be repeated
     #[arg(long, value_name = "DIR")]
     analysis: Vec<PathBuf>,
-    /// Let who shows the token start clones of checkpoints from the dashboard, on this machine: then this process keeps all
+    /// Let who shows the token start VMs and clones from checkpoints by the dashboard, on this machine: then this process keeps all
     /// the rights that it was started with
     #[arg(long)]
     allow_start: bool,
