@@ -20,7 +20,7 @@
 #define PEER_PORT 4711
 #define WORDS 64u
 #define WINDOW 8u
-#define STALL_MS 3000
+#define STALL_MS 60000
 #define GREETING_MS 100
 #define ERRORS_SAID_MAX 10
 

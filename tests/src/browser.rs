@@ -8,6 +8,7 @@
 //! The protocol goes over pipes: no port is opened, and no WebSocket needed. Chromium has a process group of its own, which ends with
 //! this. Errors of the page (exceptions, refusals by its own policy, files that are missing) are gathered: a test asks that there are none.
 
+use crate::foreign::PATIENCE;
 use base64::Engine;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
@@ -19,7 +20,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 /// An answer comes in that time.
-const ANSWER_MAX: Duration = Duration::from_secs(60);
+const ANSWER_MAX: Duration = PATIENCE;
 /// It ends by itself in that time, or is ended.
 const END_MAX: Duration = Duration::from_secs(5);
 /// What it is started with, in a container and as root too.
@@ -145,10 +146,14 @@ impl Browser {
 
     /// Waits until an expression is true.
     pub fn until(&mut self, expression: &str) {
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + PATIENCE;
         while self.script(&format!("!!({expression})")) != true {
             let text = || self.script("document.body.innerText");
-            assert!(Instant::now() < deadline, "not so in 30 s: {expression}; the page says: {}", { text }());
+            assert!(
+                Instant::now() < deadline,
+                "not so in {PATIENCE:?}: {expression}; the page says: {}",
+                { text }()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }

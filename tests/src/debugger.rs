@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::time::Duration;
 
 /// Each step back is a replay.
-const WAIT: Duration = Duration::from_secs(90);
+const WAIT: Duration = Duration::from_mins(3);
 
 /// One that is attached to a VM that stands.
 pub struct Debugger(Link<TcpStream>);

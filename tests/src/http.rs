@@ -1,9 +1,9 @@
 //! Plain HTTP requests to a server on this machine, as simple as they get.
 
+use crate::PATIENCE;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
 
 /// An answer.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl Http {
 
     fn begin(&self, method: &str, path: &str, lines: &[&str]) -> (BufReader<TcpStream>, u16, String) {
         let mut stream = TcpStream::connect(&self.0).expect("connect to the server");
-        stream.set_read_timeout(Some(Duration::from_secs(40))).expect("bound the wait");
+        stream.set_read_timeout(Some(PATIENCE)).expect("bound the wait");
         let names_host = lines.iter().any(|line| line.to_ascii_lowercase().starts_with("host:"));
         let host = if names_host { String::new() } else { format!("Host: {}\r\n", self.0) };
         let more: String = lines.iter().flat_map(|line| [*line, "\r\n"]).collect();

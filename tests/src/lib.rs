@@ -39,7 +39,7 @@ pub use echo::echo;
 pub use exact::{
     assert_no_errors, assert_restores_exactly, assert_restores_exactly_with, audited, restored_pid,
 };
-pub use foreign::{Foreign, Traces, until};
+pub use foreign::{Foreign, PATIENCE, Traces, until};
 pub use hash::{HashLine, Sequence, hash_lines};
 pub use http::Http;
 pub use huge::HugePages;
@@ -252,6 +252,11 @@ impl Boot {
 const SHORT_BOOT: &str = "mitigations=off cryptomgr.notests initcall_blacklist=load_system_certificate_list,\
 crypto_kdf108_init,init_encrypted,cubictcp_register,init_kprobe_trace";
 
+/// No command takes that long, however busy the machine is.
+const COMMAND_MAX: Duration = Duration::from_mins(10);
+/// How long a pause may last where it is not what is tested: a machine of tests stalls for seconds.
+const PAUSE_LIMIT: [&str; 2] = ["--pause-limit", "1m"];
+
 /// A place for one test: run directory, store, artefacts.
 pub struct Bench {
     dir: Option<tempfile::TempDir>,
@@ -328,7 +333,7 @@ impl Bench {
     /// Runs `keyframe ARGS` to its end.
     pub fn run(&self, args: &[&str]) -> Output {
         println!("$ XDG_RUNTIME_DIR={} keyframe {}", self.path.display(), args.join(" "));
-        Self::run_within(self.command(args), Duration::from_secs(90))
+        Self::run_within(self.command(args), COMMAND_MAX)
     }
 
     /// Runs a command of [`Self::command`] to its end.
@@ -406,6 +411,9 @@ impl Bench {
         let store = self.store();
         let mut args = vec!["run", "--store", &store];
         args.extend(options);
+        if !options.contains(&PAUSE_LIMIT[0]) {
+            args.extend(PAUSE_LIMIT);
+        }
         args.push("--");
         let line = boot.command();
         args.extend(line.iter().map(String::as_str));
@@ -415,7 +423,8 @@ impl Bench {
     /// `keyframe attach` with `options` to process `pid`, whose monitor is `monitor` (`--qmp SOCKET`).
     pub fn attach_args(&self, monitor: &[&str], pid: u32, options: &[&str]) -> Vec<String> {
         let (store, pid) = (self.store(), pid.to_string());
-        let words = [&["attach", "--store", &store], monitor, options, &[&pid]].concat();
+        let limit = if options.contains(&PAUSE_LIMIT[0]) { &[][..] } else { &PAUSE_LIMIT };
+        let words = [&["attach", "--store", &store], monitor, options, limit, &[&pid]].concat();
         words.into_iter().map(str::to_owned).collect()
     }
 

@@ -3,6 +3,7 @@
 //! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client (`keyframe_bench::hosts` draws them); the guest is
 //! 10.78.0.15, wherever it runs.
 
+use crate::foreign::PATIENCE;
 use crate::{Bench, Boot, Process, until};
 use keyframe_bench::hosts::{Network, Rate, Way};
 use keyframe_bench::ledger::{self, Ledger};
@@ -39,7 +40,7 @@ impl std::ops::Deref for Hosts {
 /// Other tests have the processors, too: a host is not dead because it waits for one.
 fn be_patient(args: &mut Vec<&str>) {
     if !args.contains(&"--detection") {
-        args.extend(["--detection", "2s"]);
+        args.extend(["--detection", "4s"]);
     }
 }
 
@@ -286,7 +287,7 @@ impl Client {
 
 /// Enters one value after the other over one connection.
 fn enter(ends: &AtomicBool, seen: &Mutex<Seen>) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + PATIENCE;
     let address = format!("{GUEST}:{}", ledger::PORT).parse().expect("an address");
     let is_over = || ends.load(Ordering::Relaxed);
     let entered = Ledger::connect(address, deadline, is_over).and_then(|mut ledger| {

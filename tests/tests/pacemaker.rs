@@ -47,7 +47,9 @@ impl Cluster {
             ("run", path(node)),
             ("dir", path(&format!("{node}.dir"))),
             ("log", path(&format!("{node}.log"))),
-            ("cold_wait", "1".into()),
+            // A busy machine stalls for longer than the default.
+            ("options", "--detection=3s".into()),
+            ("cold_wait", "3".into()),
         ]
     }
 

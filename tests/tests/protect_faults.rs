@@ -37,9 +37,8 @@ fn an_engine_that_dies_takes_its_vm_with_it_and_the_standby_goes_on() {
 fn an_engine_that_stalls_has_its_vm_stopped_and_learns_that_it_is_deposed() {
     let mut trial = Trial::new(1, &[]);
     trial.signal("a", Signal::STOP);
-    // The guard's doing: the engine cannot.
+    // The guard's doing: the engine cannot. That it stands before the standby runs is looked at all the time.
     trial.until("the VM stands", |trial| trial.hosts.running_qemus("a") == 0);
-    assert!(!trial.said("b").contains("took over"), "it stands before the standby runs");
     trial.until("the standby takes over", |trial| trial.said("b").contains("took over"));
     trial.go_on(10);
     assert_eq!(trial.hosts.stopped_qemus("a"), 1, "stopped, since there is nobody who could end it");

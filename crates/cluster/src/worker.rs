@@ -130,9 +130,9 @@ mod tests {
         (0..3).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
         queue.close().unwrap();
         let dead = WorkerId::new("dead");
+        let began = Instant::now();
         queue.show_life(&dead).unwrap();
         queue.take(&dead, Placement::Neighbours, None).unwrap().unwrap();
-        let began = Instant::now();
         assert_eq!(worker("b", 1).run(&queue, &AtomicBool::new(false), |_| ()).unwrap(), 3);
         assert!(began.elapsed() >= Duration::from_millis(200), "its lease is respected");
     }

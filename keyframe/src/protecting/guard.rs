@@ -100,6 +100,8 @@ pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
     let pid = pid.ok_or_else(|| Failure::new(format!("{qemu} is no process")))?;
     let qemu =
         pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
+    // On a host with more to do than it can, the VM is to stand all the same when its right has run out.
+    keyframe_kernel::priority::raise();
     Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
 }
 

@@ -22,9 +22,9 @@ use std::time::Duration;
 pub enum Kind {
     /// The engine dies, as by `kill -9`.
     Kill,
-    /// The engine hangs for a minute: the watchdog must step in.
+    /// The engine hangs for ten minutes: the watchdog must step in.
     Stall,
-    /// The engine is late by a second, once, and goes on as if nothing had been.
+    /// The engine is late by six seconds, once, and goes on as if nothing had been.
     Pause,
     /// The monitor's socket breaks.
     QmpLost,
@@ -111,8 +111,8 @@ impl Fault {
         }
         match self.kind {
             Kind::Kill => die(),
-            Kind::Stall => std::thread::sleep(Duration::from_secs(60)),
-            Kind::Pause => std::thread::sleep(Duration::from_secs(1)),
+            Kind::Stall => std::thread::sleep(Duration::from_mins(10)),
+            Kind::Pause => std::thread::sleep(Duration::from_secs(6)),
             Kind::QmpLost => {
                 if let Some((_, monitor)) = self.victim.get() {
                     let _ = rustix::net::shutdown(monitor, rustix::net::Shutdown::Both);
