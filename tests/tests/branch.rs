@@ -82,7 +82,7 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
         }
         // One that stands does not hold up the others, nor does one that was killed.
         let mut monitor =
-            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
+            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_mins(2)).unwrap();
         monitor.stop().unwrap();
         let stood = hash_lines(&console(&clones[0])).len();
         let victim = number(&clones[1], "qemu_pid");
@@ -169,7 +169,7 @@ fn pages_that_nobody_wrote_are_shared() {
         // All of RAM is read, as the guest would read it, and it is still the checkpoint's own memory.
         let pid = number(&clones[0], "qemu_pid");
         let mut monitor =
-            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_secs(20)).unwrap();
+            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_mins(2)).unwrap();
         let main = keyframe_qemu::find_ram_blocks(&mut monitor, pid as u32).unwrap().remove(0);
         let target = keyframe_kernel::Process::open(pid as u32).unwrap();
         let mut all = vec![0; main.block.total_bytes as usize];
@@ -180,7 +180,7 @@ fn pages_that_nobody_wrote_are_shared() {
         // The others do not see what one writes, and what they write is theirs.
         clones[1..].iter().for_each(|clone| {
             let mut monitor =
-                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
+                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_mins(2)).unwrap();
             monitor.cont().unwrap();
         });
         for clone in &clones[1..] {
@@ -253,7 +253,7 @@ fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
     let ids = |clones: &[Value]| -> Vec<String> {
         let id = |clone: &Value| {
             let mut monitor =
-                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_secs(20)).unwrap();
+                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_mins(2)).unwrap();
             let answer = monitor.execute("query-vm-generation-id", None).unwrap();
             answer["guid"].as_str().unwrap().to_owned()
         };

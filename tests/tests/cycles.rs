@@ -73,6 +73,8 @@ fn cycle(number_of: u64, qemu: &Qemu, random: &mut Random) {
     let orphan = Orphan::of(&bench, &mut run, "guest");
     let server = server_of(run.pid()).expect("the process that serves the disk");
     wait_for_records(&mut run, 0, 1);
+    // Whatever comes needs one to go back to.
+    until("the first checkpoint is sealed", || !bench.list().is_empty());
     std::thread::sleep(random.moment(0, 1500));
     let what = ["engine", "qemu", "server", "all", "rollback"][random.below(5) as usize];
     println!("-- cycle {number_of}: QEMU {}, {what}", qemu.label);

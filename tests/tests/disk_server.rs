@@ -238,7 +238,7 @@ impl Copy {
 fn read_over_nbd(bed: &Bed, to: &Path) -> Vec<u8> {
     let url = format!("nbd+unix:///d?socket={}", bed.path("nbd").display());
     let output = std::process::Command::new("timeout")
-        .args(["60", "qemu-img", "convert", "-f", "raw", "-O", "raw", &url])
+        .args(["120", "qemu-img", "convert", "-f", "raw", "-O", "raw", &url])
         .arg(to)
         .output()
         .expect("run qemu-img");
@@ -260,7 +260,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
             for round in 0..8 {
                 let context = format!("round {round}, {} on QEMU {}", bus.name, qemu.label);
                 disks.prepare().expect("prepare");
-                disks.pause(Duration::from_secs(30)).expect("pause");
+                disks.pause(Duration::from_mins(2)).expect("pause");
                 qmp.stop().expect("stop");
                 let epochs = disks.cut().expect("cut");
                 disks.settled().expect("settle");

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-const WAIT: Duration = Duration::from_secs(30);
+const WAIT: Duration = Duration::from_mins(2);
 
 fn boot(qemu: &Qemu, machine: &str) -> Boot {
     let mut boot = Boot::new("hash");

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-const WAIT: Duration = Duration::from_secs(30);
+const WAIT: Duration = Duration::from_mins(2);
 const BYTES_PER_PIXEL: usize = 4;
 /// Pictures that are asked for until two in a row are the same.
 const TRIES: usize = 50;

@@ -20,7 +20,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long a page's processes may take to end, once its last command has.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_mins(2);
 const UNITS: [&str; 8] = ["ns", "us", "ms", "s", "B", "KiB", "MiB", "GiB"];
 
 fn source() -> PathBuf {

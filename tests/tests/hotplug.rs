@@ -36,7 +36,7 @@ impl Plugged {
     }
 
     fn qmp(&self) -> Qmp {
-        Qmp::connect(&self.socket, Duration::from_secs(20)).expect("connect to the monitor")
+        Qmp::connect(&self.socket, Duration::from_mins(2)).expect("connect to the monitor")
     }
 
     fn must(&self, command: &str, arguments: Value) {

@@ -56,7 +56,9 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
         let all = stored / kept.len().max(1) as u64 * (number(kept.last()?, "id") - base);
         let packs = bytes(&bench, "packs");
         let is_small = number(recorder, "freed_packs") > 0 && packs * 3 < all * 2;
-        (is_small && number(recorder, "forgotten") > 15 && number(recorder, "kept") >= 2).then_some(packs)
+        let is_recent = kept.iter().all(|e| number(e, "id") >= base + 20);
+        (is_small && is_recent && number(recorder, "forgotten") > 15 && number(recorder, "kept") >= 2)
+            .then_some(packs)
     });
     let packs =
         small.unwrap_or_else(|| panic!("{} bytes of packs; {}", bytes(&bench, "packs"), run.report()));

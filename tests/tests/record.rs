@@ -7,7 +7,6 @@ use keyframe_tests::{
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::path::Path;
-use std::time::Duration;
 
 /// `keyframe record`, of `boot` into `R`.
 fn record(bench: &Bench, options: &[&str], boot: &Boot) -> Process {
@@ -31,6 +30,15 @@ fn end_after(bench: &Bench, vm: &mut Process, checkpoints: usize) {
     assert!(enough.is_some(), "{}", vm.report());
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
+}
+
+/// Waits until the guest has told so often of its journal: it does once in each second of its own.
+fn wait_for_journal(vm: &mut Process, times: usize) {
+    let told = vm.wait_until(|vm| {
+        let told = vm.lines().iter().filter(|line| line.contains("journal written=")).count();
+        (told >= times).then_some(())
+    });
+    assert!(told.is_some(), "the guest does not write; {}", vm.report());
 }
 
 fn verified(bench: &Bench) -> Value {
@@ -196,8 +204,7 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
         let bench = Bench::without_store();
         let disk = disks::virtio(&disks::image(&bench), "raw");
         let mut vm = record(&bench, &[], &guest(&qemu.path, "journal").with(&disks::words(&disk)));
-        vm.wait_for("journal written=");
-        std::thread::sleep(Duration::from_secs(1));
+        wait_for_journal(&mut vm, 2);
         end_after(&bench, &mut vm, 1);
 
         bench.refused(&["segment", "R"], 2, &["--every"]);
@@ -258,8 +265,7 @@ fn a_recording_is_followed_and_travelled_through() {
         let disk = disks::virtio(&disks::image(&bench), "raw");
         let boot = guest(&qemu.path, "journal").with(&disks::words(&disk));
         let mut vm = record(&bench, &["--follow", "--checkpoint-every", "1s"], &boot);
-        vm.wait_for("journal written=");
-        std::thread::sleep(Duration::from_secs(2));
+        wait_for_journal(&mut vm, 3);
         vm.signal(Signal::INT);
         assert!(vm.wait().success(), "{}", vm.report());
         assert!(!bench.path().join("R/first").exists(), "one store is left");

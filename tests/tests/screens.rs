@@ -10,7 +10,7 @@ use std::io::Cursor;
 use std::path::Path;
 use std::time::Duration;
 
-const WAIT: Duration = Duration::from_secs(30);
+const WAIT: Duration = Duration::from_mins(2);
 
 /// A picture of a display: red, green and blue of each pixel.
 #[derive(PartialEq, Eq)]

@@ -80,7 +80,7 @@ fn killed(node: &mut Bench, store: &str, address: &str) {
     let url = node.store();
     let whole = ["export", "latest", "--store", &url, "--format", "raw", "-o", "out.raw", "--quiet"];
     let (mut server, mut caught) = (serve(node, store, address).0, None);
-    for round in 0..5 {
+    for round in 0..30 {
         let cache = node.path().join(format!("cache-{round}"));
         node.set("KEYFRAME_CACHE", &cache.display().to_string());
         let _ = std::fs::remove_file(node.path().join("out.raw"));

@@ -142,7 +142,7 @@ fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
             let mut peer = Peer::connect(&lan);
             connected(&mut switch, 2);
             switch.hold(LIMIT);
-            switch.quiesce(BRIEFLY).unwrap();
+            switch.quiesce(LIMIT).unwrap();
             switch.release();
             for number in 0..3 {
                 peer.send(&frame(9, 255, number));

@@ -60,6 +60,14 @@ impl Bench {
         peer
     }
 
+    /// Asks for quiet until it is `port` that keeps it away by `what`: others take a moment to read what they were sent.
+    fn names(&mut self, port: &PortId, what: &str) {
+        until("its name", || match self.remote.quiesce(Duration::from_millis(50)) {
+            Err(Error::NotQuiet { port: named, problem, .. }) => named == *port && problem.contains(what),
+            other => panic!("{other:?}"),
+        });
+    }
+
     fn port(&self, number: u32) -> PortId {
         PortId { lan: self.lan.display().to_string(), pid: std::process::id(), number }
     }
@@ -146,15 +154,10 @@ fn a_hold_keeps_everything_in_order_and_a_fresh_switch_delivers_it_again() {
 fn a_peer_that_does_not_take_its_packets_is_named_and_nothing_is_collected() {
     let mut bench = Bench::new();
     let [mut a, mut b] = bench.peers_one_deaf(1);
+    let deaf = bench.port(1);
     bench.remote.hold(LIMIT).unwrap();
     // It has read all frames, and reads no further: as QEMU with a frame that the NIC does not take.
-    match bench.remote.quiesce(Duration::from_millis(50)) {
-        Err(Error::NotQuiet { port, problem, .. }) => {
-            assert_eq!(port, bench.port(1));
-            assert!(problem.contains("waits in QEMU"), "{problem}");
-        }
-        other => panic!("{other:?}"),
-    }
+    bench.names(&deaf, "waits in QEMU");
     b.take_probe();
     bench.remote.quiesce(SOON).unwrap();
     bench.remote.collect().unwrap();
@@ -162,10 +165,7 @@ fn a_peer_that_does_not_take_its_packets_is_named_and_nothing_is_collected() {
     a.send(&frame(0, 1, 1));
     until("its arrival", || b.waits_bytes() > 3);
     bench.remote.hold(LIMIT).unwrap();
-    match bench.remote.quiesce(Duration::from_millis(50)) {
-        Err(Error::NotQuiet { port, .. }) => assert_eq!(port, bench.port(1)),
-        other => panic!("{other:?}"),
-    }
+    bench.names(&deaf, "");
     assert!(matches!(bench.remote.collect(), Err(Error::NotQuiet { .. })));
     bench.remote.release().unwrap();
     assert_eq!(b.receive(), frame(0, 1, 1));

@@ -205,7 +205,7 @@ fn the_end_of_the_vm_is_seen_and_asked_for() {
         let mut vm = guest.attach().unwrap();
         assert!(vm.ended().unwrap().is_none() && vm.wait(Duration::from_millis(10)).unwrap().is_none());
         guest.other().quit().unwrap();
-        assert!(vm.wait(Duration::from_secs(30)).unwrap().is_some(), "{qemu}");
+        assert!(vm.wait(Duration::from_mins(2)).unwrap().is_some(), "{qemu}");
         assert!(vm.ended().unwrap().is_some_and(|ended| ended.success()));
         drop(vm);
         assert!(guest.child.wait().unwrap().success());

@@ -177,7 +177,7 @@ fn a_vm_of_libvirts_is_checkpointed_and_left_as_it_was() {
         let mut vm = Vm::attach(pid, &libvirt.options(&name)).unwrap();
         assert_eq!(vm.qmp().status().unwrap(), RunStatus::Running);
         libvirt.must(&["destroy", &name]);
-        assert!(vm.wait(Duration::from_secs(30)).unwrap().is_some());
+        assert!(vm.wait(Duration::from_mins(2)).unwrap().is_some());
         assert!(matches!(vm.qmp().status(), Err(Error::Gone { .. } | Error::Libvirt { .. })));
     }
     let error = Vm::attach(std::process::id(), &libvirt.options("web0")).err().unwrap();

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use zeroize::Zeroizing;
 
-const WAIT_MAX: Duration = Duration::from_secs(20);
+const WAIT_MAX: Duration = Duration::from_mins(2);
 
 fn options(listen: &str, token: Option<&str>) -> Options {
     let token = token.map(|token| Zeroizing::new(token.as_bytes().to_vec()));

@@ -197,7 +197,7 @@ fn an_image_in_use_is_not_written() {
         .args([&socket, &bed.path("base")])
         .spawn()
         .unwrap();
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(2);
     while !socket.exists() && std::time::Instant::now() < deadline {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_mins(2);
 
 /// A client that says what it is told to.
 struct Raw(UnixStream);

@@ -19,7 +19,7 @@ const KILLS: u64 = 40;
 /// More than there are steps of any session.
 const STEPS_MAX: u32 = 500;
 /// By then a thread has run again, however busy the machine is.
-const SETTLES_WITHIN: Duration = Duration::from_secs(10);
+const SETTLES_WITHIN: Duration = Duration::from_mins(2);
 /// The calls by which a session touches the target.
 const STEPS: &str = "ptrace,process_vm_writev,pidfd_getfd";
 

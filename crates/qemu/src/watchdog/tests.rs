@@ -66,7 +66,7 @@ fn runner(path: &Path) -> (std::fs::File, BufReader<std::fs::File>, JoinHandle<R
 }
 
 fn wait_for(machine: &Shared, what: impl Fn(&Machine) -> bool) -> bool {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_mins(2);
     while Instant::now() < deadline {
         if what(&machine.lock().unwrap()) {
             return true;

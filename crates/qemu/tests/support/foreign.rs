@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long anything may take that happens at all.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_mins(2);
 
 /// A QEMU with two monitors, `a` and `b`, in `dir`; killed with its test.
 pub struct Foreign {

@@ -8,7 +8,7 @@ use crate::{PruneOptions, PruneStep, Writer};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const PAGES: u64 = 12;
 
@@ -249,7 +249,11 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
         let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         let mut image = vec![0; PAGES as usize];
-        for _ in 0..600 {
+        // The others may get to run late.
+        let counts = || [&pruned, &read, &lost].map(|count| count.load(Ordering::Relaxed));
+        let (mut seals, deadline) = (0, Instant::now() + Duration::from_mins(2));
+        while seals < 600 || (counts().iter().any(|count| *count <= 10) && Instant::now() < deadline) {
+            seals += 1;
             let old = image.clone();
             for page in &mut image {
                 if chance.next().is_multiple_of(3) {

@@ -15,7 +15,7 @@ pub const BUCKET: &str = "keyframe-test";
 pub const KEY: (&str, &str) = ("test-key", "test-secret");
 const CONFIG: &str = r#"{"identities":[{"name":"test","credentials":[{"accessKey":"test-key","secretKey":"test-secret"}],
     "actions":["Admin","Read","Write","List"]}]}"#;
-const START_MAX: Duration = Duration::from_secs(40);
+const START_MAX: Duration = Duration::from_mins(2);
 
 /// The running server; killed when it is dropped.
 pub struct S3Server {

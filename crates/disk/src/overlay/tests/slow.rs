@@ -10,7 +10,7 @@ struct SlowFolder {
 
 struct SlowFile(Arc<dyn Medium>, Arc<(Mutex<bool>, std::sync::Condvar)>);
 
-const PATIENCE: std::time::Duration = std::time::Duration::from_secs(20);
+const PATIENCE: std::time::Duration = std::time::Duration::from_mins(2);
 
 impl Medium for SlowFile {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
