@@ -130,7 +130,7 @@ pub fn copy_of_running(qemu_pid: u32, socket: &Path, export: &str, to: &Path) ->
     let pid = rustix::process::Pid::from_raw(qemu_pid.cast_signed()).expect("a pid");
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).expect("stop QEMU");
     // The copy's requests come behind those that are under way, or nearly so.
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    std::thread::sleep(std::time::Duration::from_millis(500));
     let disk = copy(socket, export, to);
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).expect("continue QEMU");
     disk

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// Reads every RAM block of the QEMU `pid`, whose monitor is at `qmp`, end to end in the order of `names`.
 pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
-    let mut qmp = keyframe_qemu::Qmp::connect(qmp, Duration::from_secs(20)).expect("connect to the monitor");
+    let mut qmp = keyframe_qemu::Qmp::connect(qmp, Duration::from_mins(2)).expect("connect to the monitor");
     let blocks: Vec<HostBlock> = find_ram_blocks(&mut qmp, pid).expect("find RAM blocks");
     let process = Process::open(pid).expect("open QEMU");
     let mut image = Vec::new();

@@ -151,7 +151,7 @@ fn a_checkpoint_keeps_the_users_own_line() {
 }
 
 /// Flips bytes in the middle half of each pack; done again, they are whole again.
-fn damage(store: &str) {
+fn flip(store: &str) {
     for pack in std::fs::read_dir(format!("{store}/packs")).unwrap() {
         let path = pack.unwrap().path();
         let mut bytes = std::fs::read(&path).unwrap();
@@ -168,7 +168,7 @@ fn damage(store: &str) {
 fn a_damaged_store_names_what_is_hurt_and_still_gives_the_rest() {
     let bench = stored();
     let store = bench.store();
-    damage(&store);
+    flip(&store);
     let output = bench.run(&["check", "--read-data", "--json", "--quiet", "--store", &store]);
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stdout));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -189,7 +189,7 @@ fn a_damaged_store_names_what_is_hurt_and_still_gives_the_rest() {
             );
         }
     }
-    damage(&store);
+    flip(&store);
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
 
     // One checkpoint's own file: the others are still listed.
