@@ -39,6 +39,20 @@ pub struct Failure {
 /// What commands return: the exit code.
 pub type Outcome = Result<u8, Failure>;
 
+/// What to do where `path` is no store.
+fn without_store(path: &Path) -> String {
+    let shown = path.display();
+    if path.join("recording.json").is_file() {
+        return format!(
+            "that is a recording: its checkpoints are listed with --store {shown}/store, and brought up by: keyframe goto {shown}"
+        );
+    }
+    if path.exists() || path.parent().is_some_and(|parent| parent.is_dir() || parent == Path::new("")) {
+        return format!("create it with: keyframe init {shown}; or name one that is there");
+    }
+    format!("create it with: keyframe init {shown}")
+}
+
 impl Failure {
     /// A plain failure.
     pub fn new(message: impl Into<String>) -> Self {
@@ -64,11 +78,7 @@ impl Failure {
         use keyframe_store::Error;
         let failure = Self::new(chain(error));
         match error {
-            Error::NoStore { .. } => Self {
-                code: NO_STORE,
-                fix: Some(format!("create it with: keyframe init {}", path.display())),
-                ..failure
-            },
+            Error::NoStore { .. } => Self { code: NO_STORE, fix: Some(without_store(path)), ..failure },
             Error::Locked { .. } => Self {
                 code: LOCKED,
                 fix: Some("wait until that one ends (keyframe status), or use another store".into()),

@@ -190,8 +190,8 @@ fn raise_open_files() {
 
 fn main() -> ExitCode {
     raise_open_files();
-    let parsed = Cli::from_arg_matches(&cli().get_matches());
-    let command = parsed.unwrap_or_else(|error| error.exit()).command;
+    let parsed = cli().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let command = parsed.unwrap_or_else(|error| help::explained(error).exit()).command;
     rights::give_up(&command);
     let outcome = command.run();
     fetched::tell();

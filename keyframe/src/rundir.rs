@@ -17,6 +17,7 @@
 use crate::failure::Failure;
 use keyframe_units::CheckpointId;
 use rustix::fs::{FlockOperation, flock};
+use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -29,7 +30,7 @@ use std::path::{Path, PathBuf};
 const CLONES: &str = ".clones";
 const RESTORED: &str = ".restored";
 /// What such a VM tells about itself.
-const ABOUT: &str = "about.json";
+pub const ABOUT: &str = "about.json";
 /// How many VMs that were restored may have one name, told apart by numbers.
 const NAMESAKES_MAX: u32 = 99;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
@@ -197,6 +198,33 @@ pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
     Ok(all.filter_map(about).collect())
 }
 
+/// A VM that runs on although its engine has died.
+#[derive(Clone, Debug, Serialize)]
+pub struct Orphan {
+    /// Its name here.
+    pub vm: String,
+    /// Always `orphan`.
+    pub kind: &'static str,
+    /// Its QEMU.
+    pub qemu_pid: u32,
+    /// The socket of its monitor.
+    pub qmp: PathBuf,
+}
+
+/// All of them.
+pub fn orphans() -> Result<Vec<Orphan>, Failure> {
+    let of = |dir: PathBuf| {
+        let qmp = dir.join("qmp.sock");
+        // Nobody else talks to it: its engine held the lock.
+        let stream = if lives(&dir) { None } else { UnixStream::connect(&qmp).ok() }?;
+        let qemu_pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get().cast_unsigned();
+        Some(Orphan { vm: name_of(&dir), kind: "orphan", qemu_pid, qmp })
+    };
+    let mut all: Vec<Orphan> = entries(&base()?)?.filter_map(of).collect();
+    all.sort_by(|one, other| one.vm.cmp(&other.vm));
+    Ok(all)
+}
+
 /// Where those that are restored have their directories.
 pub fn of_restored() -> Result<PathBuf, Failure> {
     beside(RESTORED)
@@ -227,13 +255,18 @@ fn beside(folder: &str) -> Result<PathBuf, Failure> {
     Ok(folder)
 }
 
-fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {
+/// What a directory has, which need not be there.
+fn entries(base: &Path) -> Result<impl Iterator<Item = PathBuf>, Failure> {
     let entries = match std::fs::read_dir(base) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Ok(entries) => Some(entries),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
         Err(e) => return Err(Failure::new(format!("read {}: {e}", base.display()))),
     };
-    let mut live: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| lives(p)).collect();
+    Ok(entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())))
+}
+
+fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let mut live: Vec<PathBuf> = entries(base)?.filter(|path| lives(path)).collect();
     live.sort();
     Ok(live)
 }
@@ -266,7 +299,8 @@ pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
     }
 }
 
-fn lives(dir: &Path) -> bool {
+/// Whether its command lives.
+pub fn lives(dir: &Path) -> bool {
     File::open(dir.join("engine.pid"))
         .is_ok_and(|pid| flock(&pid, FlockOperation::NonBlockingLockShared).is_err())
 }

@@ -54,6 +54,14 @@ pub enum Error {
         /// QEMU's own words.
         reason: String,
     },
+    /// A script stands between Keyframe and QEMU, and adds what Keyframe has to know of.
+    #[error("{script} adds {} to QEMU's line, which Keyframe does not see there", dashed(.options))]
+    Hidden {
+        /// The script.
+        script: String,
+        /// Names of options.
+        options: Vec<String>,
+    },
     /// The command line cannot be used.
     #[error("{argument}: {reason}")]
     CommandLine {
@@ -238,6 +246,11 @@ impl Error {
             | Self::Conversion { fix, .. }
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
             Self::Memory { source } => source.fix(),
+            Self::Hidden { .. } => Some(
+                "give QEMU's own line behind `--`: the one in the script; or start the script by itself and see what runs with: \
+                 tr '\\0' ' ' < /proc/PID/cmdline"
+                    .into(),
+            ),
             Self::PageLost { .. } => Some(
                 "restore another checkpoint; where it was an error of the medium, try again when that is gone".into(),
             ),
@@ -278,3 +291,7 @@ impl Error {
 
 /// [`Error::Exited`]'s word for an end before the monitor answered.
 pub(crate) const AT_START: &str = "before its monitor answered";
+
+fn dashed(options: &[String]) -> String {
+    options.iter().map(|name| format!("-{name}")).collect::<Vec<_>>().join(", ")
+}

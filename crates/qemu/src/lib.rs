@@ -51,6 +51,7 @@ mod statefile;
 pub mod stream;
 mod vm;
 pub mod watchdog;
+mod wrapper;
 
 pub use accel::Accelerator;
 pub use attach::{AttachOptions, Monitor};

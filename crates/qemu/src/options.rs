@@ -123,7 +123,8 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
         } else {
             return Err(Error::CommandLine {
                 argument: word.clone(),
-                reason: "the option is the last word and lacks its value".into(),
+                reason: "no option that stands alone, and the last word: unknown, or its value is missing"
+                    .into(),
                 fix: "complete the line; `qemu-system-x86_64 -help` lists the options".into(),
             });
         }

@@ -22,7 +22,7 @@ use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::watchdog::Watched;
-use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug};
+use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug, wrapper};
 use keyframe_units::RamLayout;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
@@ -169,6 +169,19 @@ impl Vm {
     /// QEMU's pid.
     pub fn pid(&self) -> u32 {
         self.lifetime.pid()
+    }
+
+    /// Options that a script added to the line before it became QEMU, and that say what disks, networks and consoles there are: Keyframe
+    /// has not seen them. Error: [`Error::Hidden`]. Of a VM that was launched; others have none.
+    pub fn require_whole_line(&self) -> Result<()> {
+        let Origin::Launched { .. } = self.origin else { return Ok(()) };
+        let path = format!("/proc/{}/cmdline", self.pid());
+        let line = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;
+        let options = wrapper::added(&line, self.full_command.get(1..).unwrap_or_default());
+        match self.full_command.first() {
+            Some(script) if !options.is_empty() => Err(Error::Hidden { script: script.clone(), options }),
+            _ => Ok(()),
+        }
     }
 
     /// True where somebody else started it.

@@ -10,7 +10,7 @@
 //! Left out: groups.
 
 use super::StoreArg;
-use super::restore::{Accel, source_of};
+use super::restore::{Accel, refuse_recorded, source_of};
 use crate::control::OnExit;
 use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
@@ -36,7 +36,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 #[command(
     after_help = "Each clone is a QEMU of its own with the command line that the checkpoint kept, its consoles as sockets (and all their
 output as files) in a directory of its own, and a monitor there: see --json. What clones cannot have in common is changed:
-networks other than `user` are disconnected, a vmgenid device gets a fresh id. EXTRA arguments are added to each; {n} and
+networks other than `user` are disconnected, a vmgenid device gets a fresh id. EXTRA arguments are added to each; {number} and
 {name} in them stand for its number and its name.
 
 A guest that runs keeps its MAC and IP addresses, host name and machine id; it has to change them itself, where it shares a
@@ -50,7 +50,7 @@ checkpointed: its checkpoints grow from this one (keyframe list --tree).
 
 Examples:
   keyframe branch --store S latest -n 3
-  keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{n},script=no,downscript=no
+  keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{number},script=no,downscript=no
   keyframe attach --store S --name test-1 --qmp /run/keyframe/.clones/test-1/qmp.sock PID"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "they are flags of a command line")]
@@ -167,6 +167,7 @@ impl Branch {
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        refuse_recorded(&loaded.meta, id)?;
         if !loaded.meta.members.is_empty() {
             return Err(Failure::new(format!("checkpoint {id} is a group's, which is not branched"))
                 .fix("restore it: all members come to life together"));
@@ -213,7 +214,10 @@ impl Branch {
         notes: &mut BTreeSet<String>,
     ) -> Result<Plan, Failure> {
         let of_clone = |word: &OsString| match word.to_str() {
-            Some(text) => Ok(text.replace("{n}", &place.number.to_string()).replace("{name}", &place.name)),
+            Some(text) => Ok(["{number}", "{n}"]
+                .iter()
+                .fold(text.to_owned(), |text, word| text.replace(word, &place.number.to_string()))
+                .replace("{name}", &place.name)),
             None => Err(Failure::new(format!("an argument for QEMU is not UTF-8: {}", word.display()))),
         };
         let extra = self.extra.iter().map(of_clone).collect::<Result<Vec<_>, _>>()?;

@@ -8,11 +8,16 @@ use crate::report::{self, Entry};
 
 /// List the checkpoints of a store
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Examples:
+#[command(
+    after_help = "Columns: epoch counts the checkpoints of one run; of the dirty pages, zero, dedup (the store had them already) and stored say what
+became of them; stored is what they take in the store, and map the list of where its pages are.
+
+Examples:
   keyframe list --store S
   keyframe list --store S --vm web --last 20
   keyframe list --store S --tree
-  keyframe list --store S --json | jq '.[-1].pause'")]
+  keyframe list --store S --json | jq '.[-1].pause'"
+)]
 pub struct List {
     #[command(flatten)]
     store: StoreArg,

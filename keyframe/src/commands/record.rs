@@ -30,6 +30,8 @@ analyze). Without it they are taken later, from a replay, so that the recording 
 --follow a second QEMU replays the recording while it is made, and takes them: they are there when it ends, and it pays nothing either.
 It takes a core of its own.
 
+It ends when the VM does, at Ctrl-C, or by keyframe stop.
+
 The guest's clock goes by instructions: 8 ns each (-icount shift=3; another shift is yours to give). While the guest computes, its
 seconds are longer or shorter than yours; while it waits, they are the same.
 
@@ -96,8 +98,10 @@ impl Record {
         let began = Instant::now();
         let ran = session::run(store, Commands::One(command), options);
         let duration_ns = output::elapsed_ns(began);
-        if !recording.log_path().exists() {
-            // QEMU has not begun: there is nothing to keep.
+        let has_begun = recording.log_path().exists()
+            && (ran.is_ok() || places_in(store, &recording).is_ok_and(|places| !places.is_empty()));
+        if !has_begun {
+            // There is nothing to keep.
             drop(follower);
             let _ = std::fs::remove_dir_all(recording.path());
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));

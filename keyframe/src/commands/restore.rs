@@ -31,6 +31,8 @@ relative path are looked for in the directory that the VM was started in.
 With --lazy the VM runs before its RAM is there: each page comes when the VM touches it, and the rest meanwhile, those first
 that it touched the last time. Until all is there (it is said when) the VM lives and dies with this command.
 
+The guest's clock goes on from the checkpoint, too: where it matters, have the guest ask for the time (chronyc makestep, hwclock -s).
+
 The VM's disks are as they were at the checkpoint; those that were left out of it are missing (see --left-out-as-now). What it writes to them goes neither to their images nor to the
 checkpoint, and is thrown away at its end, unless --keep-disks says otherwise.
 
@@ -192,6 +194,7 @@ impl Restore {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
+        refuse_recorded(&meta, id)?;
         self.mind_left_out(id, &meta)?;
         let disks = RestoredDisks::serve(&store, id, &meta)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
@@ -362,6 +365,13 @@ impl Place {
 struct Beside<'a> {
     disks: Option<DiskServer>,
     lineage: &'a Lineage,
+}
+
+/// A recorded machine's devices go on only where its instructions are counted and its log is fed to it.
+pub fn refuse_recorded(meta: &Meta, id: CheckpointId) -> Result<(), Failure> {
+    let Some(recorded) = &meta.machine.recorded else { return Ok(()) };
+    Err(Failure::new(format!("checkpoint {id} is of a recording, and goes on only in a replay"))
+        .fix(format!("bring it up there: keyframe goto REC --icount {}", recorded.icount)))
 }
 
 /// What a restore has to know of the machine.

@@ -19,8 +19,8 @@ With --peer the VM is protected again from here, as soon as a standby listens th
 once it is back; a primary that was started with --listen listens by itself. When the VM goes over to that host, this one is its standby again.
 
 Examples:
-  keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D
   keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D --peer a:7430
+  keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D      # the VM runs here without a standby, once it does
   keyframe standby --key KEY --fence-with 'ipmitool -H a-ipmi power off' --listen 0.0.0.0:7430 --dir D
   keyframe standby ... -- -netdev tap,id=n0,ifname=tap7,script=no        # the same netdev, by another tap"
 )]

@@ -2,7 +2,7 @@
 
 use crate::control::{ReplicationStatus, Request, Response, Status as Shown, client};
 use crate::failure::{DONE, Failure, Outcome};
-use crate::rundir::{About, Kind};
+use crate::rundir::{About, Kind, Orphan};
 use crate::{output, rundir};
 use serde::Serialize;
 use std::path::Path;
@@ -33,6 +33,7 @@ pub struct Status {
 enum Entry<'a> {
     Engine(&'a Shown),
     Other(&'a About),
+    Orphan(&'a Orphan),
 }
 
 /// What is said where there is nothing to show.
@@ -44,9 +45,11 @@ impl Status {
     pub fn run(&self) -> Outcome {
         let mut others = rundir::without_engine()?;
         others.retain(|(_, about)| self.name.as_ref().is_none_or(|name| *name == about.vm));
+        let mut orphans = rundir::orphans()?;
+        orphans.retain(|orphan| self.name.as_ref().is_none_or(|name| *name == orphan.vm));
         let engines = match &self.name {
             Some(name) => match rundir::find(Some(name)) {
-                Err(_) if !others.is_empty() => Vec::new(),
+                Err(_) if !others.is_empty() || !orphans.is_empty() => Vec::new(),
                 found => vec![found?],
             },
             None => rundir::all()?,
@@ -63,7 +66,8 @@ impl Status {
         }
         if self.json {
             let others = others.iter().map(|(_, about)| Entry::Other(about));
-            output::json(&all.iter().map(Entry::Engine).chain(others).collect::<Vec<_>>())?;
+            let orphans = orphans.iter().map(Entry::Orphan);
+            output::json(&all.iter().map(Entry::Engine).chain(others).chain(orphans).collect::<Vec<_>>())?;
             return Ok(DONE);
         }
         for status in &all {
@@ -72,7 +76,14 @@ impl Status {
         for (place, about) in &others {
             output::print_line(&without_engine(about, place))?;
         }
-        if all.is_empty() && others.is_empty() {
+        for Orphan { vm, qemu_pid, qmp, .. } in &orphans {
+            output::print_line(&format!(
+                "{vm}: runs on without its engine, which has died (QEMU {qemu_pid}): no checkpoints are taken\n  \
+                 end it: keyframe stop --name {vm}; take it up again: keyframe attach --store STORE --qmp {} {qemu_pid}",
+                qmp.display()
+            ))?;
+        }
+        if all.is_empty() && others.is_empty() && orphans.is_empty() {
             output::print_line(NOTHING_RUNS)?;
         }
         Ok(DONE)

@@ -2,19 +2,23 @@
 
 use crate::control::{OnExit, Request, client};
 use crate::failure::{DONE, Failure, Outcome};
-use crate::rundir::{About, Kind};
+use crate::rundir::{About, Kind, Orphan};
 use crate::{output, rundir};
 use keyframe_qemu::Qmp;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// A monitor answers within this.
 const ANSWER: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or branched
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Without a name it is the VM that has an engine, where there is one; else the one that was restored or branched.
+    after_help = "It returns when all has ended, however long checkpoints that wait take to be stored; --no-wait leaves it to that.
+
+Without a name it is the VM that has an engine, where there is one; else the one that was restored or branched.
 
 Examples:
   keyframe stop
@@ -28,6 +32,9 @@ pub struct Stop {
     /// What becomes of the VM, instead of what `run` was started with
     #[arg(long, value_enum)]
     on_exit: Option<OnExit>,
+    /// Do not wait for the end
+    #[arg(long)]
+    no_wait: bool,
 }
 
 impl Stop {
@@ -38,18 +45,27 @@ impl Stop {
             Some(name) => {
                 match (rundir::find(Some(name)), others.iter().find(|(_, about)| about.vm == *name)) {
                     (Err(_), Some((place, about))) => return self.end(place, about),
+                    (Err(none), None) => {
+                        let orphan = rundir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
+                        return orphan.map_or(Err(none), |orphan| self.end_orphan(&orphan));
+                    }
                     (found, _) => found?,
                 }
             }
             None => match (rundir::all()?.len(), others.as_slice()) {
                 (0, [(place, about)]) => return self.end(place, about),
                 (0, [_, _, ..]) => return Err(several(&others)),
+                (0, []) => match rundir::orphans()?.as_slice() {
+                    [orphan] => return self.end_orphan(orphan),
+                    _ => rundir::find(None)?,
+                },
                 // Without a name, one that has an engine is meant.
                 _ => rundir::find(None)?,
             },
         };
         client::ask(&engine, &Request::Stop { on_exit: self.on_exit }, Duration::from_secs(600))?;
         output::print_line("stopping")?;
+        self.wait(|| rundir::lives(&engine));
         Ok(DONE)
     }
 
@@ -70,7 +86,24 @@ impl Stop {
             Kind::Restored => rundir::end_with(place, about)?,
         }
         output::print_line("stopping")?;
+        self.wait(|| place.join(rundir::ABOUT).exists() && rundir::lives(place));
         Ok(DONE)
+    }
+
+    /// A VM whose engine has died.
+    fn end_orphan(&self, orphan: &Orphan) -> Outcome {
+        let quit = Qmp::connect_running(&orphan.qmp, ANSWER).and_then(|mut qmp| qmp.quit());
+        quit.map_err(|e| Failure::qemu(&e))?;
+        output::print_line("stopping")?;
+        self.wait(|| UnixStream::connect(&orphan.qmp).is_ok());
+        Ok(DONE)
+    }
+
+    /// Until it has ended: what is in progress is sealed by then, and its name is free again.
+    fn wait(&self, lives: impl Fn() -> bool) {
+        while !self.no_wait && lives() {
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 }
 

@@ -4,6 +4,7 @@ pub mod topics;
 
 use clap::Command;
 use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// The commands that people use, by what they are for.
 const GROUPS: [(&str, &[&str]); 7] = [
@@ -23,6 +24,25 @@ const GROUPS: [(&str, &[&str]); 7] = [
 ];
 
 const TEMPLATE: &str = "{about}\n\n{usage-heading} {usage}\n\n{before-help}Options:\n{options}{after-help}";
+
+/// An error of the command line, with what to do about it where that is known.
+pub fn explained(mut error: clap::Error) -> clap::Error {
+    let names = |kind, what: &str| match error.get(kind) {
+        Some(ContextValue::String(word)) => word.contains(what),
+        Some(ContextValue::Strings(words)) => words.iter().any(|word| word.contains(what)),
+        _ => false,
+    };
+    let tip = if error.kind() == ErrorKind::UnknownArgument && names(ContextKind::InvalidArg, "qemu") {
+        "QEMU's command line stands behind two dashes: keyframe ... -- qemu-system-x86_64 ..."
+    } else if error.kind() == ErrorKind::MissingRequiredArgument && names(ContextKind::InvalidArg, "--store")
+    {
+        "name it once for all that follows: export KEYFRAME_STORE=STORE"
+    } else {
+        return error;
+    };
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    error
+}
 
 /// The program's command line with its help in shape.
 pub fn shaped(command: Command) -> Command {

@@ -113,6 +113,13 @@ pub fn protect(
     }
     let gate = start_gate(&nics)?;
     let vm = Vm::launch(line, &LaunchOptions { run_dir: run_dir.path().into() });
+    let vm = vm.and_then(|mut vm| match vm.require_whole_line() {
+        Ok(()) => Ok(vm),
+        Err(hidden) => {
+            let _ = vm.qmp().quit();
+            Err(hidden)
+        }
+    });
     let vm = match vm {
         Ok(vm) => vm,
         Err(error) => {

@@ -248,7 +248,9 @@ impl Engine {
             }
             FromLink::Trouble(text) => {
                 if self.trouble.as_ref().is_none_or(|(old, _)| *old != text) {
-                    self.setup.say(&format!("no standby: {text}"));
+                    self.setup.say(&format!(
+                        "no standby, tried again and again; meanwhile the VM runs unprotected: {text}"
+                    ));
                     self.trouble = Some((text, Instant::now()));
                 }
             }

@@ -106,8 +106,16 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
                 if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
             let runs = !line.starts_paused();
             let vm = Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
+            let whole = vm.require_whole_line().map_err(|e| Failure::qemu(&e));
             found.push(Found { name, vm, identity, directory: directory.clone(), monitor: None, runs });
-            Ok(())
+            match whole {
+                Err(hidden) if options.recorded.is_some() => Err(hidden),
+                Err(hidden) => {
+                    eprintln!("keyframe: note: {}; clones will share its consoles", hidden.message);
+                    Ok(())
+                }
+                Ok(()) => Ok(()),
+            }
         });
     // The guests have not run: nothing is lost by ending them.
     let launched = launched.and_then(|()| {

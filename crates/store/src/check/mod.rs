@@ -348,19 +348,24 @@ impl Check<'_> {
                 }
             }
         }
+        let mut stale: BTreeMap<String, (String, u64)> = BTreeMap::new();
         for (bounds, victims) in bad.into_iter().zip(victims) {
             let mut problem = bounds.problem;
             if victims.is_empty() && bounds.stale {
-                let object = bounds.object;
-                self.report
-                    .notes
-                    .push(format!("{object}: {problem}; no checkpoint needs it, as a prune leaves it"));
+                stale.entry(problem).or_insert((bounds.object, 0)).1 += 1;
                 continue;
             }
             if victims.is_empty() {
                 problem.push_str("; no checkpoint needs it");
             }
             self.damage(bounds.object, problem, victims.into_iter().collect());
+        }
+        // A prune leaves thousands of them, of a few kinds.
+        for (problem, (object, count)) in stale {
+            let others = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
+            let note =
+                format!("{object}{others}: left over from a prune, no checkpoint needs it ({problem})");
+            self.report.notes.push(note);
         }
     }
 

@@ -33,10 +33,12 @@ use keyframe_link::{Channel, Input};
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{Epoch, Message, Note, StandbyInput, StandbyOutput, StandbyState, Start, Term};
 use ready::{Ready, meta_of};
+use rustix::fs::{FlockOperation, flock};
 use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::fs::File;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -85,7 +87,24 @@ pub fn run(wish: &Wish) -> Outcome {
     }
 }
 
+/// Two standbys in one directory would write over each other's disks.
+fn own(folder: &Path) -> Result<File, Failure> {
+    let path = folder.join("lock");
+    let failed = |e: std::io::Error| Failure::new(format!("lock {}: {e}", path.display()));
+    std::fs::create_dir_all(folder).map_err(failed)?;
+    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            Err(Failure::new(format!("another standby uses {}", folder.display()))
+                .fix("give each a directory of its own: --dir DIR"))
+        }
+        Err(e) => Err(failed(e.into())),
+    }
+}
+
 fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
+    let _owned = own(&wish.folder)?;
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, "standby");
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
@@ -95,6 +114,9 @@ fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
     let ends = Arc::new(AtomicBool::new(false));
     admit(listener, &wish.setup, &sender, &ends)?;
     wish.setup.say(&format!("standby: waits for a primary at {address}"));
+    if wish.peer.is_none() {
+        wish.setup.say("note: once the VM runs here it has no standby, as no --peer was given (the address at which the other host listens then)");
+    }
     let mut keeper = Keeper {
         wish,
         run_dir,
@@ -285,6 +307,10 @@ impl Keeper {
                     self.handle(StandbyInput::FailOver { force: false });
                     Response::Done("who decides is asked whether this standby may take over".into())
                 }
+                _ if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) => Response::Failed(
+                    "the primary is silent, and nobody decides who takes over; where the other host is off for sure: keyframe failover --force"
+                        .into(),
+                ),
                 _ => Response::Failed("this standby holds no whole epoch of a VM".into()),
             },
             Request::Stop { .. } => {
