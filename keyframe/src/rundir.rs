@@ -198,7 +198,7 @@ pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
     Ok(all.filter_map(about).collect())
 }
 
-/// A VM that runs on although its engine has died.
+/// A VM that runs on without an engine: that has died, or left it by `--on-exit keep`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Orphan {
     /// Its name here.

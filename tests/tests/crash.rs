@@ -1,6 +1,6 @@
 //! Whatever happens to the engine: the guest runs on, the store is readable, every sealed checkpoint restores.
 
-use keyframe_tests::{Bench, Boot, Orphan, PATIENCE, Process, Sequence, hash_lines, number};
+use keyframe_tests::{Bench, Boot, Orphan, PATIENCE, Process, Sequence, hash_lines, number, until};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -115,7 +115,17 @@ fn a_stalled_engine_does_not_hold_the_guest() {
     let qemu = Orphan::of(&bench, &mut run, "guest");
     run.signal(Signal::KILL);
     run.wait();
-    qemu.kill();
+    // It is not forgotten.
+    let shown = bench.json(&["status", "--json"]);
+    assert_eq!(
+        (&shown[0]["kind"], number(&shown[0], "qemu_pid")),
+        (&"orphan".into(), qemu.pid().into()),
+        "{shown}"
+    );
+    assert!(bench.ok(&["status"]).contains("keyframe stop --name guest"));
+    bench.ok(&["stop", "--name", "guest"]);
+    until("the VM has ended", || !qemu.is_running());
+    assert_eq!(bench.json(&["status", "--json"]), serde_json::json!([]));
     sequence.check(&hash_lines(&run.lines()), 5);
     let sealed = bench.list().len();
     assert!(sealed >= 11, "{sealed} checkpoints");

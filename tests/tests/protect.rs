@@ -159,6 +159,18 @@ fn what_cannot_be_protected_is_refused_with_the_way_out() {
     let command = hosts.command(&bench, "b", &["standby", "--listen", "10.78.0.2:7430", "--dir", "d"]);
     let _manual = Process::start(command);
     vm.wait_for_error("the primary is started with --witness");
+    // Two would write over each other's disks.
+    let mut second = hosts.command(
+        &bench,
+        "b",
+        &["standby", "--name", "second", "--listen", "10.78.0.2:7433", "--dir", "d"],
+    );
+    let said = second.output().expect("run keyframe");
+    let said = (said.status.code(), String::from_utf8_lossy(&said.stderr).into_owned());
+    assert!(
+        said.0 == Some(1) && said.1.contains("another standby uses") && said.1.contains("--dir"),
+        "{said:?}"
+    );
 }
 
 #[test]

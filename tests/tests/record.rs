@@ -325,6 +325,13 @@ fn moves_both_ways(bench: &Bench, icount: u64) {
         assert!(gdb.ask("bs").starts_with("T05"));
         assert_eq!(gdb.registers(), *expected, "as it was at instruction {}", gdb.icount());
     }
+    // Its checkpoints go on in replays alone.
+    bench.refused(
+        &["restore", "--store", "R/store", "latest"],
+        1,
+        &["of a recording", "keyframe goto REC --icount"],
+    );
+    bench.refused(&["list", "--store", "R"], 10, &["--store R/store"]);
     // What is recorded cannot be changed.
     assert_eq!(gdb.ask("P10=0000000000000000"), "E01");
 
@@ -452,6 +459,15 @@ fn what_cannot_be_recorded_or_replayed_is_refused() {
         bench.refused(&line, 1, words);
         assert!(!bench.path().join("R").exists(), "{extra:?} left something");
     }
+    // What a script adds is in no word that was given.
+    let script = bench.path().join("vm.sh");
+    std::fs::write(&script, "#!/bin/sh\nexec qemu-system-x86_64 -nodefaults -m 64 -display none \"$@\"\n")
+        .expect("write a script");
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .expect("make it one");
+    let words = ["vm.sh adds -nodefaults", "QEMU's own line"];
+    bench.refused(&["record", "--out", "R", "--quiet", "--", &script.display().to_string()], 1, &words);
+    assert!(!bench.path().join("R").exists(), "something is left");
     bench.refused(&["verify", "R"], 1, &["no recording", "keyframe record"]);
     bench.refused(&["analyze", "R", "--tool", "nope", "--out", "A"], 1, &["nope", "icount"]);
     assert!(!Path::new("A").exists());

@@ -78,7 +78,7 @@ impl Status {
         }
         for Orphan { vm, qemu_pid, qmp, .. } in &orphans {
             output::print_line(&format!(
-                "{vm}: runs on without its engine, which has died (QEMU {qemu_pid}): no checkpoints are taken\n  \
+                "{vm}: runs on without an engine (QEMU {qemu_pid}): that has died, or was told to leave it; no checkpoints are taken\n  \
                  end it: keyframe stop --name {vm}; take it up again: keyframe attach --store STORE --qmp {} {qemu_pid}",
                 qmp.display()
             ))?;

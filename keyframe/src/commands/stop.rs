@@ -90,7 +90,7 @@ impl Stop {
         Ok(DONE)
     }
 
-    /// A VM whose engine has died.
+    /// A VM whose engine has died, or has left it.
     fn end_orphan(&self, orphan: &Orphan) -> Outcome {
         let quit = Qmp::connect_running(&orphan.qmp, ANSWER).and_then(|mut qmp| qmp.quit());
         quit.map_err(|e| Failure::qemu(&e))?;
