@@ -98,9 +98,9 @@ impl Record {
         let began = Instant::now();
         let ran = session::run(store, Commands::One(command), options);
         let duration_ns = output::elapsed_ns(began);
-        let has_begun = recording.log_path().exists()
-            && (ran.is_ok() || places_in(store, &recording).is_ok_and(|places| !places.is_empty()));
-        if !has_begun {
+        // Its first checkpoint is taken before the first instruction. A store that cannot be read tells nothing.
+        let is_empty = || ran.is_err() && places_in(store, &recording).is_ok_and(|places| places.is_empty());
+        if !recording.log_path().exists() || is_empty() {
             // There is nothing to keep.
             drop(follower);
             let _ = std::fs::remove_dir_all(recording.path());

@@ -111,7 +111,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             match whole {
                 Err(hidden) if options.recorded.is_some() => Err(hidden),
                 Err(hidden) => {
-                    eprintln!("keyframe: note: {}; clones will share its consoles", hidden.message);
+                    eprintln!("keyframe: note: {}; {}", hidden.message, hidden.fix.unwrap_or_default());
                     Ok(())
                 }
                 Ok(()) => Ok(()),
