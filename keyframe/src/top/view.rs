@@ -37,7 +37,8 @@ pub fn row(name: &str, vm: &Vm) -> Vec<String> {
         }
         (None, None) => {
             let age = s.last_age_ns.map_or_else(none, output::duration);
-            let backlog = Some(s.backlog_ns).filter(|ns| *ns > 0);
+            let late = |ns: &u64| *ns > s.interval_ns.unwrap_or_default() / 10;
+            let backlog = Some(s.backlog_ns).filter(late);
             let backlog = backlog.map(|ns| format!("{} late", output::duration(ns)));
             let what = s.last_error.clone().or(backlog).unwrap_or_else(|| s.phase.clone());
             (s.state.clone(), age, what)

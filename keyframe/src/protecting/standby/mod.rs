@@ -557,7 +557,7 @@ impl Keeper {
         };
         let (ready_ns, mut vm) = (restored.ready_ns(), restored.into_vm());
         self.wish.setup.say(&format!(
-            "took over: VM {} runs here from epoch {epoch} on, after {}",
+            "took over: VM {} runs here from epoch {epoch} on, {} after it had the right to",
             ready.machine.name,
             crate::output::duration(ready_ns)
         ));
