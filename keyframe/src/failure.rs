@@ -47,10 +47,7 @@ fn without_store(path: &Path) -> String {
             "that is a recording: its checkpoints are listed with --store {shown}/store, and brought up by: keyframe goto {shown}"
         );
     }
-    if path.exists() || path.parent().is_some_and(|parent| parent.is_dir() || parent == Path::new("")) {
-        return format!("create it with: keyframe init {shown}; or name one that is there");
-    }
-    format!("create it with: keyframe init {shown}")
+    format!("create it with: keyframe init {shown}; or name one that is there")
 }
 
 impl Failure {

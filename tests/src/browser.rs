@@ -8,7 +8,7 @@
 //! The protocol goes over pipes: no port is opened, and no WebSocket needed. Chromium has a process group of its own, which ends with
 //! this. Errors of the page (exceptions, refusals by its own policy, files that are missing) are gathered: a test asks that there are none.
 
-use crate::foreign::PATIENCE;
+use crate::PATIENCE;
 use base64::Engine;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};

@@ -254,8 +254,11 @@ crypto_kdf108_init,init_encrypted,cubictcp_register,init_kprobe_trace";
 
 /// No command takes that long, however busy the machine is.
 const COMMAND_MAX: Duration = Duration::from_mins(10);
-/// How long a pause may last where it is not what is tested: a machine of tests stalls for seconds.
-const PAUSE_LIMIT: [&str; 2] = ["--pause-limit", "1m"];
+
+/// How long a pause may last where `options` do not say it: a machine of tests stalls for seconds.
+fn pause_limit(options: &[&str]) -> &'static [&'static str] {
+    if options.contains(&"--pause-limit") { &[] } else { &["--pause-limit", "1m"] }
+}
 
 /// A place for one test: run directory, store, artefacts.
 pub struct Bench {
@@ -411,9 +414,7 @@ impl Bench {
         let store = self.store();
         let mut args = vec!["run", "--store", &store];
         args.extend(options);
-        if !options.contains(&PAUSE_LIMIT[0]) {
-            args.extend(PAUSE_LIMIT);
-        }
+        args.extend(pause_limit(options));
         args.push("--");
         let line = boot.command();
         args.extend(line.iter().map(String::as_str));
@@ -423,8 +424,8 @@ impl Bench {
     /// `keyframe attach` with `options` to process `pid`, whose monitor is `monitor` (`--qmp SOCKET`).
     pub fn attach_args(&self, monitor: &[&str], pid: u32, options: &[&str]) -> Vec<String> {
         let (store, pid) = (self.store(), pid.to_string());
-        let limit = if options.contains(&PAUSE_LIMIT[0]) { &[][..] } else { &PAUSE_LIMIT };
-        let words = [&["attach", "--store", &store], monitor, options, limit, &[&pid]].concat();
+        let words =
+            [&["attach", "--store", &store], monitor, options, pause_limit(options), &[&pid]].concat();
         words.into_iter().map(str::to_owned).collect()
     }
 

@@ -3,8 +3,7 @@
 //! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client (`keyframe_bench::hosts` draws them); the guest is
 //! 10.78.0.15, wherever it runs.
 
-use crate::foreign::PATIENCE;
-use crate::{Bench, Boot, Process, until};
+use crate::{Bench, Boot, PATIENCE, Process, until};
 use keyframe_bench::hosts::{Network, Rate, Way};
 use keyframe_bench::ledger::{self, Ledger};
 use rustix::process::Signal;

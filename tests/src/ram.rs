@@ -4,11 +4,10 @@ use keyframe_kernel::{Process, read_memory};
 use keyframe_qemu::{HostBlock, find_ram_blocks};
 use keyframe_units::PAGE_BYTES;
 use std::path::Path;
-use std::time::Duration;
 
 /// Reads every RAM block of the QEMU `pid`, whose monitor is at `qmp`, end to end in the order of `names`.
 pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
-    let mut qmp = keyframe_qemu::Qmp::connect(qmp, Duration::from_mins(2)).expect("connect to the monitor");
+    let mut qmp = keyframe_qemu::Qmp::connect(qmp, crate::PATIENCE).expect("connect to the monitor");
     let blocks: Vec<HostBlock> = find_ram_blocks(&mut qmp, pid).expect("find RAM blocks");
     let process = Process::open(pid).expect("open QEMU");
     let mut image = Vec::new();

@@ -4,12 +4,11 @@
 use keyframe_qemu::Qmp;
 use keyframe_tests::libvirt::Libvirt;
 use keyframe_tests::{
-    Bench, Boot, Foreign, Process, Sequence, assert_restores_exactly, guest_dir, hash_lines, number, qemus,
-    until,
+    Bench, Boot, Foreign, PATIENCE, Process, Sequence, assert_restores_exactly, guest_dir, hash_lines,
+    number, qemus, until,
 };
 use rustix::process::Signal;
 use std::path::Path;
-use std::time::Duration;
 
 fn hashing() -> Boot {
     let mut boot = Boot::new("hash");
@@ -77,7 +76,7 @@ fn a_vm_that_runs_is_checkpointed_exactly_and_left_without_a_trace() {
         attach_for(&bench, &vm, 4);
         vm.assert_left_as(&before);
         // The socket is free again.
-        let mut monitor = Qmp::connect(Path::new(&vm.socket("a")), Duration::from_mins(2)).unwrap();
+        let mut monitor = Qmp::connect(Path::new(&vm.socket("a")), PATIENCE).unwrap();
         assert!(monitor.status().unwrap().is_running());
         assert_runs_on(&vm, &mut sequence);
     }
@@ -163,7 +162,7 @@ fn what_is_not_that_vm_is_refused_and_no_vm_is_harmed() {
     refused(std::process::id(), &vm.socket("a"), &["belongs to process", "fix:"]);
     refused(4_194_305, &vm.socket("a"), &["no such process", "fix:"]);
     refused(pid, "/no-such/socket", &["/no-such/socket"]);
-    let busy = Qmp::connect(Path::new(&vm.socket("a")), Duration::from_mins(2)).unwrap();
+    let busy = Qmp::connect(Path::new(&vm.socket("a")), PATIENCE).unwrap();
     refused(pid, &vm.socket("a"), &[&vm.socket("a"), "fix:"]);
     drop(busy);
     refused(with_disk.console.pid(), &with_disk.socket("a"), &["reached by fat", "read-only", "fix:"]);

@@ -4,13 +4,12 @@ use keyframe_qemu::Qmp;
 use keyframe_tests::disks::{copy_of_running, words};
 use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, Boot, JournalImage, Process, Qemu, Sequence, a_qemu, ended_lines, hash_lines, is_gone, number,
-    qemus, until,
+    Bench, Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, a_qemu, ended_lines, hash_lines, is_gone,
+    number, qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::Path;
-use std::time::Duration;
 
 fn checkpoint(bench: &Bench, boot: &Boot) {
     let mut run = bench.start(&["--interval", "none", "--name", "guest"], boot);
@@ -81,8 +80,7 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
             grow(clone, 4);
         }
         // One that stands does not hold up the others, nor does one that was killed.
-        let mut monitor =
-            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_mins(2)).unwrap();
+        let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), PATIENCE).unwrap();
         monitor.stop().unwrap();
         let stood = hash_lines(&console(&clones[0])).len();
         let victim = number(&clones[1], "qemu_pid");
@@ -168,8 +166,7 @@ fn pages_that_nobody_wrote_are_shared() {
         }
         // All of RAM is read, as the guest would read it, and it is still the checkpoint's own memory.
         let pid = number(&clones[0], "qemu_pid");
-        let mut monitor =
-            Qmp::connect(Path::new(text(&clones[0], "monitor")), Duration::from_mins(2)).unwrap();
+        let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), PATIENCE).unwrap();
         let main = keyframe_qemu::find_ram_blocks(&mut monitor, pid as u32).unwrap().remove(0);
         let target = keyframe_kernel::Process::open(pid as u32).unwrap();
         let mut all = vec![0; main.block.total_bytes as usize];
@@ -179,8 +176,7 @@ fn pages_that_nobody_wrote_are_shared() {
         assert!(private < 2048, "{private} KiB of {rss} are its own after it was read");
         // The others do not see what one writes, and what they write is theirs.
         clones[1..].iter().for_each(|clone| {
-            let mut monitor =
-                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_mins(2)).unwrap();
+            let mut monitor = Qmp::connect(Path::new(text(clone, "monitor")), PATIENCE).unwrap();
             monitor.cont().unwrap();
         });
         for clone in &clones[1..] {
@@ -252,8 +248,7 @@ fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
     checkpoint(&bench, &boot);
     let ids = |clones: &[Value]| -> Vec<String> {
         let id = |clone: &Value| {
-            let mut monitor =
-                Qmp::connect(Path::new(text(clone, "monitor")), Duration::from_mins(2)).unwrap();
+            let mut monitor = Qmp::connect(Path::new(text(clone, "monitor")), PATIENCE).unwrap();
             let answer = monitor.execute("query-vm-generation-id", None).unwrap();
             answer["guid"].as_str().unwrap().to_owned()
         };

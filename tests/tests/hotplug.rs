@@ -2,7 +2,7 @@
 //! with that memory in place.
 
 use keyframe_qemu::{Qmp, find_ram_blocks};
-use keyframe_tests::{Bench, Boot, Process, Sequence, assert_restores_exactly, hash_lines, number};
+use keyframe_tests::{Bench, Boot, PATIENCE, Process, Sequence, assert_restores_exactly, hash_lines, number};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -36,7 +36,7 @@ impl Plugged {
     }
 
     fn qmp(&self) -> Qmp {
-        Qmp::connect(&self.socket, Duration::from_mins(2)).expect("connect to the monitor")
+        Qmp::connect(&self.socket, PATIENCE).expect("connect to the monitor")
     }
 
     fn must(&self, command: &str, arguments: Value) {

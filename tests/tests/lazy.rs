@@ -4,8 +4,8 @@
 use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
-    Bench, Boot, PassSequence, Process, Qemu, a_qemu, assert_no_errors, assert_restores_exactly_with,
-    audited, has_kvm, is_gone, number, pass_lines, restored_pid, until,
+    Bench, Boot, PATIENCE, PassSequence, Process, Qemu, a_qemu, assert_no_errors,
+    assert_restores_exactly_with, audited, has_kvm, is_gone, number, pass_lines, restored_pid, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -221,7 +221,7 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     restored.wait_for_error("keyframe: page ");
     assert!(!restored.errors().contains(RESIDENT), "{}", restored.report());
     let pid = restored_pid(&restored);
-    let mut monitor = Qmp::connect(&qmp, Duration::from_mins(2)).unwrap();
+    let mut monitor = Qmp::connect(&qmp, PATIENCE).unwrap();
     assert!(monitor.status().is_ok(), "it is still there");
     let main = find_ram_blocks(&mut monitor, pid).unwrap().remove(0);
     drop(monitor);

@@ -2,8 +2,8 @@
 //! as it was.
 
 use keyframe_tests::{
-    Bench, Boot, HashLine, Process, Qemu, Sequence, a_qemu, assert_no_errors, differing_pages, hash_lines,
-    live_ram, number, qemus, until,
+    Bench, Boot, HashLine, PATIENCE, Process, Qemu, Sequence, a_qemu, assert_no_errors, differing_pages,
+    hash_lines, live_ram, number, qemus, until,
 };
 use std::path::PathBuf;
 
@@ -64,7 +64,7 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         assert_eq!(pid_and_state(&bench), (pid, "running".into()), "the same QEMU");
 
         // What stands there is the target, devices and RAM, to the last byte: frozen at once behind a rollback.
-        let mut own = keyframe_qemu::Qmp::connect(&monitor, std::time::Duration::from_mins(2)).unwrap();
+        let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
         own.stop().unwrap();
         drop(own);
         until("the engine sees it", || pid_and_state(&bench).1 == "paused");
@@ -77,7 +77,7 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         let raw = |id: u64| bench.path().join(format!("audit/{id}.ram"));
         let after = std::fs::read(raw(number(&done, "now"))).unwrap();
         assert!(differing_pages(&live, &after).is_empty(), "the VM is what the checkpoint behind says");
-        let mut own = keyframe_qemu::Qmp::connect(&monitor, std::time::Duration::from_mins(2)).unwrap();
+        let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
         own.cont().unwrap();
         drop(own);
         grow(&mut run, 4);

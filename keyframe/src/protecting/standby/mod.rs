@@ -80,6 +80,7 @@ enum In {
 /// standby again.
 pub fn run(wish: &Wish) -> Outcome {
     let interrupted = interruption()?;
+    let _owned = own(&wish.folder)?;
     loop {
         if let Finish::Code(code) = once(wish.clone(), &interrupted)? {
             return Ok(code);
@@ -104,7 +105,6 @@ fn own(folder: &Path) -> Result<File, Failure> {
 }
 
 fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
-    let _owned = own(&wish.folder)?;
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, "standby");
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
