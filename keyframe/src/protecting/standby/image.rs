@@ -12,6 +12,7 @@ use crate::rundir::name_from;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_transfer::{Epoch, Image};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
+use rustix::fs::{FlockOperation, flock};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -32,6 +33,22 @@ pub struct StandbyImage {
     ram_pages: u64,
     small: RwLock<HashMap<PageIndex, Box<Page>>>,
     disks: Vec<DiskFile>,
+}
+
+/// Two standbys in one directory would write over each other's disks.
+pub fn own(folder: &Path) -> Result<File, Failure> {
+    let path = folder.join("lock");
+    let failed = |e: io::Error| Failure::new(format!("lock {}: {e}", path.display()));
+    std::fs::create_dir_all(folder).map_err(failed)?;
+    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            Err(Failure::new(format!("another standby uses {}", folder.display()))
+                .fix("give each a directory of its own: --dir DIR"))
+        }
+        Err(e) => Err(failed(e.into())),
+    }
 }
 
 /// The files of a machine's disks.

@@ -33,12 +33,10 @@ use keyframe_link::{Channel, Input};
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{Epoch, Message, Note, StandbyInput, StandbyOutput, StandbyState, Start, Term};
 use ready::{Ready, meta_of};
-use rustix::fs::{FlockOperation, flock};
 use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::fs::File;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -80,27 +78,11 @@ enum In {
 /// standby again.
 pub fn run(wish: &Wish) -> Outcome {
     let interrupted = interruption()?;
-    let _owned = own(&wish.folder)?;
+    let _owned = image::own(&wish.folder)?;
     loop {
         if let Finish::Code(code) = once(wish.clone(), &interrupted)? {
             return Ok(code);
         }
-    }
-}
-
-/// Two standbys in one directory would write over each other's disks.
-fn own(folder: &Path) -> Result<File, Failure> {
-    let path = folder.join("lock");
-    let failed = |e: std::io::Error| Failure::new(format!("lock {}: {e}", path.display()));
-    std::fs::create_dir_all(folder).map_err(failed)?;
-    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            Err(Failure::new(format!("another standby uses {}", folder.display()))
-                .fix("give each a directory of its own: --dir DIR"))
-        }
-        Err(e) => Err(failed(e.into())),
     }
 }
 
