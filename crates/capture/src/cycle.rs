@@ -16,7 +16,9 @@
 //!
 //! Invariants: the VM leaves every cycle as it was found, running or paused; a page is struck out of the
 //! [`DirtyLog`] only when the seal of a checkpoint that holds it is reported; between Stopping and Resumed nothing is
-//! handed over.
+//! handed over; a seal is handed over only once QEMU has said, behind the pause, that its RAM blocks are those that were copied.
+//! (Asking takes QEMU some ms where the guest computes. So what was answered behind one pause stands for what is before the next,
+//! and the encoder has the pages meanwhile. Where they have changed, the capture is tried again.)
 //!
 //! Left out on purpose: when to take a checkpoint (the caller's), and threads: the caller runs the encoder where it likes
 //! and brings its reports back by [`Cycle::settle`].
@@ -188,6 +190,8 @@ pub struct Cycle {
     pool: Pool,
     reader: Arc<dyn PageReader>,
     space: RamLayout,
+    /// The blocks as they were behind the newest pause.
+    ram: Option<RamLayout>,
     first: Precopy,
     /// Pages that a pause had no memory for; what the next one has at least.
     lacked_pages: u64,
@@ -227,6 +231,7 @@ impl Cycle {
             pool,
             reader,
             space,
+            ram: None,
             first: Precopy::default(),
             lacked_pages: 0,
             generation: 0,
@@ -278,7 +283,8 @@ impl Cycle {
 
     /// Captures one checkpoint and hands it to the encoder; its number is in the report that follows. On an error the VM
     /// goes on as it was and the pages are owed to the next checkpoint. Where a pause found more pages than there was memory
-    /// for at that moment, it is tried once more with that much made free.
+    /// for at that moment, it is tried once more with that much made free; and where RAM blocks have changed since the one before, with
+    /// the new ones.
     pub fn capture<M: Machine, O: Observer, L>(
         &mut self,
         machine: &mut M,
@@ -292,8 +298,9 @@ impl Cycle {
         let mut first = std::mem::take(&mut self.first);
         let strategy = if complete { &mut first } else { strategy };
         let generation = self.generation;
-        let (captured, parcel) = loop {
+        let captured = loop {
             let (mut handed_over, lacked_pages) = (false, self.lacked_pages);
+            let remembered = self.ram.is_some();
             let result = self.attempt(machine, observer, strategy, complete, &mut |parcel| {
                 handed_over = true;
                 outlet.send(Message::Pages { generation, parcel })
@@ -306,8 +313,11 @@ impl Cycle {
                         // Where nobody takes it any more, nothing is put either.
                         let _ = outlet.send(Message::Abandon { generation });
                     }
+                    let has_changed = remembered && matches!(error, CycleError::Resized);
                     // A burst just before the pause: the next attempt makes that much room for it.
-                    if !(lacked_pages == 0 && (1..=self.pool.capacity_pages()).contains(&self.lacked_pages)) {
+                    let has_room =
+                        lacked_pages == 0 && (1..=self.pool.capacity_pages()).contains(&self.lacked_pages);
+                    if !(has_changed || has_room) {
                         return Err(error);
                     }
                 }
@@ -316,14 +326,9 @@ impl Cycle {
         self.lacked_pages = 0;
         let seq = self.next_seq;
         let paused_at = captured.paused_at;
-        let sent = match parcel {
-            Some(parcel) => outlet.send(Message::Pages { generation, parcel }),
-            None => Ok(()),
-        };
-        sent.and_then(|()| {
-            outlet.send(Message::Seal { generation, seq, captured: Box::new(captured), label })
-        })
-        .map_err(|source| CycleError::Sink { operation: "hand the checkpoint over", source })?;
+        outlet
+            .send(Message::Seal { generation, seq, captured: Box::new(captured), label })
+            .map_err(|source| CycleError::Sink { operation: "hand the checkpoint over", source })?;
         self.next_seq += 1;
         self.log.captured();
         self.in_flight.push_back((seq, paused_at));
@@ -359,9 +364,12 @@ impl Cycle {
         strategy: &mut dyn Strategy,
         complete: bool,
         outlet: &mut dyn FnMut(Parcel) -> Result<(), BoxError>,
-    ) -> Result<(Captured, Option<Parcel>), CycleError> {
+    ) -> Result<Captured, CycleError> {
         observer.reached(Phase::Precopy);
-        let ram = machine.ram().map_err(machine_error("list RAM blocks"))?;
+        let ram = match self.ram.take() {
+            Some(ram) => ram,
+            None => machine.ram().map_err(machine_error("list RAM blocks"))?,
+        };
         if !ram.same_space(&self.space) {
             return Err(CycleError::OtherRam);
         }
@@ -387,6 +395,7 @@ impl Cycle {
         let collect = Instant::now();
         strategy.collect(&mut hands)?;
         hands.timeline.collect_ns = ns(collect.elapsed());
+        hands.hand_over()?;
         if machine.ram().map_err(machine_error("list RAM blocks"))? != ram {
             return Err(CycleError::Resized);
         }
@@ -394,8 +403,8 @@ impl Cycle {
         captured.timeline = hands.timeline;
         captured.timeline.strategy = strategy.name();
         strategy.learn(&captured.timeline, captured.dirty_pages);
-        let parcel = (!hands.parcel.is_empty()).then_some(hands.parcel);
-        Ok((captured, parcel))
+        self.ram = Some(ram);
+        Ok(captured)
     }
 }
 

@@ -103,23 +103,45 @@ fn blocker(reason: &str) -> Refusal {
 
 /// Whether the machine has a device that discards guest RAM. One can still be plugged in later.
 pub(crate) fn discards(qmp: &mut Qmp) -> Result<bool> {
-    let is = |child: &Value| {
-        let kind = child.get("type").and_then(Value::as_str).and_then(|t| t.strip_prefix("child<"));
-        kind.is_some_and(|kind| DISCARDING.iter().any(|prefix| kind.starts_with(prefix)))
-    };
-    Ok(devices(qmp)?.iter().any(is))
+    Ok(devices(qmp)?.iter().any(is_discarding))
 }
+
+fn is_discarding(child: &Value) -> bool {
+    let kind = child.get("type").and_then(Value::as_str).and_then(|t| t.strip_prefix("child<"));
+    kind.is_some_and(|kind| DISCARDING.iter().any(|prefix| kind.starts_with(prefix)))
+}
+
+/// Where devices are that were named on the line, or plugged in later: with an id, and without.
+const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The machine's devices, as `qom-list` lists them.
 fn devices(qmp: &mut Qmp) -> Result<Vec<Value>> {
+    let [with_id, without_id] = PLUGGED.map(children_of);
+    let answers = qmp.ask_all([with_id, without_id, children_of("/machine/unattached")])?;
+    children(qmp, answers)
+}
+
+fn children_of(path: &str) -> (&'static str, Value) {
+    ("qom-list", json!({ "path": path }))
+}
+
+fn children<const N: usize>(qmp: &Qmp, answers: [Value; N]) -> Result<Vec<Value>> {
     let mut all = Vec::new();
-    for path in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
-        match qmp.execute("qom-list", Some(json!({ "path": path })))? {
+    for answer in answers {
+        match answer {
             Value::Array(children) => all.extend(children),
             other => return Err(qmp.unexpected("qom-list", &other)),
         }
     }
     Ok(all)
+}
+
+/// What `question` is answered by; and whether a device that discards guest RAM is among those that can be plugged in.
+pub(crate) fn ask_with_plugged(qmp: &mut Qmp, question: (&'static str, Value)) -> Result<(Value, bool)> {
+    let [with_id, without_id] = PLUGGED.map(children_of);
+    let [answer, with_id, without_id] = qmp.ask_all([question, with_id, without_id])?;
+    let discards = children(qmp, [with_id, without_id])?.iter().any(is_discarding);
+    Ok((answer, discards))
 }
 
 fn refused(what: impl Into<String>, reason: impl Into<String>, fix: impl Into<String>) -> Refusal {

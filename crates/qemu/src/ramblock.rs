@@ -11,10 +11,12 @@
 //! not see it and QEMU's own migration leaves it out; so does the list here.
 
 use crate::process::{Maps, QemuProcess};
-use crate::{Error, Qmp, Result, heap};
+use crate::{Error, Qmp, Result, audit, heap};
 use keyframe_units::{BlockKind, HostRange, HostVirt, RamBlock, RamLayout};
 use serde_json::Value;
 
+/// QEMU's command.
+const LIST: &str = "x-query-ramblock";
 /// More blocks than any machine has.
 const BLOCKS_MAX: usize = 4096;
 
@@ -86,7 +88,18 @@ fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt
 
 /// The RAM blocks as QEMU lists them now, in the order of [`find_ram_blocks`], without their addresses.
 pub(crate) fn layout(qmp: &mut Qmp, backends: &[String]) -> Result<RamLayout> {
-    let rows = sorted(list(qmp)?, backends);
+    layout_of(list(qmp)?, backends)
+}
+
+/// The same; and whether a device that discards guest RAM is among those that can be plugged in.
+pub(crate) fn layout_and_discards(qmp: &mut Qmp, backends: &[String]) -> Result<(RamLayout, bool)> {
+    let (answer, discards) = audit::ask_with_plugged(qmp, (LIST, serde_json::json!({})))?;
+    let rows = rows_of(qmp, &answer)?;
+    Ok((layout_of(rows, backends)?, discards))
+}
+
+fn layout_of(rows: Vec<Row>, backends: &[String]) -> Result<RamLayout> {
+    let rows = sorted(rows, backends);
     RamLayout::new(rows.iter().map(|r| r.block(backends)).collect())
         .map_err(|e| Error::RamBlocks { problem: e.to_string() })
 }
@@ -120,10 +133,14 @@ fn sorted(mut rows: Vec<Row>, backends: &[String]) -> Vec<Row> {
 }
 
 fn list(qmp: &mut Qmp) -> Result<Vec<Row>> {
-    let answer = qmp.execute("x-query-ramblock", None)?;
+    let answer = qmp.execute(LIST, None)?;
+    rows_of(qmp, &answer)
+}
+
+fn rows_of(qmp: &Qmp, answer: &Value) -> Result<Vec<Row>> {
     match answer.get("human-readable-text").and_then(Value::as_str) {
         Some(text) => Ok(parse(text)?.into_iter().filter(|row| !row.name.is_empty()).collect()),
-        None => Err(qmp.unexpected("x-query-ramblock", &answer)),
+        None => Err(qmp.unexpected(LIST, answer)),
     }
 }
 

@@ -286,14 +286,23 @@ impl Vm {
 
     /// The RAM blocks as they are now, in the same order, without their addresses.
     pub fn ram_layout(&mut self) -> Result<RamLayout> {
+        self.asked_for_ram(ramblock::layout)
+    }
+
+    /// The same; and whether a device that discards guest RAM has been plugged in, or was on the line.
+    pub fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool)> {
+        self.asked_for_ram(ramblock::layout_and_discards)
+    }
+
+    fn asked_for_ram<T>(&mut self, ask: impl FnOnce(&mut Qmp, &[String]) -> Result<T>) -> Result<T> {
         // Backends that appear later (memory hotplug) make a new block, which the layout then shows as another space.
         let backends = match self.backends.take() {
             Some(backends) => backends,
             None => ramblock::backend_ids(&mut self.qmp)?,
         };
-        let layout = ramblock::layout(&mut self.qmp, &backends);
+        let answer = ask(&mut self.qmp, &backends);
         self.backends = Some(backends);
-        layout
+        answer
     }
 
     /// The state of all devices. The VM should be paused.

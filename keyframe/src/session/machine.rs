@@ -68,13 +68,17 @@ impl QemuMachine {
 impl Machine for QemuMachine {
     fn ram(&mut self) -> Result<RamLayout, BoxError> {
         // Looking for discarded pages is half of a scan's time, so it is done only for machines that can discard. The
-        // cycle asks before and after each pause, so a device plugged in meanwhile cannot slip through.
-        if !self.watches_discards && self.vm.discards_ram()? {
+        // cycle asks after each pause, before it is sealed, so a device plugged in meanwhile cannot slip through.
+        if self.watches_discards {
+            return Ok(self.vm.ram_layout()?);
+        }
+        let (layout, discards) = self.vm.ram_layout_and_discards()?;
+        if discards {
             return Err("a balloon or virtio-mem device was plugged in, which discards RAM unseen by this run; unplug it, \
                         or start the VM with it"
                 .into());
         }
-        Ok(self.vm.ram_layout()?)
+        Ok(layout)
     }
 
     fn before_stop(&mut self) -> Result<(), BoxError> {

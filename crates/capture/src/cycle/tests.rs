@@ -30,6 +30,9 @@ struct World {
     faulting: Vec<(u64, u64)>,
     /// Pages that the hook was told of since they were drained: it is told once.
     told: PageSet,
+    /// Of the RAM block, as QEMU lists it; and what it is to be in the next pause.
+    used_pages: u64,
+    resized_in_pause: Option<u64>,
 }
 
 impl World {
@@ -106,10 +109,9 @@ impl Vm {
         self.0.lock().unwrap()
     }
 
-    fn layout() -> RamLayout {
-        let bytes = PAGES * PAGE_BYTES as u64;
-        let block =
-            RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    fn layout(used_pages: u64) -> RamLayout {
+        let [used_bytes, total_bytes] = [used_pages, PAGES].map(|pages| pages * PAGE_BYTES as u64);
+        let block = RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes, total_bytes };
         RamLayout::new(vec![block]).unwrap()
     }
 }
@@ -165,8 +167,9 @@ impl PageReader for Vm {
 
 impl Machine for Vm {
     fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        self.world().call("ram")?;
-        Ok(Self::layout())
+        let mut world = self.world();
+        world.call("ram")?;
+        Ok(Self::layout(world.used_pages))
     }
     fn stop(&mut self) -> Result<Stopped, BoxError> {
         let mut world = self.world();
@@ -178,7 +181,10 @@ impl Machine for Vm {
         Ok(Stopped::ByUs)
     }
     fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
-        self.world().call("save devices")?;
+        let mut world = self.world();
+        world.used_pages = world.resized_in_pause.take().unwrap_or(world.used_pages);
+        world.call("save devices")?;
+        drop(world);
         // Saving a device may write guest memory.
         self.world().write();
         Ok(b"devices".to_vec())
@@ -251,6 +257,8 @@ struct Image {
     put: BTreeMap<u64, u64>,
     /// As the store: after an error nothing is taken before `abandon`.
     broken: bool,
+    /// Pages of the block in what was sealed last.
+    used_pages: u64,
 }
 
 impl Image {
@@ -279,6 +287,7 @@ impl Sink for Image {
         self.call("seal")?;
         assert_eq!(captured.dirty_pages, self.put.len() as u64);
         self.sealed.append(&mut self.put);
+        self.used_pages = captured.ram.blocks()[0].used_bytes / PAGE_BYTES as u64;
         Ok(())
     }
     fn abandon(&mut self) {
@@ -341,11 +350,14 @@ impl Bench {
             hook: None,
             faulting: Vec::new(),
             told: PageSet::new(PAGES),
+            used_pages: PAGES,
+            resized_in_pause: None,
         })));
         // Hardly more than RAM, so that pages go through the encoder while they are captured.
         let pool = Pool::of_chunks(21, 2);
-        let cycle = Cycle::new(Vm::layout(), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
-        let image = Image { vm: vm.clone(), sealed: BTreeMap::new(), put: BTreeMap::new(), broken: false };
+        let cycle = Cycle::new(Vm::layout(PAGES), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
+        let (sealed, put) = (BTreeMap::new(), BTreeMap::new());
+        let image = Image { vm: vm.clone(), sealed, put, broken: false, used_pages: 0 };
         let encoder = Encoder::new(image, PAGES, Box::new(|_| {}));
         let queue = Queue {
             messages: VecDeque::new(),
@@ -474,6 +486,35 @@ fn a_failure_at_each_single_call_loses_nothing() {
         assert_eq!(bench.encode(usize::MAX), (1, 0), "after call {call} failed, strategy {which}");
     }
     assert!(failures > 1000, "only {failures} of the injected failures were met");
+}
+
+#[test]
+fn a_block_that_was_resized_since_the_checkpoint_before_is_captured_as_it_is_now() {
+    for which in 0..6 {
+        let mut bench = Bench::new(11, 1);
+        let mut strategies = strategies(&bench.vm, 3);
+        bench.queue.at_once = true;
+        for (before, in_pause) in
+            [(PAGES, None), (PAGES - 1, None), (PAGES - 1, None), (PAGES - 1, Some(PAGES))]
+        {
+            bench.vm.world().used_pages = before;
+            bench.vm.world().resized_in_pause = in_pause;
+            bench.capture(&mut *strategies[which]).unwrap();
+            assert_eq!(bench.encode(usize::MAX), (1, 0), "strategy {which}");
+            assert_eq!(
+                bench.queue.encoder.image().used_pages,
+                in_pause.unwrap_or(before),
+                "strategy {which}"
+            );
+        }
+        // Nothing is known from before: it is told, and the next one is as it is then.
+        let mut bench = Bench::new(12, 1);
+        bench.queue.at_once = true;
+        bench.vm.world().resized_in_pause = Some(PAGES - 1);
+        assert!(matches!(bench.capture(&mut StopCopy), Err(CycleError::Resized)));
+        bench.capture(&mut StopCopy).unwrap();
+        assert_eq!((bench.encode(usize::MAX), bench.queue.encoder.image().used_pages), ((1, 0), PAGES - 1));
+    }
 }
 
 #[test]

@@ -214,6 +214,26 @@ impl Qmp {
         self.answer(id, command, self.timeout)
     }
 
+    /// The same for several commands that only ask; over a socket all are sent before the first answer is waited for, so that the
+    /// way there and back, and QEMU's wait for its lock, are paid once.
+    pub(crate) fn ask_all<const N: usize>(&mut self, commands: [(&str, Value); N]) -> Result<[Value; N]> {
+        let mut answers = [const { Value::Null }; N];
+        if self.channel.events_lag() {
+            for (answer, (command, arguments)) in answers.iter_mut().zip(commands) {
+                *answer = self.execute(command, Some(arguments))?;
+            }
+            return Ok(answers);
+        }
+        let mut sent = [(0, ""); N];
+        for (sent, (command, arguments)) in sent.iter_mut().zip(commands) {
+            *sent = (self.send(command, Some(arguments), None)?, command);
+        }
+        for (answer, (id, command)) in answers.iter_mut().zip(sent) {
+            *answer = self.answer(id, command, self.timeout)?;
+        }
+        Ok(answers)
+    }
+
     /// The same with a descriptor that goes to QEMU along with it.
     pub(crate) fn execute_passing(
         &mut self,
