@@ -36,6 +36,7 @@ mod slots;
 mod state;
 mod stream;
 mod tools;
+mod translations;
 
 pub use part::{Header as PartHeader, write as write_part};
 pub use physical::{DEVICE, FILE_ARGUMENTS, UNKNOWN};

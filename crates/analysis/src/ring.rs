@@ -99,6 +99,7 @@ impl Reader {
     /// Ends an interval. The VM stands still.
     pub fn cut(&mut self) -> Result<()> {
         self.shared.check()?;
+        self.shared.board.cut();
         self.ask(Command::Cut { head: self.shared.board.head() })
     }
 

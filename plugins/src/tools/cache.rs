@@ -27,8 +27,9 @@ use super::{Setup, Tool};
 use crate::api::{self, Accesses, Block, MemoryInfo};
 use crate::arguments::number;
 use crate::cut::{Reduced, Reducer};
-use crate::physical::{DEVICE, Physical};
+use crate::physical::DEVICE;
 use crate::state::State;
+use crate::translations::Places;
 use std::collections::VecDeque;
 use std::ffi::{c_uint, c_void};
 
@@ -148,7 +149,7 @@ impl Hierarchy {
 
 /// The hierarchies that are filled in this interval.
 pub struct Table {
-    physical: Physical,
+    places: Places,
     line_shift: u32,
     empty: Hierarchy,
     /// The one whose counts are this interval's first, then those that warm up for later ones.
@@ -161,10 +162,10 @@ pub struct Table {
 }
 
 impl Table {
-    fn new(physical: Physical, line_shift: u32, empty: Hierarchy, warm_up: u64, intervals: u64) -> Self {
+    fn new(places: Places, line_shift: u32, empty: Hierarchy, warm_up: u64, intervals: u64) -> Self {
         let filled = VecDeque::from([empty.clone()]);
         let last = intervals.saturating_sub(1);
-        Self { physical, line_shift, empty, filled, warm_up, running: 0, last }
+        Self { places, line_shift, empty, filled, warm_up, running: 0, last }
     }
 
     fn access(&mut self, at: u64, size: u64, write: usize) {
@@ -225,17 +226,20 @@ impl Cache {
         if warm_up > WARM_UP_MAX {
             return Err(format!("argument warmup={warm_up} is more than {WARM_UP_MAX}"));
         }
-        let physical = setup.physical(false)?;
-        setup.reduced(Table::new(physical, line.trailing_zeros(), Hierarchy(levels), warm_up, intervals))
+        let places = Places::new(setup.physical(false)?, setup.board);
+        setup.reduced(Table::new(places, line.trailing_zeros(), Hierarchy(levels), warm_up, intervals))
     }
 }
 
-extern "C" fn on_access(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+/// `REMAPS`: of an instruction that may ([`Places::watch`]).
+extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let table = &mut unsafe { State::<Cache>::of(data) }.table;
-    let at = table.physical.of_access(info, vaddr);
+    let store = api::is_store(info);
+    let at =
+        if REMAPS { table.places.asked(info, vaddr) } else { table.places.of_access(info, vaddr, store) };
     if at & DEVICE == 0 {
-        table.access(at, api::size_bytes(info).into(), usize::from(api::is_store(info)));
+        table.access(at, api::size_bytes(info).into(), usize::from(store));
     }
 }
 
@@ -243,7 +247,9 @@ impl Tool for Cache {
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         self.watch_cuts(block, data);
         for instruction in block.instructions() {
-            instruction.on_memory(Accesses::All, on_access, data);
+            let remaps = self.table.places.watch(&instruction);
+            let callback = if remaps { on_access::<true> } else { on_access::<false> };
+            instruction.on_memory(Accesses::All, callback, data);
         }
     }
 
@@ -255,13 +261,16 @@ impl Tool for Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::physical::Physical;
+    use crate::translations::tests::board;
 
     fn hierarchy(levels: &[&str]) -> Hierarchy {
         Hierarchy(levels.iter().map(|level| Level::new(level, 64).unwrap()).collect())
     }
 
     fn table(levels: &[&str], warm_up: u64, intervals: u64) -> Table {
-        Table::new(Physical::new("", &[]).unwrap(), 6, hierarchy(levels), warm_up, intervals)
+        let places = Places::new(Physical::new("", &[]).unwrap(), board());
+        Table::new(places, 6, hierarchy(levels), warm_up, intervals)
     }
 
     #[test]

@@ -11,10 +11,10 @@
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Accesses, Block, MemoryInfo};
-use crate::physical::Physical;
 use crate::slots::Slots;
 use crate::state::State;
 use crate::stream::Stream;
+use crate::translations::Places;
 use std::ffi::{c_uint, c_void};
 
 /// In place of a site: the record defines one.
@@ -23,7 +23,7 @@ pub const DEFINITION: u32 = u32::MAX;
 /// The tool.
 pub struct Memtrace {
     stream: Stream,
-    physical: Physical,
+    places: Places,
     sites: Slots<(u64, u32)>,
     known: std::collections::HashMap<u64, &'static State<Access>>,
 }
@@ -32,54 +32,63 @@ pub struct Memtrace {
 struct Access {
     pc: u64,
     tool: *mut c_void,
-    /// The kinds of access seen last, and their sites. Most instructions have one, some read and write.
-    kinds: [(MemoryInfo, u32); 2],
+    /// The kinds of access seen last. Most instructions have one, some read and write.
+    kinds: [Kind; 2],
+}
+
+/// A kind of access of an instruction.
+#[derive(Clone, Copy)]
+struct Kind {
+    info: MemoryInfo,
+    site: u32,
+    store: bool,
 }
 
 /// No access has this.
-const NO_KIND: (MemoryInfo, u32) = (MemoryInfo::MAX, 0);
+const NO_KIND: Kind = Kind { info: MemoryInfo::MAX, site: 0, store: false };
 
 impl Memtrace {
     /// Takes `ram`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
-        let physical = setup.physical(false)?;
+        let places = Places::new(setup.physical(false)?, setup.board);
         Ok(Self {
             stream: Stream::new(setup.board)?,
-            physical,
+            places,
             sites: Slots::new(),
             known: std::collections::HashMap::new(),
         })
     }
 
-    /// The site of a kind of access that was not seen last; tells the reader of it if it is new.
+    /// A kind of access that was not seen last; tells the reader of it if it is new.
     #[cold]
-    fn site(&mut self, access: &mut Access, info: MemoryInfo) -> u32 {
-        let (size, write) = (api::size_bytes(info), api::is_store(info));
-        let kind = size << 1 | u32::from(write);
+    fn kind(&mut self, access: &mut Access, info: MemoryInfo) -> Kind {
+        let (size, store) = (api::size_bytes(info), api::is_store(info));
+        let kind = size << 1 | u32::from(store);
         let Ok((site, new)) = self.sites.of((access.pc, kind)) else {
             fail("the guest has executed too much different code for a trace");
         };
         if new {
-            let what = u64::from(size) | u64::from(write) << 32;
+            let what = u64::from(size) | u64::from(store) << 32;
             self.stream.push([access.pc, what, u64::from(site) << 32 | u64::from(DEFINITION)]);
         }
-        access.kinds[1] = access.kinds[0];
-        access.kinds[0] = (info, site);
-        site
+        access.kinds = [Kind { info, site, store }, access.kinds[0]];
+        access.kinds[0]
     }
 }
 
-extern "C" fn on_access(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+/// `REMAPS`: of an instruction that may ([`Places::watch`]).
+extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: registered with an access's data; on the vCPU's thread.
     let access = unsafe { State::<Access>::of(data) };
     // SAFETY: the tool's own data, of another state than the access.
     let tool = unsafe { State::<Memtrace>::of(access.tool) };
-    let site = match access.kinds {
-        [(known, site), _] | [_, (known, site)] if known == info => site,
-        _ => tool.site(access, info),
+    let kind = match access.kinds {
+        [kind, _] | [_, kind] if kind.info == info => kind,
+        _ => tool.kind(access, info),
     };
-    let physical = tool.physical.of_access(info, vaddr);
-    let record = [vaddr, physical, tool.stream.begun() << 32 | u64::from(site)];
+    let physical =
+        if REMAPS { tool.places.asked(info, vaddr) } else { tool.places.of_access(info, vaddr, kind.store) };
+    let record = [vaddr, physical, tool.stream.begun() << 32 | u64::from(kind.site)];
     tool.stream.push(record);
 }
 
@@ -96,7 +105,9 @@ impl Tool for Memtrace {
                 .known
                 .entry(pc)
                 .or_insert_with(|| State::leak(Access { pc, tool: data, kinds: [NO_KIND; 2] }));
-            instruction.on_memory(Accesses::All, on_access, access.data());
+            let callback =
+                if self.places.watch(&instruction) { on_access::<true> } else { on_access::<false> };
+            instruction.on_memory(Accesses::All, callback, access.data());
         }
     }
 }

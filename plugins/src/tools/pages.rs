@@ -5,8 +5,9 @@
 use super::{Setup, Tool};
 use crate::api::{self, Accesses, Block, MemoryInfo};
 use crate::cut::{Reduced, Reducer};
-use crate::physical::{DEVICE, Physical};
+use crate::physical::DEVICE;
 use crate::state::State;
+use crate::translations::Places;
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 
@@ -15,7 +16,7 @@ const DENSE_MAX: usize = 1 << 24;
 
 /// The table.
 pub struct Table {
-    physical: Physical,
+    places: Places,
     /// Reads and writes by page number; grows with the highest page.
     dense: Vec<[u64; 2]>,
     sparse: HashMap<u64, [u64; 2]>,
@@ -64,17 +65,20 @@ pub type Pages = Reduced<Table>;
 impl Pages {
     /// Takes `ram`, `parts` and `cuts`.
     pub fn of(setup: &mut Setup) -> Result<Self, String> {
-        let physical = setup.physical(false)?;
-        setup.reduced(Table { physical, dense: Vec::new(), sparse: HashMap::new() })
+        let places = Places::new(setup.physical(false)?, setup.board);
+        setup.reduced(Table { places, dense: Vec::new(), sparse: HashMap::new() })
     }
 }
 
-extern "C" fn on_access(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+/// `REMAPS`: of an instruction that may ([`Places::watch`]).
+extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let table = &mut unsafe { State::<Pages>::of(data) }.table;
-    let at = table.physical.of_access(info, vaddr);
+    let store = api::is_store(info);
+    let at =
+        if REMAPS { table.places.asked(info, vaddr) } else { table.places.of_access(info, vaddr, store) };
     if at & DEVICE == 0 {
-        table.count(at >> 12, usize::from(api::is_store(info)));
+        table.count(at >> 12, usize::from(store));
     }
 }
 
@@ -82,7 +86,9 @@ impl Tool for Pages {
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         self.watch_cuts(block, data);
         for instruction in block.instructions() {
-            instruction.on_memory(Accesses::All, on_access, data);
+            let remaps = self.table.places.watch(&instruction);
+            let callback = if remaps { on_access::<true> } else { on_access::<false> };
+            instruction.on_memory(Accesses::All, callback, data);
         }
     }
 

@@ -1,0 +1,276 @@
+//! Where pages of virtual memory are, as accesses have shown: QEMU is asked once for each, until that may have changed.
+//!
+//! ```text
+//!   access ── page, read or write ──▶ entry of this generation? ──yes──▶ the page's guest-physical address
+//!                                          └─no─▶ ask QEMU, keep the answer
+//!   an instruction that may remap is about to run ─▶ next generation: all entries are of the past
+//! ```
+//!
+//! QEMU's own answer is looked up in its table of translations and then in its list of RAM blocks, which costs several times what the
+//! rest of a record does. What changes an address is an instruction: one that writes a control register or drops translations, returns from
+//! system management, switches tasks, or speaks to a device, which may move memory. All of these are known by their first bytes ([`remaps`]);
+//! too many of them cost time, one too few would cost exactness. An access to a device counts as one of them, too.
+//!
+//! A new page table entry without any of these is seen late, as a processor may see it late; that of a page that was not there before is
+//! seen at once, as there was no access to it.
+//!
+//! Invariant: a cut begins a generation, so that an interval's answers do not depend on what was asked before it.
+//!
+//! Left out: task gates of interrupts on 32-bit guests, and system management interrupts that no instruction caused.
+
+use crate::api::{Instruction, MemoryInfo};
+use crate::board::Board;
+use crate::physical::{DEVICE, Physical};
+use crate::state::State;
+use std::ffi::{c_uint, c_void};
+use std::sync::atomic::Ordering;
+
+/// Entries: of twice as many pages as the largest first-level cache of translations has.
+const ENTRIES: usize = 1024;
+const PAGE_MASK: u64 = 0xfff;
+/// An entry's generation lies below its page's address.
+const GENERATIONS: u64 = PAGE_MASK + 1;
+
+#[derive(Clone, Copy)]
+struct Entry {
+    /// A virtual page's address, and in the lowest bit whether it was written to.
+    page: u64,
+    /// Its guest-physical address and the generation.
+    at: u64,
+}
+
+/// What is known of pages.
+struct Translations {
+    entries: Box<[Entry; ENTRIES]>,
+    generation: u64,
+    board: &'static Board,
+    cuts: u64,
+}
+
+/// Where accesses went: as [`Physical`] tells it, and remembered.
+pub struct Places {
+    physical: Physical,
+    known: &'static State<Translations>,
+}
+
+impl Places {
+    /// Nothing is known yet.
+    pub fn new(physical: Physical, board: &'static Board) -> Self {
+        Self { physical, known: State::leak(Translations::new(board)) }
+    }
+
+    /// To be called for each instruction whose accesses are asked for, as it is translated: begins a generation whenever it is about to
+    /// run, if it may remap; tells whether it may. Its own accesses are not to be kept then, as they come before what it does: those
+    /// are for [`Places::asked`].
+    pub fn watch(&self, instruction: &Instruction<'_>) -> bool {
+        let (bytes, len) = instruction.bytes();
+        let may = remaps(&bytes[..len], instruction.pc());
+        if may {
+            instruction.on_executed(on_remap, self.known.data());
+        }
+        may
+    }
+
+    /// Where the access of the running memory callback went, which was a `store` or not.
+    #[inline]
+    pub fn of_access(&self, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
+        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one lives.
+        let known = unsafe { State::<Translations>::of(self.known.data()) };
+        known.find(vaddr, store).unwrap_or_else(|| self.learn(known, info, vaddr, store))
+    }
+
+    #[cold]
+    fn learn(&self, known: &mut Translations, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
+        let at = self.asked(info, vaddr);
+        if at & DEVICE == 0 {
+            known.keep(vaddr, store, at);
+        } else {
+            // What was said to a device may have moved memory.
+            known.forget();
+        }
+        at
+    }
+
+    /// The same, asked of QEMU now.
+    pub fn asked(&self, info: MemoryInfo, vaddr: u64) -> u64 {
+        self.physical.of_access(info, vaddr)
+    }
+}
+
+impl Translations {
+    fn new(board: &'static Board) -> Self {
+        let entries = Box::new([Entry { page: 0, at: 0 }; ENTRIES]);
+        Self { entries, generation: 1, board, cuts: board.cuts() }
+    }
+
+    /// From here on all may be elsewhere.
+    fn forget(&mut self) {
+        self.generation += 1;
+        if self.generation == GENERATIONS {
+            self.entries.fill(Entry { page: 0, at: 0 });
+            self.generation = 1;
+        }
+    }
+
+    /// The guest-physical address of `vaddr`, as known from an access of the same kind to its page.
+    #[inline]
+    fn find(&mut self, vaddr: u64, store: bool) -> Option<u64> {
+        let cuts = self.board.cuts_word().load(Ordering::Relaxed);
+        if cuts != self.cuts {
+            self.cuts = cuts;
+            self.forget();
+        }
+        let (page, number) = key(vaddr, store);
+        let entry = &self.entries[number];
+        let is_known = entry.page == page && entry.at & PAGE_MASK == self.generation;
+        is_known.then_some(entry.at & !PAGE_MASK | vaddr & PAGE_MASK)
+    }
+
+    /// Such an access to `vaddr` went to memory at `at`.
+    fn keep(&mut self, vaddr: u64, store: bool, at: u64) {
+        if (vaddr ^ at) & PAGE_MASK == 0 {
+            let (page, number) = key(vaddr, store);
+            self.entries[number] = Entry { page, at: at & !PAGE_MASK | self.generation };
+        }
+    }
+}
+
+/// What an entry is compared with, and which it is.
+#[inline]
+fn key(vaddr: u64, store: bool) -> (u64, usize) {
+    let store = u64::from(store);
+    (vaddr & !PAGE_MASK | store, (vaddr >> 11 & !1 | store) as usize % ENTRIES)
+}
+
+extern "C" fn on_remap(_vcpu: c_uint, data: *mut c_void) {
+    // SAFETY: registered with this type's data; on the vCPU's thread.
+    unsafe { State::<Translations>::of(data) }.forget();
+}
+
+/// Whether an instruction at `pc` can change where a virtual address leads.
+fn remaps(bytes: &[u8], pc: u64) -> bool {
+    // Where these are no prefixes (inc, dec of 32-bit code) they are whole instructions, and harmless.
+    let is_prefix = |byte: &&u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x40..=0x4f | 0x64..=0x67 | 0xf0 | 0xf2 | 0xf3);
+    let prefixes = bytes.iter().take_while(is_prefix).count();
+    let byte = |k: usize| bytes.get(prefixes + k).copied();
+    let register = |k: usize| byte(k).map_or(0, |modrm| modrm >> 3 & 7);
+    match byte(0) {
+        // in, out, ins, outs; far call and jump, which can switch tasks.
+        Some(0xe4..=0xe7 | 0xec..=0xef | 0x6c..=0x6f | 0x9a | 0xea) => true,
+        Some(0xff) => matches!(register(1), 3 | 5),
+        // iret, which can switch tasks in 32-bit code alone.
+        Some(0xcf) => pc >> 32 == 0,
+        Some(0x0f) => match byte(1) {
+            // lmsw, invlpg, and what virtualizes; not swapgs, clac, stac and others that are frequent.
+            Some(0x01) => match byte(2) {
+                Some(0xc8..=0xcb | 0xd0 | 0xf8 | 0xf9) => false,
+                Some(modrm) => modrm >= 0xc0 || register(2) >= 5,
+                None => true,
+            },
+            // mov to a control register, wrmsr, rsm.
+            Some(0x22 | 0x30 | 0xaa) => true,
+            // invept, invvpid, invpcid.
+            Some(0x38) => matches!(byte(2), Some(0x80..=0x82)),
+            _ => false,
+        },
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    const KERNEL: u64 = 0xffff_ffff_8100_0000;
+
+    #[test]
+    fn what_can_remap_is_known_by_its_bytes() {
+        let all: [&[u8]; 22] = [
+            &[0x0f, 0x22, 0xd8],
+            &[0x41, 0x0f, 0x22, 0xdc],
+            &[0x0f, 0x22, 0xc0],
+            &[0x0f, 0x01, 0x38],
+            &[0x41, 0x0f, 0x01, 0x3c, 0x24],
+            &[0x66, 0x0f, 0x38, 0x82, 0x04, 0x24],
+            &[0x0f, 0x01, 0xf0],
+            &[0x0f, 0x01, 0x30],
+            &[0x0f, 0x01, 0xdf],
+            &[0x0f, 0x30],
+            &[0x0f, 0xaa],
+            &[0xe6, 0x92],
+            &[0xef],
+            &[0x66, 0xed],
+            &[0xec],
+            &[0xf3, 0x6f],
+            &[0x6c],
+            &[0xea, 0, 0, 0, 0, 8, 0],
+            &[0x9a, 0, 0, 0, 0, 8, 0],
+            &[0x48, 0xff, 0x28],
+            &[0xff, 0x18],
+            &[0x0f, 0x01],
+        ];
+        for bytes in all {
+            assert!(remaps(bytes, KERNEL), "{bytes:x?}");
+        }
+        let harmless: [&[u8]; 17] = [
+            &[0x0f, 0x20, 0xd8],
+            &[0x0f, 0x23, 0xf8],
+            &[0x0f, 0x01, 0xf8],
+            &[0x0f, 0x01, 0xca],
+            &[0x0f, 0x01, 0xcb],
+            &[0x0f, 0x01, 0xf9],
+            &[0x0f, 0x01, 0x10],
+            &[0x0f, 0x05],
+            &[0x48, 0x0f, 0x07],
+            &[0x48, 0xcf],
+            &[0x48, 0x89, 0x44, 0x24, 0x08],
+            &[0xff, 0xd0],
+            &[0xff, 0x74, 0x24, 0x08],
+            &[0xf3, 0x48, 0xa5],
+            &[0x40],
+            &[0xf4],
+            &[],
+        ];
+        for bytes in harmless {
+            assert!(!remaps(bytes, KERNEL), "{bytes:x?}");
+        }
+        assert!(remaps(&[0xcf], 0xc010_0000), "a task may have been left by it");
+    }
+
+    /// One of its own, without a ring.
+    pub fn board() -> &'static Board {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("keyframe-board-{}-{number}", std::process::id()));
+        let file = std::fs::File::options().create(true).truncate(true).read(true).write(true).open(&path);
+        let board = Board::create(&file.unwrap(), 0).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        Box::leak(Box::new(board))
+    }
+
+    #[test]
+    fn what_was_kept_is_found_until_it_may_be_elsewhere() {
+        let board = board();
+        let mut known = Translations::new(board);
+        assert_eq!(known.find(0x1234, false), None);
+        known.keep(0x1234, false, 0x7_0234);
+        assert_eq!((known.find(0x1fff, false), known.find(0x1fff, true)), (Some(0x7_0fff), None));
+        assert_eq!(
+            known.find(0x1234 + (ENTRIES as u64 / 2) * 4096, false),
+            None,
+            "another page of that entry"
+        );
+        known.keep(0x1234, true, 0x8_0234);
+        assert_eq!((known.find(0x1000, true), known.find(0x1000, false)), (Some(0x8_0000), Some(0x7_0000)));
+        known.keep(0x5678, false, 0x9_0000);
+        assert_eq!(known.find(0x5678, false), None, "it lies otherwise in its page");
+        for forgets in 1..=GENERATIONS + 1 {
+            known.forget();
+            assert_eq!(known.find(0x1000, true), None, "after {forgets}");
+        }
+        known.keep(0x1234, false, 0x7_0234);
+        board.cut();
+        assert_eq!(known.find(0x1234, false), None, "a cut");
+    }
+}
