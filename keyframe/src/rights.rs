@@ -2,7 +2,7 @@
 //!
 //! | command | keeps |
 //! |---|---|
-//! | `run`, `record` | all, until QEMU has been started as the user wants it; then tracing, files ([`trace_only`]) |
+//! | `run`, `record`, `restore`, `branch`, `protect` that starts nothing later | all, until QEMU has been started as the user wants it; then tracing, files ([`trace_only`]). What reads a store before that has files ([`files_only`]) |
 //! | starts QEMU or other programs later, too, as `log` does for a console that was not read yet (`serve` with --allow-start, too), mounts, measures | all: its child needs what the user gave it |
 //! | `attach`, `__watchdog` | tracing, files |
 //! | `__guard` | signals, files; starts nothing |
@@ -90,6 +90,11 @@ fn confine(command: &Command) -> Result<(), Error> {
 /// Gives up what is for starting QEMU alone. Before there are threads that could do more.
 pub fn trace_only() {
     tell(capabilities_but(Keep::Tracing));
+}
+
+/// The same of a thread that reads what others may have written, while QEMU is not started yet: it needs files alone.
+pub fn files_only() {
+    tell(capabilities_but(Keep::Files).and_then(|()| no_programs()));
 }
 
 /// Gives up changing files elsewhere than in `folders`; says so where the kernel cannot do that.

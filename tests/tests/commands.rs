@@ -1,8 +1,7 @@
 //! The commands as scripts and people use them: fields, tags, control of a running engine, what is kept at the end.
 
-use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number};
+use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number, restored_pid};
 use rustix::process::Signal;
-use serde_json::Value;
 use std::path::Path;
 
 const FIELDS: [&str; 14] = [
@@ -72,11 +71,11 @@ fn permitted(thread: &Path) -> u64 {
     u64::from_str_radix(mask.trim(), 16).expect("a mask")
 }
 
-/// QEMU has what its user has; the engine keeps what it needs to trace it and for files.
-fn assert_rights(status: &Value) {
+/// QEMU has what its user has; the process that started it keeps what it needs to trace it and for files.
+fn assert_rights(qemu: u64, keyframe: u64) {
     const SYS_PTRACE: u64 = 1 << 19;
     let kept = [0, 1, 2, 3, 5, 14, 19, 21, 23, 24, 40].map(|bit| 1u64 << bit).iter().sum::<u64>();
-    let [qemu, engine] = ["qemu_pid", "engine_pid"].map(|pid| format!("/proc/{}", number(status, pid)));
+    let [qemu, engine] = [qemu, keyframe].map(|pid| format!("/proc/{pid}"));
     let had = permitted(Path::new(&qemu));
     assert_eq!(had, permitted(Path::new("/proc/self")));
     let wanted = if had & SYS_PTRACE == 0 { had } else { had & kept };
@@ -103,7 +102,7 @@ fn an_engine_is_asked_for_checkpoints_by_name() {
     bench.refused(&["take", "--tag", "42"], 1, &["42"]);
     let status = bench.json(&["status", "--json"]);
     assert_eq!((number(&status[0], "sealed"), &status[0]["vm"]), (2, &"guest".into()));
-    assert_rights(&status[0]);
+    assert_rights(number(&status[0], "qemu_pid"), number(&status[0], "engine_pid"));
     assert!(bench.ok(&["status"]).contains("guest: running"));
     run.signal(Signal::INT);
     assert!(run.wait().success(), "{}", run.report());
@@ -114,6 +113,7 @@ fn an_engine_is_asked_for_checkpoints_by_name() {
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
     assert!(grown.is_some(), "{}", restored.report());
     Sequence::new(16).check(&hash_lines(&restored.lines()), 3);
+    assert_rights(restored_pid(&restored).into(), restored.pid().into());
     restored.signal(Signal::INT);
     assert!(restored.wait().success(), "{}", restored.report());
 }

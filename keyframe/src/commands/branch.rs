@@ -16,6 +16,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::images::{Guest, StoredPages};
 use crate::output;
+use crate::rights;
 use crate::rundir::{Kind, RunDir};
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
@@ -255,7 +256,14 @@ impl Branch {
             Some(error) => self.store.failure(&error),
             None => Failure::qemu(e),
         };
-        let shared = SharedRam::fill(&loaded.meta.ram, &pages, interrupted).map_err(|e| failure(&e))?;
+        let filled = std::thread::scope(|scope| {
+            let filling = scope.spawn(|| {
+                rights::files_only();
+                SharedRam::fill(&loaded.meta.ram, &pages, interrupted)
+            });
+            filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        let shared = filled.map_err(|e| failure(&e))?;
         let mut clones: Vec<Alive> = Vec::with_capacity(places.len());
         let mut started = Ok(());
         for (place, plan) in places.into_iter().zip(plans) {
@@ -271,6 +279,7 @@ impl Branch {
                 }
             }
         }
+        rights::trace_only();
         if started.is_ok() && !self.paused {
             let ran = clones.iter_mut().try_for_each(|clone| clone.vm.vm().qmp().cont());
             started = ran.map_err(|e| Failure::qemu(&e));

@@ -64,7 +64,10 @@ impl Protect {
         let beat = self.standby_beat.as_deref().map(address).transpose()?;
         let addresses = Addresses { control: address(&self.standby)?, beat };
         let folder = folder(self.dir, "protect")?;
-        let engine = launch::protect(self.command, self.name.clone(), &folder, addresses, setup.clone())?;
+        // Neither a standby's QEMU nor the fence hook.
+        let is_last = self.listen.is_none() && setup.fence_with.is_none();
+        let name = self.name.clone();
+        let engine = launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)?;
         match (engine.run()?, self.listen) {
             (Finish::Code(code), _) => Ok(code),
             (Finish::Elsewhere, None) => {

@@ -7,6 +7,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::images::Stop;
 use crate::output;
+use crate::rights;
 use crate::rundir::{Kind, RunDir};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::restore::lazy::Residency;
@@ -113,6 +114,7 @@ impl StoredRam {
         std::thread::Builder::new()
             .name("page-map".into())
             .spawn(move || {
+                rights::files_only();
                 let loaded = head.load().map_err(|error| reading.fail(error)).ok();
                 let _ = reading.loaded.set(loaded);
             })
@@ -217,7 +219,7 @@ impl Restore {
             let group = group::Kept { lineage, id, meta, device_state, ram, disks, place, began };
             return group::restore(self, &group, interrupted);
         }
-        let beside = Beside { disks: disks.server(""), lineage };
+        let beside = Beside { disks: disks.server(""), lineage, spawned: Some(rights::trace_only) };
         let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, beside)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = output::elapsed_ns(began);
@@ -290,11 +292,18 @@ impl Restore {
     ) -> Result<Plan, Failure> {
         let source = source_of(machine, ram);
         let accelerator = self.accel.map(Accelerator::from);
-        let Beside { disks, lineage } = beside;
+        let Beside { disks, lineage, spawned } = beside;
         let lineage = Some(lineage.clone());
         let qemu = self.qemu.clone();
-        let options =
-            RestoreOptions { qemu, paused, accelerator, disks, lineage, ..RestoreOptions::default() };
+        let options = RestoreOptions {
+            qemu,
+            paused,
+            accelerator,
+            disks,
+            lineage,
+            spawned,
+            ..RestoreOptions::default()
+        };
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         for note in plan.notes() {
             eprintln!("keyframe: note: {note}");
@@ -365,6 +374,7 @@ impl Place {
 struct Beside<'a> {
     disks: Option<DiskServer>,
     lineage: &'a Lineage,
+    spawned: Option<fn()>,
 }
 
 /// A recorded machine's devices go on only where its instructions are counted and its log is fed to it.

@@ -11,6 +11,7 @@ use crate::control::{OnExit, ReplicationStatus, Status};
 use crate::disks::place::Place;
 use crate::disks::{self, Served, Wanted};
 use crate::failure::Failure;
+use crate::rights;
 use crate::rundir::RunDir;
 use crate::session::copying::Copying;
 use crate::session::disks::SessionDisks;
@@ -82,13 +83,15 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
     Ok(Gate::new(Some(remote)))
 }
 
-/// Launches the VM of `command`, with its network behind a gate and its disks served, and protects it.
+/// Launches the VM of `command`, with its network behind a gate and its disks served, and protects it. `is_last`: this process starts
+/// no other program later, and gives up the right to.
 pub fn protect(
     command: Vec<OsString>,
     name: Option<String>,
     folder: &Path,
     addresses: Addresses,
     setup: Setup,
+    is_last: bool,
 ) -> Result<primary::Engine, Failure> {
     let options = Options::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
@@ -130,6 +133,9 @@ pub fn protect(
             return Err(Failure::qemu(&error));
         }
     };
+    if is_last {
+        rights::trace_only();
+    }
     let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
     let mut config = Config::new(NodeId(random()?), random()?, group, setup.arbitration, setup.detection_ns);
     config.paths = if addresses.beat.is_some() { 2 } else { 1 };

@@ -117,6 +117,8 @@ pub struct RestoreOptions {
     pub log: Option<PathBuf>,
     /// Words behind all others, which make no other machine: those of a gate ([`crate::gate`]).
     pub added: Vec<String>,
+    /// Called as soon as QEMU is started, in the thread that the rest comes of: who needs no right but to start it gives it up here.
+    pub spawned: Option<fn()>,
 }
 
 /// Where a replay ends.
@@ -393,7 +395,11 @@ impl Starting {
         }
         let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
         descriptors.extend(memories.iter().map(|(_, fd)| fd));
-        Ok((spawn::start(&mut command, &descriptors)?, words))
+        let child = spawn::start(&mut command, &descriptors)?;
+        if let Some(spawned) = plan.spawned {
+            spawned();
+        }
+        Ok((child, words))
     }
 
     /// All that follows the start, up to the VM running; tells when it did.

@@ -110,6 +110,7 @@ pub struct Plan {
     pub(super) log: Option<PathBuf>,
     /// Behind all others.
     pub(super) added: Vec<String>,
+    pub(super) spawned: Option<fn()>,
     notes: Vec<String>,
 }
 
@@ -130,6 +131,7 @@ impl Plan {
             monitor,
             log,
             added,
+            spawned,
         } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
@@ -170,6 +172,7 @@ impl Plan {
             monitor,
             log,
             added,
+            spawned,
             notes,
         })
     }

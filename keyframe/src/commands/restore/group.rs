@@ -5,6 +5,7 @@ use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
 use crate::lans::Lans;
 use crate::output;
 use crate::paths;
+use crate::rights;
 use keyframe_capture::group::split_states;
 use keyframe_net::InFlight;
 use keyframe_qemu::network::with_lan;
@@ -92,6 +93,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     // Before the VMs: they connect as they start.
     let mut lans = network(&in_flight, &moves)?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
+    rights::trace_only();
     let pids: Vec<_> = members.iter().zip(&restored).map(|(m, fresh)| (m.meta.pid, fresh.pid())).collect();
     let runs = lans
         .as_mut()
@@ -282,7 +284,9 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<(Vec<Member<'a>>, 
 
 fn plan(command: &Restore, group: &Kept<'_>, member: &Member<'_>, moves: &Moves) -> Result<Plan, Failure> {
     let disks = group.disks.server(&format!("{}/", member.meta.name));
-    let beside = Beside { disks, lineage: group.lineage };
+    // Lazily, one thread starts them all.
+    let spawned = (!command.lazy).then_some(rights::trace_only as fn());
+    let beside = Beside { disks, lineage: group.lineage, spawned };
     let machine = &member.meta.machine;
     let machine = MachineMeta { user_command: moves.line(machine), ..machine.clone() };
     command
