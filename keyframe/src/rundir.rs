@@ -7,6 +7,7 @@
 //!       qmp.sock      QEMU's monitor, for the engine
 //!       watchdog.sock QEMU's monitor, for the watchdog
 //!       control.sock  the engine's own
+//!       runs          of a standby that has taken over: the VM's name, by which it is found, too
 //!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
 //!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
 //! ```
@@ -34,6 +35,9 @@ pub const ABOUT: &str = "about.json";
 /// How many VMs that were restored may have one name, told apart by numbers.
 const NAMESAKES_MAX: u32 = 99;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
+/// Whose VM a standby runs.
+const RUNS: &str = "runs";
+const NAME_BYTES_MAX: u64 = 64;
 
 /// Where a VM without an engine comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,6 +117,12 @@ impl RunDir {
         std::fs::write(&path, text).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
     }
 
+    /// Writes down that this engine runs VM `vm` from here on, which it has taken over.
+    pub fn runs(&self, vm: &str) -> Result<(), Failure> {
+        let path = self.path.join(RUNS);
+        std::fs::write(&path, vm).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    }
+
     /// It has ended; what else is in the directory stays for a look.
     pub fn untell(&self) {
         let _ = std::fs::remove_file(self.path.join(ABOUT));
@@ -142,8 +152,8 @@ impl RunDir {
         if UnixStream::connect(path.join("qmp.sock")).is_ok() {
             return Err(in_use("still runs, left by an earlier run"));
         }
-        for socket in ["qmp.sock", "watchdog.sock", "control.sock"] {
-            match std::fs::remove_file(path.join(socket)) {
+        for file in ["qmp.sock", "watchdog.sock", "control.sock", RUNS] {
+            match std::fs::remove_file(path.join(file)) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail("clear", e)),
                 _ => {}
             }
@@ -276,14 +286,24 @@ pub fn name_of(run_dir: &Path) -> String {
     run_dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
 
-/// The directory of the engine of VM `name`, or of the only one there is.
+/// The VM that the standby of this directory has taken over.
+fn taken_over(dir: &Path) -> Option<String> {
+    let mut text = String::new();
+    File::open(dir.join(RUNS)).ok()?.take(NAME_BYTES_MAX).read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+/// The directory of the engine of VM `name`, or of the only one there is. A directory's own name comes before that of a VM that was
+/// taken over: both hosts may be one machine.
 pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
     let mut live = all()?;
     let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect::<Vec<_>>().join(", ");
     match name {
         Some(name) => {
             let running = names(&live);
-            live.into_iter().find(|p| p.file_name().is_some_and(|n| n == name)).ok_or_else(|| {
+            let own = live.iter().find(|dir| name_of(dir) == name);
+            let runs = || live.iter().find(|dir| taken_over(dir).is_some_and(|vm| vm == name));
+            own.or_else(runs).cloned().ok_or_else(|| {
                 let fix =
                     if running.is_empty() { "nothing runs".into() } else { format!("running: {running}") };
                 Failure::new(format!("no VM named {name} runs under Keyframe")).fix(fix)

@@ -546,11 +546,15 @@ impl Keeper {
         self.update(|status| {
             *status = ReplicationStatus {
                 role: "primary".into(),
+                protects: Some(ready.machine.name.clone()),
                 took_over_ns: Some(ready_ns),
                 acknowledged: None,
                 ..ReplicationStatus::default()
             };
         });
+        if let Err(failure) = self.run_dir.runs(&ready.machine.name) {
+            eprintln!("keyframe: warning: the VM is found by the standby's name alone: {failure}");
+        }
         if let Some((_, channel)) = &self.control {
             links::say(channel, &Message::TookOver { term });
         }
