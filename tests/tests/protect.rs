@@ -88,6 +88,11 @@ fn what_was_answered_survives_the_host_and_the_connection_goes_on() {
     let failover = seen.longest;
     println!("{} entries, the longest answer {failover:?}, before that {:?}", seen.entries, before.longest);
     assert_eq!((status["role"].as_str(), status["term"].as_u64()), (Some("primary"), Some(2)));
+    // It goes by its name still, beside that of who took it over.
+    let vm = status["protects"].as_str().expect("the VM's name");
+    let by_name = pair.hosts.command(&pair.bench, "b", &["status", "--name", vm, "--json"]).output();
+    let by_name = by_name.expect("run keyframe status");
+    assert!(by_name.status.success(), "{by_name:?}");
 }
 
 /// Each epoch's RAM is hashed in the pause and at the standby; disks by the guest, whose blocks say what its memory says.
@@ -102,6 +107,9 @@ fn a_standby_holds_exactly_what_the_vm_was_at_each_epoch() {
     let status = pair.status("a").expect("the primary's status");
     assert_eq!(status["state"], "protected", "{}", pair.a.report());
     assert!(!pair.b.errors().contains("differs"), "{}", pair.b.report());
+    let reasons = status["reasons"].as_object().expect("why epochs were taken");
+    let taken: u64 = reasons.values().filter_map(serde_json::Value::as_u64).sum();
+    assert!(status["epochs"] == taken && reasons.contains_key("due"), "{status}");
     // Small changes travel as small changes.
     let (wire, raw) = (status["all_wire_bytes"].as_u64(), status["all_raw_bytes"].as_u64());
     assert!(wire.zip(raw).is_some_and(|(wire, raw)| wire * 3 < raw), "{status}");

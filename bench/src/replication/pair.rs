@@ -46,15 +46,33 @@ pub struct Travelled {
     pub epochs: f64,
     pub wire_bytes: f64,
     pub raw_bytes: f64,
+    /// Sums over the epochs.
+    pub pages: f64,
+    pub pause_ns: f64,
+    pub transfer_ns: f64,
+    pub suspended_ns: f64,
 }
 
 impl Travelled {
     /// Since `before`.
     pub fn since(self, before: Self) -> Self {
+        self.each(before, |now, before| now - before)
+    }
+
+    /// This and `more`.
+    pub fn and(self, more: Self) -> Self {
+        self.each(more, |one, other| one + other)
+    }
+
+    fn each(self, other: Self, of: impl Fn(f64, f64) -> f64) -> Self {
         Self {
-            epochs: self.epochs - before.epochs,
-            wire_bytes: self.wire_bytes - before.wire_bytes,
-            raw_bytes: self.raw_bytes - before.raw_bytes,
+            epochs: of(self.epochs, other.epochs),
+            wire_bytes: of(self.wire_bytes, other.wire_bytes),
+            raw_bytes: of(self.raw_bytes, other.raw_bytes),
+            pages: of(self.pages, other.pages),
+            pause_ns: of(self.pause_ns, other.pause_ns),
+            transfer_ns: of(self.transfer_ns, other.transfer_ns),
+            suspended_ns: of(self.suspended_ns, other.suspended_ns),
         }
     }
 }
@@ -194,6 +212,10 @@ impl<'a> Running<'a> {
             epochs: of("epochs")?,
             wire_bytes: of("all_wire_bytes")?,
             raw_bytes: of("all_raw_bytes")?,
+            pages: of("all_pages")?,
+            pause_ns: of("all_pause_ns")?,
+            transfer_ns: of("all_transfer_ns")?,
+            suspended_ns: of("all_suspended_ns")?,
         })
     }
 

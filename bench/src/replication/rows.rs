@@ -114,8 +114,7 @@ impl Rows {
         let mut all = Travelled::default();
         for row in &self.all {
             row.report(report, self.seconds);
-            all.wire_bytes += row.travelled.wire_bytes;
-            all.raw_bytes += row.travelled.raw_bytes;
+            all = all.and(row.travelled);
         }
         for kind in self.kinds() {
             let of_kind = self.all.iter().filter(|row| row.kind.key == kind);
@@ -229,9 +228,7 @@ impl Row {
         self.good_per_s.push(done.good_per_s);
         self.tolerable_per_s.push(done.tolerable_per_s);
         self.took_ns.append(&done.took_ns);
-        self.travelled.epochs += done.travelled.epochs;
-        self.travelled.wire_bytes += done.travelled.wire_bytes;
-        self.travelled.raw_bytes += done.travelled.raw_bytes;
+        self.travelled = self.travelled.and(done.travelled);
     }
 
     fn report(&self, report: &mut Report, seconds: u16) {
@@ -251,6 +248,15 @@ impl Row {
             let counted = f64::from(seconds) * self.per_s.len() as f64;
             report.figure(format!("{kind}_epochs_per_s_{end}"), self.travelled.epochs / counted);
             report.figure(format!("{kind}_wire_bytes_per_s_{end}"), self.travelled.wire_bytes / counted);
+            if self.travelled.epochs > 0.0 {
+                let of_epoch = |sum: f64| sum / self.travelled.epochs;
+                report.figure(format!("{kind}_epoch_pages_{end}"), of_epoch(self.travelled.pages));
+                report.figure(format!("{kind}_epoch_pause_ns_{end}"), of_epoch(self.travelled.pause_ns));
+                report
+                    .figure(format!("{kind}_epoch_transfer_ns_{end}"), of_epoch(self.travelled.transfer_ns));
+            }
+            let suspended = self.travelled.suspended_ns / (counted * 1e9);
+            report.ratio(format!("{kind}_suspended_part_{end}"), suspended);
         }
         if !self.kind.has_clients() {
             return;
@@ -288,7 +294,7 @@ mod tests {
         let mut rows = Rows::new(5);
         let mut took_ns = Sample::default();
         took_ns.push(3e6);
-        let travelled = Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6 };
+        let travelled = Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6, ..Travelled::default() };
         let done = |per_s: f64| Done {
             per_s,
             own_per_s: Some(per_s * 2.0),

@@ -143,6 +143,11 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
         "gauge",
         "Pages of the newest checkpoint: dirty, and of these zero, deduplicated, unchanged and stored.",
     );
+    let mut taken = Family::new(
+        "keyframe_replication_taken_total",
+        "counter",
+        "Epochs that are on the standby, by why they were taken.",
+    );
     let mut families: Vec<(Family, Reading)> =
         OF_STATUS.iter().map(|(name, kind, help, value)| (Family::new(name, kind, help), *value)).collect();
     for vm in vms {
@@ -166,8 +171,17 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
             let value = number(&vm.status, &format!("/last/{field}_pages"));
             pages.add_some(&[("vm", &vm.name), ("kind", kind)], value);
         }
+        for (reason, count) in reasons(&vm.status) {
+            taken.add_some(&[("vm", &vm.name), ("reason", reason)], count.as_f64());
+        }
     }
-    std::iter::once(up).chain(families.into_iter().map(|(family, _)| family)).chain([phases, pages]).collect()
+    let of_status = families.into_iter().map(|(family, _)| family);
+    std::iter::once(up).chain(of_status).chain([phases, pages, taken]).collect()
+}
+
+/// Why the epochs of a protected VM were taken, and how many for each reason.
+fn reasons(status: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    status.pointer("/replication/reasons").and_then(Value::as_object).into_iter().flatten()
 }
 
 fn of_stores(source: &dyn Source) -> Vec<Family> {

@@ -109,6 +109,8 @@ impl Source for Synthetic {
             "reason": HOSTILE, "note": HOSTILE, "pages": 1203, "wire_bytes": 90_000, "all_wire_bytes": 9_000_000, "all_raw_bytes": 90_000_000,
             "pause_ns": 2_100_000, "transfer_ns": 9_000_000, "epoch_ns": 25_000_000, "held_packets": 3, "held_bytes": 300, "passed_packets": 4000,
             "dropped_packets": 0, "took_over_ns": null, "estimates": [[HOSTILE, 118_000_000.0]],
+            "reasons": { (HOSTILE): 60, "packets held": 10 }, "all_pages": 22_000, "all_pause_ns": 150_000_000, "all_transfer_ns": 600_000_000,
+            "all_suspended_ns": 1_000_000,
         });
         let protected = VmState {
             name: "protected".into(),

@@ -5,6 +5,7 @@ use crate::failure::{DONE, Failure, Outcome};
 use crate::rundir::{About, Kind, Orphan};
 use crate::{output, rundir};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -137,6 +138,9 @@ fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
         lines.push(format!("  holds       epoch {}", number(r.acknowledged)));
         return lines.join("\n");
     }
+    if !r.reasons.is_empty() {
+        lines.push(format!("  taken for   {}", reasons(&r.reasons)));
+    }
     if r.epochs > 0 {
         lines.push(format!(
             "  lag         epoch {} is on the standby; pause {}, then {} until it was; {} between epochs",
@@ -157,6 +161,14 @@ fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
         lines.push(format!("  took over   after {}", output::duration(ns)));
     }
     lines.join("\n")
+}
+
+/// Why epochs were taken, what is most frequent first.
+fn reasons(counts: &BTreeMap<String, u64>) -> String {
+    let mut all: Vec<_> = counts.iter().collect();
+    all.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+    let all: Vec<_> = all.iter().map(|(reason, count)| format!("{reason} {count}")).collect();
+    all.join(", ")
 }
 
 /// For a person, some lines.

@@ -11,6 +11,7 @@ pub mod client;
 pub mod server;
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// The longest line either side accepts, in bytes.
 pub const LINE_BYTES_MAX: u64 = 256 * 1024;
@@ -182,7 +183,7 @@ pub struct ReplicationStatus {
     pub role: String,
     /// A primary: `protected`, `unprotected`, `syncing`, ...; a standby: `ready to take over`, `syncing`, ...
     pub state: String,
-    /// The VM that a standby holds.
+    /// The VM that a standby holds, or has taken over.
     pub protects: Option<String>,
     /// Takeovers, from 1.
     pub term: u64,
@@ -224,6 +225,21 @@ pub struct ReplicationStatus {
     pub took_over_ns: Option<u64>,
     /// What the policy takes the link and the VM to be, by names with their units.
     pub estimates: Vec<(String, f64)>,
+    /// Why epochs were taken, and how many for each reason.
+    #[serde(default)]
+    pub reasons: BTreeMap<String, u64>,
+    /// How long the VM stood for all epochs.
+    #[serde(default)]
+    pub all_pause_ns: u64,
+    /// From the pauses of all epochs to their acknowledgements.
+    #[serde(default)]
+    pub all_transfer_ns: u64,
+    /// Pages of all epochs.
+    #[serde(default)]
+    pub all_pages: u64,
+    /// How long the VM stood besides, suspended early as it wrote faster than the link sends.
+    #[serde(default)]
+    pub all_suspended_ns: u64,
 }
 
 /// How a flight recorder goes.

@@ -302,6 +302,11 @@ impl Engine {
             status.pause_ns = told.pause_ns;
             status.transfer_ns = told.transfer_ns;
             status.epoch_ns = told.epoch_ns;
+            status.all_pages += told.pages;
+            status.all_pause_ns += told.pause_ns;
+            status.all_transfer_ns += told.transfer_ns;
+            status.all_suspended_ns += told.suspended_ns;
+            *status.reasons.entry(told.reason.to_owned()).or_default() += 1;
             status.estimates = told.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
         });
     }

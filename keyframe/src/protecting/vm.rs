@@ -96,6 +96,10 @@ pub struct Told {
     pub pause_ns: u64,
     pub transfer_ns: u64,
     pub epoch_ns: u64,
+    /// Why it was taken.
+    pub reason: &'static str,
+    /// How long the VM has stood since it, suspended early.
+    pub suspended_ns: u64,
     pub estimates: Vec<(&'static str, f64)>,
 }
 
@@ -149,6 +153,7 @@ impl VmThread {
             in_flight: None,
             since_ns: now_ns(),
             suspended: false,
+            suspended_at_ns: None,
             fresh: true,
             wanted: false,
             wanted_session: None,
@@ -195,6 +200,7 @@ struct InFlight {
     report: Option<Report<SentEpoch>>,
     acknowledged: bool,
     captured_ns: u64,
+    reason: &'static str,
     seq: u64,
 }
 
@@ -216,6 +222,8 @@ struct Keeper {
     since_ns: u64,
     /// The policy has it standing.
     suspended: bool,
+    /// Since when; until the epoch on its way is acknowledged.
+    suspended_at_ns: Option<u64>,
     /// Nothing was captured yet.
     fresh: bool,
     /// An epoch was asked for while one was on its way.
@@ -334,7 +342,12 @@ impl Keeper {
         let now_ns = now_ns();
         let look = self.seen(now_ns, held);
         match self.policy.look(&look) {
-            Decision::Wait { look_in_ns } => Duration::from_nanos(look_in_ns),
+            Decision::Wait { look_in_ns } => {
+                if self.in_flight.is_none() {
+                    self.unsuspend();
+                }
+                Duration::from_nanos(look_in_ns)
+            }
             Decision::Checkpoint(reason) => {
                 self.capture(reason.name(), false);
                 Duration::ZERO
@@ -347,6 +360,7 @@ impl Keeper {
                     .iter_mut()
                     .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 self.suspended = stopped.is_ok();
+                self.suspended_at_ns = stopped.is_ok().then_some(now_ns);
                 LOOK_EVERY
             }
         }
@@ -428,7 +442,8 @@ impl Keeper {
         let captured_ns = now_ns();
         self.since_ns = captured_ns;
         self.disk_bytes = 0;
-        self.in_flight = Some(InFlight { epoch, report: None, acknowledged: false, captured_ns, seq });
+        self.in_flight =
+            Some(InFlight { epoch, report: None, acknowledged: false, captured_ns, reason, seq });
         Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
     }
 
@@ -462,7 +477,7 @@ impl Keeper {
     /// An epoch that is sent and acknowledged is done.
     fn finish(&mut self) {
         let done = self.in_flight.take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
-        let Some(InFlight { epoch, report: Some(report), captured_ns, .. }) = done else { return };
+        let Some(InFlight { epoch, report: Some(report), captured_ns, reason, .. }) = done else { return };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
         self.wire.acknowledged(epoch);
         self.having = None;
@@ -474,8 +489,8 @@ impl Keeper {
             transfer_ns: now_ns().saturating_sub(captured_ns),
             epoch_ns: sent.interval_ns,
         };
+        // Where it was suspended, the look that follows has it run again, or checkpoints it as it stands.
         self.policy.acknowledged(&acked);
-        self.unsuspend();
         let told = Told {
             acknowledged: Some(epoch),
             pages: acked.pages,
@@ -484,6 +499,8 @@ impl Keeper {
             pause_ns: acked.pause_ns,
             transfer_ns: acked.transfer_ns,
             epoch_ns: acked.epoch_ns,
+            reason,
+            suspended_ns: self.suspended_at_ns.take().map_or(0, |at_ns| now_ns().saturating_sub(at_ns)),
             estimates: self.policy.describe(),
         };
         self.tell(Event::Told(Box::new(told)));

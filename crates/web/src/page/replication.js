@@ -54,7 +54,6 @@ export async function replication(main, name) {
   const [state, charts, reasons, estimates] = [el("div", {}), el("div", {}), el("div", {}), el("div", {})];
   fill(main, el("h2", {}, name), state, el("h3", {}, "Epochs, since this page was opened"), charts, el("h3", {}, "Why they were taken"), reasons, estimates);
   const seen = [];
-  const why = new Map();
   let newest = null;
 
   const draw = (told) => {
@@ -66,9 +65,10 @@ export async function replication(main, name) {
       lines("Packets that were held", seen, [["packets held", (p) => p.held_packets]], (value) => count(value)),
       asTable(() => table("What the charts show, the newest first", columns, seen.toReversed().slice(0, 100).map(row)))]
       : el("p", { class: "soft" }, "The first one is waited for …"));
-    const all = [...why.values()].reduce((sum, n) => sum + n, 0);
-    fill(reasons, why.size ? table("Of the epochs that were seen, one a second at most", [["Reason"], ["Epochs", 1], ["Part", 1]],
-      [...why].sort((a, b) => b[1] - a[1]).map(([reason, n]) => [reason, count(n), `${((n / all) * 100).toFixed(0)} %`])) : el("p", { class: "soft" }, "None was seen yet."));
+    const why = Object.entries(told.reasons ?? {}).sort((a, b) => b[1] - a[1]);
+    const all = why.reduce((sum, [, n]) => sum + n, 0);
+    fill(reasons, all > 0 ? table("Of all epochs that the standby has acknowledged", [["Reason"], ["Epochs", 1], ["Part", 1]],
+      why.map(([reason, n]) => [reason, count(n), `${((n / all) * 100).toFixed(0)} %`])) : el("p", { class: "soft" }, "None was taken yet."));
     fill(estimates, told.estimates?.length ? [el("h3", {}, "What the policy takes the link and the VM to be"),
       table("Estimates, by names with their units", [["Estimate"], ["Value", 1]], told.estimates.map(([what, value]) => [what.replaceAll("_", " "), count(value)]))] : []);
   };
@@ -80,7 +80,6 @@ export async function replication(main, name) {
       newest = told.epoch;
       seen.push(told);
       if (seen.length > KEPT) seen.shift();
-      if (told.reason) why.set(told.reason, (why.get(told.reason) ?? 0) + 1);
     }
     draw(told);
   };
