@@ -262,7 +262,7 @@ impl Row {
             return;
         }
         report.figure(format!("{kind}_latency_p50_ns_{end}"), self.took_ns.median());
-        for (name, percent) in [("p90", 90), ("p99", 99)] {
+        for (name, percent) in [("p90", 90), ("p99", 99), ("max", 100)] {
             report.figure(format!("{kind}_latency_{name}_ns_{end}"), self.took_ns.percentile(percent));
         }
         report.ratio(format!("{kind}_good_part_{end}"), self.good_per_s.median() / self.per_s.median());
