@@ -18,7 +18,7 @@
 //!
 //! Left out: task gates of interrupts on 32-bit guests, and system management interrupts that no instruction caused.
 
-use crate::api::{Instruction, MemoryInfo};
+use crate::api::{Accesses, Instruction, MemoryCallback, MemoryInfo};
 use crate::board::Board;
 use crate::physical::{DEVICE, Physical};
 use crate::state::State;
@@ -59,21 +59,29 @@ impl Places {
         Self { physical, known: State::leak(Translations::new(board)) }
     }
 
-    /// To be called for each instruction whose accesses are asked for, as it is translated: begins a generation whenever it is about to
-    /// run, if it may remap; tells whether it may. Its own accesses are not to be kept then, as they come before what it does: those
-    /// are for [`Places::asked`].
-    pub fn watch(&self, instruction: &Instruction<'_>) -> bool {
+    /// Has one of `callbacks` called with `data` behind the accesses of `instruction`: the second where that may remap, as its own accesses come
+    /// before what it does and are not to be kept. Whenever such a one is about to run, a generation begins.
+    pub fn on_memory(
+        &self,
+        instruction: &Instruction<'_>,
+        callbacks: [MemoryCallback; 2],
+        data: *mut c_void,
+    ) {
         let (bytes, len) = instruction.bytes();
-        let may = remaps(&bytes[..len], instruction.pc());
-        if may {
+        let may_remap = remaps(&bytes[..len], instruction.pc());
+        if may_remap {
             instruction.on_executed(on_remap, self.known.data());
         }
-        may
+        instruction.on_memory(Accesses::All, callbacks[usize::from(may_remap)], data);
     }
 
-    /// Where the access of the running memory callback went, which was a `store` or not.
+    /// Where the access of the running memory callback went, which was a `store` or not; `REMAPS` in the second of
+    /// [`Places::on_memory`]'s callbacks.
     #[inline]
-    pub fn of_access(&self, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
+    pub fn of_access<const REMAPS: bool>(&self, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
+        if REMAPS {
+            return self.physical.of_access(info, vaddr);
+        }
         // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one lives.
         let known = unsafe { State::<Translations>::of(self.known.data()) };
         known.find(vaddr, store).unwrap_or_else(|| self.learn(known, info, vaddr, store))
@@ -81,7 +89,7 @@ impl Places {
 
     #[cold]
     fn learn(&self, known: &mut Translations, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
-        let at = self.asked(info, vaddr);
+        let at = self.physical.of_access(info, vaddr);
         if at & DEVICE == 0 {
             known.keep(vaddr, store, at);
         } else {
@@ -89,11 +97,6 @@ impl Places {
             known.forget();
         }
         at
-    }
-
-    /// The same, asked of QEMU now.
-    pub fn asked(&self, info: MemoryInfo, vaddr: u64) -> u64 {
-        self.physical.of_access(info, vaddr)
     }
 }
 

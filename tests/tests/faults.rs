@@ -1,5 +1,5 @@
-//! One test for each fault of `--fault` (`kill`, `stall` and `pause` are in crash.rs): every sealed checkpoint is exact, those
-//! after the fault are sealed where there can be any, and the guest runs on where it can.
+//! One test for each fault of `--fault` (`kill`, `stall` and `pause` are in crash.rs, `slow-copy` in budgets.rs): every sealed
+//! checkpoint is exact, those after the fault are sealed where there can be any, and the guest runs on where it can.
 
 use keyframe_tests::{
     Bench, Boot, Foreign, Orphan, Process, Sequence, assert_restores_exactly, hash_lines, number, until,

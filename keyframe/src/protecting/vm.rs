@@ -152,7 +152,6 @@ impl VmThread {
             may_capture: false,
             in_flight: None,
             since_ns: now_ns(),
-            suspended: false,
             suspended_at_ns: None,
             fresh: true,
             wanted: false,
@@ -201,6 +200,8 @@ struct InFlight {
     acknowledged: bool,
     captured_ns: u64,
     reason: &'static str,
+    /// How long the VM stood for it, where it was suspended already, which the capture takes for no pause of its own.
+    stood_ns: Option<u64>,
     seq: u64,
 }
 
@@ -220,9 +221,7 @@ struct Keeper {
     may_capture: bool,
     in_flight: Option<InFlight>,
     since_ns: u64,
-    /// The policy has it standing.
-    suspended: bool,
-    /// Since when; until the epoch on its way is acknowledged.
+    /// Since when the policy has it standing.
     suspended_at_ns: Option<u64>,
     /// Nothing was captured yet.
     fresh: bool,
@@ -302,7 +301,7 @@ impl Keeper {
     }
 
     fn cont(&mut self) {
-        self.suspended = false;
+        self.suspended_at_ns = None;
         for member in self.gated.machines.members_mut() {
             if let Err(error) = member.machine.vm.qmp().cont() {
                 eprintln!("keyframe: let the VM run: {}", chain(&error));
@@ -311,7 +310,7 @@ impl Keeper {
     }
 
     fn unsuspend(&mut self) {
-        if self.suspended {
+        if self.suspended_at_ns.is_some() {
             self.cont();
         }
     }
@@ -359,7 +358,6 @@ impl Keeper {
                     .members_mut()
                     .iter_mut()
                     .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
-                self.suspended = stopped.is_ok();
                 self.suspended_at_ns = stopped.is_ok().then_some(now_ns);
                 LOOK_EVERY
             }
@@ -387,7 +385,7 @@ impl Keeper {
             packets_held: held.fresh_frames,
             oldest_packet_ns: held.oldest_ns.map(|age| now_ns.saturating_sub(age)),
             disk_bytes_held: self.disk_bytes(now_ns),
-            stopped: self.suspended,
+            stopped: self.suspended_at_ns.is_some(),
             busy_ns: self.busy.ns(&mut self.gated.machines),
         }
     }
@@ -401,10 +399,14 @@ impl Keeper {
             self.wanted = true;
             return;
         }
-        let was_suspended = std::mem::take(&mut self.suspended);
+        let was_suspended = self.suspended_at_ns.take().is_some();
+        let begun_ns = now_ns();
         let result = self.captured(reason);
         if was_suspended && !last {
             self.cont();
+            if let Some(in_flight) = &mut self.in_flight {
+                in_flight.stood_ns = Some(now_ns().saturating_sub(begun_ns));
+            }
         }
         match result {
             Ok(event) => self.tell(event),
@@ -442,8 +444,8 @@ impl Keeper {
         let captured_ns = now_ns();
         self.since_ns = captured_ns;
         self.disk_bytes = 0;
-        self.in_flight =
-            Some(InFlight { epoch, report: None, acknowledged: false, captured_ns, reason, seq });
+        let (report, acknowledged, stood_ns) = (None, false, None);
+        self.in_flight = Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
         Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
     }
 
@@ -477,7 +479,9 @@ impl Keeper {
     /// An epoch that is sent and acknowledged is done.
     fn finish(&mut self) {
         let done = self.in_flight.take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
-        let Some(InFlight { epoch, report: Some(report), captured_ns, reason, .. }) = done else { return };
+        let Some(InFlight { epoch, report: Some(report), captured_ns, reason, stood_ns, .. }) = done else {
+            return;
+        };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
         self.wire.acknowledged(epoch);
         self.having = None;
@@ -485,7 +489,7 @@ impl Keeper {
         let acked = Acknowledged {
             pages: sent.sent.pages,
             wire_bytes: sent.sent.bytes,
-            pause_ns: sent.pause_ns,
+            pause_ns: stood_ns.unwrap_or(sent.pause_ns),
             transfer_ns: now_ns().saturating_sub(captured_ns),
             epoch_ns: sent.interval_ns,
         };
@@ -500,7 +504,7 @@ impl Keeper {
             transfer_ns: acked.transfer_ns,
             epoch_ns: acked.epoch_ns,
             reason,
-            suspended_ns: self.suspended_at_ns.take().map_or(0, |at_ns| now_ns().saturating_sub(at_ns)),
+            suspended_ns: self.suspended_at_ns.map_or(0, |at_ns| now_ns().saturating_sub(at_ns)),
             estimates: self.policy.describe(),
         };
         self.tell(Event::Told(Box::new(told)));

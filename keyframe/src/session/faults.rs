@@ -1,15 +1,16 @@
 //! Faults on purpose: what a run can be told to suffer, so that tests prove that nothing is lost.
 //!
 //! One enum of all of them ([`Kind`]); each has an end-to-end test of the same name in `tests/tests/faults.rs` or
-//! `crash.rs`. Those with a phase strike where the checkpoint reaches it for the Nth time, the others at the Nth call.
+//! `crash.rs` (`slow-copy`: `budgets.rs`). Those with a phase strike where the checkpoint reaches it for the Nth time, the
+//! others at the Nth call, and slow ones always.
 //!
 //! ```text
 //!   kill|stall|pause|qmp-lost|qemu-killed : PHASE [:N]
-//!   disk-full|scan-error|short-read|slow-encoder|kill-rollback [:N]
+//!   disk-full|scan-error|short-read|slow-encoder|slow-copy|kill-rollback [:N]
 //! ```
 
 use keyframe_capture::{BoxError, PageReader, Phase, Tracker};
-use keyframe_units::{PageRange, PageSet};
+use keyframe_units::{PAGE_BYTES, PageRange, PageSet};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use std::os::fd::OwnedFd;
 use std::str::FromStr;
@@ -38,12 +39,14 @@ pub enum Kind {
     ShortRead,
     /// Each parcel of pages takes the encoder half a second more.
     SlowEncoder,
+    /// Copying takes 20 us more for each page, as on a machine with slow memory.
+    SlowCopy,
     /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is loaded; it is whole.
     KillRollback,
 }
 
 impl Kind {
-    const ALL: [(Self, &str); 10] = [
+    const ALL: [(Self, &str); 11] = [
         (Self::Kill, "kill"),
         (Self::Stall, "stall"),
         (Self::Pause, "pause"),
@@ -53,6 +56,7 @@ impl Kind {
         (Self::ScanError, "scan-error"),
         (Self::ShortRead, "short-read"),
         (Self::SlowEncoder, "slow-encoder"),
+        (Self::SlowCopy, "slow-copy"),
         (Self::KillRollback, "kill-rollback"),
     ];
 
@@ -186,10 +190,14 @@ pub struct FaultyReader(pub Arc<dyn PageReader>, pub Fault);
 
 impl PageReader for FaultyReader {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
-        match self.1.strike(Kind::ShortRead) {
-            Some(error) => Err(error),
-            None => self.0.read(ranges, dst),
+        if let Some(error) = self.1.strike(Kind::ShortRead) {
+            return Err(error);
         }
+        if self.1.kind == Kind::SlowCopy {
+            let pages = (dst.len() / PAGE_BYTES) as u32;
+            std::thread::sleep(Duration::from_micros(20) * pages);
+        }
+        self.0.read(ranges, dst)
     }
 }
 

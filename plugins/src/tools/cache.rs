@@ -24,7 +24,7 @@
 //! devices are left out.
 
 use super::{Setup, Tool};
-use crate::api::{self, Accesses, Block, MemoryInfo};
+use crate::api::{self, Block, MemoryInfo};
 use crate::arguments::number;
 use crate::cut::{Reduced, Reducer};
 use crate::physical::DEVICE;
@@ -231,13 +231,12 @@ impl Cache {
     }
 }
 
-/// `REMAPS`: of an instruction that may ([`Places::watch`]).
+/// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
 extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let table = &mut unsafe { State::<Cache>::of(data) }.table;
     let store = api::is_store(info);
-    let at =
-        if REMAPS { table.places.asked(info, vaddr) } else { table.places.of_access(info, vaddr, store) };
+    let at = table.places.of_access::<REMAPS>(info, vaddr, store);
     if at & DEVICE == 0 {
         table.access(at, api::size_bytes(info).into(), usize::from(store));
     }
@@ -247,9 +246,7 @@ impl Tool for Cache {
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         self.watch_cuts(block, data);
         for instruction in block.instructions() {
-            let remaps = self.table.places.watch(&instruction);
-            let callback = if remaps { on_access::<true> } else { on_access::<false> };
-            instruction.on_memory(Accesses::All, callback, data);
+            self.table.places.on_memory(&instruction, [on_access::<false>, on_access::<true>], data);
         }
     }
 

@@ -10,7 +10,7 @@
 //! translation of its address and three stores.
 
 use super::{Setup, Tool, fail};
-use crate::api::{self, Accesses, Block, MemoryInfo};
+use crate::api::{self, Block, MemoryInfo};
 use crate::slots::Slots;
 use crate::state::State;
 use crate::stream::Stream;
@@ -76,7 +76,7 @@ impl Memtrace {
     }
 }
 
-/// `REMAPS`: of an instruction that may ([`Places::watch`]).
+/// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
 extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: registered with an access's data; on the vCPU's thread.
     let access = unsafe { State::<Access>::of(data) };
@@ -86,8 +86,7 @@ extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vad
         [kind, _] | [_, kind] if kind.info == info => kind,
         _ => tool.kind(access, info),
     };
-    let physical =
-        if REMAPS { tool.places.asked(info, vaddr) } else { tool.places.of_access(info, vaddr, kind.store) };
+    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind.store);
     let record = [vaddr, physical, tool.stream.begun() << 32 | u64::from(kind.site)];
     tool.stream.push(record);
 }
@@ -105,9 +104,8 @@ impl Tool for Memtrace {
                 .known
                 .entry(pc)
                 .or_insert_with(|| State::leak(Access { pc, tool: data, kinds: [NO_KIND; 2] }));
-            let callback =
-                if self.places.watch(&instruction) { on_access::<true> } else { on_access::<false> };
-            instruction.on_memory(Accesses::All, callback, access.data());
+            let callbacks = [on_access::<false>, on_access::<true>];
+            self.places.on_memory(&instruction, callbacks, access.data());
         }
     }
 }

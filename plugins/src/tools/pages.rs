@@ -3,7 +3,7 @@
 //! Row: page's guest-physical address │ reads │ writes. Accesses to devices are left out.
 
 use super::{Setup, Tool};
-use crate::api::{self, Accesses, Block, MemoryInfo};
+use crate::api::{self, Block, MemoryInfo};
 use crate::cut::{Reduced, Reducer};
 use crate::physical::DEVICE;
 use crate::state::State;
@@ -70,13 +70,12 @@ impl Pages {
     }
 }
 
-/// `REMAPS`: of an instruction that may ([`Places::watch`]).
+/// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
 extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let table = &mut unsafe { State::<Pages>::of(data) }.table;
     let store = api::is_store(info);
-    let at =
-        if REMAPS { table.places.asked(info, vaddr) } else { table.places.of_access(info, vaddr, store) };
+    let at = table.places.of_access::<REMAPS>(info, vaddr, store);
     if at & DEVICE == 0 {
         table.count(at >> 12, usize::from(store));
     }
@@ -86,9 +85,7 @@ impl Tool for Pages {
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         self.watch_cuts(block, data);
         for instruction in block.instructions() {
-            let remaps = self.table.places.watch(&instruction);
-            let callback = if remaps { on_access::<true> } else { on_access::<false> };
-            instruction.on_memory(Accesses::All, callback, data);
+            self.table.places.on_memory(&instruction, [on_access::<false>, on_access::<true>], data);
         }
     }
 

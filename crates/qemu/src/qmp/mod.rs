@@ -214,7 +214,18 @@ impl Qmp {
         self.answer(id, command, self.timeout)
     }
 
-    /// The same for several commands that only ask; over a socket all are sent before the first answer is waited for, so that the
+    /// The same with a descriptor that goes to QEMU along with it.
+    pub(crate) fn execute_passing(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        passed: BorrowedFd<'_>,
+    ) -> Result<Value> {
+        let id = self.send(command, Some(arguments), Some(passed))?;
+        self.answer(id, command, self.timeout)
+    }
+
+    /// The answers to several commands that only ask. Over a socket all are sent before the first answer is waited for, so that the
     /// way there and back, and QEMU's wait for its lock, are paid once.
     pub(crate) fn ask_all<const N: usize>(&mut self, commands: [(&str, Value); N]) -> Result<[Value; N]> {
         let mut answers = [const { Value::Null }; N];
@@ -232,17 +243,6 @@ impl Qmp {
             *answer = self.answer(id, command, self.timeout)?;
         }
         Ok(answers)
-    }
-
-    /// The same with a descriptor that goes to QEMU along with it.
-    pub(crate) fn execute_passing(
-        &mut self,
-        command: &str,
-        arguments: Value,
-        passed: BorrowedFd<'_>,
-    ) -> Result<Value> {
-        let id = self.send(command, Some(arguments), Some(passed))?;
-        self.answer(id, command, self.timeout)
     }
 
     /// Pauses the VM.
