@@ -15,7 +15,7 @@ help:
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
 	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, more than an hour; CSV, plots, report in $(OUT)/evaluation"
 	@echo "make guide   the guide (docs/guide) as a book, in $(OUT)/guide; installs mdBook into target/tools"
-	@echo "make lint    formatting, clippy, licences of dependencies"
+	@echo "make lint    formatting, clippy, licences, sources and bans of dependencies"
 	@echo "make deny    cargo-deny: licences, banned crates, sources, advisories (3: these could not be had)"
 	@echo "make build   target/release/keyframe"
 	@echo "make deb     $(OUT)/keyframe_VERSION_amd64.deb, looked at by lintian, installed and removed in a directory"

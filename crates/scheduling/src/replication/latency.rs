@@ -78,7 +78,7 @@ impl Default for LatencyParameters {
             growth_percent: paper.growth_percent,
             disk_buffer_bytes: paper.disk_buffer_bytes,
             wait_max_ns: paper.wait_max_ns,
-            look_every_ns: 20_000_000,
+            look_every_ns: paper.look_every_ns,
         }
     }
 }
