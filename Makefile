@@ -13,7 +13,7 @@ help:
 	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
 	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
 	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
-	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, more than an hour; CSV, plots, report in $(OUT)/evaluation"
+	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, an hour; CSV, plots, report in $(OUT)/evaluation"
 	@echo "make guide   the guide (docs/guide) as a book, in $(OUT)/guide; installs mdBook into target/tools"
 	@echo "make lint    formatting, clippy, licences, sources and bans of dependencies"
 	@echo "make deny    cargo-deny: licences, banned crates, sources, advisories (3: these could not be had)"
