@@ -23,6 +23,8 @@ pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
 pub const HEADER_BYTES: u64 = 12;
 /// The kind of a disk's answer.
 const BLOCK: u8 = 8;
+/// The log's own checkpoint at which QEMU resets the machine that is to be.
+const RESET: u8 = 2;
 /// No packet and no input is longer.
 const DATA_BYTES_MAX: u32 = 16 << 20;
 
@@ -227,10 +229,31 @@ enum Stop {
     Unknown(String),
 }
 
+/// Where the machine was asked to shut down for good. QEMU does so some time later, and a replay at another instruction than the recording:
+/// what the guest ran in between is in the log, but no replay is sure to come to it. A reset has a checkpoint of the log's own instead,
+/// at which a replay waits for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Shutdown(Option<u64>);
+
+impl Shutdown {
+    fn take(&mut self, placed: Placed) {
+        match placed.event {
+            Event::Shutdown(_) => drop(self.0.get_or_insert(placed.icount)),
+            Event::Checkpoint(RESET) => self.0 = None,
+            _ => {}
+        }
+    }
+
+    /// The last instruction that a replay is sure to come to, of a log with so many.
+    fn end(self, instructions: u64) -> u64 {
+        self.0.map_or(instructions, |at| at.min(instructions))
+    }
+}
+
 /// What a log holds, in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Instructions.
+    /// Instructions up to where the machine was shut down, or else to its end.
     pub instructions: u64,
     /// Events.
     pub events: u64,
@@ -238,20 +261,18 @@ pub struct Summary {
     pub bytes: u64,
     /// QEMU ended it.
     pub is_complete: bool,
-    /// Shutdowns and resets.
-    pub shutdowns: u64,
 }
 
 /// Reads the whole log in the file at `path`.
 pub fn summary(path: &Path) -> Result<Summary> {
     let mut events = open(path)?;
-    let mut summary = Summary::default();
+    let (mut summary, mut shutdown) = (Summary::default(), Shutdown::default());
     while let Some(placed) = events.next_event()? {
         summary.events += 1;
         summary.is_complete |= placed.event == Event::End;
-        summary.shutdowns += u64::from(matches!(placed.event, Event::Shutdown(_)));
+        shutdown.take(placed);
     }
-    (summary.instructions, summary.bytes) = (events.icount(), events.offset());
+    (summary.instructions, summary.bytes) = (shutdown.end(events.icount()), events.offset());
     Ok(summary)
 }
 
@@ -266,6 +287,7 @@ pub struct Boundaries {
     holds: Vec<u64>,
     /// The last bottom half at this instruction.
     last_half: Option<u64>,
+    shutdown: Shutdown,
 }
 
 impl Boundaries {
@@ -281,6 +303,7 @@ impl Boundaries {
 
     /// Takes the log's next event.
     pub fn take(&mut self, placed: Placed) {
+        self.shutdown.take(placed);
         let of = match placed.event {
             Event::Instructions(_) => {
                 self.last_half = None;
@@ -299,9 +322,14 @@ impl Boundaries {
         }
     }
 
-    /// The log's instructions.
+    /// The last instruction that a replay is sure to come to: the log's last, or the one before which the machine was asked to shut down.
     pub fn end(&self) -> u64 {
-        self.all.last().copied().unwrap_or(0)
+        self.shutdown.end(self.all.last().copied().unwrap_or(0))
+    }
+
+    /// Whether it ends as the machine was asked to shut down. A replay whose guest had QEMU end there and then ends with its log.
+    pub fn end_with_shutdown(&self) -> bool {
+        self.shutdown.0.is_some()
     }
 
     /// The instructions at which the recorded VM stood while a network card was about to send. When a VM goes on, such a card schedules the bottom
@@ -315,7 +343,7 @@ impl Boundaries {
         self.all.binary_search(&icount).is_err()
     }
 
-    /// The first instruction behind `icount` at which a VM has one state only; none where the log ends before.
+    /// The first instruction behind `icount` at which a VM has one state only; none where a replay is not sure to come to one.
     pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
         let first = icount.checked_add(1)?;
         let from = self.all.partition_point(|boundary| *boundary < first);
@@ -324,6 +352,7 @@ impl Boundaries {
             .zip(self.all.get(from..)?)
             .find(|(candidate, boundary)| *boundary > candidate)
             .map(|(candidate, _)| candidate)
+            .filter(|candidate| *candidate < self.end())
     }
 
     /// The same behind the next answer of a disk.
@@ -432,6 +461,30 @@ pub(crate) mod tests {
         assert_eq!(next, [Some(1), Some(7), Some(7), Some(7), Some(12), None, None]);
         assert!(
             next.iter().flatten().all(|n| boundaries.is_unambiguous(*n)) && !boundaries.is_unambiguous(6)
+        );
+    }
+
+    /// QEMU ends some time after it was asked to, and a replay elsewhere than the recording.
+    #[test]
+    fn what_ran_behind_a_shutdown_is_none_of_the_recording() {
+        let ends = |log: &[&[u8]]| {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), bytes(log)).unwrap();
+            let boundaries = Boundaries::read(file.path()).unwrap();
+            let summary = summary(file.path()).unwrap();
+            assert_eq!(summary.instructions, boundaries.end());
+            let last = (0..40).filter_map(|n| boundaries.next_unambiguous(n)).max();
+            (boundaries.end(), boundaries.end_with_shutdown(), last, summary.is_complete)
+        };
+        let (five, nine) = (instructions(5), instructions(9));
+        assert_eq!(ends(&[&five, &nine, &[39]]), (14, false, Some(13), true));
+        assert_eq!(ends(&[&five, &[16], &nine, &[14], &[39]]), (5, true, Some(4), true));
+        assert_eq!(ends(&[&five, &[16], &nine]), (5, true, Some(4), false));
+        // A reset is waited for; what shut it down then is another.
+        assert_eq!(ends(&[&five, &[17], &nine, &[32], &five, &[39]]), (19, false, Some(18), true));
+        assert_eq!(
+            ends(&[&five, &[17], &nine, &[32], &five, &[12], &nine, &[39]]),
+            (19, true, Some(18), true)
         );
     }
 

@@ -4,7 +4,6 @@ use super::recorded::RecordedArgs;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::replaying::{self, Debugger, Replay, Source, Standing, Way, jobs};
-use keyframe_qemu::restore::Until;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -107,7 +106,8 @@ impl Goto {
         let report = Report {
             recording: source.recording.meta.id.clone(),
             icount: way.icount,
-            is_ambiguous: way.until != Until::LogEnd && !source.boundaries()?.is_unambiguous(way.icount),
+            is_ambiguous: way.icount != source.last_standing()?
+                && !source.boundaries()?.is_unambiguous(way.icount),
             checkpoint: way.begin.checkpoint.0,
             replayed_instructions: way.icount - way.begin.icount,
             wall_ns: output::elapsed_ns(began),

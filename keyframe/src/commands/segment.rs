@@ -85,7 +85,7 @@ impl Segment {
         // From the last checkpoint before what is missing.
         let before = there.iter().rev().find(|place| cuts.first().is_some_and(|cut| place.icount < *cut));
         let begin = before.copied().unwrap_or(first);
-        let instructions = source.recording.meta.instructions;
+        let instructions = source.last_standing()?;
         let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()?, places: &there };
         let mut tell = |icount| bar.set_position(icount);

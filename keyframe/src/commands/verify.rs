@@ -5,7 +5,7 @@ use crate::disks::Served;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::replaying::{
-    Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms, jobs, until,
+    Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms, jobs,
 };
 use indicatif::ProgressBar;
 use keyframe_qemu::restore::Until;
@@ -106,7 +106,7 @@ impl Verify {
         let wrong = checked.iter().filter(|one| !one.exact).count();
         let report = Report {
             recording: source.recording.meta.id.clone(),
-            instructions: source.recording.meta.instructions,
+            instructions: source.last_standing()?,
             exact: wrong == 0,
             intervals: checked,
         };
@@ -193,7 +193,7 @@ fn replayed(
     bar: &ProgressBar,
 ) -> Result<(Differences, Option<u64>), Failure> {
     let with = With { patience, ..With::default() };
-    let mut replay = Replay::start(source, interval.begin, until(interval), &with)?;
+    let mut replay = Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
     let mut told = interval.begin.icount;
     let mut tell = |icount: u64| {
         bar.inc(icount.saturating_sub(told));
@@ -202,9 +202,9 @@ fn replayed(
     let reached = replay.arrive(interrupted, &mut tell)?;
     tell(interval.end_icount);
     let difference = match (reached, interval.end) {
-        (Reached::There, Some(end)) => differing_from(source, &mut replay, interval.begin.checkpoint, end)?,
         (Reached::Interrupted, _) => return Err(Failure::new("interrupted")),
-        _ => Differences::default(),
+        (_, Some(end)) => differing_from(source, &mut replay, interval.begin.checkpoint, end)?,
+        (_, None) => Differences::default(),
     };
     replay.end()?;
     match interval.end {
@@ -259,7 +259,7 @@ fn at_log_end(
     }
     let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
     replay.end()?;
-    Ok((difference, source.recording.meta.instructions))
+    Ok((difference, source.last_standing()?))
 }
 
 /// How `replay`, which began at checkpoint `begin`, differs from checkpoint `end`.

@@ -1,6 +1,6 @@
 //! What a recorded guest wrote to its console: put together by replays, once.
 
-use super::{Reached, Replay, Source, With, jobs, until};
+use super::{Reached, Replay, Source, With, jobs};
 use crate::failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
@@ -59,7 +59,7 @@ fn part(source: &Source, interval: &Interval, interrupted: &AtomicBool) -> Resul
     let path = folder.path().join("console");
     let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
     let read = || read_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));
-    let end = until(interval);
+    let end = source.until(interval.end_icount)?;
     let warms_up = interval.begin.icount < interval.from_icount;
     let first = if warms_up { Until::Instruction(interval.from_icount) } else { end };
     let mut replay = Replay::start(source, interval.begin, first, &with)?;

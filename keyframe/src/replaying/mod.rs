@@ -35,7 +35,7 @@ pub use debugging::Debugger;
 pub use followed::Followed;
 pub use follower::Follower;
 pub use order::{Opened, Order, Stretch, tool};
-pub use passage::{Passage, Reached, until};
+pub use passage::{Passage, Reached};
 pub use replay::{Replay, SOCKET, Started, With, begin};
 pub use source::{Source, adopt_first, copy_places, places_in, sealed_in};
 pub use subject::Subject;

@@ -4,7 +4,6 @@ use super::idling::Idling;
 use crate::failure::Failure;
 use keyframe_qemu::restore::{Restored, Until};
 use keyframe_qemu::{Event, Vm};
-use keyframe_replay::interval::Interval;
 use keyframe_replay::{Progress, Verdict};
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -27,11 +26,6 @@ pub enum Reached {
     LogEnd,
     /// Asked to stop by the user.
     Interrupted,
-}
-
-/// Where the replay of `interval` ends.
-pub fn until(interval: &Interval) -> Until {
-    interval.end.map_or(Until::LogEnd, |_| Until::Instruction(interval.end_icount))
 }
 
 /// A VM that replays.

@@ -2,6 +2,7 @@
 
 use crate::failure::Failure;
 use crate::keys::KeyArg;
+use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place, intervals, with_standing_ends};
 use keyframe_replay::log::Boundaries;
 use keyframe_replay::recording::Readable;
@@ -85,15 +86,23 @@ impl Source {
         Ok(Arc::clone(self.holds.get_or_init(|| found)))
     }
 
-    /// Whether its QEMU wrote the log to its end: a replay stands there, with the guest shut down.
-    pub fn ends_by_itself(&self) -> bool {
-        self.recording.meta.ending == Ending::Complete
+    /// Whether a replay to its end goes on until QEMU ends with its log. Else it stops at the last instruction that it can stand before: where
+    /// the machine was asked to shut down, or before the log breaks off, where QEMU would end too.
+    pub fn ends_with_log(&self) -> Result<bool, Failure> {
+        Ok(self.recording.meta.ending == Ending::Complete && !self.boundaries()?.end_with_shutdown())
     }
 
-    /// The last instruction that a replay can stand before. Behind it QEMU ends where its log breaks off.
-    pub fn last_standing(&self) -> u64 {
+    /// The last instruction that a replay can stand before.
+    pub fn last_standing(&self) -> Result<u64, Failure> {
         let end = self.recording.meta.instructions;
-        if self.ends_by_itself() { end } else { end.saturating_sub(1) }
+        let end = if self.recording.meta.ending == Ending::Complete { end } else { end.saturating_sub(1) };
+        Ok(self.boundaries()?.end().min(end))
+    }
+
+    /// How a replay stops at `icount`.
+    pub fn until(&self, icount: u64) -> Result<Until, Failure> {
+        let is_end = icount >= self.last_standing()? && self.ends_with_log()?;
+        Ok(if is_end { Until::LogEnd } else { Until::Instruction(icount) })
     }
 
     /// Its checkpoints, by instruction.
@@ -112,7 +121,8 @@ impl Source {
 
     /// Its intervals.
     pub fn intervals(&self) -> Result<Vec<Interval>, Failure> {
-        let mut all = intervals(self.places()?, self.recording.meta.instructions);
+        let end = self.boundaries()?.end().min(self.recording.meta.instructions);
+        let mut all = intervals(self.places()?, end);
         if self.recording.meta.ending == Ending::Cut {
             // Behind the last checkpoint the log ends in the middle, and a QEMU that reads on there ends too.
             all.retain(|interval| interval.end.is_some());

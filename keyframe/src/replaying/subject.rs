@@ -1,6 +1,6 @@
 //! What is analysed: a recording, whose intervals are replayed, or a run that was not recorded, whose intervals are simulated.
 
-use super::{Captured, Followed, Reached, Replay, Source, With, until};
+use super::{Captured, Followed, Reached, Replay, Source, With};
 use crate::failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place};
@@ -106,7 +106,9 @@ fn replay(
 ) -> Result<(), Failure> {
     let from = intervals.first().map_or(begin.icount, |first| first.from_icount);
     let of_warm_up = (begin.icount < from).then_some(Until::Instruction(from));
-    let mut ends = of_warm_up.into_iter().chain(intervals.iter().map(until));
+    let each: Vec<Until> =
+        intervals.iter().map(|interval| source.until(interval.end_icount)).collect::<Result<_, _>>()?;
+    let mut ends = of_warm_up.into_iter().chain(each);
     let Some(end) = ends.next() else { return Ok(()) };
     let mut replay = Replay::start(source, begin, end, with)?;
     let mut reached = replay.arrive(interrupted, tell)?;

@@ -32,7 +32,7 @@ impl Way {
     /// To `icount`, or, where that is the recording's beginning, to the first instruction that a replay can stand before.
     /// `places` are the recording's checkpoints.
     pub fn to(source: &Source, places: &[Place], icount: u64) -> Result<Self, Failure> {
-        let (end, last) = (source.recording.meta.instructions, source.last_standing());
+        let last = source.last_standing()?;
         let icount = icount.max(places.first().map_or(0, |place| place.icount) + 1);
         let before = places.partition_point(|place| place.icount < icount);
         let begin = before.checked_sub(1).and_then(|at| places.get(at)).copied();
@@ -40,8 +40,7 @@ impl Way {
             Failure::new(format!("the recording has no instruction {icount}"))
                 .fix(format!("a replay can stand before any up to {last}"))
         })?;
-        let until = if icount == end { Until::LogEnd } else { Until::Instruction(icount) };
-        Ok(Self { begin, icount, until })
+        Ok(Self { begin, icount, until: source.until(icount)? })
     }
 }
 

@@ -227,7 +227,7 @@ impl Session<'_> {
     /// Lets the VM run as `payload` says, until it stops or the debugger wants it to.
     fn run_on(&mut self, payload: &[u8]) -> Result<Vec<u8>, Failure> {
         let with = self.with;
-        let end = with.source.last_standing();
+        let end = with.source.last_standing()?;
         let gdb = &mut self.gdb;
         let stub = &mut self.stub;
         let thread = stub.thread.clone();
@@ -235,8 +235,7 @@ impl Session<'_> {
         if stub.icount()? >= end {
             return Ok(ended());
         }
-        if !with.source.ends_by_itself() {
-            // QEMU ends where its log breaks off.
+        if !with.source.ends_with_log()? {
             stub.standing.replay.restored().vm().qmp().replay_break(end).map_err(|e| Failure::qemu(&e))?;
         }
         stub.send(payload)?;

@@ -111,7 +111,7 @@ fn last_in(
     let mut stub = Stub::new(standing, told)?;
     // A watchpoint stops behind the instruction that touched the memory; that is the one to stand before.
     let watches = told.points.iter().any(keyframe_gdb::Point::is_watch);
-    let stop = (end + u64::from(watches)).min(with.source.last_standing());
+    let stop = (end + u64::from(watches)).min(with.source.last_standing()?);
     let mut last = None;
     // Off a breakpoint it steps: else it meets that again where it stands. The step may touch what is watched.
     let mut how: &[u8] = b"c";
