@@ -19,6 +19,7 @@
 //! Left out: QEMU processes, recordings and where intervals begin (the caller's); a file that is not a tool's own is never read.
 
 mod btf;
+mod chunk;
 mod context;
 mod counted;
 mod csv;

@@ -8,6 +8,7 @@
 //!
 //! Invariant: the same rows in the same intervals give the same bytes: no time, no version of this program, nothing of the machine.
 
+use crate::chunk::Chunk;
 use crate::error::{Error, Result, file};
 use parquet::basic::{Compression, Encoding, LogicalType, Repetition, Type as Physical};
 use parquet::column::writer::ColumnCloseResult;
@@ -15,10 +16,10 @@ use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ParquetMetaDataReader;
 use parquet::file::properties::{EnabledStatistics, WriterProperties, WriterPropertiesPtr};
-use parquet::file::writer::{SerializedColumnWriter, SerializedFileWriter};
-use parquet::schema::types::{ColumnPath, Type};
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::schema::types::{ColumnDescPtr, ColumnPath, Type};
 use std::fs::File;
-use std::io::BufWriter;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -49,6 +50,10 @@ pub enum Layout {
     Delta,
     /// As numbers in a dictionary: few different ones.
     Dictionary,
+    /// The same, of values that their maker has numbered ([`Data::Numbered`]).
+    Numbered,
+    /// Each as a byte, in a dictionary of all numbers up to the largest: small ones.
+    Bytes,
 }
 
 /// A column.
@@ -71,6 +76,67 @@ pub enum Values {
     Long(Vec<i64>),
     /// Of [`Kind::U32`] and [`Kind::U8`].
     Int(Vec<i32>),
+}
+
+/// The values of a column in a row group.
+#[derive(Clone, Copy, Debug)]
+pub enum Data<'a> {
+    /// Of [`Kind::U64`].
+    Long(&'a [i64]),
+    /// Of [`Kind::U32`] and [`Kind::U8`].
+    Int(&'a [i32]),
+    /// Of [`Layout::Numbered`]: the different values, of [`Kind::U64`], and of each row which it has.
+    Numbered(&'a [u64], &'a [u16]),
+    /// Of [`Layout::Bytes`].
+    Bytes(&'a [u8]),
+}
+
+impl Data<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Long(all) => all.len(),
+            Self::Int(all) => all.len(),
+            Self::Numbered(_, all) => all.len(),
+            Self::Bytes(all) => all.len(),
+        }
+    }
+
+    /// Writes it as the next column of `group`.
+    fn write<W: Write + Send>(
+        self,
+        layout: Layout,
+        column: ColumnDescPtr,
+        group: &mut SerializedRowGroupWriter<'_, W>,
+    ) -> Result<(), ParquetError> {
+        let chunk = match (self, layout) {
+            (Self::Long(all), Layout::Split) => {
+                Chunk::split::<8>(column, all.iter().map(|value| *value as u64))?
+            }
+            (Self::Int(all), Layout::Split) => {
+                Chunk::split::<4>(column, all.iter().map(|value| *value as u64))?
+            }
+            (Self::Long(all), Layout::Delta) => Chunk::growing(column, all)?,
+            (Self::Numbered(values, numbers), _) => {
+                let dictionary: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                Chunk::numbers(column, (&dictionary, values.len()), numbers, u16::to_le_bytes)?
+            }
+            (Self::Bytes(all), _) => {
+                let different = all.iter().copied().max().unwrap_or(0) as usize + 1;
+                let dictionary: Vec<u8> = (0..different as u32).flat_map(u32::to_le_bytes).collect();
+                Chunk::numbers(column, (&dictionary, different), all, |byte| [byte])?
+            }
+            (Self::Long(_) | Self::Int(_), _) => {
+                let Some(mut column) = group.next_column()? else { return Ok(()) };
+                match self {
+                    Self::Long(all) => column.typed::<Int64Type>().write_batch(all, None, None)?,
+                    Self::Int(all) => column.typed::<Int32Type>().write_batch(all, None, None)?,
+                    Self::Numbered(..) | Self::Bytes(_) => 0,
+                };
+                return column.close();
+            }
+        };
+        chunk.append(group)
+    }
 }
 
 impl Values {
@@ -104,12 +170,11 @@ impl Values {
         }
     }
 
-    fn write(&self, column: &mut SerializedColumnWriter<'_>) -> Result<(), ParquetError> {
+    fn data(&self) -> Data<'_> {
         match self {
-            Self::Long(all) => column.typed::<Int64Type>().write_batch(all, None, None)?,
-            Self::Int(all) => column.typed::<Int32Type>().write_batch(all, None, None)?,
-        };
-        Ok(())
+            Self::Long(all) => Data::Long(all),
+            Self::Int(all) => Data::Int(all),
+        }
     }
 }
 
@@ -118,6 +183,7 @@ pub struct Table {
     path: PathBuf,
     unfinished: PathBuf,
     writer: SerializedFileWriter<BufWriter<File>>,
+    layouts: Vec<Layout>,
     /// The row group that is being filled, by column.
     pub values: Vec<Values>,
 }
@@ -131,7 +197,8 @@ impl Table {
         let writer = SerializedFileWriter::new(out, Arc::new(schema(columns)), properties(columns));
         let writer = writer.map_err(failed("beginning", path))?;
         let values = columns.iter().map(|column| Values::new(column.kind)).collect();
-        Ok(Self { path: path.to_owned(), unfinished, writer, values })
+        let layouts = columns.iter().map(|column| column.layout).collect();
+        Ok(Self { path: path.to_owned(), unfinished, writer, layouts, values })
     }
 
     /// Rows in the row group that is being filled.
@@ -146,12 +213,17 @@ impl Table {
 
     /// Writes what there is as a row group.
     pub fn flush(&mut self) -> Result<()> {
-        if self.rows() > 0 {
-            let written = write_group(&mut self.writer, &self.values);
-            written.map_err(failed("writing a row group of", &self.path))?;
-            self.values.iter_mut().for_each(Values::clear);
-        }
+        let data: Vec<_> = self.values.iter().map(Values::data).collect();
+        let written = write_group(&mut self.writer, &self.layouts, &data);
+        written.map_err(failed("writing a row group of", &self.path))?;
+        self.values.iter_mut().for_each(Values::clear);
         Ok(())
+    }
+
+    /// Writes a row group of all columns, in order; none where they have no rows.
+    pub fn write(&mut self, data: &[Data<'_>]) -> Result<()> {
+        let written = write_group(&mut self.writer, &self.layouts, data);
+        written.map_err(failed("writing a row group of", &self.path))
     }
 
     /// Completes the file; returns how many rows it has.
@@ -165,14 +237,16 @@ impl Table {
 
 fn write_group(
     writer: &mut SerializedFileWriter<BufWriter<File>>,
-    values: &[Values],
+    layouts: &[Layout],
+    data: &[Data<'_>],
 ) -> Result<(), ParquetError> {
+    if data.first().is_none_or(|first| first.len() == 0) {
+        return Ok(());
+    }
+    let columns = writer.schema_descr().columns().to_vec();
     let mut group = writer.next_row_group()?;
-    for values in values {
-        if let Some(mut column) = group.next_column()? {
-            values.write(&mut column)?;
-            column.close()?;
-        }
+    for ((data, layout), column) in data.iter().zip(layouts).zip(columns) {
+        data.write(*layout, column, &mut group)?;
     }
     group.close()?;
     Ok(())
@@ -267,12 +341,10 @@ fn properties(columns: &[Column]) -> WriterPropertiesPtr {
     for column in columns {
         let path = ColumnPath::from(column.name);
         properties = match column.layout {
-            Layout::Plain => properties.set_column_encoding(path.clone(), Encoding::PLAIN),
-            Layout::Split => properties.set_column_encoding(path.clone(), Encoding::BYTE_STREAM_SPLIT),
-            Layout::Delta => properties
-                .set_column_encoding(path.clone(), Encoding::DELTA_BINARY_PACKED)
-                .set_column_statistics_enabled(path, EnabledStatistics::Chunk),
+            Layout::Plain => properties.set_column_encoding(path, Encoding::PLAIN),
             Layout::Dictionary => properties.set_column_dictionary_enabled(path, true),
+            // Encoded here.
+            Layout::Split | Layout::Delta | Layout::Numbered | Layout::Bytes => properties,
         };
     }
     Arc::new(properties.build())
@@ -281,6 +353,9 @@ fn properties(columns: &[Column]) -> WriterPropertiesPtr {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use parquet::column::reader::ColumnReader;
+    use parquet::file::reader::{FileReader, SerializedFileReader};
+    use proptest::prelude::*;
 
     const COLUMNS: &[Column] = &[
         Column { name: "a", kind: Kind::U64, layout: Layout::Delta, about: "" },
@@ -319,6 +394,75 @@ mod tests {
         let whole = concatenate(&[file("whole")], &file("again"), COLUMNS).unwrap();
         assert_eq!(whole, end);
         assert!(std::fs::read(file("merged")).unwrap() == std::fs::read(file("again")).unwrap());
+    }
+
+    const LAYOUTS: &[Column] = &[
+        Column { name: "delta", kind: Kind::U64, layout: Layout::Delta, about: "" },
+        Column { name: "numbered", kind: Kind::U64, layout: Layout::Numbered, about: "" },
+        Column { name: "split", kind: Kind::U64, layout: Layout::Split, about: "" },
+        Column { name: "half", kind: Kind::U32, layout: Layout::Split, about: "" },
+        Column { name: "bytes", kind: Kind::U8, layout: Layout::Bytes, about: "" },
+    ];
+
+    /// As the format's own library reads them.
+    fn read(path: &Path, column: usize) -> Vec<i64> {
+        let reader = SerializedFileReader::new(File::open(path).unwrap()).unwrap();
+        let mut all = Vec::new();
+        for group in 0..reader.num_row_groups() {
+            let group = reader.get_row_group(group).unwrap();
+            let rows = group.metadata().num_rows() as usize;
+            match group.get_column_reader(column).unwrap() {
+                ColumnReader::Int64ColumnReader(mut values) => {
+                    values.read_records(rows, None, None, &mut all).unwrap();
+                }
+                ColumnReader::Int32ColumnReader(mut values) => {
+                    let mut some = Vec::new();
+                    values.read_records(rows, None, None, &mut some).unwrap();
+                    all.extend(some.into_iter().map(i64::from));
+                }
+                _ => panic!("a column of another type"),
+            }
+        }
+        all
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        /// Whatever the values, the format's library reads what was encoded here.
+        #[test]
+        fn what_is_encoded_here_is_read_by_others(
+            steps in prop::collection::vec((0u32..64, any::<u64>()), 1..700),
+            dictionary in prop::collection::vec(any::<u64>(), 1..300),
+        ) {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("table");
+            // Small steps and large, forth and back.
+            let delta: Vec<i64> = steps.iter().scan(0u64, |at, (shift, step)| {
+                *at = at.wrapping_add(step >> shift);
+                Some(*at as i64)
+            }).collect();
+            let split: Vec<i64> = steps.iter().map(|(_, step)| *step as i64).collect();
+            let half: Vec<i32> = split.iter().map(|value| *value as i32).collect();
+            let numbers: Vec<u16> = split.iter().map(|value| (*value as u64 % dictionary.len() as u64) as u16).collect();
+            let bytes: Vec<u8> = split.iter().map(|value| *value as u8).collect();
+            let mut table = Table::create(&path, LAYOUTS).unwrap();
+            for _ in 0..2 {
+                table.write(&[
+                    Data::Long(&delta),
+                    Data::Numbered(&dictionary, &numbers),
+                    Data::Long(&split),
+                    Data::Int(&half),
+                    Data::Bytes(&bytes),
+                ]).unwrap();
+            }
+            prop_assert_eq!(table.finish().unwrap(), 2 * steps.len() as u64);
+            let numbered: Vec<i64> = numbers.iter().map(|number| dictionary[usize::from(*number)] as i64).collect();
+            let half: Vec<i64> = half.into_iter().map(i64::from).collect();
+            let bytes: Vec<i64> = bytes.into_iter().map(i64::from).collect();
+            for (column, values) in [delta, numbered, split, half, bytes].into_iter().enumerate() {
+                prop_assert_eq!(read(&path, column), [&values[..], &values].concat());
+            }
+        }
     }
 
     #[test]

@@ -12,9 +12,10 @@ use super::{Arguments, Description, Running, Tool};
 use crate::context::{Interval, MergeContext, RunContext, Summary, part_file};
 use crate::error::{Error, Result};
 use crate::ring::{Reader, SharedBoard, Sink};
-use crate::table::{self, Column, Kind, Layout, Table, Values};
+use crate::table::{self, Column, Data, GROUP_ROWS, Kind, Layout, Table};
 use keyframe_plugins::board::{Board, Record};
 use keyframe_plugins::{DEVICE, TRACE_DEFINITION, UNKNOWN};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -35,11 +36,11 @@ const fn column(name: &'static str, kind: Kind, layout: Layout, about: &'static 
 /// The columns, in order.
 pub const COLUMNS: &[Column] = &[
     column("icount", Kind::U64, Layout::Delta, "instructions executed before the one that accesses"),
-    column("pc", Kind::U64, Layout::Split, "virtual address of the instruction"),
+    column("pc", Kind::U64, Layout::Numbered, "virtual address of the instruction"),
     column("vaddr", Kind::U64, Layout::Split, "virtual address of the first byte"),
     column("page", Kind::U32, Layout::Split, "guest-physical address of the first byte, divided by 4096"),
-    column("size", Kind::U8, Layout::Split, "bytes"),
-    column("flags", Kind::U8, Layout::Split, "1 write, 2 device, 4 physical page unknown"),
+    column("size", Kind::U8, Layout::Bytes, "bytes"),
+    column("flags", Kind::U8, Layout::Bytes, "1 write, 2 device, 4 physical page unknown"),
 ];
 
 const KIND: &str = "memtrace";
@@ -48,9 +49,9 @@ const RING_RECORDS: u64 = 1 << 17;
 /// The most sites that a plugin has (`keyframe_plugins`).
 const SITES_MAX: usize = 1 << 24;
 
-const WRITE: i32 = 1;
-const DEVICE_FLAG: i32 = 2;
-const UNKNOWN_FLAG: i32 = 4;
+const WRITE: u8 = 1;
+const DEVICE_FLAG: u8 = 2;
+const UNKNOWN_FLAG: u8 = 4;
 
 struct Memtrace;
 
@@ -71,8 +72,12 @@ impl Tool for Memtrace {
             dir: run.dir.clone(),
             counts: Counts::of(run),
             table: None,
-            columns: Columns::with_room(),
+            columns: Columns::new(),
             sites: Vec::new(),
+            instructions: Vec::new(),
+            by_pc: HashMap::new(),
+            group: 1,
+            pcs: Vec::new(),
             count: 0,
         };
         sink.next_interval()?;
@@ -92,50 +97,59 @@ impl Tool for Memtrace {
     }
 }
 
-/// A row group that is being filled.
+/// Rows of a row group that is being filled.
 struct Columns {
-    icount: Vec<i64>,
-    pc: Vec<i64>,
-    vaddr: Vec<i64>,
-    page: Vec<i32>,
-    size: Vec<i32>,
-    flags: Vec<i32>,
+    rows: usize,
+    icount: Column64,
+    /// Which of [`Group::pcs`].
+    pc: Box<[u16; GROUP_ROWS]>,
+    vaddr: Column64,
+    page: Box<[i32; GROUP_ROWS]>,
+    size: Box<[u8; GROUP_ROWS]>,
+    flags: Box<[u8; GROUP_ROWS]>,
 }
 
-impl Columns {
-    fn with_room() -> Self {
-        let long = || Vec::with_capacity(table::GROUP_ROWS);
-        let int = || Vec::with_capacity(table::GROUP_ROWS);
-        Self { icount: long(), pc: long(), vaddr: long(), page: int(), size: int(), flags: int() }
-    }
+type Column64 = Box<[i64; GROUP_ROWS]>;
 
-    /// Exchanges what is filled for what was written.
-    fn swap(&mut self, values: &mut [Values]) {
-        if let [
-            Values::Long(icount),
-            Values::Long(pc),
-            Values::Long(vaddr),
-            Values::Int(page),
-            Values::Int(size),
-            Values::Int(flags),
-        ] = values
-        {
-            std::mem::swap(&mut self.icount, icount);
-            std::mem::swap(&mut self.pc, pc);
-            std::mem::swap(&mut self.vaddr, vaddr);
-            std::mem::swap(&mut self.page, page);
-            std::mem::swap(&mut self.size, size);
-            std::mem::swap(&mut self.flags, flags);
+impl Columns {
+    fn new() -> Self {
+        Self {
+            rows: 0,
+            icount: zeros(),
+            pc: zeros(),
+            vaddr: zeros(),
+            page: zeros(),
+            size: zeros(),
+            flags: zeros(),
         }
     }
+}
+
+/// A place for each row of a row group.
+#[expect(clippy::unnecessary_box_returns, reason = "too large for a thread's stack")]
+fn zeros<T: Copy + Default>() -> Box<[T; GROUP_ROWS]> {
+    let all = vec![T::default(); GROUP_ROWS].into_boxed_slice();
+    all.try_into().unwrap_or_else(|_| unreachable!("it is that long"))
 }
 
 /// What is constant of an access.
 #[derive(Clone, Copy)]
 struct Site {
-    pc: i64,
-    size: i32,
-    flags: i32,
+    /// Its instruction's place in [`Trace::instructions`].
+    instruction: u32,
+    /// The row group in which it has `number`.
+    group: u32,
+    number: u16,
+    size: u8,
+    flags: u8,
+}
+
+/// An instruction that has sites.
+struct Instruction {
+    pc: u64,
+    /// As of a site.
+    group: u32,
+    number: u16,
 }
 
 struct Trace {
@@ -146,6 +160,11 @@ struct Trace {
     table: Option<(Table, Interval)>,
     columns: Columns,
     sites: Vec<Site>,
+    instructions: Vec<Instruction>,
+    by_pc: HashMap<u64, u32>,
+    /// The row group that is being filled, from 1 on, and the instructions in it by number.
+    group: u32,
+    pcs: Vec<u64>,
     /// Instructions begun, as of the last record.
     count: u64,
 }
@@ -161,24 +180,53 @@ impl Trace {
     }
 
     fn define(&mut self, [pc, what, number]: Record) -> Result<()> {
-        let site = Site {
-            pc: pc as i64,
-            size: (what as i32) & 0xff,
-            flags: if what >> 32 == 0 { 0 } else { WRITE },
-        };
         if (number >> 32) as usize != self.sites.len() || self.sites.len() >= SITES_MAX {
             return Err(senseless("sites are not numbered one after the other"));
         }
-        self.sites.push(site);
+        let new = self.instructions.len() as u32;
+        let instruction = *self.by_pc.entry(pc).or_insert(new);
+        if instruction == new {
+            self.instructions.push(Instruction { pc, group: 0, number: 0 });
+        }
+        let flags = if what >> 32 == 0 { 0 } else { WRITE };
+        self.sites.push(Site { instruction, group: 0, number: 0, size: what as u8, flags });
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<()> {
-        if let Some((table, _)) = &mut self.table {
-            self.columns.swap(&mut table.values);
-            table.flush()?;
-            self.columns.swap(&mut table.values);
+    /// Gives the instruction of `site` its number in the row group; in the next one where there are no more.
+    #[cold]
+    fn number(&mut self, site: usize) -> Result<u16> {
+        let number = |number: usize| u16::try_from(number).ok();
+        let at = self.sites[site].instruction as usize;
+        if self.instructions[at].group != self.group {
+            if number(self.pcs.len()).is_none() {
+                self.flush()?;
+            }
+            let instruction = &mut self.instructions[at];
+            (instruction.group, instruction.number) = (self.group, number(self.pcs.len()).unwrap_or(0));
+            self.pcs.push(instruction.pc);
         }
+        let of_it = self.instructions[at].number;
+        let site = &mut self.sites[site];
+        (site.group, site.number) = (self.group, of_it);
+        Ok(of_it)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let Columns { rows, icount, pc, vaddr, page, size, flags } = &self.columns;
+        if let Some((table, _)) = &mut self.table {
+            table.write(&[
+                Data::Long(&icount[..*rows]),
+                Data::Numbered(&self.pcs, &pc[..*rows]),
+                Data::Long(&vaddr[..*rows]),
+                Data::Int(&page[..*rows]),
+                Data::Bytes(&size[..*rows]),
+                Data::Bytes(&flags[..*rows]),
+            ])?;
+        }
+        self.columns.rows = 0;
+        self.group += 1;
+        self.pcs.clear();
         Ok(())
     }
 }
@@ -199,22 +247,27 @@ impl Sink for Trace {
         if self.table.is_none() {
             return Ok(());
         }
-        let Some(&site) = self.sites.get(last as u32 as usize) else {
+        let number = last as u32 as usize;
+        let Some(&site) = self.sites.get(number) else {
             return Err(senseless("an access of a site that it has not defined"));
         };
-        let device = if physical & DEVICE == 0 { site.flags } else { site.flags | DEVICE_FLAG };
+        let pc = if site.group == self.group { site.number } else { self.number(number)? };
         let (page, flags) = match u32::try_from((physical & !DEVICE) >> 12) {
-            Ok(page) if physical != UNKNOWN => (page, device),
+            Ok(page) if physical & DEVICE == 0 => (page, site.flags),
+            Ok(page) if physical != UNKNOWN => (page, site.flags | DEVICE_FLAG),
             _ => (0, site.flags | UNKNOWN_FLAG),
         };
-        let icount = self.counts.icount(self.count);
-        self.columns.icount.push(icount as i64);
-        self.columns.pc.push(site.pc);
-        self.columns.vaddr.push(vaddr as i64);
-        self.columns.page.push(page as i32);
-        self.columns.size.push(site.size);
-        self.columns.flags.push(flags);
-        if self.columns.icount.len() == table::GROUP_ROWS { self.flush() } else { Ok(()) }
+        let Columns { rows, .. } = self.columns;
+        if rows < GROUP_ROWS {
+            self.columns.icount[rows] = self.counts.icount(self.count) as i64;
+            self.columns.pc[rows] = pc;
+            self.columns.vaddr[rows] = vaddr as i64;
+            self.columns.page[rows] = page as i32;
+            self.columns.size[rows] = site.size;
+            self.columns.flags[rows] = flags;
+        }
+        self.columns.rows = rows + 1;
+        if rows + 1 == GROUP_ROWS { self.flush() } else { Ok(()) }
     }
 
     fn cut(&mut self) -> Result<()> {
