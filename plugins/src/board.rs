@@ -129,13 +129,19 @@ impl Board {
         lanes.fold(0, u64::wrapping_add)
     }
 
+    /// The counters of the first thing, for a callback that sums them up at each event.
+    pub fn lanes(&'static self) -> &'static [AtomicU64; LANES] {
+        let counters = &self.map.words()[COUNTERS_OFFSET_BYTES / 8..];
+        counters.first_chunk().expect("a board has a page of counters")
+    }
+
     /// How many cuts have been made.
     pub fn cuts(&self) -> u64 {
         self.word(CUT).load(Ordering::Acquire)
     }
 
     /// The word itself, for a callback that looks at each event.
-    pub fn cuts_word(&self) -> &AtomicU64 {
+    pub fn cuts_word(&'static self) -> &'static AtomicU64 {
         self.word(CUT)
     }
 
@@ -217,9 +223,14 @@ fn wake(flag: &AtomicU32) {
     }
 }
 
-/// The writing end, in the plugin.
+/// The writing end, in the plugin. What each record needs is in here itself: a record takes a few nanoseconds, and each pointer on the way
+/// to a word would be one of them.
 pub struct Writer {
     board: &'static Board,
+    ring: &'static [AtomicU64],
+    published: &'static AtomicU64,
+    /// The ring's records less one.
+    mask: u64,
     head: u64,
     /// Where it next has to look at the reader.
     mark: u64,
@@ -233,7 +244,9 @@ impl Writer {
     /// Of a board with a ring.
     pub fn new(board: &'static Board) -> Self {
         let head = board.head();
-        Self { mark: head, head, board }
+        let ring = board.map.words().get(RING_WORD..).unwrap_or_default();
+        let mask = board.records.saturating_sub(1);
+        Self { mark: head, head, mask, board, ring, published: board.word(HEAD) }
     }
 
     /// The board.
@@ -244,17 +257,27 @@ impl Writer {
     /// Appends a record; waits where the ring is full.
     #[inline]
     pub fn push(&mut self, record: Record) -> Result<(), NoReader> {
-        if self.head == self.mark {
+        if !self.push_below_mark(record) {
             self.pass_mark()?;
+            self.push_below_mark(record);
         }
-        let at = RING_WORD + (self.head & (self.board.records - 1)) as usize * RECORD_WORDS;
-        let words = &self.board.map.words()[at..at + RECORD_WORDS];
+        Ok(())
+    }
+
+    /// Appends a record, unless the reader has to be looked at first.
+    #[inline]
+    pub fn push_below_mark(&mut self, record: Record) -> bool {
+        if self.head == self.mark {
+            return false;
+        }
+        let at = (self.head & self.mask) as usize * RECORD_WORDS;
+        let words = &self.ring[at..at + RECORD_WORDS];
         for (word, value) in words.iter().zip(record) {
             word.store(value, Ordering::Relaxed);
         }
         self.head += 1;
-        self.board.word(HEAD).store(self.head, Ordering::Release);
-        Ok(())
+        self.published.store(self.head, Ordering::Release);
+        true
     }
 
     /// A quarter of the ring is written: wakes the reader, waits for room, sets the next mark.

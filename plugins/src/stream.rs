@@ -5,11 +5,13 @@
 use crate::api::{BoardCounters, Counter, Instruction};
 use crate::board::{Board, LANES, Record, Writer};
 use crate::tools::fail;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A stream of records.
 pub struct Stream {
     counters: BoardCounters,
     instructions: Option<[Counter; LANES]>,
+    counted: &'static [AtomicU64; LANES],
     writer: Writer,
 }
 
@@ -20,7 +22,7 @@ impl Stream {
             return Err("the board has no ring".into());
         }
         let counters = BoardCounters::new(board);
-        Ok(Self { counters, instructions: None, writer: Writer::new(board) })
+        Ok(Self { counters, instructions: None, counted: board.lanes(), writer: Writer::new(board) })
     }
 
     /// The vCPU is there: from now on instructions can be counted.
@@ -41,7 +43,13 @@ impl Stream {
     /// Instructions begun, the running one among them.
     #[inline]
     pub fn begun(&self) -> u64 {
-        self.instructions.map_or(0, |lanes| lanes.into_iter().map(Counter::get).fold(0, u64::wrapping_add))
+        self.counted.iter().fold(0, |sum, lane| sum.wrapping_add(lane.load(Ordering::Relaxed)))
+    }
+
+    /// Appends a record, unless the reader has to be looked at first, as [`Stream::push`] does.
+    #[inline]
+    pub fn push_below_mark(&mut self, record: Record) -> bool {
+        self.writer.push_below_mark(record)
     }
 
     /// Appends a record; ends QEMU where nobody reads.

@@ -23,7 +23,7 @@ use crate::board::Board;
 use crate::physical::{DEVICE, Physical};
 use crate::state::State;
 use std::ffi::{c_uint, c_void};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Entries: of twice as many pages as the largest first-level cache of translations has.
 const ENTRIES: usize = 1024;
@@ -41,10 +41,11 @@ struct Entry {
 
 /// What is known of pages.
 struct Translations {
-    entries: Box<[Entry; ENTRIES]>,
+    entries: [Entry; ENTRIES],
     generation: u64,
-    board: &'static Board,
-    cuts: u64,
+    /// Of the board.
+    cuts: &'static AtomicU64,
+    cuts_seen: u64,
 }
 
 /// Where accesses went: as [`Physical`] tells it, and remembered.
@@ -87,6 +88,13 @@ impl Places {
         known.find(vaddr, store).unwrap_or_else(|| self.learn(known, info, vaddr, store))
     }
 
+    /// The same of an instruction that does not remap, where nobody has to be asked.
+    #[inline]
+    pub fn known(&self, vaddr: u64, store: bool) -> Option<u64> {
+        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one lives.
+        unsafe { State::<Translations>::of(self.known.data()) }.known(vaddr, store)
+    }
+
     #[cold]
     fn learn(&self, known: &mut Translations, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
         let at = self.physical.of_access(info, vaddr);
@@ -102,8 +110,8 @@ impl Places {
 
 impl Translations {
     fn new(board: &'static Board) -> Self {
-        let entries = Box::new([Entry { page: 0, at: 0 }; ENTRIES]);
-        Self { entries, generation: 1, board, cuts: board.cuts() }
+        let entries = [Entry { page: 0, at: 0 }; ENTRIES];
+        Self { entries, generation: 1, cuts: board.cuts_word(), cuts_seen: board.cuts() }
     }
 
     /// From here on all may be elsewhere.
@@ -116,16 +124,23 @@ impl Translations {
     }
 
     /// The guest-physical address of `vaddr`, as known from an access of the same kind to its page.
-    #[inline]
     fn find(&mut self, vaddr: u64, store: bool) -> Option<u64> {
-        let cuts = self.board.cuts_word().load(Ordering::Relaxed);
-        if cuts != self.cuts {
-            self.cuts = cuts;
+        let cuts = self.cuts.load(Ordering::Relaxed);
+        if cuts != self.cuts_seen {
+            self.cuts_seen = cuts;
             self.forget();
         }
+        self.known(vaddr, store)
+    }
+
+    /// The same; nothing behind a cut that [`Translations::find`] has not seen.
+    #[inline]
+    fn known(&self, vaddr: u64, store: bool) -> Option<u64> {
         let (page, number) = key(vaddr, store);
         let entry = &self.entries[number];
-        let is_known = entry.page == page && entry.at & PAGE_MASK == self.generation;
+        let is_known = entry.page == page
+            && entry.at & PAGE_MASK == self.generation
+            && self.cuts.load(Ordering::Relaxed) == self.cuts_seen;
         is_known.then_some(entry.at & !PAGE_MASK | vaddr & PAGE_MASK)
     }
 

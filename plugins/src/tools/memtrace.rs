@@ -28,12 +28,13 @@ pub struct Memtrace {
     known: std::collections::HashMap<u64, &'static State<Access>>,
 }
 
-/// An instruction that accesses memory: what a callback gets.
+/// An instruction that accesses memory: what a callback gets, in one line of the cache.
+#[repr(C, align(64))]
 struct Access {
-    pc: u64,
-    tool: *mut c_void,
     /// The kinds of access seen last. Most instructions have one, some read and write.
     kinds: [Kind; 2],
+    tool: *mut c_void,
+    pc: u64,
 }
 
 /// A kind of access of an instruction.
@@ -76,8 +77,33 @@ impl Memtrace {
     }
 }
 
-/// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
-extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+/// Of an instruction that does not remap ([`Places::on_memory`]). What nearly all accesses need is here, without a call; for the others all begins
+/// anew.
+extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+    // SAFETY: registered with an access's data; on the vCPU's thread.
+    let access = unsafe { State::<Access>::of(data) };
+    // SAFETY: the tool's own data, of another state than the access.
+    let tool = unsafe { State::<Memtrace>::of(access.tool) };
+    let [first, second] = &access.kinds;
+    let kind = if first.info == info { first } else { second };
+    if kind.info == info
+        && let Some(physical) = tool.places.known(vaddr, kind.store)
+        && tool.stream.push_below_mark([vaddr, physical, tool.stream.begun() << 32 | u64::from(kind.site)])
+    {
+        return;
+    }
+    on_other_access::<false>(vcpu, info, vaddr, data);
+}
+
+/// `REMAPS`: of an instruction that may.
+#[cold]
+#[inline(never)]
+extern "C" fn on_other_access<const REMAPS: bool>(
+    _vcpu: c_uint,
+    info: MemoryInfo,
+    vaddr: u64,
+    data: *mut c_void,
+) {
     // SAFETY: registered with an access's data; on the vCPU's thread.
     let access = unsafe { State::<Access>::of(data) };
     // SAFETY: the tool's own data, of another state than the access.
@@ -103,9 +129,8 @@ impl Tool for Memtrace {
             let access = self
                 .known
                 .entry(pc)
-                .or_insert_with(|| State::leak(Access { pc, tool: data, kinds: [NO_KIND; 2] }));
-            let callbacks = [on_access::<false>, on_access::<true>];
-            self.places.on_memory(&instruction, callbacks, access.data());
+                .or_insert_with(|| State::leak(Access { kinds: [NO_KIND; 2], tool: data, pc }));
+            self.places.on_memory(&instruction, [on_access, on_other_access::<true>], access.data());
         }
     }
 }
