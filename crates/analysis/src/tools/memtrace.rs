@@ -44,8 +44,8 @@ pub const COLUMNS: &[Column] = &[
 ];
 
 const KIND: &str = "memtrace";
-/// Records in the ring: 3 MiB, so that it stays in the cache that cores share.
-const RING_RECORDS: u64 = 1 << 17;
+/// Records in the ring: 6 MiB, so that it stays in the cache that cores share.
+const RING_RECORDS: u64 = 1 << 18;
 /// The most sites that a plugin has (`keyframe_plugins`).
 const SITES_MAX: usize = 1 << 24;
 
