@@ -1,13 +1,13 @@
 //! `memtrace`: every access to memory, as one record of the ring.
 //!
 //! ```text
-//!   access       virtual address │ physical address, bit 63: device │ instructions begun (low 32 bits) << 32 | site
-//!   definition   pc              │ size in bytes | write << 32      │ site << 32                               | 0xffffffff
+//!   access       virtual address │ physical address, bit 63: device │ instructions begun (low 32 bits) << 32 | instruction << 4 | kind
+//!   definition   pc              │ instruction                      │ 0xffffffff
 //! ```
 //!
-//! A *site* is an instruction with one kind of access (size, read or write). What is constant of it is looked up when it is
-//! translated and when it first runs; the reader gets it once, before the first access that names it. So an access costs one compare, one
-//! translation of its address and three stores.
+//! Instructions are numbered as they are translated, and defined before they run. A callback gets its instruction's number in place of a
+//! pointer: what is known of thousands of instructions would not stay in the processor's cache. A *kind* of access is how many bytes it
+//! has and whether it is a write. So an access costs two compares, four loads of counters and three stores.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Block, MemoryInfo};
@@ -16,79 +16,86 @@ use crate::state::State;
 use crate::stream::Stream;
 use crate::translations::Places;
 use std::ffi::{c_uint, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// In place of a site: the record defines one.
+/// In place of an instruction and a kind: the record defines one.
 pub const DEFINITION: u32 = u32::MAX;
+/// Bits of a kind: 1 a write, above that the power of two of bytes.
+pub const KIND_BITS: u32 = 4;
+
+/// The tool, for callbacks that get something else. There is one in a QEMU.
+static TOOL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// The tool.
 pub struct Memtrace {
+    kinds: Kinds,
     stream: Stream,
     places: Places,
-    sites: Slots<(u64, u32)>,
-    known: std::collections::HashMap<u64, &'static State<Access>>,
+    instructions: Slots<u64>,
 }
-
-/// An instruction that accesses memory: what a callback gets, in one line of the cache.
-#[repr(C, align(64))]
-struct Access {
-    /// The kinds of access seen last. Most instructions have one, some read and write.
-    kinds: [Kind; 2],
-    tool: *mut c_void,
-    pc: u64,
-}
-
-/// A kind of access of an instruction.
-#[derive(Clone, Copy)]
-struct Kind {
-    info: MemoryInfo,
-    site: u32,
-    store: bool,
-}
-
-/// No access has this.
-const NO_KIND: Kind = Kind { info: MemoryInfo::MAX, site: 0, store: false };
 
 impl Memtrace {
     /// Takes `ram`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let places = Places::new(setup.physical(false)?, setup.board);
-        Ok(Self {
-            stream: Stream::new(setup.board)?,
-            places,
-            sites: Slots::new(),
-            known: std::collections::HashMap::new(),
-        })
+        let (kinds, stream) = (Kinds::new(), Stream::new(setup.board)?);
+        Ok(Self { kinds, stream, places, instructions: Slots::new() })
     }
 
-    /// A kind of access that was not seen last; tells the reader of it if it is new.
-    #[cold]
-    fn kind(&mut self, access: &mut Access, info: MemoryInfo) -> Kind {
-        let (size, store) = (api::size_bytes(info), api::is_store(info));
-        let kind = size << 1 | u32::from(store);
-        let Ok((site, new)) = self.sites.of((access.pc, kind)) else {
+    /// The number of the instruction at `pc`, which the reader knows.
+    fn number(&mut self, pc: u64) -> u32 {
+        let Ok((number, new)) = self.instructions.of(pc) else {
             fail("the guest has executed too much different code for a trace");
         };
         if new {
-            let what = u64::from(size) | u64::from(store) << 32;
-            self.stream.push([access.pc, what, u64::from(site) << 32 | u64::from(DEFINITION)]);
+            self.stream.push([pc, u64::from(number), u64::from(DEFINITION)]);
         }
-        access.kinds = [Kind { info, site, store }, access.kinds[0]];
-        access.kinds[0]
+        number
+    }
+
+    fn record(&self, vaddr: u64, physical: u64, number: usize, kind: u32) -> [u64; 3] {
+        let what = (number as u64) << KIND_BITS | u64::from(kind);
+        [vaddr, physical, self.stream.begun() << 32 | what]
+    }
+}
+
+/// The kinds of QEMU's descriptions of accesses, as they were met; some dozen there are.
+struct Kinds([(MemoryInfo, u32); Kinds::ENTRIES]);
+
+impl Kinds {
+    const ENTRIES: usize = 64;
+
+    fn new() -> Self {
+        // No description has all bits.
+        Self([(MemoryInfo::MAX, 0); Self::ENTRIES])
+    }
+
+    fn entry(info: MemoryInfo) -> usize {
+        (info ^ info >> 6 ^ info >> 12) as usize % Self::ENTRIES
+    }
+
+    #[inline]
+    fn known(&self, info: MemoryInfo) -> Option<u32> {
+        let (of, kind) = self.0[Self::entry(info)];
+        (of == info).then_some(kind)
+    }
+
+    fn learn(&mut self, info: MemoryInfo) -> u32 {
+        let size = api::size_bytes(info).checked_ilog2().unwrap_or(0);
+        let kind = (size << 1 | u32::from(api::is_store(info))) & ((1 << KIND_BITS) - 1);
+        self.0[Self::entry(info)] = (info, kind);
+        kind
     }
 }
 
 /// Of an instruction that does not remap ([`Places::on_memory`]). What nearly all accesses need is here, without a call; for the others all begins
 /// anew.
 extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
-    // SAFETY: registered with an access's data; on the vCPU's thread.
-    let access = unsafe { State::<Access>::of(data) };
-    // SAFETY: the tool's own data, of another state than the access.
-    let tool = unsafe { State::<Memtrace>::of(access.tool) };
-    let [first, second] = &access.kinds;
-    let kind = if first.info == info { first } else { second };
-    if kind.info == info
-        && let Some(physical) = tool.places.known(vaddr, kind.store)
-        && tool.stream.push_below_mark([vaddr, physical, tool.stream.begun() << 32 | u64::from(kind.site)])
+    // SAFETY: set before any callback is registered; on the vCPU's thread.
+    let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
+    if let Some(kind) = tool.kinds.known(info)
+        && let Some(physical) = tool.places.known(vaddr, kind & 1 != 0)
+        && tool.stream.push_below_mark(tool.record(vaddr, physical, data.addr(), kind))
     {
         return;
     }
@@ -104,16 +111,11 @@ extern "C" fn on_other_access<const REMAPS: bool>(
     vaddr: u64,
     data: *mut c_void,
 ) {
-    // SAFETY: registered with an access's data; on the vCPU's thread.
-    let access = unsafe { State::<Access>::of(data) };
-    // SAFETY: the tool's own data, of another state than the access.
-    let tool = unsafe { State::<Memtrace>::of(access.tool) };
-    let kind = match access.kinds {
-        [kind, _] | [_, kind] if kind.info == info => kind,
-        _ => tool.kind(access, info),
-    };
-    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind.store);
-    let record = [vaddr, physical, tool.stream.begun() << 32 | u64::from(kind.site)];
+    // SAFETY: as above; the other's reference is used no more.
+    let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
+    let kind = tool.kinds.known(info).unwrap_or_else(|| tool.kinds.learn(info));
+    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind & 1 != 0);
+    let record = tool.record(vaddr, physical, data.addr(), kind);
     tool.stream.push(record);
 }
 
@@ -123,14 +125,12 @@ impl Tool for Memtrace {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
+        TOOL.store(data, Ordering::Relaxed);
         for (index, instruction) in block.instructions().enumerate() {
             self.stream.count(&instruction, index);
-            let pc = instruction.pc();
-            let access = self
-                .known
-                .entry(pc)
-                .or_insert_with(|| State::leak(Access { kinds: [NO_KIND; 2], tool: data, pc }));
-            self.places.on_memory(&instruction, [on_access, on_other_access::<true>], access.data());
+            let number = self.number(instruction.pc()) as usize;
+            let callbacks = [on_access, on_other_access::<true>];
+            self.places.on_memory(&instruction, callbacks, std::ptr::without_provenance_mut(number));
         }
     }
 }

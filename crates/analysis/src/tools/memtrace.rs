@@ -14,8 +14,7 @@ use crate::error::{Error, Result};
 use crate::ring::{Reader, SharedBoard, Sink};
 use crate::table::{self, Column, Data, GROUP_ROWS, Kind, Layout, Table};
 use keyframe_plugins::board::{Board, Record};
-use keyframe_plugins::{DEVICE, TRACE_DEFINITION, UNKNOWN};
-use std::collections::HashMap;
+use keyframe_plugins::{DEVICE, TRACE_DEFINITION, TRACE_KIND_BITS, UNKNOWN};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -46,8 +45,8 @@ pub const COLUMNS: &[Column] = &[
 const KIND: &str = "memtrace";
 /// Records in the ring: 6 MiB, so that it stays in the cache that cores share.
 const RING_RECORDS: u64 = 1 << 18;
-/// The most sites that a plugin has (`keyframe_plugins`).
-const SITES_MAX: usize = 1 << 24;
+/// The most instructions that a plugin has (`keyframe_plugins`).
+const INSTRUCTIONS_MAX: usize = 1 << 24;
 
 const WRITE: u8 = 1;
 const DEVICE_FLAG: u8 = 2;
@@ -73,9 +72,7 @@ impl Tool for Memtrace {
             counts: Counts::of(run),
             table: None,
             columns: Columns::new(),
-            sites: Vec::new(),
             instructions: Vec::new(),
-            by_pc: HashMap::new(),
             group: 1,
             pcs: Vec::new(),
             count: 0,
@@ -132,22 +129,10 @@ fn zeros<T: Copy + Default>() -> Box<[T; GROUP_ROWS]> {
     all.try_into().unwrap_or_else(|_| unreachable!("it is that long"))
 }
 
-/// What is constant of an access.
-#[derive(Clone, Copy)]
-struct Site {
-    /// Its instruction's place in [`Trace::instructions`].
-    instruction: u32,
-    /// The row group in which it has `number`.
-    group: u32,
-    number: u16,
-    size: u8,
-    flags: u8,
-}
-
-/// An instruction that has sites.
+/// An instruction.
 struct Instruction {
     pc: u64,
-    /// As of a site.
+    /// The row group in which it has `number`.
     group: u32,
     number: u16,
 }
@@ -159,9 +144,8 @@ struct Trace {
     /// Of the interval that runs; none where it is dropped, or all are done.
     table: Option<(Table, Interval)>,
     columns: Columns,
-    sites: Vec<Site>,
+    /// By the plugin's number.
     instructions: Vec<Instruction>,
-    by_pc: HashMap<u64, u32>,
     /// The row group that is being filled, from 1 on, and the instructions in it by number.
     group: u32,
     pcs: Vec<u64>,
@@ -179,37 +163,25 @@ impl Trace {
         Ok(())
     }
 
-    fn define(&mut self, [pc, what, number]: Record) -> Result<()> {
-        if (number >> 32) as usize != self.sites.len() || self.sites.len() >= SITES_MAX {
-            return Err(senseless("sites are not numbered one after the other"));
+    fn define(&mut self, [pc, number, _]: Record) -> Result<()> {
+        if number != self.instructions.len() as u64 || self.instructions.len() >= INSTRUCTIONS_MAX {
+            return Err(senseless("instructions are not numbered one after the other"));
         }
-        let new = self.instructions.len() as u32;
-        let instruction = *self.by_pc.entry(pc).or_insert(new);
-        if instruction == new {
-            self.instructions.push(Instruction { pc, group: 0, number: 0 });
-        }
-        let flags = if what >> 32 == 0 { 0 } else { WRITE };
-        self.sites.push(Site { instruction, group: 0, number: 0, size: what as u8, flags });
+        self.instructions.push(Instruction { pc, group: 0, number: 0 });
         Ok(())
     }
 
-    /// Gives the instruction of `site` its number in the row group; in the next one where there are no more.
+    /// Gives an instruction its number in the row group; in the next one where there are no more.
     #[cold]
-    fn number(&mut self, site: usize) -> Result<u16> {
-        let number = |number: usize| u16::try_from(number).ok();
-        let at = self.sites[site].instruction as usize;
-        if self.instructions[at].group != self.group {
-            if number(self.pcs.len()).is_none() {
-                self.flush()?;
-            }
-            let instruction = &mut self.instructions[at];
-            (instruction.group, instruction.number) = (self.group, number(self.pcs.len()).unwrap_or(0));
-            self.pcs.push(instruction.pc);
+    fn number(&mut self, at: usize) -> Result<u16> {
+        let number = |count: usize| u16::try_from(count).ok();
+        if number(self.pcs.len()).is_none() {
+            self.flush()?;
         }
-        let of_it = self.instructions[at].number;
-        let site = &mut self.sites[site];
-        (site.group, site.number) = (self.group, of_it);
-        Ok(of_it)
+        let instruction = &mut self.instructions[at];
+        (instruction.group, instruction.number) = (self.group, number(self.pcs.len()).unwrap_or(0));
+        self.pcs.push(instruction.pc);
+        Ok(instruction.number)
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -247,15 +219,17 @@ impl Sink for Trace {
         if self.table.is_none() {
             return Ok(());
         }
-        let number = last as u32 as usize;
-        let Some(&site) = self.sites.get(number) else {
-            return Err(senseless("an access of a site that it has not defined"));
+        let (number, kind) = ((last as u32 >> TRACE_KIND_BITS) as usize, last as u8);
+        let Some(instruction) = self.instructions.get(number) else {
+            return Err(senseless("an access of an instruction that it has not defined"));
         };
-        let pc = if site.group == self.group { site.number } else { self.number(number)? };
+        let is_numbered = instruction.group == self.group;
+        let pc = if is_numbered { instruction.number } else { self.number(number)? };
+        let (write, size) = (kind & WRITE, 1 << (kind >> 1 & 7));
         let (page, flags) = match u32::try_from((physical & !DEVICE) >> 12) {
-            Ok(page) if physical & DEVICE == 0 => (page, site.flags),
-            Ok(page) if physical != UNKNOWN => (page, site.flags | DEVICE_FLAG),
-            _ => (0, site.flags | UNKNOWN_FLAG),
+            Ok(page) if physical & DEVICE == 0 => (page, write),
+            Ok(page) if physical != UNKNOWN => (page, write | DEVICE_FLAG),
+            _ => (0, write | UNKNOWN_FLAG),
         };
         let Columns { rows, .. } = self.columns;
         if rows < GROUP_ROWS {
@@ -263,7 +237,7 @@ impl Sink for Trace {
             self.columns.pc[rows] = pc;
             self.columns.vaddr[rows] = vaddr as i64;
             self.columns.page[rows] = page as i32;
-            self.columns.size[rows] = site.size;
+            self.columns.size[rows] = size;
             self.columns.flags[rows] = flags;
         }
         self.columns.rows = rows + 1;
