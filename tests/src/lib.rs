@@ -46,7 +46,7 @@ pub use huge::HugePages;
 pub use journal::{JournalImage, journal_counter};
 pub use orphan::{Orphan, is_gone};
 pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
-pub use process::Process;
+pub use process::{Process, children};
 pub use ram::{differing_pages, live_ram, stored_ram};
 pub use turn::Turn;
 

@@ -1,6 +1,6 @@
 //! A QEMU that outlives its engine, held so that no test leaves it behind.
 
-use crate::{Bench, Process, until};
+use crate::{Bench, Process, children, until};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -52,15 +52,11 @@ impl Orphan {
 
     /// The state of each of its children that it has not waited for: `Z` of a zombie, `t` of one that is traced.
     pub fn children(&self) -> Vec<char> {
-        let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.pid)) else { return Vec::new() };
-        let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
-        let children: Vec<String> =
-            lists.flat_map(|l| l.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect();
-        let state = |pid: &String| {
-            let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).ok()?;
+        let state = |pid: &u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
             stat.rsplit_once(") ")?.1.chars().next()
         };
-        children.iter().filter_map(state).collect()
+        children(self.pid).iter().filter_map(state).collect()
     }
 }
 

@@ -152,6 +152,13 @@ impl Drop for Process {
     }
 }
 
+/// The processes that process `pid` has started and has not waited for.
+pub fn children(pid: u32) -> Vec<u32> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    lists.flat_map(|l| l.split_whitespace().filter_map(|n| n.parse().ok()).collect::<Vec<_>>()).collect()
+}
+
 /// How long to wait after a look that took so long: one that starts a program shall not take the machine from what it looks at.
 pub fn rest(took: Duration) -> Duration {
     (took * 5).clamp(Duration::from_millis(10), Duration::from_millis(250))

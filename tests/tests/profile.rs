@@ -1,7 +1,7 @@
 //! `profile` on real guests: counts within what is physically true, files that can be read, a VM that notices nothing.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, PATIENCE, Process, a_qemu, number, until};
+use keyframe_tests::{Bench, Boot, PATIENCE, Process, a_qemu, children, number, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -221,13 +221,6 @@ fn a_launched_vm_does_not_outlive_its_profile() {
     run.signal(Signal::KILL);
     assert!(!run.wait().success());
     until("QEMU has ended with its profile", || !qemu.is_alive());
-}
-
-/// The processes that process `pid` has started and that have not ended.
-fn children(pid: u32) -> Vec<u32> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
-    lists.flat_map(|l| l.split_whitespace().filter_map(|n| n.parse().ok()).collect::<Vec<_>>()).collect()
 }
 
 #[test]

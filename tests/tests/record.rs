@@ -1,12 +1,13 @@
 //! Recordings: every interval replays exactly, tools see in parallel what they see in one replay, and what goes wrong is told.
 
 use keyframe_tests::{
-    Bench, Boot, Debugger, Process, a_qemu, differing_pages, disks, guest_dir, live_ram, number, stored_ram,
-    until,
+    Bench, Boot, Debugger, Process, a_qemu, children, differing_pages, disks, guest_dir, live_ram, number,
+    stored_ram, until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::path::Path;
+use std::time::Duration;
 
 /// `keyframe record`, of `boot` into `R`.
 fn record(bench: &Bench, options: &[&str], boot: &Boot) -> Process {
@@ -313,7 +314,7 @@ fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
 
 /// A debugger steps on and back, and meets breakpoints and writes in both directions where they are.
 fn moves_both_ways(bench: &Bench, icount: u64) {
-    let (vm, told) = goto(bench, &["--icount", &icount.to_string(), "--gdb", "0"]);
+    let (mut vm, told) = goto(bench, &["--icount", &icount.to_string(), "--gdb", "0"]);
     let mut gdb = Debugger::attach(number(&told, "gdb") as u16);
     let mut seen = vec![gdb.registers()];
     for _ in 0..4 {
@@ -384,8 +385,16 @@ fn moves_both_ways(bench: &Bench, icount: u64) {
     assert_eq!(gdb.ask(&format!("z1,{pc:x},1")), "OK");
     assert!(gdb.ask("c").contains("replaylog:end"));
     assert!(gdb.ask("bc").contains("replaylog:begin"));
+
+    // Whoever ends it while QEMU has yet to answer has not met a fault of QEMU's.
+    let [qemu] = qemus(vm.pid())[..] else { panic!("one QEMU: {}", vm.report()) };
+    rustix::process::kill_process(qemu, Signal::STOP).expect("stop QEMU");
     drop(gdb);
-    ended(vm);
+    std::thread::sleep(Duration::from_millis(500));
+    vm.signal(Signal::INT);
+    std::thread::sleep(Duration::from_millis(500));
+    rustix::process::kill_process(qemu, Signal::CONT).expect("continue QEMU");
+    assert!(vm.wait().success(), "{}", vm.report());
 }
 
 #[test]
@@ -413,11 +422,11 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
         std::fs::rename(bench.path().join("R"), bench.path().join("R1")).expect("put it aside");
         let mut vm = record(&bench, &["--checkpoint-every", "500ms"], &guest(&qemu.path, "compute"));
         vm.wait_for("compute t=");
-        let qemu_pid = children(vm.pid());
+        let started = qemus(vm.pid());
         vm.signal(Signal::KILL);
         vm.wait();
         bench.refused(&["verify", "R"], 1, &["still being recorded", "fix:"]);
-        for pid in qemu_pid {
+        for pid in started {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
         // Its files are closed a moment after it has been killed.
@@ -431,19 +440,11 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
     }
 }
 
-fn children(pid: u32) -> Vec<Pid> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads of the engine");
-    let lists =
-        tasks.flatten().map(|task| std::fs::read_to_string(task.path().join("children")).unwrap_or_default());
-    let all: String = lists.collect::<Vec<_>>().join(" ");
-    let qemu = |pid: &i32| {
-        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with("qemu"))
-    };
-    all.split_whitespace()
-        .filter_map(|word| word.parse().ok())
-        .filter(qemu)
-        .filter_map(Pid::from_raw)
-        .collect()
+/// The QEMUs that process `pid` has started.
+fn qemus(pid: u32) -> Vec<Pid> {
+    let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let qemus = children(pid).into_iter().filter(|pid| name(*pid).starts_with("qemu"));
+    qemus.filter_map(|pid| Pid::from_raw(pid.cast_signed())).collect()
 }
 
 #[test]

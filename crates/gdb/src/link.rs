@@ -64,8 +64,13 @@ impl<S: Read + Write + AsFd> Link<S> {
                     Item::Ack => {}
                 }
             }
-            if !is_ready(&[&self.stream], wait.saturating_sub(began.elapsed()))? {
-                return Ok(None);
+            let left = wait.saturating_sub(began.elapsed());
+            match ready(&[&self.stream], left)? {
+                Ready::Yes => {}
+                Ready::No => return Ok(None),
+                // A signal says nothing of whether the answer comes: whoever waits for the first one must not take it for silence.
+                Ready::Interrupted if left.is_zero() => return Ok(None),
+                Ready::Interrupted => continue,
             }
             match self.stream.read(&mut bytes) {
                 Ok(0) => return Ok(Some(Received::Closed)),
@@ -90,10 +95,19 @@ impl<S: Read + Write + AsFd> Link<S> {
 
 /// Waits until something comes over one of two connections, at most for `wait`.
 pub fn wait_for_either<A: AsFd, B: AsFd>(a: &Link<A>, b: &Link<B>, wait: Duration) -> Result<()> {
-    is_ready(&[&a.stream.as_fd(), &b.stream.as_fd()], wait).map(drop)
+    ready(&[&a.stream.as_fd(), &b.stream.as_fd()], wait).map(drop)
 }
 
-fn is_ready(streams: &[&dyn AsFd], wait: Duration) -> Result<bool> {
+/// What a wait for streams came to.
+enum Ready {
+    Yes,
+    /// Not within the time.
+    No,
+    /// A signal came before either.
+    Interrupted,
+}
+
+fn ready(streams: &[&dyn AsFd], wait: Duration) -> Result<Ready> {
     let mut fds: Vec<_> =
         streams.iter().map(|stream| PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN)).collect();
     let wait = Timespec {
@@ -101,8 +115,9 @@ fn is_ready(streams: &[&dyn AsFd], wait: Duration) -> Result<bool> {
         tv_nsec: wait.subsec_nanos().into(),
     };
     match poll(&mut fds, Some(&wait)) {
-        Ok(ready) => Ok(ready > 0),
-        Err(rustix::io::Errno::INTR) => Ok(false),
+        Ok(0) => Ok(Ready::No),
+        Ok(_) => Ok(Ready::Yes),
+        Err(rustix::io::Errno::INTR) => Ok(Ready::Interrupted),
         Err(e) => Err(Error::Io { peer: "the debugger or QEMU", source: e.into() }),
     }
 }
