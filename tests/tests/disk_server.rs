@@ -64,6 +64,7 @@ impl Bed {
             overlay: self.path("overlay"),
             blank_bytes: None,
             layer: None,
+            temporary: false,
         }
     }
 

@@ -105,8 +105,15 @@ fn ours(options: &Options, dir: &Path, rates: &mut [Sample]) -> Result<(), Error
     let (base, socket) = (dir.join("base.raw"), dir.join("keyframe.sock"));
     image(&base)?;
     let overlay = dir.join("overlay");
-    let spec =
-        Spec { export: "d".into(), base, format: ImageFormat::Raw, overlay, blank_bytes: None, layer: None };
+    let spec = Spec {
+        export: "d".into(),
+        base,
+        format: ImageFormat::Raw,
+        overlay,
+        blank_bytes: None,
+        layer: None,
+        temporary: false,
+    };
     let mut command = Command::new(&options.keyframe);
     let mut disks = Disks::spawn(command.arg("__disks"), &socket, &[spec]).map_err(failed)?;
     for (number, (load, rate)) in LOADS.iter().zip(rates).enumerate() {

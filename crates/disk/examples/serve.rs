@@ -1,7 +1,7 @@
 //! Serves a raw image under `d` on a socket, with an overlay in a directory, until it is killed: for measuring.
 
 use keyframe_disk::nbd::{Export, Server};
-use keyframe_disk::{Base, Disk, ImageFormat, Result};
+use keyframe_disk::{Base, Disk, ImageFormat, Lasting, Result};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ fn main() -> Result<()> {
         return Ok(());
     };
     let base = Base::open(Path::new(image), ImageFormat::Raw)?;
-    let disk = Arc::new(Disk::create(Path::new(overlay), base, None)?);
+    let disk = Arc::new(Disk::create(Path::new(overlay), base, None, Lasting::Durable)?);
     let _server = Server::start(Path::new(socket), vec![Export { name: "d".into(), disk }])?;
     loop {
         std::thread::park();

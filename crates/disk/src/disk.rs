@@ -6,7 +6,7 @@
 //! ```
 
 use crate::layers::{Below, Range, Readable};
-use crate::overlay::{Overlay, Size};
+use crate::overlay::{Lasting, Overlay, Size};
 use crate::{BLOCK, Base, DiskBlock, Layer, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,8 +21,8 @@ pub(crate) struct Stack {
 
 impl Stack {
     /// On `base`, with its overlay in `dir`, which is made unless it is there.
-    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>) -> Result<Self> {
-        let overlay = Overlay::create(dir, base.disk_bytes())?;
+    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>, lasting: Lasting) -> Result<Self> {
+        let overlay = Overlay::create(dir, base.disk_bytes(), lasting)?;
         Ok(Self { overlay, below: Below::new(base, layer) })
     }
 }
@@ -59,8 +59,8 @@ pub enum Flushed {
 
 impl Disk {
     /// A disk on `base`, with its overlay in `dir`, which is made unless it is there.
-    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>) -> Result<Self> {
-        Stack::create(dir, base, layer).map(Self::of)
+    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>, lasting: Lasting) -> Result<Self> {
+        Stack::create(dir, base, layer, lasting).map(Self::of)
     }
 
     /// A disk of an overlay that is open.

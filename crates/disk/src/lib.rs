@@ -36,7 +36,7 @@ pub use base::{Base, ImageFormat};
 pub use disk::Disk;
 pub use error::{Error, Result};
 pub use layers::{Below, Content, Layer, Range, Readable};
-pub use overlay::{Extent, Overlay, SlotFile};
+pub use overlay::{Extent, Lasting, Overlay, SlotFile};
 pub use process::{Disks, Spec, Stats, serve};
 
 use serde::{Deserialize, Serialize};

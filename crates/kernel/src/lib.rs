@@ -44,6 +44,7 @@ pub mod malloc;
 mod maps;
 pub mod memory;
 pub mod missing;
+pub mod openfile;
 pub mod priority;
 mod process;
 mod ptrace;

@@ -20,9 +20,12 @@ use std::time::{Duration, Instant};
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one; there all of its RAM must
-be that checkpoint's, page by page, and all that it or the recording has written to disks, block by block. A replay that has come off its log stands still for ever: that is noticed, and told with the
-interval, the instruction and the processor's registers. The last interval ends with the log, where there is nothing to compare
-with: it must get there.
+be that checkpoint's, page by page, and all that it or the recording has written to disks, block by block. A replay that has come
+off its log stands still for ever: that is noticed, and told with the interval, the instruction and the processor's registers.
+The last interval ends with the log, where there is nothing to compare with: it must get there.
+
+QEMU itself loses its way now and then on a busy machine, and stands still where it does not the next time. So an interval that
+did not get to its end is tried again, which is told; one whose end differs is not.
 
 Exit codes: 0 all exact, 1 an interval is not.
 
@@ -36,6 +39,9 @@ pub struct Verify {
     /// How long a replay may stand at one instruction before it counts as having come off its log
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = super::checkpoints::parse_duration)]
     patience: Duration,
+    /// How often an interval is tried whose replay does not get to its end
+    #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u32).range(1..=100))]
+    tries: u32,
     /// Print what was found as JSON
     #[arg(long)]
     json: bool,
@@ -64,9 +70,13 @@ struct Checked {
     differing_blocks: u64,
     /// The first of them: disk, offset in it in bytes.
     first_differing_blocks: Vec<(String, u64)>,
-    /// Why it did not get to its end.
+    /// Why it did not get to its end, at its last try.
     error: Option<String>,
-    /// From QEMU's start to its end.
+    /// How often it was tried.
+    tries: u32,
+    /// Why the tries before its last did not get to its end.
+    failed_tries: Vec<String>,
+    /// From QEMU's start to its end, of all tries.
     wall_ns: u64,
 }
 
@@ -86,7 +96,7 @@ impl Verify {
         let intervals = source.intervals()?;
         let interrupted = jobs::interruption()?;
         let bar = self.bar(&intervals);
-        let limits = (&*interrupted, self.patience);
+        let limits = Limits { interrupted: &interrupted, patience: self.patience, tries: self.tries };
         let mut checked = jobs::side_by_side(&intervals, self.recorded.jobs, &interrupted, |interval| {
             check(&source, interval, limits, &bar)
         });
@@ -113,6 +123,7 @@ impl Verify {
         if self.json {
             output::json(&report)?;
         } else {
+            report.intervals.iter().for_each(say_failed_tries);
             report.intervals.iter().filter(|one| !one.exact).for_each(say_wrong);
             if wrong == 0 && !self.quiet {
                 let compared = report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
@@ -145,12 +156,33 @@ impl Differences {
     }
 }
 
-/// What ends a replay before its time: the user, and how long it may stand still.
-type Limits<'a> = (&'a AtomicBool, Duration);
+/// What ends a replay before its time.
+#[derive(Clone, Copy)]
+struct Limits<'a> {
+    /// The user wants it.
+    interrupted: &'a AtomicBool,
+    /// How long it may stand still.
+    patience: Duration,
+    /// How often it is tried.
+    tries: u32,
+}
+
+impl Checked {
+    fn name(&self) -> String {
+        let Self { index, checkpoint, begin, end, .. } = self;
+        format!("interval {index} (checkpoint {checkpoint}, instructions {begin} to {end})")
+    }
+}
+
+/// Also where it was exact at last.
+fn say_failed_tries(one: &Checked) {
+    for (number, error) in one.failed_tries.iter().enumerate() {
+        eprintln!("keyframe: {}: tried again, since at try {} {error}", one.name(), number + 1);
+    }
+}
 
 fn say_wrong(one: &Checked) {
-    let Checked { index, checkpoint, begin, end, .. } = one;
-    let which = format!("interval {index} (checkpoint {checkpoint}, instructions {begin} to {end})");
+    let which = one.name();
     if let Some(error) = &one.error {
         eprintln!("keyframe: {which}: {error}");
         return;
@@ -164,7 +196,18 @@ fn say_wrong(one: &Checked) {
 
 fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &ProgressBar) -> Checked {
     let began = Instant::now();
-    let found = replayed(source, interval, limits, bar);
+    let mut failed_tries = Vec::new();
+    let found = loop {
+        match replayed(source, interval, limits, bar) {
+            Err(failure)
+                if failed_tries.len() + 1 < limits.tries as usize
+                    && !limits.interrupted.load(Ordering::Relaxed) =>
+            {
+                failed_tries.push(failure.message);
+            }
+            found => break found,
+        }
+    };
     let (difference, compared_at, error) = match found {
         Ok((difference, compared_at)) => (difference, compared_at, None),
         Err(failure) => (Differences::default(), None, Some(failure.message)),
@@ -182,6 +225,8 @@ fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &Progres
         differing_blocks: difference.disks.count,
         first_differing_blocks: difference.disks.first,
         error,
+        tries: failed_tries.len() as u32 + 1,
+        failed_tries,
         wall_ns: output::elapsed_ns(began),
     }
 }
@@ -189,10 +234,11 @@ fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &Progres
 fn replayed(
     source: &Source,
     interval: &Interval,
-    (interrupted, patience): Limits<'_>,
+    limits: Limits<'_>,
     bar: &ProgressBar,
 ) -> Result<(Differences, Option<u64>), Failure> {
-    let with = With { patience, ..With::default() };
+    let with = With { patience: limits.patience, ..With::default() };
+    let interrupted = limits.interrupted;
     let mut replay = Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
     let mut told = interval.begin.icount;
     let mut tell = |icount: u64| {

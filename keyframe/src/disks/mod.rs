@@ -163,6 +163,7 @@ fn specs(place: &Place, wanted: &[Wanted], round: u32) -> Result<Vec<Spec>, Fail
             blank_bytes,
             overlay,
             layer: disk.layer.clone(),
+            temporary: disk.temporary,
         })
     };
     wanted.iter().enumerate().map(spec).collect()

@@ -2,9 +2,11 @@
 
 use super::idling::Idling;
 use crate::failure::Failure;
+use keyframe_kernel::openfile::OpenFile;
 use keyframe_qemu::restore::{Restored, Until};
 use keyframe_qemu::{Event, Vm};
 use keyframe_replay::{Progress, Verdict};
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// How often its instruction is asked for: each asking takes the lock that the virtual CPU runs under.
 const ASK_EVERY: Duration = Duration::from_millis(500);
-/// How long a replay may stand at one instruction. An idle guest's clock jumps, so that none waits for real time.
+/// How long a replay may stand at one instruction without going on in its log. An idle guest's clock jumps, so that none waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// How long QEMU may take to end behind the last instruction.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
@@ -67,7 +69,9 @@ pub struct Passage {
     pub until: Until,
     /// Where it stands for a moment on its way, rising.
     pub holds: Arc<[u64]>,
-    /// How long it may stand at one instruction before it counts as having come off its log.
+    /// The log that QEMU reads.
+    pub log: PathBuf,
+    /// How long it may stand at one instruction and place in its log before it counts as having come off its log.
     pub patience: Duration,
 }
 
@@ -118,7 +122,10 @@ impl Passage {
         let began = Instant::now();
         let mut progress = Progress::new(self.icount, self.patience);
         let mut asked = began;
-        let mut idling = Idling::new(replay.vm().pid());
+        let pid = replay.vm().pid();
+        let log = OpenFile::of(pid, &self.log);
+        let (mut log_offset, mut log_seen) = (log.and_then(OpenFile::offset), began);
+        let mut idling = Idling::new(pid);
         loop {
             if let Some(exit) = replay.ended().map_err(|e| Failure::qemu(&e))? {
                 return self.ended(exit);
@@ -138,11 +145,15 @@ impl Passage {
             let (is_idle, wait) = idling.look();
             if is_idle || asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
+                if log_seen.elapsed() >= ASK_EVERY {
+                    (log_offset, log_seen) = (log.and_then(OpenFile::offset), asked);
+                }
                 match replay.vm().qmp().icount() {
                     Ok(icount) => {
                         tell(icount);
-                        if let Verdict::Frozen { icount } = progress.look(began.elapsed(), icount) {
-                            return Err(self.frozen(replay.vm(), icount));
+                        if let Verdict::Frozen { icount } = progress.look(began.elapsed(), icount, log_offset)
+                        {
+                            return Err(self.frozen(replay.vm(), icount, log_offset));
                         }
                     }
                     // It may be on its way out.
@@ -199,15 +210,17 @@ impl Passage {
         }
     }
 
-    /// It stands at `icount` and gets no further.
-    fn frozen(&self, vm: &mut Vm, icount: u64) -> Failure {
+    /// It stands at `icount`, has read so many bytes of its log, and gets no further.
+    fn frozen(&self, vm: &mut Vm, icount: u64, log_offset: Option<u64>) -> Failure {
         let landmark = landmark(vm);
         let left = match self.until {
             Until::Instruction(wanted) => format!(", {} before its end", wanted.saturating_sub(icount)),
             Until::LogEnd => String::new(),
         };
+        let read =
+            log_offset.map_or_else(String::new, |bytes| format!(", with {bytes} bytes of its log read"));
         Failure::new(format!(
-            "the replay has come off its log: it stands still at instruction {icount}{left}{landmark}"
+            "the replay has come off its log: it stands still at instruction {icount}{left}{read}{landmark}"
         ))
     }
 }

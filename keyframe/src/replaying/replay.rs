@@ -91,8 +91,13 @@ impl RamSource for StoredRam {
 impl Replay {
     /// Starts QEMU at `place`, and lets it run to `until`.
     pub fn start(source: &Source, place: Place, until: Until, with: &With) -> Result<Self, Failure> {
-        let passage =
-            Passage { icount: place.icount, until, holds: source.holds()?, patience: with.patience };
+        let passage = Passage {
+            icount: place.icount,
+            until,
+            holds: source.holds()?,
+            log: source.log().into(),
+            patience: with.patience,
+        };
         let Started { restored, disks, loaded } = begin(source, place, passage.next_stop(), with)?;
         Ok(Self { alive: Alive { restored, disks }, passage, loaded })
     }

@@ -29,7 +29,13 @@ pub fn segment(
     let writer = launch::lock(&source.store, "segment", &name, &options)?;
     let until = Until::Instruction(first);
     let with = With::default();
-    let mut passage = Passage { icount: from.icount, until, holds: source.holds()?, patience: with.patience };
+    let mut passage = Passage {
+        icount: from.icount,
+        until,
+        holds: source.holds()?,
+        log: source.log().into(),
+        patience: with.patience,
+    };
     let Started { mut restored, disks, loaded } = begin(source, from, passage.next_stop(), &with)?;
     let arrived = passage.arrive(&mut restored, &interrupted, tell);
     let socket = disks.as_ref().map(|(_, folder)| folder.path().join(SOCKET));

@@ -41,10 +41,20 @@ pub trait Folder: Send + Sync {
     fn sync(&self) -> Result<()>;
 }
 
+/// Whether what is written is to survive the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lasting {
+    /// A sync makes it durable.
+    Durable,
+    /// It is thrown away at the end: a sync does nothing. What was written survives the process, as the page cache does.
+    Temporary,
+}
+
 /// A real file.
 struct RealFile {
     file: File,
     name: String,
+    lasting: Lasting,
 }
 
 impl Medium for RealFile {
@@ -61,7 +71,10 @@ impl Medium for RealFile {
     }
 
     fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(Error::io(&self.name, "sync"))
+        match self.lasting {
+            Lasting::Durable => self.file.sync_data().map_err(Error::io(&self.name, "sync")),
+            Lasting::Temporary => Ok(()),
+        }
     }
 
     fn len_bytes(&self) -> Result<u64> {
@@ -132,25 +145,26 @@ const LOCK_EVERY: Duration = Duration::from_millis(10);
 pub struct RealFolder {
     path: PathBuf,
     folder: File,
+    lasting: Lasting,
 }
 
 impl RealFolder {
     /// Makes it unless it is there, and locks it.
-    pub fn create(path: &Path) -> Result<Self> {
+    pub fn create(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let mut builder = std::fs::DirBuilder::new();
         std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
         builder.recursive(true).create(path).map_err(Error::io(&name, "make"))?;
-        Self::open(path)
+        Self::open(path, lasting)
     }
 
     /// Opens and locks one that is there.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::io(&name, "open"))?;
         match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Self { path: path.into(), folder: folder.into() }),
+            Ok(()) => Ok(Self { path: path.into(), folder: folder.into(), lasting }),
             Err(Errno::WOULDBLOCK) => Err(Error::Locked { object: name }),
             Err(e) => Err(Error::io(name, "lock")(e)),
         }
@@ -168,7 +182,7 @@ impl Folder for RealFolder {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(&path).map_err(Error::io(&name, "open"))?;
-        Ok(Arc::new(RealFile { file, name }))
+        Ok(Arc::new(RealFile { file, name, lasting: self.lasting }))
     }
 
     fn replace(&self, from: &str, to: &str) -> Result<()> {
@@ -177,6 +191,22 @@ impl Folder for RealFolder {
     }
 
     fn sync(&self) -> Result<()> {
-        self.folder.sync_all().map_err(Error::io(self.name(), "sync"))
+        match self.lasting {
+            Lasting::Durable => self.folder.sync_all().map_err(Error::io(self.name(), "sync")),
+            Lasting::Temporary => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_temporary_waits_for_no_medium() {
+        // A device that cannot be synced tells whether it is asked to.
+        let file = |lasting| RealFolder::open(Path::new("/dev"), lasting).unwrap().open("null").unwrap();
+        assert!(file(Lasting::Durable).sync().is_err());
+        file(Lasting::Temporary).sync().unwrap();
     }
 }

@@ -36,6 +36,7 @@ use crate::extents::ExtentMap;
 use crate::{BLOCK, BLOCK_BYTES, DiskBlock, DiskEpoch, Error, Result, Slot};
 use chain::{Chain, Place};
 use journal::{Journal, Record};
+pub use medium::Lasting;
 use medium::{Folder, Medium, RealFolder, read_or_zero};
 use slots::Slots;
 use std::fs::File;
@@ -105,8 +106,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Overlay {
     /// Opens the overlay in `dir`, or begins one, for a disk of `disk_bytes`. Everything in it counts as written since
     /// the last cut.
-    pub fn create(dir: &Path, disk_bytes: u64) -> Result<Self> {
-        Self::on(Arc::new(RealFolder::create(dir)?), Some(disk_bytes))
+    pub fn create(dir: &Path, disk_bytes: u64, lasting: Lasting) -> Result<Self> {
+        Self::on(Arc::new(RealFolder::create(dir, lasting)?), Some(disk_bytes))
     }
 
     /// Opens an overlay that is there.
@@ -118,7 +119,7 @@ impl Overlay {
                 "name the directory of one",
             ));
         }
-        Self::on(Arc::new(RealFolder::open(dir)?), None)
+        Self::on(Arc::new(RealFolder::open(dir, Lasting::Durable)?), None)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "the journal keeps it")]

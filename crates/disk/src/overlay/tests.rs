@@ -519,12 +519,12 @@ fn a_long_journal_is_rewritten_and_says_the_same() {
 fn an_overlay_is_for_one_disk_and_one_process() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("o");
-    let overlay = Overlay::create(&path, 1 << 20).unwrap();
-    assert!(matches!(Overlay::create(&path, 1 << 20), Err(Error::Locked { .. })));
+    let overlay = Overlay::create(&path, 1 << 20, Lasting::Durable).unwrap();
+    assert!(matches!(Overlay::create(&path, 1 << 20, Lasting::Durable), Err(Error::Locked { .. })));
     overlay.write(0, &[1; 4096], &beneath).unwrap();
     overlay.sync().unwrap();
     drop(overlay);
-    let error = Overlay::create(&path, 2 << 20).err().unwrap().to_string();
+    let error = Overlay::create(&path, 2 << 20, Lasting::Durable).err().unwrap().to_string();
     assert!(error.contains("1048576") && error.contains("2097152"), "{error}");
     assert!(Overlay::open(dir.path()).is_err(), "no overlay there");
     assert_eq!(Overlay::open(&path).unwrap().disk_bytes(), 1 << 20);

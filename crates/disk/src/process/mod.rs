@@ -25,6 +25,7 @@ mod server;
 pub use client::Disks;
 pub use server::serve;
 
+use crate::overlay::Lasting;
 use crate::{DiskBlock, DiskEpoch, Extent, ImageFormat};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -45,6 +46,15 @@ pub struct Spec {
     pub overlay: PathBuf,
     /// The layer between them, as `open_layer` of [`serve`] understands it.
     pub layer: Option<String>,
+    /// What is written is thrown away at the end: no flush waits for the medium.
+    #[serde(default)]
+    pub temporary: bool,
+}
+
+impl Spec {
+    fn lasting(&self) -> Lasting {
+        if self.temporary { Lasting::Temporary } else { Lasting::Durable }
+    }
 }
 
 /// How one disk is doing.

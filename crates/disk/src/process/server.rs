@@ -57,7 +57,7 @@ fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<O
             (Base::open(&spec.base, spec.format)?, Some(lock))
         };
         let layer = spec.layer.as_deref().map(open_layer).transpose()?;
-        let disk = Arc::new(Disk::create(&spec.overlay, base, layer)?);
+        let disk = Arc::new(Disk::create(&spec.overlay, base, layer, spec.lasting())?);
         Ok((Export { name: spec.export.clone(), disk }, lock))
     };
     let opened = specs.iter().map(open).collect::<Result<Vec<_>>>()?;
@@ -174,7 +174,7 @@ impl Serving<'_> {
                 return Err(Error::protocol("the engine", problem));
             }
             let layer = spec.layer.as_deref().map(self.open_layer).transpose()?;
-            Stack::create(&spec.overlay, base, layer).map(Arc::new)
+            Stack::create(&spec.overlay, base, layer, spec.lasting()).map(Arc::new)
         };
         specs.iter().zip(&self.exports).map(open).collect()
     }

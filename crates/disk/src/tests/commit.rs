@@ -2,7 +2,7 @@
 
 use super::{Bed, Stamp, img, run};
 use crate::commit::{self, InPlace};
-use crate::{BLOCK_BYTES, Base, Below, Disk, Error, ImageFormat, Overlay, Result};
+use crate::{BLOCK_BYTES, Base, Below, Disk, Error, ImageFormat, Lasting, Overlay, Result};
 use std::path::Path;
 use std::process::Command;
 
@@ -38,7 +38,7 @@ fn in_place(dir: &Path, format: ImageFormat, watch: commit::Watch<'_>) -> Result
 /// An overlay with some of everything, in pieces, over the base; what the disk holds then.
 fn overlay(bed: &Bed, format: ImageFormat) -> Vec<u8> {
     let base = Base::open(&bed.path("base"), format).unwrap();
-    let disk = Disk::create(&bed.path("overlay"), base, None).unwrap();
+    let disk = Disk::create(&bed.path("overlay"), base, None, Lasting::Durable).unwrap();
     let bytes = disk.disk_bytes();
     for i in 0..400u64 {
         let at = i * 7919 * 512 % (bytes - 9000);

@@ -5,7 +5,7 @@ mod commit;
 mod raw;
 
 use crate::process::{Disks, Spec};
-use crate::{BLOCK_BYTES, Base, Content, Disk, DiskBlock, ImageFormat, Layer, Result};
+use crate::{BLOCK_BYTES, Base, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -63,6 +63,7 @@ impl Bed {
             overlay: self.path("overlay"),
             blank_bytes: None,
             layer: None,
+            temporary: false,
         }
     }
 
@@ -358,14 +359,14 @@ fn disks_are_exchanged_under_a_client_and_come_back() {
     let bed = Bed::new();
     std::fs::write(bed.path("base.raw"), vec![1; 1 << 20]).unwrap();
     let base = || Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap();
-    let disk = Disk::create(&bed.path("first"), base(), None).unwrap();
+    let disk = Disk::create(&bed.path("first"), base(), None, Lasting::Durable).unwrap();
     let block = || {
         let mut block = [0u8; BLOCK_BYTES];
         disk.read(8192, &mut block).unwrap();
         block[0]
     };
     disk.write(8192, &[2; BLOCK_BYTES]).unwrap();
-    let other = crate::disk::Stack::create(&bed.path("second"), base(), None).unwrap();
+    let other = crate::disk::Stack::create(&bed.path("second"), base(), None, Lasting::Durable).unwrap();
     let mut other = std::sync::Arc::new(other);
     disk.exchange(&mut other);
     assert_eq!(block(), 1);

@@ -7,7 +7,7 @@ use crate::nbd::wire::{
     SIMPLE_REPLY,
 };
 use crate::nbd::{Export, Server};
-use crate::{BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Layer, Result};
+use crate::{BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result};
 use proptest::prelude::*;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -96,7 +96,8 @@ fn request(command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
 fn serve(bed: &Bed, names: &[&str], layer: impl Fn() -> Option<Box<dyn Layer>>) -> Server {
     let export = |name: &&str| {
         let base = Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap();
-        let disk = Disk::create(&bed.path(&format!("overlay-{name}")), base, layer()).unwrap();
+        let disk =
+            Disk::create(&bed.path(&format!("overlay-{name}")), base, layer(), Lasting::Durable).unwrap();
         Export { name: (*name).into(), disk: Arc::new(disk) }
     };
     Server::start(&bed.path("s"), names.iter().map(export).collect()).unwrap()

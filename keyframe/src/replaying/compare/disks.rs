@@ -163,7 +163,7 @@ fn failed(error: &keyframe_disk::Error) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_disk::{Base, Overlay};
+    use keyframe_disk::{Base, Lasting, Overlay};
     use keyframe_store::{BaseMeta, DiskMeta, DiskState, SealRequest, Store};
     use keyframe_units::{BlockKind, PAGE_BYTES, RamBlock, RamLayout};
 
@@ -222,7 +222,7 @@ mod tests {
 
         // A replay from the first wrote what the second says, in part of the blocks; and something that it does not.
         let dir = dir.path().join("overlay");
-        let overlay = Overlay::create(&dir, DISK_BYTES).unwrap();
+        let overlay = Overlay::create(&dir, DISK_BYTES, Lasting::Durable).unwrap();
         let base = Base::blank(DISK_BYTES).unwrap();
         let beneath = |at: u64, buf: &mut [u8]| base.read(at, buf);
         let at = |block: u64| block * BLOCK_BYTES as u64;

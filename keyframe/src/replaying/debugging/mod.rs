@@ -330,7 +330,8 @@ impl Frozen {
         self.asked = Instant::now();
         let icount = stub.icount()?;
         let progress = self.progress.get_or_insert_with(|| keyframe_replay::Progress::new(icount, PATIENCE));
-        let keyframe_replay::Verdict::Frozen { icount } = progress.look(self.began.elapsed(), icount) else {
+        let keyframe_replay::Verdict::Frozen { icount } = progress.look(self.began.elapsed(), icount, None)
+        else {
             return Ok(false);
         };
         eprintln!(
