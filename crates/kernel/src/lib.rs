@@ -30,6 +30,7 @@ compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 
 mod abi;
 pub mod attach;
+pub mod cores;
 pub mod cost;
 pub mod cputime;
 mod error;

@@ -46,6 +46,14 @@ pub fn lower() {
     let _ = setpriority_process(None, LOWERED_NICE);
 }
 
+/// Has thread `thread` of an ordinary process take no other thread's core when it is woken (`SCHED_BATCH`), but wait until that one sleeps or its
+/// turn is over; or, `waits` false, as it was. False where that cannot be had.
+pub fn wait_for_core(thread: u32, waits: bool) -> bool {
+    let number = i32::try_from(thread).ok().and_then(Pid::from_raw);
+    let policy = if waits { libc::SCHED_BATCH } else { libc::SCHED_OTHER };
+    number.is_some_and(|thread| set_policy(Some(thread), policy, 0))
+}
+
 /// Sets the policy of a thread; of the calling one without a number.
 fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
     let number = Pid::as_raw(thread);
@@ -58,13 +66,30 @@ fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
 mod tests {
     use super::*;
 
+    fn policy_of(thread: Pid) -> i32 {
+        // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
+        let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
+        policy as i32 & !libc::SCHED_RESET_ON_FORK
+    }
+
     /// Whether each of `wanted` runs in real time.
     fn urgent(wanted: [Pid; 2]) -> [bool; 2] {
-        wanted.map(|thread| {
-            // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
-            let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
-            policy >= 0 && policy as i32 & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR
-        })
+        wanted.map(|thread| policy_of(thread) == libc::SCHED_RR)
+    }
+
+    #[test]
+    fn a_thread_waits_for_its_core_until_it_is_to_do_so_no_more() {
+        let mut child =
+            std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let thread = Pid::from_raw(child.id().cast_signed()).unwrap();
+        assert!(wait_for_core(child.id(), true));
+        assert_eq!(policy_of(thread), libc::SCHED_BATCH);
+        assert!(wait_for_core(child.id(), false));
+        assert_eq!(policy_of(thread), libc::SCHED_OTHER);
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(!wait_for_core(child.id(), true), "it has ended");
+        assert!(!wait_for_core(0, true) && !wait_for_core(u32::MAX, true));
     }
 
     #[test]

@@ -4,8 +4,9 @@ use crate::binary::{self, QemuIdentity};
 use crate::drives::{self, DiskServer, Drive};
 use crate::gate::{NicSockets, net_gate};
 use crate::options::{self, Argument};
-use crate::record::{self, Wanted};
+use crate::record::{self, Clock, Wanted};
 use crate::{Error, Result};
+use jiff::Zoned;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -112,6 +113,11 @@ impl Invocation {
         Ok(self.run_words()?.1)
     }
 
+    /// Whether it is.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.log.is_some()
+    }
+
     /// The words to be run, and what differs.
     fn run_words(&self) -> Result<(Vec<String>, Vec<String>)> {
         let (line, notes) = match (&self.log, &self.server) {
@@ -120,7 +126,11 @@ impl Invocation {
             (Some(log), server) => {
                 let version = binary::version(&self.binary)?;
                 let (mode, disks) = (record::Mode::Record, server.as_ref());
-                record::made(&self.arguments, Wanted { mode, log, disks, version: &version, console: None })?
+                let clock = Clock::From(&Zoned::now());
+                record::made(
+                    &self.arguments,
+                    Wanted { mode, log, disks, version: &version, console: None, clock },
+                )?
             }
         };
         let binary = self.words.iter().take(1).cloned();

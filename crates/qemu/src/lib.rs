@@ -49,6 +49,7 @@ pub mod rollback;
 mod spawn;
 mod statefile;
 pub mod stream;
+mod turns;
 mod vm;
 pub mod watchdog;
 mod wrapper;

@@ -21,6 +21,7 @@ use crate::lifetime::{Ended, Lifetime};
 use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
+use crate::turns::Turns;
 use crate::watchdog::Watched;
 use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug, wrapper};
 use keyframe_units::RamLayout;
@@ -64,6 +65,8 @@ pub struct Vm {
     minded: Vec<String>,
     /// The socket of the server of its disks, where it is ours and the VM was not launched.
     server: Option<PathBuf>,
+    /// Of one that records or replays.
+    turns: Option<Turns>,
 }
 
 /// Where a VM came from, as far as that is left to be known.
@@ -116,6 +119,7 @@ impl Vm {
         }
         added.extend(state.arguments());
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
+        let is_recorded = invocation.is_recorded();
         let Parts { binary, user: user_command, run: mut full_command, disks } = invocation.into_parts()?;
         full_command.extend(added);
 
@@ -134,9 +138,14 @@ impl Vm {
             checked.map(|()| qmp)
         });
         match connected {
-            Ok(qmp) => {
+            Ok(mut qmp) => {
+                let line = hotplug::arguments(&full_command);
+                let turns = is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line));
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
-                Ok(Self::from_parts(Lifetime::Child(child), qmp, state, (user_command, full_command), origin))
+                let lines = (user_command, full_command);
+                let mut vm = Self::from_parts(Lifetime::Child(child), qmp, state, lines, origin);
+                vm.turns = turns;
+                Ok(vm)
             }
             Err(error) => {
                 let _ = spawn::kill(&mut child);
@@ -163,6 +172,19 @@ impl Vm {
             backends: None,
             minded: Vec::new(),
             server: None,
+            turns: None,
+        }
+    }
+
+    /// It records or replays, and its threads take turns.
+    pub(crate) fn take_turns(&mut self, turns: Turns) {
+        self.turns = Some(turns);
+    }
+
+    /// Of one that records or replays: whether its monitor may be answered some ms late from now on, so that the guest is not disturbed.
+    pub fn may_answer_late(&self, late: bool) {
+        if let Some(turns) = &self.turns {
+            turns.may_wait(late);
         }
     }
 

@@ -19,7 +19,7 @@ use crate::disks::{self, Served, restored};
 use crate::failure::Failure;
 use crate::images::Stop;
 use keyframe_qemu::DiskServer;
-use keyframe_qemu::record::{self, Mode, Wanted};
+use keyframe_qemu::record::{self, Clock, Mode, Wanted};
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
 use keyframe_replay::interval::Place;
 use keyframe_store::{Loaded, Store};
@@ -189,6 +189,7 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
         disks: server.as_ref(),
         version: &machine.qemu_version,
         console: with.console.as_deref(),
+        clock: Clock::As(&loaded.meta.machine.full_command),
     };
     let line = record::line(&words, wanted).map_err(|e| Failure::qemu(&e))?;
     machine.user_command.extend(line.words);

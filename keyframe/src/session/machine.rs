@@ -82,7 +82,11 @@ impl Machine for QemuMachine {
     }
 
     fn before_stop(&mut self) -> Result<(), BoxError> {
-        if self.is_recorded { self.disks.await_rest(self.vm.qmp()) } else { Ok(()) }
+        if !self.is_recorded {
+            return Ok(());
+        }
+        self.vm.may_answer_late(false);
+        self.disks.await_rest(self.vm.qmp())
     }
 
     fn stop(&mut self) -> Result<Stopped, BoxError> {
@@ -120,13 +124,15 @@ impl Machine for QemuMachine {
     }
 
     fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
-        match stopped {
+        let resumed = match stopped {
             Stopped::ByUs => self.vm.qmp().cont().map_err(|error| {
                 self.rescue();
                 error.into()
             }),
             Stopped::Already => Ok(()),
-        }
+        };
+        self.vm.may_answer_late(true);
+        resumed
     }
 
     fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {

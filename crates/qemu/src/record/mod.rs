@@ -14,9 +14,11 @@
 //! Left out: which images there are (`drives`), and the checkpoints.
 
 mod block;
+mod clock;
 mod refuse;
 mod requests;
 
+pub use clock::{Clock, is_guests};
 pub use requests::Queues;
 
 use crate::drives::{self, DiskServer};
@@ -51,6 +53,8 @@ pub struct Wanted<'a> {
     pub version: &'a str,
     /// Where a replay's serial output goes; nowhere without one.
     pub console: Option<&'a Path>,
+    /// The guest's real-time clock.
+    pub clock: Clock<'a>,
 }
 
 /// A line that was made.
@@ -109,6 +113,7 @@ impl Making<'_> {
             // QEMU 7.2's word for what `-machine hpet=off` says.
             "no-hpet" => {}
             "icount" => self.icount = Some(argument.value().into()),
+            "rtc" => {}
             "netdev" => self.netdev(argument),
             "monitor" | "qmp" | "qmp-pretty" | "mon" | "gdb" | "s" | "vnc" | "spice" | "display"
             | "pidfile"
@@ -216,6 +221,13 @@ impl Making<'_> {
         if !is_microvm(user) {
             self.out.push(option("machine", "hpet=off"));
         }
+        self.out.extend(self.wanted.clock.values(user).into_iter().map(|value| option("rtc", value)));
+        if clock::is_hosts(user) {
+            self.notes.push(
+                "the guest's real-time clock follows the host's, as -rtc has it: replays take twice as long"
+                    .into(),
+            );
+        }
         self.out.push(option("accel", "tcg"));
         let (word, log) = match self.wanted.mode {
             Mode::Record => ("record", self.wanted.log),
@@ -257,7 +269,14 @@ mod tests {
     }
 
     fn wanted(mode: Mode) -> Wanted<'static> {
-        Wanted { mode, log: Path::new("/r/log,1"), disks: None, version: "7.2.22", console: None }
+        Wanted {
+            mode,
+            log: Path::new("/r/log,1"),
+            disks: None,
+            version: "7.2.22",
+            console: None,
+            clock: Clock::As(&[]),
+        }
     }
 
     fn text(user: &str, mode: Mode) -> String {

@@ -38,6 +38,7 @@ use crate::ramblock;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
+use crate::turns::Turns;
 use crate::vm::{Origin, Vm, inherited_path, machine_type, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus};
 use fill::Memory;
@@ -253,9 +254,12 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
     match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
-        Ok(Loaded { qmp, lazy, ready_ns, filled_ns }) => {
+        Ok(Loaded { qmp, lazy, turns, ready_ns, filled_ns }) => {
             let lines = (plan.source.user_command, full_command);
-            let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
+            let mut vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
+            if let Some(turns) = turns {
+                vm.take_turns(turns);
+            }
             Ok(Restored { vm, lazy, ready_ns, filled_ns })
         }
         Err(error) => {
@@ -306,6 +310,7 @@ impl Pair {
 struct Loaded {
     qmp: Qmp,
     lazy: Option<Lazy>,
+    turns: Option<Turns>,
     ready_ns: u64,
     filled_ns: Option<u64>,
 }
@@ -428,7 +433,9 @@ impl Starting {
                 (qmp, Some(lazy), None)
             }
         };
+        let mut turns = None;
         if let Some(until) = plan.replays {
+            turns = Some(Turns::begin(&mut qmp, child.id(), &plan.arguments));
             if let Until::Instruction(icount) = until {
                 qmp.replay_break(icount)?;
             }
@@ -450,7 +457,7 @@ impl Starting {
         if let Some(lazy) = &mut lazy {
             lazy.prefetch()?;
         }
-        Ok(Loaded { qmp, lazy, ready_ns, filled_ns })
+        Ok(Loaded { qmp, lazy, turns, ready_ns, filled_ns })
     }
 
     /// Fills the memories while QEMU starts; tells how long that took.

@@ -1,0 +1,90 @@
+//! Cores: which one a thread runs on, and one that is kept for a process.
+//!
+//! A claim is a lock of the core's own directory in sysfs: it is seen by everybody on the machine, keeps nobody from the core who does not ask, and
+//! is gone with whoever holds it.
+
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::fs::File;
+
+/// A core that is claimed, until this is dropped.
+#[derive(Debug)]
+pub struct Claim {
+    core: usize,
+    _lock: File,
+}
+
+impl Claim {
+    /// Of `core`; none where somebody has it, or there is no such core.
+    pub fn take(core: usize) -> Option<Self> {
+        let lock = File::open(format!("/sys/devices/system/cpu/cpu{core}")).ok()?;
+        lock.try_lock().ok()?;
+        Some(Self { core, _lock: lock })
+    }
+
+    /// Its number.
+    pub fn core(&self) -> usize {
+        self.core
+    }
+}
+
+/// The cores that thread `thread` may run on, that of its last run first; none where there is no such thread.
+pub fn of_thread(thread: u32) -> Vec<usize> {
+    let Some(allowed) = pid(thread).and_then(|thread| sched_getaffinity(Some(thread)).ok()) else {
+        return Vec::new();
+    };
+    let last = last(thread);
+    let others = (0..CpuSet::MAX_CPU).filter(|core| Some(*core) != last);
+    last.into_iter().chain(others).filter(|core| allowed.is_set(*core)).collect()
+}
+
+/// Has all threads that process `process` has now run on `core`, and those that they start. False where it cannot be had of one of them.
+pub fn bind(process: u32, core: usize) -> bool {
+    if core >= CpuSet::MAX_CPU {
+        return false;
+    }
+    let mut only = CpuSet::new();
+    only.set(core);
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{process}/task")) else { return false };
+    let threads = tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse().ok());
+    threads.filter_map(pid).all(|thread| sched_setaffinity(Some(thread), &only).is_ok())
+}
+
+fn pid(thread: u32) -> Option<Pid> {
+    i32::try_from(thread).ok().and_then(Pid::from_raw)
+}
+
+/// Where a thread ran last: the 39th field of its `stat`, the 37th behind its name.
+fn last(thread: u32) -> Option<usize> {
+    let text = std::fs::read_to_string(format!("/proc/{thread}/stat")).ok()?;
+    text.rsplit_once(')')?.1.split_whitespace().nth(36)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_core_is_claimed_once_and_again_once_it_is_free() {
+        let own = of_thread(std::process::id());
+        assert!(!own.is_empty(), "this process runs");
+        // Others on this machine may claim cores meanwhile: a claim that was had is what is looked at.
+        let Some(claim) = own.iter().find_map(|core| Claim::take(*core)) else { return };
+        assert!(Claim::take(claim.core()).is_none());
+        assert!(Claim::take(usize::MAX).is_none());
+    }
+
+    #[test]
+    fn all_threads_of_a_process_are_bound() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let cores = of_thread(child.id());
+        let wanted = cores.last().copied().unwrap();
+        assert!(bind(child.id(), wanted));
+        assert_eq!(of_thread(child.id()), [wanted]);
+        assert!(!bind(child.id(), CpuSet::MAX_CPU));
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(!bind(child.id(), wanted) && of_thread(child.id()).is_empty(), "it has ended");
+    }
+}

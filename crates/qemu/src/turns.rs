@@ -1,0 +1,57 @@
+//! The two threads of a QEMU that records or replays, on one core.
+//!
+//! ```text
+//!   guest   runs ──── event ── runs ──── event │waits│ runs ───         guest   runs ── event ── runs ── event ── runs ── event ── runs ─
+//!   main              woken ─ waits ───────────┘turn └ sleeps           main                                          at its core's next tick
+//! ```
+//!
+//! Whichever of them runs has the log's lock, so that they never run at once: a second core gains nothing. And QEMU wakes its main loop for each event that a
+//! replay passes, and for each tick of the guest's clock in a recording, whether it has anything to do or not. On the left the main loop asks for the lock
+//! each time, and the guest waits: two switches between cores, some ten thousand times a second. On the right both are on one core, and the main loop is of
+//! the scheduler's `SCHED_BATCH`: it takes the core when the guest halts, or waits for it, or its time is up (4 ms, by the kernel's tick). A replay takes half of the
+//! time, and a recording no more than QEMU that only counts.
+//!
+//! It is for guests whose clocks go by their own time ([`record::clock`]): a replay that has to pass a reading of the host's clock waits for the main
+//! loop without halting, until that tick. There the main loop is as it was.
+//!
+//! A core is claimed, so that two such QEMUs never share one; where all are, or one cannot be had, the kernel places the threads as it likes.
+//!
+//! Invariant: what QEMU does is the same; only when its main loop gets to it differs.
+
+use crate::options::Argument;
+use crate::{Qmp, record};
+use keyframe_kernel::cores::{self, Claim};
+use keyframe_kernel::priority;
+
+/// Such a QEMU.
+#[derive(Debug)]
+pub(crate) struct Turns {
+    pid: u32,
+    /// Its main loop may be late.
+    may_wait: bool,
+    _core: Option<Claim>,
+}
+
+impl Turns {
+    /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`. What cannot be had of it is left.
+    pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument]) -> Self {
+        let turns = Self { pid, may_wait: record::is_guests(arguments), _core: bound(pid, qmp) };
+        turns.may_wait(true);
+        turns
+    }
+
+    /// The main loop may be late from now on, or is to answer at once.
+    pub fn may_wait(&self, may_wait: bool) {
+        if self.may_wait {
+            // The main loop's thread is the process' first.
+            let _ = priority::wait_for_core(self.pid, may_wait);
+        }
+    }
+}
+
+/// A core that nobody has, for all of process `pid`: the one that its guest's thread ran on last, if it can be had.
+fn bound(pid: u32, qmp: &mut Qmp) -> Option<Claim> {
+    let guest = *qmp.cpu_threads().ok()?.first()?;
+    let claim = cores::of_thread(guest).into_iter().find_map(Claim::take)?;
+    cores::bind(pid, claim.core()).then_some(claim)
+}
