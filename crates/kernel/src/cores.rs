@@ -45,9 +45,15 @@ pub fn bind(process: u32, core: usize) -> bool {
     }
     let mut only = CpuSet::new();
     only.set(core);
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{process}/task")) else { return false };
-    let threads = tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse().ok());
-    threads.filter_map(pid).all(|thread| sched_setaffinity(Some(thread), &only).is_ok())
+    let threads = threads_of(process);
+    !threads.is_empty()
+        && threads.into_iter().filter_map(pid).all(|thread| sched_setaffinity(Some(thread), &only).is_ok())
+}
+
+/// The threads that process `process` has now; none where there is no such process.
+pub fn threads_of(process: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
 }
 
 fn pid(thread: u32) -> Option<Pid> {

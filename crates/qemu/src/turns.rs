@@ -1,4 +1,4 @@
-//! The two threads of a QEMU that records or replays, on one core.
+//! The threads of a QEMU that records or replays, on one core.
 //!
 //! ```text
 //!   guest   runs ──── event ── runs ──── event │waits│ runs ───         guest   runs ── event ── runs ── event ── runs ── event ── runs ─
@@ -9,7 +9,7 @@
 //! replay passes, and for each tick of the guest's clock in a recording, whether it has anything to do or not. On the left the main loop asks for the lock
 //! each time, and the guest waits: two switches between cores, some ten thousand times a second. On the right both are on one core, and the main loop is of
 //! the scheduler's `SCHED_BATCH`: it takes the core when the guest halts, or waits for it, or its time is up (4 ms, by the kernel's tick). A replay takes half of the
-//! time, and a recording no more than QEMU that only counts.
+//! time, and a recording no more than QEMU that only counts. So is the monitor's thread, which is woken as often: all threads with timers are.
 //!
 //! It is for guests whose clocks go by their own time ([`record::clock`]): a replay that has to pass a reading of the host's clock waits for the main
 //! loop without halting, until that tick. There the main loop is as it was.
@@ -27,7 +27,9 @@ use keyframe_kernel::priority;
 #[derive(Debug)]
 pub(crate) struct Turns {
     pid: u32,
-    /// Its main loop may be late.
+    /// The thread that runs the guest.
+    guest: Option<u32>,
+    /// All others may be late.
     may_wait: bool,
     _core: Option<Claim>,
 }
@@ -35,23 +37,24 @@ pub(crate) struct Turns {
 impl Turns {
     /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`. What cannot be had of it is left.
     pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument]) -> Self {
-        let turns = Self { pid, may_wait: record::is_guests(arguments), _core: bound(pid, qmp) };
+        let guest = qmp.cpu_threads().ok().and_then(|threads| threads.first().copied());
+        let core = guest.and_then(|guest| bound(pid, guest));
+        let turns = Self { pid, guest, may_wait: record::is_guests(arguments), _core: core };
         turns.may_wait(true);
         turns
     }
 
-    /// The main loop may be late from now on, or is to answer at once.
+    /// All but the guest may be late from now on, or are to answer at once.
     pub fn may_wait(&self, may_wait: bool) {
-        if self.may_wait {
-            // The main loop's thread is the process' first.
-            let _ = priority::wait_for_core(self.pid, may_wait);
+        let (true, Some(guest)) = (self.may_wait, self.guest) else { return };
+        for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != guest) {
+            let _ = priority::wait_for_core(thread, may_wait);
         }
     }
 }
 
 /// A core that nobody has, for all of process `pid`: the one that its guest's thread ran on last, if it can be had.
-fn bound(pid: u32, qmp: &mut Qmp) -> Option<Claim> {
-    let guest = *qmp.cpu_threads().ok()?.first()?;
+fn bound(pid: u32, guest: u32) -> Option<Claim> {
     let claim = cores::of_thread(guest).into_iter().find_map(Claim::take)?;
     cores::bind(pid, claim.core()).then_some(claim)
 }
