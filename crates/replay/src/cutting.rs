@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!   by instructions   every N-th
-//!   by time           as the host's clock stood in the log: read at some instructions, taken to run evenly between two of them
+//!   by time           as the host's clock stood: by the log's times, or where it has none as the guest read the clock. Taken to run evenly in between
 //! ```
 //!
 //! Each cut then moves to the next instruction at which the log has nothing ([`Boundaries`]): there a replay can stand and go on.
 
 use crate::log::{self, Boundaries, Event, Placed};
-use crate::{Error, Result};
+use crate::{Error, Result, Times};
 use std::collections::VecDeque;
 use std::path::Path;
 use std::time::Duration;
@@ -27,17 +27,53 @@ pub enum Every {
 
 /// The instructions at which the log in the file at `path` is cut, rising, each within it.
 ///
-/// Errors: [`Error::NoClock`] where time is asked for and the guest never had the host's clock read; [`Error::TooManyCuts`].
-pub fn cuts(path: &Path, every: Every, boundaries: &Boundaries) -> Result<Vec<u64>> {
-    let mut events = log::open(path)?;
+/// Errors: [`Error::NoClock`] where time is asked for, there are no `times`, and the guest never had the host's clock read;
+/// [`Error::TooManyCuts`].
+pub fn cuts(path: &Path, times: Times, every: Every, boundaries: &Boundaries) -> Result<Vec<u64>> {
     let mut cutter = Cutter::new(every);
-    while let Some(placed) = events.next_event()? {
-        cutter.take(placed)?;
-    }
+    Clock { times }.follow(path, &mut |placed, readings| {
+        readings.iter().try_for_each(|(icount, now)| cutter.read_clock(*icount, *now))?;
+        placed.map_or(Ok(()), |placed| cutter.take(placed)).map(|()| true)
+    })?;
     if matches!(every, Every::Time(_)) && cutter.clock.is_none() {
         return Err(Error::NoClock { path: path.into() });
     }
     Ok(std::iter::from_fn(|| cutter.next_cut(boundaries)).collect())
+}
+
+/// The host's clock beside a log.
+struct Clock {
+    times: Times,
+}
+
+impl Clock {
+    /// Gives each event of the log at `path`, and the readings of the clock before it, each with its instruction; at last those behind the log's
+    /// end. Until `take` says false.
+    fn follow(
+        &mut self,
+        path: &Path,
+        take: &mut dyn FnMut(Option<Placed>, &[(u64, i64)]) -> Result<bool>,
+    ) -> Result<()> {
+        let mut events = log::open(path)?;
+        let mut before = 0;
+        loop {
+            let placed = events.next_event()?;
+            let until = if placed.is_some() { events.offset() } else { u64::MAX };
+            let mut readings = Vec::new();
+            while let Some(now) = self.times.next_before(until)? {
+                readings.push((before, now));
+            }
+            if let Some(Placed { event: Event::HostClock(now), icount, .. }) = placed
+                && !self.times.are_kept()
+            {
+                readings.push((icount, now));
+            }
+            if !take(placed, &readings)? || placed.is_none() {
+                return Ok(());
+            }
+            before = events.icount();
+        }
+    }
 }
 
 /// Finds cuts as the log comes.
@@ -66,21 +102,19 @@ impl Cutter {
     ///
     /// Error: [`Error::TooManyCuts`].
     pub fn take(&mut self, placed: Placed) -> Result<()> {
-        match (self.every, placed.event) {
-            (Every::Instructions(step), Event::Instructions(_)) => {
-                let step = step.max(1);
-                while let Some(next) = step.checked_mul(self.count as u64 + 1).filter(|n| *n <= placed.icount)
-                {
-                    self.want(next)?;
-                }
-                Ok(())
-            }
-            (Every::Time(step), Event::HostClock(now)) => {
-                let step_ns = i64::try_from(step.as_nanos()).unwrap_or(i64::MAX).max(1);
-                self.read_clock(placed.icount, now, step_ns)
-            }
-            _ => Ok(()),
+        let (Every::Instructions(step), Event::Instructions(_)) = (self.every, placed.event) else {
+            return Ok(());
+        };
+        let step = step.max(1);
+        while let Some(next) = step.checked_mul(self.count as u64 + 1).filter(|n| *n <= placed.icount) {
+            self.want(next)?;
         }
+        Ok(())
+    }
+
+    /// Whether it goes by the host's clock.
+    pub fn is_by_time(&self) -> bool {
+        matches!(self.every, Every::Time(_))
     }
 
     fn want(&mut self, icount: u64) -> Result<()> {
@@ -92,7 +126,12 @@ impl Cutter {
         Ok(())
     }
 
-    fn read_clock(&mut self, at: u64, now: i64, step_ns: i64) -> Result<()> {
+    /// Takes what the host's clock said at instruction `at`.
+    ///
+    /// Error: [`Error::TooManyCuts`].
+    pub fn read_clock(&mut self, at: u64, now: i64) -> Result<()> {
+        let Every::Time(step) = self.every else { return Ok(()) };
+        let step_ns = i64::try_from(step.as_nanos()).unwrap_or(i64::MAX).max(1);
         let Some((icount, then)) = self.clock else {
             self.due = now.saturating_add(step_ns);
             self.clock = Some((at, now));
@@ -130,25 +169,27 @@ impl Cutter {
 
 /// The instruction at which the host's clock had gone on by `after` since the log begins; none where it ends before.
 ///
-/// Error: [`Error::NoClock`] where the guest never had the host's clock read.
-pub fn at_time(path: &Path, after: Duration) -> Result<Option<u64>> {
+/// Error: [`Error::NoClock`] where there are no `times` and the guest never had the host's clock read.
+pub fn at_time(path: &Path, times: Times, after: Duration) -> Result<Option<u64>> {
     let after_ns = i64::try_from(after.as_nanos()).unwrap_or(i64::MAX);
-    let mut events = log::open(path)?;
-    let (mut due, mut last) = (None, None);
-    while let Some(placed) = events.next_event()? {
-        let Event::HostClock(now) = placed.event else { continue };
-        let due = *due.get_or_insert(now.saturating_add(after_ns));
-        let (icount, then) = *last.get_or_insert((placed.icount, now));
-        if now >= due {
-            return Ok(Some(between((icount, then), (placed.icount, now), due)));
+    let (mut due, mut last, mut found) = (None, None, None);
+    Clock { times }.follow(path, &mut |_, readings| {
+        for &(at, now) in readings {
+            let due = *due.get_or_insert(now.saturating_add(after_ns));
+            let (icount, then) = *last.get_or_insert((at, now));
+            if now >= due {
+                found = Some(between((icount, then), (at, now), due));
+                return Ok(false);
+            }
+            // The clock may have been set back.
+            if now > then {
+                last = Some((at, now));
+            }
         }
-        // The clock may have been set back.
-        if now > then {
-            last = Some((placed.icount, now));
-        }
-    }
+        Ok(true)
+    })?;
     match last {
-        Some(_) => Ok(None),
+        Some(_) => Ok(found),
         None => Err(Error::NoClock { path: path.into() }),
     }
 }
@@ -182,7 +223,7 @@ mod tests {
     #[test]
     fn cuts_are_as_far_apart_as_asked_and_where_nothing_happens() {
         let (file, boundaries) = log(&[(100, 1000), (100, 2000), (300, 3000), (1, 9000)]);
-        let cuts = |every| cuts(file.path(), every, &boundaries).unwrap();
+        let cuts = |every| cuts(file.path(), Times::none(), every, &boundaries).unwrap();
         assert_eq!(
             cuts(Every::Instructions(100)),
             [101, 201, 301, 401],
@@ -197,20 +238,20 @@ mod tests {
     #[test]
     fn a_time_is_found_between_two_readings() {
         let (file, _) = log(&[(100, 1000), (100, 2000), (300, 3000), (1, 9000)]);
-        let at = |ns| at_time(file.path(), Duration::from_nanos(ns)).unwrap();
+        let at = |ns| at_time(file.path(), Times::none(), Duration::from_nanos(ns)).unwrap();
         let found: Vec<_> = [0, 500, 1000, 1500, 2000, 8000, 8001].map(at).into();
         assert_eq!(found, [Some(100), Some(150), Some(200), Some(350), Some(500), Some(501), None]);
         let (wild, _) = log(&[(9, i64::MIN), (9, i64::MAX), (9, i64::MIN)]);
-        assert!(at_time(wild.path(), Duration::MAX).unwrap().is_some());
+        assert!(at_time(wild.path(), Times::none(), Duration::MAX).unwrap().is_some());
     }
 
     #[test]
     fn a_clock_that_says_anything_is_bounded() {
         let (file, boundaries) = log(&[(9, i64::MIN), (u32::MAX, i64::MAX), (9, i64::MIN), (9, i64::MAX)]);
-        let cuts = |ns| cuts(file.path(), Every::Time(Duration::from_nanos(ns)), &boundaries);
+        let cuts = |ns| cuts(file.path(), Times::none(), Every::Time(Duration::from_nanos(ns)), &boundaries);
         assert!(matches!(cuts(1), Err(Error::TooManyCuts { .. })));
         assert!(cuts(u64::MAX >> 1).unwrap().len() <= 3);
-        let every = super::cuts(file.path(), Every::Instructions(1), &boundaries);
+        let every = super::cuts(file.path(), Times::none(), Every::Instructions(1), &boundaries);
         assert!(matches!(every, Err(Error::TooManyCuts { .. })));
     }
 
@@ -218,7 +259,8 @@ mod tests {
     fn without_a_clock_there_is_no_time() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), log::tests::bytes(&[&[0, 0, 0, 0, 9]])).unwrap();
-        let found = cuts(file.path(), Every::Time(Duration::from_secs(1)), &Boundaries::default());
+        let found =
+            cuts(file.path(), Times::none(), Every::Time(Duration::from_secs(1)), &Boundaries::default());
         assert!(matches!(found, Err(Error::NoClock { .. })));
     }
 }

@@ -7,12 +7,14 @@
 //!
 //! A QEMU that replays reads on when it has run all instructions of an event, and ends itself where nothing follows. So it may run up
 //! to the last but one instruction of what there is, no further.
+//!
+//! A log that is cut by time is read as far as its times have come: so it is cut where it would be once it is whole.
 
 use crate::cutting::{Cutter, Every};
 use crate::log::{self, Boundaries, Event, Events, HEADER_BYTES};
-use crate::{Error, Result};
+use crate::{Error, Result, Times};
 use std::fs::File;
-use std::io::{Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 /// It.
@@ -24,12 +26,16 @@ pub struct Growing {
     icount: u64,
     boundaries: Boundaries,
     cutter: Cutter,
+    times: Times,
+    /// Nobody writes it any more.
+    has_ended: bool,
     is_complete: bool,
 }
 
 impl Growing {
-    /// Opens the log at `path`, which gets the header that a replay asks for; `None` while QEMU has written nothing.
-    pub fn open(path: &Path, every: Every) -> Result<Option<Self>> {
+    /// Opens the log at `path`, which gets the header that a replay asks for; `None` while QEMU has written nothing. Its times are at `times`,
+    /// if they are kept.
+    pub fn open(path: &Path, times: &Path, every: Every) -> Result<Option<Self>> {
         let file = match File::options().read(true).write(true).open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -40,23 +46,59 @@ impl Growing {
         }
         log::give_header(&file, path)?;
         let (boundaries, cutter) = (Boundaries::default(), Cutter::new(every));
-        let path = path.to_owned();
-        Ok(Some(Self { file, path, offset: HEADER_BYTES, icount: 0, boundaries, cutter, is_complete: false }))
+        Ok(Some(Self {
+            file,
+            path: path.to_owned(),
+            offset: HEADER_BYTES,
+            icount: 0,
+            boundaries,
+            times: if cutter.is_by_time() { Times::open(times)? } else { Times::none() },
+            cutter,
+            has_ended: false,
+            is_complete: false,
+        }))
+    }
+
+    /// Nobody writes it any more: all that there is can be read.
+    pub fn end(&mut self) {
+        self.has_ended = true;
     }
 
     /// Reads what has come. True where there was anything.
     pub fn refresh(&mut self) -> Result<bool> {
+        let began = self.offset;
+        while let Some((now, written)) = self.times.peek()? {
+            if !self.read(written)? {
+                break;
+            }
+            self.cutter.read_clock(self.icount, now)?;
+            self.times.next_before(u64::MAX)?;
+        }
+        if !self.times.are_kept() || self.has_ended {
+            self.read(u64::MAX)?;
+        }
+        Ok(self.offset > began)
+    }
+
+    /// Reads the events that end at byte `until` or before. False where the file has not come to that yet.
+    fn read(&mut self, until: u64) -> Result<bool> {
         let mut file = &self.file;
+        let len = file.metadata().map_err(Error::io("look at", &self.path))?.len();
         file.seek(SeekFrom::Start(self.offset)).map_err(Error::io("read", &self.path))?;
-        let mut events = Events::resumed(file, &self.path, self.offset, self.icount);
+        let piece = file.take(until.saturating_sub(self.offset));
+        let mut events = Events::resumed(piece, &self.path, self.offset, self.icount);
         while let Some(placed) = events.next_event()? {
             self.boundaries.take(placed);
             self.cutter.take(placed)?;
             self.is_complete |= placed.event == Event::End;
+            if !self.times.are_kept()
+                && let Event::HostClock(now) = placed.event
+            {
+                self.cutter.read_clock(placed.icount, now)?;
+            }
         }
-        let has_grown = events.offset() > self.offset;
         (self.offset, self.icount) = (events.offset(), events.icount());
-        Ok(has_grown)
+        Ok(len >= until || self.has_ended)
     }
 
     /// Instructions of what there is.
@@ -106,12 +148,13 @@ mod tests {
     fn a_log_gets_its_header_once_there_is_something() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let every = Every::Instructions(10);
-        assert!(Growing::open(Path::new("/nowhere/log"), every).unwrap().is_none());
-        assert!(Growing::open(file.path(), every).unwrap().is_none());
+        let times = Path::new("/nowhere/times");
+        assert!(Growing::open(Path::new("/nowhere/log"), times, every).unwrap().is_none());
+        assert!(Growing::open(file.path(), times, every).unwrap().is_none());
         let mut log = events(&[(5, None), (100, None)]);
         log[..4].fill(0);
         std::fs::write(file.path(), &log).unwrap();
-        let mut growing = Growing::open(file.path(), every).unwrap().unwrap();
+        let mut growing = Growing::open(file.path(), times, every).unwrap().unwrap();
         assert_eq!(std::fs::read(file.path()).unwrap()[..4], log::HEADER);
         assert!(growing.refresh().unwrap() && !growing.refresh().unwrap());
         assert_eq!((growing.icount(), growing.last_standing(), growing.next_cut()), (105, 104, Some(11)));
@@ -124,6 +167,7 @@ mod tests {
         fn cuts_are_those_of_the_whole_log(
             log in prop::collection::vec((1u32..60, prop::option::of(0i64..2000)), 1..40),
             by_time in any::<bool>(),
+            has_times in any::<bool>(),
             piece in 1usize..50,
         ) {
             let every =
@@ -133,15 +177,33 @@ mod tests {
             let whole = tempfile::NamedTempFile::new().unwrap();
             std::fs::write(whole.path(), &log).unwrap();
             let boundaries = Boundaries::read(whole.path()).unwrap();
-            let expected = cutting::cuts(whole.path(), every, &boundaries).unwrap();
+            // A piece each 30 ns, and the first with the file. The last is written, and nobody has looked yet.
+            let [head, rest] = [0..HEADER_BYTES as usize + 1, HEADER_BYTES as usize + 1..log.len()].map(|range| &log[range]);
+            let pieces: Vec<&[u8]> = rest.chunks(piece).collect();
+            let lines: Vec<String> = (0..pieces.len())
+                .map(|number| format!("{} {}\n", 30 * number, head.len() + number * piece))
+                .collect();
+            let dir = tempfile::tempdir().unwrap();
+            let times = dir.path().join("times");
+            if has_times {
+                std::fs::write(&times, lines.concat()).unwrap();
+            }
+            let expected =
+                cutting::cuts(whole.path(), Times::open(&times).unwrap(), every, &boundaries).unwrap();
 
             let mut file = tempfile::NamedTempFile::new().unwrap();
-            let (head, rest) = log.split_at(HEADER_BYTES as usize + 1);
+            let mut kept = has_times.then(|| std::fs::File::create(&times).unwrap());
             file.write_all(head).unwrap();
-            let mut growing = Growing::open(file.path(), every).unwrap().unwrap();
+            let mut growing = Growing::open(file.path(), &times, every).unwrap().unwrap();
             let mut found = Vec::new();
-            for piece in rest.chunks(piece) {
-                file.write_all(piece).unwrap();
+            for number in 0..=pieces.len() {
+                match pieces.get(number) {
+                    Some(piece) => file.write_all(piece).unwrap(),
+                    None => growing.end(),
+                }
+                if let (Some(kept), Some(line)) = (&mut kept, lines.get(number)) {
+                    kept.write_all(line.as_bytes()).unwrap();
+                }
                 growing.refresh().unwrap();
                 while let Some(cut) = growing.next_cut() {
                     prop_assert!(cut <= growing.last_standing());

@@ -18,9 +18,11 @@ pub mod interval;
 pub mod log;
 mod progress;
 pub mod recording;
+mod times;
 
 pub use console::{Console, Written, read_output};
 pub use error::{Error, Result};
 pub use growing::Growing;
 pub use progress::{Progress, Verdict};
 pub use recording::{Ending, Recording, RecordingMeta};
+pub use times::{Keeper, Times};

@@ -4,6 +4,7 @@
 //!   REC/recording.json   what a replay needs to know (docs/formats/recording.md)
 //!   REC/replay.log       QEMU's log, while it is recorded; mended and compressed to
 //!   REC/replay.log.zst   when it has ended
+//!   REC/times            when what is in the log was written (`times`)
 //!   REC/console.log      what the guest wrote to its serial console, once a replay has told
 //!   REC/store/           its checkpoints, where no other store was named
 //!   REC/first/           its first checkpoint, while it is recorded and followed
@@ -221,6 +222,11 @@ impl Recording {
     /// Where QEMU writes its log.
     pub fn log_path(&self) -> PathBuf {
         self.path.join("replay.log")
+    }
+
+    /// Where the log's times are kept.
+    pub fn times_path(&self) -> PathBuf {
+        self.path.join("times")
     }
 
     /// Where the console's output is kept.

@@ -4,6 +4,7 @@ use super::recorded::RecordedArgs;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::replaying::{self, Debugger, Replay, Source, Standing, Way, jobs};
+use keyframe_replay::{Times, cutting};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -132,8 +133,9 @@ impl Goto {
             return Ok(icount);
         }
         if let Some(time) = self.to.time {
-            let found = keyframe_replay::cutting::at_time(source.log(), time);
-            let found = found.map_err(|e| Failure::recording(&e))?;
+            let failed = |e| Failure::recording(&e);
+            let times = Times::open(&source.recording.times_path()).map_err(failed)?;
+            let found = cutting::at_time(source.log(), times, time).map_err(failed)?;
             return found.map(standing).ok_or_else(|| {
                 let took = output::duration(source.recording.meta.duration_ns);
                 Failure::new(format!("the recording is shorter than {time:?}")).fix(format!("it took {took}"))

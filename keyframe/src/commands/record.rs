@@ -9,7 +9,7 @@ use crate::replaying::{Follower, adopt_first, jobs, places_in};
 use crate::session::{self, Commands, Options, Recorded};
 use keyframe_qemu::Invocation;
 use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
-use keyframe_replay::{Ending, Recording, RecordingMeta};
+use keyframe_replay::{Ending, Keeper, Recording, RecordingMeta};
 use keyframe_store::Store;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -91,6 +91,8 @@ impl Record {
             recorded: Some(recorded),
             ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
         };
+        let times = Keeper::begin(recording.log_path(), &recording.times_path());
+        let times = times.map_err(|e| Failure::recording(&e))?;
         let follower = self
             .follow
             .then(|| Follower::start(recording.path(), self.follow_every(), &recording.store_path()));
@@ -98,6 +100,9 @@ impl Record {
         let began = Instant::now();
         let ran = session::run(store, Commands::One(command), options);
         let duration_ns = output::elapsed_ns(began);
+        if let Err(e) = times.end() {
+            eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");
+        }
         // Its first checkpoint is taken before the first instruction. A store that cannot be read tells nothing.
         let is_empty = || ran.is_err() && places_in(store, &recording).is_ok_and(|places| places.is_empty());
         if !recording.log_path().exists() || is_empty() {

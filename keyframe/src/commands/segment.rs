@@ -7,7 +7,7 @@ use crate::replaying::{Known, Live, Source, copy_places, jobs, places_in};
 use crate::session::{self, Options};
 use keyframe_replay::cutting::{self, Every};
 use keyframe_replay::interval::Place;
-use keyframe_replay::{Growing, Recording};
+use keyframe_replay::{Growing, Recording, Times};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -140,8 +140,8 @@ impl Segment {
         }
         copy_places(&own, &[beginning], &store)?;
         let every = self.every()?;
-        let log = recording.log_path();
-        let growing = wait.until("its log", || Growing::open(&log, every).map_err(failed))?;
+        let (log, times) = (recording.log_path(), recording.times_path());
+        let growing = wait.until("its log", || Growing::open(&log, &times, every).map_err(failed))?;
         let source = Source::growing(&recording, store);
         let options = Options { name: Some(follower_of(&recording)), ..self.options() };
         let mut course = Live::new(growing, recording.clone());
@@ -165,7 +165,9 @@ impl Segment {
     }
 
     fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
-        cutting::cuts(source.log(), self.every()?, source.boundaries()?).map_err(|e| Failure::recording(&e))
+        let failed = |e| Failure::recording(&e);
+        let times = Times::open(&source.recording.times_path()).map_err(failed)?;
+        cutting::cuts(source.log(), times, self.every()?, source.boundaries()?).map_err(failed)
     }
 
     fn say(&self, text: &str) {

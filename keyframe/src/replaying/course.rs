@@ -81,6 +81,9 @@ impl Live {
                 asked = Instant::now();
                 // Once more round the loop: what it wrote last may have come between the two looks.
                 self.has_ended = self.recording.has_ended().map_err(failed)?;
+                if self.has_ended {
+                    self.growing.end();
+                }
             }
             std::thread::sleep(LOOK_EVERY);
         }

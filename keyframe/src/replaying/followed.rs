@@ -91,8 +91,8 @@ impl Followed {
         let failed = |e| Failure::recording(&e);
         let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         if growing.is_none() {
-            let log = self.recording.log_path();
-            *growing = Growing::open(&log, Every::Instructions(u64::MAX)).map_err(failed)?;
+            let (log, times) = (self.recording.log_path(), self.recording.times_path());
+            *growing = Growing::open(&log, &times, Every::Instructions(u64::MAX)).map_err(failed)?;
         }
         let Some(growing) = growing.as_mut() else { return Ok(None) };
         growing.refresh().map_err(failed)?;
