@@ -23,6 +23,7 @@ mod ways;
 mod workload;
 
 use crate::{Error, Options, Report};
+use clock::Spent;
 use recorded::Recorded;
 use rows::Rows;
 use std::path::{Path, PathBuf};
@@ -201,6 +202,11 @@ impl Bench<'_> {
         let ran = ways::run(self.options, work, way, &out);
         if let Ok(ran) = &ran {
             rows.push(work.kind, way.key(), ran.work);
+            if way == Way::Live {
+                rows.push(work.kind, "three_stage_whole", ran.whole);
+                let time_ns = ran.whole.time_ns + ran.behind.as_nanos() as f64;
+                rows.push(work.kind, "followed_whole", Spent { time_ns, ..ran.whole });
+            }
             if is_replayed {
                 let recorded = Recorded { options: self.options, dir: &out };
                 rows.push(work.kind, "recorded_whole", ran.whole);
@@ -214,10 +220,10 @@ impl Bench<'_> {
         ran.map(drop)
     }
 
-    /// Several intervals between checkpoints, over work that is long enough for them.
+    /// Several intervals between checkpoints, over work that is long enough for them; in each round between two recordings without.
     fn sweep(&self, kind: &'static Kind, units: u32, rows: &mut Rows) -> Result<(), Error> {
         let work = Workload::prepare(kind, units, self.options, self.dir)?;
-        let ways: Vec<Way> = std::iter::once(Way::Record).chain(SWEEP.map(Way::Every)).collect();
+        let ways = [&[Way::Record], &SWEEP.map(Way::Every)[..], &[Way::Record]].concat();
         for round in 0..self.rounds.div_ceil(2) {
             for way in in_turn(&ways, round) {
                 let out = self.place(kind, way.key());

@@ -84,6 +84,11 @@ impl Clock {
         spent(&self.seen.lock().unwrap_or_else(PoisonError::into_inner), from, to)
     }
 
+    /// When it was seen last.
+    pub fn last(&self) -> Option<Instant> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).last().map(|seen| seen.at)
+    }
+
     /// What it took in all.
     pub fn life(&self) -> Option<Spent> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// Ratios of two ways of the same work: key, over, under.
-const RATIOS: [(&str, &str, &str); 10] = [
+const RATIOS: [(&str, &str, &str); 11] = [
     ("icount_over_plain", "icount", "plain"),
     ("record_over_plain", "record", "plain"),
     ("record_over_icount", "record", "icount"),
@@ -20,6 +20,7 @@ const RATIOS: [(&str, &str, &str); 10] = [
     ("three_stage_over_two_stage", "three_stage", "1s"),
     ("replay_over_record", "replayed_whole", "recorded_whole"),
     ("segment_over_record", "segmented_whole", "recorded_whole"),
+    ("followed_over_recorded", "followed_whole", "three_stage_whole"),
     ("segment_over_replay", "segmented_whole", "replayed_whole"),
 ];
 
@@ -90,7 +91,19 @@ impl Rows {
 
     /// Time of the recording with checkpoints over that without, by what lies between them.
     pub fn of_sweep(&self) -> Vec<(&'static str, Sample)> {
-        let of = |way: &&'static str| Some((*way, paired(&self.sweep, way, "record", time)?));
+        // Two recordings without stand round those of a round.
+        let without: Vec<f64> = self.sweep.get("record").map_or_else(Vec::new, |all| {
+            all.chunks(2).map(|two| two.iter().map(time).sum::<f64>() / two.len() as f64).collect()
+        });
+        let of = |way: &&'static str| {
+            let mut sample = Sample::default();
+            self.sweep
+                .get(way)?
+                .iter()
+                .zip(&without)
+                .for_each(|(with, without)| sample.push(time(with) / without));
+            (sample.len() > 0).then_some((*way, sample))
+        };
         super::SWEEP.iter().filter_map(of).collect()
     }
 
@@ -122,6 +135,11 @@ impl Rows {
         }
         for (key, over, under) in RATIOS {
             self.ratio(report, key, over, under);
+        }
+        for (way, all) in &self.sweep {
+            let mut sample = Sample::default();
+            all.iter().for_each(|spent| sample.push(spent.time_ns));
+            report.figure(format!("long_{way}_ns"), sample.median());
         }
         for (way, sample) in self.of_sweep() {
             report.ratio(format!("checkpointed_record_over_record_long_{way}"), sample.median());

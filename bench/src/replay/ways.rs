@@ -6,6 +6,7 @@ use crate::vm::Guest;
 use crate::{Error, Options};
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// How long a guest may take to boot and to begin.
 const BEGIN_S: u64 = 120;
@@ -69,6 +70,8 @@ pub struct Ran {
     pub work: Spent,
     /// From QEMU's start to its end.
     pub whole: Spent,
+    /// From its end until all of the recording was there.
+    pub behind: Duration,
 }
 
 /// Runs the guest once from boot to power-off. A recording is left at `out`.
@@ -85,11 +88,13 @@ pub fn run(options: &Options, workload: &Workload, way: Way, out: &Path) -> Resu
     guest.wait_for(END, END_S)?;
     guest.say(workload.off)?;
     guest.end(CLOSE_S);
+    let closed = Instant::now();
     let unseen =
         || Error::failed(format!("measure {key}, {}", way.key()), "its QEMU was not seen while it ran");
     let span = guest.at(BEGIN).zip(guest.at(END));
     let work = span.and_then(|(from, to)| clock.between(from, to)).ok_or_else(unseen)?;
-    Ok(Ran { work, whole: clock.life().ok_or_else(unseen)? })
+    let last = clock.last().ok_or_else(unseen)?;
+    Ok(Ran { work, whole: clock.life().ok_or_else(unseen)?, behind: closed.saturating_duration_since(last) })
 }
 
 /// Whether this `keyframe record` can follow itself.

@@ -192,7 +192,7 @@ mod tests {
                 cutting::cuts(whole.path(), Times::open(&times).unwrap(), every, &boundaries).unwrap();
 
             let mut file = tempfile::NamedTempFile::new().unwrap();
-            let mut kept = has_times.then(|| std::fs::File::create(&times).unwrap());
+            let mut kept = has_times.then(|| File::create(&times).unwrap());
             file.write_all(head).unwrap();
             let mut growing = Growing::open(file.path(), &times, every).unwrap().unwrap();
             let mut found = Vec::new();

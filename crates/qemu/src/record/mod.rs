@@ -322,6 +322,27 @@ mod tests {
     }
 
     #[test]
+    fn the_real_time_clock_is_that_of_the_recording_and_by_the_hosts_it_is_slow() {
+        let recorded = words("qemu -rtc base=2026-11-24T21:02:00,clock=vm");
+        let replay = |user: &str| {
+            let wanted = Wanted { clock: Clock::As(&recorded), ..wanted(Mode::Replay) };
+            line(&words(user), wanted).unwrap().words.join(" ")
+        };
+        let made = replay("-nodefaults -rtc base=localtime -m 64");
+        assert!(
+            made.contains("-rtc base=2026-11-24T21:02:00,clock=vm") && !made.contains("localtime"),
+            "{made}"
+        );
+        let now = jiff::Zoned::now();
+        let notes = |user: &str| {
+            let wanted = Wanted { clock: Clock::From(&now), ..wanted(Mode::Record) };
+            line(&words(user), wanted).unwrap().notes
+        };
+        assert!(notes("-nodefaults -rtc base=localtime").is_empty());
+        assert!(notes("-nodefaults -rtc clock=host")[0].contains("twice as long"));
+    }
+
+    #[test]
     fn the_implied_network_is_said_to_be_left_out() {
         let made = line(&words("-m 64"), wanted(Mode::Record)).unwrap();
         assert!(made.words.join(" ").contains("-nic none") && made.notes[0].contains("network"), "{made:?}");

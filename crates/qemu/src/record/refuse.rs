@@ -8,6 +8,7 @@
 //! | disks at controllers other than virtio-blk, virtio-scsi | whether requests are under way cannot be seen |
 //! | a console behind `-chardev` that can be typed into | QEMU records what comes through `-serial` alone |
 //! | `-nic`, `-net` | no filter can be put before a network that is made with its device |
+//! | `-rtc clock=rt` | QEMU does not record what that clock says |
 //! | a random number device that reads a file | QEMU does not record what it reads |
 //! | `-cpu host` | it is KVM's |
 //! | passed-through and host devices | QEMU does not record them |
@@ -53,6 +54,11 @@ pub fn check(arguments: &[Argument], version: &str) -> Result<()> {
         "cpu" => cpu(argument),
         "icount" => icount(argument),
         "accel" => accelerator(argument),
+        "rtc" if value_of(&keys(argument.value(), "base"), "clock") == Some("rt") => Err(refused(
+            argument,
+            "QEMU does not record what this clock says",
+            "leave clock=rt out: the clock goes by the guest's own time then",
+        )),
         "device" => device(argument, version),
         "nic" | "net" if argument.value() != "none" => Err(refused(
             argument,
@@ -243,6 +249,7 @@ mod tests {
             "-icount sleep=off",
             "-icount shift=2,align=on",
             "-accel tcg,thread=multi",
+            "-rtc base=utc,clock=rt",
             "-device nvme,drive=d,serial=1",
             "-device virtio-net-pci,netdev=n",
             "-device ide-hd,drive=d",
@@ -266,7 +273,7 @@ mod tests {
     fn what_can_be_recorded_is_not_refused() {
         for line in [
             "-smp 1 -cpu max -accel tcg -nic none",
-            "-smp cpus=1,maxcpus=1 -icount shift=3",
+            "-smp cpus=1,maxcpus=1 -icount shift=3 -rtc localtime -rtc clock=host",
             "-drive file=a.img,format=raw,if=virtio -drive file=b.iso,media=cdrom",
             "-drive file=a.img,format=raw,if=none,id=d -device virtio-blk-pci,drive=d",
             "-chardev socket,id=m,path=/x -mon chardev=m,mode=control -chardev file,id=f,path=/y -serial chardev:f",
