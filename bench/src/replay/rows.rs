@@ -138,7 +138,9 @@ impl Rows {
         }
         for (way, all) in &self.sweep {
             let mut sample = Sample::default();
-            all.iter().for_each(|spent| sample.push(spent.time_ns));
+            for spent in all {
+                sample.push(spent.time_ns);
+            }
             report.figure(format!("long_{way}_ns"), sample.median());
         }
         for (way, sample) in self.of_sweep() {

@@ -41,6 +41,9 @@ pub fn cuts(path: &Path, times: Times, every: Every, boundaries: &Boundaries) ->
     Ok(std::iter::from_fn(|| cutter.next_cut(boundaries)).collect())
 }
 
+/// Takes an event of a log, or its end, and the readings before it.
+type Take<'a> = dyn FnMut(Option<Placed>, &[(u64, i64)]) -> Result<bool> + 'a;
+
 /// The host's clock beside a log.
 struct Clock {
     times: Times,
@@ -49,11 +52,7 @@ struct Clock {
 impl Clock {
     /// Gives each event of the log at `path`, and the readings of the clock before it, each with its instruction; at last those behind the log's
     /// end. Until `take` says false.
-    fn follow(
-        &mut self,
-        path: &Path,
-        take: &mut dyn FnMut(Option<Placed>, &[(u64, i64)]) -> Result<bool>,
-    ) -> Result<()> {
+    fn follow(&mut self, path: &Path, take: &mut Take<'_>) -> Result<()> {
         let mut events = log::open(path)?;
         let mut before = 0;
         loop {

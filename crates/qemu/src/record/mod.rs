@@ -110,10 +110,9 @@ impl Making<'_> {
             "enable-kvm" => self.notes.push("KVM is left out: a recording runs under TCG".into()),
             "accel" => self.accelerator(argument),
             "M" | "machine" => self.machine(argument),
-            // QEMU 7.2's word for what `-machine hpet=off` says.
-            "no-hpet" => {}
+            // QEMU 7.2's word for what `-machine hpet=off` says; and what is said anew at the end.
+            "no-hpet" | "rtc" => {}
             "icount" => self.icount = Some(argument.value().into()),
-            "rtc" => {}
             "netdev" => self.netdev(argument),
             "monitor" | "qmp" | "qmp-pretty" | "mon" | "gdb" | "s" | "vnc" | "spice" | "display"
             | "pidfile"

@@ -22,6 +22,7 @@ mod carried;
 mod fill;
 pub mod lazy;
 mod lineage;
+mod machine;
 mod plan;
 mod prepared;
 mod shared;
@@ -34,16 +35,16 @@ pub use shared::{SharedRam, start_shared};
 use crate::accel::{self, Accelerator};
 use crate::drives::DiskServer;
 use crate::lifetime::Lifetime;
-use crate::ramblock;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::turns::Turns;
-use crate::vm::{Origin, Vm, inherited_path, machine_type, memfd, monitor_config, socket_config};
+use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus};
 use fill::Memory;
-use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use lazy::{Lazy, SharedSource};
+use machine::check_machine;
 use plan::Word;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::fs::File;
@@ -520,37 +521,6 @@ fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
     let name = format!("of pid {}", child.id());
     Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
         .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
-}
-
-/// Compares the fresh machine with the checkpoint's.
-fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
-    let source = &plan.source;
-    let found = machine_type(qmp)?;
-    if found != source.machine_type {
-        let what = "machine type".into();
-        return Err(Error::DifferentMachine { what, expected: source.machine_type.clone(), found });
-    }
-    let backends = ramblock::backend_ids(qmp)?;
-    let found = ramblock::layout(qmp, &backends)?;
-    same_blocks(&source.ram, &found)
-}
-
-/// Both have the same blocks of the same kinds and sizes, in any order.
-fn same_blocks(expected: &RamLayout, found: &RamLayout) -> Result<()> {
-    let find = |layout: &RamLayout, name: &str| layout.blocks().iter().find(|b| b.name == name).cloned();
-    let names = expected.blocks().iter().chain(found.blocks()).map(|b| b.name.as_str());
-    for name in names {
-        let (a, b) = (find(expected, name), find(found, name));
-        let key = |block: &RamBlock| (block.kind, block.total_bytes);
-        if a.as_ref().map(key) != b.as_ref().map(key) {
-            let text = |block: Option<RamBlock>| {
-                block.map_or("absent".into(), |b| format!("{} bytes", b.total_bytes))
-            };
-            let what = format!("RAM block {name}");
-            return Err(Error::DifferentMachine { what, expected: text(a), found: text(b) });
-        }
-    }
-    Ok(())
 }
 
 /// Sends devices and small blocks.

@@ -1,6 +1,8 @@
 //! Which machines a checkpoint can go on in.
 
+use super::machine::same_blocks;
 use super::*;
+use keyframe_units::RamBlock;
 
 fn layout(blocks: &[(&str, BlockKind, u64)]) -> RamLayout {
     let block = |(name, kind, pages): &(&str, BlockKind, u64)| RamBlock {
