@@ -11,8 +11,8 @@
 //! the scheduler's `SCHED_BATCH`: it takes the core when the guest halts, or waits for it, or its time is up (4 ms, by the kernel's tick). A replay takes half of the
 //! time, and a recording no more than QEMU that only counts. So is the monitor's thread, which is woken as often: all threads with timers are.
 //!
-//! It is for guests whose clocks go by their own time ([`record::clock`]): a replay that has to pass a reading of the host's clock waits for the main
-//! loop without halting, until that tick. There the main loop is as it was.
+//! It is for guests whose clocks go by their own time, and that have no network ([`record::may_be_late`]): a replay that has to pass a reading of the
+//! host's clock waits for the main loop without halting, until that tick; and one that sends packets may stand for ever. There all is as QEMU has it.
 //!
 //! A core is claimed, so that two such QEMUs never share one; where all are, or one cannot be had, the kernel places the threads as it likes.
 //!
@@ -29,24 +29,25 @@ pub(crate) struct Turns {
     pid: u32,
     /// The thread that runs the guest.
     guest: Option<u32>,
-    /// All others may be late.
-    may_wait: bool,
     _core: Option<Claim>,
 }
 
 impl Turns {
-    /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`. What cannot be had of it is left.
-    pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument]) -> Self {
+    /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`, if it is one for that. What cannot be had of it is left.
+    pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument]) -> Option<Self> {
+        if !record::may_be_late(arguments) {
+            return None;
+        }
         let guest = qmp.cpu_threads().ok().and_then(|threads| threads.first().copied());
         let core = guest.and_then(|guest| bound(pid, guest));
-        let turns = Self { pid, guest, may_wait: record::is_guests(arguments), _core: core };
+        let turns = Self { pid, guest, _core: core };
         turns.may_wait(true);
-        turns
+        Some(turns)
     }
 
     /// All but the guest may be late from now on, or are to answer at once.
     pub fn may_wait(&self, may_wait: bool) {
-        let (true, Some(guest)) = (self.may_wait, self.guest) else { return };
+        let Some(guest) = self.guest else { return };
         for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != guest) {
             let _ = priority::wait_for_core(thread, may_wait);
         }

@@ -140,7 +140,7 @@ impl Vm {
         match connected {
             Ok(mut qmp) => {
                 let line = hotplug::arguments(&full_command);
-                let turns = is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line));
+                let turns = is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line)).flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);
                 let mut vm = Self::from_parts(Lifetime::Child(child), qmp, state, lines, origin);

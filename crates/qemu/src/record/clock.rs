@@ -9,6 +9,9 @@
 //! By the host's, as QEMU has it, each turn of its main loop reads the host's clock, and all of these are in the log: a replay's guest stands at each until
 //! the main loop has come by. And it is given what it begins with: QEMU 10 does not record that.
 //!
+//! A machine with a network keeps the clock that it has: its replays stand where they send packets when their main loop is late
+//! (docs/design/record-replay.md).
+//!
 //! Lines that were recorded before have no such words, and their replays none either.
 
 use crate::options::{Argument, keys, value_of};
@@ -29,6 +32,7 @@ impl Clock<'_> {
     pub(super) fn values(self, user: &[Argument]) -> Vec<String> {
         let given = of(user);
         match self {
+            Self::From(_) if has_network(user) => given.into_iter().map(str::to_owned).collect(),
             Self::From(now) => vec![from(&given.join(","), now)],
             Self::As(words) => {
                 let recorded: Vec<_> = words.windows(2).filter(|pair| pair[0] == "-rtc").collect();
@@ -43,9 +47,13 @@ fn of(line: &[Argument]) -> Vec<&str> {
     line.iter().filter(|a| a.name() == "rtc").map(Argument::value).collect()
 }
 
-/// Whether the clock of a line goes by the guest's time.
-pub fn is_guests(line: &[Argument]) -> bool {
-    value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm")
+fn has_network(line: &[Argument]) -> bool {
+    line.iter().any(|a| a.name() == "netdev")
+}
+
+/// Whether the main loop of a QEMU with this line may be late: its clock goes by the guest's time, and it has no network.
+pub fn may_be_late(line: &[Argument]) -> bool {
+    value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm") && !has_network(line)
 }
 
 /// Whether the user has it go by the host's.
@@ -98,8 +106,12 @@ mod tests {
             let user = line(user);
             assert_eq!(Clock::From(&now).values(&user), [recorded]);
             let made = line(&format!("-rtc {recorded}"));
-            assert_eq!((is_guests(&made), is_hosts(&made)), (!is_hosts(&user), is_hosts(&user)));
+            assert_eq!((may_be_late(&made), is_hosts(&made)), (!is_hosts(&user), is_hosts(&user)));
         }
+        let user = line("-netdev user,id=n -rtc base=localtime");
+        assert_eq!(Clock::From(&now).values(&user), ["base=localtime"]);
+        assert!(Clock::From(&now).values(&line("-netdev user,id=n")).is_empty());
+        assert!(!may_be_late(&line("-netdev user,id=n -rtc clock=vm")));
     }
 
     #[test]
@@ -110,7 +122,7 @@ mod tests {
         // Recorded before there were such words.
         let early = words("qemu -m 64 -rtc base=localtime");
         assert_eq!(Clock::As(&early).values(&user), ["base=localtime"]);
-        assert!(!is_guests(&user) && !is_hosts(&user));
+        assert!(!may_be_late(&user) && !is_hosts(&user));
         assert!(Clock::As(&words("qemu -m 64")).values(&line("-m 64")).is_empty());
     }
 }

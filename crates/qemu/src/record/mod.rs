@@ -18,7 +18,7 @@ mod clock;
 mod refuse;
 mod requests;
 
-pub use clock::{Clock, is_guests};
+pub use clock::{Clock, may_be_late};
 pub use requests::Queues;
 
 use crate::drives::{self, DiskServer};

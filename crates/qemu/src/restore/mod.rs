@@ -436,7 +436,7 @@ impl Starting {
         };
         let mut turns = None;
         if let Some(until) = plan.replays {
-            turns = Some(Turns::begin(&mut qmp, child.id(), &plan.arguments));
+            turns = Turns::begin(&mut qmp, child.id(), &plan.arguments);
             if let Until::Instruction(icount) = until {
                 qmp.replay_break(icount)?;
             }
