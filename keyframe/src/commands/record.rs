@@ -34,7 +34,7 @@ It ends when the VM does, at Ctrl-C, or by keyframe stop.
 
 The guest's clock goes by instructions: 8 ns each (-icount shift=3; another shift is yours to give). While the guest computes, its
 seconds are longer or shorter than yours; while it waits, they are the same. Its real-time clock begins with your time and goes by the
-guest's, too: by yours (-rtc clock=host) replays take twice as long.
+guest's, too: by yours (-rtc clock=host, or with a network) replays take twice as long.
 
 Examples:
   keyframe record --out R --checkpoint-every 1s -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
