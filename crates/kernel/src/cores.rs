@@ -5,7 +5,9 @@
 
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::fmt::Display;
 use std::fs::File;
+use std::path::Path;
 
 /// A core that is claimed, until this is dropped.
 #[derive(Debug)]
@@ -17,8 +19,7 @@ pub struct Claim {
 impl Claim {
     /// Of `core`; none where somebody has it, or there is no such core.
     pub fn take(core: usize) -> Option<Self> {
-        let lock = File::open(format!("/sys/devices/system/cpu/cpu{core}")).ok()?;
-        lock.try_lock().ok()?;
+        let lock = locked(Path::new(&format!("/sys/devices/system/cpu/cpu{core}")))?;
         Some(Self { core, _lock: lock })
     }
 
@@ -26,6 +27,13 @@ impl Claim {
     pub fn core(&self) -> usize {
         self.core
     }
+}
+
+/// A lock of a directory; none where somebody has it.
+fn locked(directory: &Path) -> Option<File> {
+    let lock = File::open(directory).ok()?;
+    lock.try_lock().ok()?;
+    Some(lock)
 }
 
 /// The cores that thread `thread` may run on, that of its last run first; none where there is no such thread.
@@ -50,13 +58,14 @@ pub fn bind(process: u32, core: usize) -> bool {
         && threads.into_iter().filter_map(pid).all(|thread| sched_setaffinity(Some(thread), &only).is_ok())
 }
 
-/// The threads that process `process` has now; none where there is no such process.
-pub fn threads_of(process: u32) -> Vec<u32> {
+/// The threads that process `process` (a pid, or `self`) has now; none where there is no such process.
+pub fn threads_of(process: impl Display) -> Vec<u32> {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
 }
 
-fn pid(thread: u32) -> Option<Pid> {
+/// A thread's number as the calls take it.
+pub(crate) fn pid(thread: u32) -> Option<Pid> {
     i32::try_from(thread).ok().and_then(Pid::from_raw)
 }
 
@@ -73,11 +82,16 @@ mod tests {
 
     #[test]
     fn a_core_is_claimed_once_and_again_once_it_is_free() {
-        let own = of_thread(std::process::id());
-        assert!(!own.is_empty(), "this process runs");
-        // Others on this machine may claim cores meanwhile: a claim that was had is what is looked at.
-        let Some(claim) = own.iter().find_map(|core| Claim::take(*core)) else { return };
-        assert!(Claim::take(claim.core()).is_none());
+        // A directory in place of a core's, which others on this machine may claim.
+        let dir = tempfile::tempdir().unwrap();
+        let first = locked(dir.path());
+        assert!(first.is_some() && locked(dir.path()).is_none());
+        drop(first);
+        assert!(locked(dir.path()).is_some());
+        for core in of_thread(std::process::id()) {
+            let claim = Claim::take(core);
+            assert!(claim.is_none_or(|claim| claim.core() == core && Claim::take(core).is_none()));
+        }
         assert!(Claim::take(usize::MAX).is_none());
     }
 

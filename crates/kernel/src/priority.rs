@@ -3,6 +3,7 @@
 //! Raised is `SCHED_RR` priority 1 (threads started meanwhile do not inherit it), or nice -10 where real time is not
 //! permitted; both need `CAP_SYS_NICE` or a limit that allows it. Lowered is the ordinary policy with nice +5.
 
+use crate::cores;
 use rustix::process::{Pid, setpriority_process};
 
 /// Nice value of a raised thread without real-time priority.
@@ -36,8 +37,7 @@ pub fn restore_all() {
 }
 
 fn threads() -> impl Iterator<Item = Pid> {
-    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    tasks.filter_map(|task| Pid::from_raw(task.file_name().to_str()?.parse().ok()?))
+    cores::threads_of("self").into_iter().filter_map(cores::pid)
 }
 
 /// Lowers this thread under the guest's. Never an error: what cannot be lowered stays as it is.
@@ -49,9 +49,8 @@ pub fn lower() {
 /// Has thread `thread` of an ordinary process take no other thread's core when it is woken (`SCHED_BATCH`), but wait until that one sleeps or its
 /// turn is over; or, `waits` false, as it was. False where that cannot be had.
 pub fn wait_for_core(thread: u32, waits: bool) -> bool {
-    let number = i32::try_from(thread).ok().and_then(Pid::from_raw);
     let policy = if waits { libc::SCHED_BATCH } else { libc::SCHED_OTHER };
-    number.is_some_and(|thread| set_policy(Some(thread), policy, 0))
+    cores::pid(thread).is_some_and(|thread| set_policy(Some(thread), policy, 0))
 }
 
 /// Sets the policy of a thread; of the calling one without a number.

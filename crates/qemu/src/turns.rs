@@ -28,7 +28,7 @@ use keyframe_kernel::priority;
 pub(crate) struct Turns {
     pid: u32,
     /// The thread that runs the guest.
-    guest: Option<u32>,
+    guest: u32,
     _core: Option<Claim>,
 }
 
@@ -38,17 +38,15 @@ impl Turns {
         if !record::may_be_late(arguments) {
             return None;
         }
-        let guest = qmp.cpu_threads().ok().and_then(|threads| threads.first().copied());
-        let core = guest.and_then(|guest| bound(pid, guest));
-        let turns = Self { pid, guest, _core: core };
+        let guest = qmp.cpu_threads().ok()?.first().copied()?;
+        let turns = Self { pid, guest, _core: bound(pid, guest) };
         turns.may_wait(true);
         Some(turns)
     }
 
     /// All but the guest may be late from now on, or are to answer at once.
     pub fn may_wait(&self, may_wait: bool) {
-        let Some(guest) = self.guest else { return };
-        for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != guest) {
+        for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest) {
             let _ = priority::wait_for_core(thread, may_wait);
         }
     }

@@ -144,7 +144,7 @@ impl Vm {
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);
                 let mut vm = Self::from_parts(Lifetime::Child(child), qmp, state, lines, origin);
-                vm.turns = turns;
+                vm.take_turns(turns);
                 Ok(vm)
             }
             Err(error) => {
@@ -176,9 +176,9 @@ impl Vm {
         }
     }
 
-    /// It records or replays, and its threads take turns.
-    pub(crate) fn take_turns(&mut self, turns: Turns) {
-        self.turns = Some(turns);
+    /// Its threads take turns, where it records or replays and can have them do so.
+    pub(crate) fn take_turns(&mut self, turns: Option<Turns>) {
+        self.turns = turns;
     }
 
     /// Of one that records or replays: whether its monitor may be answered some ms late from now on, so that the guest is not disturbed.

@@ -31,7 +31,7 @@ pub enum Every {
 /// [`Error::TooManyCuts`].
 pub fn cuts(path: &Path, times: Times, every: Every, boundaries: &Boundaries) -> Result<Vec<u64>> {
     let mut cutter = Cutter::new(every);
-    Clock { times }.follow(path, &mut |placed, readings| {
+    follow(path, times, &mut |placed, readings| {
         readings.iter().try_for_each(|(icount, now)| cutter.read_clock(*icount, *now))?;
         placed.map_or(Ok(()), |placed| cutter.take(placed)).map(|()| true)
     })?;
@@ -44,34 +44,27 @@ pub fn cuts(path: &Path, times: Times, every: Every, boundaries: &Boundaries) ->
 /// Takes an event of a log, or its end, and the readings before it.
 type Take<'a> = dyn FnMut(Option<Placed>, &[(u64, i64)]) -> Result<bool> + 'a;
 
-/// The host's clock beside a log.
-struct Clock {
-    times: Times,
-}
-
-impl Clock {
-    /// Gives each event of the log at `path`, and the readings of the clock before it, each with its instruction; at last those behind the log's
-    /// end. Until `take` says false.
-    fn follow(&mut self, path: &Path, take: &mut Take<'_>) -> Result<()> {
-        let mut events = log::open(path)?;
-        let mut before = 0;
-        loop {
-            let placed = events.next_event()?;
-            let until = if placed.is_some() { events.offset() } else { u64::MAX };
-            let mut readings = Vec::new();
-            while let Some(now) = self.times.next_before(until)? {
-                readings.push((before, now));
-            }
-            if let Some(Placed { event: Event::HostClock(now), icount, .. }) = placed
-                && !self.times.are_kept()
-            {
-                readings.push((icount, now));
-            }
-            if !take(placed, &readings)? || placed.is_none() {
-                return Ok(());
-            }
-            before = events.icount();
+/// Gives each event of the log at `path`, and the readings of the host's clock before it, each with its instruction; at last those behind the
+/// log's end. Until `take` says false.
+fn follow(path: &Path, mut times: Times, take: &mut Take<'_>) -> Result<()> {
+    let mut events = log::open(path)?;
+    let mut before = 0;
+    loop {
+        let placed = events.next_event()?;
+        let until = if placed.is_some() { events.offset() } else { u64::MAX };
+        let mut readings = Vec::new();
+        while let Some(now) = times.next_before(until)? {
+            readings.push((before, now));
         }
+        if let Some(Placed { event: Event::HostClock(now), icount, .. }) = placed
+            && !times.are_kept()
+        {
+            readings.push((icount, now));
+        }
+        if !take(placed, &readings)? || placed.is_none() {
+            return Ok(());
+        }
+        before = events.icount();
     }
 }
 
@@ -172,7 +165,7 @@ impl Cutter {
 pub fn at_time(path: &Path, times: Times, after: Duration) -> Result<Option<u64>> {
     let after_ns = i64::try_from(after.as_nanos()).unwrap_or(i64::MAX);
     let (mut due, mut last, mut found) = (None, None, None);
-    Clock { times }.follow(path, &mut |_, readings| {
+    follow(path, times, &mut |_, readings| {
         for &(at, now) in readings {
             let due = *due.get_or_insert(now.saturating_add(after_ns));
             let (icount, then) = *last.get_or_insert((at, now));

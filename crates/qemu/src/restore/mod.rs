@@ -258,9 +258,7 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
         Ok(Loaded { qmp, lazy, turns, ready_ns, filled_ns }) => {
             let lines = (plan.source.user_command, full_command);
             let mut vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
-            if let Some(turns) = turns {
-                vm.take_turns(turns);
-            }
+            vm.take_turns(turns);
             Ok(Restored { vm, lazy, ready_ns, filled_ns })
         }
         Err(error) => {
