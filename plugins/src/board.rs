@@ -4,7 +4,7 @@
 //!   byte     0  magic, ring's records │ 64: cut │ 128: refused               written by the reader (refused: by the plugin)
 //!         4096  counters, 512 of 8 bytes                                  added to by translated code
 //!         8192  head │ 128: plugin sleeps │ 192: reader sleeps │ 256: tail    head by the plugin, tail by the reader
-//!        12288  ring: records of 24 bytes, a power of two of them (or none)
+//!        12288  ring: records of 16 bytes, a power of two of them (or none)
 //!
 //!   ring    ..................│ written, not read │.....................
 //!                            tail                head      both count records and never wrap; place = number % records
@@ -26,14 +26,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// The first eight bytes.
-pub const MAGIC: u64 = u64::from_le_bytes(*b"kfboard1");
+pub const MAGIC: u64 = u64::from_le_bytes(*b"kfboard2");
 /// Counters that translated code can add to.
 pub const COUNTERS: usize = 512;
 /// Counters of one thing: instructions of a block take turns with them, and the thing's number is their sum. With one alone each
 /// instruction would wait for the addition of the one before.
 pub const LANES: usize = 4;
 /// Words of 8 bytes in a record.
-pub const RECORD_WORDS: usize = 3;
+pub const RECORD_WORDS: usize = 2;
 /// Most records that a ring can have.
 pub const RECORDS_MAX: u64 = 1 << 24;
 /// Where the page of counters begins.
@@ -53,7 +53,7 @@ const PLUGIN_SLEEPS: usize = HEAD + 16;
 const READER_SLEEPS: usize = HEAD + 24;
 const TAIL: usize = HEAD + 32;
 
-/// One record: three words.
+/// One record: two words.
 pub type Record = [u64; RECORD_WORDS];
 
 /// The mapped board, of either side.
@@ -199,11 +199,19 @@ impl Board {
         Ok(ready)
     }
 
+    /// Whether a good part of the ring is full. A reader close behind the plugin would take from its cache, again and again, the lines that it
+    /// is writing. The reader's side.
+    pub fn is_worth_reading(&self) -> bool {
+        let quarter = (self.records / 4).max(1);
+        // Where the head is torn, a cut tells.
+        (quarter..=self.records).contains(&self.head().wrapping_sub(self.tail()))
+    }
+
     /// Sleeps until a good part of the ring is full, or for [`NAP`]. The reader's side.
     pub fn sleep(&self) {
         let flag = self.flag(READER_SLEEPS);
         flag.store(1, Ordering::SeqCst);
-        if self.head() - self.tail().min(self.head()) < self.records / 4 {
+        if !self.is_worth_reading() {
             self.map.sleep(READER_SLEEPS, NAP);
         }
         flag.store(0, Ordering::SeqCst);
@@ -227,7 +235,7 @@ fn wake(flag: &AtomicU32) {
 /// to a word would be one of them.
 pub struct Writer {
     board: &'static Board,
-    ring: &'static [AtomicU64],
+    ring: &'static [[AtomicU64; RECORD_WORDS]],
     published: &'static AtomicU64,
     /// The ring's records less one.
     mask: u64,
@@ -244,7 +252,7 @@ impl Writer {
     /// Of a board with a ring.
     pub fn new(board: &'static Board) -> Self {
         let head = board.head();
-        let ring = board.map.words().get(RING_WORD..).unwrap_or_default();
+        let (ring, _) = board.map.words().get(RING_WORD..).unwrap_or_default().as_chunks();
         let mask = board.records.saturating_sub(1);
         Self { mark: head, head, mask, board, ring, published: board.word(HEAD) }
     }
@@ -270,8 +278,8 @@ impl Writer {
         if self.head == self.mark {
             return false;
         }
-        let at = (self.head & self.mask) as usize * RECORD_WORDS;
-        let words = &self.ring[at..at + RECORD_WORDS];
+        // SAFETY: the mask is one less than the ring's records, a power of two, and the mark is the head of a board without any.
+        let words = unsafe { self.ring.get_unchecked((self.head & self.mask) as usize) };
         for (word, value) in words.iter().zip(record) {
             word.store(value, Ordering::Relaxed);
         }

@@ -40,4 +40,4 @@ mod translations;
 
 pub use part::{Header as PartHeader, write as write_part};
 pub use physical::{DEVICE, FILE_ARGUMENTS, UNKNOWN};
-pub use tools::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED, TRACE_DEFINITION, TRACE_KIND_BITS, qemu_plugin_install};
+pub use tools::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED, qemu_plugin_install, trace};

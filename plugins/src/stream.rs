@@ -3,7 +3,7 @@
 //! The board's first counters count instructions, by turns ([`LANES`]); translated code adds to one before each of them runs.
 
 use crate::api::{BoardCounters, Counter, Instruction};
-use crate::board::{Board, LANES, Record, Writer};
+use crate::board::{Board, LANES, RECORD_WORDS, Record, Writer};
 use crate::tools::fail;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -59,5 +59,11 @@ impl Stream {
             self.writer.board().refuse();
             fail("the ring is full and nobody reads it");
         }
+    }
+
+    /// Appends an event of some records.
+    pub fn push_event<const WORDS: usize>(&mut self, words: [u64; WORDS]) {
+        const { assert!(WORDS.is_multiple_of(RECORD_WORDS), "an event is whole records") };
+        words.as_chunks().0.iter().for_each(|record| self.push(*record));
     }
 }

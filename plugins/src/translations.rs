@@ -25,17 +25,20 @@ use crate::state::State;
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Entries: of twice as many pages as the largest first-level cache of translations has.
-const ENTRIES: usize = 1024;
-const PAGE_MASK: u64 = 0xfff;
-/// An entry's generation lies below its page's address.
+/// Entries: of twice as many pages as the largest first-level cache of translations has, first those of reads, then those of writes.
+pub const ENTRIES: usize = 1024;
+/// Those of reads.
+const READS: usize = ENTRIES / 2;
+const PAGE_BITS: u32 = 12;
+const PAGE_MASK: u64 = (1 << PAGE_BITS) - 1;
+/// A generation lies in a key below the page's address.
 const GENERATIONS: u64 = PAGE_MASK + 1;
 
 #[derive(Clone, Copy)]
 struct Entry {
-    /// A virtual page's address, and in the lowest bit whether it was written to.
-    page: u64,
-    /// Its guest-physical address and the generation.
+    /// A virtual page's address and the generation.
+    key: u64,
+    /// Its guest-physical address.
     at: u64,
 }
 
@@ -88,11 +91,11 @@ impl Places {
         known.find(vaddr, store).unwrap_or_else(|| self.learn(known, info, vaddr, store))
     }
 
-    /// The same of an instruction that does not remap, where nobody has to be asked.
+    /// Whether that is known of an instruction that does not remap: nobody has to be asked, as the entry at the [`place`] tells it.
     #[inline]
-    pub fn known(&self, vaddr: u64, store: bool) -> Option<u64> {
+    pub fn is_known(&self, vaddr: u64, place: u64) -> bool {
         // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one lives.
-        unsafe { State::<Translations>::of(self.known.data()) }.known(vaddr, store)
+        unsafe { State::<Translations>::of(self.known.data()) }.is_known(vaddr, place)
     }
 
     #[cold]
@@ -110,7 +113,7 @@ impl Places {
 
 impl Translations {
     fn new(board: &'static Board) -> Self {
-        let entries = [Entry { page: 0, at: 0 }; ENTRIES];
+        let entries = [Entry { key: 0, at: 0 }; ENTRIES];
         Self { entries, generation: 1, cuts: board.cuts_word(), cuts_seen: board.cuts() }
     }
 
@@ -118,7 +121,7 @@ impl Translations {
     fn forget(&mut self) {
         self.generation += 1;
         if self.generation == GENERATIONS {
-            self.entries.fill(Entry { page: 0, at: 0 });
+            self.entries.fill(Entry { key: 0, at: 0 });
             self.generation = 1;
         }
     }
@@ -136,28 +139,47 @@ impl Translations {
     /// The same; nothing behind a cut that [`Translations::find`] has not seen.
     #[inline]
     fn known(&self, vaddr: u64, store: bool) -> Option<u64> {
-        let (page, number) = key(vaddr, store);
-        let entry = &self.entries[number];
-        let is_known = entry.page == page
-            && entry.at & PAGE_MASK == self.generation
-            && self.cuts.load(Ordering::Relaxed) == self.cuts_seen;
-        is_known.then_some(entry.at & !PAGE_MASK | vaddr & PAGE_MASK)
+        let place = place(vaddr, store);
+        self.is_known(vaddr, place).then(|| self.entries[number(place)].at | vaddr & PAGE_MASK)
+    }
+
+    #[inline]
+    fn is_known(&self, vaddr: u64, place: u64) -> bool {
+        self.entries[number(place)].key == self.key(vaddr)
+            && self.cuts.load(Ordering::Relaxed) == self.cuts_seen
     }
 
     /// Such an access to `vaddr` went to memory at `at`.
     fn keep(&mut self, vaddr: u64, store: bool, at: u64) {
         if (vaddr ^ at) & PAGE_MASK == 0 {
-            let (page, number) = key(vaddr, store);
-            self.entries[number] = Entry { page, at: at & !PAGE_MASK | self.generation };
+            self.entries[number(place(vaddr, store))] = Entry { key: self.key(vaddr), at: at & !PAGE_MASK };
         }
+    }
+
+    #[inline]
+    fn key(&self, vaddr: u64) -> u64 {
+        vaddr & !PAGE_MASK | self.generation
     }
 }
 
-/// What an entry is compared with, and which it is.
+/// Where an access is kept: the number of the entry, and the address in its page.
 #[inline]
-fn key(vaddr: u64, store: bool) -> (u64, usize) {
-    let store = u64::from(store);
-    (vaddr & !PAGE_MASK | store, (vaddr >> 11 & !1 | store) as usize % ENTRIES)
+pub fn place(vaddr: u64, store: bool) -> u64 {
+    place_of_read(vaddr) | if store { STORE } else { 0 }
+}
+
+/// To be added to a read's place for a write's.
+pub const STORE: u64 = (READS as u64) << PAGE_BITS;
+
+/// The same of a read.
+#[inline]
+pub fn place_of_read(vaddr: u64) -> u64 {
+    vaddr & (STORE - 1)
+}
+
+#[inline]
+fn number(place: u64) -> usize {
+    (place >> PAGE_BITS) as usize % ENTRIES
 }
 
 extern "C" fn on_remap(_vcpu: c_uint, data: *mut c_void) {

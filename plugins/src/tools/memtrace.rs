@@ -1,27 +1,55 @@
 //! `memtrace`: every access to memory, as one record of the ring.
 //!
 //! ```text
-//!   access       virtual address │ physical address, bit 63: device │ instructions begun (low 32 bits) << 32 | instruction << 4 | kind
-//!   definition   pc              │ instruction                      │ 0xffffffff
+//!   access        instructions begun (low 32 bits) << 32 | instruction << 4 | log2 of bytes     place << 12 | address in its page
+//!   instruction   number << 32 | INSTRUCTION                                           pc
+//!   place         number << 32 | VIRTUAL                                               address of a virtual page
+//!                 number << 32 | PHYSICAL                                              where that is now, bit 63: device
 //! ```
 //!
 //! Instructions are numbered as they are translated, and defined before they run. A callback gets its instruction's number in place of a
-//! pointer: what is known of thousands of instructions would not stay in the processor's cache. A *kind* of access is how many bytes it
-//! has and whether it is a write. So an access costs two compares, four loads of counters and three stores.
+//! pointer: what is known of thousands of instructions would not stay in the processor's cache. A *place* is a page, virtual and
+//! physical, and whether it is read or written: an entry of what is known of translations, first those of reads, then those of writes,
+//! defined where the reader does not know it as that. Behind them are one of a read and one of a write, for accesses that no entry tells.
+//! So an access costs four compares, four loads of counters and three stores.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Block, MemoryInfo};
+use crate::board::Record;
+use crate::physical::UNKNOWN;
 use crate::slots::Slots;
 use crate::state::State;
 use crate::stream::Stream;
-use crate::translations::Places;
+use crate::translations::{ENTRIES, Places, STORE, place_of_read};
+use layout::{INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL};
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// In place of an instruction and a kind: the record defines one.
-pub const DEFINITION: u32 = u32::MAX;
-/// Bits of a kind: 1 a write, above that the power of two of bytes.
-pub const KIND_BITS: u32 = 4;
+/// How records are told apart.
+pub mod layout {
+    /// In place of an instruction and a kind: the record defines an instruction.
+    pub const INSTRUCTION: u32 = u32::MAX;
+    /// It defines a place's virtual page.
+    pub const VIRTUAL: u32 = u32::MAX - 1;
+    /// It defines a place's physical page, behind the virtual one.
+    pub const PHYSICAL: u32 = u32::MAX - 2;
+    /// Bits of the logarithm of how many bytes are accessed.
+    pub const SIZE_BITS: u32 = 4;
+    /// Bits of an address in its page.
+    pub const PAGE_BITS: u32 = 12;
+    /// How many places there are.
+    pub const PLACES: usize = super::ENTRIES + 2;
+
+    /// Whether a place is of writes.
+    pub fn is_written(place: usize) -> bool {
+        match place.checked_sub(super::ENTRIES) {
+            None => place >= super::ENTRIES / 2,
+            Some(of_no_entry) => of_no_entry == 1,
+        }
+    }
+}
+
+const IN_PAGE: u64 = (1 << PAGE_BITS) - 1;
 
 /// The tool, for callbacks that get something else. There is one in a QEMU.
 static TOOL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
@@ -32,6 +60,8 @@ pub struct Memtrace {
     stream: Stream,
     places: Places,
     instructions: Slots<u64>,
+    /// What the reader knows of each place: the virtual page and where it is.
+    told: Box<[[u64; 2]]>,
 }
 
 impl Memtrace {
@@ -39,7 +69,9 @@ impl Memtrace {
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let places = Places::new(setup.physical(false)?, setup.board);
         let (kinds, stream) = (Kinds::new(), Stream::new(setup.board)?);
-        Ok(Self { kinds, stream, places, instructions: Slots::new() })
+        // No page has such an address.
+        let told = vec![[u64::MAX; 2]; PLACES].into();
+        Ok(Self { kinds, stream, places, instructions: Slots::new(), told })
     }
 
     /// The number of the instruction at `pc`, which the reader knows.
@@ -48,42 +80,69 @@ impl Memtrace {
             fail("the guest has executed too much different code for a trace");
         };
         if new {
-            self.stream.push([pc, u64::from(number), u64::from(DEFINITION)]);
+            self.define(number as usize, INSTRUCTION, pc);
         }
         number
     }
 
-    fn record(&self, vaddr: u64, physical: u64, number: usize, kind: u32) -> [u64; 3] {
-        let what = (number as u64) << KIND_BITS | u64::from(kind);
-        [vaddr, physical, self.stream.begun() << 32 | what]
-    }
-}
-
-/// The kinds of QEMU's descriptions of accesses, as they were met; some dozen there are.
-struct Kinds([(MemoryInfo, u32); Kinds::ENTRIES]);
-
-impl Kinds {
-    const ENTRIES: usize = 64;
-
-    fn new() -> Self {
-        // No description has all bits.
-        Self([(MemoryInfo::MAX, 0); Self::ENTRIES])
+    fn define(&mut self, number: usize, what: u32, is: u64) {
+        self.stream.push([(number as u64) << 32 | u64::from(what), is]);
     }
 
-    fn entry(info: MemoryInfo) -> usize {
-        (info ^ info >> 6 ^ info >> 12) as usize % Self::ENTRIES
+    /// Defines a place, if the reader does not know it as that.
+    fn tell(&mut self, place: usize, vaddr: u64, physical: u64) {
+        // Of what is unknown there is no page.
+        let is = [vaddr & !IN_PAGE, if physical == UNKNOWN { UNKNOWN } else { physical & !IN_PAGE }];
+        if self.told[place] != is {
+            self.told[place] = is;
+            self.define(place, VIRTUAL, is[0]);
+            self.define(place, PHYSICAL, is[1]);
+        }
     }
 
     #[inline]
-    fn known(&self, info: MemoryInfo) -> Option<u32> {
-        let (of, kind) = self.0[Self::entry(info)];
-        (of == info).then_some(kind)
+    fn record(&self, place: u64, data: *mut c_void, size: u32) -> Record {
+        [self.stream.begun() << 32 | data.addr() as u64 | u64::from(size), place]
+    }
+}
+
+/// What QEMU's description of an access says.
+#[derive(Clone, Copy)]
+struct Kind {
+    info: MemoryInfo,
+    /// The power of two of bytes.
+    size: u32,
+    /// [`STORE`] or nothing.
+    store: u64,
+}
+
+/// The kinds, as they were met; some dozen there are.
+struct Kinds([Kind; 1 << Kinds::BITS]);
+
+impl Kinds {
+    const BITS: u32 = 6;
+
+    fn new() -> Self {
+        // No description has all bits.
+        Self([Kind { info: MemoryInfo::MAX, size: 0, store: 0 }; 1 << Self::BITS])
     }
 
-    fn learn(&mut self, info: MemoryInfo) -> u32 {
-        let size = api::size_bytes(info).checked_ilog2().unwrap_or(0);
-        let kind = (size << 1 | u32::from(api::is_store(info))) & ((1 << KIND_BITS) - 1);
-        self.0[Self::entry(info)] = (info, kind);
+    #[inline]
+    fn entry(info: MemoryInfo) -> usize {
+        // The multiplier of Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4).
+        (info.wrapping_mul(0x9e37_79b9) >> (MemoryInfo::BITS - Self::BITS)) as usize
+    }
+
+    #[inline]
+    fn known(&self, info: MemoryInfo) -> Option<Kind> {
+        let kind = self.0[Self::entry(info)];
+        (kind.info == info).then_some(kind)
+    }
+
+    fn learn(&mut self, info: MemoryInfo) -> Kind {
+        let size = api::size_bytes(info).checked_ilog2().unwrap_or(0) & ((1 << SIZE_BITS) - 1);
+        let kind = Kind { info, size, store: if api::is_store(info) { STORE } else { 0 } };
+        self.0[Self::entry(info)] = kind;
         kind
     }
 }
@@ -93,11 +152,13 @@ impl Kinds {
 extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: set before any callback is registered; on the vCPU's thread.
     let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
-    if let Some(kind) = tool.kinds.known(info)
-        && let Some(physical) = tool.places.known(vaddr, kind & 1 != 0)
-        && tool.stream.push_below_mark(tool.record(vaddr, physical, data.addr(), kind))
-    {
-        return;
+    if let Some(kind) = tool.kinds.known(info) {
+        let place = place_of_read(vaddr) | kind.store;
+        if tool.places.is_known(vaddr, place)
+            && tool.stream.push_below_mark(tool.record(place, data, kind.size))
+        {
+            return;
+        }
     }
     on_other_access::<false>(vcpu, info, vaddr, data);
 }
@@ -114,8 +175,14 @@ extern "C" fn on_other_access<const REMAPS: bool>(
     // SAFETY: as above; the other's reference is used no more.
     let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
     let kind = tool.kinds.known(info).unwrap_or_else(|| tool.kinds.learn(info));
-    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind & 1 != 0);
-    let record = tool.record(vaddr, physical, data.addr(), kind);
+    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind.store != 0);
+    let mut place = place_of_read(vaddr) | kind.store;
+    if REMAPS || !tool.places.is_known(vaddr, place) {
+        let of_no_entry = ENTRIES as u64 + u64::from(kind.store != 0);
+        place = of_no_entry << PAGE_BITS | vaddr & IN_PAGE;
+    }
+    tool.tell((place >> PAGE_BITS) as usize, vaddr, physical);
+    let record = tool.record(place, data, kind.size);
     tool.stream.push(record);
 }
 
@@ -128,9 +195,9 @@ impl Tool for Memtrace {
         TOOL.store(data, Ordering::Relaxed);
         for (index, instruction) in block.instructions().enumerate() {
             self.stream.count(&instruction, index);
-            let number = self.number(instruction.pc()) as usize;
+            let data = (self.number(instruction.pc()) as usize) << SIZE_BITS;
             let callbacks = [on_access, on_other_access::<true>];
-            self.places.on_memory(&instruction, callbacks, std::ptr::without_provenance_mut(number));
+            self.places.on_memory(&instruction, callbacks, std::ptr::without_provenance_mut(data));
         }
     }
 }

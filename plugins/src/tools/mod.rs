@@ -9,7 +9,7 @@ mod pages;
 mod syscalls;
 mod watch;
 
-pub use memtrace::{DEFINITION as TRACE_DEFINITION, KIND_BITS as TRACE_KIND_BITS};
+pub use memtrace::layout as trace;
 pub use syscalls::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
 
 use crate::api::{self, Block, Info, PluginId, RawBlock};

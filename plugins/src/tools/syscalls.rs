@@ -6,7 +6,7 @@
 //!                      │             │    └ 6: the number       7 8 9            12 13 14: arguments
 //!                      │             └ 5: where the program goes on
 //!                      └ 2: from a variable of the CPU, push gs:ADDRESS
-//!   event, four records      instructions begun │ pc │ number     arguments 0, 1, 2     arguments 3, 4, 5     who: pid │ comm │ comm
+//!   event     instructions begun │ pc │ number │ arguments 0 to 5 │ who: pid │ comm │ comm
 //! ```
 //!
 //! The kernel's entry saves the registers as 8-byte pushes, each 8 bytes below the one before, which since 2.6 has been
@@ -153,11 +153,10 @@ impl Syscalls {
         self.pushed.push(value);
         if let [_, _, _, _, after, number, a0, a1, a2, _, _, a4, a5, a3] = self.pushed[..] {
             // In the order of pt_regs r8, r9, r10 are arguments 4, 5 and 3.
-            self.stream.push([begun, after.wrapping_sub(2), number]);
-            self.stream.push([a0, a1, a2]);
-            self.stream.push([a3, a4, a5]);
             let running = |tasks: Tasks| tasks.running(self.variables, &self.physical);
-            self.stream.push(self.tasks.map_or([NOT_ASKED, 0, 0], running));
+            let [who, name, rest] = self.tasks.map_or([NOT_ASKED, 0, 0], running);
+            let pc = after.wrapping_sub(2);
+            self.stream.push_event([begun, pc, number, a0, a1, a2, a3, a4, a5, who, name, rest]);
             self.armed = None;
         }
     }

@@ -69,8 +69,7 @@ extern "C" fn on_write(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c
     }
     let value = tool.physical.read(at, size).unwrap_or(0);
     let begun = tool.stream.begun();
-    tool.stream.push([begun, site.pc, vaddr]);
-    tool.stream.push([at, size.into(), value]);
+    tool.stream.push_event([begun, site.pc, vaddr, at, size.into(), value]);
 }
 
 impl Tool for Watch {

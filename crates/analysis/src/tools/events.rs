@@ -1,6 +1,6 @@
 //! Runs whose plugin sends a few records for each event: `watch` and `syscalls`.
 //!
-//! An event is a fixed number of records, of which the first word counts the instructions begun. In the part that word is the
+//! An event is a fixed number of words in records, of which the first word counts the instructions begun. In the part that word is the
 //! recording's own count of the instruction (`memtrace` says how it is found).
 
 use super::Running;
@@ -8,7 +8,7 @@ use super::ringed::{Counts, Ringed};
 use crate::context::{Interval, RunContext, part_file};
 use crate::error::{Error, Result, file};
 use crate::ring::{Reader, SharedBoard, Sink};
-use keyframe_plugins::board::{Board, RECORD_WORDS, Record};
+use keyframe_plugins::board::{Board, Record};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ const RING_RECORDS: u64 = 1 << 14;
 /// Most words of events in an interval, which are held in memory: 1 GiB.
 const WORDS_MAX: usize = 1 << 27;
 
-/// Begins one, with the plugin's tool `kind`, whose events have so many records, and its arguments.
+/// Begins one, with the plugin's tool `kind`, whose events have so many words, and its arguments.
 pub(super) fn begin(
     run: &RunContext,
     kind: &'static str,
-    records: usize,
+    columns: usize,
     arguments: Vec<(&'static str, String)>,
 ) -> Result<Box<dyn Running>> {
     let shared = SharedBoard::create(RING_RECORDS)?;
@@ -29,7 +29,7 @@ pub(super) fn begin(
         board: Arc::clone(&shared.board),
         dir: run.dir.clone(),
         kind,
-        columns: records * RECORD_WORDS,
+        columns,
         counts: Counts::of(run),
         running: None,
         words: Vec::new(),

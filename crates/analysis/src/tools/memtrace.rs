@@ -14,7 +14,9 @@ use crate::error::{Error, Result};
 use crate::ring::{Reader, SharedBoard, Sink};
 use crate::table::{self, Column, Data, GROUP_ROWS, Kind, Layout, Table};
 use keyframe_plugins::board::{Board, Record};
-use keyframe_plugins::{DEVICE, TRACE_DEFINITION, TRACE_KIND_BITS, UNKNOWN};
+use keyframe_plugins::trace::{INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL, is_written};
+use keyframe_plugins::{DEVICE, UNKNOWN};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -37,14 +39,14 @@ pub const COLUMNS: &[Column] = &[
     column("icount", Kind::U64, Layout::Delta, "instructions executed before the one that accesses"),
     column("pc", Kind::U64, Layout::Numbered, "virtual address of the instruction"),
     column("vaddr", Kind::U64, Layout::Split, "virtual address of the first byte"),
-    column("page", Kind::U32, Layout::Split, "guest-physical address of the first byte, divided by 4096"),
+    column("page", Kind::U32, Layout::Numbered, "guest-physical address of the first byte, divided by 4096"),
     column("size", Kind::U8, Layout::Bytes, "bytes"),
     column("flags", Kind::U8, Layout::Bytes, "1 write, 2 device, 4 physical page unknown"),
 ];
 
 const KIND: &str = "memtrace";
-/// Records in the ring: 6 MiB, so that it stays in the cache that cores share.
-const RING_RECORDS: u64 = 1 << 18;
+/// Records in the ring: 8 MiB, so that it stays in the cache that cores share.
+const RING_RECORDS: u64 = 1 << 19;
 /// The most instructions that a plugin has (`keyframe_plugins`).
 const INSTRUCTIONS_MAX: usize = 1 << 24;
 
@@ -73,8 +75,11 @@ impl Tool for Memtrace {
             table: None,
             columns: Columns::new(),
             instructions: Vec::new(),
+            numbered: Vec::new(),
+            places: vec![Place::default(); PLACES],
             group: 1,
             pcs: Vec::new(),
+            pages: Pages::default(),
             count: 0,
         };
         sink.next_interval()?;
@@ -101,7 +106,8 @@ struct Columns {
     /// Which of [`Group::pcs`].
     pc: Box<[u16; GROUP_ROWS]>,
     vaddr: Column64,
-    page: Box<[i32; GROUP_ROWS]>,
+    /// Which of [`Group::pages`].
+    page: Box<[u16; GROUP_ROWS]>,
     size: Box<[u8; GROUP_ROWS]>,
     flags: Box<[u8; GROUP_ROWS]>,
 }
@@ -129,10 +135,30 @@ fn zeros<T: Copy + Default>() -> Box<[T; GROUP_ROWS]> {
     all.try_into().unwrap_or_else(|_| unreachable!("it is that long"))
 }
 
-/// An instruction.
-struct Instruction {
-    pc: u64,
-    /// The row group in which it has `number`.
+/// A virtual page, and where it is.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    vaddr: u64,
+    page: u32,
+    /// Of the column.
+    flags: u8,
+    is_defined: bool,
+    /// As an instruction's.
+    group: u32,
+    number: u16,
+}
+
+/// The physical pages of a row group, numbered.
+#[derive(Default)]
+struct Pages {
+    all: Vec<u64>,
+    numbers: HashMap<u32, u16>,
+}
+
+/// The number of an instruction.
+#[derive(Clone, Copy, Default)]
+struct Numbered {
+    /// The row group in which it has it.
     group: u32,
     number: u16,
 }
@@ -144,11 +170,15 @@ struct Trace {
     /// Of the interval that runs; none where it is dropped, or all are done.
     table: Option<(Table, Interval)>,
     columns: Columns,
+    /// By the plugin's number: where each is, and what it has in the row group. Thousands run by turns, whose numbers alone fit a cache.
+    instructions: Vec<u64>,
+    numbered: Vec<Numbered>,
     /// By the plugin's number.
-    instructions: Vec<Instruction>,
-    /// The row group that is being filled, from 1 on, and the instructions in it by number.
+    places: Vec<Place>,
+    /// The row group that is being filled, from 1 on, and the instructions and physical pages in it by number.
     group: u32,
     pcs: Vec<u64>,
+    pages: Pages,
     /// Instructions begun, as of the last record.
     count: u64,
 }
@@ -163,25 +193,60 @@ impl Trace {
         Ok(())
     }
 
-    fn define(&mut self, [pc, number, _]: Record) -> Result<()> {
-        if number != self.instructions.len() as u64 || self.instructions.len() >= INSTRUCTIONS_MAX {
-            return Err(senseless("instructions are not numbered one after the other"));
+    /// Takes a record that is no access.
+    #[cold]
+    fn define(&mut self, what: u32, number: usize, is: u64) -> Result<()> {
+        if what == INSTRUCTION {
+            if number != self.instructions.len() || number >= INSTRUCTIONS_MAX {
+                return Err(senseless("instructions are not numbered one after the other"));
+            }
+            self.instructions.push(is);
+            self.numbered.push(Numbered::default());
+            return Ok(());
         }
-        self.instructions.push(Instruction { pc, group: 0, number: 0 });
+        let Some(place) = self.places.get_mut(number) else {
+            return Err(senseless("a place beyond the last"));
+        };
+        if what == VIRTUAL {
+            (place.vaddr, place.group, place.is_defined) = (is, 0, false);
+        } else {
+            let write = if is_written(number) { WRITE } else { 0 };
+            (place.page, place.flags) = match u32::try_from((is & !DEVICE) >> PAGE_BITS) {
+                Ok(page) if is & DEVICE == 0 => (page, write),
+                Ok(page) if is != UNKNOWN => (page, write | DEVICE_FLAG),
+                _ => (0, write | UNKNOWN_FLAG),
+            };
+            (place.group, place.is_defined) = (0, true);
+        }
         Ok(())
     }
 
-    /// Gives an instruction its number in the row group; in the next one where there are no more.
+    /// Gives an instruction and a place, which there are, their numbers in the row group; in the next one where there are no more.
     #[cold]
-    fn number(&mut self, at: usize) -> Result<u16> {
+    fn number(&mut self, instruction: usize, place: usize) -> Result<()> {
         let number = |count: usize| u16::try_from(count).ok();
-        if number(self.pcs.len()).is_none() {
+        if number(self.pcs.len()).is_none() || number(self.pages.all.len()).is_none() {
             self.flush()?;
         }
-        let instruction = &mut self.instructions[at];
-        (instruction.group, instruction.number) = (self.group, number(self.pcs.len()).unwrap_or(0));
-        self.pcs.push(instruction.pc);
-        Ok(instruction.number)
+        if self.numbered[instruction].group != self.group {
+            let number = number(self.pcs.len()).unwrap_or(0);
+            self.numbered[instruction] = Numbered { group: self.group, number };
+            self.pcs.push(self.instructions[instruction]);
+        }
+        let place = &mut self.places[place];
+        if !place.is_defined {
+            return Err(senseless(UNDEFINED));
+        }
+        if place.group == self.group {
+            return Ok(());
+        }
+        let Pages { all, numbers } = &mut self.pages;
+        let next = number(all.len()).unwrap_or(0);
+        (place.group, place.number) = (self.group, *numbers.entry(place.page).or_insert(next));
+        if usize::from(place.number) == all.len() {
+            all.push(place.page.into());
+        }
+        Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -191,7 +256,7 @@ impl Trace {
                 Data::Long(&icount[..*rows]),
                 Data::Numbered(&self.pcs, &pc[..*rows]),
                 Data::Long(&vaddr[..*rows]),
-                Data::Int(&page[..*rows]),
+                Data::Numbered(&self.pages.all, &page[..*rows]),
                 Data::Bytes(&size[..*rows]),
                 Data::Bytes(&flags[..*rows]),
             ])?;
@@ -199,9 +264,13 @@ impl Trace {
         self.columns.rows = 0;
         self.group += 1;
         self.pcs.clear();
+        self.pages.all.clear();
+        self.pages.numbers.clear();
         Ok(())
     }
 }
+
+const UNDEFINED: &str = "an access of an instruction or to a place that it has not defined";
 
 fn senseless(problem: &str) -> Error {
     Error::Plugin { operation: "taking its records", problem: problem.into() }
@@ -210,33 +279,34 @@ fn senseless(problem: &str) -> Error {
 impl Sink for Trace {
     #[inline]
     fn record(&mut self, record: Record) -> Result<()> {
-        let [vaddr, physical, last] = record;
-        if last as u32 == TRACE_DEFINITION {
-            return self.define(record);
+        let [what, at] = record;
+        if what as u32 >= PHYSICAL {
+            return self.define(what as u32, (what >> 32) as usize, at);
         }
-        let count = (last >> 32) as u32;
+        let count = (what >> 32) as u32;
         self.count = self.count.wrapping_add(u64::from(count.wrapping_sub(self.count as u32)));
         if self.table.is_none() {
             return Ok(());
         }
-        let (number, kind) = ((last as u32 >> TRACE_KIND_BITS) as usize, last as u8);
-        let Some(instruction) = self.instructions.get(number) else {
-            return Err(senseless("an access of an instruction that it has not defined"));
+        let number = (what as u32 >> SIZE_BITS) as usize;
+        let place_number = (at >> PAGE_BITS) as usize;
+        let (Some(instruction), Some(place)) = (self.numbered.get(number), self.places.get(place_number))
+        else {
+            return Err(senseless(UNDEFINED));
         };
-        let is_numbered = instruction.group == self.group;
-        let pc = if is_numbered { instruction.number } else { self.number(number)? };
-        let (write, size) = (kind & WRITE, 1 << (kind >> 1 & 7));
-        let (page, flags) = match u32::try_from((physical & !DEVICE) >> 12) {
-            Ok(page) if physical & DEVICE == 0 => (page, write),
-            Ok(page) if physical != UNKNOWN => (page, write | DEVICE_FLAG),
-            _ => (0, write | UNKNOWN_FLAG),
-        };
+        let (mut pc, mut page) = (instruction.number, place.number);
+        let (vaddr, flags) = (place.vaddr | at & ((1 << PAGE_BITS) - 1), place.flags);
+        if instruction.group != self.group || place.group != self.group {
+            self.number(number, place_number)?;
+            (pc, page) = (self.numbered[number].number, self.places[place_number].number);
+        }
+        let size = 1 << (what & ((1 << SIZE_BITS) - 1)).min(7);
         let Columns { rows, .. } = self.columns;
         if rows < GROUP_ROWS {
             self.columns.icount[rows] = self.counts.icount(self.count) as i64;
             self.columns.pc[rows] = pc;
             self.columns.vaddr[rows] = vaddr as i64;
-            self.columns.page[rows] = page as i32;
+            self.columns.page[rows] = page;
             self.columns.size[rows] = size;
             self.columns.flags[rows] = flags;
         }

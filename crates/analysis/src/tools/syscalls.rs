@@ -24,7 +24,8 @@ pub(super) const DESCRIPTION: Description = Description {
 };
 
 const KIND: &str = "syscalls";
-const RECORDS: usize = 4;
+/// Of an event.
+const WORDS: usize = 12;
 /// Lines of a summary for each of what it counts.
 const SHOWN: usize = 10;
 /// Most processes and threads that Linux has (PID_MAX_LIMIT).
@@ -91,7 +92,7 @@ impl Tool for Syscalls {
             Ok(Tasks { current, pid, tgid, comm }) => format!("{current:#x}:{pid}:{tgid}:{comm}"),
             Err(_) => "none".into(),
         };
-        events::begin(run, KIND, RECORDS, vec![("task", task)])
+        events::begin(run, KIND, WORDS, vec![("task", task)])
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
@@ -101,7 +102,7 @@ impl Tool for Syscalls {
         let mut callers: BTreeMap<Caller, u64> = BTreeMap::new();
         let mut unknown: BTreeMap<&str, u64> = BTreeMap::new();
         for part in &merge.parts {
-            for row in Rows::read(&part.file(KIND, "part"), KIND, 3 * RECORDS)?.iter() {
+            for row in Rows::read(&part.file(KIND, "part"), KIND, WORDS)?.iter() {
                 let &[icount, pc, number, ref arguments @ .., who, name0, name1] = row else { continue };
                 *calls.entry(number).or_default() += 1;
                 let called = name(number).unwrap_or_default();

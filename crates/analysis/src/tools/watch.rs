@@ -24,7 +24,8 @@ pub(super) const DESCRIPTION: Description = Description {
 };
 
 const KIND: &str = "watch";
-const RECORDS: usize = 2;
+/// Of an event.
+const WORDS: usize = 6;
 
 struct Watch {
     start: u64,
@@ -60,14 +61,14 @@ impl Tool for Watch {
             ("len", self.len_bytes.to_string()),
             ("space", self.space.to_owned()),
         ];
-        events::begin(run, KIND, RECORDS, arguments)
+        events::begin(run, KIND, WORDS, arguments)
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
         let mut csv = Csv::create(&merge.out, "watch.csv", "icount,pc,vaddr,paddr,bytes,value,symbol")?;
         let mut writers: BTreeMap<u64, u64> = BTreeMap::new();
         for part in &merge.parts {
-            for row in Rows::read(&part.file(KIND, "part"), KIND, 3 * RECORDS)?.iter() {
+            for row in Rows::read(&part.file(KIND, "part"), KIND, WORDS)?.iter() {
                 let &[icount, pc, vaddr, paddr, bytes, value] = row else { continue };
                 *writers.entry(pc).or_default() += 1;
                 let label = cell(&self.symbols.label(pc));
