@@ -164,7 +164,7 @@ impl Translations {
 
 /// Where an access is kept: the number of the entry, and the address in its page.
 #[inline]
-pub fn place(vaddr: u64, store: bool) -> u64 {
+fn place(vaddr: u64, store: bool) -> u64 {
     place_of_read(vaddr) | if store { STORE } else { 0 }
 }
 
