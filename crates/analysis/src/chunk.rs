@@ -29,7 +29,7 @@ const SQUARE: usize = 8;
 /// Differences in a block, and in each of the parts of it that have a width of their own.
 const BLOCK: usize = 256;
 const MINIBLOCK: usize = 64;
-/// How much LZ4 looks away from what does not repeat: a tenth of its time for a twentieth of the size.
+/// How soon LZ4 looks away from what does not repeat: a seventh of its time less, for an eighth of the size more.
 const ACCELERATION: i32 = 8;
 
 /// What columns are encoded in, one after the other: memory that is asked for anew costs as much as what is written there.
@@ -301,7 +301,7 @@ impl<'a> Pages<'a> {
     }
 }
 
-/// Compresses in `room`.
+/// Compresses in `packed`.
 fn compressed(data: &[u8], packed: &mut Vec<u8>) -> Result<Bytes, ParquetError> {
     let failed = |e: std::io::Error| ParquetError::External(e.into());
     let packed = room(packed, compress_bound(data.len()).map_err(failed)?);

@@ -103,10 +103,10 @@ impl Tool for Memtrace {
 struct Columns {
     rows: usize,
     icount: Column64,
-    /// Which of [`Group::pcs`].
+    /// Which of [`Trace::pcs`].
     pc: Box<[u16; GROUP_ROWS]>,
     vaddr: Column64,
-    /// Which of [`Group::pages`].
+    /// Which of [`Trace::pages`].
     page: Box<[u16; GROUP_ROWS]>,
     size: Box<[u8; GROUP_ROWS]>,
     flags: Box<[u8; GROUP_ROWS]>,
