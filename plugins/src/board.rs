@@ -199,12 +199,16 @@ impl Board {
         Ok(ready)
     }
 
+    /// A good part of the ring: so often the two sides look at each other.
+    fn quarter(&self) -> u64 {
+        (self.records / 4).max(1)
+    }
+
     /// Whether a good part of the ring is full. A reader close behind the plugin would take from its cache, again and again, the lines that it
     /// is writing. The reader's side.
     pub fn is_worth_reading(&self) -> bool {
-        let quarter = (self.records / 4).max(1);
         // Where the head is torn, a cut tells.
-        (quarter..=self.records).contains(&self.head().wrapping_sub(self.tail()))
+        (self.quarter()..=self.records).contains(&self.head().wrapping_sub(self.tail()))
     }
 
     /// Sleeps until a good part of the ring is full, or for [`NAP`]. The reader's side.
@@ -292,7 +296,7 @@ impl Writer {
     #[cold]
     fn pass_mark(&mut self) -> Result<(), NoReader> {
         self.board.wake_reader();
-        let quarter = (self.board.records / 4).max(1);
+        let quarter = self.board.quarter();
         let mut patience = Instant::now() + PATIENCE;
         let mut seen = self.board.tail();
         while self.head + quarter > seen + self.board.records {

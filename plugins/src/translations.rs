@@ -28,9 +28,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Entries: of twice as many pages as the largest first-level cache of translations has, first those of reads, then those of writes.
 pub const ENTRIES: usize = 1024;
 /// Those of reads.
-const READS: usize = ENTRIES / 2;
-const PAGE_BITS: u32 = 12;
-const PAGE_MASK: u64 = (1 << PAGE_BITS) - 1;
+pub const READS: usize = ENTRIES / 2;
+/// Bits of an address in its page.
+pub const PAGE_BITS: u32 = 12;
+/// These bits.
+pub const PAGE_MASK: u64 = (1 << PAGE_BITS) - 1;
 /// A generation lies in a key below the page's address.
 const GENERATIONS: u64 = PAGE_MASK + 1;
 

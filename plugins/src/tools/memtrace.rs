@@ -1,10 +1,10 @@
 //! `memtrace`: every access to memory, as one record of the ring.
 //!
 //! ```text
-//!   access        instructions begun (low 32 bits) << 32 | instruction << 4 | log2 of bytes     place << 12 | address in its page
-//!   instruction   number << 32 | INSTRUCTION                                           pc
-//!   place         number << 32 | VIRTUAL                                               address of a virtual page
-//!                 number << 32 | PHYSICAL                                              where that is now, bit 63: device
+//!   access        instructions begun (low 32 bits) << 32 | instruction << 4 | log2 of bytes      place << 12 | address in its page
+//!   instruction   number << 32 | INSTRUCTION                                                     pc
+//!   place         number << 32 | VIRTUAL                                                         address of a virtual page
+//!                 number << 32 | PHYSICAL                                                        where that is now, bit 63: device
 //! ```
 //!
 //! Instructions are numbered as they are translated, and defined before they run. A callback gets its instruction's number in place of a
@@ -20,14 +20,17 @@ use crate::physical::UNKNOWN;
 use crate::slots::Slots;
 use crate::state::State;
 use crate::stream::Stream;
-use crate::translations::{ENTRIES, Places, STORE, place_of_read};
+use crate::translations::{ENTRIES, PAGE_MASK, Places, STORE, place_of_read};
 use layout::{INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL};
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// How records are told apart.
 pub mod layout {
-    /// In place of an instruction and a kind: the record defines an instruction.
+    pub use crate::translations::PAGE_BITS;
+    use crate::translations::{ENTRIES, READS};
+
+    /// In place of an instruction and a size: the record defines an instruction.
     pub const INSTRUCTION: u32 = u32::MAX;
     /// It defines a place's virtual page.
     pub const VIRTUAL: u32 = u32::MAX - 1;
@@ -35,21 +38,17 @@ pub mod layout {
     pub const PHYSICAL: u32 = u32::MAX - 2;
     /// Bits of the logarithm of how many bytes are accessed.
     pub const SIZE_BITS: u32 = 4;
-    /// Bits of an address in its page.
-    pub const PAGE_BITS: u32 = 12;
     /// How many places there are.
-    pub const PLACES: usize = super::ENTRIES + 2;
+    pub const PLACES: usize = ENTRIES + 2;
 
     /// Whether a place is of writes.
     pub fn is_written(place: usize) -> bool {
-        match place.checked_sub(super::ENTRIES) {
-            None => place >= super::ENTRIES / 2,
+        match place.checked_sub(ENTRIES) {
+            None => place >= READS,
             Some(of_no_entry) => of_no_entry == 1,
         }
     }
 }
-
-const IN_PAGE: u64 = (1 << PAGE_BITS) - 1;
 
 /// The tool, for callbacks that get something else. There is one in a QEMU.
 static TOOL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
@@ -92,7 +91,7 @@ impl Memtrace {
     /// Defines a place, if the reader does not know it as that.
     fn tell(&mut self, place: usize, vaddr: u64, physical: u64) {
         // Of what is unknown there is no page.
-        let is = [vaddr & !IN_PAGE, if physical == UNKNOWN { UNKNOWN } else { physical & !IN_PAGE }];
+        let is = [vaddr & !PAGE_MASK, if physical == UNKNOWN { UNKNOWN } else { physical & !PAGE_MASK }];
         if self.told[place] != is {
             self.told[place] = is;
             self.define(place, VIRTUAL, is[0]);
@@ -179,7 +178,7 @@ extern "C" fn on_other_access<const REMAPS: bool>(
     let mut place = place_of_read(vaddr) | kind.store;
     if REMAPS || !tool.places.is_known(vaddr, place) {
         let of_no_entry = ENTRIES as u64 + u64::from(kind.store != 0);
-        place = of_no_entry << PAGE_BITS | vaddr & IN_PAGE;
+        place = of_no_entry << PAGE_BITS | vaddr & PAGE_MASK;
     }
     tool.tell((place >> PAGE_BITS) as usize, vaddr, physical);
     let record = tool.record(place, data, kind.size);
