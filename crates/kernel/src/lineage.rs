@@ -1,9 +1,9 @@
-//! A child that does not outlive its parent, however that ends.
+//! What a child is to its parent: one that does not outlive it, however that ends, and one that leads a session of its own.
 //!
 //! The kernel sends the signal when the thread that started the child ends: start it on one that lives as long as the
 //! process, as its main thread does.
 
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -19,4 +19,37 @@ pub fn die_with_us(command: &mut Command) {
     // SAFETY: between fork and exec only what is async-signal-safe may be done: `ask` makes two system calls and neither
     // allocates nor locks; an error from a system call's number allocates nothing either. It captures a number alone.
     unsafe { command.pre_exec(ask) };
+}
+
+/// The child of `command` leads a session of its own, which has no terminal: neither keys nor a hangup reach it. And where the kernel shares cores
+/// out by sessions (`kernel.sched_autogroup_enabled`, `sched(7)`), it counts as one by itself.
+///
+/// It does not start where `command` leads a process group: a leader cannot.
+pub fn lead_a_session(command: &mut Command) {
+    let ask = || Ok(setsid().map(drop)?);
+    // SAFETY: as above: one system call, which neither allocates nor locks.
+    unsafe { command.pre_exec(ask) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{Pid, getsid};
+    use std::process::Stdio;
+
+    #[test]
+    fn a_child_leads_a_session_if_it_is_to() {
+        let session = |prepare: fn(&mut Command)| {
+            let mut command = Command::new("cat");
+            prepare(command.stdin(Stdio::piped()).stdout(Stdio::null()));
+            let mut child = command.spawn().unwrap();
+            let pid = Pid::from_child(&child);
+            let session = getsid(Some(pid)).unwrap();
+            drop(child.stdin.take());
+            child.wait().unwrap();
+            (session == pid, Some(session) == getsid(None).ok())
+        };
+        assert_eq!(session(|_| ()), (false, true));
+        assert_eq!(session(lead_a_session), (true, false));
+    }
 }

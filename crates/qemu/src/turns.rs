@@ -16,12 +16,18 @@
 //!
 //! A core is claimed, so that two such QEMUs never share one; where all are, or one cannot be had, the kernel places the threads as it likes.
 //!
+//! Such a QEMU leads a session of its own, as far as it does not read the terminal. Linux shares a core out to sessions first (its autogroups), then to their
+//! threads, and weighs a session anew on a core as it has more or fewer threads to run there and elsewhere. With ours on both cores, some kernels (seen with 6.18)
+//! fall into a state in which each thread that is woken ends the running one's turn after all, for seconds (docs/design/record-replay.md). On one core alone there is nothing to weigh.
+//!
 //! Invariant: what QEMU does is the same; only when its main loop gets to it differs.
 
 use crate::options::Argument;
 use crate::{Qmp, record};
 use keyframe_kernel::cores::{self, Claim};
-use keyframe_kernel::priority;
+use keyframe_kernel::{lineage, priority};
+use std::io::IsTerminal;
+use std::process::Command;
 
 /// Such a QEMU.
 #[derive(Debug)]
@@ -50,6 +56,33 @@ impl Turns {
             let _ = priority::wait_for_core(thread, may_wait);
         }
     }
+}
+
+/// Prepares the start of a QEMU by `command`, with the line `arguments`, if it is one for that.
+pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
+    let reads_terminal = arguments.iter().any(is_of_terminal) && std::io::stdin().is_terminal();
+    if record::may_be_late(arguments) && !reads_terminal {
+        lineage::lead_a_session(command);
+    }
+}
+
+/// Whether an argument has QEMU read its standard input.
+fn is_of_terminal(argument: &Argument) -> bool {
+    let name = argument.name();
+    ["nographic", "curses"].contains(&name)
+        || [
+            "serial",
+            "monitor",
+            "qmp",
+            "qmp-pretty",
+            "chardev",
+            "parallel",
+            "debugcon",
+            "virtioconsole",
+            "display",
+        ]
+        .contains(&name)
+            && ["stdio", "curses"].iter().any(|way| argument.value().contains(way))
 }
 
 /// A core that nobody has, for all of process `pid`: the one that its guest's thread ran on last, if it can be had.

@@ -21,7 +21,7 @@ use crate::lifetime::{Ended, Lifetime};
 use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
-use crate::turns::Turns;
+use crate::turns::{self, Turns};
 use crate::watchdog::Watched;
 use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug, wrapper};
 use keyframe_units::RamLayout;
@@ -123,9 +123,13 @@ impl Vm {
         let Parts { binary, user: user_command, run: mut full_command, disks } = invocation.into_parts()?;
         full_command.extend(added);
 
+        let line = hotplug::arguments(&full_command);
         let mut command = Command::new(&binary);
         command.args(full_command.iter().skip(1));
         prepare(&mut command);
+        if is_recorded {
+            turns::prepare(&mut command, &line);
+        }
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
         let connected = connect(&mut child, ours).and_then(|mut qmp| {
@@ -139,7 +143,6 @@ impl Vm {
         });
         match connected {
             Ok(mut qmp) => {
-                let line = hotplug::arguments(&full_command);
                 let turns = is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line)).flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);

@@ -11,6 +11,10 @@ use crate::log::Boundaries;
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 
+/// What a replay takes at an instruction at which the log has something, in instructions at which it has nothing: measured, 1,000 where nothing is asked
+/// of the replay but that it runs (docs/design/record-replay.md). A boot that waits has 6 such places in 1,000 instructions, a computation 3 in 100,000.
+const EVENT_EFFORT: u64 = 1_000;
+
 /// A checkpoint's place in a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Place {
@@ -40,6 +44,12 @@ impl Interval {
     /// Its instructions.
     pub fn len(&self) -> u64 {
         self.end_icount.saturating_sub(self.from_icount)
+    }
+
+    /// What its replay takes, in instructions that the log has nothing at.
+    pub fn effort(&self, boundaries: &Boundaries) -> u64 {
+        let events = boundaries.count(self.from_icount..self.end_icount);
+        self.len().saturating_add(events.saturating_mul(EVENT_EFFORT))
     }
 
     /// Never: intervals without an instruction are not made.
@@ -143,6 +153,15 @@ mod tests {
         // Behind the last one the log has something at each instruction.
         let all = intervals(vec![place(0, 1), place(10, 2), place(29, 3)], 30);
         assert_eq!(ends(&with_standing_ends(&all, &boundaries)), [(0, 0, 13), (10, 13, 30)]);
+    }
+
+    #[test]
+    fn what_the_log_has_is_part_of_the_effort() {
+        // Something happens at 10, 11, 12, 20, 30.
+        let boundaries = boundaries(&[10, 1, 1, 8, 10]);
+        let all = intervals(vec![place(0, 1), place(10, 2), place(12, 3)], 30);
+        let efforts: Vec<u64> = all.iter().map(|interval| interval.effort(&boundaries)).collect();
+        assert_eq!(efforts, [10, 2 + 2 * EVENT_EFFORT, 18 + 2 * EVENT_EFFORT]);
     }
 
     proptest! {

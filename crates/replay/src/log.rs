@@ -15,6 +15,7 @@
 
 use crate::{Error, Result};
 use std::io::{BufRead, BufReader, Read};
+use std::ops::Range;
 use std::path::Path;
 
 /// What a complete log begins with.
@@ -341,6 +342,12 @@ impl Boundaries {
     /// Whether a VM has one state only at instruction `icount`.
     pub fn is_unambiguous(&self, icount: u64) -> bool {
         self.all.binary_search(&icount).is_err()
+    }
+
+    /// How many there are in `range`.
+    pub fn count(&self, range: Range<u64>) -> u64 {
+        let before = |icount| self.all.partition_point(|boundary| *boundary < icount);
+        before(range.end).saturating_sub(before(range.start)) as u64
     }
 
     /// The first instruction behind `icount` at which a VM has one state only; none where a replay is not sure to come to one.

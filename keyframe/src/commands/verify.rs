@@ -97,9 +97,10 @@ impl Verify {
         let interrupted = jobs::interruption()?;
         let bar = self.bar(&intervals);
         let limits = Limits { interrupted: &interrupted, patience: self.patience, tries: self.tries };
-        let mut checked = jobs::side_by_side(&intervals, self.recorded.jobs, &interrupted, |interval| {
+        let jobs = self.recorded.jobs;
+        let mut checked = jobs::side_by_side(&source, &intervals, jobs, &interrupted, |interval| {
             check(&source, interval, limits, &bar)
-        });
+        })?;
         bar.finish_and_clear();
         if interrupted.load(Ordering::Relaxed) {
             return Err(Failure::new("interrupted: not all intervals were replayed"));

@@ -28,11 +28,11 @@ fn replay(source: &Source, path: &Path, jobs: Option<u64>, shows_progress: bool)
     let intervals = source.with_standing_ends(&source.intervals()?)?;
     let interrupted = jobs::interruption()?;
     let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
-    let mut parts = jobs::side_by_side(&intervals, jobs, &interrupted, |interval| {
+    let mut parts = jobs::side_by_side(source, &intervals, jobs, &interrupted, |interval| {
         let part = part(source, interval, &interrupted);
         bar.inc(interval.len());
         (interval.index, part)
-    });
+    })?;
     bar.finish_and_clear();
     if interrupted.load(Ordering::Relaxed) {
         return Err(Failure::new("interrupted"));

@@ -86,6 +86,15 @@ impl Followed {
         Ok((all, false))
     }
 
+    /// What a replay of each of `intervals`, which are whole, takes ([`Interval::effort`]).
+    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+        if let Some(source) = self.ended()? {
+            return source.efforts(intervals);
+        }
+        let of = |growing: &Growing| intervals.iter().map(|one| one.effort(growing.boundaries())).collect();
+        Ok(self.look(of)?.unwrap_or_default())
+    }
+
     /// The log as it is now; none where QEMU has written nothing.
     fn look<T>(&self, look: impl FnOnce(&Growing) -> T) -> Result<Option<T>, Failure> {
         let failed = |e| Failure::recording(&e);

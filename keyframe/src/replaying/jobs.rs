@@ -1,5 +1,6 @@
 //! Several replays side by side.
 
+use super::Source;
 use crate::failure::Failure;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_replay::interval::Interval;
@@ -32,23 +33,24 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Has `job` done for each of `intervals`, `jobs` at a time, or as many as there are cores. Those that were begun before
-/// `interrupted`; in any order. The longest begin first, so that all jobs end at about the same time (longest processing time
+/// Has `job` done for each of `intervals` of `source`, `jobs` at a time, or as many as there are cores. Those that were begun before
+/// `interrupted`; in any order. Those with the most effort begin first, so that all jobs end at about the same time (longest processing time
 /// first: Graham, Bounds on multiprocessing timing anomalies, 1969).
 pub fn side_by_side<T: Send>(
+    source: &Source,
     intervals: &[Interval],
     jobs: Option<u64>,
     interrupted: &AtomicBool,
     job: impl Fn(&Interval) -> T + Sync,
-) -> Vec<T> {
+) -> Result<Vec<T>, Failure> {
     let jobs = jobs.map_or_else(cores, |n| n as usize).min(intervals.len().max(1));
-    let mut longest_first: Vec<&Interval> = intervals.iter().collect();
-    longest_first.sort_by_key(|interval| Reverse(interval.len()));
+    let mut longest_first: Vec<_> = source.efforts(intervals)?.into_iter().zip(intervals).collect();
+    longest_first.sort_by_key(|(effort, _)| Reverse(*effort));
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(intervals.len())));
     std::thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
-                while let Some(interval) = longest_first.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some((_, interval)) = longest_first.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if interrupted.load(Ordering::Relaxed) {
                         return;
                     }
@@ -60,7 +62,7 @@ pub fn side_by_side<T: Send>(
             });
         }
     });
-    done.into_inner().unwrap_or_default()
+    Ok(done.into_inner().unwrap_or_default())
 }
 
 /// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown may be moved all the same.

@@ -75,6 +75,12 @@ impl Source {
         Ok(self.boundaries.get_or_init(|| read))
     }
 
+    /// What a replay of each of `intervals` takes ([`Interval::effort`]).
+    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+        let boundaries = self.boundaries()?;
+        Ok(intervals.iter().map(|interval| interval.effort(boundaries)).collect())
+    }
+
     /// Where a replay must stand on its way ([`Boundaries::holds`]). None of one that is still being recorded: what follows it takes its
     /// checkpoints, so that the recording stands nowhere.
     pub fn holds(&self) -> Result<Arc<[u64]>, Failure> {

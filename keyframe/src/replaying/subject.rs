@@ -64,6 +64,15 @@ impl<'a> Subject<'a> {
         }
     }
 
+    /// What each of `intervals` takes, in instructions.
+    pub fn efforts(self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+        match self {
+            Self::Recorded(source) => source.efforts(intervals),
+            Self::Followed(followed) => followed.efforts(intervals),
+            Self::Captured(_) => Ok(intervals.iter().map(Interval::len).collect()),
+        }
+    }
+
     /// Brings one QEMU from `begin` on through `warm_up` instructions, where there are any, and then through `intervals`, which
     /// follow each other. `cut` is called at the end of each of these.
     pub fn go_through(

@@ -38,7 +38,7 @@ use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
-use crate::turns::Turns;
+use crate::turns::{self, Turns};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus};
 use fill::Memory;
@@ -390,6 +390,11 @@ impl Starting {
 
         let mut command = Command::new(&plan.binary);
         command.args(words.iter().skip(1));
+        if plan.replays.is_some() {
+            turns::prepare(&mut command, &plan.arguments);
+            // What reaches the terminal's session may not reach it.
+            keyframe_kernel::lineage::die_with_us(&mut command);
+        }
         if let Some(path) = &plan.log {
             let log = File::options().create(true).append(true).open(path);
             command.stderr(log.map_err(Error::io(format!("open {}", path.display())))?);

@@ -90,7 +90,7 @@ impl OnArgs {
         let mut tell = |item: Item| {
             // Those from before are in already.
             if !analysis.is_old(item.index) {
-                bar.inc(item.weight);
+                bar.inc(analysis.interval(item.index).map_or(0, |interval| interval.len()));
             }
         };
         let driven = drive(&queue, &mut analysis.feed(), &mut runner, interrupted, &mut tell);

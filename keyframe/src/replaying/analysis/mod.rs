@@ -141,7 +141,14 @@ impl<'a> Analysis<'a> {
             // Before they are in the queue.
             course.head.save(&self.out)?;
         }
-        Ok((course.head.intervals.iter().map(item).collect(), course.is_all))
+        Ok((self.items(&course.head.intervals)?, course.is_all))
+    }
+
+    /// `intervals` as a queue takes them.
+    fn items(&self, intervals: &[Interval]) -> Result<Vec<Item>, Failure> {
+        let efforts = self.subject.efforts(intervals)?;
+        let items = intervals.iter().zip(efforts).map(|(one, weight)| Item { index: one.index, weight });
+        Ok(items.collect())
     }
 
     fn place(&self, interval: &Interval) -> PathBuf {
@@ -199,9 +206,10 @@ impl<'a> Analysis<'a> {
         self.old = intervals.iter().filter(is_there).map(|one| one.index).collect();
         queue.put_back(WorkerId::is_local).map_err(failed)?;
         queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
-        let settled = queue.settled().map_err(failed)?;
-        for item in intervals.iter().map(item).filter(|item| self.old.contains(&item.index)) {
-            if !settled.contains(&item) {
+        let settled: BTreeSet<u32> =
+            queue.settled().map_err(failed)?.into_iter().map(|item| item.index).collect();
+        for item in self.items(&intervals)? {
+            if self.old.contains(&item.index) && !settled.contains(&item.index) {
                 queue.put_settled(item).map_err(failed)?;
             }
         }
@@ -487,10 +495,6 @@ impl Feed for Coming<'_> {
 fn within(all: &[Interval], range: &Range<u64>) -> Vec<Interval> {
     let lies_in = |i: &&Interval| i.end_icount > range.start && i.from_icount < range.end;
     all.iter().filter(lies_in).copied().collect()
-}
-
-fn item(interval: &Interval) -> Item {
-    Item { index: interval.index, weight: interval.len() }
 }
 
 fn of(interval: Interval) -> keyframe_analysis::Interval {
