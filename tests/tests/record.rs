@@ -308,8 +308,20 @@ fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
     let (names, stored) = stored_ram(&bench.path().join("R/store"), number(interval, "compared_with"));
     let live = live_ram(number(&told, "qemu_pid") as u32, &qmp, &names);
     assert_eq!(differing_pages(&live, &stored), [0; 0]);
-    ended(vm);
+    ends_with_its_maker(vm, number(&told, "qemu_pid"));
     bench.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
+}
+
+/// A replay's QEMU is gone with Keyframe, even where that is killed: no terminal's end reaches one that leads a session.
+fn ends_with_its_maker(mut vm: Process, qemu: u64) {
+    let state = || {
+        let stat = std::fs::read_to_string(format!("/proc/{qemu}/stat")).ok()?;
+        stat.rsplit_once(") ")?.1.chars().next()
+    };
+    assert!(state().is_some_and(|state| state != 'Z'));
+    vm.signal(Signal::KILL);
+    vm.wait();
+    until("QEMU ends with its maker", || state().is_none_or(|state| "ZX".contains(state)));
 }
 
 /// A debugger steps on and back, and meets breakpoints and writes in both directions where they are.

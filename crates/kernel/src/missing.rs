@@ -44,6 +44,7 @@ pub struct MissingPages {
     /// The number of the process's own descriptor.
     theirs: u64,
     registered: Vec<HostRange>,
+    is_mortal: bool,
 }
 
 impl MissingPages {
@@ -60,12 +61,23 @@ impl MissingPages {
             source,
         };
         match abi::uffd_api(uffd.as_fd(), abi::FEATURE_MISSING_SHMEM) {
-            Ok(_) => Ok(Self { process: process.try_clone()?, uffd, theirs, registered: Vec::new() }),
+            Ok(_) => Ok(Self {
+                process: process.try_clone()?,
+                uffd,
+                theirs,
+                registered: Vec::new(),
+                is_mortal: false,
+            }),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 Err(Error::MissingFeature { feature: "MISSING_SHMEM", since: "4.11" })
             }
             Err(error) => Err(failed(error)),
         }
+    }
+
+    /// The process ends with the thread that started it even after the release, as one that was started so ([`crate::lineage::die_with_us`]).
+    pub fn stay_mortal(&mut self) {
+        self.is_mortal = true;
     }
 
     /// From now on whoever touches a page of `range` that is not there waits for it.
@@ -214,7 +226,7 @@ impl MissingPages {
     pub fn release(&self) -> Result<()> {
         in_session(&self.process, |hijack| {
             hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;
-            end_with_parent(hijack, 0)
+            if self.is_mortal { Ok(()) } else { end_with_parent(hijack, 0) }
         })
     }
 }

@@ -66,27 +66,54 @@ pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
     }
 }
 
-/// Whether an argument has QEMU read its standard input.
+/// Whether an argument may have QEMU read its standard input.
 fn is_of_terminal(argument: &Argument) -> bool {
-    let name = argument.name();
-    ["nographic", "curses"].contains(&name)
-        || [
-            "serial",
-            "monitor",
-            "qmp",
-            "qmp-pretty",
-            "chardev",
-            "parallel",
-            "debugcon",
-            "virtioconsole",
-            "display",
-        ]
-        .contains(&name)
-            && ["stdio", "curses"].iter().any(|way| argument.value().contains(way))
+    ["nographic", "curses"].contains(&argument.name())
+        || ["stdio", "curses"].iter().any(|way| argument.value().contains(way))
 }
 
 /// A core that nobody has, for all of process `pid`: the one that its guest's thread ran on last, if it can be had.
 fn bound(pid: u32, guest: u32) -> Option<Claim> {
     let claim = cores::of_thread(guest).into_iter().find_map(Claim::take)?;
     cores::bind(pid, claim.core()).then_some(claim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options;
+    use rustix::process::{Pid, getsid};
+    use std::process::Stdio;
+
+    fn line(words: &str) -> Vec<Argument> {
+        options::parse(&words.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn those_that_take_turns_lead_a_session() {
+        let leads = |words: &str| {
+            let mut command = Command::new("cat");
+            prepare(command.stdin(Stdio::piped()).stdout(Stdio::null()), &line(words));
+            let mut child = command.spawn().unwrap();
+            let pid = Pid::from_child(&child);
+            let session = getsid(Some(pid)).unwrap();
+            drop(child.stdin.take());
+            child.wait().unwrap();
+            session == pid
+        };
+        assert!(leads("-m 1G -rtc clock=vm"));
+        assert!(!leads("-m 1G -rtc clock=host"));
+        assert!(!leads("-m 1G -rtc clock=vm -netdev user,id=n"));
+    }
+
+    #[test]
+    fn who_reads_the_terminal_is_seen() {
+        let reads = |words: &str| line(words).iter().any(is_of_terminal);
+        for words in
+            ["-nographic", "-serial mon:stdio", "-monitor stdio", "-chardev stdio,id=a", "-display curses"]
+        {
+            assert!(reads(words), "{words}");
+        }
+        assert!(!reads("-m 1G -serial file:/log -monitor none -display none"));
+    }
 }

@@ -92,7 +92,8 @@ impl Followed {
             return source.efforts(intervals);
         }
         let of = |growing: &Growing| intervals.iter().map(|one| one.effort(growing.boundaries())).collect();
-        Ok(self.look(of)?.unwrap_or_default())
+        let efforts = self.look(of)?;
+        Ok(efforts.unwrap_or_else(|| intervals.iter().map(Interval::len).collect()))
     }
 
     /// The log as it is now; none where QEMU has written nothing.
