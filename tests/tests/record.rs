@@ -1,8 +1,8 @@
 //! Recordings: every interval replays exactly, tools see in parallel what they see in one replay, and what goes wrong is told.
 
 use keyframe_tests::{
-    Bench, Boot, Debugger, Process, a_qemu, children, differing_pages, disks, guest_dir, live_ram, number,
-    stored_ram, until,
+    Bench, Boot, Debugger, Process, a_qemu, children, differing_pages, disks, guest_dir, is_gone, live_ram,
+    number, stored_ram, until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -286,7 +286,10 @@ fn a_recording_is_followed_and_travelled_through() {
 fn goto(bench: &Bench, options: &[&str]) -> (Process, Value) {
     let mut all = vec!["goto", "R", "--json"];
     all.extend(options);
-    let mut vm = Process::start(bench.command(&all));
+    let mut command = bench.command(&all);
+    // One that is killed leaves its temporary files behind.
+    command.env("TMPDIR", bench.path());
+    let mut vm = Process::start(command);
     let told = vm.wait_until(|vm| serde_json::from_str(&vm.lines().join("\n")).ok());
     let told = told.unwrap_or_else(|| panic!("it does not stand: {}", vm.report()));
     (vm, told)
@@ -308,20 +311,16 @@ fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
     let (names, stored) = stored_ram(&bench.path().join("R/store"), number(interval, "compared_with"));
     let live = live_ram(number(&told, "qemu_pid") as u32, &qmp, &names);
     assert_eq!(differing_pages(&live, &stored), [0; 0]);
-    ends_with_its_maker(vm, number(&told, "qemu_pid"));
+    ends_with_its_maker(vm, number(&told, "qemu_pid") as u32);
     bench.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
 }
 
 /// A replay's QEMU is gone with Keyframe, even where that is killed: no terminal's end reaches one that leads a session.
-fn ends_with_its_maker(mut vm: Process, qemu: u64) {
-    let state = || {
-        let stat = std::fs::read_to_string(format!("/proc/{qemu}/stat")).ok()?;
-        stat.rsplit_once(") ")?.1.chars().next()
-    };
-    assert!(state().is_some_and(|state| state != 'Z'));
+fn ends_with_its_maker(mut vm: Process, qemu: u32) {
+    assert!(!is_gone(qemu));
     vm.signal(Signal::KILL);
     vm.wait();
-    until("QEMU ends with its maker", || state().is_none_or(|state| "ZX".contains(state)));
+    until("QEMU ends with its maker", || is_gone(qemu));
 }
 
 /// A debugger steps on and back, and meets breakpoints and writes in both directions where they are.

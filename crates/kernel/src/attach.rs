@@ -28,7 +28,7 @@
 //! the stop, which QEMU's main thread does not use; a seccomp filter that kills for a `userfaultfd` call, if we are killed
 //! in the microseconds between setting the registers for it and the call.
 
-use crate::frame::{Frame, XsaveLayout};
+use crate::frame::{Frame, RED_ZONE_BYTES, XsaveLayout};
 use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
 use crate::{Error, Process, Result, abi, write_memory};
@@ -288,6 +288,12 @@ impl<'p> Hijack<'p> {
     /// The process that [`Self::call_clone`] made, even where it failed.
     pub(crate) fn born(&self) -> Option<u32> {
         self.born.filter(|pid| *pid != 0)
+    }
+
+    /// A place for eight bytes on the stopped thread's stack that belongs to nobody: below what gives it back, or else below the red zone.
+    pub(crate) fn free_word(&self) -> HostVirt {
+        let used = self.frame_at.unwrap_or(self.saved.rsp.wrapping_sub(RED_ZONE_BYTES));
+        HostVirt(used.wrapping_sub(8) & !7)
     }
 
     fn injected(&self, call: &'static str, source: io::Error) -> Error {

@@ -29,7 +29,7 @@ use crate::ptrace::SignalMask;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::OnceLock;
 
-const RED_ZONE_BYTES: u64 = 128;
+pub(crate) const RED_ZONE_BYTES: u64 = 128;
 /// The kernel's `rt_sigframe`: the return address, a `ucontext`, a `siginfo`; in words of 8 bytes.
 const FRAME_WORDS: usize = 55;
 const WORD_BYTES: u64 = 8;

@@ -25,7 +25,7 @@
 use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::attach::{Hijack, in_session};
 use crate::stretch;
-use crate::{Error, Process, Result};
+use crate::{Error, Process, Result, read_memory};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_send_signal};
@@ -44,7 +44,8 @@ pub struct MissingPages {
     /// The number of the process's own descriptor.
     theirs: u64,
     registered: Vec<HostRange>,
-    is_mortal: bool,
+    /// What [`end_with_parent`] was given before us.
+    death_signal: i32,
 }
 
 impl MissingPages {
@@ -54,30 +55,21 @@ impl MissingPages {
     /// Errors: those of [`crate::attach::inject_userfaultfd`]; [`Error::MissingUserModeOnly`]; the kernel lacks a feature.
     /// The process runs on, with no page missing.
     pub fn inject(process: &Process) -> Result<Self> {
-        let (uffd, theirs) = in_session(process, |hijack| open(process, hijack))?;
+        let (uffd, theirs, death_signal) = in_session(process, |hijack| open(process, hijack))?;
         let failed = |source| Error::Tracker {
             pid: process.pid(),
             operation: "ask userfaultfd for its features",
             source,
         };
         match abi::uffd_api(uffd.as_fd(), abi::FEATURE_MISSING_SHMEM) {
-            Ok(_) => Ok(Self {
-                process: process.try_clone()?,
-                uffd,
-                theirs,
-                registered: Vec::new(),
-                is_mortal: false,
-            }),
+            Ok(_) => {
+                Ok(Self { process: process.try_clone()?, uffd, theirs, registered: Vec::new(), death_signal })
+            }
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 Err(Error::MissingFeature { feature: "MISSING_SHMEM", since: "4.11" })
             }
             Err(error) => Err(failed(error)),
         }
-    }
-
-    /// The process ends with the thread that started it even after the release, as one that was started so ([`crate::lineage::die_with_us`]).
-    pub fn stay_mortal(&mut self) {
-        self.is_mortal = true;
     }
 
     /// From now on whoever touches a page of `range` that is not there waits for it.
@@ -226,19 +218,20 @@ impl MissingPages {
     pub fn release(&self) -> Result<()> {
         in_session(&self.process, |hijack| {
             hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;
-            if self.is_mortal { Ok(()) } else { end_with_parent(hijack, 0) }
+            end_with_parent(hijack, self.death_signal)
         })
     }
 }
 
-/// Opens the descriptor in the target and takes a copy of it.
-fn open(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u64)> {
+/// Opens the descriptor in the target and takes a copy of it. The third is the signal that it got before when the thread that started it ended.
+fn open(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u64, i32)> {
+    let before = death_signal(process, hijack)?;
     end_with_parent(hijack, libc::SIGKILL)?;
     let made = descriptor(process, hijack);
     if made.is_err() {
-        end_with_parent(hijack, 0)?;
+        end_with_parent(hijack, before)?;
     }
-    made
+    made.map(|(ours, theirs)| (ours, theirs, before))
 }
 
 fn descriptor(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u64)> {
@@ -266,4 +259,13 @@ fn descriptor(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u6
 fn end_with_parent(hijack: &mut Hijack<'_>, signal: i32) -> Result<()> {
     let (option, signal) = (libc::PR_SET_PDEATHSIG as u64, signal as u64);
     hijack.call_with("prctl", libc::SYS_prctl, [option, signal, 0, 0, 0]).map(drop)
+}
+
+/// What it has been given last: by us, or by who started the target.
+fn death_signal(process: &Process, hijack: &mut Hijack<'_>) -> Result<i32> {
+    let (option, at) = (libc::PR_GET_PDEATHSIG as u64, hijack.free_word());
+    hijack.call_with("prctl", libc::SYS_prctl, [option, at.0, 0, 0, 0])?;
+    let mut signal = [0; size_of::<i32>()];
+    read_memory(process, at, &mut signal)?;
+    Ok(i32::from_ne_bytes(signal))
 }

@@ -12,7 +12,7 @@ use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 
 /// What a replay takes at an instruction at which the log has something, in instructions at which it has nothing: measured, 1,000 where nothing is asked
-/// of the replay but that it runs (docs/design/record-replay.md). A boot that waits has 6 such places in 1,000 instructions, a computation 3 in 100,000.
+/// of the replay but that it runs (docs/design/benchmarks.md). A boot that waits has 6 such places in 1,000 instructions, a computation 3 in 100,000.
 const EVENT_EFFORT: u64 = 1_000;
 
 /// A checkpoint's place in a recording.

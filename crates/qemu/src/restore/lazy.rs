@@ -123,19 +123,11 @@ enum Job {
 
 impl Lazy {
     /// Makes the RAM of QEMU (`pid`, our child, started by this thread, with the empty `memories` as its backends) missing, and
-    /// begins to serve it. One that `is_mortal` was started so that it ends with us, and stays so.
-    pub fn attach(
-        (pid, is_mortal): (u32, bool),
-        memories: &[Memory],
-        source: SharedSource,
-        started: Instant,
-    ) -> Result<Self> {
+    /// begins to serve it.
+    pub fn attach(pid: u32, memories: &[Memory], source: SharedSource, started: Instant) -> Result<Self> {
         let process = Process::open(pid)?;
         let places = memories.iter().map(|m| place(&process, m)).collect::<Result<Vec<_>>>()?;
         let mut missing = MissingPages::inject(&process)?;
-        if is_mortal {
-            missing.stay_mortal();
-        }
         for (place, memory) in places.iter().zip(memories) {
             missing.register(place.host)?;
             empty(memory)?;

@@ -433,8 +433,7 @@ impl Starting {
             Ram::Lazy(source) => {
                 let qmp = self.meet(plan, child, crossing)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
-                let process = (child.id(), plan.replays.is_some());
-                let lazy = Lazy::attach(process, &self.memories, Arc::clone(source), self.started)?;
+                let lazy = Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
                 (qmp, Some(lazy), None)
             }
         };

@@ -208,10 +208,10 @@ impl<'a> Analysis<'a> {
         queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
         let settled: BTreeSet<u32> =
             queue.settled().map_err(failed)?.into_iter().map(|item| item.index).collect();
-        for item in self.items(&intervals)? {
-            if self.old.contains(&item.index) && !settled.contains(&item.index) {
-                queue.put_settled(item).map_err(failed)?;
-            }
+        let is_new = |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
+        let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
+        for item in self.items(&unsettled)? {
+            queue.put_settled(item).map_err(failed)?;
         }
         Ok(queue)
     }
