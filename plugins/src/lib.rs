@@ -14,7 +14,7 @@
 //! a QEMU for each.
 //!
 //! The same file is compiled three times: for interface 1 (QEMU 7.2) and 4 (QEMU 10.0) as the shared library that
-//! `crates/analysis` carries, and without QEMU for tests and for the reader. It depends on nothing but `std`, so that a bare
+//! `crates/carried` carries, and without QEMU for tests and for the reader. It depends on nothing but `std`, so that a bare
 //! compiler call builds it.
 //!
 //! Invariants:

@@ -308,10 +308,13 @@ fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
     let (vm, told) = goto(bench, &["--icount", &icount, "--", "-qmp", &monitor]);
     assert_eq!((told["icount"].to_string(), &told["is_ambiguous"]), (icount, &Value::Bool(false)));
     assert_eq!(told["checkpoint"], interval["checkpoint"], "from the one before it: {told:#}");
+    let qemu = number(&told, "qemu_pid") as u32;
     let (names, stored) = stored_ram(&bench.path().join("R/store"), number(interval, "compared_with"));
-    let live = live_ram(number(&told, "qemu_pid") as u32, &qmp, &names);
+    let live = live_ram(qemu, &qmp, &names);
     assert_eq!(differing_pages(&live, &stored), [0; 0]);
-    ends_with_its_maker(vm, number(&told, "qemu_pid") as u32);
+    let mapped = std::fs::read_to_string(format!("/proc/{qemu}/maps")).unwrap();
+    assert!(mapped.contains("/memfd:keyframe-wakeups"), "QEMU replays without what leaves out its wake-ups");
+    ends_with_its_maker(vm, qemu);
     bench.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
 }
 

@@ -4,9 +4,6 @@ use crate::error::{Result, file};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-static INTERFACE_1: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/keyframe_plugin_1.so"));
-static INTERFACE_4: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/keyframe_plugin_4.so"));
-
 /// A version of QEMU's interface for plugins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Interface {
@@ -44,8 +41,8 @@ impl fmt::Display for Interface {
 /// Writes the plugin into `dir`, for QEMU to load from there. What has the name already is replaced by a rename.
 pub fn place(dir: &Path, interface: Interface) -> Result<PathBuf> {
     let bytes = match interface {
-        Interface::V1 => INTERFACE_1,
-        Interface::V4 => INTERFACE_4,
+        Interface::V1 => keyframe_carried::PLUGIN_1,
+        Interface::V4 => keyframe_carried::PLUGIN_4,
     };
     let path = dir.join(format!("keyframe-plugin-{}.so", interface.number()));
     let unfinished =

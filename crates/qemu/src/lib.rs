@@ -51,6 +51,7 @@ mod statefile;
 pub mod stream;
 mod turns;
 mod vm;
+mod wakeups;
 pub mod watchdog;
 mod wrapper;
 

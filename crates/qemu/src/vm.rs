@@ -425,13 +425,13 @@ pub(crate) fn machine_type(qmp: &mut Qmp) -> Result<String> {
     }
 }
 
-/// A memfd that holds `text`.
-pub(crate) fn memfd(name: &str, text: &str) -> Result<OwnedFd> {
+/// A memfd that holds `content`.
+pub(crate) fn memfd(name: &str, content: impl AsRef<[u8]>) -> Result<OwnedFd> {
     let operation = format!("make a file in memory for {name}");
     let fd = rustix::fs::memfd_create(format!("keyframe-{name}"), MemfdFlags::CLOEXEC)
         .map_err(Error::io(operation.clone()))?;
     let file = File::from(fd);
-    file.write_all_at(text.as_bytes(), 0).map_err(Error::io(operation))?;
+    file.write_all_at(content.as_ref(), 0).map_err(Error::io(operation))?;
     Ok(file.into())
 }
 

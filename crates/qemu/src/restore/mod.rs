@@ -40,7 +40,7 @@ use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::turns::{self, Turns};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
-use crate::{Error, Qmp, Result, RunStatus};
+use crate::{Error, Qmp, Result, RunStatus, wakeups};
 use fill::Memory;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use lazy::{Lazy, SharedSource};
@@ -390,8 +390,10 @@ impl Starting {
 
         let mut command = Command::new(&plan.binary);
         command.args(words.iter().skip(1));
+        let mut wakeups = None;
         if plan.replays.is_some() {
             turns::prepare(&mut command, &plan.arguments);
+            wakeups = Some(wakeups::prepare(&mut command)?);
             // What reaches the terminal's session may not reach it.
             keyframe_kernel::lineage::die_with_us(&mut command);
         }
@@ -403,7 +405,7 @@ impl Starting {
             command.current_dir(directory);
         }
         let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
-        descriptors.extend(memories.iter().map(|(_, fd)| fd));
+        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&wakeups));
         let child = spawn::start(&mut command, &descriptors)?;
         if let Some(spawned) = plan.spawned {
             spawned();
