@@ -10,6 +10,8 @@ use rustix::process::{Pid, setpriority_process};
 const RAISED_NICE: i32 = -10;
 /// Nice value of a lowered thread.
 const LOWERED_NICE: i32 = 5;
+/// Nice value of a thread that takes as little as there is.
+const LEAST_NICE: i32 = 19;
 
 /// Raises this thread over the guest's; false where nothing of it is permitted.
 pub fn raise() -> bool {
@@ -53,6 +55,12 @@ pub fn wait_for_core(thread: u32, waits: bool) -> bool {
     cores::pid(thread).is_some_and(|thread| set_policy(Some(thread), policy, 0))
 }
 
+/// Leaves thread `thread` as little of a core that others want as there is (nice 19); or, `little` false, an ordinary share, where that is permitted.
+pub fn take_little(thread: u32, little: bool) -> bool {
+    let nice = if little { LEAST_NICE } else { 0 };
+    cores::pid(thread).is_some_and(|thread| setpriority_process(Some(thread), nice).is_ok())
+}
+
 /// Sets the policy of a thread; of the calling one without a number.
 fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
     let number = Pid::as_raw(thread);
@@ -85,10 +93,17 @@ mod tests {
         assert_eq!(policy_of(thread), libc::SCHED_BATCH);
         assert!(wait_for_core(child.id(), false));
         assert_eq!(policy_of(thread), libc::SCHED_OTHER);
+        assert!(take_little(child.id(), true));
+        assert_eq!(rustix::process::getpriority_process(Some(thread)).unwrap(), LEAST_NICE);
+        assert_eq!(
+            take_little(child.id(), false),
+            rustix::process::getpriority_process(Some(thread)) == Ok(0)
+        );
         drop(child.stdin.take());
         child.wait().unwrap();
         assert!(!wait_for_core(child.id(), true), "it has ended");
         assert!(!wait_for_core(0, true) && !wait_for_core(u32::MAX, true));
+        assert!(!take_little(0, true) && !take_little(u32::MAX, true));
     }
 
     #[test]

@@ -22,8 +22,9 @@
 //!
 //! Invariant: what QEMU does is the same; only when its main loop gets to it differs.
 
+use crate::Qmp;
 use crate::options::Argument;
-use crate::{Qmp, record};
+use crate::record::{self, Mode};
 use keyframe_kernel::cores::{self, Claim};
 use keyframe_kernel::{lineage, priority};
 use std::io::IsTerminal;
@@ -35,17 +36,19 @@ pub(crate) struct Turns {
     pid: u32,
     /// The thread that runs the guest.
     guest: u32,
+    /// Where nobody waits for it but we.
+    replays: bool,
     _core: Option<Claim>,
 }
 
 impl Turns {
     /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`, if it is one for that. What cannot be had of it is left.
-    pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument]) -> Option<Self> {
+    pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument], mode: Mode) -> Option<Self> {
         if !record::may_be_late(arguments) {
             return None;
         }
         let guest = qmp.cpu_threads().ok()?.first().copied()?;
-        let turns = Self { pid, guest, _core: bound(pid, guest) };
+        let turns = Self { pid, guest, replays: mode == Mode::Replay, _core: bound(pid, guest) };
         turns.may_wait(true);
         Some(turns)
     }
@@ -54,6 +57,9 @@ impl Turns {
     pub fn may_wait(&self, may_wait: bool) {
         for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest) {
             let _ = priority::wait_for_core(thread, may_wait);
+            if self.replays {
+                let _ = priority::take_little(thread, may_wait);
+            }
         }
     }
 }

@@ -19,6 +19,7 @@
 use crate::invocation::{Invocation, Parts};
 use crate::lifetime::{Ended, Lifetime};
 use crate::ramblock::{self, HostBlock, find_ram_blocks};
+use crate::record::Mode;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::turns::{self, Turns};
@@ -143,7 +144,8 @@ impl Vm {
         });
         match connected {
             Ok(mut qmp) => {
-                let turns = is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line)).flatten();
+                let turns =
+                    is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line, Mode::Record)).flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);
                 let mut vm = Self::from_parts(Lifetime::Child(child), qmp, state, lines, origin);

@@ -35,6 +35,7 @@ pub use shared::{SharedRam, start_shared};
 use crate::accel::{self, Accelerator};
 use crate::drives::DiskServer;
 use crate::lifetime::Lifetime;
+use crate::record::Mode;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
@@ -441,7 +442,7 @@ impl Starting {
         };
         let mut turns = None;
         if let Some(until) = plan.replays {
-            turns = Turns::begin(&mut qmp, child.id(), &plan.arguments);
+            turns = Turns::begin(&mut qmp, child.id(), &plan.arguments, Mode::Replay);
             if let Until::Instruction(icount) = until {
                 qmp.replay_break(icount)?;
             }
