@@ -59,10 +59,10 @@ impl<const N: usize> Table<N> {
     /// Reads `fd` by `read`.
     pub fn read<T>(&self, fd: i32, read: impl FnOnce() -> T) -> T {
         let answer = read();
-        if let Some(state) = self.of(fd).filter(|state| state.load(Ordering::SeqCst) != OTHER) {
+        if let Some(state) = self.of(fd) {
             // Closed meanwhile, it stays so.
-            let _ =
-                state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |was| (was != OTHER).then_some(CLEAR));
+            let clear = |was| (was != OTHER).then_some(CLEAR);
+            let _ = state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, clear);
         }
         answer
     }

@@ -19,6 +19,8 @@
 //! Such a QEMU leads a session of its own, as far as it does not read the terminal. Linux shares a core out to sessions first (its autogroups), then to their
 //! threads, and weighs a session anew on a core as it has more or fewer threads to run there and elsewhere. With ours on both cores, some kernels (seen with 6.18)
 //! fall into a state in which each thread that is woken ends the running one's turn after all, for seconds (docs/design/record-replay.md). On one core alone there is nothing to weigh.
+//! A control group takes a session's place, and two replays of one job share it: so a replay's threads but the guest's are also nice 19, which leaves them what the guest leaves
+//! and the little that is theirs. Not a recording's: its disks answer by way of the main loop, and somebody may wait for them.
 //!
 //! Invariant: what QEMU does is the same; only when its main loop gets to it differs.
 

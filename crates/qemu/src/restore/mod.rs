@@ -35,13 +35,12 @@ pub use shared::{SharedRam, start_shared};
 use crate::accel::{self, Accelerator};
 use crate::drives::DiskServer;
 use crate::lifetime::Lifetime;
-use crate::record::Mode;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::turns::{self, Turns};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
-use crate::{Error, Qmp, Result, RunStatus, wakeups};
+use crate::{Error, Qmp, Result, RunStatus, record::Mode, wakeups};
 use fill::Memory;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use lazy::{Lazy, SharedSource};
@@ -391,10 +390,9 @@ impl Starting {
 
         let mut command = Command::new(&plan.binary);
         command.args(words.iter().skip(1));
-        let mut wakeups = None;
+        let wakeups = plan.replays.map(|_| wakeups::prepare(&mut command)).transpose()?;
         if plan.replays.is_some() {
             turns::prepare(&mut command, &plan.arguments);
-            wakeups = Some(wakeups::prepare(&mut command)?);
             // What reaches the terminal's session may not reach it.
             keyframe_kernel::lineage::die_with_us(&mut command);
         }
