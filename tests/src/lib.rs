@@ -327,6 +327,8 @@ impl Bench {
         command
             .args(args)
             .env("XDG_RUNTIME_DIR", &self.path)
+            // One that is killed leaves its temporary files.
+            .env("TMPDIR", &self.path)
             .env_remove("KEYFRAME_STORE")
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .current_dir(&self.path);

@@ -106,9 +106,7 @@ fn a_launched_vm_is_measured_and_ended() {
     args.extend(["--when", "KF READY", "--csv", "a.csv", "--plot", "a.svg", "--"]);
     let line = boot.command();
     args.extend(line.iter().map(String::as_str));
-    let mut command = bench.command(&args);
-    command.env("TMPDIR", bench.path());
-    let mut run = Process::start(command);
+    let mut run = Process::start(bench.command(&args));
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
 
@@ -209,9 +207,7 @@ fn a_launched_vm_does_not_outlive_its_profile() {
     let line = dirtying().command();
     let mut args = vec!["profile", "--epochs", "10ms", "--samples", "100000", "--"];
     args.extend(line.iter().map(String::as_str));
-    let mut command = bench.command(&args);
-    command.env("TMPDIR", bench.path());
-    let mut run = Process::start(command);
+    let mut run = Process::start(bench.command(&args));
     run.wait_for("KF READY");
     let (of, count) = (run.pid(), || children(run.pid()));
     let qemus = count();

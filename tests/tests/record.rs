@@ -286,10 +286,7 @@ fn a_recording_is_followed_and_travelled_through() {
 fn goto(bench: &Bench, options: &[&str]) -> (Process, Value) {
     let mut all = vec!["goto", "R", "--json"];
     all.extend(options);
-    let mut command = bench.command(&all);
-    // One that is killed leaves its temporary files behind.
-    command.env("TMPDIR", bench.path());
-    let mut vm = Process::start(command);
+    let mut vm = Process::start(bench.command(&all));
     let told = vm.wait_until(|vm| serde_json::from_str(&vm.lines().join("\n")).ok());
     let told = told.unwrap_or_else(|| panic!("it does not stand: {}", vm.report()));
     (vm, told)
