@@ -8,20 +8,29 @@
 //! A QEMU that replays reads on when it has run all instructions of an event, and ends itself where nothing follows. So it may run up
 //! to the last but one instruction of what there is, no further.
 //!
+//! QEMU reads whole blocks. What may still have to be corrected ([`Warps`]) is in none that a replay reads, so the last block waits for the next now and then.
+//!
 //! A log that is cut by time is read as far as its times have come: so it is cut where it would be once it is whole.
 
 use crate::cutting::{Cutter, Every};
-use crate::log::{self, Boundaries, Event, Events, HEADER_BYTES};
+use crate::log::{self, Boundaries, Event, Events, HEADER_BYTES, WARP_CLOCK};
+use crate::warps::Warps;
 use crate::{Error, Result, Times};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+
+/// The C library reads and writes a file by its blocks, or by smaller ones.
+const BLOCK_BYTES: u64 = 4096;
 
 /// It.
 #[derive(Debug)]
 pub struct Growing {
     file: File,
     path: PathBuf,
+    block_bytes: u64,
+    corrected: Corrected,
     offset: u64,
     icount: u64,
     boundaries: Boundaries,
@@ -41,7 +50,8 @@ impl Growing {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(Error::io("open", path)(e)),
         };
-        if file.metadata().map_err(Error::io("look at", path))?.len() <= HEADER_BYTES {
+        let is = file.metadata().map_err(Error::io("look at", path))?;
+        if is.len() <= HEADER_BYTES {
             return Ok(None);
         }
         log::give_header(&file, path)?;
@@ -49,6 +59,8 @@ impl Growing {
         Ok(Some(Self {
             file,
             path: path.to_owned(),
+            block_bytes: is.blksize().max(BLOCK_BYTES),
+            corrected: Corrected::default(),
             offset: HEADER_BYTES,
             icount: 0,
             boundaries,
@@ -67,6 +79,7 @@ impl Growing {
     /// Reads what has come. True where there was anything.
     pub fn refresh(&mut self) -> Result<bool> {
         let began = self.offset;
+        self.correct()?;
         while let Some((now, written)) = self.times.peek()? {
             if !self.read(written)? {
                 break;
@@ -80,12 +93,40 @@ impl Growing {
         Ok(self.offset > began)
     }
 
-    /// Reads the events that end at byte `until` or before. False where the file has not come to that yet.
+    /// Corrects what has come, and finds how far nothing will be.
+    fn correct(&mut self) -> Result<()> {
+        let len = self.file.metadata().map_err(Error::io("look at", &self.path))?.len();
+        let Corrected { warps, offset, icount, .. } = &mut self.corrected;
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(*offset)).map_err(Error::io("read", &self.path))?;
+        let piece = file.take(len.saturating_sub(*offset));
+        let mut events = Events::resumed(piece, &self.path, *offset, *icount);
+        while let Some(placed) = events.next_event()? {
+            if let Some(correction) = warps.take(placed) {
+                correction.write(&self.file, &self.path)?;
+            }
+        }
+        (*offset, *icount) = (events.offset(), events.icount());
+        self.corrected.until = if self.has_ended {
+            len
+        } else {
+            let is_cut = *offset < len && {
+                let mut kind = [0];
+                self.file.read_exact_at(&mut kind, *offset).map_err(Error::io("read", &self.path))?;
+                kind == [WARP_CLOCK]
+            };
+            let open = warps.open_from().or(is_cut.then_some(*offset)).unwrap_or(len);
+            open - open % self.block_bytes
+        };
+        Ok(())
+    }
+
+    /// Reads the events that end at byte `until` or before. False where the file, as far as it is corrected, has not come to that yet.
     fn read(&mut self, until: u64) -> Result<bool> {
         let mut file = &self.file;
-        let len = file.metadata().map_err(Error::io("look at", &self.path))?.len();
+        let len = self.corrected.until;
         file.seek(SeekFrom::Start(self.offset)).map_err(Error::io("read", &self.path))?;
-        let piece = file.take(until.saturating_sub(self.offset));
+        let piece = file.take(until.min(len).saturating_sub(self.offset));
         let mut events = Events::resumed(piece, &self.path, self.offset, self.icount);
         while let Some(placed) = events.next_event()? {
             self.boundaries.take(placed);
@@ -127,6 +168,22 @@ impl Growing {
     }
 }
 
+/// How far it has been corrected.
+#[derive(Clone, Copy, Debug)]
+struct Corrected {
+    warps: Warps,
+    offset: u64,
+    icount: u64,
+    /// Nothing will be, up to there.
+    until: u64,
+}
+
+impl Default for Corrected {
+    fn default() -> Self {
+        Self { warps: Warps::default(), offset: HEADER_BYTES, icount: 0, until: 0 }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,6 +212,7 @@ mod tests {
         log[..4].fill(0);
         std::fs::write(file.path(), &log).unwrap();
         let mut growing = Growing::open(file.path(), times, every).unwrap().unwrap();
+        growing.block_bytes = 1;
         assert_eq!(std::fs::read(file.path()).unwrap()[..4], log::HEADER);
         assert!(growing.refresh().unwrap() && !growing.refresh().unwrap());
         assert_eq!((growing.icount(), growing.last_standing(), growing.next_cut()), (105, 104, Some(11)));
@@ -195,6 +253,7 @@ mod tests {
             let mut kept = has_times.then(|| File::create(&times).unwrap());
             file.write_all(head).unwrap();
             let mut growing = Growing::open(file.path(), &times, every).unwrap().unwrap();
+            growing.block_bytes = 1;
             let mut found = Vec::new();
             for number in 0..=pieces.len() {
                 match pieces.get(number) {
@@ -211,6 +270,42 @@ mod tests {
                 }
             }
             prop_assert_eq!(found, expected);
+        }
+
+        /// However it comes, what a replay may read of it is never corrected any more, and all of it is as the whole log's.
+        #[test]
+        fn no_replay_reads_what_is_still_to_be_corrected(
+            letters in prop::collection::vec("[NWAhBI]|[1-9]|W 5 h 6 7|h 20 A|h 20 B A I N", 0..60),
+            block_bytes in 1u64..40,
+            piece in 1usize..50,
+        ) {
+            let log = crate::warps::tests::log(&letters.join(" "));
+            let whole = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(whole.path(), &log).unwrap();
+            crate::warps::correct(whole.path()).unwrap();
+            let expected = std::fs::read(whole.path()).unwrap();
+
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let (head, rest) = log.split_at((HEADER_BYTES as usize + 1).min(log.len()));
+            let mut written = File::options().append(true).open(file.path()).unwrap();
+            written.write_all(head).unwrap();
+            let opened = Growing::open(file.path(), Path::new("/nowhere/times"), Every::Instructions(50)).unwrap();
+            let Some(mut growing) = opened else { return Ok(()) };
+            growing.block_bytes = block_bytes;
+            for piece in rest.chunks(piece).map(Some).chain([None]) {
+                match piece {
+                    Some(piece) => written.write_all(piece).unwrap(),
+                    None => growing.end(),
+                }
+                growing.refresh().unwrap();
+                let until = growing.offset.next_multiple_of(block_bytes).min(expected.len() as u64) as usize;
+                let there = std::fs::read(file.path()).unwrap();
+                // Its first block is QEMU's own start.
+                if growing.offset > HEADER_BYTES {
+                    prop_assert!(until <= there.len());
+                    prop_assert_eq!(&there[..until], &expected[..until]);
+                }
+            }
         }
     }
 }

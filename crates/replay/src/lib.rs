@@ -1,5 +1,5 @@
 //! Recordings of a VM's run: what QEMU wrote down of it (`log`), what is kept beside that (`recording`), and the intervals
-//! between checkpoints in which it is replayed (`interval`); where one is cut that has none yet (`cutting`), also while it is
+//! between checkpoints in which it is replayed (`interval`); what a replay is to read otherwise than QEMU wrote it (`warps`); where one is cut that has none yet (`cutting`), also while it is
 //! being written (`growing`).
 //!
 //! ```text
@@ -19,6 +19,7 @@ pub mod log;
 mod progress;
 pub mod recording;
 mod times;
+mod warps;
 
 pub use console::{Console, Written, read_output};
 pub use error::{Error, Result};

@@ -24,6 +24,8 @@ pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
 pub const HEADER_BYTES: u64 = 12;
 /// The kind of a disk's answer.
 const BLOCK: u8 = 8;
+/// The kind of a reading of the clock by which a halted guest's own jumps.
+pub(crate) const WARP_CLOCK: u8 = 29;
 /// The log's own checkpoint at which QEMU resets the machine that is to be.
 const RESET: u8 = 2;
 /// No packet and no input is longer.
@@ -38,6 +40,8 @@ pub enum Event {
     ConsoleOutput(i32),
     /// The guest read the host's clock, in nanoseconds.
     HostClock(i64),
+    /// The clock was read by which a halted guest's own jumps, in nanoseconds.
+    WarpClock(i64),
     /// The machine was shut down or reset, for this cause.
     Shutdown(u8),
     /// A checkpoint of the log's own: its number.
@@ -140,6 +144,7 @@ impl<R: Read> Events<R> {
             }
             3 => Event::BottomHalf(u64::from_be_bytes(self.bytes(len)?)),
             28 => Event::HostClock(i64::from_be_bytes(self.bytes(len)?)),
+            WARP_CLOCK => Event::WarpClock(i64::from_be_bytes(self.bytes(len)?)),
             30..=38 => Event::Checkpoint(kind - 30),
             39 => Event::End,
             _ => {
@@ -153,8 +158,8 @@ impl<R: Read> Events<R> {
     fn skip_other(&mut self, kind: u8, len: &mut u64) -> std::result::Result<(), Stop> {
         match kind {
             1 | 2 | 6 => Ok(()),
-            // Bottom halves that run once and block requests have a number; so has a clock.
-            4 | 8 | 29 => self.bytes::<8>(len).map(drop),
+            // Bottom halves that run once and block requests have a number.
+            4 | 8 => self.bytes::<8>(len).map(drop),
             5 => self.input_event(len),
             // The console; the network.
             7 => self.bytes::<1>(len).and_then(|_| self.data(len)),

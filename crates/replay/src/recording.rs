@@ -13,7 +13,7 @@
 //! Invariant: `recording.json` is replaced whole. One that says `complete` has its log whole beside it.
 
 use crate::log::{self, Summary};
-use crate::{Error, Result};
+use crate::{Error, Result, warps};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -312,8 +312,14 @@ impl Recording {
         Readable { path: self.log_path(), _unpacked: None }
     }
 
-    /// The log as QEMU reads it.
+    /// The log as QEMU reads it ([`warps`]).
     pub fn readable_log(&self) -> Result<Readable> {
+        let readable = self.plain_log()?;
+        warps::correct(&readable.path)?;
+        Ok(readable)
+    }
+
+    fn plain_log(&self) -> Result<Readable> {
         let packed = self.packed_path();
         if !packed.exists() {
             return Ok(Readable { path: self.log_path(), _unpacked: None });

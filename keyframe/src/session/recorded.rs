@@ -61,9 +61,7 @@ pub struct Disks(Option<Queues>);
 impl Disks {
     /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
     ///
-    /// A stop that has to be taken back costs the guest time. And where its processor has halted, one stop in some hundred falls
-    /// between a timer's end and its handler, which a VM that stands does not run: then only a checkpoint taken there gives
-    /// replays a place to begin again (docs/design/record-replay.md).
+    /// A stop that has to be taken back costs the guest time.
     pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {
