@@ -4,11 +4,12 @@
 //! ```text
 //!   split      0 0 0 0 ... │ 7f 7f 7f ... │ ... │ 10 18 20 ...     BYTE_STREAM_SPLIT: the first bytes of all, then the second
 //!   numbers    dictionary page: the different values │ data page: width, one run, a number for each row as 8 or 16 bits
+//!   small      the same, a number as 1, 2, 4 or 8 bits
 //!   growing    header │ least difference, four widths, differences of 256 rows less the least │ ...    DELTA_BINARY_PACKED
 //! ```
 //!
 //! The format packs numbers into as few bits as the largest needs, but says that width in the page: with 8 or 16 what is packed is an array, which
-//! takes no packing, and in which LZ4 finds repetitions.
+//! takes no packing, and in which LZ4 finds repetitions. What is small is packed all the same: of so few bytes LZ4 is done in a tenth of the time.
 
 use bytes::Bytes;
 use lz4::block::{CompressionMode, compress_bound, compress_to_buffer};
@@ -26,6 +27,8 @@ use std::io::Write;
 const RUN_VALUES: usize = 8;
 /// Values whose bytes are exchanged at once.
 const SQUARE: usize = 8;
+/// Bytes of a line of the processor's cache.
+const LINE: usize = 64;
 /// Differences in a block, and in each of the parts of it that have a width of their own.
 const BLOCK: usize = 256;
 const MINIBLOCK: usize = 64;
@@ -81,10 +84,40 @@ impl Encoder {
         numbers: &[T],
         bytes_of: impl Fn(T) -> [u8; N],
     ) -> Result<Chunk, ParquetError> {
-        let mut pages = Pages::new(column, &mut self.packed);
+        let data = run(numbers, bytes_of, &mut self.plain);
+        Self::numbered(column, &mut self.packed, (dictionary, different), data, numbers.len())
+    }
+
+    /// The same of small numbers, each of which is of what `value` makes of it.
+    pub fn small(
+        &mut self,
+        column: ColumnDescPtr,
+        numbers: &[u8],
+        value: impl Fn(u8) -> u32,
+    ) -> Result<Chunk, ParquetError> {
+        let largest = numbers.iter().copied().max().unwrap_or(0);
+        let dictionary: Vec<u8> = (0..=largest).flat_map(|number| value(number).to_le_bytes()).collect();
+        let data = match largest {
+            0..2 => packed_run::<1>(numbers, &mut self.plain),
+            2..4 => packed_run::<2>(numbers, &mut self.plain),
+            4..16 => packed_run::<4>(numbers, &mut self.plain),
+            16.. => run(numbers, |number| [number], &mut self.plain),
+        };
+        let dictionary = (&dictionary[..], usize::from(largest) + 1);
+        Self::numbered(column, &mut self.packed, dictionary, data, numbers.len())
+    }
+
+    fn numbered(
+        column: ColumnDescPtr,
+        packed: &mut Vec<u8>,
+        (dictionary, different): (&[u8], usize),
+        data: &[u8],
+        rows: usize,
+    ) -> Result<Chunk, ParquetError> {
+        let mut pages = Pages::new(column, packed);
         pages.dictionary(dictionary, different)?;
-        pages.data(run(numbers, bytes_of, &mut self.plain), numbers.len(), Encoding::RLE_DICTIONARY)?;
-        pages.finish(numbers.len(), vec![Encoding::PLAIN, Encoding::RLE_DICTIONARY], None)
+        pages.data(data, rows, Encoding::RLE_DICTIONARY)?;
+        pages.finish(rows, vec![Encoding::PLAIN, Encoding::RLE_DICTIONARY], None)
     }
 }
 
@@ -106,18 +139,25 @@ fn room(all: &mut Vec<u8>, len: usize) -> &mut [u8] {
     &mut all[..len]
 }
 
-/// The first bytes of all values, then the second bytes, and so on, as far as `N`; in `data`.
+/// The first bytes of all values, then the second bytes, and so on, as far as `N`; in `data`. A line of the processor's cache is written at once:
+/// the places of a row's bytes are so far apart that a cache keeps but few of them.
 fn split<const N: usize>(mut values: impl ExactSizeIterator<Item = u64>, data: &mut Vec<u8>) -> &[u8] {
     let rows = values.len();
     let data = room(data, N * rows);
-    for begin in (0..rows).step_by(SQUARE) {
-        let rows_here = SQUARE.min(rows - begin);
-        let square = transposed(std::array::from_fn(|_| values.next().unwrap_or(0)));
-        for (number, word) in square.into_iter().take(N).enumerate() {
-            let at = number * rows + begin;
-            match data[at..].first_chunk_mut() {
-                Some(out) if rows_here == SQUARE => *out = word.to_le_bytes(),
-                _ => data[at..at + rows_here].copy_from_slice(&word.to_le_bytes()[..rows_here]),
+    let mut lines = [[[0; SQUARE]; LINE / SQUARE]; SQUARE];
+    for begin in (0..rows).step_by(LINE) {
+        for column in 0..LINE / SQUARE {
+            let square = transposed(std::array::from_fn(|_| values.next().unwrap_or(0)));
+            for (line, word) in lines.iter_mut().zip(square) {
+                line[column] = word.to_le_bytes();
+            }
+        }
+        for (number, line) in lines.iter().take(N).enumerate() {
+            let line = line.as_flattened();
+            let out = &mut data[number * rows + begin..(number + 1) * rows];
+            match out.first_chunk_mut::<LINE>() {
+                Some(out) => out.copy_from_slice(line),
+                None => out.copy_from_slice(&line[..out.len()]),
             }
         }
     }
@@ -208,19 +248,49 @@ fn run<'a, const N: usize, T: Copy>(
     bytes_of: impl Fn(T) -> [u8; N],
     data: &'a mut Vec<u8>,
 ) -> &'a [u8] {
-    let runs = numbers.len().div_ceil(RUN_VALUES);
-    let mut head = vec![(N * 8) as u8];
-    varint(&mut head, (runs << 1 | 1) as u64);
-    let data = room(data, head.len() + N * runs * RUN_VALUES);
-    let (begin, packed) = data.split_at_mut(head.len());
-    begin.copy_from_slice(&head);
-    let mut places = packed.chunks_exact_mut(N);
+    let (all, packed) = run_of(numbers.len(), N * 8, data);
+    let mut places = all[packed..].chunks_exact_mut(N);
     // In this order: the other takes a place before it sees that there is no number for it.
     for (number, out) in numbers.iter().zip(places.by_ref()) {
         out.copy_from_slice(&bytes_of(*number));
     }
     places.for_each(|out| out.fill(0));
-    data
+    all
+}
+
+/// The same of numbers below 2 to the power of `BITS`, which is 1, 2 or 4, each in so many bits.
+fn packed_run<'a, const BITS: usize>(numbers: &[u8], data: &'a mut Vec<u8>) -> &'a [u8] {
+    let (all, packed) = run_of(numbers.len(), BITS, data);
+    for (eight, out) in numbers.chunks(RUN_VALUES).zip(all[packed..].chunks_exact_mut(BITS)) {
+        let mut word = [0; RUN_VALUES];
+        match eight.as_array() {
+            Some(eight) => word = *eight,
+            None => word[..eight.len()].copy_from_slice(eight),
+        }
+        out.copy_from_slice(&narrowed::<BITS>(u64::from_le_bytes(word)).to_le_bytes()[..BITS]);
+    }
+    all
+}
+
+/// The lowest bits of eight bytes, side by side: those of two bytes, of four, of all.
+fn narrowed<const BITS: usize>(mut word: u64) -> u64 {
+    for step in 0..3 {
+        let (bits, room) = (BITS << step, 8 << step);
+        let pair = (1 << (2 * bits)) - 1;
+        let pairs = (0..u64::BITS as usize).step_by(2 * room).fold(0, |all, at| all | pair << at);
+        word = (word | word >> (room - bits)) & pairs;
+    }
+    word
+}
+
+/// A packed run of so many numbers of so many bits in `data`: its head, and where the numbers begin.
+fn run_of(numbers: usize, bits: usize, data: &mut Vec<u8>) -> (&mut [u8], usize) {
+    let runs = numbers.div_ceil(RUN_VALUES);
+    let mut head = vec![bits as u8];
+    varint(&mut head, (runs << 1 | 1) as u64);
+    let data = room(data, head.len() + bits * runs);
+    data[..head.len()].copy_from_slice(&head);
+    (data, head.len())
 }
 
 /// Pages as they are written.
@@ -327,6 +397,15 @@ mod tests {
         // 64 eights: 129, in two bytes of seven bits.
         assert_eq!((of(512)[..3].to_vec(), of(512).len()), (vec![16, 0x81, 1], 3 + 1024));
         assert_eq!(run(&[7_u8, 8], |n| [n], &mut Vec::new()), [8, 0b11, 7, 8, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn small_numbers_lie_side_by_side_from_the_lowest_bit_on() {
+        let ones = [1, 0, 1, 1, 0, 0, 0, 1, 1];
+        assert_eq!(packed_run::<1>(&ones, &mut vec![9; 99]), [1, 0b101, 0b1000_1101, 1]);
+        assert_eq!(packed_run::<2>(&[3, 0, 1, 2], &mut vec![9; 99]), [2, 0b11, 0b1001_0011, 0]);
+        assert_eq!(packed_run::<4>(&[15, 0, 7], &mut vec![9; 99]), [4, 0b11, 0x0f, 0x07, 0, 0]);
+        assert_eq!(packed_run::<1>(&[], &mut Vec::new()), [1, 1]);
     }
 
     proptest! {

@@ -52,8 +52,8 @@ pub enum Layout {
     Dictionary,
     /// The same, of values that their maker has numbered ([`Data::Numbered`]).
     Numbered,
-    /// Each as a byte, in a dictionary of all numbers up to the largest: small ones.
-    Bytes,
+    /// The same, of numbers that say themselves what they are of ([`Data::Small`]).
+    Small,
 }
 
 /// A column.
@@ -87,8 +87,8 @@ pub enum Data<'a> {
     Int(&'a [i32]),
     /// Of [`Layout::Numbered`]: the different values, and of each row which it has.
     Numbered(&'a [u64], &'a [u16]),
-    /// Of [`Layout::Bytes`].
-    Bytes(&'a [u8]),
+    /// Of [`Layout::Small`]: the numbers, and the value that each is of.
+    Small(&'a [u8], fn(u8) -> u32),
 }
 
 impl Data<'_> {
@@ -97,7 +97,7 @@ impl Data<'_> {
             Self::Long(all) => all.len(),
             Self::Int(all) => all.len(),
             Self::Numbered(_, all) => all.len(),
-            Self::Bytes(all) => all.len(),
+            Self::Small(all, _) => all.len(),
         }
     }
 
@@ -129,17 +129,13 @@ impl Data<'_> {
                     encoder.numbers(column, dictionary, numbers, u16::to_le_bytes)?
                 }
             }
-            (Self::Bytes(all), _) => {
-                let different = all.iter().copied().max().unwrap_or(0) as usize + 1;
-                let dictionary: Vec<u8> = (0..different as u32).flat_map(u32::to_le_bytes).collect();
-                encoder.numbers(column, (&dictionary, different), all, |byte| [byte])?
-            }
+            (Self::Small(all, value), _) => encoder.small(column, all, value)?,
             (Self::Long(_) | Self::Int(_), _) => {
                 let Some(mut column) = group.next_column()? else { return Ok(()) };
                 match self {
                     Self::Long(all) => column.typed::<Int64Type>().write_batch(all, None, None)?,
                     Self::Int(all) => column.typed::<Int32Type>().write_batch(all, None, None)?,
-                    Self::Numbered(..) | Self::Bytes(_) => 0,
+                    Self::Numbered(..) | Self::Small(..) => 0,
                 };
                 return column.close();
             }
@@ -356,7 +352,7 @@ fn properties(columns: &[Column]) -> WriterPropertiesPtr {
             Layout::Plain => properties.set_column_encoding(path, Encoding::PLAIN),
             Layout::Dictionary => properties.set_column_dictionary_enabled(path, true),
             // Encoded here.
-            Layout::Split | Layout::Delta | Layout::Numbered | Layout::Bytes => properties,
+            Layout::Split | Layout::Delta | Layout::Numbered | Layout::Small => properties,
         };
     }
     Arc::new(properties.build())
@@ -413,7 +409,7 @@ mod tests {
         Column { name: "numbered", kind: Kind::U64, layout: Layout::Numbered, about: "" },
         Column { name: "split", kind: Kind::U64, layout: Layout::Split, about: "" },
         Column { name: "half", kind: Kind::U32, layout: Layout::Split, about: "" },
-        Column { name: "bytes", kind: Kind::U8, layout: Layout::Bytes, about: "" },
+        Column { name: "small", kind: Kind::U8, layout: Layout::Small, about: "" },
         Column { name: "few", kind: Kind::U32, layout: Layout::Numbered, about: "" },
     ];
 
@@ -446,6 +442,7 @@ mod tests {
         fn what_is_encoded_here_is_read_by_others(
             steps in prop::collection::vec((0u32..64, any::<u64>()), 1..700),
             dictionary in prop::collection::vec(any::<u64>(), 1..300),
+            bits in 0..8,
         ) {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("table");
@@ -457,7 +454,7 @@ mod tests {
             let split: Vec<i64> = steps.iter().map(|(_, step)| *step as i64).collect();
             let half: Vec<i32> = split.iter().map(|value| *value as i32).collect();
             let numbers: Vec<u16> = split.iter().map(|value| (*value as u64 % dictionary.len() as u64) as u16).collect();
-            let bytes: Vec<u8> = split.iter().map(|value| *value as u8).collect();
+            let small: Vec<u8> = split.iter().map(|value| *value as u8 >> bits).collect();
             let mut table = Table::create(&path, LAYOUTS).unwrap();
             for _ in 0..2 {
                 table.write(&[
@@ -465,7 +462,7 @@ mod tests {
                     Data::Numbered(&dictionary, &numbers),
                     Data::Long(&split),
                     Data::Int(&half),
-                    Data::Bytes(&bytes),
+                    Data::Small(&small, |number| u32::from(number) * 3),
                     Data::Numbered(&dictionary, &numbers),
                 ]).unwrap();
             }
@@ -473,8 +470,8 @@ mod tests {
             let numbered: Vec<i64> = numbers.iter().map(|number| dictionary[usize::from(*number)] as i64).collect();
             let few: Vec<i64> = numbered.iter().map(|value| (*value as i32).into()).collect();
             let half: Vec<i64> = half.into_iter().map(i64::from).collect();
-            let bytes: Vec<i64> = bytes.into_iter().map(i64::from).collect();
-            for (column, values) in [delta, numbered, split, half, bytes, few].into_iter().enumerate() {
+            let small: Vec<i64> = small.into_iter().map(|number| i64::from(number) * 3).collect();
+            for (column, values) in [delta, numbered, split, half, small, few].into_iter().enumerate() {
                 prop_assert_eq!(read(&path, column), [&values[..], &values].concat());
             }
         }

@@ -40,8 +40,8 @@ pub const COLUMNS: &[Column] = &[
     column("pc", Kind::U64, Layout::Numbered, "virtual address of the instruction"),
     column("vaddr", Kind::U64, Layout::Split, "virtual address of the first byte"),
     column("page", Kind::U32, Layout::Numbered, "guest-physical address of the first byte, divided by 4096"),
-    column("size", Kind::U8, Layout::Bytes, "bytes"),
-    column("flags", Kind::U8, Layout::Bytes, "1 write, 2 device, 4 physical page unknown"),
+    column("size", Kind::U8, Layout::Small, "bytes"),
+    column("flags", Kind::U8, Layout::Small, "1 write, 2 device, 4 physical page unknown"),
 ];
 
 const KIND: &str = "memtrace";
@@ -49,6 +49,9 @@ const KIND: &str = "memtrace";
 const RING_RECORDS: u64 = 1 << 19;
 /// The most instructions that a plugin has (`keyframe_plugins`).
 const INSTRUCTIONS_MAX: usize = 1 << 24;
+
+/// The logarithm of the largest size that a column of bytes holds.
+const SIZE_MAX: u8 = 7;
 
 const WRITE: u8 = 1;
 const DEVICE_FLAG: u8 = 2;
@@ -108,6 +111,7 @@ struct Columns {
     vaddr: Column64,
     /// Which of [`Trace::pages`].
     page: Box<[u16; GROUP_ROWS]>,
+    /// The logarithm.
     size: Box<[u8; GROUP_ROWS]>,
     flags: Box<[u8; GROUP_ROWS]>,
 }
@@ -257,8 +261,8 @@ impl Trace {
                 Data::Numbered(&self.pcs, &pc[..*rows]),
                 Data::Long(&vaddr[..*rows]),
                 Data::Numbered(&self.pages.all, &page[..*rows]),
-                Data::Bytes(&size[..*rows]),
-                Data::Bytes(&flags[..*rows]),
+                Data::Small(&size[..*rows], |logarithm| 1 << logarithm.min(SIZE_MAX)),
+                Data::Small(&flags[..*rows], u32::from),
             ])?;
         }
         self.columns.rows = 0;
@@ -300,7 +304,7 @@ impl Sink for Trace {
             self.number(number, place_number)?;
             (pc, page) = (self.numbered[number].number, self.places[place_number].number);
         }
-        let size = 1 << (what & ((1 << SIZE_BITS) - 1)).min(7);
+        let size = (what as u8 & ((1 << SIZE_BITS) - 1)).min(SIZE_MAX);
         let Columns { rows, .. } = self.columns;
         if rows < GROUP_ROWS {
             self.columns.icount[rows] = self.counts.icount(self.count) as i64;
