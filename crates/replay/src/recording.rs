@@ -401,6 +401,19 @@ mod tests {
     }
 
     #[test]
+    fn what_is_replayed_is_corrected_and_what_is_kept_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut recording = Recording::create(dir.path(), meta()).unwrap();
+        let letters = |last: &str| crate::warps::tests::log(&format!("N W 5 h 6 7 h {last} B A A I N"));
+        std::fs::write(recording.log_path(), letters("20")).unwrap();
+        recording.finish(7).unwrap();
+        let replayed = recording.readable_log().unwrap();
+        assert!(std::fs::read(replayed.path()).unwrap() == letters("5"));
+        let kept = zstd::decode_all(File::open(recording.packed_path()).unwrap()).unwrap();
+        assert!(kept == letters("20"));
+    }
+
+    #[test]
     fn one_whose_qemu_was_killed_is_cut() {
         let dir = tempfile::tempdir().unwrap();
         let mut recording = Recording::create(dir.path(), meta()).unwrap();
