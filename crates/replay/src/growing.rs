@@ -8,7 +8,8 @@
 //! A QEMU that replays reads on when it has run all instructions of an event, and ends itself where nothing follows. So it may run up
 //! to the last but one instruction of what there is, no further.
 //!
-//! QEMU reads whole blocks. What may still have to be corrected ([`Warps`]) is in none that a replay reads, so the last block waits for the next now and then.
+//! QEMU reads whole blocks. What may still have to be corrected ([`Warps`]) is in none that a replay reads, so the last block waits for the
+//! next now and then.
 //!
 //! A log that is cut by time is read as far as its times have come: so it is cut where it would be once it is whole.
 
@@ -17,7 +18,8 @@ use crate::log::{self, Boundaries, Event, Events, HEADER_BYTES, WARP_CLOCK};
 use crate::warps::Warps;
 use crate::{Error, Result, Times};
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom, Take};
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -30,7 +32,10 @@ pub struct Growing {
     file: File,
     path: PathBuf,
     block_bytes: u64,
-    corrected: Corrected,
+    warps: Warps,
+    /// How far it has been looked through for what to correct, and up to where nothing will be any more.
+    looked: u64,
+    corrected: u64,
     offset: u64,
     icount: u64,
     boundaries: Boundaries,
@@ -60,7 +65,9 @@ impl Growing {
             file,
             path: path.to_owned(),
             block_bytes: is.blksize().max(BLOCK_BYTES),
-            corrected: Corrected::default(),
+            warps: Warps::default(),
+            looked: HEADER_BYTES,
+            corrected: 0,
             offset: HEADER_BYTES,
             icount: 0,
             boundaries,
@@ -96,26 +103,22 @@ impl Growing {
     /// Corrects what has come, and finds how far nothing will be.
     fn correct(&mut self) -> Result<()> {
         let len = self.file.metadata().map_err(Error::io("look at", &self.path))?.len();
-        let Corrected { warps, offset, icount, .. } = &mut self.corrected;
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(*offset)).map_err(Error::io("read", &self.path))?;
-        let piece = file.take(len.saturating_sub(*offset));
-        let mut events = Events::resumed(piece, &self.path, *offset, *icount);
+        let mut events = events(&self.file, &self.path, self.looked..len, 0)?;
         while let Some(placed) = events.next_event()? {
-            if let Some(correction) = warps.take(placed) {
+            if let Some(correction) = self.warps.take(placed) {
                 correction.write(&self.file, &self.path)?;
             }
         }
-        (*offset, *icount) = (events.offset(), events.icount());
-        self.corrected.until = if self.has_ended {
+        self.looked = events.offset();
+        self.corrected = if self.has_ended {
             len
         } else {
-            let is_cut = *offset < len && {
+            let is_cut = self.looked < len && {
                 let mut kind = [0];
-                self.file.read_exact_at(&mut kind, *offset).map_err(Error::io("read", &self.path))?;
+                self.file.read_exact_at(&mut kind, self.looked).map_err(Error::io("read", &self.path))?;
                 kind == [WARP_CLOCK]
             };
-            let open = warps.open_from().or(is_cut.then_some(*offset)).unwrap_or(len);
+            let open = self.warps.open_from().or(is_cut.then_some(self.looked)).unwrap_or(len);
             open - open % self.block_bytes
         };
         Ok(())
@@ -123,11 +126,8 @@ impl Growing {
 
     /// Reads the events that end at byte `until` or before. False where the file, as far as it is corrected, has not come to that yet.
     fn read(&mut self, until: u64) -> Result<bool> {
-        let mut file = &self.file;
-        let len = self.corrected.until;
-        file.seek(SeekFrom::Start(self.offset)).map_err(Error::io("read", &self.path))?;
-        let piece = file.take(until.min(len).saturating_sub(self.offset));
-        let mut events = Events::resumed(piece, &self.path, self.offset, self.icount);
+        let len = self.corrected;
+        let mut events = events(&self.file, &self.path, self.offset..until.min(len), self.icount)?;
         while let Some(placed) = events.next_event()? {
             self.boundaries.take(placed);
             self.cutter.take(placed)?;
@@ -168,20 +168,16 @@ impl Growing {
     }
 }
 
-/// How far it has been corrected.
-#[derive(Clone, Copy, Debug)]
-struct Corrected {
-    warps: Warps,
-    offset: u64,
+/// The events in the bytes `within` of the log, before which `icount` instructions ran.
+fn events<'a>(
+    mut file: &'a File,
+    path: &Path,
+    within: Range<u64>,
     icount: u64,
-    /// Nothing will be, up to there.
-    until: u64,
-}
-
-impl Default for Corrected {
-    fn default() -> Self {
-        Self { warps: Warps::default(), offset: HEADER_BYTES, icount: 0, until: 0 }
-    }
+) -> Result<Events<Take<&'a File>>> {
+    file.seek(SeekFrom::Start(within.start)).map_err(Error::io("read", path))?;
+    let piece = file.take(within.end.saturating_sub(within.start));
+    Ok(Events::resumed(piece, path, within.start, icount))
 }
 
 #[cfg(test)]

@@ -404,7 +404,7 @@ mod tests {
     fn what_is_replayed_is_corrected_and_what_is_kept_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let mut recording = Recording::create(dir.path(), meta()).unwrap();
-        let letters = |last: &str| crate::warps::tests::log(&format!("N W 5 h 6 7 h {last} B A A I N"));
+        let letters = |last: &str| warps::tests::log(&format!("N W 5 h 6 7 h {last} B A A I N"));
         std::fs::write(recording.log_path(), letters("20")).unwrap();
         recording.finish(7).unwrap();
         let replayed = recording.readable_log().unwrap();

@@ -10,9 +10,12 @@
 //!   to be replayed  W v₁ h v v   W v h v v        h v₁        ... A ...
 //! ```
 //!
-//! `W`, `A` and `h` are the log's checkpoints of the warp's start and account and of that clock's timers, `v` the clock. A replay does not stand there: its clock would jump, it would look for
-//! a timer's turn that the log has not, and stand still for ever. Where it reads the clock as it was when the timer was armed, the timer does not
-//! end, and `A` takes it away having warped by nothing: the state that the recorded VM had.
+//! `W`, `A` and `h` are the log's checkpoints of the warp's start and account and of that clock's timers, `v` the clock. A replay does not
+//! stand there: its clock would jump, it would look for a timer's turn that the log has not, and stand still for ever. Where it reads the
+//! clock as it was when the timer was armed, the timer does not end, and `A` takes it away having warped by nothing: the state that the
+//! recorded VM had.
+//!
+//! Left out: a timer that ended so and was armed anew before `A`. No log seen has that.
 
 use crate::log::{self, Event, Placed};
 use crate::{Error, Result};
@@ -49,8 +52,8 @@ enum Before {
     /// The clock, at the warp's start; then perhaps the host's.
     Started(i64),
     Timers,
-    /// The account of a warp whose timer may have ended while the VM stood.
-    Account(Correction),
+    /// The account of a warp; its timer has ended while the VM stood if no clock follows.
+    Account,
 }
 
 /// Finds them as the log comes.
@@ -59,7 +62,7 @@ pub(crate) struct Warps {
     before: Before,
     /// What the clock said when the timer was armed.
     armed: Option<i64>,
-    /// The last reading for the timer, with nothing read since.
+    /// The last reading for the timer, with nothing read since: it may still have to be corrected.
     last: Option<Correction>,
 }
 
@@ -67,10 +70,7 @@ impl Warps {
     /// Takes the log's next event. What comes back lies before it.
     pub(crate) fn take(&mut self, placed: Placed) -> Option<Correction> {
         let before = std::mem::take(&mut self.before);
-        let found = match before {
-            Before::Account(correction) if !matches!(placed.event, Event::WarpClock(_)) => Some(correction),
-            _ => None,
-        };
+        let accounted = if before == Before::Account { self.last.take() } else { None };
         match placed.event {
             Event::WarpClock(now) => {
                 // Any other reading says that the timer was still there, or that the VM ran.
@@ -97,10 +97,8 @@ impl Warps {
                 self.before = Before::Timers;
             }
             Event::Checkpoint(WARP_ACCOUNT) => {
-                if let Some(correction) = self.last {
-                    self.before = Before::Account(correction);
-                }
-                (self.armed, self.last) = (None, None);
+                self.armed = None;
+                self.before = Before::Account;
             }
             Event::Instructions(_) => (self.armed, self.last) = (None, None),
             // Its timers come between.
@@ -111,16 +109,12 @@ impl Warps {
             }
             _ => {}
         }
-        found
+        accounted.filter(|_| !matches!(placed.event, Event::WarpClock(_)))
     }
 
     /// The bytes that may still be corrected, from their first one on.
     pub(crate) fn open_from(&self) -> Option<u64> {
-        let account = match self.before {
-            Before::Account(correction) => Some(correction),
-            _ => None,
-        };
-        self.last.or(account).map(|correction| correction.at)
+        self.last.map(|correction| correction.at)
     }
 }
 
@@ -154,12 +148,11 @@ pub(crate) mod tests {
             "A" => vec![31],
             "h" => vec![36],
             "H" => [&[35, 28][..], &[0; 8]].concat(),
-            now => [&[WARP][..], &now.parse::<i64>().unwrap().to_be_bytes()].concat(),
+            now => [&[log::WARP_CLOCK][..], &now.parse::<i64>().unwrap().to_be_bytes()].concat(),
         };
         let events: Vec<Vec<u8>> = letters.split(' ').filter(|one| !one.is_empty()).map(event).collect();
         bytes(&events.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
-    const WARP: u8 = log::WARP_CLOCK;
 
     fn corrected(log: &[u8]) -> Vec<u8> {
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -261,7 +261,7 @@ impl Trace {
                 Data::Numbered(&self.pcs, &pc[..*rows]),
                 Data::Long(&vaddr[..*rows]),
                 Data::Numbered(&self.pages.all, &page[..*rows]),
-                Data::Small(&size[..*rows], |logarithm| 1 << logarithm.min(SIZE_MAX)),
+                Data::Small(&size[..*rows], |logarithm| 1 << logarithm),
                 Data::Small(&flags[..*rows], u32::from),
             ])?;
         }
