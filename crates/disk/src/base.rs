@@ -3,6 +3,7 @@
 //! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data file) goes through the
 //! library `imago`. What neither can read is refused with its cause: encryption, other formats, unknown features.
 
+use crate::disk::Now;
 use crate::overlay::medium::{flock, read_now, read_or_zero};
 use crate::{Error, Result, commit};
 use imago::file::File as ImageFile;
@@ -164,15 +165,16 @@ impl Base {
         read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
     }
 
-    /// The same, unless it would take waiting for a device, or nobody knows: then `false`, and `buf` holds anything.
-    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+    /// The same, unless it would take waiting for a device, or may.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         match &self.image {
             Image::Raw(file) => read_now(file, offset, buf)
+                .map(|read| if read { Now::Read } else { Now::Waits })
                 .map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e)),
-            Image::Qcow2(_) => Ok(false),
+            Image::Qcow2(_) => Ok(Now::Unknown),
             Image::Blank => {
                 buf.fill(0);
-                Ok(true)
+                Ok(Now::Read)
             }
         }
     }

@@ -17,13 +17,25 @@ use std::time::{Duration, Instant};
 pub(crate) struct Stack {
     pub overlay: Overlay,
     below: Below,
+    lasting: Lasting,
+}
+
+/// What came of a read that is not to wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Now {
+    /// The content is in the buffer.
+    Read,
+    /// It would take waiting for a device. The buffer holds anything.
+    Waits,
+    /// Nobody knows. The buffer holds anything.
+    Unknown,
 }
 
 impl Stack {
     /// On `base`, with its overlay in `dir`, which is made unless it is there.
     pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>, lasting: Lasting) -> Result<Self> {
         let overlay = Overlay::create(dir, base.disk_bytes(), lasting)?;
-        Ok(Self { overlay, below: Below::new(base, layer) })
+        Ok(Self { overlay, below: Below::new(base, layer), lasting })
     }
 }
 
@@ -65,7 +77,7 @@ impl Disk {
 
     /// A disk of an overlay that is open.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
-        Self::of(Stack { overlay, below: Below::new(base, layer) })
+        Self::of(Stack { overlay, below: Below::new(base, layer), lasting: Lasting::Durable })
     }
 
     fn of(stack: Stack) -> Self {
@@ -97,19 +109,20 @@ impl Disk {
         Ok(())
     }
 
-    /// The same, unless it would take waiting for a device, or may: then `false`, and `buf` holds anything.
-    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
+    /// The same, unless it would take waiting for a device, or may.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
         let stack = self.stack();
-        let Some(missing) = stack.overlay.read_now(offset, buf)? else { return Ok(false) };
+        let Some(missing) = stack.overlay.read_now(offset, buf)? else { return Ok(Now::Waits) };
         for (start, len) in missing {
             if stack.below.layer.is_some() {
-                return Ok(false);
+                return Ok(Now::Unknown);
             }
-            if !stack.below.base.read_now(offset + start as u64, &mut buf[start..start + len])? {
-                return Ok(false);
+            match stack.below.base.read_now(offset + start as u64, &mut buf[start..start + len])? {
+                Now::Read => {}
+                other => return Ok(other),
             }
         }
-        Ok(true)
+        Ok(Now::Read)
     }
 
     /// Writes `data` from byte `offset` on.
@@ -179,6 +192,15 @@ impl Disk {
         } else {
             Ok(())
         }
+    }
+
+    /// A client's flush, where it waits for nothing since what is written is to be thrown away; else `false`.
+    pub fn flush_now(&self) -> Result<bool> {
+        let is_temporary = self.stack().lasting == Lasting::Temporary;
+        if is_temporary {
+            self.sync()?;
+        }
+        Ok(is_temporary)
     }
 
     /// A client's flush.

@@ -48,14 +48,30 @@ pub fn of_thread(thread: u32) -> Vec<usize> {
 
 /// Has all threads that process `process` has now run on `core`, and those that they start. False where it cannot be had of one of them.
 pub fn bind(process: u32, core: usize) -> bool {
+    let threads = threads_of(process);
+    !threads.is_empty() && threads.into_iter().filter_map(pid).all(|thread| bound(Some(thread), core))
+}
+
+/// Has the calling thread run on `core`, and those that it starts. False where it cannot be had.
+pub fn bind_this(core: usize) -> bool {
+    bound(None, core)
+}
+
+/// Has the calling thread run wherever its process's first thread may: what a bound one started is bound, too.
+pub fn unbind_this() {
+    if let Ok(allowed) = sched_getaffinity(pid(std::process::id())) {
+        let _ = sched_setaffinity(None, &allowed);
+    }
+}
+
+/// The same of a thread; of the calling one without a number.
+fn bound(thread: Option<Pid>, core: usize) -> bool {
     if core >= CpuSet::MAX_CPU {
         return false;
     }
     let mut only = CpuSet::new();
     only.set(core);
-    let threads = threads_of(process);
-    !threads.is_empty()
-        && threads.into_iter().filter_map(pid).all(|thread| sched_setaffinity(Some(thread), &only).is_ok())
+    sched_setaffinity(thread, &only).is_ok()
 }
 
 /// The threads that process `process` (a pid, or `self`) has now; none where there is no such process.

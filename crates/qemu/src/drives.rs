@@ -122,23 +122,13 @@ pub fn rewrite(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argume
 }
 
 fn served(argument: &Argument, drive: &Drive, kept: Keys, server: &DiskServer) -> Result<Argument> {
-    let socket = server.socket.to_str().ok_or_else(|| Error::CommandLine {
-        argument: server.socket.display().to_string(),
-        reason: "the path of the disks' socket is not UTF-8".into(),
-        fix: "choose another run directory".into(),
-    })?;
     let is_node = argument.name() == "blockdev";
     let (option, place) = if is_node { ("blockdev", "") } else { ("drive", "file.") };
     let mut keys: Keys = Vec::new();
     if !is_node {
         keys.push(("format".into(), "raw".into()));
     }
-    let export = format!("{}{}", server.prefix, drive.name);
-    for (key, value) in
-        [("driver", "nbd"), ("server.type", "unix"), ("server.path", socket), ("export", &export)]
-    {
-        keys.push((format!("{place}{key}"), value.into()));
-    }
+    keys.extend(export_keys(place, server, &drive.name)?);
     if value_of(&kept, "discard").is_none() {
         // The overlay is to learn of what is not needed any more.
         keys.push(("discard".into(), "unmap".into()));
@@ -146,6 +136,18 @@ fn served(argument: &Argument, drive: &Drive, kept: Keys, server: &DiskServer) -
     keys.extend(kept);
     let words: Vec<String> = keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect();
     Ok(Argument::Option(option.into(), words.join(",")))
+}
+
+/// Keys, each behind `place`, that lead to the export for `name` at `server`.
+pub(crate) fn export_keys(place: &str, server: &DiskServer, name: &str) -> Result<Keys> {
+    let socket = server.socket.to_str().ok_or_else(|| Error::CommandLine {
+        argument: server.socket.display().to_string(),
+        reason: "the path of the disks' socket is not UTF-8".into(),
+        fix: "choose another run directory".into(),
+    })?;
+    let export = format!("{}{name}", server.prefix);
+    let keys = [("driver", "nbd"), ("server.type", "unix"), ("server.path", socket), ("export", &export)];
+    Ok(keys.map(|(key, value)| (format!("{place}{key}"), value.into())).to_vec())
 }
 
 fn fates(arguments: &[Argument]) -> Result<Vec<Fate>> {

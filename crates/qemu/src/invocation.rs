@@ -3,6 +3,7 @@
 use crate::binary::{self, QemuIdentity};
 use crate::drives::{self, DiskServer, Drive};
 use crate::gate::{NicSockets, net_gate};
+use crate::media::{self, Medium};
 use crate::options::{self, Argument};
 use crate::record::{self, Clock, Wanted};
 use crate::{Error, Result};
@@ -41,6 +42,8 @@ pub struct Invocation {
     arguments: Vec<Argument>,
     vm_name: Option<String>,
     server: Option<DiskServer>,
+    /// Who serves the media that it can only read.
+    media: Option<DiskServer>,
     log: Option<PathBuf>,
     /// Behind all others.
     added: Vec<String>,
@@ -61,7 +64,16 @@ impl Invocation {
         let binary = binary::find(name)?;
         binary::version(&binary)?;
         let vm_name = vm_name(&arguments);
-        Ok(Self { binary, words, arguments, vm_name, server: None, log: None, added: Vec::new() })
+        Ok(Self {
+            binary,
+            words,
+            arguments,
+            vm_name,
+            server: None,
+            media: None,
+            log: None,
+            added: Vec::new(),
+        })
     }
 
     /// Which QEMU it is.
@@ -94,6 +106,16 @@ impl Invocation {
         drives::rewrite(&self.arguments, server)?;
         self.server = Some(server.clone());
         Ok(())
+    }
+
+    /// The media that the guest can only read, and that a recording may have served.
+    pub fn media(&self) -> Vec<Medium> {
+        media::find(&self.arguments)
+    }
+
+    /// Has these served by `server`, where the VM is recorded.
+    pub fn serve_media(&mut self, server: &DiskServer) {
+        self.media = Some(server.clone());
     }
 
     /// Has the VM's network go through a gate with its sockets in `folder`, and tells these.
@@ -129,7 +151,15 @@ impl Invocation {
                 let clock = Clock::From(&Zoned::now());
                 record::made(
                     &self.arguments,
-                    Wanted { mode, log, disks, version: &version, console: None, clock },
+                    Wanted {
+                        mode,
+                        log,
+                        disks,
+                        media: self.media.as_ref(),
+                        version: &version,
+                        console: None,
+                        clock,
+                    },
                 )?
             }
         };

@@ -40,7 +40,7 @@ pub(crate) struct Turns {
     guest: u32,
     /// Where nobody waits for it but we.
     replays: bool,
-    _core: Option<Claim>,
+    claim: Option<Claim>,
 }
 
 impl Turns {
@@ -50,9 +50,14 @@ impl Turns {
             return None;
         }
         let guest = qmp.cpu_threads().ok()?.first().copied()?;
-        let turns = Self { pid, guest, replays: mode == Mode::Replay, _core: bound(pid, guest) };
+        let turns = Self { pid, guest, replays: mode == Mode::Replay, claim: bound(pid, guest) };
         turns.may_wait(true);
         Some(turns)
+    }
+
+    /// The core that they are on, where it is theirs alone.
+    pub fn core(&self) -> Option<u32> {
+        u32::try_from(self.claim.as_ref()?.core()).ok()
     }
 
     /// All but the guest may be late from now on, or are to answer at once.

@@ -28,6 +28,7 @@ use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug, wrapper};
 use keyframe_units::RamLayout;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
+use std::any::Any;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
@@ -68,6 +69,8 @@ pub struct Vm {
     server: Option<PathBuf>,
     /// Of one that records or replays.
     turns: Option<Turns>,
+    /// What has to be there for as long as it is.
+    kept: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 /// Where a VM came from, as far as that is left to be known.
@@ -178,6 +181,7 @@ impl Vm {
             minded: Vec::new(),
             server: None,
             turns: None,
+            kept: Vec::new(),
         }
     }
 
@@ -186,11 +190,21 @@ impl Vm {
         self.turns = turns;
     }
 
+    /// Has `what` be there for as long as it is.
+    pub fn accompany(&mut self, what: impl Any + Send + Sync) {
+        self.kept.push(Box::new(what));
+    }
+
     /// Of one that records or replays: whether its monitor may be answered some ms late from now on, so that the guest is not disturbed.
     pub fn may_answer_late(&self, late: bool) {
         if let Some(turns) = &self.turns {
             turns.may_wait(late);
         }
+    }
+
+    /// Of one that records or replays by turns: the core that all of its threads are on.
+    pub fn core(&self) -> Option<u32> {
+        self.turns.as_ref()?.core()
     }
 
     /// QEMU's pid.
@@ -402,8 +416,10 @@ impl Vm {
         self.lifetime.kill().map(drop)
     }
 
-    /// Leaves the guest to itself, as it is. Returns QEMU's pid.
-    pub fn keep(self) -> u32 {
+    /// Leaves the guest to itself, as it is, and what it needs with it. Returns QEMU's pid.
+    pub fn keep(mut self) -> u32 {
+        // Not dropped, so that nothing of it is ended.
+        std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);
         self.lifetime.pid()
     }
 }

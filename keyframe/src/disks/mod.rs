@@ -10,6 +10,7 @@
 
 pub mod base;
 pub mod layer;
+pub mod media;
 pub mod place;
 pub mod restored;
 pub mod standing;

@@ -15,12 +15,13 @@
 use super::Source;
 use super::passage::{PATIENCE, Passage, Reached};
 use crate::commands::restore::source_of;
+use crate::disks::media::Media;
 use crate::disks::{self, Served, restored};
 use crate::failure::Failure;
 use crate::images::Stop;
-use keyframe_qemu::DiskServer;
 use keyframe_qemu::record::{self, Clock, Mode, Wanted};
-use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
+use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until};
+use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::Place;
 use keyframe_store::{Loaded, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
@@ -179,14 +180,17 @@ pub struct Started {
 pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result<Started, Failure> {
     let loaded = source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
     let loaded = Arc::new(loaded);
-    let disks = serve(&source.store, &loaded)?;
+    let mut disks = serve(&source.store, &loaded)?;
     let server = server(&disks);
     let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
+    let media = serve_media(&machine);
+    let media_server = media.as_ref().map(|(media, _folder)| media.server());
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
     let wanted = Wanted {
         mode: Mode::Replay,
         log: source.log(),
         disks: server.as_ref(),
+        media: media_server.as_ref(),
         version: &machine.qemu_version,
         console: with.console.as_deref(),
         clock: Clock::As(&loaded.meta.machine.full_command),
@@ -201,7 +205,15 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     } else {
         restore::start(plan, &*ram, &loaded.device_state)
     };
-    let restored = restored.map_err(|e| Failure::qemu(&e))?;
+    let mut restored = restored.map_err(|e| Failure::qemu(&e))?;
+    let core = restored.vm().core();
+    if let (Some((served, _)), Some(core)) = (&mut disks, core) {
+        served.disks.answer_on(core).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+    }
+    if let Some((mut media, folder)) = media {
+        core.map_or(Ok(()), |core| media.answer_on(core))?;
+        restored.vm().accompany((media, folder));
+    }
     Ok(Started { restored, disks, loaded })
 }
 
@@ -220,6 +232,14 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
     let socket = folder.path().join(SOCKET);
     let served = disks::serve(store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
     Ok(Some((served, folder)))
+}
+
+/// The media that the guest can only read, and the directory of their socket; none where QEMU has to read them itself.
+fn serve_media(machine: &RestoreSource) -> Option<(Media, tempfile::TempDir)> {
+    let media = media_of(machine.user_command.get(1..)?).ok()?;
+    let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir().ok()?;
+    let served = Media::serve(&media, &machine.working_directory, folder.path());
+    Some((served.ok()??, folder))
 }
 
 /// Who serves them.

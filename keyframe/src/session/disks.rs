@@ -110,6 +110,11 @@ impl SessionDisks {
         Ok(stats.disks.iter().map(|disk| disk.dirty_blocks * PAGE_BYTES as u64).sum())
     }
 
+    /// Requests are answered on `core`, on which the one guest runs alone, before it runs on.
+    pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
+        self.shared.ask(|disks| disks.answer_on(core))
+    }
+
     /// A capture begins: what is dirty is synced while the guest runs.
     pub fn begin(&mut self) -> Result<Cut, BoxError> {
         self.shared.ask(keyframe_disk::Disks::prepare)?;

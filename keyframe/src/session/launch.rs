@@ -9,6 +9,7 @@ use super::sink::{MachinesMeta, StoreSink};
 use super::storage::{self, DiskWay, Storage};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
+use crate::disks::media::Media;
 use crate::disks::place::left_over;
 use crate::disks::{self, Served, Wanted};
 use crate::failure::Failure;
@@ -93,8 +94,9 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     } else {
         None
     };
+    let mut media = None;
     if let Some(recorded) = &options.recorded {
-        recorded.prepare(&mut starting, options.quiet)?;
+        media = recorded.prepare(&mut starting, (&directory, run_dir.path()), options.quiet)?;
     }
     let disks = served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
     let mut beside = Beside { lans, disks };
@@ -105,9 +107,14 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             let run_dir =
                 if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
             let runs = !line.starts_paused();
-            let vm = Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
+            let mut vm = Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
             let whole = vm.require_whole_line().map_err(|e| Failure::qemu(&e));
+            let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
+            if let Some(media) = media.take() {
+                vm.accompany(media);
+            }
             found.push(Found { name, vm, identity, directory: directory.clone(), monitor: None, runs });
+            answered?;
             match whole {
                 Err(hidden) if options.recorded.is_some() => Err(hidden),
                 Err(hidden) => {
@@ -140,6 +147,13 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             Err(failure)
         }
     }
+}
+
+/// Has what a recorded guest reads and writes answered on its core, where it has one.
+fn answer_on(core: Option<u32>, disks: Option<&Storage>, media: Option<&mut Media>) -> Result<(), Failure> {
+    let Some(core) = core else { return Ok(()) };
+    disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(e.to_string()))?;
+    media.map_or(Ok(()), |media| media.answer_on(core))
 }
 
 /// The disks of all lines, by paths that hold anywhere.

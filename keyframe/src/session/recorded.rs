@@ -8,13 +8,14 @@
 //!
 //! Requests are those of disks, and packets that a network card is to send.
 
+use crate::disks::media::Media;
 use crate::failure::Failure;
 use keyframe_capture::BoxError;
 use keyframe_qemu::record::Queues;
 use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
 use keyframe_store::MachineMeta;
 use keyframe_units::CheckpointId;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -40,17 +41,31 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// Has the VM of `starting` recorded.
-    pub fn prepare(&self, starting: &mut [(Invocation, QemuIdentity)], quiet: bool) -> Result<(), Failure> {
+    /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media, served on a socket in the second one.
+    pub fn prepare(
+        &self,
+        starting: &mut [(Invocation, QemuIdentity)],
+        (directory, run_dir): (&Path, &Path),
+        quiet: bool,
+    ) -> Result<Option<Media>, Failure> {
         let [(line, _)] = starting else {
             return Err(Failure::new("QEMU records one VM, not a group").fix("record each VM by itself"));
         };
+        let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|failure| {
+            if !quiet {
+                eprintln!("keyframe: note: QEMU reads the guest's read-only media itself ({}): what waits for them waits longer", failure.message);
+            }
+            None
+        });
+        if let Some(media) = &media {
+            line.serve_media(&media.server());
+        }
         for note in line.record(&self.log).map_err(|e| Failure::qemu(&e))? {
             if !quiet {
                 eprintln!("keyframe: note: {note}");
             }
         }
-        Ok(())
+        Ok(media)
     }
 }
 

@@ -119,6 +119,14 @@ impl Storage {
         }
     }
 
+    /// Requests of the one guest are answered on `core`, where it can be had: see [`keyframe_disk::Disks::answer_on`].
+    pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
+        match self {
+            Self::Served(disks) => disks.answer_on(core),
+            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
+        }
+    }
+
     /// A capture begins, while the guests run.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<Cut, BoxError> {
         match self {

@@ -20,6 +20,7 @@
 
 pub mod client;
 mod connection;
+mod desk;
 mod handshake;
 mod input;
 mod output;
@@ -28,6 +29,7 @@ mod transmission;
 pub(crate) mod wire;
 
 use crate::{Disk, Error, Result};
+use desk::Desk;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -79,6 +81,7 @@ pub struct Server {
 pub(crate) struct Shared {
     pub exports: Vec<Export>,
     pub traffic: Traffic,
+    pub desk: Desk,
     ending: AtomicBool,
     connections: Mutex<Vec<(u64, UnixStream)>>,
 }
@@ -101,6 +104,11 @@ impl Server {
     /// What went over it.
     pub fn traffic(&self) -> &Traffic {
         &self.shared.traffic
+    }
+
+    /// Where requests are answered.
+    pub fn desk(&self) -> &Desk {
+        &self.shared.desk
     }
 
     /// Takes no more clients, ends the connections, and waits until their requests are done.
@@ -126,7 +134,7 @@ impl Drop for Server {
 impl Shared {
     fn new(exports: Vec<Export>) -> Self {
         let (ending, connections) = (AtomicBool::new(false), Mutex::default());
-        Self { exports, traffic: Traffic::default(), ending, connections }
+        Self { exports, traffic: Traffic::default(), desk: Desk::default(), ending, connections }
     }
 
     fn listen(self: &Arc<Self>, listener: &UnixListener) {

@@ -6,6 +6,7 @@ use super::output::{Output, Sender};
 use super::transmission::number;
 use super::wire::Request;
 use crate::{Disk, Error, Result};
+use keyframe_kernel::cores;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -51,6 +52,7 @@ impl Slow {
 }
 
 fn serve(disk: &Disk, requests: &Mutex<Receiver<Request>>, sender: Sender) {
+    cores::unbind_this();
     let mut output = Output::new(sender);
     loop {
         // One of them waits in here, the others for the lock.

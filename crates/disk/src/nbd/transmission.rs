@@ -1,6 +1,7 @@
 //! The requests of one client.
 
 use super::Shared;
+use super::desk::Seat;
 use super::handshake::{Agreed, CONTEXT_ID};
 use super::input::Input;
 use super::output::{Output, Sender};
@@ -10,8 +11,9 @@ use super::wire::{
     EINVAL, EIO, ENOSPC, EOVERFLOW, FLAG_DONT_FRAGMENT, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE,
     PAYLOAD_BYTES_MAX, REQUEST_BYTES, Request, STATE_HOLE_ZERO,
 };
-use crate::disk::Flushed;
+use crate::disk::{Flushed, Now};
 use crate::{Disk, Error, Result};
+use keyframe_kernel::cores;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,6 +37,7 @@ pub struct Transmission {
     flusher: Option<(SyncSender<u64>, JoinHandle<()>)>,
     slow: Option<Slow>,
     payload: Vec<u8>,
+    seat: Seat,
 }
 
 /// What a failure is to the client.
@@ -46,7 +49,17 @@ impl Transmission {
     pub fn new(shared: Arc<Shared>, agreed: Agreed, input: Input, stream: UnixStream) -> Self {
         let sender = Sender::new(stream, agreed.structured);
         let output = Output::new(sender.clone());
-        Self { shared, agreed, input, output, sender, flusher: None, slow: None, payload: Vec::new() }
+        Self {
+            shared,
+            agreed,
+            input,
+            output,
+            sender,
+            flusher: None,
+            slow: None,
+            payload: Vec::new(),
+            seat: Seat::default(),
+        }
     }
 
     /// Until the client leaves. Flushes and reads under way are finished.
@@ -79,6 +92,7 @@ impl Transmission {
             if request.command == CMD_DISC {
                 return Ok(());
             }
+            self.shared.desk.take(&mut self.seat);
             self.shared.traffic.requests.fetch_add(1, Ordering::Relaxed);
             self.handle(&request)?;
         }
@@ -143,8 +157,13 @@ impl Transmission {
         }
         self.shared.traffic.read_bytes.fetch_add(request.len.into(), Ordering::Relaxed);
         let disk = &self.agreed.export.disk;
-        let read = |buf: &mut [u8]| disk.read_now(request.offset, buf).map_err(|e| number(&e));
-        if self.output.data(request, read)? {
+        let seat = &mut self.seat;
+        let mut read = |buf: &mut [u8]| match disk.read_now(request.offset, buf)? {
+            Now::Read => Ok(true),
+            Now::Unknown if seat.tries() => seat.watch(|| disk.read(request.offset, buf)).map(|()| true),
+            Now::Unknown | Now::Waits => Ok(false),
+        };
+        if self.output.data(request, |buf| read(buf).map_err(|e| number(&e)))? {
             return Ok(());
         }
         let slow = match self.slow.take() {
@@ -196,6 +215,11 @@ impl Transmission {
     /// Hands a flush to the second thread, which waits for the medium.
     fn flush(&mut self, cookie: u64) -> Result<()> {
         self.shared.traffic.flushes.fetch_add(1, Ordering::Relaxed);
+        match self.disk().flush_now() {
+            Ok(false) => {}
+            Ok(true) => return self.output.answer(cookie, 0),
+            Err(e) => return self.output.answer(cookie, number(&e)),
+        }
         let flusher = match self.flusher.take() {
             Some(flusher) => flusher,
             None => self.start_flusher()?,
@@ -211,6 +235,7 @@ impl Transmission {
         let (orders, cookies) = sync_channel::<u64>(FLUSHES_MAX);
         let (disk, sender) = (Arc::clone(&self.agreed.export.disk), self.sender.clone());
         let thread = std::thread::Builder::new().name("nbd-flush".into()).spawn(move || {
+            cores::unbind_this();
             for cookie in cookies {
                 let flushed = disk.flush();
                 let error = flushed.as_ref().err().map_or(0, number);

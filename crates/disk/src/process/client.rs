@@ -167,6 +167,11 @@ impl Disks {
         self.done(&Order::Resumed, ANSWER_TIMEOUT)
     }
 
+    /// Has requests answered on `core`, on which the guest runs alone, before it runs on: see the server's `desk`.
+    pub fn answer_on(&mut self, core: u32) -> Result<()> {
+        self.done(&Order::AnswerOn { core }, ANSWER_TIMEOUT)
+    }
+
     /// All blocks that `epoch` of the disk at `index` covers, rising: those written since the cut before, and those of
     /// epochs that were given back.
     pub fn pages(&mut self, index: usize, epoch: DiskEpoch) -> Pages<'_> {

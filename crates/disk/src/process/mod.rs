@@ -115,6 +115,10 @@ enum Order {
     Settled,
     /// The VM runs.
     Resumed,
+    /// Requests are answered on this core, in front of what else runs there.
+    AnswerOn {
+        core: u32,
+    },
     Pages {
         disk: usize,
         epoch: DiskEpoch,

@@ -131,7 +131,11 @@ impl Serving<'_> {
                 self.exports.iter().for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
             }
             Order::Settled => each(&self.exports, Disk::settled)?,
-            Order::Resumed => priority::restore_all(),
+            Order::Resumed => {
+                priority::restore_all();
+                self.server.desk().renew();
+            }
+            Order::AnswerOn { core } => self.server.desk().set(*core),
             Order::Cut => return self.cut(),
             Order::Pages { disk, epoch, from } => {
                 let export = self.exports.get(*disk);

@@ -22,6 +22,7 @@ pub use clock::{Clock, may_be_late};
 pub use requests::Queues;
 
 use crate::drives::{self, DiskServer};
+use crate::media;
 use crate::options::{self, Argument, escape, keys, properties, value_of};
 use crate::{Error, Result};
 use std::path::Path;
@@ -49,6 +50,8 @@ pub struct Wanted<'a> {
     pub log: &'a Path,
     /// Who serves the disks that the guest can write to; none where it has no such disk.
     pub disks: Option<&'a DiskServer>,
+    /// Who serves the media that it can only read; QEMU itself without one.
+    pub media: Option<&'a DiskServer>,
     /// The QEMU's version (`7.2.22 ...`).
     pub version: &'a str,
     /// Where a replay's serial output goes; nowhere without one.
@@ -82,6 +85,10 @@ pub(crate) fn made(arguments: &[Argument], wanted: Wanted<'_>) -> Result<(Vec<Ar
     let served = match wanted.disks {
         Some(server) => drives::rewrite(arguments, server)?,
         None => arguments.to_vec(),
+    };
+    let served = match wanted.media {
+        Some(server) => media::rewrite(&served, server)?,
+        None => served,
     };
     let layered = block::layer(&served)?;
     for argument in &layered {
@@ -271,6 +278,7 @@ mod tests {
         Wanted {
             mode,
             log: Path::new("/r/log,1"),
+            media: None,
             disks: None,
             version: "7.2.22",
             console: None,

@@ -1,0 +1,99 @@
+//! Where requests are answered: wherever the kernel likes, or on the core of the guest that asks, and before it runs on.
+//!
+//! ```text
+//!   anywhere          guest ── request ── runs ── halts            a recorded guest that has halted gets the answer at its next timer only,
+//!                     server      └ woken on another core ── answer          ms later
+//!
+//!   on its core       guest ── request ┐          ┌ the answer is there: taken by the thread that asked, at once
+//!                     server           └─ answer ─┘
+//! ```
+//!
+//! A QEMU that records or replays is on one core, by turns (`keyframe-qemu`, `turns`). A client's thread that is on that core too, and in front of the guest's, takes
+//! the core with the request, and gives it back with the answer: what the guest asked for is there before QEMU looks for it the first time, as long as nothing has to be
+//! waited for. Where the priority is not permitted the thread is an ordinary one, and the kernel most often decides the same.
+
+use keyframe_kernel::{cores, priority};
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// The core that all clients' threads answer on, and how often that was said: a thread whose priority was changed takes its place anew.
+#[derive(Debug, Default)]
+pub struct Desk(AtomicU64);
+
+/// Bits of a core's number, plus one.
+const CORE_BITS: u32 = 32;
+
+/// A read that had its thread sleep for longer has waited for a device.
+const WAITED: Duration = Duration::from_micros(500);
+/// How many reads are taken to be like one that has.
+const LIKE_IT: u32 = 32;
+
+/// What a client's thread has taken.
+#[derive(Debug, Default)]
+pub struct Seat {
+    said: u64,
+    /// How many reads behind one that waited are left.
+    like_it: u32,
+}
+
+impl Seat {
+    /// Whether what nobody knows to be quick (an image that has to be decoded, a checkpoint's blocks) is read by this thread all the same: the guest would have
+    /// it at once. Not while the last of those has waited for a device.
+    pub fn tries(&mut self) -> bool {
+        if core_of(self.said).is_none() {
+            return false;
+        }
+        let tries = self.like_it == 0;
+        self.like_it = self.like_it.saturating_sub(1);
+        tries
+    }
+
+    /// Reads so, and remembers whether it had to wait.
+    pub fn watch<T>(&mut self, read: impl FnOnce() -> T) -> T {
+        let (began, worked) = (Instant::now(), of_thread());
+        let result = read();
+        let slept = began.elapsed().saturating_sub(of_thread().saturating_sub(worked));
+        if slept > WAITED {
+            self.like_it = LIKE_IT;
+        }
+        result
+    }
+}
+
+/// The CPU time of the calling thread.
+fn of_thread() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+impl Desk {
+    /// Answers come from `core` from each client's next request on.
+    pub fn set(&self, core: u32) {
+        let round = (self.0.load(Ordering::Relaxed) >> CORE_BITS) + 1;
+        self.0.store(round << CORE_BITS | (u64::from(core) + 1), Ordering::Release);
+    }
+
+    /// Threads take their places anew: all of this process have got another priority.
+    pub fn renew(&self) {
+        if let Some(core) = core_of(self.0.load(Ordering::Relaxed)) {
+            self.set(core);
+        }
+    }
+
+    /// Has the calling thread take its place, where it has not yet.
+    pub fn take(&self, seat: &mut Seat) {
+        let said = self.0.load(Ordering::Acquire);
+        if said != seat.said {
+            seat.said = said;
+            if let Some(core) = core_of(said) {
+                // On another core it is to be in nobody's way.
+                let _ = cores::bind_this(core as usize) && priority::raise();
+            }
+        }
+    }
+}
+
+fn core_of(said: u64) -> Option<u32> {
+    (said as u32).checked_sub(1)
+}

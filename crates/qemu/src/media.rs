@@ -1,0 +1,182 @@
+//! The media of a line that the guest can only read, and the line with each of them served by a server of ours.
+//!
+//! ```text
+//!   user's     -drive file=root.img,readonly=on,id=r,if=none                         -cdrom a.iso
+//!   recorded   -drive format=raw,file.driver=nbd,...,read-only=on,id=r,if=none       -drive ...,index=2,media=cdrom
+//! ```
+//!
+//! QEMU reads such images itself, by threads whose answers its main loop takes: a recorded guest that has halted meanwhile gets them at its next timer only. A server that
+//! has the guest's core answers before QEMU looks for the answer (`keyframe-disk`, `desk`). It is for speed alone, and what the guest sees is the same: a medium that is not
+//! found here stays QEMU's.
+//!
+//! Left out: `-blockdev`, firmware, floppies by `-fda`, images that are no files or neither raw nor qcow2.
+
+use crate::Result;
+use crate::drives::{DiskServer, export_keys};
+use crate::options::{self, Argument, escape, value_of};
+use std::path::PathBuf;
+
+/// A medium that the guest can only read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Medium {
+    /// Its name, unique in the line.
+    pub name: String,
+    /// The image, as the line names it.
+    pub image: PathBuf,
+    /// Its format, where the line says so.
+    pub format: Option<String>,
+}
+
+/// Keys of `-drive` that say how QEMU opens the image, and nothing where it does not.
+const OPENING: &[&str] = &[
+    "file",
+    "format",
+    "driver",
+    "aio",
+    "cache",
+    "cache.direct",
+    "auto-read-only",
+    "force-share",
+    "read-only",
+    "readonly",
+    "discard",
+    "file.driver",
+    "file.filename",
+    "file.locking",
+    "file.aio",
+];
+
+/// Those that stay.
+const KEPT: &[&str] = &["if", "id", "index", "bus", "unit", "media", "werror", "rerror", "node-name"];
+const THROTTLING: &[&str] = &["throttling", "bps", "iops"];
+
+type Keys = Vec<(String, String)>;
+
+/// The media that the guest can only read, of the words behind the binary.
+pub fn media_of(words: &[String]) -> Result<Vec<Medium>> {
+    Ok(find(&options::parse(words)?))
+}
+
+/// The same of a line that was taken apart.
+pub(crate) fn find(arguments: &[Argument]) -> Vec<Medium> {
+    media(arguments).into_iter().flatten().map(|(medium, _)| medium).collect()
+}
+
+/// The line with its media served by `server`.
+pub(crate) fn rewrite(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
+    let served = |(argument, medium): (&Argument, Option<(Medium, Keys)>)| {
+        let Some((medium, kept)) = medium else { return Ok(argument.clone()) };
+        let mut keys = export_keys("file.", server, &medium.name)?;
+        keys.insert(0, ("format".into(), "raw".into()));
+        keys.push(("read-only".into(), "on".into()));
+        keys.extend(kept);
+        let words: Vec<String> = keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect();
+        Ok(Argument::Option("drive".into(), words.join(",")))
+    };
+    arguments.iter().zip(media(arguments)).map(served).collect()
+}
+
+/// For each argument, the medium that it is and the keys that stay.
+fn media(arguments: &[Argument]) -> Vec<Option<(Medium, Keys)>> {
+    let mut count = 0;
+    let mut of = |argument: &Argument| {
+        let (image, format, kept) = match argument.name() {
+            "cdrom" => (argument.value().to_owned(), None, cdrom()),
+            "drive" => of_drive(argument)?,
+            _ => return None,
+        };
+        let image = local(&image)?;
+        count += 1;
+        Some((Medium { name: format!("medium-{count}"), image, format }, kept))
+    };
+    arguments.iter().map(&mut of).collect()
+}
+
+/// What QEMU makes of `-cdrom`.
+fn cdrom() -> Keys {
+    vec![("index".into(), "2".into()), ("media".into(), "cdrom".into())]
+}
+
+/// The image of a drive that the guest can only read, its format, and the keys that stay.
+fn of_drive(argument: &Argument) -> Option<(String, Option<String>, Keys)> {
+    let keys = options::keys(argument.value(), "file");
+    let says = |key| value_of(&keys, key).is_some_and(|value| matches!(value, "on" | "true" | "yes" | "y"));
+    let is_read_only = says("readonly") || says("read-only") || value_of(&keys, "media") == Some("cdrom");
+    if !is_read_only || value_of(&keys, "if") == Some("pflash") {
+        return None;
+    }
+    if value_of(&keys, "file.driver").is_some_and(|driver| driver != "file") {
+        return None;
+    }
+    let image = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
+    let image = image.filter(|image| !image.is_empty())?.to_owned();
+    let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
+    let mut kept = Keys::new();
+    for (key, value) in keys {
+        if KEPT.contains(&key.as_str()) || THROTTLING.iter().any(|prefix| key.starts_with(prefix)) {
+            kept.push((key, value));
+        } else if !OPENING.contains(&key.as_str()) {
+            return None;
+        }
+    }
+    Some((image, format, kept))
+}
+
+/// The path of a file, of what `file=` says.
+fn local(image: &str) -> Option<PathBuf> {
+    let path = image.strip_prefix("file:").unwrap_or(image);
+    let is_protocol = path.split_once(':').is_some_and(|(protocol, _)| !protocol.contains('/'));
+    (!is_protocol).then(|| path.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> Vec<Argument> {
+        options::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
+    }
+
+    fn rewritten(text: &str) -> String {
+        let server = DiskServer { socket: "/r/m.sock".into(), prefix: String::new() };
+        let words: Vec<String> =
+            rewrite(&line(text), &server).unwrap().iter().flat_map(Argument::words).collect();
+        words.join(" ")
+    }
+
+    #[test]
+    fn a_medium_keeps_what_the_guest_sees_of_it() {
+        let nbd = "file.driver=nbd,file.server.type=unix,file.server.path=/r/m.sock";
+        assert_eq!(
+            rewritten(
+                "-m 64 -drive file=a,,b,format=raw,readonly=on,aio=native,cache=none,if=none,id=r -cdrom c.iso"
+            ),
+            format!(
+                "-m 64 -drive format=raw,{nbd},file.export=medium-1,read-only=on,if=none,id=r \
+                 -drive format=raw,{nbd},file.export=medium-2,read-only=on,index=2,media=cdrom"
+            )
+        );
+        let found = find(&line("-drive file=a,,b,format=qcow2,read-only=on -drive file=w -cdrom c.iso"));
+        let shown: Vec<_> =
+            found.iter().map(|m| (&*m.name, m.image.to_str().unwrap(), m.format.as_deref())).collect();
+        assert_eq!(shown, [("medium-1", "a,b", Some("qcow2")), ("medium-2", "c.iso", None)]);
+    }
+
+    #[test]
+    fn what_is_not_known_to_be_one_stays() {
+        for text in [
+            "-drive file=a,if=virtio",
+            "-drive file=a,readonly=on,if=pflash",
+            "-drive file=a,readonly=on,snapshot=on",
+            "-drive file=a,readonly=on,copy-on-read=on",
+            "-drive file=nbd:localhost:1,readonly=on",
+            "-drive file.driver=nbd,file.path=/s,readonly=on",
+            "-drive media=cdrom,if=none,id=empty",
+            "-cdrom http://a/b.iso",
+            "-blockdev driver=file,node-name=f,filename=a,read-only=on",
+        ] {
+            assert_eq!(rewritten(text), text);
+            assert_eq!(find(&line(text)), []);
+        }
+    }
+}

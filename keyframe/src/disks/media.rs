@@ -1,0 +1,80 @@
+//! The media that a recorded guest can only read, served as its disks are: for the speed of the answers alone.
+//!
+//! Nothing of it goes into a checkpoint: the image is the user's, and is not written.
+
+use crate::failure::{Failure, chain};
+use keyframe_disk::{Disks, ImageFormat, Spec};
+use keyframe_qemu::{DiskServer, Medium};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The socket, in the folder that it is served in.
+const SOCKET: &str = "media.sock";
+
+/// Media that are served, until this is dropped.
+pub struct Media {
+    disks: Option<Disks>,
+    socket: PathBuf,
+}
+
+impl Media {
+    /// Serves `media`, whose paths hold in `directory`, on a socket in `folder`; none where there are none.
+    ///
+    /// Error: one of them cannot be served. QEMU can read it itself.
+    pub fn serve(media: &[Medium], directory: &Path, folder: &Path) -> Result<Option<Self>, Failure> {
+        if media.is_empty() {
+            return Ok(None);
+        }
+        let specs =
+            media.iter().map(|medium| spec(medium, directory, folder)).collect::<Result<Vec<_>, _>>()?;
+        let socket = folder.join(SOCKET);
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("keyframe").arg("__disks");
+        let disks = Disks::spawn(&mut command, &socket, &specs).map_err(|e| Failure::new(chain(&e)))?;
+        Ok(Some(Self { disks: Some(disks), socket }))
+    }
+
+    /// Who serves them.
+    pub fn server(&self) -> DiskServer {
+        DiskServer { socket: self.socket.clone(), prefix: String::new() }
+    }
+
+    /// Requests are answered on `core`, on which the guest runs alone, before it runs on.
+    pub fn answer_on(&mut self, core: u32) -> Result<(), Failure> {
+        self.disks.as_mut().map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(chain(&e)))
+    }
+}
+
+impl Drop for Media {
+    fn drop(&mut self) {
+        if let Some(disks) = self.disks.take() {
+            // QEMU is gone, and nothing was written.
+            let _ = disks.end();
+        }
+    }
+}
+
+/// How the server is to open a medium.
+fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<Spec, Failure> {
+    let image = directory.join(&medium.image);
+    let name = image.display();
+    if !std::fs::metadata(&image).is_ok_and(|metadata| metadata.is_file()) {
+        return Err(Failure::new(format!("{name} is no file")));
+    }
+    let format = match medium.format.as_deref() {
+        Some(word) => {
+            ImageFormat::named(word).ok_or_else(|| Failure::new(format!("{name} is in format {word}")))?
+        }
+        None => ImageFormat::probe(&image).map_err(|e| Failure::new(chain(&e)))?,
+    };
+    Ok(Spec {
+        export: medium.name.clone(),
+        base: image,
+        format,
+        blank_bytes: None,
+        overlay: folder.join(&medium.name),
+        layer: None,
+        temporary: true,
+    })
+}
