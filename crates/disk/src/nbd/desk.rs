@@ -13,7 +13,7 @@
 //! waited for. Where the priority is not permitted the thread is an ordinary one, and the kernel most often decides the same.
 
 use keyframe_kernel::{cores, priority};
-use rustix::time::{ClockId, clock_gettime};
+use nix::sys::resource::{UsageWho, getrusage};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ pub struct Desk(AtomicU64);
 /// Bits of a core's number, plus one.
 const CORE_BITS: u32 = 32;
 
-/// A read that had its thread sleep for longer has waited for a device.
+/// A read that took longer, and had its thread sleep, has waited for a device.
 const WAITED: Duration = Duration::from_micros(500);
 /// How many reads are taken to be like one that has.
 const LIKE_IT: u32 = 32;
@@ -51,20 +51,19 @@ impl Seat {
 
     /// Reads so, and remembers whether it had to wait.
     pub fn watch<T>(&mut self, read: impl FnOnce() -> T) -> T {
-        let (began, worked) = (Instant::now(), of_thread());
+        let (began, slept) = (Instant::now(), sleeps());
         let result = read();
-        let slept = began.elapsed().saturating_sub(of_thread().saturating_sub(worked));
-        if slept > WAITED {
+        // A thread whose core was taken has not slept.
+        if began.elapsed() > WAITED && sleeps() > slept {
             self.like_it = LIKE_IT;
         }
         result
     }
 }
 
-/// The CPU time of the calling thread.
-fn of_thread() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+/// How often the calling thread has gone to sleep.
+fn sleeps() -> i64 {
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
 impl Desk {
@@ -96,4 +95,28 @@ impl Desk {
 
 fn core_of(said: u64) -> Option<u32> {
     (said as u32).checked_sub(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_behind_one_that_waited_are_not_tried() {
+        let mut seat = Seat::default();
+        assert!(!seat.tries(), "it has no place");
+        std::thread::spawn(move || {
+            let desk = Desk::default();
+            desk.set(0);
+            desk.take(&mut seat);
+            assert!(seat.tries());
+            assert_eq!(seat.watch(|| 7), 7);
+            assert!(seat.tries(), "that one was quick");
+            seat.watch(|| std::thread::sleep(WAITED * 4));
+            let tried: Vec<bool> = (0..=LIKE_IT).map(|_| seat.tries()).collect();
+            assert!(tried.iter().rev().skip(1).all(|tried| !tried) && tried.last() == Some(&true));
+        })
+        .join()
+        .unwrap();
+    }
 }

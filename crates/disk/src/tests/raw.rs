@@ -8,6 +8,7 @@ use crate::nbd::wire::{
 };
 use crate::nbd::{Export, Server};
 use crate::{BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result};
+use keyframe_kernel::cores;
 use proptest::prelude::*;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -173,6 +174,69 @@ impl Layer for Held {
 
     fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>> {
         Ok(Some(from).filter(|block| block.0 < 100))
+    }
+}
+
+/// The threads of `process` that are called so, with the cores that they may run on.
+fn cores_of(process: u32, name: &str) -> Vec<Vec<usize>> {
+    let is_called = |thread: &u32| {
+        let said = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/comm"));
+        said.is_ok_and(|said| said.trim() == name)
+    };
+    cores::threads_of(process).into_iter().filter(is_called).map(cores::of_thread).collect()
+}
+
+/// As for a VM that records: all that a client asks for, of an image that has to be decoded and of a layer, is answered by its own thread, on that core.
+#[test]
+fn clients_are_answered_on_the_core_that_was_said() {
+    let bed = Bed::new();
+    let content = bed.raw("base.raw", 1 << 20);
+    super::img(&[
+        "convert",
+        "-c",
+        "-O",
+        "qcow2",
+        &bed.path("base.raw").display().to_string(),
+        &bed.path("base.qcow2").display().to_string(),
+    ]);
+    let all = cores::of_thread(std::process::id());
+    let core = *all.last().unwrap();
+    for temporary in [false, true] {
+        let spec = crate::process::Spec {
+            layer: Some("9".into()),
+            overlay: bed.path(&format!("overlay-{temporary}")),
+            temporary,
+            ..bed.spec("base.qcow2", ImageFormat::Qcow2)
+        };
+        let mut disks = bed.start(&spec);
+        let mut raw = Raw::on(&bed, "d");
+        disks.answer_on(core as u32).unwrap();
+        for round in 0..3u64 {
+            raw.request(CMD_READ, round, 0, 16384, b"");
+            assert_eq!(raw.reply(), (round, 0));
+            let read = raw.take(16384);
+            assert!(
+                read[..4096] == content[..4096]
+                    && read[4096..8192] == [9; 4096]
+                    && read[8192..12288] == [0; 4096]
+            );
+            assert!(read[12288..] == content[12288..16384]);
+            raw.request(CMD_FLUSH, 10 + round, 0, 0, b"");
+            assert_eq!(raw.reply(), (10 + round, 0));
+            assert_eq!(cores_of(disks.pid(), "nbd-client"), [[core]], "round {round}");
+            // All threads of the server are other ones in a pause, and take their places again.
+            disks.pause(Duration::from_secs(1)).unwrap();
+            disks.settled().unwrap();
+            disks.resumed().unwrap();
+        }
+        assert_eq!(cores_of(disks.pid(), "nbd-slow"), [[0usize; 0]; 0], "nothing was handed over");
+        let mut flushing = cores_of(disks.pid(), "nbd-flush");
+        flushing.iter_mut().for_each(|cores| cores.sort_unstable());
+        let mut wherever = all.clone();
+        wherever.sort_unstable();
+        assert_eq!(flushing, if temporary { vec![] } else { vec![wherever] });
+        drop(raw);
+        disks.end().unwrap();
     }
 }
 
