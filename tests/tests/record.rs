@@ -7,6 +7,7 @@ use keyframe_tests::{
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 /// `keyframe record`, of `boot` into `R`.
@@ -195,6 +196,66 @@ fn soak_tools_see_a_machine_of_two_nodes() {
         // Stacks and tasks are in the CPU's node.
         assert!(calls.lines().filter(|line| line.ends_with(",kfguest")).count() > 20, "{found:#}");
         assert!(calls.lines().all(|line| !line.ends_with(',')), "{found:#}");
+    }
+}
+
+/// Media that the guest can only read are served as its disks are; the guest sees what it would see without, and each interval replays exactly.
+#[test]
+fn read_only_media_are_served_and_replay_exactly() {
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        // It ends within a sector.
+        let content: Vec<u8> =
+            (0..3_000_100u32).flat_map(|n| (n / 7).to_le_bytes()).take(3_000_100).collect();
+        std::fs::write(bench.path().join("raw.img"), &content).expect("write an image");
+        let image = |name: &str| bench.path().join(name).display().to_string();
+        disks::qemu_img(&[
+            "convert",
+            "-c",
+            "-f",
+            "raw",
+            "-O",
+            "qcow2",
+            &image("raw.img"),
+            &image("packed.img"),
+        ]);
+        let raw = format!("file={},format=raw,readonly=on,if=virtio", image("raw.img"));
+        let packed = format!("file={},read-only=on,if=virtio", image("packed.img"));
+        let boot = guest(&qemu.path, "shell").with(&["-drive", &raw, "-drive", &packed]);
+        let mut vm = record(&bench, &["--checkpoint-every", "500ms"], &boot);
+        vm.wait_for("KF READY");
+        let line = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let served = children(vm.pid()).into_iter().filter(|pid| line(*pid).contains("media.sock")).count();
+        assert_eq!(served, 1, "QEMU's line names the server; {}", vm.report());
+        // Whole sectors, as QEMU shows it.
+        let mut padded = content.clone();
+        padded.resize(content.len().next_multiple_of(512), 0);
+        std::fs::write(image("padded"), &padded).expect("write a file");
+        let summed = Command::new("md5sum").arg(image("padded")).output().expect("run md5sum");
+        let sum = String::from_utf8_lossy(&summed.stdout).chars().take(32).collect::<String>();
+        // A recorded serial port takes 16 characters at a time.
+        for (line, told) in [
+            ("cd /dev", "cd /dev"),
+            ("md5sum vda vdb", "  vdb"),
+            ("cd /sys/block", "cd /sys"),
+            ("cat vd?/ro", "1"),
+        ] {
+            vm.say(line);
+            vm.wait_for(told);
+        }
+        let console = vm.lines();
+        for disk in ["vda", "vdb"] {
+            assert!(console.iter().any(|line| line.contains(&format!("{sum}  {disk}"))), "{}", vm.report());
+        }
+        end_after(&bench, &mut vm, 4);
+        let report = verified(&bench);
+        assert!(intervals(&report).len() >= 3, "{report:#}");
+        assert!(std::fs::read(bench.path().join("raw.img")).expect("read it again") == content);
+        let found =
+            bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--check-sequential", "--json"]);
+        assert_eq!(found["equals_sequential"], true, "{found:#}");
+        std::fs::remove_file(image("packed.img")).expect("remove an image");
+        bench.refused(&["verify", "R"], 1, &["packed.img"]);
     }
 }
 
