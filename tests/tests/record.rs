@@ -254,8 +254,12 @@ fn read_only_media_are_served_and_replay_exactly() {
         let found =
             bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--check-sequential", "--json"]);
         assert_eq!(found["equals_sequential"], true, "{found:#}");
-        std::fs::remove_file(image("packed.img")).expect("remove an image");
+        std::fs::rename(image("packed.img"), image("away")).expect("move an image away");
         bench.refused(&["verify", "R"], 1, &["packed.img"]);
+        std::fs::rename(image("away"), image("packed.img")).expect("put it back");
+        // Another image in its place would be read as if it were that one.
+        std::fs::write(image("raw.img"), &padded).expect("change an image");
+        bench.refused(&["verify", "R"], 1, &["raw.img", "has changed", "touch -d"]);
     }
 }
 

@@ -40,6 +40,16 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// An image that the guest could only read is not what it read when it was recorded.
+    #[error("{} has changed since the guest was recorded, which read it: {how}", path.display())]
+    Changed {
+        /// The image.
+        path: PathBuf,
+        /// What is different.
+        how: String,
+        /// When it had been written last, in nanoseconds since 1970.
+        modified_ns: i64,
+    },
     /// The host's clock is nowhere in the log.
     #[error("{} says nothing of the host's clock", path.display())]
     NoClock {
@@ -74,6 +84,12 @@ impl Error {
             Self::Exists { .. } => Some("name a directory that does not exist yet".into()),
             Self::LaterVersion { .. } => Some("read it with a later Keyframe".into()),
             Self::NoClock { .. } => Some("cut it by instructions: --every-instructions".into()),
+            Self::Changed { path, modified_ns, .. } => Some(format!(
+                "put it back as it was; where you are sure that it is the same, say so by: touch -d @{}.{:09} {}",
+                modified_ns.div_euclid(1_000_000_000),
+                modified_ns.rem_euclid(1_000_000_000),
+                path.display()
+            )),
             Self::TooManyCuts { .. } => Some("cut it less often".into()),
             Self::Io { .. } | Self::Damaged { .. } => None,
         }

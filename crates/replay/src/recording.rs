@@ -76,6 +76,9 @@ pub struct RecordingMeta {
     pub user_command: Vec<String>,
     /// The images that the guest could write to, as they were when it began.
     pub images: Vec<ImageMeta>,
+    /// Those that it could only read. Recordings made before this was kept have none.
+    #[serde(default)]
+    pub media: Vec<ImageMeta>,
     /// The store that has its checkpoints: the path, or `.` for `store` in the recording itself.
     pub store: String,
 }
@@ -119,6 +122,20 @@ impl ImageMeta {
             bytes: found.len(),
             modified_ns: found.mtime().saturating_mul(1_000_000_000).saturating_add(found.mtime_nsec()),
         })
+    }
+
+    /// Refuses an image that has another length or time of change now, or is gone: the guest would read something else.
+    pub fn require_unchanged(&self) -> Result<()> {
+        let now = Self::of(&self.disk, Path::new(&self.path))?;
+        if now == *self {
+            return Ok(());
+        }
+        let how = if now.bytes == self.bytes {
+            "its time of change is another".into()
+        } else {
+            format!("it had {} bytes and has {}", self.bytes, now.bytes)
+        };
+        Err(Error::Changed { path: self.path.clone().into(), how, modified_ns: self.modified_ns })
     }
 }
 
@@ -378,6 +395,7 @@ mod tests {
             working_directory: "/".into(),
             user_command: vec!["q".into()],
             images: Vec::new(),
+            media: Vec::new(),
             store: OWN_STORE.into(),
         }
     }

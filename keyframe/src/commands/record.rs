@@ -7,7 +7,7 @@ use crate::output;
 use crate::paths;
 use crate::replaying::{Follower, adopt_first, jobs, places_in};
 use crate::session::{self, Commands, Options, Recorded};
-use keyframe_qemu::Invocation;
+use keyframe_qemu::{Invocation, Medium};
 use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{Ending, Keeper, Recording, RecordingMeta};
 use keyframe_store::Store;
@@ -183,6 +183,9 @@ impl Record {
             None => OWN_STORE.into(),
             Some(place) => paths::absolute_store(place)?.to_string_lossy().into_owned(),
         };
+        // Of what is not there, QEMU tells.
+        let medium = |medium: Medium| ImageMeta::of(&medium.name, &directory.join(&medium.image)).ok();
+        let media = invocation.media().into_iter().filter_map(medium).collect();
         let vm = self.name.as_deref().or(invocation.vm_name()).unwrap_or("vm");
         Ok(RecordingMeta {
             version: VERSION,
@@ -199,6 +202,7 @@ impl Record {
             working_directory: directory.to_string_lossy().into_owned(),
             user_command: invocation.words().to_vec(),
             images: Vec::new(),
+            media,
             store,
         })
     }

@@ -5,7 +5,7 @@ use crate::keys::KeyArg;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, Place, intervals, with_standing_ends};
 use keyframe_replay::log::Boundaries;
-use keyframe_replay::recording::Readable;
+use keyframe_replay::recording::{ImageMeta, Readable};
 use keyframe_replay::{Ending, Recording};
 use keyframe_store::{Sealed, Store};
 use std::path::{Path, PathBuf};
@@ -44,6 +44,8 @@ impl Source {
         if !recording.has_maker().map_err(failed)? {
             adopt_first(&recording, &store, key)?;
         }
+        // Those that it could write to stand with each checkpoint.
+        recording.meta.media.iter().try_for_each(ImageMeta::require_unchanged).map_err(failed)?;
         let log = recording.readable_log().map_err(failed)?;
         Ok(Self { recording, store, log, boundaries: OnceLock::new(), holds: OnceLock::new() })
     }
