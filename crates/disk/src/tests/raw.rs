@@ -231,7 +231,9 @@ fn clients_are_answered_on_the_core_that_was_said() {
         }
         assert_eq!(cores_of(disks.pid(), "nbd-slow"), [[0usize; 0]; 0], "nothing was handed over");
         let mut flushing = cores_of(disks.pid(), "nbd-flush");
-        flushing.iter_mut().for_each(|cores| cores.sort_unstable());
+        for cores in &mut flushing {
+            cores.sort_unstable();
+        }
         let mut wherever = all.clone();
         wherever.sort_unstable();
         assert_eq!(flushing, if temporary { vec![] } else { vec![wherever] });
