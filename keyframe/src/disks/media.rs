@@ -6,38 +6,42 @@ use crate::failure::{Failure, chain};
 use keyframe_disk::{Disks, ImageFormat, Spec};
 use keyframe_qemu::{DiskServer, Medium};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
+use tempfile::TempDir;
 
-/// The socket, in the folder that it is served in.
+/// The socket, in a folder of its own.
 const SOCKET: &str = "media.sock";
 
 /// Media that are served, until this is dropped.
 pub struct Media {
     disks: Option<Disks>,
-    socket: PathBuf,
+    folder: TempDir,
 }
 
 impl Media {
-    /// Serves `media`, whose paths hold in `directory`, on a socket in `folder`; none where there are none.
+    /// Serves `media`, whose paths hold in `directory`, from a folder of its own in `place`; none where there are none.
     ///
     /// Error: one of them cannot be served. QEMU can read it itself.
-    pub fn serve(media: &[Medium], directory: &Path, folder: &Path) -> Result<Option<Self>, Failure> {
+    pub fn serve(media: &[Medium], directory: &Path, place: &Path) -> Result<Option<Self>, Failure> {
         if media.is_empty() {
             return Ok(None);
         }
-        let specs =
-            media.iter().map(|medium| spec(medium, directory, folder)).collect::<Result<Vec<_>, _>>()?;
-        let socket = folder.join(SOCKET);
+        let folder = tempfile::Builder::new().prefix("keyframe-media-").tempdir_in(place);
+        let folder =
+            folder.map_err(|e| Failure::new(format!("make a directory in {}: {e}", place.display())))?;
+        let spec = |medium| spec(medium, directory, folder.path());
+        let specs = media.iter().map(spec).collect::<Result<Vec<_>, _>>()?;
+        let socket = folder.path().join(SOCKET);
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__disks");
         let disks = Disks::spawn(&mut command, &socket, &specs).map_err(|e| Failure::new(chain(&e)))?;
-        Ok(Some(Self { disks: Some(disks), socket }))
+        Ok(Some(Self { disks: Some(disks), folder }))
     }
 
     /// Who serves them.
     pub fn server(&self) -> DiskServer {
-        DiskServer { socket: self.socket.clone(), prefix: String::new() }
+        DiskServer { socket: self.folder.path().join(SOCKET), prefix: String::new() }
     }
 
     /// Requests are answered on `core`, on which the guest runs alone, before it runs on.

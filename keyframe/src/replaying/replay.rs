@@ -184,7 +184,7 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     let server = server(&disks);
     let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
     let media = serve_media(&machine);
-    let media_server = media.as_ref().map(|(media, _folder)| media.server());
+    let media_server = media.as_ref().map(Media::server);
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
     let wanted = Wanted {
         mode: Mode::Replay,
@@ -210,9 +210,9 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     if let (Some((served, _)), Some(core)) = (&mut disks, core) {
         served.disks.answer_on(core).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
     }
-    if let Some((mut media, folder)) = media {
+    if let Some(mut media) = media {
         core.map_or(Ok(()), |core| media.answer_on(core))?;
-        restored.vm().accompany((media, folder));
+        restored.vm().accompany(media);
     }
     Ok(Started { restored, disks, loaded })
 }
@@ -234,12 +234,10 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
     Ok(Some((served, folder)))
 }
 
-/// The media that the guest can only read, and the directory of their socket; none where QEMU has to read them itself.
-fn serve_media(machine: &RestoreSource) -> Option<(Media, tempfile::TempDir)> {
+/// The media that the guest can only read; none where QEMU has to read them itself.
+fn serve_media(machine: &RestoreSource) -> Option<Media> {
     let media = media_of(machine.user_command.get(1..)?).ok()?;
-    let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir().ok()?;
-    let served = Media::serve(&media, &machine.working_directory, folder.path());
-    Some((served.ok()??, folder))
+    Media::serve(&media, &machine.working_directory, &std::env::temp_dir()).ok()?
 }
 
 /// Who serves them.
