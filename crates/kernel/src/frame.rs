@@ -23,7 +23,9 @@
 //! 2. A system call that was interrupted is made again: `rt_sigreturn` restarts nothing, so the frame stands before it. One that
 //!    waits for a length of time waits all of it again.
 //!
-//! Left out: threads with a shadow stack (CET), which a return to an address that no call has left would kill.
+//! Left out: threads with a shadow stack (CET), which a return to an address that no call has left would kill. And a wait for a length of time that was
+//! interrupted before, and let go on (by `restart_syscall`): `rt_sigreturn` makes the kernel forget what that was, so that the wait ends with `EINTR`, as after a
+//! signal. It takes somebody who stopped the thread and was killed just then, and another who comes in the same wait.
 
 use crate::ptrace::SignalMask;
 use std::arch::x86_64::__cpuid_count;
