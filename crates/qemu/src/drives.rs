@@ -10,7 +10,7 @@
 //!
 //! Left out: opening images, and guessing a format that was not given.
 
-use crate::options::{self, Argument, escape, value_of};
+use crate::options::{self, Argument, value_of};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -134,8 +134,7 @@ fn served(argument: &Argument, drive: &Drive, kept: Keys, server: &DiskServer) -
         keys.push(("discard".into(), "unmap".into()));
     }
     keys.extend(kept);
-    let words: Vec<String> = keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect();
-    Ok(Argument::Option(option.into(), words.join(",")))
+    Ok(Argument::Option(option.into(), options::joined(&keys)))
 }
 
 /// Keys, each behind `place`, that lead to the export for `name` at `server`.
@@ -193,8 +192,7 @@ fn on_index(path: &str, index: u8, temporary: bool, names: &mut Names) -> Fate {
 
 fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fate> {
     let mut keys = options::keys(argument.value(), "file");
-    let on = |keys: &Keys, key: &str| value_of(keys, key).is_some_and(|v| v == "on" || v == "true");
-    if on(&keys, "readonly") || on(&keys, "read-only") || value_of(&keys, "media") == Some("cdrom") {
+    if is_read_only_drive(&keys) {
         return Ok(Fate::Stays);
     }
     let file = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
@@ -207,7 +205,7 @@ fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fa
     if let Some(protocol) = value_of(&keys, "file.driver").filter(|d| !remote && !is_local(d)) {
         return Err(foreign(argument, protocol));
     }
-    let temporary = snapshot || on(&keys, "snapshot");
+    let temporary = snapshot || is_on(&keys, "snapshot");
     let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
     if let Some(writeback) = cache(argument, &keys)? {
         keys.extend(writeback);
@@ -226,7 +224,16 @@ fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fa
     Ok(Fate::Served(Drive { name, image, format, temporary, remote }, kept))
 }
 
-fn is_one_of(key: &str, whole: &[&str], prefixes: &[&str]) -> bool {
+/// Whether the guest can only read what a `-drive` of these keys names.
+pub(crate) fn is_read_only_drive(keys: &Keys) -> bool {
+    is_on(keys, "readonly") || is_on(keys, "read-only") || value_of(keys, "media") == Some("cdrom")
+}
+
+fn is_on(keys: &Keys, key: &str) -> bool {
+    value_of(keys, key).is_some_and(|v| v == "on" || v == "true")
+}
+
+pub(crate) fn is_one_of(key: &str, whole: &[&str], prefixes: &[&str]) -> bool {
     whole.contains(&key) || prefixes.iter().any(|prefix| key.starts_with(prefix))
 }
 
@@ -261,12 +268,15 @@ fn is_local(driver: &str) -> bool {
 
 /// The path of a file, of what `file=` says.
 fn local(argument: &Argument, file: &str) -> Result<PathBuf> {
+    let protocol = || file.strip_prefix("file:").unwrap_or(file).split(':').next().unwrap_or_default();
+    path_of(file).ok_or_else(|| foreign(argument, protocol()))
+}
+
+/// The same; none where it is reached by a protocol.
+pub(crate) fn path_of(file: &str) -> Option<PathBuf> {
     let path = file.strip_prefix("file:").unwrap_or(file);
-    let protocol = path.split_once(':').map(|(protocol, _)| protocol).filter(|p| !p.contains('/'));
-    match protocol {
-        None => Ok(path.into()),
-        Some(protocol) => Err(foreign(argument, protocol)),
-    }
+    let is_foreign = path.split_once(':').is_some_and(|(protocol, _)| !protocol.contains('/'));
+    (!is_foreign).then(|| path.into())
 }
 
 fn foreign(argument: &Argument, protocol: &str) -> Error {
@@ -370,7 +380,7 @@ fn image_of(keys: &Keys, prefix: &str) -> Option<PathBuf> {
 }
 
 fn is_read_only(node: &Keys) -> bool {
-    value_of(node, "read-only").is_some_and(|v| v == "on" || v == "true")
+    is_on(node, "read-only")
 }
 
 /// Keys of a node that stay.

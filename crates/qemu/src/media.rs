@@ -6,14 +6,14 @@
 //! ```
 //!
 //! QEMU reads such images itself, by threads whose answers its main loop takes: a recorded guest that has halted meanwhile gets them at its next timer only. A server that
-//! has the guest's core answers before QEMU looks for the answer (`keyframe-disk`, `desk`). It is for speed alone, and what the guest sees is the same: a medium that is not
+//! has the guest's core answers before QEMU looks for the answer (`keyframe-disk`, `affinity`). It is for speed alone, and what the guest sees is the same: a medium that is not
 //! found here stays QEMU's.
 //!
 //! Left out: `-blockdev`, firmware, floppies by `-fda`, images that are no files or neither raw nor qcow2.
 
 use crate::Result;
-use crate::drives::{DiskServer, export_keys};
-use crate::options::{self, Argument, escape, value_of};
+use crate::drives::{DiskServer, export_keys, is_one_of, is_read_only_drive, path_of};
+use crate::options::{self, Argument, value_of};
 use std::path::PathBuf;
 
 /// A medium that the guest can only read.
@@ -70,8 +70,7 @@ pub(crate) fn rewrite(arguments: &[Argument], server: &DiskServer) -> Result<Vec
         keys.insert(0, ("format".into(), "raw".into()));
         keys.push(("read-only".into(), "on".into()));
         keys.extend(kept);
-        let words: Vec<String> = keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect();
-        Ok(Argument::Option("drive".into(), words.join(",")))
+        Ok(Argument::Option("drive".into(), options::joined(&keys)))
     };
     arguments.iter().zip(media(arguments)).map(served).collect()
 }
@@ -85,7 +84,7 @@ fn media(arguments: &[Argument]) -> Vec<Option<(Medium, Keys)>> {
             "drive" => of_drive(argument)?,
             _ => return None,
         };
-        let image = local(&image)?;
+        let image = path_of(&image)?;
         count += 1;
         Some((Medium { name: format!("medium-{count}"), image, format }, kept))
     };
@@ -100,12 +99,8 @@ fn cdrom() -> Keys {
 /// The image of a drive that the guest can only read, its format, and the keys that stay.
 fn of_drive(argument: &Argument) -> Option<(String, Option<String>, Keys)> {
     let keys = options::keys(argument.value(), "file");
-    let says = |key| value_of(&keys, key).is_some_and(|value| matches!(value, "on" | "true" | "yes" | "y"));
-    let is_read_only = says("readonly") || says("read-only") || value_of(&keys, "media") == Some("cdrom");
-    if !is_read_only || value_of(&keys, "if") == Some("pflash") {
-        return None;
-    }
-    if value_of(&keys, "file.driver").is_some_and(|driver| driver != "file") {
+    let is_elsewhere = value_of(&keys, "file.driver").is_some_and(|driver| driver != "file");
+    if !is_read_only_drive(&keys) || is_elsewhere || value_of(&keys, "if") == Some("pflash") {
         return None;
     }
     let image = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
@@ -113,20 +108,13 @@ fn of_drive(argument: &Argument) -> Option<(String, Option<String>, Keys)> {
     let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
     let mut kept = Keys::new();
     for (key, value) in keys {
-        if KEPT.contains(&key.as_str()) || THROTTLING.iter().any(|prefix| key.starts_with(prefix)) {
+        if is_one_of(&key, KEPT, THROTTLING) {
             kept.push((key, value));
         } else if !OPENING.contains(&key.as_str()) {
             return None;
         }
     }
     Some((image, format, kept))
-}
-
-/// The path of a file, of what `file=` says.
-fn local(image: &str) -> Option<PathBuf> {
-    let path = image.strip_prefix("file:").unwrap_or(image);
-    let is_protocol = path.split_once(':').is_some_and(|(protocol, _)| !protocol.contains('/'));
-    (!is_protocol).then(|| path.into())
 }
 
 #[cfg(test)]

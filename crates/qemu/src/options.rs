@@ -175,6 +175,11 @@ pub fn escape(value: &str) -> String {
     value.replace(',', ",,")
 }
 
+/// Keys and values as one option has them.
+pub fn joined(keys: &[(String, String)]) -> String {
+    keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect::<Vec<_>>().join(",")
+}
+
 /// At single commas; double ones become one.
 fn split(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];

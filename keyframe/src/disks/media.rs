@@ -5,9 +5,7 @@
 use crate::failure::{Failure, chain};
 use keyframe_disk::{Disks, ImageFormat, Spec};
 use keyframe_qemu::{DiskServer, Medium};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Command;
 use tempfile::TempDir;
 
 /// The socket, in a folder of its own.
@@ -33,9 +31,8 @@ impl Media {
         let spec = |medium| spec(medium, directory, folder.path());
         let specs = media.iter().map(spec).collect::<Result<Vec<_>, _>>()?;
         let socket = folder.path().join(SOCKET);
-        let mut command = Command::new("/proc/self/exe");
-        command.arg0("keyframe").arg("__disks");
-        let disks = Disks::spawn(&mut command, &socket, &specs).map_err(|e| Failure::new(chain(&e)))?;
+        let disks =
+            Disks::spawn(&mut super::server(), &socket, &specs).map_err(|e| Failure::new(chain(&e)))?;
         Ok(Some(Self { disks: Some(disks), folder }))
     }
 

@@ -126,8 +126,7 @@ fn start(
         }
         _ => {}
     }
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("keyframe").arg("__disks");
+    let mut command = server();
     keys::pass_on(&mut command);
     let disks =
         Disks::spawn(&mut command, socket, &specs).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
@@ -143,6 +142,13 @@ fn start(
     };
     place.describe(&info)?;
     Ok((disks, metas, temporary, info))
+}
+
+/// The process that serves disks.
+fn server() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("keyframe").arg("__disks");
+    command
 }
 
 /// What the server is told of them. `round` tells overlays that follow each other in one place apart.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 /// The core that all clients' threads answer on, and how often that was said: a thread whose priority was changed takes its place anew.
 #[derive(Debug, Default)]
-pub struct Desk(AtomicU64);
+pub struct Affinity(AtomicU64);
 
 /// Bits of a core's number, plus one.
 const CORE_BITS: u32 = 32;
@@ -31,13 +31,13 @@ const LIKE_IT: u32 = 32;
 
 /// What a client's thread has taken.
 #[derive(Debug, Default)]
-pub struct Seat {
+pub struct Placement {
     said: u64,
     /// How many reads behind one that waited are left.
     like_it: u32,
 }
 
-impl Seat {
+impl Placement {
     /// Whether what nobody knows to be quick (an image that has to be decoded, a checkpoint's blocks) is read by this thread all the same: the guest would have
     /// it at once. Not while the last of those has waited for a device.
     pub fn tries(&mut self) -> bool {
@@ -66,7 +66,7 @@ fn sleeps() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
-impl Desk {
+impl Affinity {
     /// Answers come from `core` from each client's next request on.
     pub fn set(&self, core: u32) {
         let round = (self.0.load(Ordering::Relaxed) >> CORE_BITS) + 1;
@@ -81,10 +81,10 @@ impl Desk {
     }
 
     /// Has the calling thread take its place, where it has not yet.
-    pub fn take(&self, seat: &mut Seat) {
+    pub fn take(&self, placement: &mut Placement) {
         let said = self.0.load(Ordering::Acquire);
-        if said != seat.said {
-            seat.said = said;
+        if said != placement.said {
+            placement.said = said;
             if let Some(core) = core_of(said) {
                 // On another core it is to be in nobody's way.
                 let _ = cores::bind_this(core as usize) && priority::raise();
@@ -103,17 +103,17 @@ mod tests {
 
     #[test]
     fn reads_behind_one_that_waited_are_not_tried() {
-        let mut seat = Seat::default();
-        assert!(!seat.tries(), "it has no place");
+        let mut placement = Placement::default();
+        assert!(!placement.tries(), "it has no place");
         std::thread::spawn(move || {
-            let desk = Desk::default();
-            desk.set(0);
-            desk.take(&mut seat);
-            assert!(seat.tries());
-            assert_eq!(seat.watch(|| 7), 7);
-            assert!(seat.tries(), "that one was quick");
-            seat.watch(|| std::thread::sleep(WAITED * 4));
-            let tried: Vec<bool> = (0..=LIKE_IT).map(|_| seat.tries()).collect();
+            let affinity = Affinity::default();
+            affinity.set(0);
+            affinity.take(&mut placement);
+            assert!(placement.tries());
+            assert_eq!(placement.watch(|| 7), 7);
+            assert!(placement.tries(), "that one was quick");
+            placement.watch(|| std::thread::sleep(WAITED * 4));
+            let tried: Vec<bool> = (0..=LIKE_IT).map(|_| placement.tries()).collect();
             assert!(tried.iter().rev().skip(1).all(|tried| !tried) && tried.last() == Some(&true));
         })
         .join()

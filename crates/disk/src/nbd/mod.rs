@@ -18,9 +18,9 @@
 //!
 //! Left out: TLS (the socket is a file with permissions), resizing, extended headers.
 
+mod affinity;
 pub mod client;
 mod connection;
-mod desk;
 mod handshake;
 mod input;
 mod output;
@@ -29,7 +29,7 @@ mod transmission;
 pub(crate) mod wire;
 
 use crate::{Disk, Error, Result};
-use desk::Desk;
+use affinity::Affinity;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -81,7 +81,7 @@ pub struct Server {
 pub(crate) struct Shared {
     pub exports: Vec<Export>,
     pub traffic: Traffic,
-    pub desk: Desk,
+    pub affinity: Affinity,
     ending: AtomicBool,
     connections: Mutex<Vec<(u64, UnixStream)>>,
 }
@@ -107,8 +107,8 @@ impl Server {
     }
 
     /// Where requests are answered.
-    pub fn desk(&self) -> &Desk {
-        &self.shared.desk
+    pub fn affinity(&self) -> &Affinity {
+        &self.shared.affinity
     }
 
     /// Takes no more clients, ends the connections, and waits until their requests are done.
@@ -134,7 +134,7 @@ impl Drop for Server {
 impl Shared {
     fn new(exports: Vec<Export>) -> Self {
         let (ending, connections) = (AtomicBool::new(false), Mutex::default());
-        Self { exports, traffic: Traffic::default(), desk: Desk::default(), ending, connections }
+        Self { exports, traffic: Traffic::default(), affinity: Affinity::default(), ending, connections }
     }
 
     fn listen(self: &Arc<Self>, listener: &UnixListener) {

@@ -1,7 +1,7 @@
 //! The requests of one client.
 
 use super::Shared;
-use super::desk::Seat;
+use super::affinity::Placement;
 use super::handshake::{Agreed, CONTEXT_ID};
 use super::input::Input;
 use super::output::{Output, Sender};
@@ -37,7 +37,7 @@ pub struct Transmission {
     flusher: Option<(SyncSender<u64>, JoinHandle<()>)>,
     slow: Option<Slow>,
     payload: Vec<u8>,
-    seat: Seat,
+    placement: Placement,
 }
 
 /// What a failure is to the client.
@@ -58,7 +58,7 @@ impl Transmission {
             flusher: None,
             slow: None,
             payload: Vec::new(),
-            seat: Seat::default(),
+            placement: Placement::default(),
         }
     }
 
@@ -92,7 +92,7 @@ impl Transmission {
             if request.command == CMD_DISC {
                 return Ok(());
             }
-            self.shared.desk.take(&mut self.seat);
+            self.shared.affinity.take(&mut self.placement);
             self.shared.traffic.requests.fetch_add(1, Ordering::Relaxed);
             self.handle(&request)?;
         }
@@ -157,10 +157,12 @@ impl Transmission {
         }
         self.shared.traffic.read_bytes.fetch_add(request.len.into(), Ordering::Relaxed);
         let disk = &self.agreed.export.disk;
-        let seat = &mut self.seat;
+        let placement = &mut self.placement;
         let mut read = |buf: &mut [u8]| match disk.read_now(request.offset, buf)? {
             Now::Read => Ok(true),
-            Now::Unknown if seat.tries() => seat.watch(|| disk.read(request.offset, buf)).map(|()| true),
+            Now::Unknown if placement.tries() => {
+                placement.watch(|| disk.read(request.offset, buf)).map(|()| true)
+            }
             Now::Unknown | Now::Waits => Ok(false),
         };
         if self.output.data(request, |buf| read(buf).map_err(|e| number(&e)))? {

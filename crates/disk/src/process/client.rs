@@ -167,7 +167,7 @@ impl Disks {
         self.done(&Order::Resumed, ANSWER_TIMEOUT)
     }
 
-    /// Has requests answered on `core`, on which the guest runs alone, before it runs on: see the server's `desk`.
+    /// Has requests answered on `core`, on which the guest runs alone, before it runs on: see the server's `affinity`.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
         self.done(&Order::AnswerOn { core }, ANSWER_TIMEOUT)
     }

@@ -133,9 +133,9 @@ impl Serving<'_> {
             Order::Settled => each(&self.exports, Disk::settled)?,
             Order::Resumed => {
                 priority::restore_all();
-                self.server.desk().renew();
+                self.server.affinity().renew();
             }
-            Order::AnswerOn { core } => self.server.desk().set(*core),
+            Order::AnswerOn { core } => self.server.affinity().set(*core),
             Order::Cut => return self.cut(),
             Order::Pages { disk, epoch, from } => {
                 let export = self.exports.get(*disk);

@@ -31,10 +31,6 @@ pub fn layer(arguments: &[Argument]) -> Result<Vec<Argument>> {
     Ok(out)
 }
 
-fn text(keys: &[(String, String)]) -> String {
-    keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect::<Vec<_>>().join(",")
-}
-
 fn drive(argument: &Argument, unnamed: &mut usize, out: &mut Vec<Argument>) {
     let keys = options::keys(argument.value(), "file");
     let has_medium = ["file", "file.driver", "file.filename"]
@@ -56,7 +52,7 @@ fn drive(argument: &Argument, unnamed: &mut usize, out: &mut Vec<Argument>) {
     upper.extend(is_read_only(&lower).then(|| ("readonly".into(), "on".into())));
     lower.extend([("if".into(), "none".into()), ("id".into(), image.clone())]);
     upper.splice(0..0, [("driver".into(), "blkreplay".into()), ("image".into(), image)]);
-    out.extend([option("drive", text(&lower)), option("drive", text(&upper))]);
+    out.extend([option("drive", options::joined(&lower)), option("drive", options::joined(&upper))]);
 }
 
 /// Whether a medium or a node says so of itself.
@@ -72,7 +68,7 @@ fn cdrom(argument: &Argument, out: &mut Vec<Argument>) {
         [("driver", "blkreplay"), ("image", "keyframe-cdrom-image"), ("index", "2"), ("media", "cdrom")];
     for keys in [lower, upper] {
         let keys: Vec<_> = keys.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        out.push(option("drive", text(&keys)));
+        out.push(option("drive", options::joined(&keys)));
     }
 }
 
@@ -123,7 +119,7 @@ fn renamed(value: &str, name: &str, image: &str) -> String {
             image.clone_into(value);
         }
     }
-    text(&keys)
+    options::joined(&keys)
 }
 
 #[cfg(test)]
