@@ -28,7 +28,7 @@
 //! the stop, which QEMU's main thread does not use; a seccomp filter that kills for a `userfaultfd` call, if we are killed
 //! in the microseconds between setting the registers for it and the call.
 
-use crate::frame::{Frame, RED_ZONE_BYTES, XsaveLayout};
+use crate::frame::{self, Frame, RED_ZONE_BYTES, XsaveLayout};
 use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
 use crate::{Error, Process, Result, abi, write_memory};
@@ -40,6 +40,10 @@ use std::time::{Duration, Instant};
 
 /// The longest that a session may take, and the longest that undoing it may take.
 pub(crate) const SESSION_MAX: Duration = Duration::from_secs(2);
+/// How long a thread is waited for that is where only we could give it back; and the pauses between two looks, which double.
+const PATIENCE: Duration = Duration::from_millis(500);
+const PAUSE_MIN: Duration = Duration::from_micros(100);
+const PAUSE_MAX: Duration = Duration::from_millis(20);
 /// The stack of a child that is not to run: no memory is ever there.
 const NO_STACK: u64 = 8;
 
@@ -86,8 +90,7 @@ pub(crate) fn in_session<T: Send>(
 ) -> Result<T> {
     on_a_thread(process, || {
         let gadgets = Gadgets::find(process)?;
-        let tracee = Tracee::seize(process)?;
-        let mut hijack = Hijack::stop(process, tracee, gadgets, Instant::now() + SESSION_MAX)?;
+        let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX)?;
         let made = calls(&mut hijack);
         let undone = hijack.restore();
         let made = made?;
@@ -96,12 +99,10 @@ pub(crate) fn in_session<T: Send>(
 }
 
 fn run_session(process: &Process, gadgets: Gadgets) -> Result<Attached> {
-    let tracee = Tracee::seize(process)?;
-    let begun = Instant::now();
-    let mut hijack = Hijack::stop(process, tracee, gadgets, begun + SESSION_MAX)?;
+    let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX)?;
     let made = open_userfaultfd(&mut hijack);
     let undone = hijack.restore();
-    let stopped_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let stopped_ns = hijack.stopped_ns();
     let (uffd, user_mode_only) = made?;
     undone?;
     Ok(Attached { uffd, stopped_ns, user_mode_only, guarded: hijack.guarded() })
@@ -188,6 +189,7 @@ pub(crate) struct Hijack<'p> {
     process: &'p Process,
     tracee: Tracee<'p>,
     gadgets: Gadgets,
+    begun: Instant,
     deadline: Instant,
     saved: libc::user_regs_struct,
     /// Where the frame is that gives the thread back, where there is one.
@@ -201,28 +203,51 @@ pub(crate) struct Hijack<'p> {
 }
 
 impl<'p> Hijack<'p> {
-    /// Stops the thread and saves what is going to be changed.
-    pub(crate) fn stop(
+    /// Stops the thread and saves what is going to be changed. It may stay stopped for `longest`.
+    ///
+    /// A thread in a wait that only we could give back (see [`frame::is_beyond_return`]) is let go and stopped again, until it has left
+    /// that, or for [`PATIENCE`].
+    pub(crate) fn stop(process: &'p Process, gadgets: Gadgets, longest: Duration) -> Result<Self> {
+        let patient_until = Instant::now() + PATIENCE;
+        let mut pause = PAUSE_MIN;
+        loop {
+            let tracee = Tracee::seize(process)?;
+            let begun = Instant::now();
+            let deadline = begun + longest;
+            tracee.interrupt()?;
+            // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
+            while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
+                tracee.resume(signal)?;
+            }
+            // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
+            let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
+            let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
+            if !frame::is_beyond_return(&saved) || begun >= patient_until {
+                return Self::take(process, tracee, gadgets, [begun, deadline], saved, mask);
+            }
+            tracee.detach()?;
+            std::thread::sleep(pause);
+            pause = PAUSE_MAX.min(pause * 2);
+        }
+    }
+
+    /// Prepares the stopped thread for calls.
+    fn take(
         process: &'p Process,
         tracee: Tracee<'p>,
         gadgets: Gadgets,
-        deadline: Instant,
+        [begun, deadline]: [Instant; 2],
+        saved: libc::user_regs_struct,
+        mask: SignalMask,
     ) -> Result<Self> {
         let layout = XsaveLayout::of_this_processor();
-        tracee.interrupt()?;
-        // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
-        while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
-            tracee.resume(signal)?;
-        }
-        // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
-        let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
-        let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
         let frame_at =
             gadgets.sigreturn.and_then(|at| write_frame(process, &tracee, &saved, mask, layout, at));
         let hijack = Self {
             process,
             tracee,
             gadgets,
+            begun,
             deadline,
             saved,
             frame_at,
@@ -244,6 +269,11 @@ impl<'p> Hijack<'p> {
         }
         hijack.tracee.set_signal_mask(SignalMask(u64::MAX))?;
         Ok(hijack)
+    }
+
+    /// How long ago the thread was stopped, in nanoseconds.
+    pub(crate) fn stopped_ns(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// True where the thread gives itself back if we do not.

@@ -279,13 +279,11 @@ fn keep(
 
 /// Has the target make the child; gives back how long it was stopped, in nanoseconds.
 fn fork_off(target: &Process, gadgets: Gadgets, hidden: &[HostRange]) -> Result<(Born, u64)> {
-    let tracee = Tracee::seize(target)?;
-    let begun = Instant::now();
-    let mut hijack = Hijack::stop(target, tracee, gadgets, begun + FORK_MAX)?;
+    let mut hijack = Hijack::stop(target, gadgets, FORK_MAX)?;
     sweep(&mut hijack);
     let made = make_child(&mut hijack, hidden);
     let undone = hijack.restore();
-    let stopped_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let stopped_ns = hijack.stopped_ns();
     match made.and_then(|born| undone.map(|()| born)) {
         Ok(born) => Ok((born, stopped_ns)),
         Err(error) => {
@@ -393,8 +391,7 @@ fn reap(target: &Process, gadgets: Gadgets, born: Born) -> Result<()> {
         if !target.is_alive() {
             return Ok(());
         }
-        let tracee = Tracee::seize(target)?;
-        let mut hijack = Hijack::stop(target, tracee, gadgets, Instant::now() + SESSION_MAX)?;
+        let mut hijack = Hijack::stop(target, gadgets, SESSION_MAX)?;
         let answer = hijack.call_with("wait4", libc::SYS_wait4, [born.theirs, 0, options, 0, 0]);
         hijack.restore()?;
         match answer {

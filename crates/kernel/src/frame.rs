@@ -24,8 +24,8 @@
 //!    waits for a length of time waits all of it again.
 //!
 //! Left out: threads with a shadow stack (CET), which a return to an address that no call has left would kill. And a wait for a length of time that was
-//! interrupted before, and let go on (by `restart_syscall`): `rt_sigreturn` makes the kernel forget what that was, so that the wait ends with `EINTR`, as after a
-//! signal. It takes somebody who stopped the thread and was killed just then, and another who comes in the same wait.
+//! interrupted before, and let go on (by `restart_syscall`, see [`is_beyond_return`]): such a thread is better left alone until it has done waiting. QEMU's main
+//! thread never is in one, as its wait (`ppoll`) is made again as a whole.
 
 use crate::ptrace::SignalMask;
 use std::arch::x86_64::__cpuid_count;
@@ -160,6 +160,13 @@ fn restarting(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
     }
     let rip = registers.rip.wrapping_sub(SYSCALL_BYTES);
     libc::user_regs_struct { rax: registers.orig_rax, rip, ..*registers }
+}
+
+/// Whether a stopped thread is in a wait for a length of time that was interrupted before: by whoever attached in the same wait. What it waits for is known to the
+/// kernel alone, which forgets it at any `rt_sigreturn`. A frame would end the wait with `EINTR`, as a signal does; no frame is needed where nobody is killed.
+pub(crate) fn is_beyond_return(registers: &libc::user_regs_struct) -> bool {
+    registers.orig_rax.cast_signed() == libc::SYS_restart_syscall
+        && registers.rax.cast_signed() == ERESTART_RESTARTBLOCK
 }
 
 /// The xsave area with the marks by which the kernel knows that it is more than the oldest part of it.

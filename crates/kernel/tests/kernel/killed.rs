@@ -178,3 +178,26 @@ fn a_kill_at_each_step_of_a_snapshot_leaves_the_process_running() {
         kill_at_each_step("ppoll 200", "0 0", true);
     }
 }
+
+/// A wait that was interrupted and let go on is the kernel's alone to go on with: who comes next waits for its end, if that is near.
+#[test]
+fn a_wait_that_was_let_go_on_is_not_stopped_again() {
+    for (kind, expected) in [("sleep", "0 0"), ("futex", "-1 110")] {
+        let mut target = Target::start();
+        // The first may come before the wait.
+        let attach = |target: &Target| {
+            for _ in 0..3 {
+                assert!(inject_userfaultfd(&target.process).unwrap().guarded, "{kind}");
+            }
+            let call = std::fs::read_to_string(format!("/proc/{}/syscall", target.process.pid())).unwrap();
+            call.starts_with(&format!("{} ", libc::SYS_restart_syscall))
+        };
+        target.tell(&format!("{kind} 150"));
+        assert_eq!(target.answer(), "waiting");
+        assert!(!attach(&target), "{kind}: it was stopped again in its wait");
+        assert_eq!(target.answer(), expected);
+        target.tell(&format!("{kind} 60000"));
+        assert_eq!(target.answer(), "waiting");
+        assert!(attach(&target), "{kind}: it was not attached to before the end");
+    }
+}
