@@ -34,8 +34,10 @@ fn assert_same_files(one: &Path, other: &Path) {
         let is_result = entry.path().is_file()
             && !["analysis.json", "order.json", "intervals.json", "lock"].iter().any(|own| name == *own);
         if is_result {
-            let read = |dir: &Path| std::fs::read(dir.join(&name)).expect("read a result");
-            assert!(read(one) == read(other), "{}", name.display());
+            let read = |dir: &Path| std::fs::read_to_string(dir.join(&name)).expect("read a result");
+            let (one, other) = (read(one), read(other));
+            let differing = one.lines().zip(other.lines()).find(|(one, other)| one != other);
+            assert!(one == other, "{}: {differing:?}", name.display());
             count += 1;
         }
     }

@@ -142,7 +142,9 @@ mod tests {
                 let me = rustix::thread::gettid().as_raw_pid().cast_unsigned();
                 (0..10).all(|_| threads_of("self").contains(&me))
             });
-            older.into_iter().for_each(|older| older.join().unwrap());
+            for older in older {
+                older.join().unwrap();
+            }
             assert!(newer.join().unwrap(), "round {round}");
         }
     }
