@@ -468,10 +468,11 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
         let [only] = intervals(&report) else { panic!("one interval: {report:#}") };
         let end = number(only, "end");
         assert!(only["compared_with"].is_null() && end > 1_000_000, "{report:#}");
-        // Until QEMU ended, the guest ran some 12,000 more: no replay is sure to run them, so that none does. Instructions that an
-        // exception interrupts are counted twice.
+        // Until QEMU ended, the guest ran some 12,000 more: no replay is sure to run them, so that none does. A tool sees all up to where
+        // nothing happened last. Instructions that an exception interrupts are counted twice.
         let analysis = bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--json"]);
-        assert_eq!(number(&analysis, "instructions"), end);
+        let end = number(&analysis, "instructions");
+        assert!((number(only, "end") - 10..number(only, "end")).contains(&end), "{analysis:#} of {report:#}");
         let table = std::fs::read_to_string(bench.path().join("A/icount.csv")).expect("its table");
         let ran: u64 =
             table.lines().last().and_then(|row| row.split(',').nth(2)?.parse().ok()).expect("a count");

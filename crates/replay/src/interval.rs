@@ -77,6 +77,24 @@ pub fn intervals(mut places: Vec<Place>, instructions: u64) -> Vec<Interval> {
     all
 }
 
+/// The intervals up to the last instruction at which the log has nothing. A machine is stopped where something happens, most often at an interrupt by
+/// its timer: of replays that are stopped there, some have come to that as well and some have not. Not for a recording whose replays end with its log.
+pub fn with_standing_end(mut all: Vec<Interval>, boundaries: &Boundaries) -> Vec<Interval> {
+    while let [before @ .., last] = all.as_mut_slice() {
+        let end_icount = boundaries.last_unambiguous(last.end_icount);
+        if end_icount > last.from_icount {
+            last.end_icount = end_icount;
+            break;
+        }
+        if before.is_empty() {
+            // Something happens at each of its instructions, and it is all that there is.
+            break;
+        }
+        all.pop();
+    }
+    all
+}
+
 /// The intervals with their inner ends moved to where a replay can stand and go on: to the next instruction at which the log has
 /// nothing. Those that this leaves nothing of go; behind the last such instruction, what is left is one interval.
 pub fn with_standing_ends(all: &[Interval], boundaries: &Boundaries) -> Vec<Interval> {
@@ -86,7 +104,7 @@ pub fn with_standing_ends(all: &[Interval], boundaries: &Boundaries) -> Vec<Inte
     for interval in all {
         let index = moved.len() as u32;
         let behind = boundaries.next_unambiguous(interval.end_icount);
-        let Some(end_icount) = behind.filter(|behind| *behind < last.end_icount) else {
+        let Some(end_icount) = behind.filter(|behind| *behind <= last.end_icount) else {
             moved.push(Interval {
                 index,
                 from_icount,
@@ -99,6 +117,9 @@ pub fn with_standing_ends(all: &[Interval], boundaries: &Boundaries) -> Vec<Inte
         if end_icount > from_icount {
             moved.push(Interval { index, from_icount, end_icount, ..*interval });
             from_icount = end_icount;
+        }
+        if end_icount == last.end_icount {
+            break;
         }
     }
     moved
@@ -156,6 +177,24 @@ mod tests {
     }
 
     #[test]
+    fn the_end_moves_back_to_where_a_replay_can_stand() {
+        // Something happens at 10, 11, 12, 20, 30.
+        let boundaries = boundaries(&[10, 1, 1, 8, 10]);
+        let back = |places: &[u64], end| {
+            let all = places.iter().enumerate().map(|(n, icount)| place(*icount, n as u64)).collect();
+            let stood = with_standing_end(intervals(all, end), &boundaries);
+            (ends(&stood), ends(&with_standing_ends(&stood, &boundaries)))
+        };
+        assert_eq!(back(&[0, 20], 30), (vec![(0, 0, 20), (20, 20, 29)], vec![(0, 0, 21), (20, 21, 29)]));
+        assert_eq!(back(&[0], 25), (vec![(0, 0, 25)], vec![(0, 0, 25)]), "nothing happens there");
+        assert_eq!(back(&[0, 4], 12), (vec![(0, 0, 4), (4, 4, 9)], vec![(0, 0, 5), (4, 5, 9)]));
+        // Nothing is left of the last ones, or the first end lies at the end of all.
+        assert_eq!(back(&[0, 10, 11], 12), (vec![(0, 0, 9)], vec![(0, 0, 9)]));
+        assert_eq!(back(&[0, 28], 30), (vec![(0, 0, 28), (28, 28, 29)], vec![(0, 0, 29)]));
+        assert_eq!(back(&[10], 12), (vec![(10, 10, 12)], vec![(10, 10, 12)]), "it is all that there is");
+    }
+
+    #[test]
     fn what_the_log_has_is_part_of_the_effort() {
         // Something happens at 10, 11, 12, 20, 30.
         let boundaries = boundaries(&[10, 1, 1, 8, 10]);
@@ -173,13 +212,18 @@ mod tests {
         ) {
             let end = u64::from(log.iter().sum::<u32>()).max(counts.iter().max().unwrap() + 1);
             let places = counts.iter().enumerate().map(|(n, c)| place(*c, n as u64)).collect();
-            let all = intervals(places, end);
-            let moved = with_standing_ends(&all, &boundaries(&log));
-            prop_assert_eq!(moved[0].from_icount, all[0].from_icount);
-            prop_assert_eq!(moved.last().map(|i| i.end_icount), Some(end));
-            prop_assert!(moved.windows(2).all(|pair| pair[0].end_icount == pair[1].from_icount));
-            prop_assert!(moved.iter().all(|i| i.begin.icount <= i.from_icount && !i.is_empty()));
-            prop_assert!(moved.iter().all(|i| i.end.is_some() || i.end_icount == end));
+            let (all, boundaries) = (intervals(places, end), boundaries(&log));
+            let stood = with_standing_end(all.clone(), &boundaries);
+            let last = stood.last().map_or(0, |i| i.end_icount);
+            prop_assert!(last == boundaries.last_unambiguous(end) || stood.len() == 1);
+            for (all, end) in [(all, end), (stood, last)] {
+                let moved = with_standing_ends(&all, &boundaries);
+                prop_assert_eq!(moved[0].from_icount, all[0].from_icount);
+                prop_assert_eq!(moved.last().map(|i| i.end_icount), Some(end));
+                prop_assert!(moved.windows(2).all(|pair| pair[0].end_icount == pair[1].from_icount));
+                prop_assert!(moved.iter().all(|i| i.begin.icount <= i.from_icount && !i.is_empty()));
+                prop_assert!(moved.iter().all(|i| i.end.is_some() || i.end_icount == end));
+            }
         }
 
         /// They cover what lies behind the first checkpoint without a gap.

@@ -367,6 +367,19 @@ impl Boundaries {
             .filter(|candidate| *candidate < self.end())
     }
 
+    /// The last instruction up to `icount` at which a VM has one state only.
+    pub fn last_unambiguous(&self, icount: u64) -> u64 {
+        let upto = self.all.partition_point(|boundary| *boundary <= icount);
+        let mut candidate = icount;
+        for boundary in self.all[..upto].iter().rev() {
+            if *boundary != candidate {
+                break;
+            }
+            candidate = candidate.saturating_sub(1);
+        }
+        candidate
+    }
+
     /// The same behind the next answer of a disk.
     pub fn next_behind_answer(&self, icount: u64) -> Option<u64> {
         let next = self.answers.partition_point(|answer| *answer < icount);

@@ -69,8 +69,7 @@ impl Followed {
     /// Its intervals that are whole, with ends where a replay can stand and go on if that is wanted; and whether these are all.
     pub fn intervals(&self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
         if let Some(source) = self.ended()? {
-            let all = source.intervals()?;
-            return Ok((if with_standing { source.with_standing_ends(&all)? } else { all }, true));
+            return Ok((source.intervals_for_tool(with_standing)?, true));
         }
         // Before the log is looked at: it reaches what was sealed, or soon does.
         let places = places_in(&self.store, &self.recording)?;

@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::keys::KeyArg;
 use keyframe_qemu::restore::Until;
-use keyframe_replay::interval::{Interval, Place, intervals, with_standing_ends};
+use keyframe_replay::interval::{Interval, Place, intervals, with_standing_end, with_standing_ends};
 use keyframe_replay::log::Boundaries;
 use keyframe_replay::recording::{ImageMeta, Readable};
 use keyframe_replay::{Ending, Recording};
@@ -144,7 +144,14 @@ impl Source {
         Ok(all)
     }
 
-    /// The same with ends where a replay can stand and go on.
+    /// Its intervals for a tool, which is to see the same whenever they are replayed; with ends where a replay can stand and go on if that is wanted.
+    pub fn intervals_for_tool(&self, with_standing: bool) -> Result<Vec<Interval>, Failure> {
+        let all = self.intervals()?;
+        let all = if self.ends_with_log()? { all } else { with_standing_end(all, self.boundaries()?) };
+        if with_standing { self.with_standing_ends(&all) } else { Ok(all) }
+    }
+
+    /// `all` with ends where a replay can stand and go on.
     pub fn with_standing_ends(&self, all: &[Interval]) -> Result<Vec<Interval>, Failure> {
         Ok(with_standing_ends(all, self.boundaries()?))
     }

@@ -55,10 +55,7 @@ impl<'a> Subject<'a> {
     /// have.
     pub fn intervals(self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
         match self {
-            Self::Recorded(source) => {
-                let all = source.intervals()?;
-                Ok((if with_standing { source.with_standing_ends(&all)? } else { all }, true))
-            }
+            Self::Recorded(source) => Ok((source.intervals_for_tool(with_standing)?, true)),
             Self::Followed(followed) => followed.intervals(with_standing),
             Self::Captured(captured) => Ok((captured.intervals.clone(), true)),
         }
