@@ -71,7 +71,7 @@ pub fn unbind_this() {
     }
 }
 
-/// The same of a thread; of the calling one without a number.
+/// Has a thread run on `core`, and those that it starts; the calling one without a number.
 fn bound(thread: Option<Pid>, core: usize) -> rustix::io::Result<()> {
     if core >= CpuSet::MAX_CPU {
         return Err(Errno::INVAL);

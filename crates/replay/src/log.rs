@@ -355,18 +355,6 @@ impl Boundaries {
         before(range.end).saturating_sub(before(range.start)) as u64
     }
 
-    /// The first instruction behind `icount` at which a VM has one state only; none where a replay is not sure to come to one.
-    pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
-        let first = icount.checked_add(1)?;
-        let from = self.all.partition_point(|boundary| *boundary < first);
-        // They are rising: as long as each is the candidate itself, the next instruction is the next candidate.
-        (first..)
-            .zip(self.all.get(from..)?)
-            .find(|(candidate, boundary)| *boundary > candidate)
-            .map(|(candidate, _)| candidate)
-            .filter(|candidate| *candidate < self.end())
-    }
-
     /// The last instruction up to `icount` at which a VM has one state only.
     pub fn last_unambiguous(&self, icount: u64) -> u64 {
         let upto = self.all.partition_point(|boundary| *boundary <= icount);
@@ -378,6 +366,18 @@ impl Boundaries {
             candidate = candidate.saturating_sub(1);
         }
         candidate
+    }
+
+    /// The first instruction behind `icount` at which a VM has one state only; none where a replay is not sure to come to one.
+    pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
+        let first = icount.checked_add(1)?;
+        let from = self.all.partition_point(|boundary| *boundary < first);
+        // They are rising: as long as each is the candidate itself, the next instruction is the next candidate.
+        (first..)
+            .zip(self.all.get(from..)?)
+            .find(|(candidate, boundary)| *boundary > candidate)
+            .map(|(candidate, _)| candidate)
+            .filter(|candidate| *candidate < self.end())
     }
 
     /// The same behind the next answer of a disk.
