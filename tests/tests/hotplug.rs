@@ -1,17 +1,20 @@
 //! Memory that is plugged into a running VM: the next checkpoint begins a run of its own, complete and exact, and restores
 //! with that memory in place.
 
-use keyframe_qemu::{Qmp, find_ram_blocks};
+use keyframe_qemu::{Qmp, RunStatus, find_ram_blocks};
 use keyframe_tests::{Bench, Boot, PATIENCE, Process, Sequence, assert_restores_exactly, hash_lines, number};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const DIMM_BYTES: u64 = 128 << 20;
 /// Every so many bytes of the DIMM something is written; no multiple of a page's neighbours.
 const STEP_BYTES: usize = 0x10_3000;
+/// A monitor that can answer does so at once.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A run whose VM has a monitor of the test's own, and room for memory.
 struct Plugged {
@@ -52,14 +55,33 @@ impl Plugged {
         self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
     }
 
-    /// In place of the guest, which leaves such memory alone until it is told to use it.
+    /// In place of the guest, which leaves such memory alone until it is told to use it. As the guest it writes outside
+    /// the pauses: what comes in one behind its copy would be in the audit's, and in this checkpoint rightly not.
     fn write_to_dimm(&self, number: u32, value: u8) {
         let name = format!("mem{number}");
         let blocks = find_ram_blocks(&mut self.qmp(), self.pid).expect("find RAM blocks");
         let block = blocks.into_iter().find(|b| b.block.name.contains(&name)).expect("the DIMM's block");
         let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", self.pid)).unwrap();
+        let _stopped = self.stop_between_pauses();
         for at in (0..block.block.total_bytes).step_by(STEP_BYTES) {
             memory.write_all_at(&[at.to_le_bytes(), [value; 8]].concat(), block.host.0 + at).unwrap();
+        }
+    }
+
+    /// The engine stands still while its VM runs, until this is dropped.
+    fn stop_between_pauses(&self) -> Stopped<'_> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let mut qmp = self.qmp();
+            qmp.set_timeout(ANSWER_TIMEOUT);
+            let stopped = Stopped::new(&self.run);
+            // Without an answer it holds one of QEMU's threads.
+            if matches!(qmp.status(), Ok(RunStatus::Running)) {
+                return stopped;
+            }
+            drop(stopped);
+            assert!(Instant::now() < deadline, "the VM is always in a pause; {}", self.run.report());
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 
@@ -78,6 +100,24 @@ impl Plugged {
         let shown = self.bench.json(&["show", "--json", "--store", &self.bench.store(), id]);
         let has = shown["ram"].as_array().unwrap().iter().any(|b| b["name"].as_str().unwrap().contains(name));
         (number(&shown, "ram_bytes"), has)
+    }
+}
+
+/// A process that stands still, with all its threads.
+struct Stopped<'a>(&'a Process);
+
+impl<'a> Stopped<'a> {
+    fn new(process: &'a Process) -> Self {
+        process.signal(Signal::STOP);
+        let pid = Pid::from_raw(process.pid() as i32).expect("a pid");
+        waitid(WaitId::Pid(pid), WaitIdOptions::STOPPED).expect("wait until it stands still");
+        Self(process)
+    }
+}
+
+impl Drop for Stopped<'_> {
+    fn drop(&mut self) {
+        self.0.signal(Signal::CONT);
     }
 }
 
@@ -159,9 +199,9 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
         let devices = vm.qmp().execute("query-memory-devices", None).unwrap();
         devices.as_array().unwrap().is_empty()
     };
-    let deadline = std::time::Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(10);
     while !gone() {
-        if std::time::Instant::now() > deadline {
+        if Instant::now() > deadline {
             println!("skipped: this guest does not let go of the DIMM");
             return;
         }
