@@ -10,7 +10,7 @@
 //!
 //! Left out: opening images, and guessing a format that was not given.
 
-use crate::options::{self, Argument, value_of};
+use crate::options::{self, Argument, is_on, value_of};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -227,10 +227,6 @@ fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fa
 /// Whether the guest can only read what a `-drive` of these keys names.
 pub(crate) fn is_read_only_drive(keys: &Keys) -> bool {
     is_on(keys, "readonly") || is_on(keys, "read-only") || value_of(keys, "media") == Some("cdrom")
-}
-
-fn is_on(keys: &Keys, key: &str) -> bool {
-    value_of(keys, key).is_some_and(|v| v == "on" || v == "true")
 }
 
 pub(crate) fn is_one_of(key: &str, whole: &[&str], prefixes: &[&str]) -> bool {
@@ -495,6 +491,7 @@ mod tests {
     fn what_is_read_only_or_empty_stays() {
         for words in [
             &["-drive", "file=a,readonly=on"][..],
+            &["-drive", "file=a,readonly=yes"],
             &["-drive", "file=a,media=cdrom"],
             &["-drive", "if=floppy"],
             &["-cdrom", "a"],
@@ -507,9 +504,10 @@ mod tests {
 
     #[test]
     fn a_snapshot_is_an_overlay_that_is_thrown_away() {
-        let words = ["-snapshot", "-drive", "file=a,id=d"];
-        assert!(!rewritten(&words).contains("snapshot"));
-        assert!(find(&line(&words)).unwrap()[0].temporary);
+        for words in [&["-snapshot", "-drive", "file=a,id=d"][..], &["-drive", "file=a,id=d,snapshot=y"]] {
+            assert!(!rewritten(words).contains("snapshot"));
+            assert!(find(&line(words)).unwrap()[0].temporary);
+        }
     }
 
     #[test]

@@ -16,7 +16,7 @@
 //!
 //! Left out: who listens at the sockets (`keyframe_net::GateRemote`).
 
-use crate::options::{self, Argument, escape, properties, value_of};
+use crate::options::{self, Argument, escape, is_on, properties, value_of};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -99,7 +99,7 @@ fn netdev(argument: &Argument) -> Result<Option<String>> {
         let reason = "another process has the guest's packets, so that they cannot be held";
         return Err(refused(&display, reason, "use -netdev tap or another netdev of QEMU's own"));
     }
-    if matches!(value_of(&keys, "vhost"), Some("on" | "yes" | "true" | "y")) {
+    if is_on(&keys, "vhost") {
         let reason = "the kernel has the guest's packets (vhost), so that they cannot be held";
         return Err(refused(&display, reason, "leave vhost=on out"));
     }

@@ -1,6 +1,6 @@
 //! What a command line says of the VM's networks: which of them lead to a switch that a checkpoint can hold.
 
-use crate::options::{self, Argument, value_of};
+use crate::options::{self, Argument, is_on, value_of};
 use serde_json::Value;
 use std::path::Path;
 
@@ -57,7 +57,7 @@ fn link(argument: &Argument) -> Option<Link> {
     };
     let address =
         |name: &str| value_of(&keys, &format!("addr.{name}")).map(str::to_owned).or_else(|| nested(name));
-    let is_client = !matches!(value_of(&keys, "server"), Some("on" | "yes" | "true" | "y"));
+    let is_client = !is_on(&keys, "server");
     let leads_to_socket = kind == "stream" && is_client && address("type").as_deref() == Some("unix");
     let lan = if leads_to_socket { address("path") } else { None };
     Some(Link { kind, option: argument.display(), lan })

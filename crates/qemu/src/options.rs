@@ -170,6 +170,11 @@ pub fn value_of<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> 
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
 }
 
+/// Whether `key` is there and on, in any of the words that QEMU takes for that.
+pub fn is_on(keys: &[(String, String)], key: &str) -> bool {
+    matches!(value_of(keys, key), Some("on" | "yes" | "true" | "y"))
+}
+
 /// A value as it must be written in `key=value`: each comma doubled.
 pub fn escape(value: &str) -> String {
     value.replace(',', ",,")

@@ -8,7 +8,7 @@
 //! The upper one has the name that devices use, and is read-only where the lower one is: else QEMU asks that one for the right to write. Of nodes only those are layered that are no other's file.
 
 use super::option;
-use crate::options::{self, Argument, escape, value_of};
+use crate::options::{self, Argument, escape, is_on, value_of};
 use crate::{Error, Result};
 
 /// Keys of `-drive` that say what the device is, and those for errors: they go with the upper one.
@@ -57,8 +57,7 @@ fn drive(argument: &Argument, unnamed: &mut usize, out: &mut Vec<Argument>) {
 
 /// Whether a medium or a node says so of itself.
 fn is_read_only(keys: &[(String, String)]) -> bool {
-    let says = |key| value_of(keys, key).is_some_and(|value| matches!(value, "on" | "true" | "yes" | "y"));
-    says("readonly") || says("read-only")
+    is_on(keys, "readonly") || is_on(keys, "read-only")
 }
 
 fn cdrom(argument: &Argument, out: &mut Vec<Argument>) {

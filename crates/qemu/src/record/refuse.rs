@@ -13,7 +13,7 @@
 //! | `-cpu host` | it is KVM's |
 //! | passed-through and host devices | QEMU does not record them |
 
-use crate::options::{Argument, Object, keys, properties, value_of};
+use crate::options::{Argument, Object, is_on, keys, properties, value_of};
 use crate::{Error, Result};
 
 /// Backends of character devices from which nothing comes.
@@ -134,7 +134,7 @@ fn icount(argument: &Argument) -> Result<()> {
             "leave -icount out, or give the shift: -icount shift=3",
         ));
     }
-    if value_of(&keys, "align") == Some("on") {
+    if is_on(&keys, "align") {
         return Err(refused(
             argument,
             "a guest whose clock follows the host's cannot be replayed",
