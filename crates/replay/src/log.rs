@@ -22,6 +22,8 @@ use std::path::Path;
 pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
 /// Where its events begin.
 pub const HEADER_BYTES: u64 = 12;
+/// The kinds of what has the processor leave its way: an interrupt, an exception.
+const DELIVERIES: std::ops::RangeInclusive<u8> = 1..=2;
 /// The kind of a disk's answer.
 const BLOCK: u8 = 8;
 /// The kind of a reading of the clock by which a halted guest's own jumps.
@@ -293,6 +295,8 @@ pub struct Boundaries {
     holds: Vec<u64>,
     /// The last bottom half at this instruction.
     last_half: Option<u64>,
+    /// The last instruction up to the end at which an interrupt or an exception was delivered.
+    last_delivery: Option<u64>,
     shutdown: Shutdown,
 }
 
@@ -316,6 +320,12 @@ impl Boundaries {
                 &mut self.all
             }
             Event::Other(BLOCK) => &mut self.answers,
+            Event::Other(kind) if DELIVERIES.contains(&kind) => {
+                if self.shutdown.0.is_none_or(|end| end == placed.icount) {
+                    self.last_delivery = Some(placed.icount);
+                }
+                return;
+            }
             Event::BottomHalf(at) if self.last_half == Some(at) => &mut self.holds,
             Event::BottomHalf(at) => {
                 self.last_half = Some(at);
@@ -342,6 +352,11 @@ impl Boundaries {
     /// half that sends once more, so that the log has it twice; a replay gets by only if it stands there too.
     pub fn holds(&self) -> &[u64] {
         &self.holds
+    }
+
+    /// Whether the guest's own state at the end is one of two, before and behind an interrupt. The log always has something there.
+    pub fn end_is_ambiguous(&self) -> bool {
+        self.last_delivery == Some(self.end())
     }
 
     /// Whether a VM has one state only at instruction `icount`.
@@ -511,6 +526,21 @@ pub(crate) mod tests {
             ends(&[&five, &[17], &nine, &[32], &five, &[12], &nine, &[39]]),
             (19, true, Some(18), true)
         );
+    }
+
+    #[test]
+    fn an_interrupt_at_the_end_is_told() {
+        let is_ambiguous = |log: &[&[u8]]| {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), bytes(log)).unwrap();
+            Boundaries::read(file.path()).unwrap().end_is_ambiguous()
+        };
+        let five = instructions(5);
+        let shutdown: &[u8] = &[10];
+        assert!(is_ambiguous(&[&five, &[1], shutdown, &five, &[39]]));
+        assert!(is_ambiguous(&[&five, shutdown, &[2], &five, &[1], &[39]]));
+        assert!(!is_ambiguous(&[&five, &[1], &five, shutdown, &five, &[1], &[39]]));
+        assert!(!is_ambiguous(&[&five, shutdown, &[39]]));
     }
 
     #[test]

@@ -72,7 +72,8 @@ struct To {
 struct Report {
     recording: String,
     icount: u64,
-    /// The log has something at this instruction: a VM has several states there, one before and one behind it.
+    /// The log has something at this instruction (at the recording's end: an interrupt): a VM has several states there, one before and
+    /// one behind it.
     is_ambiguous: bool,
     /// The checkpoint that it was replayed from.
     checkpoint: u64,
@@ -104,11 +105,15 @@ impl Goto {
         let Some(mut standing) = stands else { return Err(Failure::new("interrupted")) };
         let restored = standing.replay.restored();
         let registers = restored.vm().qmp().hmp("info registers").unwrap_or_default();
+        let boundaries = source.boundaries()?;
         let report = Report {
             recording: source.recording.meta.id.clone(),
             icount: way.icount,
-            is_ambiguous: way.icount != source.last_standing()?
-                && !source.boundaries()?.is_unambiguous(way.icount),
+            is_ambiguous: if way.icount == boundaries.end() {
+                boundaries.end_is_ambiguous()
+            } else {
+                !boundaries.is_unambiguous(way.icount)
+            },
             checkpoint: way.begin.checkpoint.0,
             replayed_instructions: way.icount - way.begin.icount,
             wall_ns: output::elapsed_ns(began),
