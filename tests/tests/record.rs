@@ -500,6 +500,33 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
     }
 }
 
+/// `isa-debug-exit` has QEMU end within the guest's instruction, in the recording and in each replay of it.
+#[test]
+fn a_recording_ends_before_the_instruction_within_which_its_qemu_ended() {
+    // mov ecx, 0x2000000; again: mov [0x8000], ecx; dec ecx; jnz again; mov al, 16; out 0xf4, al
+    const COUNTS_AND_ENDS: &[u8] =
+        b"\x66\xb9\0\0\0\x02\x66\x89\x0e\0\x80\x66\x49\x75\xf7\xb0\x10\xe6\xf4";
+    for qemu in a_qemu() {
+        let bench = Bench::without_store();
+        let mut image = COUNTS_AND_ENDS.to_vec();
+        image.resize(1 << 20, 0);
+        image[510..512].copy_from_slice(&[0x55, 0xaa]);
+        std::fs::write(bench.path().join("boot.img"), image).expect("write an image");
+        let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", "200ms", "--"]);
+        command.args([&qemu.path, "-machine", "pc", "-m", "16M", "-nodefaults", "-no-user-config"]);
+        command.args(["-display", "none", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]);
+        command.args(["-drive", "file=boot.img,format=raw,readonly=on,if=virtio"]);
+        let mut vm = Process::start(command);
+        assert_eq!(vm.wait().code(), Some(1), "{}", vm.report());
+        assert!(vm.errors().contains("QEMU ended with exit status: 33"), "{}", vm.report());
+        let report = verified(&bench);
+        assert!(number(&report, "instructions") > 3 << 25, "{report:#}");
+        let found =
+            bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--check-sequential", "--json"]);
+        assert_eq!(found["equals_sequential"], true, "{found:#}");
+    }
+}
+
 /// The QEMUs that process `pid` has started.
 fn qemus(pid: u32) -> Vec<Pid> {
     let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();

@@ -282,10 +282,14 @@ impl Recording {
     }
 
     /// After QEMU's end: mends the log, where QEMU was killed, and says how it ended. It can be replayed from now on.
-    pub fn end(&mut self, duration_ns: u64) -> Result<Summary> {
+    ///
+    /// Where `qemu_failed`, QEMU ended with an error, within an instruction (`isa-debug-exit` does so when the guest asks for it): the
+    /// recording ends before that, as a replay's QEMU ends there too.
+    pub fn end(&mut self, duration_ns: u64, qemu_failed: bool) -> Result<Summary> {
         let plain = self.log_path();
         let was_cut = log::mend(&plain)?;
-        let summary = log::summary(&plain)?;
+        let mut summary = log::summary(&plain)?;
+        summary.instructions = summary.instructions.saturating_sub(u64::from(qemu_failed));
         self.meta.ending = if was_cut || !summary.is_complete { Ending::Cut } else { Ending::Complete };
         self.meta.instructions = summary.instructions;
         self.meta.log_bytes = summary.bytes;
@@ -313,7 +317,7 @@ impl Recording {
 
     /// Both.
     pub fn finish(&mut self, duration_ns: u64) -> Result<Summary> {
-        let summary = self.end(duration_ns)?;
+        let summary = self.end(duration_ns, false)?;
         self.pack()?;
         Ok(summary)
     }

@@ -1,7 +1,7 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
 use crate::control::OnExit;
-use crate::failure::{DONE, Failure, Outcome, WARNED};
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::keys::KeyArg;
 use crate::output;
 use crate::paths;
@@ -113,7 +113,7 @@ impl Record {
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
         recording.meta.images = images(store, &id)?;
-        let summary = recording.end(duration_ns).map_err(|e| Failure::recording(&e))?;
+        let summary = recording.end(duration_ns, matches!(ran, Ok(FAILED))).map_err(|e| Failure::recording(&e))?;
         let has_followed = follower.map(|follower| self.wait_for(follower, &recording, &kept)).transpose()?;
         recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;

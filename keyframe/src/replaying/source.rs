@@ -95,9 +95,11 @@ impl Source {
     }
 
     /// Whether a replay to its end goes on until QEMU ends with its log. Else it stops at the last instruction that it can stand before: where
-    /// the machine was asked to shut down, or before the log breaks off, where QEMU would end too.
+    /// the machine was asked to shut down, or before the log breaks off or an instruction within which QEMU ended, as it would again.
     pub fn ends_with_log(&self) -> Result<bool, Failure> {
-        Ok(self.recording.meta.ending == Ending::Complete && !self.boundaries()?.end_with_shutdown())
+        let (meta, boundaries) = (&self.recording.meta, self.boundaries()?);
+        let is_whole = meta.ending == Ending::Complete && meta.instructions >= boundaries.end();
+        Ok(is_whole && !boundaries.end_with_shutdown())
     }
 
     /// The last instruction that a replay can stand before.
