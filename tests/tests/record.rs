@@ -504,8 +504,7 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
 #[test]
 fn a_recording_ends_before_the_instruction_within_which_its_qemu_ended() {
     // mov ecx, 0x2000000; again: mov [0x8000], ecx; dec ecx; jnz again; mov al, 16; out 0xf4, al
-    const COUNTS_AND_ENDS: &[u8] =
-        b"\x66\xb9\0\0\0\x02\x66\x89\x0e\0\x80\x66\x49\x75\xf7\xb0\x10\xe6\xf4";
+    const COUNTS_AND_ENDS: &[u8] = b"\x66\xb9\0\0\0\x02\x66\x89\x0e\0\x80\x66\x49\x75\xf7\xb0\x10\xe6\xf4";
     for qemu in a_qemu() {
         let bench = Bench::without_store();
         let mut image = COUNTS_AND_ENDS.to_vec();

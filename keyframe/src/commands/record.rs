@@ -113,7 +113,8 @@ impl Record {
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
         recording.meta.images = images(store, &id)?;
-        let summary = recording.end(duration_ns, matches!(ran, Ok(FAILED))).map_err(|e| Failure::recording(&e))?;
+        let summary =
+            recording.end(duration_ns, matches!(ran, Ok(FAILED))).map_err(|e| Failure::recording(&e))?;
         let has_followed = follower.map(|follower| self.wait_for(follower, &recording, &kept)).transpose()?;
         recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;
