@@ -128,11 +128,9 @@ impl Passage {
         let mut idling = Idling::new(pid);
         loop {
             if let Some(exit) = replay.ended().map_err(|e| Failure::qemu(&e))? {
-                self.refuse_signal(&replay.vm().qmp().drain_events().unwrap_or_default())?;
                 return self.ended(exit);
             }
             let Ok(events) = replay.vm().qmp().drain_events() else { return self.gone(replay.vm()) };
-            self.refuse_signal(&events)?;
             let shut_down = events.iter().any(|event| matches!(event, Event::Shutdown { .. }));
             if shut_down || events.contains(&Event::Stop) {
                 if !shut_down && self.is_held(replay.vm())? {
@@ -164,17 +162,6 @@ impl Passage {
             }
             std::thread::sleep(wait);
         }
-    }
-
-    /// A signal from outside has QEMU end in good order, as its log's end does. That log has no shutdown which could have been one when it
-    /// was recorded.
-    fn refuse_signal(&self, events: &[Event]) -> Result<(), Failure> {
-        let is_signal =
-            |event: &Event| matches!(event, Event::Shutdown { reason, .. } if reason == "host-signal");
-        if self.until == Until::LogEnd && events.iter().any(is_signal) {
-            return Err(Failure::new("QEMU was ended by a signal from outside before the log's end"));
-        }
-        Ok(())
     }
 
     /// Whether it stands at a hold.
