@@ -110,7 +110,9 @@ impl<'a> Stopped<'a> {
     fn new(process: &'a Process) -> Self {
         process.signal(Signal::STOP);
         let pid = Pid::from_raw(process.pid() as i32).expect("a pid");
-        waitid(WaitId::Pid(pid), WaitIdOptions::STOPPED).expect("wait until it stands still");
+        // One that has ended is left to those who ask for its exit code.
+        let either = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        waitid(WaitId::Pid(pid), either).expect("wait until it stands still");
         Self(process)
     }
 }

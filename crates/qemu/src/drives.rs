@@ -226,7 +226,12 @@ fn of_drive(argument: &Argument, snapshot: bool, names: &mut Names) -> Result<Fa
 
 /// Whether the guest can only read what a `-drive` of these keys names.
 pub(crate) fn is_read_only_drive(keys: &Keys) -> bool {
-    is_on(keys, "readonly") || is_on(keys, "read-only") || value_of(keys, "media") == Some("cdrom")
+    is_read_only(keys) || value_of(keys, "media") == Some("cdrom")
+}
+
+/// Whether a drive or a node says so of itself: the one has both words, the other the second.
+pub(crate) fn is_read_only(keys: &Keys) -> bool {
+    is_on(keys, "readonly") || is_on(keys, "read-only")
 }
 
 pub(crate) fn is_one_of(key: &str, whole: &[&str], prefixes: &[&str]) -> bool {
@@ -373,10 +378,6 @@ fn image_of(keys: &Keys, prefix: &str) -> Option<PathBuf> {
         return Some(address(keys, prefix));
     }
     value_of(keys, &format!("{prefix}filename")).map(PathBuf::from)
-}
-
-fn is_read_only(node: &Keys) -> bool {
-    is_on(node, "read-only")
 }
 
 /// Keys of a node that stay.

@@ -284,13 +284,15 @@ impl Recording {
     /// After QEMU's end: mends the log, where QEMU was killed, and says how it ended. It can be replayed from now on.
     ///
     /// Where `qemu_failed`, QEMU ended with an error, within an instruction (`isa-debug-exit` does so when the guest asks for it): the
-    /// recording ends before that, as a replay's QEMU ends there too.
+    /// recording ends before that, as a replay's QEMU ends there too. One that was killed has been ended from outside, within none.
     pub fn end(&mut self, duration_ns: u64, qemu_failed: bool) -> Result<Summary> {
         let plain = self.log_path();
         let was_cut = log::mend(&plain)?;
         let mut summary = log::summary(&plain)?;
-        summary.instructions = summary.instructions.saturating_sub(u64::from(qemu_failed));
         self.meta.ending = if was_cut || !summary.is_complete { Ending::Cut } else { Ending::Complete };
+        if qemu_failed && self.meta.ending == Ending::Complete {
+            summary.instructions = summary.instructions.saturating_sub(1);
+        }
         self.meta.instructions = summary.instructions;
         self.meta.log_bytes = summary.bytes;
         self.meta.duration_ns = duration_ns;
@@ -444,6 +446,21 @@ mod tests {
         std::fs::write(recording.log_path(), &log).unwrap();
         recording.finish(7).unwrap();
         assert_eq!((recording.meta.ending, recording.meta.log_bytes), (Ending::Cut, 17));
+    }
+
+    #[test]
+    fn one_whose_qemu_failed_ends_before_that_and_one_whose_was_killed_does_not() {
+        let instructions = |head: &[u8], tail: &[u8]| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut recording = Recording::create(dir.path(), meta()).unwrap();
+            let mut log = bytes(&[&[0, 0, 0, 0, 9], tail]);
+            log[..4].copy_from_slice(head);
+            std::fs::write(recording.log_path(), &log).unwrap();
+            recording.end(7, true).unwrap();
+            (recording.meta.ending, recording.meta.instructions)
+        };
+        assert_eq!(instructions(&log::HEADER, &[39]), (Ending::Complete, 8));
+        assert_eq!(instructions(&[0; 4], &[0, 0]), (Ending::Cut, 9));
     }
 
     #[test]

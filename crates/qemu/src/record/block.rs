@@ -8,7 +8,8 @@
 //! The upper one has the name that devices use, and is read-only where the lower one is: else QEMU asks that one for the right to write. Of nodes only those are layered that are no other's file.
 
 use super::option;
-use crate::options::{self, Argument, escape, is_on, value_of};
+use crate::drives::is_read_only;
+use crate::options::{self, Argument, escape, value_of};
 use crate::{Error, Result};
 
 /// Keys of `-drive` that say what the device is, and those for errors: they go with the upper one.
@@ -53,11 +54,6 @@ fn drive(argument: &Argument, unnamed: &mut usize, out: &mut Vec<Argument>) {
     lower.extend([("if".into(), "none".into()), ("id".into(), image.clone())]);
     upper.splice(0..0, [("driver".into(), "blkreplay".into()), ("image".into(), image)]);
     out.extend([option("drive", options::joined(&lower)), option("drive", options::joined(&upper))]);
-}
-
-/// Whether a medium or a node says so of itself.
-fn is_read_only(keys: &[(String, String)]) -> bool {
-    is_on(keys, "readonly") || is_on(keys, "read-only")
 }
 
 fn cdrom(argument: &Argument, out: &mut Vec<Argument>) {
