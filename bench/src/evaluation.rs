@@ -1,4 +1,5 @@
-//! The evaluation of Eicher, *VM Checkpoint Storage and Distribution for SimuBoost* (2015), chapter 6, on this machine.
+//! The evaluation of Eicher, *VM Checkpoint Storage and Distribution for SimuBoost* (2015), chapter
+//! 6, on this machine.
 //!
 //! ```text
 //!   a workload, an interval:  keyframe record --checkpoint-every ─▶ list --json, stats --json      what each checkpoint holds and took
@@ -8,10 +9,11 @@
 //!   all of them ─▶ figures/ ─▶ OUT/NAME.csv, .svg, .png, OUT/report.md
 //! ```
 //!
-//! Everything is measured in the run, but for what is labelled: *computed* (transfer times, from bytes) and *simulated* (more nodes than were measured, from
-//! interval times that were measured).
+//! Everything is measured in the run, but for what is labelled: *computed* (transfer times, from
+//! bytes) and *simulated* (more nodes than were measured, from interval times that were measured).
 //!
-//! Left out: the paper's cluster and its hardware; the numbers of its figures are in the report to be looked at, not to be met.
+//! Left out: the paper's cluster and its hardware; the numbers of its figures are in the report to
+//! be looked at, not to be met.
 
 mod figures;
 mod measured;
@@ -54,8 +56,13 @@ const FULL: Plan = Plan {
     reads: 8,
     left_out: 0.0,
 };
-const QUICK: Plan =
-    Plan { workloads: &["small"], intervals_ms: &[500, 1000], work_ms: 1500, reads: 2, left_out: 0.85 };
+const QUICK: Plan = Plan {
+    workloads: &["small"],
+    intervals_ms: &[500, 1000],
+    work_ms: 1500,
+    reads: 2,
+    left_out: 0.85,
+};
 
 /// Measures all and writes it.
 pub fn run(options: &Options) -> Result<Report, Error> {
@@ -74,11 +81,14 @@ pub fn run(options: &Options) -> Result<Report, Error> {
             match once(options, plan, (kind, *length), place.path()) {
                 Ok(run) => {
                     runs.push(run);
-                    // All of it takes an hour: what is there is written, whatever becomes of the rest.
+                    // All of it takes an hour: what is there is written, whatever becomes of the
+                    // rest.
                     written(&runs, &out)?;
                 }
                 // Its guest may not be had here.
-                Err(e) => options.left_out(&format!("{}, {} ms ({})", kind.key, length, kind.about), &e),
+                Err(e) => {
+                    options.left_out(&format!("{}, {} ms ({})", kind.key, length, kind.about), &e)
+                }
             }
         }
     }
@@ -109,13 +119,15 @@ fn once(
     std::fs::create_dir(&dir).map_err(Error::io(format!("make {}", dir.display())))?;
     let measured = measured::all(options, plan, (kind, every_ms), &dir);
     // A recording takes as much space as the next one.
-    let removed = std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())));
+    let removed =
+        std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())));
     let run = measured?;
     removed?;
     Ok(run)
 }
 
-/// The workloads and the intervals, in ms, that `only` names; those of the plan where it names none.
+/// The workloads and the intervals, in ms, that `only` names; those of the plan where it names
+/// none.
 fn chosen(only: &[String], plan: &Plan) -> Result<(Vec<&'static Kind>, Vec<u64>), Error> {
     let lengths = FULL.intervals_ms.iter().map(|ms| (format!("{ms}ms"), *ms));
     let lengths: Vec<(String, u64)> = lengths.collect();
@@ -124,9 +136,15 @@ fn chosen(only: &[String], plan: &Plan) -> Result<(Vec<&'static Kind>, Vec<u64>)
         lengths.iter().any(|(name, _)| name == part) || kinds.clone().any(|kind| kind.key == part)
     };
     if let Some(part) = only.iter().find(|part| !is_known(part)) {
-        let parts: Vec<&str> =
-            kinds.map(|kind| kind.key).chain(lengths.iter().map(|(name, _)| name.as_str())).collect();
-        return Err(Error::NoPart { benchmark: "evaluation", part: part.clone(), parts: parts.join(", ") });
+        let parts: Vec<&str> = kinds
+            .map(|kind| kind.key)
+            .chain(lengths.iter().map(|(name, _)| name.as_str()))
+            .collect();
+        return Err(Error::NoPart {
+            benchmark: "evaluation",
+            part: part.clone(),
+            parts: parts.join(", "),
+        });
     }
     let named_kinds: Vec<&'static Kind> =
         kinds.clone().filter(|kind| only.iter().any(|one| one == kind.key)).collect();
@@ -155,6 +173,9 @@ mod tests {
         assert_eq!(of(&["bonnie"]).unwrap(), (vec!["bonnie"], FULL.intervals_ms.to_vec()));
         assert_eq!(of(&["small", "2000ms"]).unwrap(), (vec!["small"], vec![2000]));
         let text = of(&["3s"]).unwrap_err().to_string();
-        assert!(text.contains("no part 3s") && text.contains("bonnie") && text.contains("500ms"), "{text}");
+        assert!(
+            text.contains("no part 3s") && text.contains("bonnie") && text.contains("500ms"),
+            "{text}"
+        );
     }
 }

@@ -1,11 +1,13 @@
-//! How long a QEMU stood still, by the STOP and RESUME events of a monitor that is used for nothing else.
+//! How long a QEMU stood still, by the STOP and RESUME events of a monitor that is used for nothing
+//! else.
 //!
 //! ```text
 //!   STOP (t0) ── the virtual CPUs stand still ── RESUME (t1)      pause = t1 - t0, by QEMU's clock, in microseconds
 //! ```
 //!
-//! It begins when the CPUs have stopped and ends before they run, so it is a little shorter than what the guest sees. What
-//! `keyframe take` prints is longer: it begins before the request to stop. Peers have the advantage.
+//! It begins when the CPUs have stopped and ends before they run, so it is a little shorter than
+//! what the guest sees. What `keyframe take` prints is longer: it begins before the request to
+//! stop. Peers have the advantage.
 
 use crate::Error;
 use serde_json::Value;
@@ -35,7 +37,8 @@ pub struct Events {
 impl Events {
     /// Listens at the monitor `socket`, which must exist.
     pub fn listen(socket: &Path) -> Result<Self, Error> {
-        let mut stream = UnixStream::connect(socket).map_err(Error::io("connect to QEMU for its events"))?;
+        let mut stream =
+            UnixStream::connect(socket).map_err(Error::io("connect to QEMU for its events"))?;
         let reader = stream.try_clone().map_err(Error::io("connect to QEMU for its events"))?;
         stream
             .write_all(b"{\"execute\":\"qmp_capabilities\"}\n")
@@ -90,7 +93,10 @@ fn parse(message: &Value) -> Option<Change> {
     };
     let stamp = message.get("timestamp")?;
     let part = |key: &str| stamp.get(key)?.as_u64();
-    Some(Change { runs, at_us: part("seconds")?.checked_mul(1_000_000)?.checked_add(part("microseconds")?)? })
+    Some(Change {
+        runs,
+        at_us: part("seconds")?.checked_mul(1_000_000)?.checked_add(part("microseconds")?)?,
+    })
 }
 
 /// All pauses together; `None` before the first has ended, and while it stands still.

@@ -23,7 +23,8 @@ impl Guest {
 
     /// The same by a path that holds in every directory.
     pub fn absolute(self) -> Result<Self, Error> {
-        let dir = std::path::absolute(&self.dir).map_err(Error::io("find the guest's directory"))?;
+        let dir =
+            std::path::absolute(&self.dir).map_err(Error::io("find the guest's directory"))?;
         Ok(Self { dir })
     }
 
@@ -87,7 +88,9 @@ fn find(guest: &'static str, given: Option<&Path>, files: &[&str]) -> Result<Pat
         None => build(guest)?,
     };
     match files.iter().map(|file| dir.join(file)).find(|file| !file.is_file()) {
-        Some(missing) => Err(Error::NoGuest { guest, problem: format!("no {}", missing.display()) }),
+        Some(missing) => {
+            Err(Error::NoGuest { guest, problem: format!("no {}", missing.display()) })
+        }
         None => Ok(dir),
     }
 }
@@ -95,7 +98,10 @@ fn find(guest: &'static str, given: Option<&Path>, files: &[&str]) -> Result<Pat
 fn build(guest: &'static str) -> Result<PathBuf, Error> {
     let script = Path::new("guests/build");
     if !script.is_file() {
-        return Err(Error::NoGuest { guest, problem: "this is not the project's directory".into() });
+        return Err(Error::NoGuest {
+            guest,
+            problem: "this is not the project's directory".into(),
+        });
     }
     let output = Command::new(script)
         .arg(guest)

@@ -6,8 +6,8 @@
 //!   c: clients and witness,        bridge ─ eth0 10.78.0.3 ──┘
 //! ```
 //!
-//! A namespace is there as long as something is in it: the process that holds it ends when its maker does, in whatever way that ends.
-//! Only root can make them.
+//! A namespace is there as long as something is in it: the process that holds it ends when its
+//! maker does, in whatever way that ends. Only root can make them.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -33,7 +33,11 @@ impl Host {
     pub fn new() -> io::Result<Self> {
         let mut command = Command::new("unshare");
         // It reads what never comes, until whoever could write it is gone.
-        command.args(["--net", "--", "cat"]).stdin(Stdio::piped()).stdout(Stdio::null()).process_group(0);
+        command
+            .args(["--net", "--", "cat"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .process_group(0);
         let mut holder = command.spawn()?;
         let own = namespace_of(std::process::id());
         let deadline = Instant::now() + PATIENCE;
@@ -45,7 +49,9 @@ impl Host {
             if holder.try_wait()?.is_some() || Instant::now() > deadline {
                 let _ = holder.kill();
                 let _ = holder.wait();
-                return Err(io::Error::other("unshare --net made no network namespace (only root can)"));
+                return Err(io::Error::other(
+                    "unshare --net made no network namespace (only root can)",
+                ));
             }
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -165,7 +171,10 @@ impl Network {
         switch.ok("ip link set bridge up")?;
         let linked = |name: &str, n: u8| -> io::Result<Host> {
             let host = Host::new()?;
-            switch.ok(&format!("ip link add to-{name} type veth peer name eth0 netns {}", host.holder()))?;
+            switch.ok(&format!(
+                "ip link add to-{name} type veth peer name eth0 netns {}",
+                host.holder()
+            ))?;
             switch.ok(&format!("ip link set to-{name} master bridge up"))?;
             host.ok("ip link set lo up")?;
             host.ok("ip link set eth0 up")?;
@@ -198,7 +207,9 @@ impl Network {
         };
         if mute {
             // No packet is as small as what may go at once.
-            return end.ok(&format!("tc qdisc replace dev {link} root tbf rate 8bit burst 1 latency 1ms"));
+            return end.ok(&format!(
+                "tc qdisc replace dev {link} root tbf rate 8bit burst 1 latency 1ms"
+            ));
         }
         shape(end, &link, self.rate)
     }
@@ -206,7 +217,8 @@ impl Network {
     /// Joins a and b by a cable of their own: 10.79.0.1 and 10.79.0.2.
     pub fn add_second_path(&self) -> io::Result<()> {
         let (a, b) = (self.a.holder(), self.b.holder());
-        self.switch.ok(&format!("ip link add eth1 netns {a} type veth peer name eth1 netns {b}"))?;
+        self.switch
+            .ok(&format!("ip link add eth1 netns {a} type veth peer name eth1 netns {b}"))?;
         for (n, host) in [(1, &self.a), (2, &self.b)] {
             host.ok(&format!("ip addr add 10.79.0.{n}/24 dev eth1"))?;
             host.ok("ip link set eth1 up")?;
@@ -230,5 +242,7 @@ impl Network {
 }
 
 fn shape(host: &Host, link: &str, Rate(rate, burst): Rate) -> io::Result<()> {
-    host.ok(&format!("tc qdisc replace dev {link} root tbf rate {rate} burst {burst} latency 100ms"))
+    host.ok(&format!(
+        "tc qdisc replace dev {link} root tbf rate {rate} burst {burst} latency 100ms"
+    ))
 }

@@ -13,9 +13,11 @@ impl Interrupt {
     /// Begins to listen.
     pub fn listen() -> Result<Self, Error> {
         let flag = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        for signal in
+            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
         {
-            signal_hook::flag::register(signal, flag.clone()).map_err(Error::io("listen to signals"))?;
+            signal_hook::flag::register(signal, flag.clone())
+                .map_err(Error::io("listen to signals"))?;
         }
         Ok(Self(flag))
     }
@@ -44,7 +46,10 @@ impl Interrupt {
                 return Ok(found);
             }
             if Instant::now() > deadline {
-                return Err(Error::failed(format!("wait until {what}"), format!("not within {seconds} s")));
+                return Err(Error::failed(
+                    format!("wait until {what}"),
+                    format!("not within {seconds} s"),
+                ));
             }
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -34,8 +34,9 @@ impl Ledger {
         self.entries
     }
 
-    /// Enters the next value. Its answer has to be the one that follows from the one before: nothing that was confirmed is ever taken
-    /// back, nothing happens twice, and no connection breaks. For this it is the only client.
+    /// Enters the next value. Its answer has to be the one that follows from the one before:
+    /// nothing that was confirmed is ever taken back, nothing happens twice, and no connection
+    /// breaks. For this it is the only client.
     pub fn enter(&mut self) -> Result<Duration, String> {
         let (asked, value) = (Instant::now(), self.entries * 7 + 1);
         let [magic, entries, chain, errors] = self.ask(value)?;
@@ -45,7 +46,9 @@ impl Ledger {
             return Err(format!("entry {} was answered as {entries}", self.entries));
         }
         if errors != 0 {
-            return Err(format!("the guest's disk is not of its memory's instant at entry {entries}"));
+            return Err(format!(
+                "the guest's disk is not of its memory's instant at entry {entries}"
+            ));
         }
         Ok(asked.elapsed())
     }

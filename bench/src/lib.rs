@@ -1,7 +1,9 @@
-//! Benchmarks against peers: each runs the product and its peers as a user would, on the same guest, in one run.
+//! Benchmarks against peers: each runs the product and its peers as a user would, on the same
+//! guest, in one run.
 //!
-//! One file a benchmark, with a directory of its parts; the others are what they share. Every figure is measured in the
-//! run that prints it; a ratio is computed from two figures of the same run. What cannot be measured has no key.
+//! One file a benchmark, with a directory of its parts; the others are what they share. Every
+//! figure is measured in the run that prints it; a ratio is computed from two figures of the same
+//! run. What cannot be measured has no key.
 //!
 //! ```text
 //!   pause ────┬─▶ vm::Protected ─▶ keyframe run -- qemu ...      pause as `keyframe take` tells it
@@ -61,7 +63,8 @@ pub struct Options {
     pub guest: Option<PathBuf>,
     /// The real guest's files; built where absent.
     pub real_guest: Option<PathBuf>,
-    /// The QEMU that `replay` and `evaluation` record with; the one on the path where none is named.
+    /// The QEMU that `replay` and `evaluation` record with; the one on the path where none is
+    /// named.
     pub qemu: Option<PathBuf>,
     /// Where `evaluation` writes its files; `out/evaluation` where nothing is named.
     pub out: Option<PathBuf>,
@@ -136,8 +139,11 @@ impl Report {
     pub fn text(&self) -> String {
         let mut lines = vec![format!("benchmark {}", self.name)];
         for (key, value) in &self.figures {
-            let shown =
-                if key.ends_with("_ns") { format!("{:.3} ms", value / 1e6) } else { format!("{value:.1}") };
+            let shown = if key.ends_with("_ns") {
+                format!("{:.3} ms", value / 1e6)
+            } else {
+                format!("{value:.1}")
+            };
             lines.push(format!("  {key:<44} {shown}"));
         }
         lines.extend(self.ratios.iter().map(|(key, value)| format!("  {key:<44} {value:.3}")));
@@ -269,7 +275,9 @@ pub fn names() -> [&'static str; 7] {
 /// Runs benchmark `name`.
 pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
     match ALL.iter().find(|(known, _)| *known == name) {
-        Some((benchmark, _)) if options.qemu.is_some() && !["replay", "evaluation"].contains(benchmark) => {
+        Some((benchmark, _))
+            if options.qemu.is_some() && !["replay", "evaluation"].contains(benchmark) =>
+        {
             Err(Error::NoOption { benchmark, option: "--qemu" })
         }
         Some((benchmark, _)) if options.seconds.is_some() && *benchmark != "replication" => {

@@ -1,4 +1,5 @@
-//! What checkpoints cost the guest: its work with and without Keyframe, in runs that follow each other.
+//! What checkpoints cost the guest: its work with and without Keyframe, in runs that follow each
+//! other.
 //!
 //! ```text
 //!   one round:   plain  A  B  C  plain  D  E  plain      A: --interval 100ms, B: 200ms, ...; the next round: E D C B A
@@ -6,8 +7,9 @@
 //!        lost(A) = 1 - work(A) / (mean of the plain runs before and after)
 //! ```
 //!
-//! Each run is a fresh boot, for what is left of a tracker (split huge pages) slows a guest that is no longer tracked.
-//! Plain runs on both sides of a few others, in an order that turns round, let a machine that gets slower favour nobody.
+//! Each run is a fresh boot, for what is left of a tracker (split huge pages) slows a guest that is
+//! no longer tracked. Plain runs on both sides of a few others, in an order that turns round, let a
+//! machine that gets slower favour nobody.
 
 mod chart;
 pub(crate) mod compile;
@@ -62,8 +64,11 @@ const STRATEGIES: [Setting; 5] = [
 ];
 
 /// The guests, each with what is measured on it.
-const SUBJECTS: [(&str, &[Setting]); 3] =
-    [("compute", &INTERVALS), ("60k", &STRATEGIES), ("compile", INTERVALS.split_at(3).1.split_at(1).0)];
+const SUBJECTS: [(&str, &[Setting]); 3] = [
+    ("compute", &INTERVALS),
+    ("60k", &STRATEGIES),
+    ("compile", INTERVALS.split_at(3).1.split_at(1).0),
+];
 
 /// How long and how often.
 struct Plan {
@@ -89,9 +94,9 @@ struct Lost {
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let all = SUBJECTS
-        .iter()
-        .flat_map(|(key, settings)| settings.iter().map(move |setting| format!("{key}_{}", setting.key())));
+    let all = SUBJECTS.iter().flat_map(|(key, settings)| {
+        settings.iter().map(move |setting| format!("{key}_{}", setting.key()))
+    });
     let parts = Parts::choose("overhead", &options.only, all)?;
     let plan = if options.quick { &QUICK } else { &FULL };
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
@@ -139,7 +144,8 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Measures `settings` against plain runs. Gives back the plain runs' work a second, and what each setting lost.
+    /// Measures `settings` against plain runs. Gives back the plain runs' work a second, and what
+    /// each setting lost.
     fn compare(&self, settings: &[Setting], rounds: usize) -> Result<(Sample, Vec<Lost>), Error> {
         let mut lost: Vec<Lost> = settings.iter().map(Lost::new).collect();
         let mut plain = Sample::default();
@@ -178,14 +184,16 @@ impl Bench<'_> {
     }
 
     fn protected(&self, setting: &Setting) -> Result<Done, Error> {
-        self.options.say(format!("{}, {} every {}", self.subject.key, setting.strategy, setting.interval));
+        self.options
+            .say(format!("{}, {} every {}", self.subject.key, setting.strategy, setting.interval));
         let store = self.dir.join("store");
         let how = (setting.interval, setting.strategy);
         let done = {
             let mut vm = Protected::start(self.options, &store, how, &self.subject.command)?;
             self.subject.measure(&mut vm.guest, self.plan)
         };
-        std::fs::remove_dir_all(&store).map_err(Error::io(format!("remove {}", store.display())))?;
+        std::fs::remove_dir_all(&store)
+            .map_err(Error::io(format!("remove {}", store.display())))?;
         done
     }
 }

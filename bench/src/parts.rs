@@ -1,7 +1,8 @@
 //! Which parts of a benchmark are wanted.
 //!
-//! A part is called as the keys call it (`20k`, `4gib`, `compute_1s`), and the beginning of its name before a `_` stands for all that
-//! begin so (`compute`). Without a choice all are wanted; a name that fits nothing is refused.
+//! A part is called as the keys call it (`20k`, `4gib`, `compute_1s`), and the beginning of its
+//! name before a `_` stands for all that begin so (`compute`). Without a choice all are wanted; a
+//! name that fits nothing is refused.
 
 use crate::Error;
 use std::error::Error as _;
@@ -20,7 +21,9 @@ impl<'a> Parts<'a> {
     ) -> Result<Self, Error> {
         let all: Vec<String> = all.collect();
         match only.iter().find(|part| !all.iter().any(|name| fits(part, name))) {
-            Some(part) => Err(Error::NoPart { benchmark, part: part.clone(), parts: all.join(", ") }),
+            Some(part) => {
+                Err(Error::NoPart { benchmark, part: part.clone(), parts: all.join(", ") })
+            }
             None => Ok(Self { only }),
         }
     }

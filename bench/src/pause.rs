@@ -11,8 +11,8 @@
 //!                        or written to
 //! ```
 //!
-//! A checkpoint follows the one before by a second, or as soon as that one is sealed. Quick runs measure QEMU's ways at
-//! one load alone: saving RAM takes them seconds.
+//! A checkpoint follows the one before by a second, or as soon as that one is sealed. Quick runs
+//! measure QEMU's ways at one load alone: saving RAM takes them seconds.
 
 mod chart;
 mod disk;
@@ -148,7 +148,13 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn under_keyframe(&self, strategy: &str, mem: &str, mib: u64, rate: u64) -> Result<Protected<'_>, Error> {
+    fn under_keyframe(
+        &self,
+        strategy: &str,
+        mem: &str,
+        mib: u64,
+        rate: u64,
+    ) -> Result<Protected<'_>, Error> {
         let command = self.files.command(mem, &append(rate, mib));
         let store = self.dir.join(format!("store-{strategy}-{mem}-{mib}"));
         let mut vm = Protected::start(self.options, &store, ("none", strategy), &command)?;
@@ -158,7 +164,8 @@ impl Bench<'_> {
         Ok(vm)
     }
 
-    /// All strategies that one tracker allows, at each rate. Gives back the pauses of checkpoints without dirty pages.
+    /// All strategies that one tracker allows, at each rate. Gives back the pauses of checkpoints
+    /// without dirty pages.
     fn strategies(&self, rows: &mut Rows) -> Result<Sample, Error> {
         self.options.say("strategies, 1 GiB: boot and first checkpoint");
         let mut vm = self.under_keyframe("precopy", MEM, WRITTEN_MIB, 0)?;
@@ -174,7 +181,9 @@ impl Bench<'_> {
         if rows.count("precopy", at_rate) > 0 && written < RATE as f64 / 4.0 {
             return Err(Error::failed(
                 "load the guest",
-                format!("it wrote only {written} of {RATE} pages a second: the machine is too busy"),
+                format!(
+                    "it wrote only {written} of {RATE} pages a second: the machine is too busy"
+                ),
             ));
         }
         self.options.say("checkpoints without dirty pages");
@@ -201,12 +210,14 @@ impl Bench<'_> {
 
     fn peers(&self, rows: &mut Rows) -> Result<(), Error> {
         self.options.say("QEMU's own ways, 1 GiB: boot");
-        let mut peer = Peer::start(self.files, &self.dir.join("peer"), MEM, &append(0, WRITTEN_MIB))?;
+        let mut peer =
+            Peer::start(self.files, &self.dir.join("peer"), MEM, &append(0, WRITTEN_MIB))?;
         self.first_snapshot(&mut peer, "first", rows)?;
         for (rate, rounds) in chosen(self.plan.peers) {
             let load = Load { rate, gib: None };
             peer.guest.say(&format!("rate {rate}"))?;
-            // What a live migration leaves for its end is QEMU's limit of the downtime, at any rate.
+            // What a live migration leaves for its end is QEMU's limit of the downtime, at any
+            // rate.
             let ways: &[Way] = match rate {
                 RATE => &[Way::Savevm, Way::Migrate, Way::LiveMigrate, Way::BackgroundSnapshot],
                 _ => &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot],
@@ -223,12 +234,19 @@ impl Bench<'_> {
         let mib = gib * (1024 - 64) - 120;
         let mem = format!("{gib}G");
         {
-            self.options.say(format!("strategies, {gib} GiB, all of it written: boot and first checkpoint"));
+            self.options.say(format!(
+                "strategies, {gib} GiB, all of it written: boot and first checkpoint"
+            ));
             let vm = self.under_keyframe("precopy", &mem, mib, RATE)?;
             vm.take("precopy")?;
             self.options.say(format!("strategies, {gib} GiB"));
             // Pre-copy twice: the ratio of sizes is its own.
-            measure(&vm, load, &["precopy", "stop-copy", "precopy", "fork"].repeat(self.plan.sizes), rows)?;
+            measure(
+                &vm,
+                load,
+                &["precopy", "stop-copy", "precopy", "fork"].repeat(self.plan.sizes),
+                rows,
+            )?;
         }
         if !self.plan.peers_of_sizes {
             return Ok(());
@@ -239,26 +257,43 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn peers_of_size(&self, load: Load, (mem, mib): (&str, u64), rows: &mut Rows) -> Result<(), Error> {
+    fn peers_of_size(
+        &self,
+        load: Load,
+        (mem, mib): (&str, u64),
+        rows: &mut Rows,
+    ) -> Result<(), Error> {
         self.options.say(format!("QEMU's own ways, {mem}, all of it written: boot"));
         let dir = self.dir.join(format!("peer{mem}"));
         let mut peer = Peer::start(self.files, &dir, mem, &append(RATE, mib))?;
         let key = load.gib.map_or_else(String::new, |gib| format!("first_{gib}gib"));
         self.first_snapshot(&mut peer, &key, rows)?;
-        self.measure_peer(&mut peer, load, &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot], rows)
+        self.measure_peer(
+            &mut peer,
+            load,
+            &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot],
+            rows,
+        )
     }
 
-    /// The first background snapshot of a VM protects huge pages, those after it what these were split into. As
-    /// checkpoints are many, it is a figure of its own.
+    /// The first background snapshot of a VM protects huge pages, those after it what these were
+    /// split into. As checkpoints are many, it is a figure of its own.
     fn first_snapshot(&self, peer: &mut Peer, key: &str, rows: &mut Rows) -> Result<(), Error> {
         self.options.say(format!("background_snapshot, {key}"));
         if let Some(saved) = peer.save(Way::BackgroundSnapshot, self.options)? {
-            rows.first_snapshots.push((format!("background_snapshot_{key}_pause_ns"), saved.pause_ns));
+            rows.first_snapshots
+                .push((format!("background_snapshot_{key}_pause_ns"), saved.pause_ns));
         }
         Ok(())
     }
 
-    fn measure_peer(&self, peer: &mut Peer, load: Load, ways: &[Way], rows: &mut Rows) -> Result<(), Error> {
+    fn measure_peer(
+        &self,
+        peer: &mut Peer,
+        load: Load,
+        ways: &[Way],
+        rows: &mut Rows,
+    ) -> Result<(), Error> {
         for way in ways {
             self.options.say(format!("{} at {}", way.key(), load.label()));
             // A background snapshot is the one that the guest works through.
@@ -328,8 +363,14 @@ fn report(rows: &Rows, empty: &Sample) -> Report {
         report.figure("empty_pause_p50_ns", empty.median());
     }
     let precopy = "precopy_20k_pause_p50_ns";
-    for peer in ["stop_copy", "fork", "cow", "savevm", "migrate", "migrate_live", "background_snapshot"] {
-        report.ratio_of(format!("{peer}_over_precopy_20k"), &format!("{peer}_20k_pause_p50_ns"), precopy);
+    for peer in
+        ["stop_copy", "fork", "cow", "savevm", "migrate", "migrate_live", "background_snapshot"]
+    {
+        report.ratio_of(
+            format!("{peer}_over_precopy_20k"),
+            &format!("{peer}_20k_pause_p50_ns"),
+            precopy,
+        );
     }
     report.ratio_of("precopy_20k_over_empty", precopy, "empty_pause_p50_ns");
     report.ratio_of("precopy_60k_over_precopy_20k", "precopy_60k_pause_p50_ns", precopy);

@@ -54,8 +54,8 @@ pub struct Saved {
     pub pause_ns: f64,
     /// How long it took in all.
     pub whole_ns: f64,
-    /// What part of its computing the guest lost from the beginning to the end, against the seconds before; `None` where
-    /// that was too short to tell.
+    /// What part of its computing the guest lost from the beginning to the end, against the seconds
+    /// before; `None` where that was too short to tell.
     pub work_lost: Option<f64>,
 }
 
@@ -76,17 +76,21 @@ impl Peer {
         make_image(&image)?;
         let (monitor, events) = (dir.join("monitor.sock"), dir.join("events.sock"));
         let mut command = files.command(mem, append);
-        command
-            .extend(["-drive".into(), format!("if=none,id=vmstate,format=qcow2,file={}", image.display())]);
+        command.extend([
+            "-drive".into(),
+            format!("if=none,id=vmstate,format=qcow2,file={}", image.display()),
+        ]);
         for socket in [&monitor, &events] {
-            command.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", socket.display())]);
+            command
+                .extend(["-qmp".into(), format!("unix:{},server=on,wait=off", socket.display())]);
         }
         let mut guest = Guest::start(&command)?;
         guest.wait_for("KF READY dirty", 180)?;
-        let mut qmp =
-            Qmp::connect(&monitor, Duration::from_secs(10)).map_err(Error::qmp("connect to QEMU"))?;
+        let mut qmp = Qmp::connect(&monitor, Duration::from_secs(10))
+            .map_err(Error::qmp("connect to QEMU"))?;
         qmp.set_timeout(SAVE_TIMEOUT);
-        qmp.hmp("migrate_set_parameter max-bandwidth 100G").map_err(Error::qmp("migrate_set_parameter"))?;
+        qmp.hmp("migrate_set_parameter max-bandwidth 100G")
+            .map_err(Error::qmp("migrate_set_parameter"))?;
         let events = Events::listen(&events)?;
         Ok(Self { guest, qmp, events, file: dir.join("migrated") })
     }
@@ -133,7 +137,8 @@ impl Peer {
 
     /// Leaves a snapshot under the name of [`Way::Savevm`]'s key.
     pub fn save_for_loadvm(&mut self) -> Result<(), Error> {
-        let answer = self.qmp.hmp(&format!("savevm {}", Way::Savevm.key())).map_err(Error::qmp("savevm"))?;
+        let answer =
+            self.qmp.hmp(&format!("savevm {}", Way::Savevm.key())).map_err(Error::qmp("savevm"))?;
         if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }
     }
 
@@ -148,7 +153,8 @@ impl Peer {
         self.qmp.execute("migrate", Some(json!({ "uri": uri }))).map_err(Error::qmp("migrate"))?;
         let started = Instant::now();
         loop {
-            let info = self.qmp.execute("query-migrate", None).map_err(Error::qmp("query-migrate"))?;
+            let info =
+                self.qmp.execute("query-migrate", None).map_err(Error::qmp("query-migrate"))?;
             match info.get("status").and_then(Value::as_str) {
                 Some("completed") => return Ok(()),
                 Some("failed" | "cancelled") => return Err(Error::failed("migrate", info)),
@@ -164,7 +170,8 @@ impl Peer {
     }
 
     fn background_snapshots(&mut self, on: bool) -> Result<(), Error> {
-        let capabilities = json!({ "capabilities": [{ "capability": "background-snapshot", "state": on }] });
+        let capabilities =
+            json!({ "capabilities": [{ "capability": "background-snapshot", "state": on }] });
         self.qmp
             .execute("migrate-set-capabilities", Some(capabilities))
             .map_err(Error::qmp("migrate-set-capabilities"))

@@ -8,10 +8,11 @@
 //!                           its recording: jobs 1, jobs 2, two at once; each tool on one interval
 //! ```
 //!
-//! A ratio is the median of those of the rounds: what stood beside each other is compared. Time is that of the guest's thread without its waiting for a
-//! core (`clock`).
+//! A ratio is the median of those of the rounds: what stood beside each other is compared. Time is
+//! that of the guest's thread without its waiting for a core (`clock`).
 //!
-//! Left out: what a replay is right about; `keyframe verify` says that, and a replay that goes wrong fails the benchmark.
+//! Left out: what a replay is right about; `keyframe verify` says that, and a replay that goes
+//! wrong fails the benchmark.
 
 mod analyses;
 mod chart;
@@ -31,10 +32,12 @@ use ways::Way;
 use workload::{Kind, Workload};
 
 /// What is measured, as `--only` names it.
-const SECTIONS: [&str; 7] = ["record", "checkpoints", "stages", "replay", "jobs", "tools", "memtrace"];
+const SECTIONS: [&str; 7] =
+    ["record", "checkpoints", "stages", "replay", "jobs", "tools", "memtrace"];
 /// Of the thesis' figure 3.1, besides 1 s.
 const SWEEP: [&str; 5] = ["500ms", "1s", "2s", "4s", "8s"];
-/// The workload whose recording is analysed, and with which intervals are varied; the first that is wanted where it is not.
+/// The workload whose recording is analysed, and with which intervals are varied; the first that is
+/// wanted where it is not.
 const SUBJECT: &str = "processes";
 
 /// Recordings of a workload that are replayed, twice each.
@@ -60,7 +63,17 @@ const FULL: Plan = Plan {
     sweep_units: Some(10),
     rounds: 3,
     every: "1s",
-    workloads: &["idle", "compute", "hash", "processes", "compile", "redis", "sqlite", "web", "postmark"],
+    workloads: &[
+        "idle",
+        "compute",
+        "hash",
+        "processes",
+        "compile",
+        "redis",
+        "sqlite",
+        "web",
+        "postmark",
+    ],
     tools: &["icount", "hot", "coverage", "working-set", "watch", "syscalls", "cache"],
 };
 const QUICK: Plan = Plan {
@@ -82,9 +95,11 @@ impl<'a> Chosen<'a> {
         let parts: Vec<&str> =
             SECTIONS.into_iter().chain(workload::ALL.iter().map(|kind| kind.key)).collect();
         match only.iter().find(|part| !parts.contains(&part.as_str())) {
-            Some(part) => {
-                Err(Error::NoPart { benchmark: "replay", part: part.clone(), parts: parts.join(", ") })
-            }
+            Some(part) => Err(Error::NoPart {
+                benchmark: "replay",
+                part: part.clone(),
+                parts: parts.join(", "),
+            }),
             None => Ok(Self { only }),
         }
     }
@@ -99,8 +114,9 @@ impl<'a> Chosen<'a> {
 
     fn workloads(&self, plan: &Plan) -> Vec<&'static Kind> {
         let any = workload::ALL.iter().any(|kind| self.names(kind.key));
-        let wanted =
-            |kind: &&Kind| if any { self.names(kind.key) } else { plan.workloads.contains(&kind.key) };
+        let wanted = |kind: &&Kind| {
+            if any { self.names(kind.key) } else { plan.workloads.contains(&kind.key) }
+        };
         workload::ALL.iter().filter(wanted).collect()
     }
 }
@@ -150,8 +166,8 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn ways(&self) -> Vec<Way> {
-        let [record, checkpoints, stages, replay] =
-            ["record", "checkpoints", "stages", "replay"].map(|section| self.chosen.section(section));
+        let [record, checkpoints, stages, replay] = ["record", "checkpoints", "stages", "replay"]
+            .map(|section| self.chosen.section(section));
         let mut ways = Vec::new();
         if record {
             ways.extend([Way::Plain, Way::Icount, Way::Unlogged]);
@@ -168,14 +184,20 @@ impl Bench<'_> {
         ways
     }
 
-    fn workload(&self, kind: &'static Kind, is_subject: bool, rows: &mut Rows) -> Result<(), Error> {
+    fn workload(
+        &self,
+        kind: &'static Kind,
+        is_subject: bool,
+        rows: &mut Rows,
+    ) -> Result<(), Error> {
         let work = Workload::prepare(kind, self.plan.units, self.options, self.dir)?;
         let ways = self.ways();
         // The real guest boots slowly, and there are many workloads for it.
         let rounds = if kind.is_of_real_guest() { self.rounds.div_ceil(3) } else { self.rounds };
         for round in 0..rounds {
             for way in in_turn(&ways, round) {
-                let is_replayed = way == Way::Record && round < REPLAYS_MAX && self.chosen.section("replay");
+                let is_replayed =
+                    way == Way::Record && round < REPLAYS_MAX && self.chosen.section("replay");
                 self.once(&work, way, is_replayed, rows)?;
             }
         }
@@ -185,7 +207,8 @@ impl Bench<'_> {
         {
             self.sweep(kind, units, rows)?;
         }
-        let analysed = ["jobs", "tools", "memtrace"].iter().any(|section| self.chosen.section(section));
+        let analysed =
+            ["jobs", "tools", "memtrace"].iter().any(|section| self.chosen.section(section));
         if is_subject && analysed {
             let out = self.place(kind, "analysed");
             ways::run(self.options, &work, Way::Every(self.plan.every), &out)?;
@@ -197,7 +220,13 @@ impl Bench<'_> {
     }
 
     /// Runs it once; a recording can be replayed while it is there.
-    fn once(&self, work: &Workload, way: Way, is_replayed: bool, rows: &mut Rows) -> Result<(), Error> {
+    fn once(
+        &self,
+        work: &Workload,
+        way: Way,
+        is_replayed: bool,
+        rows: &mut Rows,
+    ) -> Result<(), Error> {
         let out = self.place(work.kind, way.key());
         let ran = ways::run(self.options, work, way, &out);
         if let Ok(ran) = &ran {
@@ -220,7 +249,8 @@ impl Bench<'_> {
         ran.map(drop)
     }
 
-    /// Several intervals between checkpoints, over work that is long enough for them; in each round between two recordings without.
+    /// Several intervals between checkpoints, over work that is long enough for them; in each round
+    /// between two recordings without.
     fn sweep(&self, kind: &'static Kind, units: u32, rows: &mut Rows) -> Result<(), Error> {
         let work = Workload::prepare(kind, units, self.options, self.dir)?;
         let ways = [&[Way::Record], &SWEEP.map(Way::Every)[..], &[Way::Record]].concat();
@@ -268,7 +298,10 @@ mod tests {
         let nothing = only(&[]);
         let chosen = Chosen::of(&nothing).unwrap();
         assert!(chosen.section("jobs") && chosen.workloads(&FULL).len() == workload::ALL.len());
-        assert_eq!(chosen.workloads(&QUICK).iter().map(|kind| kind.key).collect::<Vec<_>>(), [SUBJECT]);
+        assert_eq!(
+            chosen.workloads(&QUICK).iter().map(|kind| kind.key).collect::<Vec<_>>(),
+            [SUBJECT]
+        );
         let some = only(&["record", "redis", "compute"]);
         let chosen = Chosen::of(&some).unwrap();
         assert!(chosen.section("record") && !chosen.section("jobs"));
@@ -282,7 +315,9 @@ mod tests {
     #[test]
     fn plans_name_what_there_is() {
         for plan in [&FULL, &QUICK] {
-            assert!(plan.workloads.iter().all(|key| workload::ALL.iter().any(|kind| kind.key == *key)));
+            assert!(
+                plan.workloads.iter().all(|key| workload::ALL.iter().any(|kind| kind.key == *key))
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What a standby costs the guest: its work and its answers with and without, in runs that follow each other.
+//! What a standby costs the guest: its work and its answers with and without, in runs that follow
+//! each other.
 //!
 //! ```text
 //!   one round of a workload over a link:   plain  A  B  plain  C  D  plain      A: fixed:50ms, B: fixed:100ms, ...; the next round: D C B A
@@ -7,8 +8,9 @@
 //!   a failover:   boot, protect, ask ─▶ the primary's host loses power ─▶ the next answer
 //! ```
 //!
-//! Each run is a fresh boot on hosts of its own (`hosts`), the plain one with the same QEMU line in the same place. Both hosts, and the
-//! clients', are this one machine: what the standby computes, which elsewhere is another machine's, is in the slowdown.
+//! Each run is a fresh boot on hosts of its own (`hosts`), the plain one with the same QEMU line in
+//! the same place. Both hosts, and the clients', are this one machine: what the standby computes,
+//! which elsewhere is another machine's, is in the slowdown.
 //!
 //! Left out: what replication is right about; the end-to-end tests' clients find that out.
 
@@ -78,7 +80,8 @@ const QUICK: Plan = Plan {
     policies: &["fixed100", "paper", "adaptive"],
 };
 
-/// What of it is wanted: of links, of policies and of what is measured those that are named, where any are.
+/// What of it is wanted: of links, of policies and of what is measured those that are named, where
+/// any are.
 struct Chosen {
     links: Vec<(&'static str, Rate)>,
     policies: Vec<&'static Policy>,
@@ -91,7 +94,8 @@ impl Chosen {
         let keys = |of: &[&'static str]| of.to_vec();
         let links = keys(&LINKS.map(|(key, _)| key));
         let policies = keys(&POLICIES.each_ref().map(|policy| policy.key));
-        let kinds = keys(&[&workload::ALL.each_ref().map(|kind| kind.key)[..], &[FAILOVER]].concat());
+        let kinds =
+            keys(&[&workload::ALL.each_ref().map(|kind| kind.key)[..], &[FAILOVER]].concat());
         let all = [&kinds[..], &links, &policies].concat();
         if let Some(part) = only.iter().find(|part| !all.contains(&part.as_str())) {
             let parts = all.join(", ");
@@ -124,10 +128,14 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     let rounds = options.rounds.unwrap_or(plan.rounds);
     options.say(format!("{rounds} round(s), {seconds} s of each run are counted"));
     let mut rows = Rows::new(seconds);
-    let network = |rate| Network::new(rate).map_err(Error::io("make hosts of network namespaces (as root)"));
+    let network =
+        |rate| Network::new(rate).map_err(Error::io("make hosts of network namespaces (as root)"));
     for (link, rate) in &chosen.links {
         for kind in &chosen.kinds {
-            options.say(format!("{} over {link}: {} (the paper's {})", kind.key, kind.about, kind.figure));
+            options.say(format!(
+                "{} over {link}: {} (the paper's {})",
+                kind.key, kind.about, kind.figure
+            ));
             let lab = Lab::new(options, &interrupt, &files, network(*rate)?, dir.path())?;
             let mut bench = Bench { lab, kind, link, policies: &chosen.policies, seconds };
             if let Err(e) = bench.compare(rounds, &mut rows) {
@@ -188,7 +196,10 @@ impl Bench<'_> {
                         Ok(one) => done.push((*policy, one)),
                         Err(e) => {
                             self.lab.interrupt.check()?;
-                            let what = format!("{} over {} with {}", self.kind.key, self.link, policy.word);
+                            let what = format!(
+                                "{} over {} with {}",
+                                self.kind.key, self.link, policy.word
+                            );
                             self.lab.options.left_out(&what, &e);
                         }
                     }
@@ -209,7 +220,8 @@ impl Bench<'_> {
         let how = policy.map_or("plain", |policy| policy.word);
         self.lab.options.say(format!("{} over {}, {how}", self.kind.key, self.link));
         let running =
-            self.lab.start(policy.map(|policy| policy.word), self.kind.append, &|_| Ok(Vec::new()))?;
+            self.lab
+                .start(policy.map(|policy| policy.word), self.kind.append, &|_| Ok(Vec::new()))?;
         self.kind.measure(&running, policy.is_some(), self.seconds)
     }
 }
@@ -225,10 +237,16 @@ mod tests {
     #[test]
     fn links_policies_and_workloads_are_chosen_apart() {
         let all = chosen(&[], &FULL).unwrap();
-        assert_eq!((all.links.len(), all.policies.len(), all.kinds.len()), (2, 4, workload::ALL.len()));
+        assert_eq!(
+            (all.links.len(), all.policies.len(), all.kinds.len()),
+            (2, 4, workload::ALL.len())
+        );
         assert!(all.has_failover);
         let some = chosen(&["10gbit", "web", "paper"], &QUICK).unwrap();
-        assert_eq!((some.links[0].0, some.policies[0].key, some.kinds[0].key), ("10gbit", "paper", "web"));
+        assert_eq!(
+            (some.links[0].0, some.policies[0].key, some.kinds[0].key),
+            ("10gbit", "paper", "web")
+        );
         assert!(!some.has_failover);
         let failover = chosen(&["failover"], &QUICK).unwrap();
         assert!(failover.has_failover && failover.kinds.is_empty());

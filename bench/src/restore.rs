@@ -1,4 +1,5 @@
-//! Restoring: how soon a VM runs and how soon all of its RAM is there, against `-loadvm` and against plain copying.
+//! Restoring: how soon a VM runs and how soon all of its RAM is there, against `-loadvm` and
+//! against plain copying.
 //!
 //! ```text
 //!   guest, 1 GiB, 800 MiB of it written       measured from the command
@@ -8,7 +9,8 @@
 //!                          as many bytes ──▶ memcpy            on all cores
 //! ```
 //!
-//! By turns, all files in the page cache. What a served disk is against `qemu-nbd` (`disk_*`) is a part of its own.
+//! By turns, all files in the page cache. What a served disk is against `qemu-nbd` (`disk_*`) is a
+//! part of its own.
 
 mod copying;
 mod disk;
@@ -76,7 +78,8 @@ pub fn run(options: &Options) -> Result<Report, Error> {
 /// Leaves one complete checkpoint in `store`; gives back how many bytes of its RAM are not zero.
 fn checkpoint(options: &Options, files: &Files, store: &Path) -> Result<u64, Error> {
     options.say("guest under keyframe: boot and checkpoint");
-    let mut vm = Protected::start(options, store, ("none", "stop-copy"), &files.command(MEM, APPEND))?;
+    let mut vm =
+        Protected::start(options, store, ("none", "stop-copy"), &files.command(MEM, APPEND))?;
     vm.guest.wait_for("KF READY dirty", 180)?;
     let taken = vm.take("stop-copy")?;
     let pages = |key: &str| {
@@ -85,7 +88,10 @@ fn checkpoint(options: &Options, files: &Files, store: &Path) -> Result<u64, Err
     };
     let nonzero = pages("dirty_pages")?.saturating_sub(pages("zero_pages")?);
     if nonzero < 100_000 {
-        return Err(Error::failed("take a complete checkpoint", format!("it holds only {nonzero} pages")));
+        return Err(Error::failed(
+            "take a complete checkpoint",
+            format!("it holds only {nonzero} pages"),
+        ));
     }
     Ok(nonzero * 4096)
 }
@@ -125,8 +131,13 @@ fn report(rows: &Rows, bytes: u64) -> Report {
         "loadvm_first_instruction_ns",
         "lazy_first_instruction_ns",
     );
-    report.ratio_of("loadvm_over_eager", "loadvm_first_instruction_ns", "eager_first_instruction_ns");
-    // Of speeds: how many times faster memcpy is than filling the VM's RAM. Both find new memory as they go.
+    report.ratio_of(
+        "loadvm_over_eager",
+        "loadvm_first_instruction_ns",
+        "eager_first_instruction_ns",
+    );
+    // Of speeds: how many times faster memcpy is than filling the VM's RAM. Both find new memory as
+    // they go.
     report.ratio_of("memcpy_over_eager", "eager_fill_ns", "memcpy_ns");
     report.ratio_of("memcpy_over_eager_command", "eager_first_instruction_ns", "memcpy_ns");
     report.ratio_of("memcpy_into_resident_over_eager", "eager_fill_ns", "memcpy_into_resident_ns");
@@ -167,7 +178,8 @@ mod tests {
             sample.push(value);
         }
         let report = report(&rows, 4096);
-        let close = |key: &str, value: f64| assert!((report.ratios[key] - value).abs() < 1e-9, "{key}");
+        let close =
+            |key: &str, value: f64| assert!((report.ratios[key] - value).abs() < 1e-9, "{key}");
         close("loadvm_over_lazy_first_instruction", 10.0);
         close("memcpy_over_eager", 2.0);
         close("memcpy_over_eager_command", 3.0);

@@ -17,7 +17,8 @@ impl Sample {
         self.0.len()
     }
 
-    /// The value at `percent`, nearest rank. NaN for an empty sample, which JSON shows as null: never a made-up number.
+    /// The value at `percent`, nearest rank. NaN for an empty sample, which JSON shows as null:
+    /// never a made-up number.
     pub fn percentile(&self, percent: usize) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
@@ -25,7 +26,8 @@ impl Sample {
         sorted.get(rank - 1).copied().unwrap_or(f64::NAN)
     }
 
-    /// The middle value, or the mean of the middle two: the lower of a few would flatter whoever is measured.
+    /// The middle value, or the mean of the middle two: the lower of a few would flatter whoever is
+    /// measured.
     pub fn median(&self) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);

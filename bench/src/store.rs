@@ -1,4 +1,5 @@
-//! The store against databases, archivers and a flat file: one stream of pages for all (`bench/feed`), on one core.
+//! The store against databases, archivers and a flat file: one stream of pages for all
+//! (`bench/feed`), on one core.
 //!
 //! ```text
 //!   --from STORE ─▶ recorded ─▶ place/stream                                else each child makes the stream
@@ -34,12 +35,14 @@ use std::path::Path;
 /// Those in this program.
 const OWN: [&str; 3] = ["keyframe", "flat_file", "flat_file_blake3"];
 /// Those in the program with the databases. The last one counts what deduplication and zstd leave.
-const DATABASES: [&str; 7] = ["kyoto", "lmdb", "rocksdb", "leveldb", "redb", "sqlite", "dedup_zstd"];
+const DATABASES: [&str; 7] =
+    ["kyoto", "lmdb", "rocksdb", "leveldb", "redb", "sqlite", "dedup_zstd"];
 const ARCHIVERS: [&str; 2] = ["borg", "restic"];
 const METADATA: &str = "metadata";
 const OPEN: &str = "open";
 
-/// Memory files that one store takes, as a part of the image: what databases leave behind while they merge is most of it.
+/// Memory files that one store takes, as a part of the image: what databases leave behind while
+/// they merge is most of it.
 const ROOM_IMAGES: u64 = 8;
 
 /// How much is measured.
@@ -110,7 +113,8 @@ pub fn run_job(job: &str) -> Result<String, Error> {
 
 /// The last core that this process may use: the first ones have the most to do.
 fn last_cpu() -> Result<usize, Error> {
-    let set = rustix::thread::sched_getaffinity(None).map_err(|e| Error::io("ask for cores")(e.into()))?;
+    let set = rustix::thread::sched_getaffinity(None)
+        .map_err(|e| Error::io("ask for cores")(e.into()))?;
     let last = (0..rustix::thread::CpuSet::MAX_CPU).rev().find(|cpu| set.is_set(*cpu));
     last.ok_or_else(|| Error::failed("ask for cores", "there is none"))
 }
@@ -134,8 +138,8 @@ impl Bench<'_> {
         let peers = self.peers();
         let mut left_out: Vec<&str> = Vec::new();
         let rounds = self.options.rounds.map_or(self.plan.rounds, usize::from);
-        // One that does not count: under a hypervisor, memory that was never used has to be had from the host, and whoever
-        // comes first pays for it.
+        // One that does not count: under a hypervisor, memory that was never used has to be had
+        // from the host, and whoever comes first pays for it.
         if let Some(first) = OWN.into_iter().find(|name| self.parts.has(name)) {
             self.measure(first, None, "does not count")?;
         }
@@ -146,12 +150,18 @@ impl Bench<'_> {
                 let measured = self.measure(name, None, &turn)?;
                 self.rows.add(name, &measured);
             }
-            let databases = peers.iter().flat_map(|peers| DATABASES.map(|name| (name, Some(peers))));
+            let databases =
+                peers.iter().flat_map(|peers| DATABASES.map(|name| (name, Some(peers))));
             for (name, peers) in databases.chain(ARCHIVERS.map(|name| (name, None))) {
                 let known_missing = peers.is_some_and(|peers| !peers.has(name));
                 // These take minutes, and differ by more than one minute differs from another.
-                let often_enough = round > 1 && self.options.rounds.is_none() && ARCHIVERS.contains(&name);
-                if known_missing || often_enough || left_out.contains(&name) || !self.parts.has(name) {
+                let often_enough =
+                    round > 1 && self.options.rounds.is_none() && ARCHIVERS.contains(&name);
+                if known_missing
+                    || often_enough
+                    || left_out.contains(&name)
+                    || !self.parts.has(name)
+                {
                     continue;
                 }
                 match self.measure(name, peers, &turn) {
@@ -167,7 +177,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The program with the databases, if any of them is wanted. Those that it does not have are said to be left out.
+    /// The program with the databases, if any of them is wanted. Those that it does not have are
+    /// said to be left out.
     fn peers(&self) -> Option<Peers> {
         let wanted: Vec<&str> = DATABASES.into_iter().filter(|name| self.parts.has(name)).collect();
         if wanted.is_empty() {
@@ -176,8 +187,7 @@ impl Bench<'_> {
         match Peers::find(self.options, self.interrupt) {
             Ok(peers) => {
                 for name in wanted.into_iter().filter(|name| !peers.has(name)) {
-                    let problem =
-                        "its library was not there when bench/peers was built: run make bench-peers";
+                    let problem = "its library was not there when bench/peers was built: run make bench-peers";
                     self.options.left_out(name, &Error::failed("find its library", problem));
                 }
                 Some(peers)
@@ -212,9 +222,12 @@ impl Bench<'_> {
         };
         let measured = match peers {
             Some(peers) => child::measure(&peers.program, &[], &job, self.interrupt),
-            None => {
-                child::measure(&self.options.keyframe, &["bench", "store", "--job"], &job, self.interrupt)
-            }
+            None => child::measure(
+                &self.options.keyframe,
+                &["bench", "store", "--job"],
+                &job,
+                self.interrupt,
+            ),
         };
         std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())))?;
         measured
@@ -228,5 +241,8 @@ fn with_fix(name: &str, error: Error) -> Error {
         "restic" => Program::Restic.package(),
         _ => return error,
     };
-    Error::failed(format!("run {name} (Debian: apt-get install {package}, or make bench-peers)"), error)
+    Error::failed(
+        format!("run {name} (Debian: apt-get install {package}, or make bench-peers)"),
+        error,
+    )
 }

@@ -55,7 +55,9 @@ impl Guest {
 
     /// When the first line came that contains `text`.
     pub fn at(&self, text: &str) -> Option<Instant> {
-        self.with_lines(|lines| lines.iter().find(|(_, line)| line.contains(text)).map(|(at, _)| *at))
+        self.with_lines(|lines| {
+            lines.iter().find(|(_, line)| line.contains(text)).map(|(at, _)| *at)
+        })
     }
 
     /// Writes a line to the guest's console.
@@ -67,8 +69,8 @@ impl Guest {
     pub fn wait_for(&mut self, text: &str, seconds: u64) -> Result<String, Error> {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < deadline {
-            if let Some(line) =
-                self.with_lines(|l| l.iter().find(|(_, l)| l.contains(text)).map(|(_, l)| l.clone()))
+            if let Some(line) = self
+                .with_lines(|l| l.iter().find(|(_, l)| l.contains(text)).map(|(_, l)| l.clone()))
             {
                 return Ok(line);
             }
@@ -78,7 +80,10 @@ impl Guest {
                 return Err(Error::failed(format!("wait for {text:?}"), line));
             }
             if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
-                return Err(Error::failed(format!("wait for {text:?}"), format!("it ended with {exit}")));
+                return Err(Error::failed(
+                    format!("wait for {text:?}"),
+                    format!("it ended with {exit}"),
+                ));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -94,7 +99,8 @@ impl Guest {
         self.with_lines(|l| l.iter().filter(|(_, l)| l.starts_with(prefix)).cloned().collect())
     }
 
-    /// How fast the counter `field` grew between two instants, a second, by lines that begin with `prefix`.
+    /// How fast the counter `field` grew between two instants, a second, by lines that begin with
+    /// `prefix`.
     pub fn rate(&self, prefix: &str, field: &str, (from, to): (Instant, Instant)) -> Option<f64> {
         let lines = self.lines(prefix);
         let mut inside = lines.iter().filter(|(at, _)| *at >= from && *at <= to);
@@ -152,8 +158,9 @@ impl Drop for Guest {
 /// The children of process `pid`.
 fn children(pid: u32) -> Vec<rustix::process::Pid> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
-    let of_task =
-        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+    let of_task = |task: std::fs::DirEntry| {
+        std::fs::read_to_string(task.path().join("children")).unwrap_or_default()
+    };
     let lists: Vec<String> = tasks.into_iter().flatten().flatten().map(of_task).collect();
     lists
         .iter()
@@ -232,7 +239,8 @@ impl<'a> Protected<'a> {
         if !output.status.success() {
             return Err(Error::failed("keyframe take", String::from_utf8_lossy(&output.stderr)));
         }
-        serde_json::from_slice(&output.stdout).map_err(|e| Error::failed("read keyframe take --json", e))
+        serde_json::from_slice(&output.stdout)
+            .map_err(|e| Error::failed("read keyframe take --json", e))
     }
 }
 

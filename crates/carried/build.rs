@@ -1,6 +1,8 @@
-//! Compiles what QEMU loads, so that the program carries it: the plugin (`plugins/`), once for each interface that QEMU has had, and `wakeups/`.
+//! Compiles what QEMU loads, so that the program carries it: the plugin (`plugins/`), once for each
+//! interface that QEMU has had, and `wakeups/`.
 //!
-//! They have no dependencies and their own panic strategy, and need none of cargo: one call of the compiler each.
+//! They have no dependencies and their own panic strategy, and need none of cargo: one call of the
+//! compiler each.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,11 +28,21 @@ fn compile(room: &str, crate_name: &str, cfg: &str, name: &str) {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let rustc = std::env::var_os("RUSTC").expect("cargo sets RUSTC");
     let target = std::env::var("TARGET").expect("cargo sets TARGET");
-    // It goes with QEMU's C library, which is the distribution's, also where the program itself has musl linked in.
+    // It goes with QEMU's C library, which is the distribution's, also where the program itself has
+    // musl linked in.
     let target = target.replace("-musl", "-gnu");
     let status = Command::new(&rustc)
         .args(["--edition", "2024", "--crate-name", crate_name, "--crate-type", "cdylib"])
-        .args(["-C", "opt-level=3", "-C", "panic=abort", "-C", "codegen-units=1", "-C", "strip=symbols"])
+        .args([
+            "-C",
+            "opt-level=3",
+            "-C",
+            "panic=abort",
+            "-C",
+            "codegen-units=1",
+            "-C",
+            "strip=symbols",
+        ])
         .args(["--target", &target, "--cap-lints", "allow", "--cfg", cfg])
         // Where it was built must not be in it.
         .args(["--remap-path-prefix", &format!("{}={room}/src", source.display())])

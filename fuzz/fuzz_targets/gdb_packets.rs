@@ -1,5 +1,6 @@
 #![no_main]
-//! What a debugger sends, and what a stub answers, in pieces: the first byte says how long they are.
+//! What a debugger sends, and what a stub answers, in pieces: the first byte says how long they
+//! are.
 
 use keyframe_gdb::{Decoder, Item, StopReply, command};
 use libfuzzer_sys::fuzz_target;

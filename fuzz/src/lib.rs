@@ -14,7 +14,9 @@ pub fn golden(version: u32) -> Files {
     let mut files = Files::new();
     for folder in ["", "packs", "maps", "checkpoints", "tags", "worksets"] {
         let Ok(entries) = std::fs::read_dir(root.join(folder)) else { continue };
-        for path in entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()) {
+        for path in
+            entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file())
+        {
             let name = path.strip_prefix(&root).expect("it was listed there").display().to_string();
             files.push((name, std::fs::read(&path).expect("a golden file")));
         }

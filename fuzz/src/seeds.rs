@@ -1,5 +1,5 @@
-//! Writes the corpora that the targets begin with below the directory that it is given, one folder each: parts of golden files,
-//! and the beginnings of conversations.
+//! Writes the corpora that the targets begin with below the directory that it is given, one folder
+//! each: parts of golden files, and the beginnings of conversations.
 //!
 //! Checksums are left out, as the targets add them; so is what a secret key would be needed for.
 
@@ -29,12 +29,22 @@ fn main() {
     }
     for (name, len) in [("empty", 0), ("short", 40), ("long", 3000), ("blocks", 140_000)] {
         let plain: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
-        for (way, bytes) in ["put", "appended"].iter().zip(keyframe_store::fuzzing::containers(&plain)) {
+        for (way, bytes) in
+            ["put", "appended"].iter().zip(keyframe_store::fuzzing::containers(&plain))
+        {
             corpora.add("store_container", &format!("{name}-{way}"), &bytes);
         }
     }
-    let log =
-        [&[0, 0, 0, 9, 9, 28][..], &[7; 8], &[0, 0, 0, 9, 9, 28], &[8; 8], &[3], &[0; 8], &[30, 39]].concat();
+    let log = [
+        &[0, 0, 0, 9, 9, 28][..],
+        &[7; 8],
+        &[0, 0, 0, 9, 9, 28],
+        &[8; 8],
+        &[3],
+        &[0; 8],
+        &[30, 39],
+    ]
+    .concat();
     corpora.add("replay_log", "made", &log);
     corpora.add("gdb_packets", "made", b"\x08+$g#67+$T05watch:1000;#b1-\x03$Z2,1000,8#a5");
     let types = [&[0x9f, 0xeb, 1, 0, 24][..], &[0; 15], &[7, 0, 0, 0], b"\0pid\0x\0"].concat();
@@ -55,8 +65,12 @@ fn registers(kind: u8, mode: [u16; 3]) -> Vec<u8> {
     let vbe = [&[0][..], &mode, &[1, 0, 320, 200, 0, 0]].concat();
     let line_bytes = 320 * u32::from(mode[2]) / 8;
     let rest = [&0u32.to_le_bytes()[..], &line_bytes.to_le_bytes(), &[0; 24], &[0x20]].concat();
-    [&[kind, 20][..], &vbe.iter().flat_map(|register| register.to_le_bytes()).collect::<Vec<_>>(), &rest]
-        .concat()
+    [
+        &[kind, 20][..],
+        &vbe.iter().flat_map(|register| register.to_le_bytes()).collect::<Vec<_>>(),
+        &rest,
+    ]
+    .concat()
 }
 
 /// With the numbers of the store itself made zero, which the targets expect.
@@ -100,13 +114,16 @@ fn store_file(corpora: &Corpora<'_>, seed: &str, name: &str, bytes: &[u8]) {
 fn qemu(corpora: &Corpora<'_>) {
     let device = |id: u8, name: &str, body: &[u8]| {
         let head =
-            [&[4, 0, 0, 0, id, name.len() as u8], name.as_bytes(), &[0, 0, 0, 0, 0, 0, 0, 12]].concat();
+            [&[4, 0, 0, 0, id, name.len() as u8], name.as_bytes(), &[0, 0, 0, 0, 0, 0, 0, 12]]
+                .concat();
         [&head[..], body, &[0x7e, 0, 0, 0, id]].concat()
     };
-    let devices = [device(1, "timer", &[0; 24]), device(2, "cpu", &[0; 2000]), device(3, "apic", &[1; 200])];
+    let devices =
+        [device(1, "timer", &[0; 24]), device(2, "cpu", &[0; 2000]), device(3, "apic", &[1; 200])];
     let state = [&b"QEVM\0\0\0\x03"[..], &devices.concat(), &[0]].concat();
     corpora.add("qemu_device_state", "made", &state);
-    let mut stream = b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01\0\0\0\x02\x03ram\0\0\0\0\0\0\0\x04".to_vec();
+    let mut stream =
+        b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01\0\0\0\x02\x03ram\0\0\0\0\0\0\0\x04".to_vec();
     stream.extend(0x3004u64.to_be_bytes());
     stream.extend(b"\x06pc.ram\0\0\0\0\0\0\x30\0\0\0\0\0\0\0\0\x10\x7e\0\0\0\x02\x03\0\0\0\x02");
     stream.extend(0x1002u64.to_be_bytes());
@@ -155,11 +172,13 @@ fn disk(corpora: &Corpora<'_>) {
     ];
     corpora.add("disk_nbd_server", "talk", &talk.concat());
     let reply = |about: u32, kind: u32, data: &[u8]| {
-        let head = [0x0003_e889_0455_65a9u64.to_be_bytes().to_vec(), about.to_be_bytes().to_vec()].concat();
+        let head = [0x0003_e889_0455_65a9u64.to_be_bytes().to_vec(), about.to_be_bytes().to_vec()]
+            .concat();
         [&head[..], &kind.to_be_bytes(), &(data.len() as u32).to_be_bytes(), data].concat()
     };
     let chunk = |flags: u16, kind: u16, cookie: u64, data: &[u8]| {
-        let head = [&0x668e_33efu32.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
+        let head =
+            [&0x668e_33efu32.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
         [&head[..], &cookie.to_be_bytes(), &(data.len() as u32).to_be_bytes(), data].concat()
     };
     let data = [&0u64.to_be_bytes()[..], &[5; 9000]].concat();
@@ -179,7 +198,9 @@ fn disk(corpora: &Corpora<'_>) {
     for number in 1..3u64 {
         journal.extend([0x3142_464bu32.to_le_bytes(), 2u32.to_le_bytes()].concat());
         journal.extend([number.to_le_bytes(), [0; 8]].concat());
-        for (block, blocks, slot, kind) in [(number * 4, 2u64, number as u32 * 2, 0u32), (20, number, 0, 1)] {
+        for (block, blocks, slot, kind) in
+            [(number * 4, 2u64, number as u32 * 2, 0u32), (20, number, 0, 1)]
+        {
             journal.extend([block.to_le_bytes(), blocks.to_le_bytes()].concat());
             journal.extend([slot.to_le_bytes(), kind.to_le_bytes()].concat());
         }
@@ -199,13 +220,15 @@ fn disk(corpora: &Corpora<'_>) {
 }
 
 fn net(corpora: &Corpora<'_>) {
-    let golden =
-        std::fs::read(top().join("crates/net/tests/golden/in-flight-v1.bin")).expect("a golden file");
+    let golden = std::fs::read(top().join("crates/net/tests/golden/in-flight-v1.bin"))
+        .expect("a golden file");
     corpora.add("net_in_flight", "v1", &golden[..golden.len() - 32]);
     corpora.add("net_frames", "two", b"\x03\0\0\0\x10destinatsource!!\0\0\0\x01x");
     let messages: Vec<u8> = [r#"{"hold":{"limit_ms":10000}}"#, r#""collect""#, r#""done""#]
         .iter()
-        .flat_map(|json| [&(json.len() as u32).to_le_bytes()[..], &[0; 4], json.as_bytes()].concat())
+        .flat_map(|json| {
+            [&(json.len() as u32).to_le_bytes()[..], &[0; 4], json.as_bytes()].concat()
+        })
         .collect();
     corpora.add("net_control", "some", &messages);
 }
@@ -213,14 +236,19 @@ fn net(corpora: &Corpora<'_>) {
 fn served(corpora: &Corpora<'_>) {
     corpora.add("served_request", "hello", b"\x01KFSERVE\n\x01\0\x06\0secret");
     corpora.add("served_request", "list", b"\x02\x05packs");
-    let range = [&b"\x05\x13packs/00000001.pack"[..], &[7; 8], &[0; 8], &[0, 0, 2, 0, 1], &[9; 32]].concat();
+    let range = [&b"\x05\x13packs/00000001.pack"[..], &[7; 8], &[0; 8], &[0, 0, 2, 0, 1], &[9; 32]]
+        .concat();
     corpora.add("served_request", "range", &range);
     corpora.add("served_request", "look", b"\x04\x02\0\x13packs/00000001.pack\x0astore.json");
     let answer = |asked: u8, kind: &[u8; 4], body: &[u8]| {
         let len = (body.len() as u64).to_le_bytes();
         [&[asked][..], kind, &len, &len, body].concat()
     };
-    corpora.add("served_answer", "names", &answer(10, &[0; 4], b"\x0d00000001.pack\x0d00000002.pack"));
+    corpora.add(
+        "served_answer",
+        "names",
+        &answer(10, &[0; 4], b"\x0d00000001.pack\x0d00000002.pack"),
+    );
     let look = [&[1][..], &[5; 24], &[4], b"head", &[0]].concat();
     corpora.add("served_answer", "looks", &answer(2 + 32 * 7, &[0; 4], &look));
     corpora.add("served_answer", "refused", &answer(1, &[2, 0, 3, 0], b"no"));

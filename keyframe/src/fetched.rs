@@ -1,5 +1,5 @@
-//! What this process fetched from checkpoint servers, for who asks by `KEYFRAME_FETCHED`: a line on standard error where that is `-`,
-//! else a line of JSON behind what is in the file that it names.
+//! What this process fetched from checkpoint servers, for who asks by `KEYFRAME_FETCHED`: a line on
+//! standard error where that is `-`, else a line of JSON behind what is in the file that it names.
 
 use crate::output;
 use keyframe_store::backend::served::{Fetched, fetched};

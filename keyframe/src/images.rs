@@ -109,7 +109,9 @@ impl Guest {
             }]);
         }
         let contradicts = || {
-            Failure::new(format!("checkpoint {checkpoint}: what it says of its members contradicts itself"))
+            Failure::new(format!(
+                "checkpoint {checkpoint}: what it says of its members contradicts itself"
+            ))
         };
         let rams = meta.members_ram().ok_or_else(contradicts)?;
         // The last one is the network's.
@@ -137,8 +139,10 @@ impl Guest {
         let place = match member {
             None if names.is_empty() => 0,
             None => {
-                return Err(Failure::new(format!("checkpoint {id} is of a group, {vm}, of the VMs {list}"))
-                    .fix("say which one with --member NAME"));
+                return Err(Failure::new(format!(
+                    "checkpoint {id} is of a group, {vm}, of the VMs {list}"
+                ))
+                .fix("say which one with --member NAME"));
             }
             Some(name) if names.is_empty() => {
                 return Err(Failure::new(format!(
@@ -171,14 +175,17 @@ impl Guest {
         let (ram, machine) = (&self.ram, &self.machine);
         let fail = |e: keyframe_image::Error| {
             let fix = e.fix();
-            Failure { fix, ..Failure::new(format!("checkpoint {}: {}", self.checkpoint, chain(&e))) }
+            Failure {
+                fix,
+                ..Failure::new(format!("checkpoint {}: {}", self.checkpoint, chain(&e)))
+            }
         };
         let worked_out;
         let map = if let Some(map) = &machine.guest_map {
             map
         } else {
-            worked_out =
-                GuestView::flat_map(ram, &machine.machine_type, &machine.user_command).map_err(fail)?;
+            worked_out = GuestView::flat_map(ram, &machine.machine_type, &machine.user_command)
+                .map_err(fail)?;
             &worked_out
         };
         let shadows = stream::shadowed(&self.device_state).map_err(|e| Failure::qemu(&e))?;

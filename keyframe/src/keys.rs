@@ -5,11 +5,12 @@
 //!                                   └────▶ for __disks, in its environment ◀────┘
 //! ```
 //!
-//! Where checkpoints are copied, the store that they go to has a key of its own: `--to-key-file`, `KEYFRAME_TO_KEY_FILE`,
-//! `KEYFRAME_TO_PASSPHRASE`.
+//! Where checkpoints are copied, the store that they go to has a key of its own: `--to-key-file`,
+//! `KEYFRAME_TO_KEY_FILE`, `KEYFRAME_TO_PASSPHRASE`.
 //!
-//! Invariants: a key on the command line would be for all to see, so it is never there; one is asked for only where a store needs
-//! it; a key that was given for a store that is not encrypted is an error, for whoever gave it counts on encryption.
+//! Invariants: a key on the command line would be for all to see, so it is never there; one is
+//! asked for only where a store needs it; a key that was given for a store that is not encrypted is
+//! an error, for whoever gave it counts on encryption.
 
 use crate::failure::Failure;
 use keyframe_store::{Error, Secret, SecretKind, Store};
@@ -39,8 +40,8 @@ enum Given {
 /// What opens an encrypted store, on the command line or in the environment.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
-    /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase (KEYFRAME_PASSPHRASE, or asked
-    /// for)
+    /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase
+    /// (KEYFRAME_PASSPHRASE, or asked for)
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
 }
@@ -48,8 +49,9 @@ pub struct KeyArg {
 /// What opens an encrypted store that checkpoints are copied to.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct TargetKeyArg {
-    /// What the store that is copied to was made with, if that is encrypted [env: KEYFRAME_TO_KEY_FILE], where that is no passphrase
-    /// (KEYFRAME_TO_PASSPHRASE, or asked for). --key-file is that of the store that is copied from
+    /// What the store that is copied to was made with, if that is encrypted
+    /// [env: KEYFRAME_TO_KEY_FILE], where that is no passphrase (KEYFRAME_TO_PASSPHRASE, or asked
+    /// for). --key-file is that of the store that is copied from
     #[arg(long, value_name = "FILE")]
     to_key_file: Option<PathBuf>,
 }
@@ -133,7 +135,10 @@ impl Keys<'_> {
     }
 
     fn passphrase(&self) -> Option<Zeroizing<String>> {
-        std::env::var(self.place.passphrase).ok().filter(|words| !words.is_empty()).map(Zeroizing::new)
+        std::env::var(self.place.passphrase)
+            .ok()
+            .filter(|words| !words.is_empty())
+            .map(Zeroizing::new)
     }
 
     fn open(&self, store: &Path) -> Result<Store, Error> {
@@ -148,7 +153,10 @@ impl Keys<'_> {
         let kind = if self.file().is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
         let secret = self.secret(kind, true)?;
         let object = || store.display().to_string();
-        Store::init_with(store, Some(&secret.ok_or_else(|| Error::KeyNeeded { object: object(), kind })?))
+        Store::init_with(
+            store,
+            Some(&secret.ok_or_else(|| Error::KeyNeeded { object: object(), kind })?),
+        )
     }
 
     /// What was given of that kind. A passphrase that is asked for to be `new` is asked for twice.
@@ -161,15 +169,18 @@ impl Keys<'_> {
             (SecretKind::KeyFile, None) => return Ok(None),
             (SecretKind::KeyFile, Some(file)) => {
                 let mut bytes = Zeroizing::new(Vec::new());
-                let read = File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
+                let read =
+                    File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
                 read.map_err(io(&file, "read the key file"))?;
                 let file = std::path::absolute(&file).map_err(io(&file, "resolve"))?;
                 self.remember(Given::File(file));
                 Secret::KeyFile(bytes)
             }
             (SecretKind::Passphrase, _) => {
-                let Some(words) =
-                    self.passphrase().map(Ok).or_else(|| ask(self.place.prompt, is_new).transpose())
+                let Some(words) = self
+                    .passphrase()
+                    .map(Ok)
+                    .or_else(|| ask(self.place.prompt, is_new).transpose())
                 else {
                     return Ok(None);
                 };
@@ -197,8 +208,8 @@ pub fn pass_on(command: &mut Command) {
     };
 }
 
-/// The key file that opened the store, for processes on other hosts; an error where it was a passphrase, which would be for all to
-/// read who may read the job's script.
+/// The key file that opened the store, for processes on other hosts; an error where it was a
+/// passphrase, which would be for all to read who may read the job's script.
 pub fn file_for_jobs() -> Result<Option<PathBuf>, Failure> {
     match OPENED_WITH.get() {
         None => Ok(None),
@@ -251,7 +262,9 @@ pub fn fix(error: &Error) -> Option<String> {
 
 /// Asks at the terminal, without showing what is typed. None where there is no terminal.
 fn ask(prompt: &str, is_new: bool) -> io::Result<Option<Zeroizing<String>>> {
-    let Ok(terminal) = File::options().read(true).write(true).open(TERMINAL) else { return Ok(None) };
+    let Ok(terminal) = File::options().read(true).write(true).open(TERMINAL) else {
+        return Ok(None);
+    };
     let words = ask_once(&terminal, prompt)?;
     if is_new && *ask_once(&terminal, "the same again: ")? != *words {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the two differ"));

@@ -1,10 +1,12 @@
-//! The networks between the VMs of a group, held while it is checkpointed: the switch as the engine and a restore use it.
+//! The networks between the VMs of a group, held while it is checkpointed: the switch as the engine
+//! and a restore use it.
 //!
 //! ```text
 //!   hold ─▶ quiet ─▶ (all VMs stop) ─▶ collect ─▶ (all VMs run) ─▶ release
 //! ```
 //!
-//! Invariant: a hold that fails, or whose checkpoint fails, is released; the guests' packets are late and never lost.
+//! Invariant: a hold that fails, or whose checkpoint fails, is released; the guests' packets are
+//! late and never lost.
 
 use crate::failure::{Failure, chain};
 use keyframe_capture::BoxError;
@@ -15,7 +17,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long the VMs get to take in what was sent to them. A NIC that nobody listens at is noticed sooner.
+/// How long the VMs get to take in what was sent to them. A NIC that nobody listens at is noticed
+/// sooner.
 const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long fresh VMs get to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -66,8 +69,9 @@ impl Lans {
         }
     }
 
-    /// Holds, and puts the packets of a checkpoint before fresh VMs, once these are connected. `pids`: the process ids of
-    /// the recorded VMs, and of the fresh ones; `now`: where a recorded network is.
+    /// Holds, and puts the packets of a checkpoint before fresh VMs, once these are connected.
+    /// `pids`: the process ids of the recorded VMs, and of the fresh ones; `now`: where a recorded
+    /// network is.
     pub fn restore(
         &mut self,
         in_flight: &InFlight,
@@ -83,11 +87,14 @@ impl Lans {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         loop {
             let there = self.remote.ports().map_err(|e| failure(&e))?.ports;
-            let missing = ports.iter().find(|(_, port)| !there.iter().any(|status| status.port == *port));
+            let missing =
+                ports.iter().find(|(_, port)| !there.iter().any(|status| status.port == *port));
             match missing {
                 None => break,
                 Some((_, port)) if Instant::now() >= deadline => {
-                    return Err(Failure::new(format!("the restored VM did not connect: no {port}")));
+                    return Err(Failure::new(format!(
+                        "the restored VM did not connect: no {port}"
+                    )));
                 }
                 Some(_) => std::thread::sleep(Duration::from_millis(2)),
             }
@@ -102,7 +109,8 @@ impl Lans {
     /// The sockets of its networks, as far as VMs are connected to them.
     pub fn connected(&mut self) -> Result<Vec<PathBuf>, Failure> {
         let ports = self.remote.ports().map_err(|e| failure(&e))?.ports;
-        let mut lans: Vec<PathBuf> = ports.into_iter().map(|status| status.port.lan.into()).collect();
+        let mut lans: Vec<PathBuf> =
+            ports.into_iter().map(|status| status.port.lan.into()).collect();
         lans.dedup();
         Ok(lans)
     }
@@ -116,8 +124,10 @@ impl Lans {
 
 /// Warns of links of a group's member that no checkpoint can hold.
 pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &[PathBuf]) {
-    let is_held = |link: &Link| link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)));
-    for link in network::links(words).iter().filter(|link| link.may_meet_others() && !is_held(link)) {
+    let is_held =
+        |link: &Link| link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)));
+    for link in network::links(words).iter().filter(|link| link.may_meet_others() && !is_held(link))
+    {
         eprintln!(
             "keyframe: warning: VM {vm}: {}: packets that are on their way there at a checkpoint are lost at a restore; \
              between members connect it to a --lan",

@@ -1,4 +1,5 @@
-//! Which checkpoint grew from which: runs that go on, and branches from restores, clones and rollbacks.
+//! Which checkpoint grew from which: runs that go on, and branches from restores, clones and
+//! rollbacks.
 //!
 //! ```text
 //!   1-4     web     4 checkpoints
@@ -6,8 +7,8 @@
 //!   └─ 7-9  web-1   3 checkpoints           from a clone of 4, or after a rollback to 4
 //! ```
 //!
-//! Invariant: every checkpoint is in the tree once, whatever is missing of its ancestors: one whose parent is not there
-//! is a root. A parent is always older, so that there are no circles.
+//! Invariant: every checkpoint is in the tree once, whatever is missing of its ancestors: one whose
+//! parent is not there is a root. A parent is always older, so that there are no circles.
 
 use crate::output;
 use crate::report::Entry;
@@ -29,7 +30,8 @@ struct Stretch<'a> {
     children: Vec<usize>,
 }
 
-/// The tree of `entries`, which are in rising order and have their parents: rows of `id vm checkpoints taken tags`.
+/// The tree of `entries`, which are in rising order and have their parents: rows of
+/// `id vm checkpoints taken tags`.
 pub fn tree(entries: &[Entry]) -> String {
     let (stretches, roots) = stretches(entries);
     let mut rows = Vec::new();
@@ -47,7 +49,8 @@ pub fn tree(entries: &[Entry]) -> String {
         let prefix = format!("{prefix}{below}");
         let children = stretch.children.iter().enumerate().rev();
         stack.extend(
-            children.map(|(i, child)| (*child, prefix.clone(), Some(i + 1 == stretch.children.len()))),
+            children
+                .map(|(i, child)| (*child, prefix.clone(), Some(i + 1 == stretch.children.len()))),
         );
     }
     output::table(&["checkpoints", "vm", "count", "taken (UTC)", "tags"], &rows)
@@ -57,21 +60,34 @@ fn row(stretch: &Stretch<'_>, prefix: &str, all: &[Entry]) -> Vec<String> {
     let (Some(first), Some(last)) = (stretch.entries.first(), stretch.entries.last()) else {
         return Vec::new();
     };
-    let ids = if first.id == last.id { first.id.to_string() } else { format!("{}-{}", first.id, last.id) };
+    let ids = if first.id == last.id {
+        first.id.to_string()
+    } else {
+        format!("{}-{}", first.id, last.id)
+    };
     let time = |e: &Entry| e.taken_at.get(..19).unwrap_or(&e.taken_at).replace('T', " ");
     let taken = if first.id == last.id {
         time(first)
     } else {
         format!("{} to {}", time(first), time(last).get(11..).unwrap_or_default())
     };
-    let tags = stretch.entries.iter().flat_map(|e| e.tags.iter().map(|tag| format!("{tag}={}", e.id)));
+    let tags =
+        stretch.entries.iter().flat_map(|e| e.tags.iter().map(|tag| format!("{tag}={}", e.id)));
     let pinned = stretch.entries.iter().filter(|e| e.pinned).map(|e| format!("(pinned)={}", e.id));
     let mut tags: Vec<String> = tags.chain(pinned).collect();
     // The parent of a branch stands at the end of the line above it, except where it is not listed.
-    if let Some(parent) = first.parent.filter(|parent| all.binary_search_by_key(parent, |e| e.id).is_err()) {
+    if let Some(parent) =
+        first.parent.filter(|parent| all.binary_search_by_key(parent, |e| e.id).is_err())
+    {
         tags.push(format!("(from {parent}, not listed)"));
     }
-    vec![format!("{prefix}{ids}"), first.vm.clone(), stretch.entries.len().to_string(), taken, tags.join(" ")]
+    vec![
+        format!("{prefix}{ids}"),
+        first.vm.clone(),
+        stretch.entries.len().to_string(),
+        taken,
+        tags.join(" "),
+    ]
 }
 
 /// The stretches, and those of them that grow from none.
@@ -87,7 +103,9 @@ fn stretches(entries: &[Entry]) -> (Vec<Stretch<'_>>, Vec<usize>) {
     for entry in entries {
         let above = entry.parent.and_then(|parent| Some((parent, *ends.get(&parent)?)));
         let number = match above {
-            Some((parent, above)) if entry.restored_from.is_none() && children.get(&parent) == Some(&1) => {
+            Some((parent, above))
+                if entry.restored_from.is_none() && children.get(&parent) == Some(&1) =>
+            {
                 above
             }
             _ => {
@@ -143,8 +161,9 @@ mod tests {
 
     fn shown(mut entries: Vec<Entry>) -> Vec<String> {
         set_parents(&mut entries);
-        let column =
-            |line: &str| line.split("  ").find(|c| !c.is_empty()).unwrap_or_default().trim().to_owned();
+        let column = |line: &str| {
+            line.split("  ").find(|c| !c.is_empty()).unwrap_or_default().trim().to_owned()
+        };
         tree(&entries).lines().skip(1).map(|line| column(line.trim_end())).collect()
     }
 
@@ -164,7 +183,8 @@ mod tests {
 
     #[test]
     fn a_long_chain_of_rollbacks_is_no_deep_recursion() {
-        let entries: Vec<_> = (1..3000).map(|id| entry(id, "a", (id > 1).then_some(id - 1))).collect();
+        let entries: Vec<_> =
+            (1..3000).map(|id| entry(id, "a", (id > 1).then_some(id - 1))).collect();
         let mut parents = entries;
         set_parents(&mut parents);
         assert_eq!(stretches(&parents).0.len(), 2999);

@@ -5,14 +5,16 @@ use serde::Serialize;
 
 /// Prints one JSON value and a line end.
 pub fn json<T: Serialize>(value: &T) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(value).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|e| Failure::new(format!("write JSON: {e}")))?;
     print_line(&text)
 }
 
 /// Prints a line to standard output; a closed pipe (`| head`) ends the program quietly.
 pub fn print_line(text: &str) -> Result<(), Failure> {
     use std::io::Write;
-    writeln!(Pipe::new(), "{text}").map_err(|e| Failure::new(format!("write to standard output: {e}")))
+    writeln!(Pipe::new(), "{text}")
+        .map_err(|e| Failure::new(format!("write to standard output: {e}")))
 }
 
 /// Standard output for data: a closed pipe (`| head`) ends the program quietly.
@@ -96,8 +98,8 @@ pub fn percentile(sorted: &[u64], percent: usize) -> u64 {
     sorted.get(rank - 1).copied().unwrap_or(0)
 }
 
-/// Says, once in the life of this process, that a QEMU which was taken hold of would not have survived our being killed
-/// meanwhile.
+/// Says, once in the life of this process, that a QEMU which was taken hold of would not have
+/// survived our being killed meanwhile.
 pub fn warn_unguarded(attached: &keyframe_kernel::attach::Attached, pid: u32) {
     static SAID: std::sync::Once = std::sync::Once::new();
     if let Some(text) = unguarded(attached.guarded, pid) {
@@ -128,7 +130,8 @@ mod tests {
     fn only_an_attach_that_was_not_guarded_is_warned_of() {
         assert_eq!(unguarded(true, 7), None);
         assert!(
-            unguarded(false, 7).is_some_and(|text| text.contains("pid 7") && text.contains("would end QEMU"))
+            unguarded(false, 7)
+                .is_some_and(|text| text.contains("pid 7") && text.contains("would end QEMU"))
         );
     }
 
@@ -143,7 +146,10 @@ mod tests {
     #[test]
     fn percentiles_are_nearest_rank() {
         let sample: Vec<u64> = (1..=100).collect();
-        assert_eq!((percentile(&sample, 50), percentile(&sample, 99), percentile(&[7], 99)), (50, 99, 7));
+        assert_eq!(
+            (percentile(&sample, 50), percentile(&sample, 99), percentile(&[7], 99)),
+            (50, 99, 7)
+        );
         assert_eq!(percentile(&[], 50), 0);
     }
 }

@@ -21,7 +21,8 @@ pub struct Entry {
     pub reason: String,
     /// Its place in the run; 0 is the complete first one.
     pub epoch: u64,
-    /// The checkpoint that the VM had been brought back to before this one (restore, branch, rollback).
+    /// The checkpoint that the VM had been brought back to before this one (restore, branch,
+    /// rollback).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restored_from: Option<u64>,
     /// The checkpoint that it grew from: that one, or the one before in its run. Only `list` knows.
@@ -179,7 +180,8 @@ impl DiskSums {
     /// Over `entries`: one for each disk of each VM.
     pub fn of(entries: &[Entry]) -> Vec<Self> {
         let mut sums: BTreeMap<(&str, &str), Self> = BTreeMap::new();
-        for (entry, disk) in entries.iter().flat_map(|e| e.disks.iter().map(move |disk| (e, disk))) {
+        for (entry, disk) in entries.iter().flat_map(|e| e.disks.iter().map(move |disk| (e, disk)))
+        {
             let sum = sums.entry((&entry.vm, &disk.name)).or_insert_with(|| Self {
                 vm: entry.vm.clone(),
                 name: disk.name.clone(),
@@ -201,7 +203,8 @@ pub fn disk_table(disks: &[DiskSums]) -> String {
     let rows: Vec<Vec<String>> = disks
         .iter()
         .map(|disk| {
-            let mut sample: Vec<u64> = disk.checkpoints.iter().map(|one| one.written_bytes).collect();
+            let mut sample: Vec<u64> =
+                disk.checkpoints.iter().map(|one| one.written_bytes).collect();
             sample.sort_unstable();
             let each = |percent| output::bytes(output::percentile(&sample, percent));
             vec![
@@ -246,8 +249,18 @@ pub fn table(entries: &[Entry]) -> String {
             cells
         })
         .collect();
-    let mut header =
-        vec!["id", "vm", "epoch", "taken (UTC)", "pause", "dirty", "zero", "dedup", "stored", "map"];
+    let mut header = vec![
+        "id",
+        "vm",
+        "epoch",
+        "taken (UTC)",
+        "pause",
+        "dirty",
+        "zero",
+        "dedup",
+        "stored",
+        "map",
+    ];
     header.extend(with_disks.then_some("disk"));
     header.push("tags");
     output::table(&header, &rows)
@@ -294,8 +307,9 @@ pub fn pause_table(entries: &[Entry]) -> String {
     let rows: Vec<Vec<String>> = PHASES
         .iter()
         .map(|(name, _)| {
-            let cell =
-                |of: &BTreeMap<&str, u64>| of.get(name).map_or_else(String::new, |ns| output::duration(*ns));
+            let cell = |of: &BTreeMap<&str, u64>| {
+                of.get(name).map_or_else(String::new, |ns| output::duration(*ns))
+            };
             vec![name.replace('_', " "), cell(&quantiles.p50_ns), cell(&quantiles.p99_ns)]
         })
         .collect();

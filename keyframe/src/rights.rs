@@ -12,7 +12,8 @@ use crate::Command;
 use keyframe_confine::{Error, Keep, capabilities_but, no_programs};
 use std::path::PathBuf;
 
-/// Gives up what `command` does not use. Where the kernel refuses that, it says so and goes on: as it would without.
+/// Gives up what `command` does not use. Where the kernel refuses that, it says so and goes on: as
+/// it would without.
 pub fn give_up(command: &Command) {
     tell(confine(command));
 }
@@ -92,7 +93,8 @@ pub fn trace_only() {
     tell(capabilities_but(Keep::Tracing));
 }
 
-/// The same of a thread that reads what others may have written, while QEMU is not started yet: it needs files alone.
+/// The same of a thread that reads what others may have written, while QEMU is not started yet: it
+/// needs files alone.
 pub fn files_only() {
     tell(capabilities_but(Keep::Files).and_then(|()| no_programs()));
 }

@@ -12,8 +12,8 @@
 //!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
 //! ```
 //!
-//! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its name is free again,
-//! unless a kept VM still answers on its sockets.
+//! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its
+//! name is free again, unless a kept VM still answers on its sockets.
 
 use crate::failure::Failure;
 use keyframe_units::CheckpointId;
@@ -89,14 +89,16 @@ impl RunDir {
         let name = name_from(name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
         let first = Self::claim_beside(RESTORED, &name);
-        numbered.fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))
+        numbered
+            .fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))
     }
 
     fn claim_beside(folder: &str, name: &str) -> Result<Self, Failure> {
         Self::claim_in(&beside(folder)?, name)
     }
 
-    /// Writes down what the VM without an engine is that this process has started: for `keyframe status` and `stop`.
+    /// Writes down what the VM without an engine is that this process has started: for
+    /// `keyframe status` and `stop`.
     pub fn tell(
         &self,
         kind: Kind,
@@ -113,14 +115,17 @@ impl RunDir {
             keyframe_pid: std::process::id(),
         };
         let path = self.path.join(ABOUT);
-        let text = serde_json::to_vec(&about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
-        std::fs::write(&path, text).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        let text =
+            serde_json::to_vec(&about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
+        std::fs::write(&path, text)
+            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
     }
 
     /// Writes down that this engine runs VM `vm` from here on, which it has taken over.
     pub fn runs(&self, vm: &str) -> Result<(), Failure> {
         let path = self.path.join(RUNS);
-        std::fs::write(&path, vm).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        std::fs::write(&path, vm)
+            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
     }
 
     /// It has ended; what else is in the directory stays for a look.
@@ -129,13 +134,18 @@ impl RunDir {
     }
 
     fn claim_in(base: &Path, name: &str) -> Result<Self, Failure> {
-        if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(is_name_char) {
+        if name.is_empty()
+            || name.len() > 64
+            || name.starts_with('.')
+            || !name.chars().all(is_name_char)
+        {
             return Err(Failure::new(format!("{name:?} is no name for a VM"))
                 .fix("use --name with 1 to 64 letters, digits, '-', '_' and '.'"));
         }
         let path = base.join(name);
         make_private(&path)?;
-        let fail = |what: &str, e: std::io::Error| Failure::new(format!("{what} {}: {e}", path.display()));
+        let fail =
+            |what: &str, e: std::io::Error| Failure::new(format!("{what} {}: {e}", path.display()));
         let mut pid = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -144,7 +154,8 @@ impl RunDir {
             .open(path.join("engine.pid"))
             .map_err(|e| fail("open engine.pid in", e))?;
         let in_use = |who: &str| {
-            Failure::new(format!("a VM named {name} {who}")).fix("give this one another name: --name NAME")
+            Failure::new(format!("a VM named {name} {who}"))
+                .fix("give this one another name: --name NAME")
         };
         if flock(&pid, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Err(in_use("is running under Keyframe already"));
@@ -189,7 +200,8 @@ fn is_name_char(c: char) -> bool {
 
 /// Turns any text into a VM name.
 pub fn name_from(text: &str) -> String {
-    let name: String = text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(64).collect();
+    let name: String =
+        text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(64).collect();
     let name = name.trim_start_matches('.').to_owned();
     if name.is_empty() { "vm".into() } else { name }
 }
@@ -199,7 +211,8 @@ pub fn all() -> Result<Vec<PathBuf>, Failure> {
     living_in(&base()?)
 }
 
-/// The directories of VMs without an engine whose `keyframe branch` or `restore` lives, and what they tell.
+/// The directories of VMs without an engine whose `keyframe branch` or `restore` lives, and what
+/// they tell.
 pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
@@ -293,25 +306,28 @@ fn taken_over(dir: &Path) -> Option<String> {
     Some(text)
 }
 
-/// The directory of the engine of VM `name`, or of the only one there is. A directory's own name comes before that of a VM that was
-/// taken over: both hosts may be one machine.
+/// The directory of the engine of VM `name`, or of the only one there is. A directory's own name
+/// comes before that of a VM that was taken over: both hosts may be one machine.
 pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
     let mut live = all()?;
-    let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect::<Vec<_>>().join(", ");
+    let names =
+        |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect::<Vec<_>>().join(", ");
     match name {
         Some(name) => {
             let running = names(&live);
             let own = live.iter().find(|dir| name_of(dir) == name);
             let runs = || live.iter().find(|dir| taken_over(dir).is_some_and(|vm| vm == name));
             own.or_else(runs).cloned().ok_or_else(|| {
-                let fix =
-                    if running.is_empty() { "nothing runs".into() } else { format!("running: {running}") };
+                let fix = if running.is_empty() {
+                    "nothing runs".into()
+                } else {
+                    format!("running: {running}")
+                };
                 Failure::new(format!("no VM named {name} runs under Keyframe")).fix(fix)
             })
         }
-        None if live.len() > 1 => {
-            Err(Failure::new("several VMs run").fix(format!("choose one with --name: {}", names(&live))))
-        }
+        None if live.len() > 1 => Err(Failure::new("several VMs run")
+            .fix(format!("choose one with --name: {}", names(&live)))),
         None => live.pop().ok_or_else(|| {
             Failure::new("no VM runs under Keyframe")
                 .fix("start one with: keyframe run --store STORE -- qemu-system-x86_64 ...")
@@ -346,7 +362,10 @@ fn make_private(path: &Path) -> Result<(), Failure> {
         Err(e) => return Err(fail(e)),
     }
     let meta = std::fs::symlink_metadata(path).map_err(fail)?;
-    if !meta.is_dir() || meta.uid() != rustix::process::getuid().as_raw() || meta.mode() & 0o077 != 0 {
+    if !meta.is_dir()
+        || meta.uid() != rustix::process::getuid().as_raw()
+        || meta.mode() & 0o077 != 0
+    {
         return Err(Failure::new(format!("{} is not a private directory of ours", path.display()))
             .fix("remove it, or point XDG_RUNTIME_DIR to a directory that only you may enter"));
     }

@@ -1,4 +1,5 @@
-//! What a guest's display shows in a checkpoint, as a PNG: made from the device state and the display's RAM block, whenever it is wanted.
+//! What a guest's display shows in a checkpoint, as a PNG: made from the device state and the
+//! display's RAM block, whenever it is wanted.
 
 use crate::failure::{Failure, chain};
 use crate::images::{Guest, StoredPages};
@@ -26,11 +27,11 @@ impl NoPicture {
     /// For a person; `what` is whose display it is.
     pub fn said(self, what: &str) -> Failure {
         match self {
-            Self::NoDisplay => {
-                Failure::new(format!("{what} has no display")).fix("its console may be on a serial line")
-            }
-            Self::NotDrawn(why) => Failure::new(format!("{what}: {why}"))
-                .fix("restore it, and look at its display; -vga std is one that checkpoints can show"),
+            Self::NoDisplay => Failure::new(format!("{what} has no display"))
+                .fix("its console may be on a serial line"),
+            Self::NotDrawn(why) => Failure::new(format!("{what}: {why}")).fix(
+                "restore it, and look at its display; -vga std is one that checkpoints can show",
+            ),
             Self::Failed(failure) => failure,
         }
     }
@@ -46,8 +47,8 @@ pub struct Shown {
 impl Shown {
     /// That of `guest`. Reads nothing.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
-        let display =
-            stream::display(&guest.device_state).map_err(|e| NoPicture::Failed(Failure::qemu(&e)))?;
+        let display = stream::display(&guest.device_state)
+            .map_err(|e| NoPicture::Failed(Failure::qemu(&e)))?;
         let (device, name, registers) = match display {
             Display::None => return Err(NoPicture::NoDisplay),
             Display::Elsewhere { kind, why } => {
@@ -58,9 +59,11 @@ impl Shown {
         let not_drawn = |why: String| NoPicture::NotDrawn(format!("its display {device}: {why}"));
         let blocks = guest.ram.blocks();
         let number = blocks.iter().position(|block| block.name == name);
-        let number = number.ok_or_else(|| not_drawn(format!("the checkpoint has no RAM block {name}")))?;
+        let number =
+            number.ok_or_else(|| not_drawn(format!("the checkpoint has no RAM block {name}")))?;
         let memory_bytes = blocks.get(number).map_or(0, |block| block.used_bytes);
-        let screen = Screen::new(&registers, memory_bytes).map_err(|why| not_drawn(why.to_string()))?;
+        let screen =
+            Screen::new(&registers, memory_bytes).map_err(|why| not_drawn(why.to_string()))?;
         Ok(Self { screen, first: guest.ram.pages_of(number).first })
     }
 
@@ -70,7 +73,8 @@ impl Shown {
     }
 }
 
-/// Whether a VM with these RAM blocks has a display that may be drawn: known without its device state.
+/// Whether a VM with these RAM blocks has a display that may be drawn: known without its device
+/// state.
 pub fn may_be(ram: &RamLayout) -> bool {
     ram.blocks().iter().any(|block| DISPLAY_BLOCKS.iter().any(|end| block.name.ends_with(end)))
 }
@@ -81,7 +85,12 @@ pub fn picture(loaded: &Loaded, guest: &Guest) -> Result<Picture, NoPicture> {
 }
 
 /// The `bytes` of the RAM block that begins with page `first`.
-fn read(loaded: &Loaded, guest: &Guest, first: PageIndex, bytes: Range<u64>) -> Result<Vec<u8>, Failure> {
+fn read(
+    loaded: &Loaded,
+    guest: &Guest,
+    first: PageIndex,
+    bytes: Range<u64>,
+) -> Result<Vec<u8>, Failure> {
     let page_bytes = PAGE_BYTES as u64;
     let pages = bytes.start / page_bytes..bytes.end.div_ceil(page_bytes);
     let range = PageRange::new(PageIndex(first.0 + pages.start), pages.end - pages.start);
@@ -94,7 +103,9 @@ fn read(loaded: &Loaded, guest: &Guest, first: PageIndex, bytes: Range<u64>) -> 
         }
         Ok(())
     });
-    got.map_err(|e| Failure::new(format!("read the display's memory of checkpoint {}: {e}", loaded.id)))?;
+    got.map_err(|e| {
+        Failure::new(format!("read the display's memory of checkpoint {}: {e}", loaded.id))
+    })?;
     all.drain(..(bytes.start % page_bytes) as usize);
     Ok(all)
 }

@@ -1,4 +1,5 @@
-//! The board: memory that the plugin in QEMU and a reader in another process have in common, with counters and a ring of records.
+//! The board: memory that the plugin in QEMU and a reader in another process have in common, with
+//! counters and a ring of records.
 //!
 //! ```text
 //!   byte     0  magic, ring's records │ 64: cut │ 128: refused               written by the reader (refused: by the plugin)
@@ -29,8 +30,8 @@ use std::time::{Duration, Instant};
 pub const MAGIC: u64 = u64::from_le_bytes(*b"kfboard2");
 /// Counters that translated code can add to.
 pub const COUNTERS: usize = 512;
-/// Counters of one thing: instructions of a block take turns with them, and the thing's number is their sum. With one alone each
-/// instruction would wait for the addition of the one before.
+/// Counters of one thing: instructions of a block take turns with them, and the thing's number is
+/// their sum. With one alone each instruction would wait for the addition of the one before.
 pub const LANES: usize = 4;
 /// Words of 8 bytes in a record.
 pub const RECORD_WORDS: usize = 2;
@@ -84,7 +85,10 @@ impl Board {
 
     /// Makes a board of an empty `file`, with a ring of `records` (0 or a power of two).
     pub fn create(file: &File, records: u64) -> std::io::Result<Self> {
-        assert!(records == 0 || (records.is_power_of_two() && records <= RECORDS_MAX), "a ring of {records}");
+        assert!(
+            records == 0 || (records.is_power_of_two() && records <= RECORDS_MAX),
+            "a ring of {records}"
+        );
         let len = Self::len_bytes(records);
         file.set_len(len)?;
         let board = Self { map: Map::shared(file, len as usize, true)?, records };
@@ -102,7 +106,10 @@ impl Board {
         let map = Map::shared(file, len as usize, true)?;
         let records = map.words()[RING_RECORDS].load(Ordering::Relaxed);
         let fits = records == 0 || (records.is_power_of_two() && records <= RECORDS_MAX);
-        if map.words()[0].load(Ordering::Acquire) != MAGIC || !fits || Self::len_bytes(records) != len {
+        if map.words()[0].load(Ordering::Acquire) != MAGIC
+            || !fits
+            || Self::len_bytes(records) != len
+        {
             return Ok(Err(Torn::Header));
         }
         Ok(Ok(Self { map, records }))
@@ -125,7 +132,8 @@ impl Board {
 
     /// The sum of a thing's counters, of the `number`th thing.
     pub fn counted(&self, number: usize) -> u64 {
-        let lanes = (0..LANES).map(|lane| self.counter(number * LANES + lane).load(Ordering::Acquire));
+        let lanes =
+            (0..LANES).map(|lane| self.counter(number * LANES + lane).load(Ordering::Acquire));
         lanes.fold(0, u64::wrapping_add)
     }
 
@@ -180,7 +188,8 @@ impl Board {
         &self.map
     }
 
-    /// Hands the records from the tail up to `head` to `take`, a few thousand at most; returns how many. The reader's side.
+    /// Hands the records from the tail up to `head` to `take`, a few thousand at most; returns how
+    /// many. The reader's side.
     pub fn read(&self, head: u64, mut take: impl FnMut(Record)) -> Result<u64, Torn> {
         let tail = self.word(TAIL).load(Ordering::Relaxed);
         let ready = head.wrapping_sub(tail);
@@ -204,8 +213,8 @@ impl Board {
         (self.records / 4).max(1)
     }
 
-    /// Whether a good part of the ring is full. A reader close behind the plugin would take from its cache, again and again, the lines that it
-    /// is writing. The reader's side.
+    /// Whether a good part of the ring is full. A reader close behind the plugin would take from
+    /// its cache, again and again, the lines that it is writing. The reader's side.
     pub fn is_worth_reading(&self) -> bool {
         // Where the head is torn, a cut tells.
         (self.quarter()..=self.records).contains(&self.head().wrapping_sub(self.tail()))
@@ -235,8 +244,8 @@ fn wake(flag: &AtomicU32) {
     }
 }
 
-/// The writing end, in the plugin. What each record needs is in here itself: a record takes a few nanoseconds, and each pointer on the way
-/// to a word would be one of them.
+/// The writing end, in the plugin. What each record needs is in here itself: a record takes a few
+/// nanoseconds, and each pointer on the way to a word would be one of them.
 pub struct Writer {
     board: &'static Board,
     ring: &'static [[AtomicU64; RECORD_WORDS]],
@@ -282,7 +291,8 @@ impl Writer {
         if self.head == self.mark {
             return false;
         }
-        // SAFETY: the mask is one less than the ring's records, a power of two, and the mark is the head of a board without any.
+        // SAFETY: the mask is one less than the ring's records, a power of two, and the mark is the
+        // head of a board without any.
         let words = unsafe { self.ring.get_unchecked((self.head & self.mask) as usize) };
         for (word, value) in words.iter().zip(record) {
             word.store(value, Ordering::Relaxed);

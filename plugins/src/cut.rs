@@ -7,8 +7,8 @@
 //!                         └ first block behind it writes 0.KIND.part, empties the table     └ writes 2.KIND.part
 //! ```
 //!
-//! A cut is noticed at the start of the next block, before anything of it is counted. Where only one interval is asked for,
-//! nothing runs behind its cut, and blocks need not look (`cuts=one`).
+//! A cut is noticed at the start of the next block, before anything of it is counted. Where only
+//! one interval is asked for, nothing runs behind its cut, and blocks need not look (`cuts=one`).
 //!
 //! Invariant: what is executed behind the last cut is in no part.
 
@@ -26,7 +26,8 @@ pub trait Reducer: 'static {
     /// Words in a row.
     const COLUMNS: usize;
 
-    /// Its rows, sorted, end to end; it is empty afterwards, except for what describes the machine's state.
+    /// Its rows, sorted, end to end; it is empty afterwards, except for what describes the
+    /// machine's state.
     fn take(&mut self) -> Vec<u64>;
 }
 
@@ -67,7 +68,8 @@ impl<R: Reducer> Reduced<R> {
 }
 
 extern "C" fn on_block<R: Reducer>(_vcpu: c_uint, data: *mut c_void) {
-    // SAFETY: registered with this type's data; runs on the vCPU's thread and holds the reference only here.
+    // SAFETY: registered with this type's data; runs on the vCPU's thread and holds the reference
+    // only here.
     let reduced = unsafe { State::<Reduced<R>>::of(data) };
     if reduced.board.cuts() != reduced.written {
         reduced.write_ended();

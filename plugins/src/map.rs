@@ -1,7 +1,9 @@
-//! Mapped memory that another process has, too: the board, and the guest's RAM. The only system calls of the plugin.
+//! Mapped memory that another process has, too: the board, and the guest's RAM. The only system
+//! calls of the plugin.
 //!
-//! Declared by hand (`mmap`, `munmap`, `syscall`): std links the C library in any case, and a dependency would need cargo to build the
-//! plugin. All reads and writes of shared memory are atomic, so that what the other side does meanwhile is never undefined.
+//! Declared by hand (`mmap`, `munmap`, `syscall`): std links the C library in any case, and a
+//! dependency would need cargo to build the plugin. All reads and writes of shared memory are
+//! atomic, so that what the other side does meanwhile is never undefined.
 
 use std::ffi::{c_int, c_long, c_void};
 use std::fs::File;
@@ -49,13 +51,16 @@ unsafe impl Send for Map {}
 unsafe impl Sync for Map {}
 
 impl Map {
-    /// Maps the first `len_bytes` of `file`, shared. The file must be at least that long, and stay so.
+    /// Maps the first `len_bytes` of `file`, shared. The file must be at least that long, and stay
+    /// so.
     pub fn shared(file: &File, len_bytes: usize, writable: bool) -> std::io::Result<Self> {
         let protection = if writable { PROT_READ | PROT_WRITE } else { PROT_READ };
         let fd = file.try_clone()?.into();
-        // SAFETY: the kernel chooses the place, so no memory of ours is replaced; the descriptor is open.
-        let base =
-            unsafe { mmap(std::ptr::null_mut(), len_bytes, protection, MAP_SHARED, file.as_raw_fd(), 0) };
+        // SAFETY: the kernel chooses the place, so no memory of ours is replaced; the descriptor is
+        // open.
+        let base = unsafe {
+            mmap(std::ptr::null_mut(), len_bytes, protection, MAP_SHARED, file.as_raw_fd(), 0)
+        };
         if base.addr() == usize::MAX {
             return Err(std::io::Error::last_os_error());
         }
@@ -64,8 +69,8 @@ impl Map {
 
     /// As words of 8 bytes.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping has `len_bytes`, begins at a page, and lives as long as `self`; AtomicU64 may be shared with whoever
-        // writes it atomically.
+        // SAFETY: the mapping has `len_bytes`, begins at a page, and lives as long as `self`;
+        // AtomicU64 may be shared with whoever writes it atomically.
         unsafe { std::slice::from_raw_parts(self.base.cast(), self.len_bytes / 8) }
     }
 
@@ -78,18 +83,20 @@ impl Map {
     /// The lower half of a word.
     pub fn half(&self, word: usize) -> &AtomicU32 {
         let whole = &self.words()[word];
-        // SAFETY: it is the first half of a word that lives as long as `self`, and aligned to more than it needs; the board
-        // uses such a word by this half alone.
+        // SAFETY: it is the first half of a word that lives as long as `self`, and aligned to more
+        // than it needs; the board uses such a word by this half alone.
         unsafe { &*std::ptr::from_ref(whole).cast::<AtomicU32>() }
     }
 
     /// Sleeps while the lower half of a word is 1, for `limit` at most.
     pub fn sleep(&self, word: usize, limit: Duration) {
-        let limit =
-            Timespec { seconds: limit.as_secs() as i64, nanoseconds: i64::from(limit.subsec_nanos()) };
+        let limit = Timespec {
+            seconds: limit.as_secs() as i64,
+            nanoseconds: i64::from(limit.subsec_nanos()),
+        };
         let flag = std::ptr::from_ref(self.half(word));
-        // SAFETY: futex(2) reads the aligned 4 bytes at `flag` and the time limit; both live until it returns. Any result is
-        // fine: the caller looks again.
+        // SAFETY: futex(2) reads the aligned 4 bytes at `flag` and the time limit; both live until
+        // it returns. Any result is fine: the caller looks again.
         unsafe { syscall(SYS_FUTEX, flag, FUTEX_WAIT, 1_u32, &raw const limit) };
     }
 
@@ -99,10 +106,12 @@ impl Map {
         unsafe { syscall(SYS_FUTEX, std::ptr::from_ref(flag), FUTEX_WAKE, 1_u32) };
     }
 
-    /// Puts the page of the file at `offset_bytes` in the place of the page of memory at `at`: from then on both are one.
+    /// Puts the page of the file at `offset_bytes` in the place of the page of memory at `at`: from
+    /// then on both are one.
     ///
     /// # Safety
-    /// `at` is the start of a page of memory that the caller may write and that nobody unmaps, moves or relies on to be private.
+    /// `at` is the start of a page of memory that the caller may write and that nobody unmaps,
+    /// moves or relies on to be private.
     #[cfg_attr(not(keyframe_interface = "4"), expect(dead_code, reason = "of one interface"))]
     pub unsafe fn put_page(&self, offset_bytes: usize, at: *mut u8) -> std::io::Result<()> {
         assert!(
@@ -110,9 +119,17 @@ impl Map {
             "a page of the file"
         );
         let fd = self.fd.as_raw_fd();
-        // SAFETY: exactly the page that the caller vouches for is replaced by a page of the open file.
+        // SAFETY: exactly the page that the caller vouches for is replaced by a page of the open
+        // file.
         let placed = unsafe {
-            mmap(at.cast(), 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, offset_bytes as i64)
+            mmap(
+                at.cast(),
+                4096,
+                PROT_READ | PROT_WRITE,
+                MAP_SHARED | MAP_FIXED,
+                fd,
+                offset_bytes as i64,
+            )
         };
         if placed.addr() == usize::MAX { Err(std::io::Error::last_os_error()) } else { Ok(()) }
     }

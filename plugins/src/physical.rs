@@ -6,8 +6,9 @@
 //!   guest-physical ── ranges ──▶ number ── files ──▶ byte of a RAM file
 //! ```
 //!
-//! Ranges come as `ram=GUEST:NUMBER:LEN/GUEST:NUMBER:LEN...`, files as `ramfile=NUMBER:PATH`, `ramfile1=NUMBER:PATH`... with the number
-//! of their first byte. What lies in no range (ROMs, video memory) keeps QEMU's number, and cannot be read.
+//! Ranges come as `ram=GUEST:NUMBER:LEN/GUEST:NUMBER:LEN...`, files as `ramfile=NUMBER:PATH`,
+//! `ramfile1=NUMBER:PATH`... with the number of their first byte. What lies in no range (ROMs,
+//! video memory) keeps QEMU's number, and cannot be read.
 
 use crate::api::{MemoryInfo, Place, place};
 use crate::arguments::number;
@@ -36,8 +37,8 @@ pub const UNKNOWN: u64 = u64::MAX;
 /// Where RAM is.
 pub struct Physical {
     ranges: Vec<Range>,
-    /// Length of the first range if it has guest address and number 0, as it has in every machine we know: the way of
-    /// nearly all accesses.
+    /// Length of the first range if it has guest address and number 0, as it has in every machine
+    /// we know: the way of nearly all accesses.
     plain: u64,
     /// Each with the number of its first byte.
     files: Vec<(u64, Map)>,
@@ -46,14 +47,18 @@ pub struct Physical {
 impl Physical {
     /// Of the argument `ram`, and those of the files where what stands in memory is needed.
     pub fn new(ranges: &str, files: &[String]) -> Result<Self, String> {
-        let ranges =
-            ranges.split('/').filter(|text| !text.is_empty()).map(range).collect::<Result<Vec<_>, _>>()?;
+        let ranges = ranges
+            .split('/')
+            .filter(|text| !text.is_empty())
+            .map(range)
+            .collect::<Result<Vec<_>, _>>()?;
         let plain = ranges.first().filter(|r| r.guest == 0 && r.number == 0).map_or(0, |r| r.len);
         let files = files.iter().map(|text| map_file(text)).collect::<Result<_, _>>()?;
         Ok(Self { ranges, plain, files })
     }
 
-    /// Where the access of the running memory callback went: guest-physical, with [`DEVICE`] or [`UNKNOWN`].
+    /// Where the access of the running memory callback went: guest-physical, with [`DEVICE`] or
+    /// [`UNKNOWN`].
     #[inline]
     pub fn of_access(&self, info: MemoryInfo, vaddr: u64) -> u64 {
         match place(info, vaddr) {
@@ -75,7 +80,10 @@ impl Physical {
         at
     }
 
-    #[cfg_attr(not(any(test, keyframe_interface = "1")), expect(dead_code, reason = "of one interface"))]
+    #[cfg_attr(
+        not(any(test, keyframe_interface = "1")),
+        expect(dead_code, reason = "of one interface")
+    )]
     fn guest_of_number(&self, at: u64) -> u64 {
         let range = self.ranges.iter().find(|r| at.wrapping_sub(r.number) < r.len);
         range.map_or(at, |r| at - r.number + r.guest)
@@ -86,7 +94,8 @@ impl Physical {
         Some(at - range.guest + range.number)
     }
 
-    /// The `len` (8 at most) bytes at a guest-physical address, as a number; `None` where they are not RAM.
+    /// The `len` (8 at most) bytes at a guest-physical address, as a number; `None` where they are
+    /// not RAM.
     pub fn read(&self, at: u64, len: u32) -> Option<u64> {
         let number = self.number_of_guest(at)?;
         let len = len.min(8) as usize;
@@ -94,7 +103,12 @@ impl Physical {
             let offset = usize::try_from(number.checked_sub(*first)?).ok()?;
             map.bytes().get(offset..offset.checked_add(len)?)
         })?;
-        Some(bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(byte.load(Ordering::Relaxed))))
+        Some(
+            bytes
+                .iter()
+                .rev()
+                .fold(0, |value, byte| value << 8 | u64::from(byte.load(Ordering::Relaxed))),
+        )
     }
 }
 
@@ -113,7 +127,9 @@ fn range(text: &str) -> Result<Range, String> {
 
 fn map_file(text: &str) -> Result<(u64, Map), String> {
     let parts = text.split_once(':').and_then(|(first, path)| Some((number(first)?, path)));
-    let Some((first, path)) = parts else { return Err(format!("RAM file {text:?} is not NUMBER:PATH")) };
+    let Some((first, path)) = parts else {
+        return Err(format!("RAM file {text:?} is not NUMBER:PATH"));
+    };
     let open = || {
         let file = File::open(path)?;
         let len = usize::try_from(file.metadata()?.len()).map_err(std::io::Error::other)?;

@@ -1,6 +1,8 @@
-//! Numbers for things that translation meets again and again: the same key has the same slot for ever.
+//! Numbers for things that translation meets again and again: the same key has the same slot for
+//! ever.
 //!
-//! Slots follow the order of translation, which differs between runs; so they never get into results, only what they stand for.
+//! Slots follow the order of translation, which differs between runs; so they never get into
+//! results, only what they stand for.
 
 use std::collections::HashMap;
 

@@ -1,6 +1,8 @@
-//! What tools with records have in common: the ring's writing end, and the number of the instruction that runs.
+//! What tools with records have in common: the ring's writing end, and the number of the
+//! instruction that runs.
 //!
-//! The board's first counters count instructions, by turns ([`LANES`]); translated code adds to one before each of them runs.
+//! The board's first counters count instructions, by turns ([`LANES`]); translated code adds to one
+//! before each of them runs.
 
 use crate::api::{BoardCounters, Counter, Instruction};
 use crate::board::{Board, LANES, RECORD_WORDS, Record, Writer};
@@ -22,7 +24,12 @@ impl Stream {
             return Err("the board has no ring".into());
         }
         let counters = BoardCounters::new(board);
-        Ok(Self { counters, instructions: None, counted: board.lanes(), writer: Writer::new(board) })
+        Ok(Self {
+            counters,
+            instructions: None,
+            counted: board.lanes(),
+            writer: Writer::new(board),
+        })
     }
 
     /// The vCPU is there: from now on instructions can be counted.

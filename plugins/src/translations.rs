@@ -1,4 +1,5 @@
-//! Where pages of virtual memory are, as accesses have shown: QEMU is asked once for each, until that may have changed.
+//! Where pages of virtual memory are, as accesses have shown: QEMU is asked once for each, until
+//! that may have changed.
 //!
 //! ```text
 //!   access ── page, read or write ──▶ entry of this generation? ──yes──▶ the page's guest-physical address
@@ -6,17 +7,21 @@
 //!   an instruction that may remap is about to run ─▶ next generation: all entries are of the past
 //! ```
 //!
-//! QEMU's own answer is looked up in its table of translations and then in its list of RAM blocks, which costs several times what the
-//! rest of a record does. What changes an address is an instruction: one that writes a control register or drops translations, returns from
-//! system management, switches tasks, or speaks to a device, which may move memory. All of these are known by their first bytes ([`remaps`]);
-//! too many of them cost time, one too few would cost exactness. An access to a device counts as one of them, too.
+//! QEMU's own answer is looked up in its table of translations and then in its list of RAM blocks,
+//! which costs several times what the rest of a record does. What changes an address is an
+//! instruction: one that writes a control register or drops translations, returns from system
+//! management, switches tasks, or speaks to a device, which may move memory. All of these are known
+//! by their first bytes ([`remaps`]); too many of them cost time, one too few would cost exactness.
+//! An access to a device counts as one of them, too.
 //!
-//! A new page table entry without any of these is seen late, as a processor may see it late; that of a page that was not there before is
-//! seen at once, as there was no access to it.
+//! A new page table entry without any of these is seen late, as a processor may see it late; that
+//! of a page that was not there before is seen at once, as there was no access to it.
 //!
-//! Invariant: a cut begins a generation, so that an interval's answers do not depend on what was asked before it.
+//! Invariant: a cut begins a generation, so that an interval's answers do not depend on what was
+//! asked before it.
 //!
-//! Left out: task gates of interrupts on 32-bit guests, and system management interrupts that no instruction caused.
+//! Left out: task gates of interrupts on 32-bit guests, and system management interrupts that no
+//! instruction caused.
 
 use crate::api::{Accesses, Instruction, MemoryCallback, MemoryInfo};
 use crate::board::Board;
@@ -25,7 +30,8 @@ use crate::state::State;
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Entries: of twice as many pages as the largest first-level cache of translations has, first those of reads, then those of writes.
+/// Entries: of twice as many pages as the largest first-level cache of translations has, first
+/// those of reads, then those of writes.
 pub const ENTRIES: usize = 1024;
 /// Those of reads.
 pub const READS: usize = ENTRIES / 2;
@@ -65,8 +71,9 @@ impl Places {
         Self { physical, known: State::leak(Translations::new(board)) }
     }
 
-    /// Has one of `callbacks` called with `data` behind the accesses of `instruction`: the second where that may remap, as its own accesses come
-    /// before what it does and are not to be kept. Whenever such a one is about to run, a generation begins.
+    /// Has one of `callbacks` called with `data` behind the accesses of `instruction`: the second
+    /// where that may remap, as its own accesses come before what it does and are not to be kept.
+    /// Whenever such a one is about to run, a generation begins.
     pub fn on_memory(
         &self,
         instruction: &Instruction<'_>,
@@ -81,22 +88,25 @@ impl Places {
         instruction.on_memory(Accesses::All, callbacks[usize::from(may_remap)], data);
     }
 
-    /// Where the access of the running memory callback went, which was a `store` or not; `REMAPS` in the second of
-    /// [`Places::on_memory`]'s callbacks.
+    /// Where the access of the running memory callback went, which was a `store` or not; `REMAPS`
+    /// in the second of [`Places::on_memory`]'s callbacks.
     #[inline]
     pub fn of_access<const REMAPS: bool>(&self, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
         if REMAPS {
             return self.physical.of_access(info, vaddr);
         }
-        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one lives.
+        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one
+        // lives.
         let known = unsafe { State::<Translations>::of(self.known.data()) };
         known.find(vaddr, store).unwrap_or_else(|| self.learn(known, info, vaddr, store))
     }
 
-    /// Whether that is known of an instruction that does not remap: nobody has to be asked, as the entry at the [`place`] tells it.
+    /// Whether that is known of an instruction that does not remap: nobody has to be asked, as the
+    /// entry at the [`place`] tells it.
     #[inline]
     pub fn is_known(&self, vaddr: u64, place: u64) -> bool {
-        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one lives.
+        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one
+        // lives.
         unsafe { State::<Translations>::of(self.known.data()) }.is_known(vaddr, place)
     }
 
@@ -154,7 +164,8 @@ impl Translations {
     /// Such an access to `vaddr` went to memory at `at`.
     fn keep(&mut self, vaddr: u64, store: bool, at: u64) {
         if (vaddr ^ at) & PAGE_MASK == 0 {
-            self.entries[number(place(vaddr, store))] = Entry { key: self.key(vaddr), at: at & !PAGE_MASK };
+            self.entries[number(place(vaddr, store))] =
+                Entry { key: self.key(vaddr), at: at & !PAGE_MASK };
         }
     }
 
@@ -191,7 +202,8 @@ extern "C" fn on_remap(_vcpu: c_uint, data: *mut c_void) {
 
 /// Whether an instruction at `pc` can change where a virtual address leads.
 fn remaps(bytes: &[u8], pc: u64) -> bool {
-    // Where these are no prefixes (inc, dec of 32-bit code) they are whole instructions, and harmless.
+    // Where these are no prefixes (inc, dec of 32-bit code) they are whole instructions, and
+    // harmless.
     let is_prefix = |byte: &&u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x40..=0x4f | 0x64..=0x67 | 0xf0 | 0xf2 | 0xf3);
     let prefixes = bytes.iter().take_while(is_prefix).count();
     let byte = |k: usize| bytes.get(prefixes + k).copied();
@@ -203,7 +215,8 @@ fn remaps(bytes: &[u8], pc: u64) -> bool {
         // iret, which can switch tasks in 32-bit code alone.
         Some(0xcf) => pc >> 32 == 0,
         Some(0x0f) => match byte(1) {
-            // lmsw, invlpg, and what virtualizes; not swapgs, clac, stac and others that are frequent.
+            // lmsw, invlpg, and what virtualizes; not swapgs, clac, stac and others that are
+            // frequent.
             Some(0x01) => match byte(2) {
                 Some(0xc8..=0xcb | 0xd0 | 0xf8 | 0xf9) => false,
                 Some(modrm) => modrm >= 0xc0 || register(2) >= 5,
@@ -284,8 +297,10 @@ pub mod tests {
     pub fn board() -> &'static Board {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("keyframe-board-{}-{number}", std::process::id()));
-        let file = std::fs::File::options().create(true).truncate(true).read(true).write(true).open(&path);
+        let path =
+            std::env::temp_dir().join(format!("keyframe-board-{}-{number}", std::process::id()));
+        let file =
+            std::fs::File::options().create(true).truncate(true).read(true).write(true).open(&path);
         let board = Board::create(&file.unwrap(), 0).unwrap();
         std::fs::remove_file(&path).unwrap();
         Box::leak(Box::new(board))
@@ -304,7 +319,10 @@ pub mod tests {
             "another page of that entry"
         );
         known.keep(0x1234, true, 0x8_0234);
-        assert_eq!((known.find(0x1000, true), known.find(0x1000, false)), (Some(0x8_0000), Some(0x7_0000)));
+        assert_eq!(
+            (known.find(0x1000, true), known.find(0x1000, false)),
+            (Some(0x8_0000), Some(0x7_0000))
+        );
         known.keep(0x5678, false, 0x9_0000);
         assert_eq!(known.find(0x5678, false), None, "it lies otherwise in its page");
         for forgets in 1..=GENERATIONS + 1 {

@@ -5,8 +5,9 @@
 //!        ◀── answers and events ◀──── descriptor 4 ◀──┘
 //! ```
 //!
-//! The protocol goes over pipes: no port is opened, and no WebSocket needed. Chromium has a process group of its own, which ends with
-//! this. Errors of the page (exceptions, refusals by its own policy, files that are missing) are gathered: a test asks that there are none.
+//! The protocol goes over pipes: no port is opened, and no WebSocket needed. Chromium has a process
+//! group of its own, which ends with this. Errors of the page (exceptions, refusals by its own
+//! policy, files that are missing) are gathered: a test asks that there are none.
 
 use crate::PATIENCE;
 use base64::Engine;
@@ -53,7 +54,8 @@ pub struct Browser {
 impl Browser {
     /// With an empty page.
     pub fn start() -> Self {
-        let profile = tempfile::Builder::new().prefix("keyframe-browser-").tempdir().expect("a directory");
+        let profile =
+            tempfile::Builder::new().prefix("keyframe-browser-").tempdir().expect("a directory");
         // Its end of the pipes is 3 and 4.
         let script = r#"exec 3<&0 4>&1; exec "$@" </dev/null >"$KEYFRAME_BROWSER_LOG" 2>&1"#;
         let mut command = Command::new("sh");
@@ -81,10 +83,12 @@ impl Browser {
             }
         });
         let (asked, session, errors) = (0, None, Vec::new());
-        let mut browser = Self { child, input, messages, asked, session, errors, _profile: profile };
+        let mut browser =
+            Self { child, input, messages, asked, session, errors, _profile: profile };
         let target = browser.ask("Target.createTarget", &json!({ "url": "about:blank" }));
         let attach = json!({ "targetId": target["targetId"], "flatten": true });
-        let session = browser.ask("Target.attachToTarget", &attach)["sessionId"].as_str().map(str::to_owned);
+        let session =
+            browser.ask("Target.attachToTarget", &attach)["sessionId"].as_str().map(str::to_owned);
         browser.session = Some(session.expect("a session"));
         for domain in ["Page", "Runtime", "Log", "Accessibility"] {
             browser.ask(&format!("{domain}.enable"), &json!({}));
@@ -104,7 +108,8 @@ impl Browser {
         let deadline = Instant::now() + ANSWER_MAX;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let message = self.messages.recv_timeout(left).unwrap_or_else(|e| panic!("{method}: {e}"));
+            let message =
+                self.messages.recv_timeout(left).unwrap_or_else(|e| panic!("{method}: {e}"));
             if message["id"] == id {
                 assert!(message["error"].is_null(), "{method}: {}", message["error"]);
                 return message["result"].clone();
@@ -116,7 +121,9 @@ impl Browser {
     fn hear(&mut self, event: &Value) {
         let told = &event["params"];
         match event["method"].as_str() {
-            Some("Runtime.exceptionThrown") => self.errors.push(told["exceptionDetails"].to_string()),
+            Some("Runtime.exceptionThrown") => {
+                self.errors.push(told["exceptionDetails"].to_string())
+            }
             Some("Log.entryAdded") if told["entry"]["level"] == "error" => {
                 self.errors.push(told["entry"].to_string());
             }
@@ -138,9 +145,14 @@ impl Browser {
 
     /// The value of an expression in the page; a promise is waited for.
     pub fn script(&mut self, expression: &str) -> Value {
-        let asked = json!({ "expression": expression, "awaitPromise": true, "returnByValue": true });
+        let asked =
+            json!({ "expression": expression, "awaitPromise": true, "returnByValue": true });
         let answer = self.ask("Runtime.evaluate", &asked);
-        assert!(answer["exceptionDetails"].is_null(), "{expression}: {}", answer["exceptionDetails"]);
+        assert!(
+            answer["exceptionDetails"].is_null(),
+            "{expression}: {}",
+            answer["exceptionDetails"]
+        );
         answer["result"]["value"].clone()
     }
 
@@ -168,7 +180,8 @@ impl Browser {
 
     /// How large the window is, in pixels, and whether the user likes it dark.
     pub fn look(&mut self, (width, height): (u32, u32), dark: bool) {
-        let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": false });
+        let size =
+            json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": false });
         self.ask("Emulation.setDeviceMetricsOverride", &size);
         let value = if dark { "dark" } else { "light" };
         let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": value }] });

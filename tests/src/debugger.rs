@@ -16,7 +16,10 @@ impl Debugger {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("attach to the VM");
         let mut debugger = Self(Link::new(stream, "keyframe goto"));
         let features = debugger.ask("qSupported:multiprocess+;swbreak+;hwbreak+");
-        assert!(features.contains("ReverseStep+") && features.contains("ReverseContinue+"), "{features}");
+        assert!(
+            features.contains("ReverseStep+") && features.contains("ReverseContinue+"),
+            "{features}"
+        );
         assert!(debugger.ask("?").starts_with('T'));
         debugger
     }
@@ -48,8 +51,8 @@ impl Debugger {
         let mut answer = self.ask("qRcmd,696e666f207265706c6179");
         let mut said = String::new();
         while let Some(hex) = answer.strip_prefix('O').filter(|hex| *hex != "K") {
-            let bytes =
-                (0..hex.len() / 2).filter_map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).ok());
+            let bytes = (0..hex.len() / 2)
+                .filter_map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).ok());
             said.push_str(&String::from_utf8_lossy(&bytes.collect::<Vec<_>>()));
             answer = match self.0.receive(WAIT).expect("the rest of an answer") {
                 Some(Received::Packet(rest)) => String::from_utf8_lossy(&rest).into_owned(),

@@ -27,7 +27,11 @@ pub fn image_in(dir: &Path) -> PathBuf {
 /// `qemu-img`, which must succeed.
 pub fn qemu_img(args: &[&str]) {
     let output = Command::new("qemu-img").args(args).output().expect("run qemu-img");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "qemu-img {args:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
 
 /// A shell with a disk of those words.
@@ -54,7 +58,8 @@ pub fn does(vm: &mut Process, command: &str, step: &str) {
     // The terminal echoes the command: its end is told in two parts.
     vm.say(&format!("{command}; echo KF-\"\"DONE {step}"));
     let end = format!("KF-DONE {step}");
-    let done = vm.wait_until(|p| p.lines().iter().skip(skip).any(|l| l.trim() == end).then_some(()));
+    let done =
+        vm.wait_until(|p| p.lines().iter().skip(skip).any(|l| l.trim() == end).then_some(()));
     assert!(done.is_some(), "the guest does not end {command:?}; {}", vm.report());
 }
 
@@ -111,7 +116,12 @@ pub fn assert_same(disk: &[u8], expected: &[u8], what: &str) {
     let differing: Vec<usize> = (0..disk.len() / 512)
         .filter(|s| disk[s * 512..(s + 1) * 512] != expected[s * 512..(s + 1) * 512])
         .collect();
-    assert!(differing.is_empty(), "{what}: {} sectors differ, first {:?}", differing.len(), &differing[..1]);
+    assert!(
+        differing.is_empty(),
+        "{what}: {} sectors differ, first {:?}",
+        differing.len(),
+        &differing[..1]
+    );
 }
 
 /// The socket of the disks of VM `guest`.
@@ -121,11 +131,13 @@ pub fn sock(bench: &Bench) -> PathBuf {
 
 /// Places in the store that hold writes to disks.
 pub fn places(bench: &Bench) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
+    let entries =
+        std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
     entries.map(|e| e.expect("an entry").path()).collect()
 }
 
-/// As [`copy`], of a VM that runs, whose QEMU stands still meanwhile: a block that is being written is neither old nor new.
+/// As [`copy`], of a VM that runs, whose QEMU stands still meanwhile: a block that is being written
+/// is neither old nor new.
 pub fn copy_of_running(qemu_pid: u32, socket: &Path, export: &str, to: &Path) -> Vec<u8> {
     let pid = rustix::process::Pid::from_raw(qemu_pid.cast_signed()).expect("a pid");
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).expect("stop QEMU");
@@ -136,7 +148,8 @@ pub fn copy_of_running(qemu_pid: u32, socket: &Path, export: &str, to: &Path) ->
     disk
 }
 
-/// A loop that writes record after record, each durable before the next; and reads the one before from the disk.
+/// A loop that writes record after record, each durable before the next; and reads the one before
+/// from the disk.
 pub const RECORDS: &str = "i=0; while :; do i=$((i+1)); echo \"record $i \" | dd of=/dev/vda bs=4096 seek=$i conv=notrunc,fsync,sync 2>/dev/null; \
 echo 3 >/proc/sys/vm/drop_caches; w=$(dd if=/dev/vda bs=4096 skip=$i count=1 2>/dev/null | head -n1); \
 l=$(dd if=/dev/vda bs=4096 skip=$((i-1)) count=1 2>/dev/null | head -n1 | tr -d '\\0'); \
@@ -169,6 +182,10 @@ pub fn assert_goes_on(bench: &Bench, id: &str) {
     for number in 1..first {
         let record = format!("record {number} \n");
         let at = number as usize * 4096;
-        assert_eq!(&disk[at..at + record.len()], record.as_bytes(), "checkpoint {id}, which is at {first}");
+        assert_eq!(
+            &disk[at..at + record.len()],
+            record.as_bytes(),
+            "checkpoint {id}, which is at {first}"
+        );
     }
 }

@@ -1,10 +1,10 @@
-//! Exactness as the tests prove it: each checkpoint against a full copy of RAM from the same pause, and the live RAM of a
-//! restored VM against that copy.
+//! Exactness as the tests prove it: each checkpoint against a full copy of RAM from the same pause,
+//! and the live RAM of a restored VM against that copy.
 
 use crate::{Bench, Boot, Process, differing_pages, live_ram, number};
 
-/// Takes `count` audited checkpoints of `boot` under load with `options`, and stops the run, which must end well. Returns
-/// the run, and the number of the newest checkpoint but one.
+/// Takes `count` audited checkpoints of `boot` under load with `options`, and stops the run, which
+/// must end well. Returns the run, and the number of the newest checkpoint but one.
 pub fn audited(bench: &Bench, boot: &Boot, options: &[&str], count: usize) -> (Process, String) {
     let mut all = vec!["--name", "guest", "--audit", "audit"];
     all.extend(options);
@@ -30,7 +30,8 @@ pub fn assert_restores_exactly(bench: &Bench, id: &str) {
 /// The pid that `keyframe restore` tells.
 pub fn restored_pid(restored: &Process) -> u32 {
     let errors = restored.errors();
-    let pid = errors.rsplit_once("(QEMU ").and_then(|(_, rest)| rest.split(')').next()?.parse().ok());
+    let pid =
+        errors.rsplit_once("(QEMU ").and_then(|(_, rest)| rest.split(')').next()?.parse().ok());
     pid.expect("the pid of the restored QEMU")
 }
 
@@ -45,9 +46,11 @@ pub fn assert_restores_exactly_with(bench: &Bench, id: &str, options: &[&str]) {
     let pid = restored_pid(&restored);
     let shown = bench.json(&["show", "--json", "--store", &bench.store(), id]);
     let blocks = shown["ram"].as_array().expect("RAM blocks");
-    let names: Vec<String> = blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
+    let names: Vec<String> =
+        blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
     let live = live_ram(pid, &qmp, &names);
-    let copy = std::fs::read(bench.path().join("audit").join(format!("{id}.ram"))).expect("the audit's copy");
+    let copy = std::fs::read(bench.path().join("audit").join(format!("{id}.ram")))
+        .expect("the audit's copy");
     let differing = differing_pages(&live, &copy);
     assert!(
         differing.is_empty(),

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 /// How long anything may take that happens at all, on a machine that does ten other things.
 pub const PATIENCE: Duration = Duration::from_mins(2);
 
-/// A QEMU with its console on standard streams and two monitors, `a` and `b`; it ends with its test.
+/// A QEMU with its console on standard streams and two monitors, `a` and `b`; it ends with its
+/// test.
 pub struct Foreign {
     /// The process and its console.
     pub console: Process,
@@ -28,7 +29,10 @@ impl Foreign {
         let mut line = boot.command();
         let dir = dir.to_owned();
         for name in ["a", "b"] {
-            line.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", dir.join(name).display())]);
+            line.extend([
+                "-qmp".into(),
+                format!("unix:{},server=on,wait=off", dir.join(name).display()),
+            ]);
         }
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]).current_dir(&dir);
@@ -55,8 +59,11 @@ impl Foreign {
 
     /// What an engine would leave behind.
     pub fn traces(&self) -> Traces {
-        let sets =
-            self.other().execute("query-fdsets", None).expect("ask for its descriptor sets").to_string();
+        let sets = self
+            .other()
+            .execute("query-fdsets", None)
+            .expect("ask for its descriptor sets")
+            .to_string();
         let pid = self.console.pid();
         let links = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("look at its open files");
         let name = |f: std::fs::DirEntry| {
@@ -75,7 +82,11 @@ impl Foreign {
     pub fn assert_left_as(&self, before: &Traces) {
         let deadline = Instant::now() + PATIENCE;
         while self.traces() != *before {
-            assert!(Instant::now() < deadline, "QEMU has {:?}, before it had {before:?}", self.traces());
+            assert!(
+                Instant::now() < deadline,
+                "QEMU has {:?}, before it had {before:?}",
+                self.traces()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }

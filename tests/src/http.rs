@@ -59,7 +59,11 @@ impl Http {
     }
 
     /// The first events of a stream: names and data, until `is_last` says so.
-    pub fn events(&self, path: &str, mut is_last: impl FnMut(&str, &Value) -> bool) -> Vec<(String, Value)> {
+    pub fn events(
+        &self,
+        path: &str,
+        mut is_last: impl FnMut(&str, &Value) -> bool,
+    ) -> Vec<(String, Value)> {
         let (reader, status, _) = self.begin("GET", path, &[]);
         assert_eq!(status, 200);
         let (mut found, mut name) = (Vec::new(), String::new());
@@ -79,7 +83,12 @@ impl Http {
         found
     }
 
-    fn begin(&self, method: &str, path: &str, lines: &[&str]) -> (BufReader<TcpStream>, u16, String) {
+    fn begin(
+        &self,
+        method: &str,
+        path: &str,
+        lines: &[&str],
+    ) -> (BufReader<TcpStream>, u16, String) {
         let mut stream = TcpStream::connect(&self.0).expect("connect to the server");
         stream.set_read_timeout(Some(PATIENCE)).expect("bound the wait");
         let names_host = lines.iter().any(|line| line.to_ascii_lowercase().starts_with("host:"));

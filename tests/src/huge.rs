@@ -4,7 +4,8 @@ use crate::Turn;
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Pages reserved for a test, which is alone, as the pool is the machine's; the pool is as it was when this is dropped.
+/// Pages reserved for a test, which is alone, as the pool is the machine's; the pool is as it was
+/// when this is dropped.
 pub struct HugePages {
     before: u64,
     _turn: Turn,

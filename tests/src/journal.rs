@@ -35,7 +35,8 @@ impl JournalImage {
                 found.torn.push(block);
             }
             // The first record of this block that is not there.
-            let missing = number.map_or(if block == 0 { blocks } else { block }, |number| number + blocks);
+            let missing =
+                number.map_or(if block == 0 { blocks } else { block }, |number| number + blocks);
             found.whole = found.whole.min(missing - 1);
             found.newest = found.newest.max(number.unwrap_or(0));
         }
@@ -44,8 +45,16 @@ impl JournalImage {
 
     /// Nothing is torn, and everything up to record `synced` is there.
     pub fn assert_whole_to(&self, synced: u64, context: &str) {
-        assert!(self.torn.is_empty(), "{context}: torn blocks {:?}", &self.torn[..self.torn.len().min(8)]);
-        assert!(self.whole >= synced, "{context}: synced up to {synced}, but whole only to {}", self.whole);
+        assert!(
+            self.torn.is_empty(),
+            "{context}: torn blocks {:?}",
+            &self.torn[..self.torn.len().min(8)]
+        );
+        assert!(
+            self.whole >= synced,
+            "{context}: synced up to {synced}, but whole only to {}",
+            self.whole
+        );
     }
 }
 
@@ -82,7 +91,9 @@ mod tests {
 
     fn record(number: u64) -> [u8; RECORD_BYTES] {
         let mut words = vec![MAGIC, number];
-        words.extend((2..RECORD_WORDS - 1).map(|i| mix(GOLDEN.wrapping_mul(number * RECORD_WORDS + i))));
+        words.extend(
+            (2..RECORD_WORDS - 1).map(|i| mix(GOLDEN.wrapping_mul(number * RECORD_WORDS + i))),
+        );
         words.push(mix(words.iter().copied().fold(0, u64::wrapping_add)));
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.try_into().expect("a record")
@@ -104,7 +115,8 @@ mod tests {
         let all: Vec<_> = (1..=300).map(|n| (n % 256, record(n))).collect();
         assert_eq!(look(&all), JournalImage { whole: 300, newest: 300, torn: vec![] });
         assert_eq!(look(&all[..3]), JournalImage { whole: 3, newest: 3, torn: vec![] });
-        let without: Vec<_> = all.iter().filter(|(_, bytes)| *bytes != record(290)).copied().collect();
+        let without: Vec<_> =
+            all.iter().filter(|(_, bytes)| *bytes != record(290)).copied().collect();
         assert_eq!(look(&without).whole, 289);
         let mut torn = all.clone();
         torn[299].1[3000] ^= 1;
@@ -115,7 +127,11 @@ mod tests {
 
     #[test]
     fn a_cut_line_counts_for_nothing() {
-        let lines = ["journal written=10 synced=8 bad=0", "journal written=20 syn"].map(String::from);
-        assert_eq!((journal_counter(&lines, "written="), journal_counter(&lines, "synced=")), (10, 8));
+        let lines =
+            ["journal written=10 synced=8 bad=0", "journal written=20 syn"].map(String::from);
+        assert_eq!(
+            (journal_counter(&lines, "written="), journal_counter(&lines, "synced=")),
+            (10, 8)
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! A VM whose guest writes journal records to a disk and holds the same in RAM, so that a disk and a RAM which are not of one
-//! instant are noticed by the guest itself.
+//! A VM whose guest writes journal records to a disk and holds the same in RAM, so that a disk and
+//! a RAM which are not of one instant are noticed by the guest itself.
 
 use crate::{Bench, Boot, Process, Qemu, journal_counter};
 use std::path::{Path, PathBuf};
@@ -24,7 +24,8 @@ pub fn journaling(qemu: &Qemu, image: &Path) -> Boot {
     boot.with(&["-drive", &drive])
 }
 
-/// The records that the guest has written, as it said last. Its disk has always been what its RAM says.
+/// The records that the guest has written, as it said last. Its disk has always been what its RAM
+/// says.
 pub fn records_of(console: &[String]) -> u64 {
     let wrong: Vec<_> = console.iter().filter(|l| l.contains("KF ERROR")).collect();
     assert!(wrong.is_empty(), "the guest's disk is not what its RAM says: {wrong:?}");
@@ -32,8 +33,8 @@ pub fn records_of(console: &[String]) -> u64 {
     journal_counter(console, "written=")
 }
 
-/// Waits until the guest says, behind the first `skip` lines, that it has written `more` records than it said first there.
-/// Returns the last count.
+/// Waits until the guest says, behind the first `skip` lines, that it has written `more` records
+/// than it said first there. Returns the last count.
 pub fn wait_for_records(vm: &mut Process, skip: usize, more: u64) -> u64 {
     let told = |p: &Process| -> Vec<u64> {
         let lines = p.lines();

@@ -1,7 +1,7 @@
 //! What the end-to-end tests share: the binary under test, guests, consoles, the hash sequence.
 //!
-//! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that tests never meet. A
-//! failing test prints the commands it ran and keeps the directory.
+//! Every test has a [`Bench`]: a temporary directory with its own run directory and store, so that
+//! tests never meet. A failing test prints the commands it ran and keeps the directory.
 
 mod browser;
 mod debugger;
@@ -56,7 +56,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-/// The lines that have ended in a console's file. The last one breaks off anywhere while QEMU is writing it.
+/// The lines that have ended in a console's file. The last one breaks off anywhere while QEMU is
+/// writing it.
 pub fn ended_lines(path: &Path) -> Vec<String> {
     let text = std::fs::read(path).unwrap_or_default();
     let ended = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
@@ -89,14 +90,19 @@ fn payload_image() -> PathBuf {
 fn built(guest: &str) -> PathBuf {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guests/build");
     let output = Command::new(&script).arg(guest).output().expect("run guests/build");
-    assert!(output.status.success(), "guests/build {guest}: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "guests/build {guest}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
 }
 
 /// Where PATH has a program.
 pub fn on_path(program: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&path).map(|dir| dir.join(program)).find(|file| file.is_file());
+    let found =
+        std::env::split_paths(&path).map(|dir| dir.join(program)).find(|file| file.is_file());
     found.unwrap_or_else(|| panic!("no {program} in PATH"))
 }
 
@@ -115,7 +121,9 @@ pub fn qemus() -> Vec<Qemu> {
     match std::env::var("KEYFRAME_QEMU10") {
         Ok(path) => all.push(Qemu { label: "10.0", path }),
         Err(_) => {
-            println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)");
+            println!(
+                "skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)"
+            );
         }
     }
     all
@@ -140,7 +148,8 @@ pub fn in_turn<T: Debug>(all: impl IntoIterator<Item = T>, count: usize) -> Vec<
     all
 }
 
-/// The one of them that this test's name falls to: half of the tests run on each. All with `KEYFRAME_EVERY=1`.
+/// The one of them that this test's name falls to: half of the tests run on each. All with
+/// `KEYFRAME_EVERY=1`.
 pub fn a_qemu() -> Vec<Qemu> {
     let mut all = qemus();
     if tests_every_one() {
@@ -155,8 +164,10 @@ pub fn a_qemu() -> Vec<Qemu> {
 
 /// As guests/run-lib.sh has them, with the reasons.
 fn microvm_parameters() -> String {
-    let measured = Command::new(guest_dir().join("tsc-khz")).output().expect("run the guest's tsc-khz");
-    let khz: u64 = String::from_utf8_lossy(&measured.stdout).trim().parse().expect("a number of kHz");
+    let measured =
+        Command::new(guest_dir().join("tsc-khz")).output().expect("run the guest's tsc-khz");
+    let khz: u64 =
+        String::from_utf8_lossy(&measured.stdout).trim().parse().expect("a number of kHz");
     format!("reboot=t tsc_early_khz={khz} lpj={}", khz * 4)
 }
 
@@ -196,7 +207,8 @@ impl Boot {
         }
     }
 
-    /// A `pc` with 64 MiB and the firmware payload, which takes `dirty` of its 1024 pages in a pass, under `accelerator`.
+    /// A `pc` with 64 MiB and the firmware payload, which takes `dirty` of its 1024 pages in a
+    /// pass, under `accelerator`.
     pub fn payload(accelerator: &'static str, dirty: u64) -> Self {
         let parameter = format!("name=opt/keyframe/dirty,string={dirty}");
         let payload = Self { mem_mib: 64, payload_under: Some(accelerator), ..Self::new("") };
@@ -240,9 +252,13 @@ impl Boot {
         let dir = guest_dir();
         let file = |name: &str| dir.join(name).display().to_string();
         // As guests/small/run.sh has them, with the reasons.
-        let machine =
-            if self.machine.starts_with("microvm") { microvm_parameters() } else { "tsc=unstable".into() };
-        let parameters = format!("console=ttyS0 quiet panic=-1 {machine} {SHORT_BOOT} {}", self.append);
+        let machine = if self.machine.starts_with("microvm") {
+            microvm_parameters()
+        } else {
+            "tsc=unstable".into()
+        };
+        let parameters =
+            format!("console=ttyS0 quiet panic=-1 {machine} {SHORT_BOOT} {}", self.append);
         let [kernel, initrd, append] = ["-kernel", "-initrd", "-append"].map(String::from);
         vec![kernel, file("vmlinux"), initrd, file("initramfs.cpio.gz"), append, parameters]
     }
@@ -293,7 +309,10 @@ impl Bench {
     }
 
     fn in_turn(turn: Turn) -> Self {
-        let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().expect("a temporary directory");
+        let dir = tempfile::Builder::new()
+            .prefix("keyframe-test-")
+            .tempdir()
+            .expect("a temporary directory");
         let path = dir.path().to_owned();
         Self { dir: Some(dir), path, url: None, variables: Vec::new(), _turn: turn }
     }
@@ -344,7 +363,8 @@ impl Bench {
     /// Runs a command of [`Self::command`] to its end.
     pub fn run_within(mut command: Command, limit: Duration) -> Output {
         // Files, not pipes: whoever it may leave behind does not keep the test waiting.
-        let (stdout, stderr) = (tempfile::tempfile().expect("a file"), tempfile::tempfile().expect("a file"));
+        let (stdout, stderr) =
+            (tempfile::tempfile().expect("a file"), tempfile::tempfile().expect("a file"));
         let copy = |file: &std::fs::File| file.try_clone().expect("a file again");
         command.stdin(Stdio::null()).stdout(copy(&stdout)).stderr(copy(&stderr));
         let mut child = command.spawn().expect("run keyframe");
@@ -391,7 +411,8 @@ impl Bench {
     /// As [`Self::ok`], parsed as JSON.
     pub fn json(&self, args: &[&str]) -> Value {
         let text = self.ok(args);
-        serde_json::from_str(&text).unwrap_or_else(|e| panic!("keyframe {}: {e} in {text}", args.join(" ")))
+        serde_json::from_str(&text)
+            .unwrap_or_else(|e| panic!("keyframe {}: {e} in {text}", args.join(" ")))
     }
 
     /// Runs `keyframe ARGS`, which must fail with `code` and say every one of `words`.
@@ -423,11 +444,13 @@ impl Bench {
         Process::start(self.command(&args))
     }
 
-    /// `keyframe attach` with `options` to process `pid`, whose monitor is `monitor` (`--qmp SOCKET`).
+    /// `keyframe attach` with `options` to process `pid`, whose monitor is `monitor` (`--qmp
+    /// SOCKET`).
     pub fn attach_args(&self, monitor: &[&str], pid: u32, options: &[&str]) -> Vec<String> {
         let (store, pid) = (self.store(), pid.to_string());
         let words =
-            [&["attach", "--store", &store], monitor, options, pause_limit(options), &[&pid]].concat();
+            [&["attach", "--store", &store], monitor, options, pause_limit(options), &[&pid]]
+                .concat();
         words.into_iter().map(str::to_owned).collect()
     }
 

@@ -14,11 +14,13 @@ pub struct Orphan {
 }
 
 impl Orphan {
-    /// The QEMU of the engine `run` of VM `name`, as its greeting tells. The engine may be gone already.
+    /// The QEMU of the engine `run` of VM `name`, as its greeting tells. The engine may be gone
+    /// already.
     pub fn of(bench: &Bench, run: &mut Process, name: &str) -> Self {
         run.wait_for_error("(QEMU ");
         let errors = run.errors();
-        let pid = errors.split("(QEMU ").nth(1).and_then(|rest| rest.split(')').next()?.parse().ok());
+        let pid =
+            errors.split("(QEMU ").nth(1).and_then(|rest| rest.split(')').next()?.parse().ok());
         let pid: i32 = pid.expect("QEMU's pid");
         let raw = Pid::from_raw(pid).expect("a pid");
         let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::empty()).expect("open QEMU");
@@ -41,7 +43,8 @@ impl Orphan {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
-    /// Waits until the console of `run`, whose engine is gone, has `more` further lines that contain `text`.
+    /// Waits until the console of `run`, whose engine is gone, has `more` further lines that
+    /// contain `text`.
     pub fn assert_runs_on(&self, run: &Process, text: &str, more: usize) {
         let count = || run.lines().iter().filter(|l| l.contains(text)).count();
         let before = count();
@@ -50,7 +53,8 @@ impl Orphan {
         });
     }
 
-    /// The state of each of its children that it has not waited for: `Z` of a zombie, `t` of one that is traced.
+    /// The state of each of its children that it has not waited for: `Z` of a zombie, `t` of one
+    /// that is traced.
     pub fn children(&self) -> Vec<char> {
         let state = |pid: &u32| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;

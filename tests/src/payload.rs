@@ -1,5 +1,5 @@
-//! The firmware payload: its console lines, computed again on the host (guests/payload/README.md defines them), and
-//! whether this machine can run it under KVM.
+//! The firmware payload: its console lines, computed again on the host (guests/payload/README.md
+//! defines them), and whether this machine can run it under KVM.
 
 use std::fs::OpenOptions;
 
@@ -48,12 +48,18 @@ impl PassSequence {
         self.sums[n as usize - 1]
     }
 
-    /// Checks that `lines` are consecutive and right, and that there are at least `least`; returns the first.
+    /// Checks that `lines` are consecutive and right, and that there are at least `least`; returns
+    /// the first.
     pub fn check(&mut self, lines: &[PassLine], least: usize) -> PassLine {
         assert!(lines.len() >= least.max(1), "{} passes, expected at least {least}", lines.len());
         for (expected, line) in (lines[0].n..).zip(lines) {
             assert_eq!(line.n, expected, "a pass is missing or repeated");
-            assert_eq!(line.sum, self.sum(line.n), "the sum of pass {} is wrong: a page was lost", line.n);
+            assert_eq!(
+                line.sum,
+                self.sum(line.n),
+                "the sum of pass {} is wrong: a page was lost",
+                line.n
+            );
         }
         lines[0]
     }

@@ -1,7 +1,7 @@
 //! A child process with its console collected. Dropping it ends it, and QEMU with it.
 //!
-//! Whoever asks for what it said reads what is in the pipe first: of a process that has ended, that is all it ever said. A thread
-//! only keeps the pipe from filling up meanwhile.
+//! Whoever asks for what it said reads what is in the pipe first: of a process that has ended, that
+//! is all it ever said. A thread only keeps the pipe from filling up meanwhile.
 
 use crate::foreign::PATIENCE;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -44,7 +44,8 @@ impl Process {
         self.child.id()
     }
 
-    /// Console lines so far, without their line ends. The last one may be incomplete where the guest was cut off.
+    /// Console lines so far, without their line ends. The last one may be incomplete where the
+    /// guest was cut off.
     pub fn lines(&self) -> Vec<String> {
         self.lines.said().lines.clone()
     }
@@ -68,8 +69,9 @@ impl Process {
 
     /// Waits for a console line that contains `text` behind the first `skip` lines.
     pub fn wait_for_after(&mut self, skip: usize, text: &str) -> String {
-        let found =
-            self.wait_until(|p| p.lines.said().lines.iter().skip(skip).find(|l| l.contains(text)).cloned());
+        let found = self.wait_until(|p| {
+            p.lines.said().lines.iter().skip(skip).find(|l| l.contains(text)).cloned()
+        });
         found.unwrap_or_else(|| panic!("no line with {text:?}; {}", self.report()))
     }
 
@@ -79,13 +81,18 @@ impl Process {
         assert!(found.is_some(), "no {text:?} on standard error; {}", self.report());
     }
 
-    /// Waits until `probe` answers, or the child has ended, or the guest cannot work, or for [`PATIENCE`].
+    /// Waits until `probe` answers, or the child has ended, or the guest cannot work, or for
+    /// [`PATIENCE`].
     pub fn wait_until<T>(&mut self, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
         self.wait_within(PATIENCE, probe)
     }
 
     /// The same with another bound.
-    pub fn wait_within<T>(&mut self, bound: Duration, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
+    pub fn wait_within<T>(
+        &mut self,
+        bound: Duration,
+        probe: impl Fn(&Self) -> Option<T>,
+    ) -> Option<T> {
         let deadline = Instant::now() + bound;
         loop {
             let began = Instant::now();
@@ -94,7 +101,8 @@ impl Process {
             }
             let took = began.elapsed();
             let ended = self.child.try_wait().expect("wait for the child").is_some();
-            let is_given_up = self.lines.said().lines.iter().any(|line| line.starts_with("KF ERROR"));
+            let is_given_up =
+                self.lines.said().lines.iter().any(|line| line.starts_with("KF ERROR"));
             if ended || is_given_up || Instant::now() > deadline {
                 // It may have said it since.
                 return probe(self);
@@ -155,11 +163,15 @@ impl Drop for Process {
 /// The processes that process `pid` has started and has not waited for.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
-    let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
-    lists.flat_map(|l| l.split_whitespace().filter_map(|n| n.parse().ok()).collect::<Vec<_>>()).collect()
+    let lists =
+        tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    lists
+        .flat_map(|l| l.split_whitespace().filter_map(|n| n.parse().ok()).collect::<Vec<_>>())
+        .collect()
 }
 
-/// How long to wait after a look that took so long: one that starts a program shall not take the machine from what it looks at.
+/// How long to wait after a look that took so long: one that starts a program shall not take the
+/// machine from what it looks at.
 pub fn rest(took: Duration) -> Duration {
     (took * 5).clamp(Duration::from_millis(10), Duration::from_millis(250))
 }

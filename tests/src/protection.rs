@@ -1,7 +1,7 @@
 //! A protected VM on hosts of a test's own, and a client that believes nothing.
 //!
-//! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client (`keyframe_bench::hosts` draws them); the guest is
-//! 10.78.0.15, wherever it runs.
+//! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client
+//! (`keyframe_bench::hosts` draws them); the guest is 10.78.0.15, wherever it runs.
 
 use crate::{Bench, Boot, PATIENCE, Process, until};
 use keyframe_bench::hosts::{Network, Rate, Way};
@@ -55,7 +55,8 @@ impl Hosts {
         let dir = bench.path().to_owned();
         let key = dir.join("KEY");
         std::fs::write(&key, "a key of this test's own").expect("write the key");
-        std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).expect("protect the key");
+        std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600))
+            .expect("protect the key");
         for host in ["a", "b", "c"] {
             std::fs::create_dir_all(dir.join(host)).expect("make a directory");
         }
@@ -83,8 +84,11 @@ impl Hosts {
 
     /// The witness, answering.
     pub fn witness(&self, bench: &Bench) -> Process {
-        let mut witness =
-            Process::start(self.command(bench, "c", &["witness", "--listen", WITNESS, "--dir", "w"]));
+        let mut witness = Process::start(self.command(
+            bench,
+            "c",
+            &["witness", "--listen", WITNESS, "--dir", "w"],
+        ));
         witness.wait_for("witness at");
         witness
     }
@@ -142,7 +146,9 @@ impl Hosts {
     pub fn ledger(&self, work: &str) -> Boot {
         let disk = self.dir.join("ledger.img");
         // Its last block is not whole.
-        std::fs::File::create(&disk).and_then(|file| file.set_len((8 << 20) + 512)).expect("make a disk");
+        std::fs::File::create(&disk)
+            .and_then(|file| file.set_len((8 << 20) + 512))
+            .expect("make a disk");
         let drive = format!("file={},if=virtio,format=raw,id=ledger", disk.display());
         let boot = Boot { machine: "pc".into(), mem_mib: 128, ..Boot::new(work) };
         boot.with(&[
@@ -157,12 +163,14 @@ impl Hosts {
 
     /// What `keyframe status` says of the replication on a host; none where nothing runs.
     pub fn status(&self, bench: &Bench, host: &str) -> Option<Value> {
-        let output = self.command(bench, host, &["status", "--json"]).output().expect("run keyframe status");
+        let output =
+            self.command(bench, host, &["status", "--json"]).output().expect("run keyframe status");
         let all: Value = serde_json::from_slice(&output.stdout).ok()?;
         all.get(0)?.get("replication").cloned()
     }
 
-    /// Waits until the primary on `host` says that it is protected, and the standby that it is ready.
+    /// Waits until the primary on `host` says that it is protected, and the standby that it is
+    /// ready.
     pub fn until_protected(&self, bench: &Bench, host: &str, vm: &mut Process) {
         let state = |host: &str| {
             self.status(bench, host)
@@ -192,7 +200,8 @@ impl Hosts {
             let state = fields.next()?.chars().next().filter(|_| stat.contains("(qemu"))?;
             let exits = fields.nth(5)?.parse::<u64>().ok()? & PF_EXITING != 0;
             let pending = status.lines().find_map(|line| line.strip_prefix("SigPnd:"))?.trim();
-            let killed = u64::from_str_radix(pending, 16).ok()? & (1 << (Signal::KILL.as_raw() - 1)) != 0;
+            let killed =
+                u64::from_str_radix(pending, 16).ok()? & (1 << (Signal::KILL.as_raw() - 1)) != 0;
             Some(if exits || killed { 'X' } else { state })
         };
         self.host(host).pids().into_iter().filter_map(state).collect()
@@ -219,8 +228,12 @@ impl Hosts {
     }
 
     /// A client that does `work` on host c until it is told to end, and keeps what it was answered.
-    pub fn client_that(&self, work: impl FnOnce(&AtomicBool, &Mutex<Seen>) + Send + 'static) -> Client {
-        let (ends, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
+    pub fn client_that(
+        &self,
+        work: impl FnOnce(&AtomicBool, &Mutex<Seen>) + Send + 'static,
+    ) -> Client {
+        let (ends, seen) =
+            (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
         let (stop, shared) = (Arc::clone(&ends), Arc::clone(&seen));
         let thread = self.c.inside(move || work(&stop, &shared)).expect("enter a namespace");
         Client { ends, seen, thread: Some(thread) }

@@ -1,4 +1,5 @@
-//! A relay that makes a way between hosts longer: TCP, each byte later by so much, in either direction.
+//! A relay that makes a way between hosts longer: TCP, each byte later by so much, in either
+//! direction.
 //!
 //! ```text
 //!   one end ──▶ read ─▶ (due, bytes) ... ─▶ write ──▶ other end          and back
@@ -18,9 +19,14 @@ const CHUNKS_MAX: usize = 1024;
 
 type Late = (Instant, Vec<u8>);
 
-/// Accepts on `at` until `is_over`, and passes on to `to`; what goes on between two ends, ends when they do. All that it does is in the
-/// caller's network namespace.
-pub fn relay(at: SocketAddr, to: SocketAddr, delay: Duration, is_over: &AtomicBool) -> std::io::Result<()> {
+/// Accepts on `at` until `is_over`, and passes on to `to`; what goes on between two ends, ends when
+/// they do. All that it does is in the caller's network namespace.
+pub fn relay(
+    at: SocketAddr,
+    to: SocketAddr,
+    delay: Duration,
+    is_over: &AtomicBool,
+) -> std::io::Result<()> {
     let listener = TcpListener::bind(at)?;
     listener.set_nonblocking(true)?;
     while !is_over.load(Ordering::Relaxed) {

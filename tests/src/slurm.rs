@@ -6,7 +6,8 @@
 //!                                                             └── ...
 //! ```
 //!
-//! Each host is a network namespace that lives as long as a process in it. Whatever is in them ends with the cluster.
+//! Each host is a network namespace that lives as long as a process in it. Whatever is in them ends
+//! with the cluster.
 
 use crate::{Bench, until};
 use keyframe_bench::hosts::Host;
@@ -26,7 +27,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// One of so many nodes with a processor each, in a directory of the bench. Its links carry 1 Gbit/s.
+    /// One of so many nodes with a processor each, in a directory of the bench. Its links carry 1
+    /// Gbit/s.
     pub fn start(bench: &Bench, nodes: u32) -> Self {
         let dir = bench.path().join("cluster");
         for part in ["run", "state", "log", "spool"] {
@@ -56,7 +58,9 @@ impl Cluster {
         use std::io::Read;
         let run = self.dir.join("run");
         let mut key = [0; 128];
-        File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key)).expect("read random bytes");
+        File::open("/dev/urandom")
+            .and_then(|mut f| f.read_exact(&mut key))
+            .expect("read random bytes");
         let path = run.join("munge.key");
         fs::write(&path, key).expect("write the key");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("protect the key");
@@ -84,7 +88,8 @@ impl Cluster {
     }
 
     fn spawn(&mut self, mut command: Command, name: &str) {
-        let log = File::create(self.dir.join("log").join(format!("{name}.out"))).expect("make a log");
+        let log =
+            File::create(self.dir.join("log").join(format!("{name}.out"))).expect("make a log");
         let again = log.try_clone().expect("the log again");
         let child = command.stdout(log).stderr(again).spawn();
         self.daemons.push(child.unwrap_or_else(|e| panic!("start {command:?}: {e}")));

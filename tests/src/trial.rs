@@ -4,8 +4,8 @@
 //!   protected ──fault──▶ the client goes on (or stands, where it must) ──recover──▶ protected again, by whoever does not run it
 //! ```
 //!
-//! Invariants, looked at all the time: the client is never answered wrongly, nor its connection broken; at no instant has one host the
-//! VM running when the other has said that it took over.
+//! Invariants, looked at all the time: the client is never answered wrongly, nor its connection
+//! broken; at no instant has one host the VM running when the other has said that it took over.
 
 use crate::protection::{Client, Hosts, Seen};
 use crate::{Bench, Boot, Process};
@@ -20,7 +20,8 @@ const LIMIT: Duration = Duration::from_mins(3);
 /// Entries that show that the VM goes on.
 const ENTRIES: u64 = 10;
 
-/// What can befall it. The primary's host is the one where the VM runs then, the standby's the other.
+/// What can befall it. The primary's host is the one where the VM runs then, the standby's the
+/// other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Power loss of the primary's host.
@@ -93,7 +94,8 @@ struct Home {
 }
 
 impl Home {
-    /// It has the VM, whether or not that may run. One that had it and was told that the other host has it is a standby again.
+    /// It has the VM, whether or not that may run. One that had it and was told that the other host
+    /// has it is a standby again.
     fn has_vm(&self) -> bool {
         let said = self.process.errors();
         let count = |text: &str| said.matches(text).count();
@@ -125,12 +127,14 @@ impl Trial {
         let bench = Bench::without_store();
         let hosts = Hosts::new(&bench);
         let witness = Some(hosts.witness(&bench));
-        let standby = hosts.standby(&bench, "b", &[&["--peer", "10.78.0.1:7430"], options].concat());
+        let standby =
+            hosts.standby(&bench, "b", &[&["--peer", "10.78.0.1:7430"], options].concat());
         let boot = Boot { cpus, ..hosts.ledger(LEDGER) };
         let mut vm = hosts.protect(&bench, options, &boot);
         hosts.until_protected(&bench, "a", &mut vm);
         let client = hosts.client();
-        let homes = [(vm, true), (standby, false)].map(|(process, first)| Some(Home { process, first }));
+        let homes =
+            [(vm, true), (standby, false)].map(|(process, first)| Some(Home { process, first }));
         let mut trial = Self {
             bench,
             hosts,
@@ -148,7 +152,9 @@ impl Trial {
     }
 
     fn fail(&self, what: &str) -> ! {
-        let said = |n: usize| self.homes[n].as_ref().map_or_else(String::new, |home| home.process.report());
+        let said = |n: usize| {
+            self.homes[n].as_ref().map_or_else(String::new, |home| home.process.report())
+        };
         let (a, b) = (said(0), said(1));
         panic!(
             "{what}\nbehind {:?}\nhost a: {a}\nhost b: {b}\nclient: {:?}",
@@ -240,7 +246,9 @@ impl Trial {
     /// The other host has taken over.
     fn until_taken_over(&mut self) {
         let other = 1 - self.at;
-        self.until("the standby takes over", |trial| trial.homes[other].as_ref().is_some_and(Home::has_vm));
+        self.until("the standby takes over", |trial| {
+            trial.homes[other].as_ref().is_some_and(Home::has_vm)
+        });
     }
 
     /// Stops the witness; it may be started again.
@@ -265,8 +273,8 @@ impl Trial {
         self.homes[n] = None;
     }
 
-    /// Says what comes. On a busy machine the VM may have lost its standby since it was protected, and what befalls it then is
-    /// another fault than was meant.
+    /// Says what comes. On a busy machine the VM may have lost its standby since it was protected,
+    /// and what befalls it then is another fault than was meant.
     fn begin(&mut self, fault: Fault) {
         self.until("the VM is still protected", |trial| {
             let said = trial.said(trial.primary());
@@ -366,7 +374,10 @@ impl Trial {
                 self.switching = true;
                 let output = command.output().expect("run keyframe failover");
                 if !output.status.success() {
-                    self.fail(&format!("no switch-over: {}", String::from_utf8_lossy(&output.stderr)));
+                    self.fail(&format!(
+                        "no switch-over: {}",
+                        String::from_utf8_lossy(&output.stderr)
+                    ));
                 }
                 self.until("the VM goes over, or back", |trial| {
                     let gave = |home: &mut Home| !home.process.is_running() || !home.has_vm();
@@ -387,7 +398,8 @@ impl Trial {
         self.until("the VM is protected again", |trial| {
             #[expect(clippy::needless_range_loop, reason = "it numbers hosts")]
             for n in 0..2 {
-                let is_running = trial.homes[n].as_mut().is_some_and(|home| home.process.is_running());
+                let is_running =
+                    trial.homes[n].as_mut().is_some_and(|home| home.process.is_running());
                 if is_running {
                     continue;
                 }

@@ -1,13 +1,14 @@
-//! Tests run side by side, half as many as there are processors and three at least, since much of the time they wait for their
-//! guests; but for those that need the machine for themselves.
+//! Tests run side by side, half as many as there are processors and three at least, since much of
+//! the time they wait for their guests; but for those that need the machine for themselves.
 //!
 //! ```text
 //!   shared   three at least           waits for a place, and while a test is alone or waits to be
 //!   alone    one                      waits until all others have ended
 //! ```
 //!
-//! A thread that has a turn gets further ones at once: a test may have several places to work in. With `KEYFRAME_TEST_TIMES=FILE`
-//! each test leaves a line in FILE when its turn ends: how many seconds it took, and its name.
+//! A thread that has a turn gets further ones at once: a test may have several places to work in.
+//! With `KEYFRAME_TEST_TIMES=FILE` each test leaves a line in FILE when its turn ends: how many
+//! seconds it took, and its name.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -57,7 +58,8 @@ impl Turn {
             let places = std::thread::available_parallelism().map_or(1, NonZero::get) / 2;
             state.waiting += usize::from(alone);
             let must_wait = |s: &mut State| {
-                s.alone || if alone { s.shared > 0 } else { s.waiting > 0 || s.shared >= places.max(3) }
+                s.alone
+                    || if alone { s.shared > 0 } else { s.waiting > 0 || s.shared >= places.max(3) }
             };
             state = CHANGED.wait_while(state, must_wait).unwrap_or_else(PoisonError::into_inner);
             state.waiting -= usize::from(alone);
@@ -95,7 +97,8 @@ fn note(took: Duration) {
     let Some(file) = std::env::var_os("KEYFRAME_TEST_TIMES") else { return };
     let thread = std::thread::current();
     let line = format!("{:8.1} s  {}\n", took.as_secs_f64(), thread.name().unwrap_or("a test"));
-    // One write, so that lines of two tests do not mix. Without the line nothing is lost but the line.
+    // One write, so that lines of two tests do not mix. Without the line nothing is lost but the
+    // line.
     let _ = std::fs::OpenOptions::new()
         .append(true)
         .create(true)

@@ -1,11 +1,11 @@
-//! `keyframe attach`: exact checkpoints of a VM that somebody else started, which is none the worse for it, whatever
-//! becomes of the engine.
+//! `keyframe attach`: exact checkpoints of a VM that somebody else started, which is none the worse
+//! for it, whatever becomes of the engine.
 
 use keyframe_qemu::Qmp;
 use keyframe_tests::libvirt::Libvirt;
 use keyframe_tests::{
-    Bench, Boot, Foreign, PATIENCE, Process, Sequence, assert_restores_exactly, guest_dir, hash_lines,
-    number, qemus, until,
+    Bench, Boot, Foreign, PATIENCE, Process, Sequence, assert_restores_exactly, guest_dir,
+    hash_lines, number, qemus, until,
 };
 use rustix::process::Signal;
 use std::path::Path;
@@ -42,11 +42,13 @@ fn attach(bench: &Bench, vm: &Foreign, options: &[&str]) -> Process {
 fn attach_for(bench: &Bench, vm: &Foreign, count: usize) {
     let before = bench.list().len();
     let count_text = count.to_string();
-    let options = ["--count", &count_text, "--interval", "300ms", "--audit", "audit", "--name", "guest"];
+    let options =
+        ["--count", &count_text, "--interval", "300ms", "--audit", "audit", "--name", "guest"];
     let args = words(bench, vm, "a", &options);
     let output = bench.run(&as_str(&args));
     let said = String::from_utf8_lossy(&output.stderr);
-    // The watchdog of an engine that was killed may still be about: a checkpoint that it tears is dropped.
+    // The watchdog of an engine that was killed may still be about: a checkpoint that it tears is
+    // dropped.
     assert!(matches!(output.status.code(), Some(0 | 3)) && !said.contains("audit"), "{said}");
     assert!(said.contains("detached") && !said.contains("AUDIT"), "{said}");
     assert_eq!(bench.list().len(), before + count);
@@ -116,7 +118,9 @@ fn an_attached_engine_is_asked_and_stopped_by_name() {
 
     bench.ok(&["stop", "--name", "guest"]);
     assert!(engine.wait().success(), "{}", engine.report());
-    assert!(engine.errors().contains("detached") && engine.errors().contains("2 checkpoints sealed"));
+    assert!(
+        engine.errors().contains("detached") && engine.errors().contains("2 checkpoints sealed")
+    );
     assert_runs_on(&vm, &mut sequence);
     drop(vm);
     assert_goes_on(&bench, &mut sequence);
@@ -155,18 +159,34 @@ fn what_is_not_that_vm_is_refused_and_no_vm_is_harmed() {
     let drive = format!("file=fat:rw:{},if=virtio,format=raw", files.display());
     let with_disk = Foreign::start(&other, &hashing().with(&["-drive", &drive]));
     let refused = |pid: u32, socket: &str, words: &[&str]| {
-        bench.refused(&as_str(&bench.attach_args(&["--qmp", socket], pid, &["--count", "1"])), 1, words);
+        bench.refused(
+            &as_str(&bench.attach_args(&["--qmp", socket], pid, &["--count", "1"])),
+            1,
+            words,
+        );
     };
     let pid = vm.console.pid();
-    refused(with_disk.console.pid(), &vm.socket("a"), &[&format!("belongs to process {pid}"), "fix:"]);
+    refused(
+        with_disk.console.pid(),
+        &vm.socket("a"),
+        &[&format!("belongs to process {pid}"), "fix:"],
+    );
     refused(std::process::id(), &vm.socket("a"), &["belongs to process", "fix:"]);
     refused(4_194_305, &vm.socket("a"), &["no such process", "fix:"]);
     refused(pid, "/no-such/socket", &["/no-such/socket"]);
     let busy = Qmp::connect(Path::new(&vm.socket("a")), PATIENCE).unwrap();
     refused(pid, &vm.socket("a"), &[&vm.socket("a"), "fix:"]);
     drop(busy);
-    refused(with_disk.console.pid(), &with_disk.socket("a"), &["reached by fat", "read-only", "fix:"]);
-    bench.refused(&["attach", "--store", &bench.store(), &pid.to_string()], 2, &["--qmp", "--libvirt"]);
+    refused(
+        with_disk.console.pid(),
+        &with_disk.socket("a"),
+        &["reached by fat", "read-only", "fix:"],
+    );
+    bench.refused(
+        &["attach", "--store", &bench.store(), &pid.to_string()],
+        2,
+        &["--qmp", "--libvirt"],
+    );
     assert!(bench.list().is_empty());
     vm.assert_left_as(&before);
     assert!(with_disk.runs());
@@ -255,7 +275,8 @@ fn said(serial: &Path) -> Vec<String> {
 fn a_domain_of_libvirts_is_checkpointed_and_left_as_it_was() {
     for qemu in qemus() {
         println!("-- QEMU {}", qemu.label);
-        let emulator = if qemu.path.contains('/') { qemu.path } else { format!("/usr/bin/{}", qemu.path) };
+        let emulator =
+            if qemu.path.contains('/') { qemu.path } else { format!("/usr/bin/{}", qemu.path) };
         domain_is_left_as_it_was(&emulator);
     }
 }
@@ -278,7 +299,8 @@ fn domain_is_left_as_it_was(emulator: &str) {
     let uri = libvirt.uri();
     let monitor = ["--libvirt", "web", "--connect", &uri];
     let sets = r#"{"execute":"query-fdsets"}"#;
-    let query = || libvirt.must(&["qemu-monitor-command", "web", sets]).replace(char::is_numeric, "");
+    let query =
+        || libvirt.must(&["qemu-monitor-command", "web", sets]).replace(char::is_numeric, "");
     let before = query();
     for _ in 0..2 {
         let options = ["--count", "3", "--interval", "500ms", "--audit", "audit"];

@@ -1,15 +1,18 @@
-//! Disks under `keyframe attach`, by QEMU's dirty bitmaps: each checkpoint has the disk of its instant, nothing is lost where
-//! one fails, and QEMU is left without a trace.
+//! Disks under `keyframe attach`, by QEMU's dirty bitmaps: each checkpoint has the disk of its
+//! instant, nothing is lost where one fails, and QEMU is left without a trace.
 
 use keyframe_tests::disks::{
-    self, IMAGE_BYTES, RECORDS, assert_goes_on, assert_same, copy, does, qemu_img, restored_disk, shell,
-    socket_of, take, virtio, wait_for_records, words,
+    self, IMAGE_BYTES, RECORDS, assert_goes_on, assert_same, copy, does, qemu_img, restored_disk,
+    shell, socket_of, take, virtio, wait_for_records, words,
 };
-use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, a_qemu, number, qemus, restored_pid, until};
+use keyframe_tests::{
+    Bench, Boot, Foreign, Process, Qemu, a_qemu, number, qemus, restored_pid, until,
+};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-/// How the names of what is ours in QEMU begin, as JSON; the paths of tests have it in their middle.
+/// How the names of what is ours in QEMU begin, as JSON; the paths of tests have it in their
+/// middle.
 const OURS: &str = "\"keyframe-";
 
 /// An image with a hole at its end, which is zero.
@@ -64,12 +67,19 @@ fn assert_no_trace(vm: &Foreign, bench: &Bench) {
         assert!(!found.contains(OURS), "{query}: {found}");
     }
     assert!(qmp.execute("nbd-server-stop", None).is_err(), "QEMU's NBD server still runs");
-    let scratch = std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
+    let scratch =
+        std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
     assert_eq!(scratch.count(), 0, "files in STORE/disks");
 }
 
 /// The guest writes data and zeros; each checkpoint has the disk as it was at it.
-fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, words: &[&str], image: &Path, format: &str) {
+fn each_checkpoint_has_its_disk(
+    qemu: &Qemu,
+    bench: &Bench,
+    words: &[&str],
+    image: &Path,
+    format: &str,
+) {
     println!("-- QEMU {}: {words:?}", qemu.label);
     let mut vm = foreign(bench, &shell(qemu, words));
     let before = vm.traces();
@@ -86,7 +96,10 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, words: &[&str], imag
         let id = take(bench);
         expected.push((id, disk_now(&vm, image, format, bench)));
     }
-    assert!(expected.windows(2).all(|pair| pair[0].1 != pair[1].1), "the guest has written nothing");
+    assert!(
+        expected.windows(2).all(|pair| pair[0].1 != pair[1].1),
+        "the guest has written nothing"
+    );
     let written = |id: &str| {
         let shown = bench.json(&["show", "--json", "--store", &bench.store(), id]);
         assert_eq!(shown["disks"][0]["base"], "blank", "{shown}");
@@ -170,7 +183,8 @@ fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
     let bench = Bench::new();
     let image = image(&bench);
     let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
-    // The first, complete checkpoint has fewer pages and blocks than that, and each further one some hundred.
+    // The first, complete checkpoint has fewer pages and blocks than that, and each further one
+    // some hundred.
     let mut attached = attach(&bench, &vm, &["--interval", "none", "--fault", "disk-full:33000"]);
     let mut failed = false;
     for step in 0..60 {
@@ -210,7 +224,8 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
         assert!(!bench.run(&["take", "--name", "guest"]).status.success(), "no fault in {phase}");
         attached.wait();
         until("the guest runs", || vm.runs());
-        let left = vm.other().execute("query-named-block-nodes", None).expect("its nodes").to_string();
+        let left =
+            vm.other().execute("query-named-block-nodes", None).expect("its nodes").to_string();
         assert!(left.contains(OURS), "{phase}: an engine that was killed leaves something");
         does(
             &mut vm.console,
@@ -236,7 +251,8 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     let image = image(&bench);
     let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
     let monitor = vm.socket("a");
-    let refused = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &["--leave-out-disk", "other"]);
+    let refused =
+        bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &["--leave-out-disk", "other"]);
     bench.refused(&words(&refused), 1, &["other", "its disks are d"]);
     let mut attached = attach(&bench, &vm, &["--interval", "none", "--leave-out-disk", "d"]);
     let id = take(&bench);
@@ -247,7 +263,11 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     let store = bench.store();
     assert!(bench.ok(&["show", "--store", &store, &id]).contains("LEFT OUT"));
     assert_eq!(bench.list()[0]["disks"][0]["left_out"], true);
-    bench.refused(&["restore", "--store", &store, &id], 1, &["lacks", "disk.raw", "--left-out-as-now"]);
+    bench.refused(
+        &["restore", "--store", &store, &id],
+        1,
+        &["lacks", "disk.raw", "--left-out-as-now"],
+    );
     let mut restored = bench.restore(&id, &["--paused", "--left-out-as-now"]);
     restored.wait_for_error("is paused after");
     let disk = copy(&socket_of(restored_pid(&restored)), "d", &bench.path().join("restored.raw"));
@@ -269,8 +289,7 @@ fn an_nbd_server_or_a_job_of_somebody_elses_is_refused() {
     bench.refused(&words(&args), 1, &["NBD server", "fix:"]);
     vm.other().execute("nbd-server-stop", None).expect("theirs still runs");
     let target = bench.path().join("target.raw").display().to_string();
-    let job =
-        json!({ "device": "d", "job-id": "theirs", "target": target, "sync": "none", "format": "qcow2" });
+    let job = json!({ "device": "d", "job-id": "theirs", "target": target, "sync": "none", "format": "qcow2" });
     vm.other().execute("drive-backup", Some(job)).expect("start a job");
     bench.refused(&words(&args), 1, &["a job works on the VM's disk theirs", "fix:"]);
     vm.other().execute("job-cancel", Some(json!({ "id": "theirs" }))).expect("theirs still runs");

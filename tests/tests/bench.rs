@@ -1,4 +1,5 @@
-//! Benchmarks as users run them: the keys that others read are there, each a number of that run, and nothing else is.
+//! Benchmarks as users run them: the keys that others read are there, each a number of that run,
+//! and nothing else is.
 
 use keyframe_tests::{Bench, Boot, Process, hash_lines, number};
 use serde_json::{Map, Value};
@@ -14,7 +15,8 @@ fn report(bench: &Bench, args: &[&str]) -> (Value, Output) {
     let output = Bench::run_within(bench.command(&[&["bench", "--json"], args].concat()), LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{errors}");
-    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+    let report: Value =
+        serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
     for part in ["figures", "ratios"] {
         // A figure that could not be measured would be null.
         assert!(values(&report, part).values().all(Value::is_f64), "{report}");
@@ -30,7 +32,8 @@ fn values<'a>(report: &'a Value, part: &str) -> &'a Map<String, Value> {
 #[ignore = "make soak"]
 fn soak_pauses_are_measured_beside_those_of_peers() {
     let bench = Bench::alone();
-    let (report, _) = report(&bench, &["pause", "--only", "20k", "--rounds", "1", "--plot", "pause.svg"]);
+    let (report, _) =
+        report(&bench, &["pause", "--only", "20k", "--rounds", "1", "--plot", "pause.svg"]);
     assert_eq!(report["name"], "pause");
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
     for key in ["precopy_20k_pause_p50_ns", "precopy_20k_pause_p99_ns", "empty_pause_p50_ns"] {
@@ -42,7 +45,8 @@ fn soak_pauses_are_measured_beside_those_of_peers() {
         assert!((ratio / (pause(way) / pause("precopy")) - 1.0).abs() < 1e-9, "{way}: {report}");
     }
     assert!(ratios.contains_key("precopy_20k_over_empty"));
-    let others = figures.keys().chain(ratios.keys()).filter(|k| k.contains("60k") || k.contains("gib"));
+    let others =
+        figures.keys().chain(ratios.keys()).filter(|k| k.contains("60k") || k.contains("gib"));
     assert_eq!(others.count(), 0, "keys of what was not measured: {report}");
     let plot = std::fs::read_to_string(bench.path().join("pause.svg")).expect("the plot");
     assert!(plot.contains("savevm"));
@@ -53,12 +57,24 @@ fn soak_pauses_are_measured_beside_those_of_peers() {
 fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
     let bench = Bench::new();
     let only = "compute_1s,compute_100ms,compile";
-    let args =
-        ["overhead", "--quick", "--only", only, "--rounds", "1", "--real-guest", "/nowhere", "--quiet"];
+    let args = [
+        "overhead",
+        "--quick",
+        "--only",
+        only,
+        "--rounds",
+        "1",
+        "--real-guest",
+        "/nowhere",
+        "--quiet",
+    ];
     let (report, output) = report(&bench, &args);
     let ratios = values(&report, "ratios");
     for key in ["work_lost_compute_1s", "work_lost_compute_100ms"] {
-        assert!(ratios.get(key).and_then(Value::as_f64).is_some_and(|lost| lost < 1.0), "{key}: {report}");
+        assert!(
+            ratios.get(key).and_then(Value::as_f64).is_some_and(|lost| lost < 1.0),
+            "{key}: {report}"
+        );
     }
     assert!(values(&report, "figures")["compute_plain_units_per_s"].as_f64() > Some(0.0));
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -72,11 +88,13 @@ fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
 #[ignore = "make soak"]
 fn soak_a_peer_that_cannot_run_is_left_out_aloud() {
     let bench = Bench::new();
-    // Without qemu-img there is no image for savevm; the directory has everything else that is needed.
+    // Without qemu-img there is no image for savevm; the directory has everything else that is
+    // needed.
     let bin = bench.path().join("bin");
     std::fs::create_dir(&bin).expect("make a directory");
     for program in ["qemu-system-x86_64", "cat"] {
-        std::os::unix::fs::symlink(keyframe_tests::on_path(program), bin.join(program)).expect("link it");
+        std::os::unix::fs::symlink(keyframe_tests::on_path(program), bin.join(program))
+            .expect("link it");
     }
     let mut command = bench.command(&["bench", "pause", "--json", "--only", "1k", "--rounds", "1"]);
     command.env("PATH", &bin);
@@ -106,10 +124,12 @@ fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
     // It fails where an image does not come back as it was fed.
     assert!(output.status.success() && errors.is_empty(), "{errors}");
     assert_eq!(std::fs::read_dir(&place).expect("list it").count(), 0, "files were left behind");
-    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+    let report: Value =
+        serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
     assert_eq!(report["name"], "store");
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
-    let positive = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|value| *value > 0.0);
+    let positive =
+        |value: Option<&Value>| value.and_then(Value::as_f64).filter(|value| *value > 0.0);
     for workload in ["dup", "unique", "steady"] {
         let rate = |store: &str| positive(figures.get(&format!("{store}_{workload}_bytes_per_s")));
         assert!(rate("flat_file").is_some() && rate("ingest").is_some(), "{workload}: {report}");
@@ -118,12 +138,16 @@ fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
     assert!(positive(ratios.get("ingest_over_flat_file")).is_some(), "{report}");
     assert!(positive(ratios.get("memcpy_over_reconstruct")).is_some(), "{report}");
     // The flat file deduplicates and does not compress.
-    let bytes = |key: &str| positive(figures.get(key)).unwrap_or_else(|| panic!("no {key}: {report}"));
+    let bytes =
+        |key: &str| positive(figures.get(key)).unwrap_or_else(|| panic!("no {key}: {report}"));
     let distinct_bytes = bytes("keyframe_dedup_only_bytes");
     assert!((1.0..1.1).contains(&(bytes("flat_file_stored_bytes") / distinct_bytes)), "{report}");
     let part = positive(ratios.get("stored_over_dedup_only")).expect("stored_over_dedup_only");
     assert!(part < 1.0, "compression saves nothing: {report}");
-    assert!((part / (bytes("keyframe_stored_bytes") / distinct_bytes) - 1.0).abs() < 1e-9, "{report}");
+    assert!(
+        (part / (bytes("keyframe_stored_bytes") / distinct_bytes) - 1.0).abs() < 1e-9,
+        "{report}"
+    );
     let others = ["rocksdb", "borg", "dedup_zstd", "metadata", "open", "dirtier"];
     let keys = || figures.keys().chain(ratios.keys());
     assert!(
@@ -140,13 +164,23 @@ fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
     let mut run = bench.start(&["--name", "guest", "--interval", "10m"], &boot);
     run.wait_for("KF READY");
     let store = bench.store();
-    let feed =
-        || bench.command(&["bench", "store", "--from", &store, "--only", "keyframe,flat_file", "--json"]);
+    let feed = || {
+        bench.command(&[
+            "bench",
+            "store",
+            "--from",
+            &store,
+            "--only",
+            "keyframe,flat_file",
+            "--json",
+        ])
+    };
     let take = || drop(bench.ok(&["take", "--name", "guest"]));
     take();
     // More than are fed: the last ten are.
     for taken in 1..12 {
-        run.wait_until(|p| (hash_lines(&p.lines()).len() > taken).then_some(())).expect("it works on");
+        run.wait_until(|p| (hash_lines(&p.lines()).len() > taken).then_some(()))
+            .expect("it works on");
         take();
     }
     bench.ok(&["stop", "--name", "guest"]);
@@ -170,7 +204,11 @@ fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
     let empty = bench.path().join("empty").display().to_string();
     bench.ok(&["init", &empty]);
     bench.refused(&["bench", "store", "--from", &empty], 1, &["no checkpoint"]);
-    bench.refused(&["bench", "store", "--from", &store, "--only", "dirtier"], 1, &["no part dirtier"]);
+    bench.refused(
+        &["bench", "store", "--from", &store, "--only", "dirtier"],
+        1,
+        &["no part dirtier"],
+    );
     bench.refused(&["bench", "pause", "--from", &store], 1, &["pause has no --from"]);
 }
 
@@ -180,9 +218,15 @@ fn databases_that_are_not_built_are_left_out_aloud() {
     let output = bench.run(&["bench", "store", "--quick", "--only", "kyoto", "--json"]);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
-    assert!(errors.contains("kyoto is left out") && errors.contains("make bench-peers"), "{errors}");
+    assert!(
+        errors.contains("kyoto is left out") && errors.contains("make bench-peers"),
+        "{errors}"
+    );
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    assert!(values(&report, "figures").is_empty() && values(&report, "ratios").is_empty(), "{report}");
+    assert!(
+        values(&report, "figures").is_empty() && values(&report, "ratios").is_empty(),
+        "{report}"
+    );
 }
 
 #[test]
@@ -199,7 +243,10 @@ fn soak_recording_replaying_and_analysing_are_measured_on_the_same_work() {
         assert!(value.is_some_and(|value| value > 0.0 && value.is_finite()), "{key}: {report}");
     }
     let each = figures["memtrace_bytes_per_access"].as_f64();
-    assert!(each.is_some_and(|bytes| bytes > 0.0 && bytes < 24.0), "no more than a record has: {report}");
+    assert!(
+        each.is_some_and(|bytes| bytes > 0.0 && bytes < 24.0),
+        "no more than a record has: {report}"
+    );
     let ns = |way: &str| figures[&format!("processes_{way}_ns")].as_f64().unwrap();
     let ratio = ratios["record_over_icount_processes"].as_f64().unwrap();
     assert!((ratio / (ns("record") / ns("icount")) - 1.0).abs() < 1e-9, "one round: {report}");
@@ -244,7 +291,8 @@ fn soak_what_a_standby_costs_and_how_soon_it_takes_over_are_measured() {
 fn soak_a_benchmark_that_is_interrupted_leaves_no_host_behind() {
     let mut bench = Bench::without_store();
     let place = a_place(&mut bench);
-    let mut running = Process::start(bench.command(&["bench", "replication", "--only", "failover"]));
+    let mut running =
+        Process::start(bench.command(&["bench", "replication", "--only", "failover"]));
     running.wait_for_error("failover 1");
     // In the middle of something: a guest boots, or is about to be protected.
     std::thread::sleep(Duration::from_secs(3));
@@ -265,7 +313,9 @@ fn a_place(bench: &mut Bench) -> PathBuf {
 
 /// Command lines of what runs and was told of the place.
 fn within(place: &Path) -> Vec<String> {
-    let read = |path: PathBuf| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
+    let read = |path: PathBuf| {
+        String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
+    };
     let told = |dir: &PathBuf| read(dir.join("environ")).contains(&*place.to_string_lossy());
     let all = std::fs::read_dir("/proc").expect("read /proc").flatten().map(|entry| entry.path());
     all.filter(told).map(|dir| read(dir.join("cmdline")).replace('\0', " ")).collect()
@@ -282,16 +332,28 @@ fn what_a_benchmark_does_not_have_is_refused() {
     bench.refused(&["bench", "pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
     bench.refused(&["bench", "overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
     bench.refused(&["bench", "restore", "--only", "lazy"], 1, &["restore has no --only"]);
-    bench.refused(&["bench", "replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
+    bench.refused(
+        &["bench", "replay", "--only", "oracle"],
+        1,
+        &["no part oracle", "memtrace", "redis"],
+    );
     bench.refused(&["bench", "restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
     bench.refused(&["bench", "evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
     bench.refused(&["bench", "evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
-    bench.refused(&["bench", "replication", "--only", "100mbit"], 1, &["no part 100mbit", "10gbit", "sp"]);
+    bench.refused(
+        &["bench", "replication", "--only", "100mbit"],
+        1,
+        &["no part 100mbit", "10gbit", "sp"],
+    );
     bench.refused(&["bench", "pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
     bench.refused(&["bench", "replication", "--seconds", "1"], 2, &["--seconds"]);
     bench.refused(&["bench", "restore", "--out", "here"], 1, &["restore has no --out"]);
     bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
-    bench.refused(&["bench", "store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
+    bench.refused(
+        &["bench", "store", "--only", "oracle"],
+        1,
+        &["no part oracle", "rocksdb", "flat_file"],
+    );
     bench.refused(&["bench", "store", "--job", "{}"], 1, &["read the job"]);
 }
 
@@ -300,11 +362,14 @@ fn what_a_benchmark_does_not_have_is_refused() {
 #[ignore = "make soak"]
 fn soak_the_papers_figures_and_tables_are_written_and_agree() {
     let bench = Bench::new();
-    let (report, _) =
-        report(&bench, &["evaluation", "--quick", "--only", "500ms", "--out", "evaluation", "--quiet"]);
+    let (report, _) = report(
+        &bench,
+        &["evaluation", "--quick", "--only", "500ms", "--out", "evaluation", "--quiet"],
+    );
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
-    let figure =
-        |key: &str| figures.get(key).and_then(Value::as_f64).unwrap_or_else(|| panic!("no {key}: {report}"));
+    let figure = |key: &str| {
+        figures.get(key).and_then(Value::as_f64).unwrap_or_else(|| panic!("no {key}: {report}"))
+    };
     let run = "small_500ms";
     for key in [
         "dirty_pages",
@@ -321,7 +386,10 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
         assert!(figure(&format!("{run}_{key}")) > 0.0, "{run}_{key}: {report}");
     }
     // What takes the whole recording and an analysis behind it takes longer than the recording.
-    assert!(figure(&format!("{run}_deferred_2_jobs_s")) > figure(&format!("{run}_recorded_s")), "{report}");
+    assert!(
+        figure(&format!("{run}_deferred_2_jobs_s")) > figure(&format!("{run}_recorded_s")),
+        "{report}"
+    );
     let speed_up = |key: &str| ratios[&format!("{run}_speed_up_{key}")].as_f64().unwrap();
     assert!(speed_up("1_nodes_simulated") > 0.0, "{report}");
     assert!(speed_up("16_nodes_simulated") >= speed_up("1_nodes_simulated"), "{report}");
@@ -329,8 +397,12 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
     assert!(missing > 0.0 && missing < 1.0, "{report}");
     let out = bench.path().join("evaluation");
     let index = std::fs::read_to_string(out.join("report.md")).expect("the report");
-    let links: Vec<&str> = index.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect();
-    assert!(links.len() > 40 && index.contains("21,710") && index.contains("*simulated*"), "{index}");
+    let links: Vec<&str> =
+        index.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect();
+    assert!(
+        links.len() > 40 && index.contains("21,710") && index.contains("*simulated*"),
+        "{index}"
+    );
     for link in links {
         let bytes = std::fs::read(out.join(link)).unwrap_or_else(|e| panic!("{link}: {e}"));
         if Path::new(link).extension().is_some_and(|end| end == "csv") {

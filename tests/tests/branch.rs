@@ -1,11 +1,12 @@
-//! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory that they have not written.
+//! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory
+//! that they have not written.
 
 use keyframe_qemu::Qmp;
 use keyframe_tests::disks::{copy_of_running, words};
 use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, a_qemu, ended_lines, hash_lines, is_gone,
-    number, qemus, until,
+    Bench, Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, a_qemu, ended_lines, hash_lines,
+    is_gone, number, qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -31,7 +32,8 @@ fn branch(bench: &Bench, options: &[&str]) -> (Process, Vec<Value>) {
     let store = bench.store();
     let words = [&["branch", "--store", &store, "seed", "--json"], options].concat();
     let mut process = Process::start(bench.command(&words));
-    let whole = process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let whole =
+        process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
     let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
     (process, clones)
 }
@@ -50,13 +52,15 @@ fn grow(clone: &Value, more: usize) {
     until("the clone prints on", || count() >= before + more);
 }
 
-/// What a process has of the checkpoint's RAM: KiB of its own, and KiB that are mapped at all. (A page of the file that one
-/// process alone has mapped counts as private, too, but not as anonymous.)
+/// What a process has of the checkpoint's RAM: KiB of its own, and KiB that are mapped at all. (A
+/// page of the file that one process alone has mapped counts as private, too, but not as
+/// anonymous.)
 fn ram_kib(pid: u64) -> (u64, u64) {
     let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let (mut of_ram, mut private, mut rss) = (false, 0, 0);
     for line in smaps.lines() {
-        let value = || line.split_whitespace().nth(1).and_then(|v| v.parse::<u64>().ok()).unwrap_or(0);
+        let value =
+            || line.split_whitespace().nth(1).and_then(|v| v.parse::<u64>().ok()).unwrap_or(0);
         if line.split_whitespace().next().is_some_and(|first| first.contains('-')) {
             of_ram = line.contains("memfd:keyframe-ram");
         } else if of_ram && line.starts_with("Anonymous:") {
@@ -75,7 +79,10 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
         let bench = Bench::new();
         checkpoint(&bench, &hashing(&qemu));
         let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
-        assert_eq!(clones.iter().map(|c| text(c, "name")).collect::<Vec<_>>(), ["c-1", "c-2", "c-3"]);
+        assert_eq!(
+            clones.iter().map(|c| text(c, "name")).collect::<Vec<_>>(),
+            ["c-1", "c-2", "c-3"]
+        );
         for clone in &clones {
             grow(clone, 4);
         }
@@ -164,7 +171,8 @@ fn pages_that_nobody_wrote_are_shared() {
             // Loading its devices writes a few pages; all that the guest holds is some 100 MiB.
             assert!(private < 2048, "{private} KiB of a clone's RAM are its own before it ran");
         }
-        // All of RAM is read, as the guest would read it, and it is still the checkpoint's own memory.
+        // All of RAM is read, as the guest would read it, and it is still the checkpoint's own
+        // memory.
         let pid = number(&clones[0], "qemu_pid");
         let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), PATIENCE).unwrap();
         let main = keyframe_qemu::find_ram_blocks(&mut monitor, pid as u32).unwrap().remove(0);
@@ -185,7 +193,10 @@ fn pages_that_nobody_wrote_are_shared() {
         let mut again = vec![0; all.len()];
         keyframe_kernel::read_memory(&target, main.host, &mut again).unwrap();
         assert!(all == again, "the clone that stands saw what another wrote");
-        assert!(ram_kib(number(&clones[1], "qemu_pid")).0 > 2048, "a clone that writes has pages of its own");
+        assert!(
+            ram_kib(number(&clones[1], "qemu_pid")).0 > 2048,
+            "a clone that writes has pages of its own"
+        );
         process.signal(Signal::INT);
         assert!(process.wait().success(), "{}", process.report());
     }
@@ -235,7 +246,8 @@ fn branch_of(bench: &Bench, id: &str) -> (Process, Value) {
     let store = bench.store();
     let words = ["branch", "--store", &store, id, "--json", "--name", "grand"];
     let mut process = Process::start(bench.command(&words));
-    let whole = process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let whole =
+        process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
     let mut clones = whole.unwrap_or_else(|| panic!("no clone; {}", process.report()));
     (process, clones.remove(0))
 }
@@ -274,8 +286,17 @@ fn half_a_set_of_clones_is_none() {
     // The second one's directory for a device is not there.
     let store = bench.store();
     std::fs::create_dir(bench.path().join("out-1")).unwrap();
-    let words =
-        ["branch", "--store", &store, "seed", "-n", "2", "--", "-chardev", "file,id=x,path=out-{n}/log"];
+    let words = [
+        "branch",
+        "--store",
+        &store,
+        "seed",
+        "-n",
+        "2",
+        "--",
+        "-chardev",
+        "file,id=x,path=out-{n}/log",
+    ];
     let said = bench.refused(&words, 1, &["guest-2"]);
     assert!(!said.contains("running"), "{said}");
     let left = bench.path().join("keyframe/.clones");
@@ -293,21 +314,24 @@ fn clones_have_disks_of_their_own() {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let image = blank_image(&bench, "disk");
-        let mut run = bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
+        let mut run =
+            bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
         run.wait_for("KF READY");
         wait_for_records(&mut run, 0, 300);
         bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
         bench.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
-        let places =
-            || std::fs::read_dir(Path::new(&bench.store()).join("disks")).expect("STORE/disks").count();
+        let places = || {
+            std::fs::read_dir(Path::new(&bench.store()).join("disks")).expect("STORE/disks").count()
+        };
         let before = places();
 
         let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
         assert_eq!(places(), before + 3);
         // One that is ended takes what it wrote along, and nobody else.
         until("a clone writes", || written(&clones[1]) > 0);
-        kill_process(Pid::from_raw(number(&clones[1], "qemu_pid") as i32).unwrap(), Signal::KILL).unwrap();
+        kill_process(Pid::from_raw(number(&clones[1], "qemu_pid") as i32).unwrap(), Signal::KILL)
+            .unwrap();
         until("its disk has gone", || places() == before + 2);
         // All of the ring is compared with RAM before it is overwritten.
         for clone in [&clones[0], &clones[2]] {
@@ -320,7 +344,10 @@ fn clones_have_disks_of_their_own() {
             let found = JournalImage::read(&copied, 1);
             assert!(found.torn.is_empty() && found.newest > first, "{found:?}");
         }
-        assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0), "the image was written");
+        assert!(
+            std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0),
+            "the image was written"
+        );
         process.signal(Signal::INT);
         process.wait();
         assert_eq!(places(), before, "what clones wrote is thrown away");
@@ -352,7 +379,8 @@ fn a_clone_with_a_disk_can_be_checkpointed() {
     let bench = Bench::new();
     let image = blank_image(&bench, "disk");
     let qemu = a_qemu().remove(0);
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
+    let mut run =
+        bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
     run.wait_for("KF READY");
     wait_for_records(&mut run, 0, 300);
     bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
@@ -368,7 +396,8 @@ fn a_clone_with_a_disk_can_be_checkpointed() {
     process.signal(Signal::INT);
     assert!(process.wait().success(), "{}", process.report());
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    // Neither the clone's disk nor its server is needed: the whole ring is compared with RAM before it is overwritten.
+    // Neither the clone's disk nor its server is needed: the whole ring is compared with RAM before
+    // it is overwritten.
     let mut restored = bench.restore(&number(&own[2], "id").to_string(), &[]);
     wait_for_records(&mut restored, 0, 600);
     restored.signal(Signal::TERM);
@@ -381,17 +410,28 @@ fn a_clone_with_a_disk_can_be_checkpointed() {
 fn half_a_set_of_clones_with_disks_leaves_nothing() {
     let bench = Bench::new();
     let image = blank_image(&bench, "disk");
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemus()[0], &image));
+    let mut run =
+        bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemus()[0], &image));
     run.wait_for("KF READY");
     bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
     bench.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
-    let places = || std::fs::read_dir(Path::new(&bench.store()).join("disks")).map_or(0, Iterator::count);
+    let places =
+        || std::fs::read_dir(Path::new(&bench.store()).join("disks")).map_or(0, Iterator::count);
     let before = places();
     std::fs::create_dir(bench.path().join("out-1")).unwrap();
     let store = bench.store();
-    let words =
-        ["branch", "--store", &store, "seed", "-n", "2", "--", "-chardev", "file,id=x,path=out-{n}/log"];
+    let words = [
+        "branch",
+        "--store",
+        &store,
+        "seed",
+        "-n",
+        "2",
+        "--",
+        "-chardev",
+        "file,id=x,path=out-{n}/log",
+    ];
     bench.refused(&words, 1, &["guest-2"]);
     assert_eq!(places(), before);
     assert_eq!(std::fs::read_dir(bench.path().join("keyframe/.clones")).unwrap().count(), 0);

@@ -1,5 +1,6 @@
-//! `--max-pause` and `--max-overhead`: what the engine chooses to keep them, that it goes by it, and that it says why. Decisions
-//! are looked at, never times: how long anything took is whatever this machine made of it.
+//! `--max-pause` and `--max-overhead`: what the engine chooses to keep them, that it goes by it,
+//! and that it says why. Decisions are looked at, never times: how long anything took is whatever
+//! this machine made of it.
 
 use keyframe_tests::{Bench, Boot, Process, number};
 use serde_json::Value;
@@ -21,7 +22,12 @@ fn start(bench: &Bench, boot: &Boot, options: &[&str]) -> Process {
 }
 
 /// Waits for a status that `is_it`.
-fn wait_for_status(bench: &Bench, run: &mut Process, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
+fn wait_for_status(
+    bench: &Bench,
+    run: &mut Process,
+    what: &str,
+    is_it: impl Fn(&Value) -> bool,
+) -> Value {
     let found = run.wait_until(|_| {
         let all = bench.json(&["status", "--json", "--name", "guest"]);
         is_it(&all[0]).then(|| all[0].clone())
@@ -45,20 +51,26 @@ fn an_overhead_is_kept_by_taking_checkpoints_less_often_until_the_guest_calms_do
     let bench = Bench::alone();
     let asked_ns = 300 * MS;
     let mut run = start(&bench, &heavy(), &["--interval", "300ms", "--max-overhead", "3%"]);
-    let longer = |s: &Value| number(s, "interval_ns") > asked_ns && why(s).contains("costs the guest");
+    let longer =
+        |s: &Value| number(s, "interval_ns") > asked_ns && why(s).contains("costs the guest");
     let chosen = wait_for_status(&bench, &mut run, "a longer interval, with the reason", longer);
     run.wait_for_error("so they are taken less often");
-    // Chosen, and gone by. From pause to pause they differ by what was copied before each, so together.
+    // Chosen, and gone by. From pause to pause they differ by what was copied before each, so
+    // together.
     let from = number(&chosen, "sealed") as usize + 1;
-    wait_for_status(&bench, &mut run, "two more checkpoints", |s| number(s, "sealed") as usize >= from + 2);
-    let intervals: Vec<u64> = bench.list()[from..].iter().map(|e| number(e, "interval_ns")).collect();
+    wait_for_status(&bench, &mut run, "two more checkpoints", |s| {
+        number(s, "sealed") as usize >= from + 2
+    });
+    let intervals: Vec<u64> =
+        bench.list()[from..].iter().map(|e| number(e, "interval_ns")).collect();
     let mean_ns = intervals.iter().sum::<u64>() / intervals.len() as u64;
     assert!(mean_ns > asked_ns, "as often as asked for all the same: {intervals:?}");
 
     run.say("rate 0");
     // To what was asked for, or near: a slow machine's pauses alone may cost more.
     let chosen_ns = number(&chosen, "interval_ns");
-    let back = |s: &Value| [asked_ns, chosen_ns / 2].iter().any(|ns| number(s, "interval_ns") <= *ns);
+    let back =
+        |s: &Value| [asked_ns, chosen_ns / 2].iter().any(|ns| number(s, "interval_ns") <= *ns);
     wait_for_status(&bench, &mut run, "a shorter interval again", back);
     stop(&bench, &mut run);
 }
@@ -95,7 +107,9 @@ fn a_pause_that_cannot_be_kept_is_said_to_be_so_and_checkpoints_go_on_as_asked()
 
 #[test]
 fn budgets_that_hold_change_nothing_and_without_one_there_is_nothing_to_report() {
-    for (options, reported) in [(&["--max-pause", "10s", "--max-overhead", "100%"][..], true), (&[], false)] {
+    for (options, reported) in
+        [(&["--max-pause", "10s", "--max-overhead", "100%"][..], true), (&[], false)]
+    {
         let bench = Bench::alone();
         let light = Boot::new("dirty kf.rate=200 kf.mib=16");
         let mut run = start(&bench, &light, &[&["--interval", "500ms"], options].concat());
@@ -123,7 +137,8 @@ fn budgets_that_make_no_sense_are_refused() {
     for budget in [["--max-pause", "5ms"], ["--max-overhead", "3%"]] {
         refused(&[&["--interval", "none"], &budget[..]].concat(), 1, &["--interval none", "fix:"]);
     }
-    // Nor does a VM stay behind whose engine could not be made: that it holds standard error open would be seen here.
+    // Nor does a VM stay behind whose engine could not be made: that it holds standard error open
+    // would be seen here.
     refused(&["--audit", "/proc/no/where"], 1, &["/proc/no/where"]);
     assert!(bench.list().is_empty());
 }

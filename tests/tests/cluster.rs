@@ -9,7 +9,8 @@ use std::process::Command;
 
 /// Begins the recording `R`, with checkpoints.
 fn record(bench: &Bench) -> Process {
-    let boot = Boot { machine: "q35".into(), mem_mib: 96, ..Boot::new("hash kf.mib=2 kf.pause_ms=5") };
+    let boot =
+        Boot { machine: "q35".into(), mem_mib: 96, ..Boot::new("hash kf.mib=2 kf.pause_ms=5") };
     let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", "300ms"]);
     command.arg("--").args(boot.command());
     Process::start(command)
@@ -32,9 +33,12 @@ fn assert_same_files(one: &Path, other: &Path) {
     for entry in std::fs::read_dir(one).expect("read the results").flatten() {
         let name = entry.file_name();
         let is_result = entry.path().is_file()
-            && !["analysis.json", "order.json", "intervals.json", "lock"].iter().any(|own| name == *own);
+            && !["analysis.json", "order.json", "intervals.json", "lock"]
+                .iter()
+                .any(|own| name == *own);
         if is_result {
-            let read = |dir: &Path| std::fs::read_to_string(dir.join(&name)).expect("read a result");
+            let read =
+                |dir: &Path| std::fs::read_to_string(dir.join(&name)).expect("read a result");
             let (one, other) = (read(one), read(other));
             let differing = one.lines().zip(other.lines()).find(|(one, other)| one != other);
             assert!(one == other, "{}: {differing:?}", name.display());
@@ -53,7 +57,8 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     let begun = vm.wait_until(|_| (count(&sealed) >= 3).then_some(()));
     assert!(begun.is_some(), "{}", vm.report());
 
-    // Intervals are done while others are still recorded. The one who wants them dies, and his pilots go on.
+    // Intervals are done while others are still recorded. The one who wants them dies, and his
+    // pilots go on.
     let settled = bench.path().join("A/queue/settled");
     let mut wanted = Process::start(analyze(&bench, &cluster, &["--follow"]));
     let some = wanted.wait_until(|_| (count(&settled) >= 3).then_some(()));
@@ -66,14 +71,16 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
 
-    // Then somebody cancels the pilots, and a node dies with what it is at. Checkpoints come from a server now, over the nodes' links.
+    // Then somebody cancels the pilots, and a node dies with what it is at. Checkpoints come from a
+    // server now, over the nodes' links.
     cluster.ask("scancel", &["--name=keyframe-hot"]);
     bench.set("XDG_STATE_HOME", &bench.path().join("state").display().to_string());
     bench.set("KEYFRAME_TOKEN", "a token of the test's");
     bench.set("KEYFRAME_CACHE", &bench.path().join("cache").display().to_string());
     let serve = ["serve", "R/store", "--listen", "10.77.0.1:0", "--json"];
     let mut server = Process::start(cluster.on_server(&bench.command(&serve)));
-    let said: Value = serde_json::from_str(&server.wait_for("\"url\"")).expect("what it says first");
+    let said: Value =
+        serde_json::from_str(&server.wait_for("\"url\"")).expect("what it says first");
     let [url, fingerprint] = ["url", "fingerprint"].map(|key| said[key].as_str().expect("text"));
     bench.set("KEYFRAME_SERVE_FINGERPRINT", fingerprint);
     let mut wanted = Process::start(analyze(&bench, &cluster, &["--store", url]));
@@ -95,7 +102,16 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     assert!(logs.filter(|log| log.path().extension().is_some_and(|e| e == "log")).count() >= 3);
     assert!(cluster.ask("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty());
 
-    let alone = bench.json(&["analyze", "R", "--tool", "hot", "--out", "B", "--json", "--check-sequential"]);
+    let alone = bench.json(&[
+        "analyze",
+        "R",
+        "--tool",
+        "hot",
+        "--out",
+        "B",
+        "--json",
+        "--check-sequential",
+    ]);
     assert_eq!(alone["equals_sequential"], true, "{alone:#}");
     assert_eq!(number(&alone, "instructions"), number(&report, "instructions"));
     assert_same_files(&bench.path().join("B"), &bench.path().join("A"));

@@ -1,4 +1,5 @@
-//! The commands as scripts and people use them: fields, tags, control of a running engine, what is kept at the end.
+//! The commands as scripts and people use them: fields, tags, control of a running engine, what is
+//! kept at the end.
 
 use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number, restored_pid};
 use rustix::process::Signal;
@@ -39,11 +40,12 @@ fn a_run_is_listed_shown_and_counted() {
         assert_eq!(number(entry, "id"), k as u64 + 1);
         assert_eq!(number(entry, "epoch"), k as u64);
         assert_eq!(entry["vm"], "web-server");
-        let phases = ["stop", "scan", "copy", "device_state", "resume"].map(|p| number(&entry["pause"], p));
+        let phases =
+            ["stop", "scan", "copy", "device_state", "resume"].map(|p| number(&entry["pause"], p));
         let (sum, pause) = (phases.iter().sum::<u64>(), number(entry, "pause_ns"));
         assert!(sum <= pause && pause > 0, "phases {phases:?} of a pause of {pause}");
-        let kinds =
-            ["zero_pages", "dedup_pages", "unchanged_pages", "stored_pages"].map(|p| number(entry, p));
+        let kinds = ["zero_pages", "dedup_pages", "unchanged_pages", "stored_pages"]
+            .map(|p| number(entry, p));
         assert_eq!(kinds.iter().sum::<u64>(), number(entry, "dirty_pages"), "{entry}");
         assert!(number(entry, "device_bytes") > 1000);
         assert_eq!(number(entry, "interval_ns") == 0, k == 0);
@@ -67,11 +69,13 @@ fn a_run_is_listed_shown_and_counted() {
 /// Capabilities that the thread with that `/proc` directory may have, as a mask (capabilities(7)).
 fn permitted(thread: &Path) -> u64 {
     let status = std::fs::read_to_string(thread.join("status")).expect("a thread's status");
-    let mask = status.lines().find_map(|line| line.strip_prefix("CapPrm:")).expect("its capabilities");
+    let mask =
+        status.lines().find_map(|line| line.strip_prefix("CapPrm:")).expect("its capabilities");
     u64::from_str_radix(mask.trim(), 16).expect("a mask")
 }
 
-/// QEMU has what its user has; the process that started it keeps what it needs to trace it and for files.
+/// QEMU has what its user has; the process that started it keeps what it needs to trace it and for
+/// files.
 fn assert_rights(qemu: u64, keyframe: u64) {
     const SYS_PTRACE: u64 = 1 << 19;
     let kept = [0, 1, 2, 3, 5, 14, 19, 21, 23, 24, 40].map(|bit| 1u64 << bit).iter().sum::<u64>();
@@ -147,7 +151,8 @@ fn a_kept_vm_runs_on_alone() {
     rustix::process::kill_process(target, Signal::TERM).unwrap();
     assert!(lines.len() >= 3, "the kept VM is silent; {}", run.report());
     let deadline = std::time::Instant::now() + std::time::Duration::from_mins(2);
-    while rustix::process::test_kill_process(target).is_ok() && std::time::Instant::now() < deadline {
+    while rustix::process::test_kill_process(target).is_ok() && std::time::Instant::now() < deadline
+    {
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     bench.ok(&args);
@@ -158,13 +163,16 @@ fn checkpoints_that_cannot_keep_up_wait_and_say_so() {
     let bench = Bench::new();
     let mut boot = Boot::new("dirty kf.rate=20000 kf.mib=16");
     boot.mem_mib = 96;
-    // However fast the machine is, checkpoints come faster than they are encoded, and the memory for their pages fills.
-    let options = ["--interval", "100ms", "--staging", "128", "--name", "guest", "--fault", "slow-encoder"];
+    // However fast the machine is, checkpoints come faster than they are encoded, and the memory
+    // for their pages fills.
+    let options =
+        ["--interval", "100ms", "--staging", "128", "--name", "guest", "--fault", "slow-encoder"];
     let mut run = bench.start(&options, &boot);
     run.wait_for("KF READY");
     run.wait_for_error("late: the one before was still being encoded");
     bench.ok(&["stop"]);
-    // One that finds its memory still taken fails, which is a warning: its pages are in the next one.
+    // One that finds its memory still taken fails, which is a warning: its pages are in the next
+    // one.
     assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
     assert!(bench.list().iter().any(|e| number(e, "backlog_ns") > 10_000_000));
 }
@@ -196,29 +204,42 @@ fn a_cluster_is_simulated(bench: &Bench, paper: &[&str]) {
     let rows = plan["simulated"]["table"].as_array().expect("a table");
     assert_eq!(rows.iter().map(|row| number(row, "nodes")).collect::<Vec<_>>(), [4, 32, 90]);
     for row in rows {
-        let (found, formula) = (row["makespan_s"].as_f64(), row["closed_form"]["run_time_s"].as_f64());
+        let (found, formula) =
+            (row["makespan_s"].as_f64(), row["closed_form"]["run_time_s"].as_f64());
         let off = found.zip(formula).map(|(found, formula)| (found / formula - 1.0).abs());
         assert!(off.is_some_and(|off| off < 0.02), "{row:#}");
     }
     let text = bench.ok(&simulated);
     assert!(text.contains("simulated from constants") && text.contains("efficiency"), "{text}");
-    let failing = [&simulated[..], &["--mtbf", "30m", "--repair", "5m", "--seed", "7", "--json"]].concat();
+    let failing =
+        [&simulated[..], &["--mtbf", "30m", "--repair", "5m", "--seed", "7", "--json"]].concat();
     let (once, again) = (bench.json(&failing), bench.json(&failing));
     assert_eq!(once, again, "chance follows the seed");
-    for (with, without) in once["simulated"]["table"].as_array().expect("a table").iter().zip(rows) {
+    for (with, without) in once["simulated"]["table"].as_array().expect("a table").iter().zip(rows)
+    {
         assert!(with["makespan_s"].as_f64() > without["makespan_s"].as_f64(), "{with:#}");
     }
-    bench.refused(&[&simulated[..], &["--mtbf", "1s"]].concat(), 1, &["failed for good", "--repair"]);
+    bench.refused(
+        &[&simulated[..], &["--mtbf", "1s"]].concat(),
+        1,
+        &["failed for good", "--repair"],
+    );
     bench.refused(&[&simulated[..], &["--network", "1Gbit"]].concat(), 2, &["--from"]);
     bench.refused(&[paper, &["--deferred"]].concat(), 2, &["--simulate"]);
-    bench.refused(&[paper, &["--simulate", "--nodes", "5000"]].concat(), 1, &["at most 4096", "--nodes"]);
+    bench.refused(
+        &[paper, &["--simulate", "--nodes", "5000"]].concat(),
+        1,
+        &["at most 4096", "--nodes"],
+    );
 }
 
 /// The figures that are printed in the paper.
 #[test]
 fn a_parallel_simulation_is_planned() {
     let bench = Bench::without_store();
-    let paper = ["plan", "--t-vm", "3600", "--s-sim", "100", "--s-log", "1.08", "--t-c", "0.1", "--t-i", "1"];
+    let paper = [
+        "plan", "--t-vm", "3600", "--s-sim", "100", "--s-log", "1.08", "--t-c", "0.1", "--t-i", "1",
+    ];
     let plan = bench.json(&[&paper[..], &["--json"]].concat());
     assert_eq!((number(&plan, "n_opt"), &plan["formula"]), (90, &"enough".into()));
     assert!(plan["speed_up"].as_f64().is_some_and(|s| (84.0..85.0).contains(&s)), "{plan:#}");

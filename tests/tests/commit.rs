@@ -1,11 +1,13 @@
-//! A checkpoint's disks as images: each is, byte for byte, what the guest had then; and an image is written in place only
-//! when somebody said so, whoever is killed meanwhile.
+//! A checkpoint's disks as images: each is, byte for byte, what the guest had then; and an image is
+//! written in place only when somebody said so, whoever is killed meanwhile.
 
 use keyframe_tests::disks::{
-    assert_same, copy, does, image, places, qemu_img, restored_disk, shell, sock, socket_of, start, take,
-    virtio, words,
+    assert_same, copy, does, image, places, qemu_img, restored_disk, shell, sock, socket_of, start,
+    take, virtio, words,
 };
-use keyframe_tests::{Bench, Boot, JournalImage, Qemu, a_qemu, journal_counter, number, qemus, restored_pid};
+use keyframe_tests::{
+    Bench, Boot, JournalImage, Qemu, a_qemu, journal_counter, number, qemus, restored_pid,
+};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +17,8 @@ use std::process::Command;
 /// A disk at a checkpoint.
 pub type Taken = (String, Vec<u8>);
 
-/// Runs a guest that writes before each of three checkpoints, data and zeros; its disk is read beside each.
+/// Runs a guest that writes before each of three checkpoints, data and zeros; its disk is read
+/// beside each.
 pub fn three(bench: &Bench, boot: &Boot) -> Vec<Taken> {
     let mut run = start(bench, &["--interval", "none"], boot);
     let steps = [
@@ -73,7 +76,11 @@ fn each_checkpoint_is_an_image(bench: &Bench, boot: &Boot) {
         let raw = bench.path().join(format!("{id}.raw"));
         let raw_name = raw.display().to_string();
         ok(bench, &[&id, "-o", &raw_name]);
-        assert_same(&std::fs::read(&raw).expect("the image"), &expected, &format!("checkpoint {id}"));
+        assert_same(
+            &std::fs::read(&raw).expect("the image"),
+            &expected,
+            &format!("checkpoint {id}"),
+        );
         refused(bench, &[&id, "-o", &raw_name], &["it exists"]);
         let qcow2 = bench.path().join(format!("{id}.qcow2"));
         ok(bench, &[&id, "--disk", "d", "-o", &qcow2.display().to_string(), "--format", "qcow2"]);
@@ -81,7 +88,10 @@ fn each_checkpoint_is_an_image(bench: &Bench, boot: &Boot) {
         if id != "1" {
             // 40 times 64 KiB are zero.
             let stored = raw.metadata().expect("the image").blocks() * 512;
-            assert!(stored + (40 << 16) <= expected.len() as u64, "{stored} bytes for a disk with holes");
+            assert!(
+                stored + (40 << 16) <= expected.len() as u64,
+                "{stored} bytes for a disk with holes"
+            );
         }
     }
 }
@@ -98,7 +108,8 @@ fn a_new_image_is_what_the_guest_had() {
     }
 }
 
-/// Records that the guest was told are durable before a checkpoint are in its disk, and none is torn.
+/// Records that the guest was told are durable before a checkpoint are in its disk, and none is
+/// torn.
 #[test]
 fn a_guest_that_never_rests_has_its_records_in_each_image() {
     const MIB: u64 = 8;
@@ -106,15 +117,16 @@ fn a_guest_that_never_rests_has_its_records_in_each_image() {
         let bench = Bench::new();
         let path = bench.path().join("journal.raw");
         std::fs::File::create(&path).and_then(|file| file.set_len(MIB << 20)).expect("an image");
-        let mut boot =
-            Boot::new(&format!("journal kf.mib={MIB} kf.rate=400")).with(&words(&virtio(&path, "raw")));
+        let mut boot = Boot::new(&format!("journal kf.mib={MIB} kf.rate=400"))
+            .with(&words(&virtio(&path, "raw")));
         boot.qemu.clone_from(&qemu.path);
         boot.mem_mib = 96;
         let mut run = start(&bench, &["--interval", "none"], &boot);
         let mut known = Vec::new();
         for _ in 0..3 {
             let before = journal_counter(&run.lines(), "synced=");
-            let grown = run.wait_until(|p| (journal_counter(&p.lines(), "synced=") > before).then_some(()));
+            let grown =
+                run.wait_until(|p| (journal_counter(&p.lines(), "synced=") > before).then_some(()));
             assert!(grown.is_some(), "the guest writes nothing; {}", run.report());
             let synced = journal_counter(&run.lines(), "synced=");
             known.push((take(&bench), synced));
@@ -128,7 +140,11 @@ fn a_guest_that_never_rests_has_its_records_in_each_image() {
             let journal = JournalImage::read(&new, MIB);
             assert!(journal.newest > 0, "{what}: no record");
             journal.assert_whole_to(synced, &what);
-            assert_same(&restored_disk(&bench, &id, &[]), &std::fs::read(&new).expect("the image"), &what);
+            assert_same(
+                &restored_disk(&bench, &id, &[]),
+                &std::fs::read(&new).expect("the image"),
+                &what,
+            );
         }
     }
 }
@@ -150,7 +166,11 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
     untouched("not agreed");
     let mut other = bench.start(&["--interval", "none", "--name", "other"], &boot);
     other.wait_for("KF READY");
-    refused(&bench, &[id, "--in-place", "--yes"], &["VM other runs over it", "nothing was changed"]);
+    refused(
+        &bench,
+        &[id, "--in-place", "--yes"],
+        &["VM other runs over it", "nothing was changed"],
+    );
     untouched("a VM runs");
     let plan = planned(&bench, &[id, "--in-place"]);
     assert_eq!(plan["standing"]["running"], serde_json::json!(["other"]), "{plan}");
@@ -158,7 +178,17 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
     bench.ok(&["stop", "--name", "other"]);
     assert!(other.wait().success(), "{}", other.report());
     let overlay = bench.path().join("over.qcow2").display().to_string();
-    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base.display().to_string(), &overlay]);
+    qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        "-b",
+        &base.display().to_string(),
+        &overlay,
+    ]);
     let above = shell(&qemus()[0], &words(&virtio(Path::new(&overlay), "qcow2")));
     let mut other = bench.start(&["--interval", "none", "--name", "above"], &above);
     other.wait_for("KF READY");
@@ -169,7 +199,10 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
 
     let plan = planned(&bench, &[id, "--in-place"]);
     assert_eq!(plan["standing"]["running"], serde_json::json!([]), "{plan}");
-    assert!(number(&plan, "zero_bytes") >= 40 << 16 && number(&plan, "data_bytes") >= 8 * 4096, "{plan}");
+    assert!(
+        number(&plan, "zero_bytes") >= 40 << 16 && number(&plan, "data_bytes") >= 8 * 4096,
+        "{plan}"
+    );
     let told = ok(&bench, &[id, "--in-place", "--dry-run"]);
     assert!(told.contains("would write") && told.contains("can no longer be restored"), "{told}");
     untouched("a dry run");
@@ -197,7 +230,10 @@ fn a_commit_that_is_killed_is_finished_by_the_same_command_and_by_no_other() {
     // The kernel ends it when it writes behind 8 MiB: what lies before is written then.
     let mut limited = Command::new("prlimit");
     let command = bench.command(&words(&in_place));
-    limited.args(["--fsize=8388608", "--core=0"]).arg(command.get_program()).args(command.get_args());
+    limited
+        .args(["--fsize=8388608", "--core=0"])
+        .arg(command.get_program())
+        .args(command.get_args());
     limited.current_dir(bench.path()).env("XDG_RUNTIME_DIR", bench.path());
     let killed = limited.output().expect("run prlimit");
     assert!(!killed.status.success(), "it was to be killed");
@@ -226,7 +262,11 @@ fn a_qcow2_image_is_written_and_the_one_beneath_is_not() {
         ok(&bench, &["latest", "--in-place", "--yes"]);
         let now = of_qcow2(Path::new(&overlay), &bench.path().join("now.raw"));
         assert_same(&now, &taken[2].1, "the qcow2 image");
-        assert_same(&std::fs::read(bench.path().join("disk.raw")).expect("the image"), &beneath, "beneath");
+        assert_same(
+            &std::fs::read(bench.path().join("disk.raw")).expect("the image"),
+            &beneath,
+            "beneath",
+        );
     }
 }
 
@@ -249,13 +289,19 @@ fn what_a_restored_vm_wrote_is_committed_with_its_checkpoint() {
     let expected = copy(&socket, "d", &bench.path().join("copy.raw"));
     restored.signal(Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());
-    let place =
-        places(&bench).into_iter().find(|place| !known.contains(place)).expect("a place that was kept");
+    let place = places(&bench)
+        .into_iter()
+        .find(|place| !known.contains(place))
+        .expect("a place that was kept");
     let overlay = place.join("0-d").display().to_string();
     let base_name = base.display().to_string();
     let from = ["commit", "--overlay", &overlay, "--base", &base_name];
     bench.ok(&[&from[..], &["-o", "new.raw"]].concat());
-    assert_same(&std::fs::read(bench.path().join("new.raw")).expect("the image"), &expected, "a new image");
+    assert_same(
+        &std::fs::read(bench.path().join("new.raw")).expect("the image"),
+        &expected,
+        "a new image",
+    );
     bench.ok(&[&from[..], &["--in-place", "--yes"]].concat());
     assert_same(&std::fs::read(&base).expect("the image"), &expected, "in place");
 }
@@ -270,7 +316,11 @@ fn one_disk_of_several_has_to_be_named() {
     let mut drives = virtio(&one, "raw");
     drives.extend(["-drive".into(), format!("file={},format=raw,if=virtio,id=e", two.display())]);
     let mut run = start(&bench, &["--interval", "none"], &shell(qemu, &words(&drives)));
-    does(&mut run, "echo hello | dd of=/dev/vdb bs=512 seek=3 conv=notrunc,fsync,sync 2>/dev/null", "a");
+    does(
+        &mut run,
+        "echo hello | dd of=/dev/vdb bs=512 seek=3 conv=notrunc,fsync,sync 2>/dev/null",
+        "a",
+    );
     take(&bench);
     bench.ok(&["stop"]);
     assert!(run.wait().success(), "{}", run.report());
@@ -285,7 +335,8 @@ fn one_disk_of_several_has_to_be_named() {
     let shown = bench.ok(&["show", "--store", &store, "latest"]);
     assert!(shown.contains("disk       e, 1.0 MiB: 4.0 KiB written in 1 blocks"), "{shown}");
     let stats = bench.json(&["stats", "--json", "--store", &store]);
-    let names: Vec<_> = stats["disks"].as_array().expect("disks").iter().map(|d| d["name"].clone()).collect();
+    let names: Vec<_> =
+        stats["disks"].as_array().expect("disks").iter().map(|d| d["name"].clone()).collect();
     assert_eq!(names, ["d", "e"], "{stats}");
     assert_eq!(stats["disks"][1]["checkpoints"][0]["written_bytes"], 4096, "{stats}");
     let table = bench.ok(&["stats", "--store", &store]);

@@ -1,19 +1,36 @@
-//! Whatever happens to the engine: the guest runs on, the store is readable, every sealed checkpoint restores.
+//! Whatever happens to the engine: the guest runs on, the store is readable, every sealed
+//! checkpoint restores.
 
 use keyframe_tests::{Bench, Boot, Orphan, PATIENCE, Process, Sequence, hash_lines, number, until};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
-const PHASES: [&str; 9] =
-    ["precopy", "stopping", "paused", "copied", "device-state", "resumed", "encoding", "sealing", "sealed"];
+const PHASES: [&str; 9] = [
+    "precopy",
+    "stopping",
+    "paused",
+    "copied",
+    "device-state",
+    "resumed",
+    "encoding",
+    "sealing",
+    "sealed",
+];
 
-/// The engine is gone; its console pipe now belongs to QEMU alone. The guest must still print, the store must be whole, the
-/// newest checkpoint must restore and go on exactly.
-fn assert_survived(bench: &Bench, run: &mut Process, qemu: &Orphan, sequence: &mut Sequence, context: &str) {
+/// The engine is gone; its console pipe now belongs to QEMU alone. The guest must still print, the
+/// store must be whole, the newest checkpoint must restore and go on exactly.
+fn assert_survived(
+    bench: &Bench,
+    run: &mut Process,
+    qemu: &Orphan,
+    sequence: &mut Sequence,
+    context: &str,
+) {
     let before = run.lines().len();
     // Not by what waits for the engine: that has ended.
     let deadline = Instant::now() + PATIENCE;
-    let prints = |run: &Process| hash_lines(&run.lines()).len() >= 3 && run.lines().len() >= before + 3;
+    let prints =
+        |run: &Process| hash_lines(&run.lines()).len() >= 3 && run.lines().len() >= before + 3;
     while !prints(run) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -30,11 +47,16 @@ fn assert_survived(bench: &Bench, run: &mut Process, qemu: &Orphan, sequence: &m
 fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence, context: &str) {
     let mut restored = bench.restore("latest", &[]);
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
-    assert!(grown.is_some(), "{context}: the newest checkpoint does not go on; {}", restored.report());
+    assert!(
+        grown.is_some(),
+        "{context}: the newest checkpoint does not go on; {}",
+        restored.report()
+    );
     sequence.check(&hash_lines(&restored.lines()), 4);
 }
 
-/// Checkpoints by request: by the clock the fault would come before the guest has booted, where the machine is busy.
+/// Checkpoints by request: by the clock the fault would come before the guest has booted, where the
+/// machine is busy.
 fn take_until_it_ends(bench: &Bench, run: &mut Process) {
     for _ in 0..30 {
         bench.run(&["take", "--name", "guest"]);
@@ -56,9 +78,11 @@ fn an_engine_killed_at_any_phase_loses_nothing() {
     for (k, phase) in PHASES.into_iter().enumerate() {
         println!("-- killed at {phase}");
         let bench = Bench::new();
-        // The first few checkpoints pass; then it dies in the middle of one, with the guest in its workload.
+        // The first few checkpoints pass; then it dies in the middle of one, with the guest in its
+        // workload.
         let fault = format!("kill:{phase}:{}", 12 + k % 3);
-        let mut run = bench.start(&["--interval", "10m", "--name", "guest", "--fault", &fault], &boot());
+        let mut run =
+            bench.start(&["--interval", "10m", "--name", "guest", "--fault", &fault], &boot());
         run.wait_for("KF READY");
         let qemu = Orphan::of(&bench, &mut run, "guest");
         take_until_it_ends(&bench, &mut run);
@@ -76,7 +100,8 @@ fn an_engine_killed_at_random_moments_loses_nothing() {
     let mut sequence = Sequence::new(16);
     let bench = Bench::new();
     // A seed for the moments: printed, so that a failure can be tried again.
-    let seed = std::env::var("KEYFRAME_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0x2545_F491_u64);
+    let seed =
+        std::env::var("KEYFRAME_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0x2545_F491_u64);
     println!("KEYFRAME_SEED={seed}");
     let mut state = seed | 1;
     for round in 0..4 {
@@ -98,8 +123,16 @@ fn an_engine_killed_at_random_moments_loses_nothing() {
 fn a_stalled_engine_does_not_hold_the_guest() {
     let mut sequence = Sequence::new(16);
     let bench = Bench::new();
-    let options =
-        ["--interval", "400ms", "--name", "guest", "--pause-limit", "500ms", "--fault", "stall:copied:12"];
+    let options = [
+        "--interval",
+        "400ms",
+        "--name",
+        "guest",
+        "--pause-limit",
+        "500ms",
+        "--fault",
+        "stall:copied:12",
+    ];
     let mut run = bench.start(&options, &boot());
     run.wait_for("KF READY");
     // It stalls for ten minutes in a pause; the guest must print on long before that.
@@ -135,7 +168,8 @@ fn a_stalled_engine_does_not_hold_the_guest() {
 #[test]
 fn a_torn_pause_is_dropped_and_the_next_checkpoint_is_exact() {
     let bench = Bench::new();
-    // Stalls once for longer than the limit, then goes on by itself: the checkpoint in which the guest ran must not be sealed.
+    // Stalls once for longer than the limit, then goes on by itself: the checkpoint in which the
+    // guest ran must not be sealed.
     let options = [
         "--interval",
         "400ms",
@@ -200,8 +234,10 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     let mut run = Process::start(command);
     let full = run.wait_until(|p| {
         let errors = p.errors();
-        (errors.contains("No space left") || errors.contains("unshare") || errors.contains("mount:"))
-            .then_some(errors)
+        (errors.contains("No space left")
+            || errors.contains("unshare")
+            || errors.contains("mount:"))
+        .then_some(errors)
     });
     let errors = full.unwrap_or_else(|| panic!("the disk never filled; {}", run.report()));
     if errors.contains("unshare:") || errors.contains("mount:") {
@@ -218,5 +254,9 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     run.signal(Signal::TERM);
     assert_eq!(run.wait().code(), Some(3), "{}", run.report());
     // The audit compared every sealed checkpoint, those after the failures too.
-    assert!(!run.errors().contains("AUDIT") && !run.errors().contains("audit of"), "{}", run.report());
+    assert!(
+        !run.errors().contains("AUDIT") && !run.errors().contains("audit of"),
+        "{}",
+        run.report()
+    );
 }

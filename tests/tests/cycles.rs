@@ -1,5 +1,5 @@
-//! Random cycles of checkpoints, kills and restores: whatever is killed whenever, RAM and disk of each checkpoint are of one
-//! instant, and no record that the guest was told is durable is lost.
+//! Random cycles of checkpoints, kills and restores: whatever is killed whenever, RAM and disk of
+//! each checkpoint are of one instant, and no record that the guest was told is durable is lost.
 //!
 //! ```text
 //!   boot ─▶ records, checkpoints ─▶ at a random moment:  kill -9 of  engine │ QEMU │ disk server │ all at once,  or a rollback
@@ -7,13 +7,15 @@
 //!     └─▶ a random checkpoint: its disk is whole ─▶ it runs on, and compares each block with its RAM ─▶ killed in turn
 //! ```
 //!
-//! The guest's `journal` is the file system check: it knows from RAM what each block of the disk must hold. `KEYFRAME_CYCLES` says
-//! how many cycles (4), `KEYFRAME_SEED` which; both are printed.
+//! The guest's `journal` is the file system check: it knows from RAM what each block of the disk
+//! must hold. `KEYFRAME_CYCLES` says how many cycles (4), `KEYFRAME_SEED` which; both are printed.
 
 use keyframe_disk::{Base, Disk, ImageFormat, Overlay, commit};
 use keyframe_tests::disks::{copy_of_running, socket_of};
 use keyframe_tests::journaling::{RING_MIB, blank_image, journaling, records_of, wait_for_records};
-use keyframe_tests::{Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, until};
+use keyframe_tests::{
+    Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, until,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,7 +24,8 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % end
     }
 
@@ -32,13 +35,15 @@ impl Random {
 }
 
 fn from_environment(name: &str, otherwise: u64) -> u64 {
-    std::env::var(name).map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
+    std::env::var(name)
+        .map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
 }
 
 #[test]
 fn random_cycles_of_checkpoints_kills_and_restores() {
     let cycles = from_environment("KEYFRAME_CYCLES", 2);
-    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock");
+    let clock =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock");
     let seed = from_environment("KEYFRAME_SEED", clock.as_secs());
     println!("KEYFRAME_CYCLES={cycles} KEYFRAME_SEED={seed}");
     let qemus = qemus();
@@ -51,7 +56,8 @@ fn random_cycles_of_checkpoints_kills_and_restores() {
 
 /// The process that serves the disks of the QEMU with this pid.
 fn server_of(engine: u32) -> Option<u32> {
-    let children = std::fs::read_to_string(format!("/proc/{engine}/task/{engine}/children")).ok()?;
+    let children =
+        std::fs::read_to_string(format!("/proc/{engine}/task/{engine}/children")).ok()?;
     let is_server = |pid: &u32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         line.split(|b| *b == 0).any(|word| word == b"__disks")
@@ -95,7 +101,8 @@ fn cycle(number_of: u64, qemu: &Qemu, random: &mut Random) {
             [run.pid(), orphan.pid(), server].into_iter().for_each(kill);
         }
     }
-    // Whoever is left. Records that the guest was told are durable when the server was killed are in the overlay.
+    // Whoever is left. Records that the guest was told are durable when the server was killed are
+    // in the overlay.
     let synced = (what == "all" || what == "qemu" || what == "engine").then(|| {
         orphan.kill();
         run.wait();
@@ -109,13 +116,17 @@ fn cycle(number_of: u64, qemu: &Qemu, random: &mut Random) {
         records_of(&run.lines());
     }
     assert_overlay_holds(&bench, &image, synced, what);
-    assert!(std::fs::read(&image).expect("the image").iter().all(|byte| *byte == 0), "the image was written");
+    assert!(
+        std::fs::read(&image).expect("the image").iter().all(|byte| *byte == 0),
+        "the image was written"
+    );
     a_checkpoint_goes_on(&bench, random);
 }
 
 /// The overlay that was left behind is whole, up to record `synced`.
 fn assert_overlay_holds(bench: &Bench, image: &Path, synced: Option<u64>, context: &str) {
-    let places = std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
+    let places =
+        std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
     let Some(place) = places.flatten().map(|place| place.path()).next() else {
         // A run whose engine ended in good order, and whose guest had written nothing.
         assert_eq!(synced.unwrap_or(0), 0, "{context}: nothing is left");
@@ -135,27 +146,37 @@ fn assert_overlay_holds(bench: &Bench, image: &Path, synced: Option<u64>, contex
     });
     let base = Base::open(image, ImageFormat::Raw).expect("the image");
     let now = bench.path().join("now.raw");
-    commit::to_new_raw(&Disk::new(opened.expect("an overlay"), base, None), &now).expect("write the disk");
+    commit::to_new_raw(&Disk::new(opened.expect("an overlay"), base, None), &now)
+        .expect("write the disk");
     JournalImage::read(&now, RING_MIB).assert_whole_to(synced.unwrap_or(0), context);
 }
 
-/// A random checkpoint: its disk is whole, and what comes to life from it finds each block as its RAM has it.
+/// A random checkpoint: its disk is whole, and what comes to life from it finds each block as its
+/// RAM has it.
 fn a_checkpoint_goes_on(bench: &Bench, random: &mut Random) {
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
     let list = bench.list();
     assert!(!list.is_empty(), "no checkpoint");
     // Most often the newest, which is where a kill would show.
-    let at = if random.below(3) == 0 { random.below(list.len() as u64) as usize } else { list.len() - 1 };
+    let at = if random.below(3) == 0 {
+        random.below(list.len() as u64) as usize
+    } else {
+        list.len() - 1
+    };
     let id = number(&list[at], "id").to_string();
     let options: &[&str] = if random.below(2) == 0 { &["--lazy"] } else { &[] };
     let mut restored = bench.restore(&id, options);
     let pid = restored_pid_of(&mut restored);
-    // All of the ring is compared before it is overwritten; a checkpoint of the guest's boot has its boot before it.
+    // All of the ring is compared before it is overwritten; a checkpoint of the guest's boot has
+    // its boot before it.
     let last = wait_for_records(&mut restored, 0, 300);
     let copied = bench.path().join("restored.raw");
     copy_of_running(pid, &socket_of(pid), "d", &copied);
     let found = JournalImage::read(&copied, RING_MIB);
-    assert!(found.torn.is_empty() && found.newest >= last, "checkpoint {id}: {found:?}, written {last}");
+    assert!(
+        found.torn.is_empty() && found.newest >= last,
+        "checkpoint {id}: {found:?}, written {last}"
+    );
     // And it may be killed, too.
     if random.below(2) == 0 {
         kill(pid);

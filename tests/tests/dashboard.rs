@@ -1,4 +1,5 @@
-//! The dashboard: a real VM with checkpoints in the API, the metrics and a real browser; a made-up 10,000 of them; a recording; what is refused.
+//! The dashboard: a real VM with checkpoints in the API, the metrics and a real browser; a made-up
+//! 10,000 of them; a recording; what is refused.
 //!
 //! Pictures of each page are left in `target/tmp/dashboard`.
 
@@ -16,9 +17,11 @@ const BEARER: &str = "Authorization: Bearer a token of the test's";
 
 /// `keyframe serve ARGS` at ports of its own; its dashboard, and what it said first.
 fn serve(bench: &Bench, args: &[&str]) -> (Process, Http, Value) {
-    let all = [&["serve"], args, &["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"]].concat();
+    let all = [&["serve"], args, &["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"]]
+        .concat();
     let mut server = Process::start(bench.command(&all));
-    let said: Value = serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
+    let said: Value =
+        serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
     let http = Http::at(said["http"].as_str().expect("an address"));
     (server, http, said)
 }
@@ -49,9 +52,13 @@ fn metric(text: &str, series: &str) -> f64 {
 fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
     let bench = Bench::new();
     std::fs::write(bench.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
-    let mut vm = bench.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
-    // What a VM writes to is shown without being named. Its engine may count the newest a moment later.
-    vm.wait_until(|_| bench.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(()));
+    let mut vm =
+        bench.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
+    // What a VM writes to is shown without being named. Its engine may count the newest a moment
+    // later.
+    vm.wait_until(|_| {
+        bench.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(())
+    });
     let (server, http, said) = serve(&bench, &["--token-file", "token", "--log-format", "json"]);
     assert_eq!((said.get("url"), &said["needs_token"]), (None, &Value::Bool(true)));
     let store = in_the_api(&bench, &http);
@@ -65,7 +72,8 @@ fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
     compared(&bench, &http, &store);
     started(&bench);
     let lines = end(server);
-    let requests: Vec<Value> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let requests: Vec<Value> =
+        lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     assert!(requests.len() > 20, "{lines}");
     for line in &requests {
         assert!(
@@ -84,14 +92,20 @@ fn in_the_api(bench: &Bench, http: &Http) -> String {
         vms = http.get("/api/v1/vms").json();
         !vms[0]["status"].is_null()
     });
-    assert_eq!((vms[0]["name"].as_str(), vms[0]["status"]["state"].as_str()), (Some("web"), Some("running")));
+    assert_eq!(
+        (vms[0]["name"].as_str(), vms[0]["status"]["state"].as_str()),
+        (Some("web"), Some("running"))
+    );
     let store = vms[0]["store"].as_str().expect("its store").to_owned();
     let mut stores = Value::Null;
     until("the store has its VM", || {
         stores = http.get("/api/v1/stores").json();
         !stores[0]["vms"][0].is_null()
     });
-    assert_eq!((stores[0]["id"].as_str(), stores[0]["vms"][0].as_str()), (Some(&*store), Some("web")));
+    assert_eq!(
+        (stores[0]["id"].as_str(), stores[0]["vms"][0].as_str()),
+        (Some(&*store), Some("web"))
+    );
     // What is in the store is counted a moment later.
     let counted = "keyframe_checkpoints_sealed_total{vm=\"web\"}";
     let mut text = String::new();
@@ -108,7 +122,9 @@ fn in_the_api(bench: &Bench, http: &Http) -> String {
         .map(|phase| {
             metric(
                 &text,
-                &format!("keyframe_last_checkpoint_pause_phase_seconds{{vm=\"web\",phase=\"{phase}\"}}"),
+                &format!(
+                    "keyframe_last_checkpoint_pause_phase_seconds{{vm=\"web\",phase=\"{phase}\"}}"
+                ),
             )
         })
         .iter()
@@ -141,7 +157,8 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
     for (method, path) in [("POST", &pin), ("DELETE", &pin), ("POST", &tag)] {
         assert_eq!(http.send(method, path, &[]).status, 401, "{method} {path}");
     }
-    let second = || bench.list().into_iter().find(|one| number(one, "id") == 2).expect("checkpoint 2");
+    let second =
+        || bench.list().into_iter().find(|one| number(one, "id") == 2).expect("checkpoint 2");
     assert_eq!(second()["pinned"], false);
     assert_eq!(http.send("POST", &pin, &[BEARER]).status, 200);
     assert_eq!(http.send("POST", &tag, &[BEARER]).status, 200);
@@ -151,7 +168,10 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
     );
     // Whoever did it sees it at once.
     let shown = http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json();
-    assert_eq!(shown["tagged"][0], serde_json::json!({ "id": 2, "tags": ["from-the-page"], "pinned": true }));
+    assert_eq!(
+        shown["tagged"][0],
+        serde_json::json!({ "id": 2, "tags": ["from-the-page"], "pinned": true })
+    );
     let hostile = format!("/api/v1/stores/{store}/checkpoints/2/tags/%3Cimg%3E");
     assert_eq!(http.send("POST", &hostile, &[BEARER]).status, 400);
     assert_eq!(http.send("POST", &pin.replace("/2/", "/999999/"), &[BEARER]).status, 404);
@@ -169,7 +189,8 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
 
 /// A clone and a VM that are started from the page outlive the server.
 fn started(bench: &Bench) {
-    let (server, http, _) = serve(bench, &[&bench.store(), "--token-file", "token", "--allow-start"]);
+    let (server, http, _) =
+        serve(bench, &[&bench.store(), "--token-file", "token", "--allow-start"]);
     let store = http.get("/api/v1/stores").json()[0]["id"].as_str().expect("the store").to_owned();
     let path = format!("/api/v1/stores/{store}/checkpoints/3/branch");
     assert_eq!(http.send("POST", &path, &[]).status, 401);
@@ -207,20 +228,34 @@ fn started(bench: &Bench) {
 fn compared(bench: &Bench, http: &Http, store: &str) {
     let of = |id: u64| format!("/api/v1/stores/{store}/checkpoints/{id}");
     let shown = http.get(&of(3)).json();
-    assert_eq!((number(&shown, "parent"), number(&shown, "previous"), number(&shown, "next")), (2, 2, 4));
+    assert_eq!(
+        (number(&shown, "parent"), number(&shown, "previous"), number(&shown, "next")),
+        (2, 2, 4)
+    );
     let commands = shown["commands"].as_array().expect("commands");
     let restore = commands.iter().find(|one| one["name"] == "restore").expect("restore");
     assert_eq!(restore["command"], format!("keyframe restore --store {} 3", bench.store()));
     let diff = http.get(&format!("{}/diff", of(3))).json();
-    assert_eq!(diff, bench.json(&["diff", "--json", "--quiet", "--store", &bench.store(), "2", "3"]));
+    assert_eq!(
+        diff,
+        bench.json(&["diff", "--json", "--quiet", "--store", &bench.store(), "2", "3"])
+    );
     let heat = http.get(&format!("{}/heat?pieces=100", of(3))).json();
-    for (region, differs) in
-        heat["regions"].as_array().expect("regions").iter().zip(diff["ram"].as_array().expect("RAM"))
+    for (region, differs) in heat["regions"]
+        .as_array()
+        .expect("regions")
+        .iter()
+        .zip(diff["ram"].as_array().expect("RAM"))
     {
-        let sum: u64 = region["changed"].as_array().expect("pieces").iter().filter_map(Value::as_u64).sum();
+        let sum: u64 =
+            region["changed"].as_array().expect("pieces").iter().filter_map(Value::as_u64).sum();
         assert_eq!((sum, &region["name"]), (number(differs, "changed_pages"), &differs["name"]));
     }
-    assert_eq!(http.send("GET", &format!("{}/diff", of(1)), &[]).status, 404, "the first has no parent");
+    assert_eq!(
+        http.send("GET", &format!("{}/diff", of(1)), &[]).status,
+        404,
+        "the first has no parent"
+    );
     let growth = || http.get(&format!("/api/v1/stores/{store}/growth")).json();
     let stats = bench.json(&["stats", "--json", "--store", &bench.store()]);
     // The size on disk is looked at every few seconds, and the last checkpoint is soon listed.
@@ -250,7 +285,8 @@ fn in_the_browser(http: &Http, said: &Value, store: &str) {
     // It grows while one looks.
     let before = browser.script("Number(document.querySelector('#timeline').dataset.checkpoints)");
     browser.until(&format!("document.querySelector('#timeline').dataset.checkpoints > {before}"));
-    let total = number(&http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json(), "total");
+    let total =
+        number(&http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json(), "total");
     let shown = browser.script("Number(document.querySelector('#timeline').dataset.checkpoints)");
     assert!(shown.as_u64().is_some_and(|shown| shown <= total), "{shown} of {total}");
     browser.screenshot(&pictures.join("vm.png"));
@@ -272,7 +308,10 @@ fn in_the_browser(http: &Http, said: &Value, store: &str) {
         "keyframe pin --store",
         "keyframe rollback 2 --name web",
     ] {
-        assert!(commands.as_str().is_some_and(|all| all.contains(command)), "no {command} in {commands}");
+        assert!(
+            commands.as_str().is_some_and(|all| all.contains(command)),
+            "no {command} in {commands}"
+        );
     }
     browser.screenshot(&pictures.join("checkpoint.png"));
     browser.look((420, 900), true);
@@ -285,7 +324,8 @@ fn in_the_browser(http: &Http, said: &Value, store: &str) {
     assert!(errors.is_empty(), "{errors:#?}");
 }
 
-/// Waits until a page that is told news has drawn them so often, and prints how long each took until it was on the screen.
+/// Waits until a page that is told news has drawn them so often, and prints how long each took
+/// until it was on the screen.
 fn updates(browser: &mut Browser, page: &str, count: usize) {
     browser.script("performance.clearMeasures('update')");
     browser.until(&format!("performance.getEntriesByName('update').length >= {count}"));
@@ -296,18 +336,20 @@ fn updates(browser: &mut Browser, page: &str, count: usize) {
 #[test]
 fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     let listen = "127.0.0.1:0".parse().expect("an address");
-    let server =
-        Server::bind(Options { listen, token: None, connections_max: 64, log: None }).expect("listen");
+    let server = Server::bind(Options { listen, token: None, connections_max: 64, log: None })
+        .expect("listen");
     let url = format!("http://{}/", server.address());
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
-    let serving =
-        std::thread::spawn(move || server.run(Arc::new(Synthetic::new(20, 10_000).living()), &stopped));
+    let serving = std::thread::spawn(move || {
+        server.run(Arc::new(Synthetic::new(20, 10_000).living()), &stopped)
+    });
     let mut browser = Browser::start();
     browser.look((1280, 1000), false);
     browser.open(&url);
     browser.until("document.querySelectorAll('tr[data-vm] svg.spark path').length === 20");
-    let paint = browser.script("performance.getEntriesByName('first-contentful-paint')[0]?.startTime");
+    let paint =
+        browser.script("performance.getEntriesByName('first-contentful-paint')[0]?.startTime");
     println!("20 VMs, 10,000 checkpoints: first contentful paint after {paint} ms");
     browser.screenshot(&pictures().join("many.png"));
     updates(&mut browser, "all VMs", 4);
@@ -318,7 +360,8 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     let name = browser.script("document.querySelector('h2').textContent");
     assert_eq!(name.as_str(), Some(HOSTILE));
     assert!(
-        browser.script("Number(document.querySelector('#timeline').dataset.buckets)").as_u64() <= Some(300)
+        browser.script("Number(document.querySelector('#timeline').dataset.buckets)").as_u64()
+            <= Some(300)
     );
     // A click on a place that several share looks closer; one on a single one opens it.
     browser.script("document.querySelector('#timeline').focus()");
@@ -328,7 +371,8 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
         browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint ') || document.querySelector('#timeline').dataset.checkpoints < 500");
     }
     browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint 10000 of')");
-    let places = [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")];
+    let places =
+        [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")];
     for place in places.into_iter().chain(["#/replication/protected".into()]) {
         browser.script(&format!("location.hash = '{place}'"));
         browser.until(&format!("document.getElementById('main').dataset.shown === '{place}'"));
@@ -348,9 +392,13 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     browser.script("location.hash = '#/'");
     browser.until("document.querySelectorAll('tr[data-vm]').length === 22");
     let spoken = browser.spoken();
-    for (role, word) in
-        [("main", ""), ("navigation", "Pages"), ("table", ""), ("image", "Pauses of"), ("status", "")]
-    {
+    for (role, word) in [
+        ("main", ""),
+        ("navigation", "Pages"),
+        ("table", ""),
+        ("image", "Pauses of"),
+        ("status", ""),
+    ] {
         assert!(
             spoken.iter().any(|(r, name)| r == role && name.contains(word)),
             "no {role} {word:?} in {spoken:#?}"

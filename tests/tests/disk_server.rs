@@ -1,11 +1,12 @@
 //! Our NBD server under real QEMUs and guests: every bus, kills, pauses, discards.
 //!
-//! The guest's `journal` checks the disk against its RAM; the image is checked on the host against what the guest said.
+//! The guest's `journal` checks the disk against its RAM; the image is checked on the host against
+//! what the guest said.
 
 use keyframe_disk::{Base, Disk, Disks, ImageFormat, Overlay, Slot, SlotFile, Spec, commit};
 use keyframe_tests::{
-    Bench, Boot, Foreign, JournalImage, Process, Qemu, a_qemu, assert_no_errors, journal_counter, qemus,
-    until,
+    Bench, Boot, Foreign, JournalImage, Process, Qemu, a_qemu, assert_no_errors, journal_counter,
+    qemus, until,
 };
 use rustix::process::Signal;
 use std::fs::File;
@@ -25,13 +26,21 @@ struct Bus {
 }
 
 const BUSES: [Bus; 4] = [
-    Bus { name: "virtio-blk", device: &["-device", "virtio-blk-pci,drive=d"], guest: "kf.dev=/dev/vda" },
+    Bus {
+        name: "virtio-blk",
+        device: &["-device", "virtio-blk-pci,drive=d"],
+        guest: "kf.dev=/dev/vda",
+    },
     Bus {
         name: "virtio-scsi",
         device: &["-device", "virtio-scsi-pci", "-device", "scsi-hd,drive=d"],
         guest: "kf.dev=/dev/sda kf.bus=scsi",
     },
-    Bus { name: "ide", device: &["-device", "ide-hd,drive=d"], guest: "kf.dev=/dev/sda kf.bus=ide" },
+    Bus {
+        name: "ide",
+        device: &["-device", "ide-hd,drive=d"],
+        guest: "kf.dev=/dev/sda kf.bus=ide",
+    },
     Bus {
         name: "nvme",
         device: &["-device", "nvme,drive=d,serial=kf"],
@@ -72,7 +81,8 @@ impl Bed {
         // A server that was killed leaves its socket.
         let _ = std::fs::remove_file(self.path("nbd"));
         let spec = [self.spec()];
-        Disks::spawn(&mut self.bench.command(&["__disks"]), &self.path("nbd"), &spec).expect("serve the disk")
+        Disks::spawn(&mut self.bench.command(&["__disks"]), &self.path("nbd"), &spec)
+            .expect("serve the disk")
     }
 
     /// A guest with `kernel` parameters for its journal, and `options` of the block node.
@@ -112,8 +122,9 @@ fn kill(pid: u32) {
 fn written(guest: &mut Process, from: usize, records: u64) {
     guest.wait_for_after(from, "KF READY");
     let before = journal_counter(&guest.lines(), "written=");
-    let enough =
-        |p: &Process| (journal_counter(&p.lines()[from..], "synced=") >= before + records).then_some(());
+    let enough = |p: &Process| {
+        (journal_counter(&p.lines()[from..], "synced=") >= before + records).then_some(())
+    };
     let done = guest.wait_until(enough);
     assert!(done.is_some(), "the guest does not write; {}", guest.report());
 }
@@ -164,7 +175,10 @@ fn what_was_flushed_survives_the_end_of_everything() {
             let found = guest.console.wait_for("journal found");
             assert!(found.ends_with(" torn=0"), "{context}: {found}");
             let whole = found.split(['=', ' ']).nth(3).and_then(|n| n.parse::<u64>().ok());
-            assert!(whole.is_some_and(|whole| whole >= before), "{context}: {found}, {before} were synced");
+            assert!(
+                whole.is_some_and(|whole| whole >= before),
+                "{context}: {found}, {before} were synced"
+            );
             written(&mut guest.console, 0, 800);
             // The engine's side is this test: it lets go as the others die.
             match round % 2 {
@@ -229,7 +243,9 @@ impl Copy {
                 if let Some(slot) = extent.slot {
                     self.slots.read(Slot(slot.0 + i as u32), &mut block).expect("read a slot");
                 }
-                self.file.write_all_at(&block, (extent.block.0 + i) * BLOCK).expect("write the copy");
+                self.file
+                    .write_all_at(&block, (extent.block.0 + i) * BLOCK)
+                    .expect("write the copy");
             }
         }
         extents.iter().map(|extent| extent.blocks).sum()
@@ -284,9 +300,9 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
                     _ => disks.release(&epochs).expect("release"),
                 }
                 let before = journal_counter(&guest.console.lines(), "written=");
-                let goes_on = guest
-                    .console
-                    .wait_until(|p| (journal_counter(&p.lines(), "written=") > before).then_some(()));
+                let goes_on = guest.console.wait_until(|p| {
+                    (journal_counter(&p.lines(), "written=") > before).then_some(())
+                });
                 assert!(goes_on.is_some(), "{context}: {}", guest.console.report());
             }
             guest.console.say("poweroff");
@@ -297,14 +313,17 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
     }
 }
 
-/// Without `reconnect-delay` QEMU does not connect again, so that a guest never sees a disk that lost what it had not flushed.
+/// Without `reconnect-delay` QEMU does not connect again, so that a guest never sees a disk that
+/// lost what it had not flushed.
 #[test]
 fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
     for qemu in a_qemu() {
         let bed = Bed::new();
         let disks = bed.serve();
-        let stopping =
-            Bus { device: &["-device", "virtio-blk-pci,drive=d,werror=stop,rerror=stop"], ..BUSES[0] };
+        let stopping = Bus {
+            device: &["-device", "virtio-blk-pci,drive=d,werror=stop,rerror=stop"],
+            ..BUSES[0]
+        };
         let mut guest = bed.boot(&qemu, &stopping, "kf.rate=0", "");
         written(&mut guest.console, 0, 300);
         let mut qmp = guest.other();
@@ -341,7 +360,11 @@ fn what_a_killed_vm_wrote_is_committed_and_never_by_surprise() {
     let synced = synced(&guest.console);
     until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
     // Nobody to ask.
-    bed.bench.refused(&more(&from, &["--in-place"]), 1, &["not agreed", "--yes", "nothing was changed"]);
+    bed.bench.refused(
+        &more(&from, &["--in-place"]),
+        1,
+        &["not agreed", "--yes", "nothing was changed"],
+    );
     let told = bed.bench.ok(&more(&from, &["--in-place", "--dry-run"]));
     assert!(told.contains("would write") && told.contains("MiB"), "{told}");
     bed.assert_base_untouched();

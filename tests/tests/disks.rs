@@ -1,14 +1,15 @@
-//! Disks in checkpoints, on real QEMUs: each comes back as it was at its checkpoint, whoever fails, and the image beneath
-//! is never written.
+//! Disks in checkpoints, on real QEMUs: each comes back as it was at its checkpoint, whoever fails,
+//! and the image beneath is never written.
 
 use keyframe_tests::disks::{
-    RECORDS, assert_goes_on, assert_same, copy, does, image, places, qemu_img, records, restored_disk,
-    restored_disk_of, shell, sock, start, take, virtio, wait_for_records, words,
+    RECORDS, assert_goes_on, assert_same, copy, does, image, places, qemu_img, records,
+    restored_disk, restored_disk_of, shell, sock, start, take, virtio, wait_for_records, words,
 };
 use keyframe_tests::{Bench, Boot, Orphan, Qemu, a_qemu, in_turn, number, qemus, until};
 use std::path::{Path, PathBuf};
 
-/// The guest writes, scattered and in rows, data and zeros; a copy of the disk is taken beside each checkpoint.
+/// The guest writes, scattered and in rows, data and zeros; a copy of the disk is taken beside each
+/// checkpoint.
 fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
     println!("-- QEMU {}: {}", qemu.label, boot.extra.join(" "));
     let mut run = start(bench, &["--interval", "none"], boot);
@@ -28,7 +29,10 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
     let shown = bench.json(&["show", "--json", "--store", &bench.store(), &expected[1].0]);
     let written = number(&shown["disks"][0], "written_blocks");
     assert!((8..=40).contains(&written), "{shown}");
-    assert!(expected.windows(2).all(|pair| pair[0].1 != pair[1].1), "the guest has written nothing");
+    assert!(
+        expected.windows(2).all(|pair| pair[0].1 != pair[1].1),
+        "the guest has written nothing"
+    );
     bench.ok(&["stop"]);
     assert!(run.wait().success(), "{}", run.report());
     assert!(run.errors().contains("has written to its disks"), "{}", run.report());
@@ -36,14 +40,22 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
     let before = places(bench);
     for (id, copied) in &expected {
         for options in [&[][..], &["--lazy"]] {
-            assert_same(&restored_disk(bench, id, options), copied, &format!("checkpoint {id} {options:?}"));
+            assert_same(
+                &restored_disk(bench, id, options),
+                copied,
+                &format!("checkpoint {id} {options:?}"),
+            );
         }
     }
     // What a restored VM writes is seen by nobody else.
     let (id, copied) = &expected[2];
     let mut restored = bench.restore(id, &[]);
     restored.wait_for_error("is running after");
-    does(&mut restored, "dd if=/dev/urandom of=/dev/vda bs=64k count=20 conv=notrunc,fsync", "again");
+    does(
+        &mut restored,
+        "dd if=/dev/urandom of=/dev/vda bs=64k count=20 conv=notrunc,fsync",
+        "again",
+    );
     restored.signal(rustix::process::Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());
     assert_same(&restored_disk(bench, id, &[]), copied, "a checkpoint that a VM was restored from");
@@ -69,7 +81,17 @@ fn a_qcow2_image_on_another_as_a_node() {
         let image = image(&bench);
         let before = std::fs::read(&image).expect("the image");
         let overlay = bench.path().join("over.qcow2").display().to_string();
-        qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &image.display().to_string(), &overlay]);
+        qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            &image.display().to_string(),
+            &overlay,
+        ]);
         let overlay_before = std::fs::read(&overlay).expect("the image");
         let file = format!("driver=file,node-name=f,filename={overlay}");
         let boot = shell(
@@ -171,7 +193,8 @@ fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
     let bench = Bench::new();
     let image = image(&bench);
     let drive = virtio(&image, "raw");
-    // The first, complete checkpoint has fewer pages than that, and each further one some hundred blocks and pages.
+    // The first, complete checkpoint has fewer pages than that, and each further one some hundred
+    // blocks and pages.
     let options = ["--interval", "none", "--fault", "disk-full:28000"];
     let mut run = start(&bench, &options, &shell(&qemus()[0], &words(&drive)));
     let mut failed = false;

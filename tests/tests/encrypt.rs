@@ -1,4 +1,5 @@
-//! Encrypted stores: a run, an exact restore, nothing of the guest in any file, and what a wrong or missing key says.
+//! Encrypted stores: a run, an exact restore, nothing of the guest in any file, and what a wrong or
+//! missing key says.
 
 use keyframe_tests::{Bench, Boot, assert_restores_exactly, number};
 use std::path::{Path, PathBuf};
@@ -28,7 +29,8 @@ fn holds(file: &Path, known: &[u8]) -> bool {
 
 fn take_some(bench: &Bench) -> Vec<String> {
     let boot = Boot::new("scribble kf.mib=8");
-    let mut run = bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot);
+    let mut run =
+        bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot);
     run.wait_for("KF READY");
     let taken = run.wait_until(|_| (bench.list().len() >= 3).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
@@ -66,7 +68,11 @@ fn an_encrypted_store_restores_exactly_and_shows_nothing() {
     assert!(holds(&copy, KNOWN), "the guest's RAM does not have what is looked for");
     for file in all {
         assert!(!holds(&file, KNOWN), "{} has the guest's RAM in plain", file.display());
-        assert!(!holds(&file, b"\"machine_type\""), "{} has a checkpoint's meta in plain", file.display());
+        assert!(
+            !holds(&file, b"\"machine_type\""),
+            "{} has a checkpoint's meta in plain",
+            file.display()
+        );
     }
 
     std::fs::write(bench.path().join("other"), [0x5b; 32]).expect("write another key file");
@@ -83,7 +89,11 @@ fn an_encrypted_store_restores_exactly_and_shows_nothing() {
     let plain = bench.path().join("plain").display().to_string();
     bench.set("KEYFRAME_KEY_FILE", "");
     bench.ok(&["init", &plain]);
-    bench.refused(&["list", "--store", &plain, "--key-file", "key"], 1, &["is not encrypted", "--key-file"]);
+    bench.refused(
+        &["list", "--store", &plain, "--key-file", "key"],
+        1,
+        &["is not encrypted", "--key-file"],
+    );
 }
 
 /// A store of an earlier version, which needs no VM.
@@ -148,7 +158,10 @@ fn checkpoints_are_copied_between_stores_with_keys_of_their_own_or_none() {
         [(&one, &["--key-file", "one.key"][..]), (&two, &["--key-file", "two.key"]), (&back, &[])]
     {
         assert_eq!(ids(&bench, store, keys), all);
-        bench.ok(&args(&with(["check", "--read-data", "--store", store].map(String::from).to_vec(), keys)));
+        bench.ok(&args(&with(
+            ["check", "--read-data", "--store", store].map(String::from).to_vec(),
+            keys,
+        )));
     }
     // With passphrases, out of the environment.
     bench.set("KEYFRAME_PASSPHRASE", "some words of a test");

@@ -1,17 +1,18 @@
-//! Exactness: RAM copied in the same pause equals the checkpoint in the store and the RAM of the restored VM, page by
-//! page, for every backing of RAM and with devices writing to it.
+//! Exactness: RAM copied in the same pause equals the checkpoint in the store and the RAM of the
+//! restored VM, page by page, for every backing of RAM and with devices writing to it.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, guest_dir, in_turn,
-    number,
+    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, guest_dir,
+    in_turn, number,
 };
 use serde_json::Value;
 
-/// Takes checkpoints of a booted guest under load, each audited against a full copy, then restores some of them paused
-/// and compares their live RAM with the copy.
+/// Takes checkpoints of a booted guest under load, each audited against a full copy, then restores
+/// some of them paused and compares their live RAM with the copy.
 fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
     let bench = Bench::new();
-    let mut run = bench.start(&["--interval", "600ms", "--name", "guest", "--audit", "audit"], boot);
+    let mut run =
+        bench.start(&["--interval", "600ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for(ready);
     let mark = bench.list().len();
     let taken = run.wait_until(|_| (bench.list().len() >= mark + 4).then_some(()));
@@ -74,8 +75,10 @@ fn file_ram() {
     for share in in_turn(["on", "off"], 1) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ram");
-        let object =
-            format!("memory-backend-file,id=mem,size=128M,share={share},mem-path={}", path.display());
+        let object = format!(
+            "memory-backend-file,id=mem,size=128M,share={share},mem-path={}",
+            path.display()
+        );
         exact(&backed_by(&["-object", &object]), "KF READY", assert_no_errors);
     }
 }
@@ -89,10 +92,15 @@ fn hugetlb_ram() {
 
 #[test]
 fn a_disk_that_writes_to_ram_by_dma() {
-    let drive = format!("file={},if=virtio,format=raw,readonly=on", guest_dir().join("disk.raw").display());
+    let drive =
+        format!("file={},if=virtio,format=raw,readonly=on", guest_dir().join("disk.raw").display());
     exact(&Boot::new("disk").with(&["-drive", &drive]), "KF READY", |vm| {
         assert_no_errors(vm);
-        assert!(vm.lines().iter().any(|l| l.contains("reads=")), "the disk was not read; {}", vm.report());
+        assert!(
+            vm.lines().iter().any(|l| l.contains("reads=")),
+            "the disk was not read; {}",
+            vm.report()
+        );
     });
 }
 
@@ -107,7 +115,11 @@ fn a_network_card_under_load() {
     ]);
     exact(&boot, "KF READY", |vm| {
         assert_no_errors(vm);
-        assert!(vm.lines().iter().any(|l| l.contains("blocks=")), "nothing was sent; {}", vm.report());
+        assert!(
+            vm.lines().iter().any(|l| l.contains("blocks=")),
+            "nothing was sent; {}",
+            vm.report()
+        );
     });
 }
 
@@ -139,14 +151,18 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
     assert!(run.wait().code().is_some_and(|c| c == 0 || c == 3), "{}", run.report());
     assert!(!run.errors().contains("AUDIT"), "{}", run.report());
     let rounds: Vec<Value> = bench.list();
-    assert!(rounds.iter().any(|e| number(e, "dirty_pages") > 4000), "the guest hardly wrote: {rounds:?}");
+    assert!(
+        rounds.iter().any(|e| number(e, "dirty_pages") > 4000),
+        "the guest hardly wrote: {rounds:?}"
+    );
 }
 
 #[test]
 fn stop_and_copy_is_exact_too() {
     let bench = Bench::new();
     let boot = Boot::new("scribble kf.mib=32");
-    let options = ["--interval", "600ms", "--strategy", "stop-copy", "--name", "guest", "--audit", "audit"];
+    let options =
+        ["--interval", "600ms", "--strategy", "stop-copy", "--name", "guest", "--audit", "audit"];
     let mut run = bench.start(&options, &boot);
     run.wait_for("KF READY");
     let mark = bench.list().len();

@@ -1,11 +1,13 @@
-//! What is written for other tools: the same memory and registers as QEMU's own dump of the same instant, streams that stock
-//! QEMU loads, and QEMU's own streams as checkpoints.
+//! What is written for other tools: the same memory and registers as QEMU's own dump of the same
+//! instant, streams that stock QEMU loads, and QEMU's own streams as checkpoints.
 
 use crate::commit::{of_qcow2, three};
 use crate::group;
 use keyframe_qemu::Qmp;
 use keyframe_tests::disks::{assert_same, image, shell, virtio, words};
-use keyframe_tests::{Bench, Boot, Foreign, Process, Qemu, Sequence, a_qemu, hash_lines, qemus, until};
+use keyframe_tests::{
+    Bench, Boot, Foreign, Process, Qemu, Sequence, a_qemu, hash_lines, qemus, until,
+};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,11 +40,12 @@ fn with_monitor(bench: &Bench, boot: &Boot, name: &str) -> Boot {
 
 /// Stops the VM with monitor `NAME.sock`; QEMU's own dump of it goes to `NAME.elf`.
 fn stop_and_dump(bench: &Bench, name: &str) {
-    let mut qmp =
-        Qmp::connect(&bench.path().join(format!("{name}.sock")), WAIT).expect("connect to the monitor");
+    let mut qmp = Qmp::connect(&bench.path().join(format!("{name}.sock")), WAIT)
+        .expect("connect to the monitor");
     qmp.stop().expect("stop");
     let file = format!("file:{}", bench.path().join(format!("{name}.elf")).display());
-    qmp.execute("dump-guest-memory", Some(json!({ "paging": false, "protocol": file }))).expect("dump");
+    qmp.execute("dump-guest-memory", Some(json!({ "paging": false, "protocol": file })))
+        .expect("dump");
 }
 
 /// Takes a checkpoint of the run `name` and ends it.
@@ -52,7 +55,8 @@ fn take_and_stop(bench: &Bench, run: &mut Process, name: &str) {
     assert!(run.wait().success(), "{}", run.report());
 }
 
-/// Runs `boot` under Keyframe; in one pause takes checkpoint 1, and QEMU's own dump into `qemu.elf`.
+/// Runs `boot` under Keyframe; in one pause takes checkpoint 1, and QEMU's own dump into
+/// `qemu.elf`.
 fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
     let boot = with_monitor(bench, boot, "qemu");
     let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
@@ -107,14 +111,29 @@ fn memory_and_registers_are_those_of_qemus_own_dump() {
                 "{what}: other segments"
             );
             for (address, contents) in &segments {
-                assert!(our_segments[address] == *contents, "{what}: the segment at {address:#x} differs");
+                assert!(
+                    our_segments[address] == *contents,
+                    "{what}: the segment at {address:#x} differs"
+                );
                 if let Some(part) = raw.get(*address as usize..).filter(|part| !part.is_empty()) {
-                    assert!(part[..contents.len()] == **contents, "{what}: raw differs at {address:#x}");
+                    assert!(
+                        part[..contents.len()] == **contents,
+                        "{what}: raw differs at {address:#x}"
+                    );
                 }
             }
             assert_eq!(raw.len(), 96 << 20, "{what}");
             // What goes through a pipe is the same.
-            let piped = bench.run(&["export", "1", "--store", &bench.store(), "--format", "elf", "-o", "-"]);
+            let piped = bench.run(&[
+                "export",
+                "1",
+                "--store",
+                &bench.store(),
+                "--format",
+                "elf",
+                "-o",
+                "-",
+            ]);
             assert!(piped.stdout == ours, "{what}: the pipe has other bytes");
         }
     }
@@ -137,7 +156,10 @@ fn each_member_of_a_group_is_exported_by_its_name() {
     for name in ["a", "b"] {
         let theirs = std::fs::read(bench.path().join(format!("{name}.elf"))).unwrap();
         let ours = export_with(&bench, &["--member", name], "elf", &format!("our-{name}.elf"));
-        assert!(core(&theirs).0.len() > 400 && core(&theirs) == core(&ours), "{name}: the cores differ");
+        assert!(
+            core(&theirs).0.len() > 400 && core(&theirs) == core(&ours),
+            "{name}: the cores differ"
+        );
     }
     export_with(&bench, &["--member", "b"], "migration", "b.mig");
     let mut line = members[1].clone();
@@ -186,11 +208,19 @@ fn a_file_is_replaced_only_when_asked_to() {
     let args = ["export", "latest", "--store", &store, "--format", "raw", "-o", "there"];
     bench.refused(&args, 1, &["exists", "--force"]);
     bench.ok(&[&args[..], &["--force"]].concat());
-    bench.refused(&["export", "9", "--store", &store, "--format", "raw", "-o", "x"], 1, &["9", "list"]);
+    bench.refused(
+        &["export", "9", "--store", &store, "--format", "raw", "-o", "x"],
+        1,
+        &["9", "list"],
+    );
     let member = ["--force", "--member", "a"];
     bench.refused(&[&args[..], &member].concat(), 1, &["no member a", "leave --member out"]);
-    let names: Vec<_> = std::fs::read_dir(bench.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-    assert!(!names.iter().any(|n| n.to_string_lossy().starts_with(".keyframe-export")), "{names:?}");
+    let names: Vec<_> =
+        std::fs::read_dir(bench.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(
+        !names.iter().any(|n| n.to_string_lossy().starts_with(".keyframe-export")),
+        "{names:?}"
+    );
 }
 
 #[test]
@@ -248,7 +278,8 @@ fn migrated(bench: &Bench, boot: &Boot) -> Vec<u8> {
     let said = foreign.console.wait_until(|p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
     assert!(said.is_some(), "{}", foreign.console.report());
     let mut qmp = foreign.other();
-    // What a guest under TCG writes while QEMU migrates it is lost now and then, for QEMU's own `-incoming` too.
+    // What a guest under TCG writes while QEMU migrates it is lost now and then, for QEMU's own
+    // `-incoming` too.
     qmp.stop().expect("stop");
     let file = bench.path().join("qemu.mig");
     let uri = format!("exec:cat > {}", file.display());
@@ -262,7 +293,8 @@ fn migrated(bench: &Bench, boot: &Boot) -> Vec<u8> {
 
 fn import(bench: &Bench, file: &str, boot: &Boot) -> Vec<String> {
     let store = bench.store();
-    let mut args = ["import", file, "--store", &store, "--tag", "imported", "--"].map(String::from).to_vec();
+    let mut args =
+        ["import", file, "--store", &store, "--tag", "imported", "--"].map(String::from).to_vec();
     args.extend(boot.command());
     args
 }

@@ -1,8 +1,10 @@
-//! One test for each fault of `--fault` (`kill`, `stall` and `pause` are in crash.rs, `slow-copy` in budgets.rs): every sealed
-//! checkpoint is exact, those after the fault are sealed where there can be any, and the guest runs on where it can.
+//! One test for each fault of `--fault` (`kill`, `stall` and `pause` are in crash.rs, `slow-copy`
+//! in budgets.rs): every sealed checkpoint is exact, those after the fault are sealed where there
+//! can be any, and the guest runs on where it can.
 
 use keyframe_tests::{
-    Bench, Boot, Foreign, Orphan, Process, Sequence, assert_restores_exactly, hash_lines, number, until,
+    Bench, Boot, Foreign, Orphan, Process, Sequence, assert_restores_exactly, hash_lines, number,
+    until,
 };
 
 fn hashing() -> Boot {
@@ -39,12 +41,17 @@ fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence) {
     sequence.check(&hash_lines(&restored.lines()), 4);
 }
 
-/// A fault that costs one checkpoint: said once, why; the next ones are exact, and the run ends with a warning.
+/// A fault that costs one checkpoint: said once, why; the next ones are exact, and the run ends
+/// with a warning.
 fn costs_one_checkpoint(fault: &str, options: &[&str], reason: &str, sequence: &mut Sequence) {
     let bench = Bench::new();
     let mut run = start(&bench, fault, options);
     run.wait_for_error("checkpoint failed");
-    assert!(run.errors().contains(reason) && run.errors().contains("nothing is lost"), "{}", run.report());
+    assert!(
+        run.errors().contains(reason) && run.errors().contains("nothing is lost"),
+        "{}",
+        run.report()
+    );
     let mark = bench.list().len();
     run.wait_for("KF READY");
     until("checkpoints are sealed after the fault", || bench.list().len() >= mark + 3);
@@ -60,7 +67,8 @@ fn costs_one_checkpoint(fault: &str, options: &[&str], reason: &str, sequence: &
 #[test]
 fn disk_full() {
     let mut sequence = Sequence::new(16);
-    // In the first, complete checkpoint; and in a later one, in which most of the guest has been stored.
+    // In the first, complete checkpoint; and in a later one, in which most of the guest has been
+    // stored.
     for nth in ["disk-full:100", "disk-full:30000"] {
         costs_one_checkpoint(nth, &[], "store pages", &mut sequence);
     }
@@ -70,14 +78,24 @@ fn disk_full() {
 fn scan_error() {
     let mut sequence = Sequence::new(16);
     costs_one_checkpoint("scan-error:10", &[], "scan for dirty pages", &mut sequence);
-    costs_one_checkpoint("scan-error:6", &["--strategy", "cow"], "scan for dirty pages", &mut sequence);
+    costs_one_checkpoint(
+        "scan-error:6",
+        &["--strategy", "cow"],
+        "scan for dirty pages",
+        &mut sequence,
+    );
 }
 
 #[test]
 fn short_read() {
     let mut sequence = Sequence::new(16);
     costs_one_checkpoint("short-read:25", &[], "unexpected end of file", &mut sequence);
-    costs_one_checkpoint("short-read:40", &["--strategy", "cow"], "unexpected end of file", &mut sequence);
+    costs_one_checkpoint(
+        "short-read:40",
+        &["--strategy", "cow"],
+        "unexpected end of file",
+        &mut sequence,
+    );
 }
 
 #[test]
@@ -86,7 +104,8 @@ fn slow_encoder() {
     let mut boot = Boot::new("dirty kf.rate=200 kf.mib=16");
     boot.mem_mib = 96;
     // Half a second of encoding for each, and one due each 300 ms.
-    let options = ["--interval", "300ms", "--staging", "256", "--name", "guest", "--fault", "slow-encoder"];
+    let options =
+        ["--interval", "300ms", "--staging", "256", "--name", "guest", "--fault", "slow-encoder"];
     let mut run = bench.start(&options, &boot);
     run.wait_for("KF READY");
     let status = || bench.json(&["status", "--json", "--name", "guest"])[0].clone();
@@ -119,7 +138,11 @@ fn qemu_killed() {
         let mut run = start(&bench, &format!("qemu-killed:{phase}:12"), &[]);
         assert_eq!(run.wait().code(), Some(1), "{}", run.report());
         assert!(run.errors().contains("QEMU ended with signal: 9"), "{}", run.report());
-        assert!(!run.errors().contains("checkpoint failed"), "its end is no failure; {}", run.report());
+        assert!(
+            !run.errors().contains("checkpoint failed"),
+            "its end is no failure; {}",
+            run.report()
+        );
         assert_all_exact(&bench, &run);
         assert!(bench.list().len() >= 3);
         if k % 2 == 1 {
@@ -144,7 +167,10 @@ fn qmp_lost() {
         assert!(run.is_running(), "{}", run.report());
         let status = bench.json(&["status", "--json", "--name", "guest"]);
         assert_eq!((&status[0]["state"], number(&status[0], "failed")), (&"unknown".into(), 1));
-        assert!(status[0]["last_error"].as_str().is_some_and(|e| e.contains("monitor")), "{status}");
+        assert!(
+            status[0]["last_error"].as_str().is_some_and(|e| e.contains("monitor")),
+            "{status}"
+        );
         bench.refused(&["take"], 1, &["no more checkpoints"]);
         bench.ok(&["stop"]);
         assert_eq!(run.wait().code(), Some(1), "{}", run.report());
@@ -159,8 +185,8 @@ fn qmp_lost() {
     }
 }
 
-/// A run that was to end with its Nth checkpoint ends when that cannot come any more, as it would have with it: the VM as
-/// --on-exit says. But it has failed.
+/// A run that was to end with its Nth checkpoint ends when that cannot come any more, as it would
+/// have with it: the VM as --on-exit says. But it has failed.
 #[test]
 fn qmp_lost_before_the_last_checkpoint_that_was_asked_for() {
     let mut sequence = Sequence::new(16);
@@ -173,7 +199,9 @@ fn qmp_lost_before_the_last_checkpoint_that_was_asked_for() {
         run.wait_for_error("no more checkpoints are taken");
         let sealed = bench.list().len();
         assert!(sealed >= 3);
-        run.wait_for_error(&format!("the 100 checkpoints of --count cannot be reached: {sealed} are sealed"));
+        run.wait_for_error(&format!(
+            "the 100 checkpoints of --count cannot be reached: {sealed} are sealed"
+        ));
         assert_eq!(qemu.is_running(), on_exit == "keep", "{}", run.report());
         if on_exit == "keep" {
             assert_runs_on(&run, &mut sequence);
@@ -190,7 +218,8 @@ fn qmp_lost_of_a_vm_that_was_attached_to() {
     vm.console.wait_for("KF READY");
     let monitor = vm.socket("a");
     let attach = |options: &[&str]| {
-        let all = [&["--interval", "300ms", "--audit", "audit", "--name", "guest"], options].concat();
+        let all =
+            [&["--interval", "300ms", "--audit", "audit", "--name", "guest"], options].concat();
         bench.run(
             &bench
                 .attach_args(&["--qmp", &monitor], vm.console.pid(), &all)
@@ -207,7 +236,10 @@ fn qmp_lost_of_a_vm_that_was_attached_to() {
     assert_runs_on(&vm.console, &mut sequence);
     // Three, unless one failed by itself: then that is told, and nothing is missing silently.
     let sealed = bench.list().len();
-    assert!(said.contains(&format!("{sealed} checkpoints sealed, {} failed", 4 - sealed)), "{said}");
+    assert!(
+        said.contains(&format!("{sealed} checkpoints sealed, {} failed", 4 - sealed)),
+        "{said}"
+    );
     // Its monitor is whole; the next engine finds it.
     let output = attach(&["--count", "2"]);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));

@@ -1,5 +1,5 @@
-//! `forget`, `prune` and `diff` on the checkpoints of real VMs: what is kept restores exactly, also after `kill -9` of a prune and
-//! while a run goes on.
+//! `forget`, `prune` and `diff` on the checkpoints of real VMs: what is kept restores exactly, also
+//! after `kill -9` of a prune and while a run goes on.
 
 use keyframe_tests::{
     Bench, Boot, Sequence, assert_no_errors, assert_restores_exactly, audited, hash_lines, number,
@@ -72,7 +72,8 @@ fn prune_command(bench: &Bench) -> Command {
     bench.command(&["prune", "--quiet", "--max-unused", "0%", "--store", &bench.store()])
 }
 
-/// Runs a prune that the kernel ends when it writes behind so many bytes of a file: what lies before is written then.
+/// Runs a prune that the kernel ends when it writes behind so many bytes of a file: what lies
+/// before is written then.
 fn killed_behind(bench: &Bench, bytes: u64) {
     let before = packs(bench);
     let command = prune_command(bench);
@@ -126,7 +127,8 @@ fn with_half_forgotten_the_rest_is_what_it_was_whenever_a_prune_is_killed() {
 
     killed_behind(&bench, number(&dry, "copied_bytes") / 2);
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    // Later ones are killed when that can be seen in the store, and may end sooner than the signal comes.
+    // Later ones are killed when that can be seen in the store, and may end sooner than the signal
+    // comes.
     let mut killed = Vec::new();
     for seen in [Seen::Moves, Seen::PackGone] {
         if killed_when(&bench, seen) {
@@ -154,18 +156,25 @@ fn with_half_forgotten_the_rest_is_what_it_was_whenever_a_prune_is_killed() {
     bench.refused(&["forget", "--store", &bench.store(), "4711"], 1, &["4711", "keyframe list"]);
 }
 
-/// The main RAM block of a raw image: all that differs in the images differs in some block of the diff, and no byte more.
+/// The main RAM block of a raw image: all that differs in the images differs in some block of the
+/// diff, and no byte more.
 fn assert_counts(diff: &Value, first: &[u8], second: &[u8]) {
     let blocks = diff["ram"].as_array().expect("RAM blocks");
     let ram = blocks.iter().max_by_key(|block| number(block, "pages")).expect("a block");
     let len = (number(ram, "pages") * 4096) as usize;
     let (first, second) = (&first[..len.min(first.len())], &second[..len.min(second.len())]);
-    let differ =
-        |size: usize| first.chunks(size).zip(second.chunks(size)).filter(|(a, b)| a != b).count() as u64;
-    // The raw image has holes, and ROMs over RAM: the block has at least what both show, and few pages more.
+    let differ = |size: usize| {
+        first.chunks(size).zip(second.chunks(size)).filter(|(a, b)| a != b).count() as u64
+    };
+    // The raw image has holes, and ROMs over RAM: the block has at least what both show, and few
+    // pages more.
     let (pages, bytes) = (differ(4096), differ(1));
-    let (changed_pages, changed_bytes) = (number(ram, "changed_pages"), number(ram, "changed_bytes"));
-    assert!(pages > 0 && changed_pages.abs_diff(pages) <= 96, "{changed_pages} and {pages} pages: {ram}");
+    let (changed_pages, changed_bytes) =
+        (number(ram, "changed_pages"), number(ram, "changed_bytes"));
+    assert!(
+        pages > 0 && changed_pages.abs_diff(pages) <= 96,
+        "{changed_pages} and {pages} pages: {ram}"
+    );
     assert!(changed_bytes.abs_diff(bytes) <= 96 * 4096, "{changed_bytes} and {bytes} bytes: {ram}");
     assert!(number(ram, "changed_sectors") <= changed_pages * 8, "{ram}");
 }
@@ -191,7 +200,10 @@ fn a_run_goes_on_while_it_is_pruned_beneath_it() {
         let newest = *ids(&bench).last().expect("checkpoints");
         assert!(run.wait_until(|_| (*ids(&bench).last()? >= newest + 4).then_some(())).is_some());
         let forgotten = forget(&bench, &["--keep-last", "4"]);
-        assert!(forgotten["forgotten"].as_array().is_some_and(|gone| !gone.is_empty()), "{forgotten}");
+        assert!(
+            forgotten["forgotten"].as_array().is_some_and(|gone| !gone.is_empty()),
+            "{forgotten}"
+        );
         let report = prune(&bench, &["--max-unused", "0%"]);
         assert_eq!(number(&report, "postponed_packs"), 0, "{report}");
         rewritten += number(&report, "rewritten_packs") + number(&report, "removed_packs");

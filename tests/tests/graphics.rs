@@ -1,5 +1,5 @@
-//! A VM with a display, on real QEMUs: a viewer that connects after the restore sees, pixel by pixel, what one saw at the
-//! checkpoint, and what the guest draws next.
+//! A VM with a display, on real QEMUs: a viewer that connects after the restore sees, pixel by
+//! pixel, what one saw at the checkpoint, and what the guest draws next.
 
 use keyframe_qemu::Qmp;
 use keyframe_tests::disks::does;
@@ -33,7 +33,8 @@ struct Picture {
 impl Picture {
     /// How many colours it has.
     fn colours(&self) -> usize {
-        let all = self.pixels.chunks_exact(BYTES_PER_PIXEL).map(|pixel| [pixel[0], pixel[1], pixel[2]]);
+        let all =
+            self.pixels.chunks_exact(BYTES_PER_PIXEL).map(|pixel| [pixel[0], pixel[1], pixel[2]]);
         all.collect::<std::collections::BTreeSet<_>>().len()
     }
 
@@ -59,7 +60,8 @@ impl Viewer {
     fn connect(display: &Display) -> Self {
         let stream: Box<dyn Stream> = match display {
             Display::Port(port) => {
-                let stream = TcpStream::connect(("127.0.0.1", *port)).expect("connect to the display");
+                let stream =
+                    TcpStream::connect(("127.0.0.1", *port)).expect("connect to the display");
                 stream.set_read_timeout(Some(WAIT)).expect("bound the wait");
                 Box::new(stream)
             }
@@ -111,7 +113,10 @@ impl Viewer {
 
     fn resize(&mut self, width: u16, height: u16) {
         let (width, height) = (usize::from(width), usize::from(height));
-        assert!((1..=SIDE_MAX).contains(&width) && (1..=SIDE_MAX).contains(&height), "{width} x {height}");
+        assert!(
+            (1..=SIDE_MAX).contains(&width) && (1..=SIDE_MAX).contains(&height),
+            "{width} x {height}"
+        );
         self.picture = Picture { width, height, pixels: vec![0; width * height * BYTES_PER_PIXEL] };
     }
 
@@ -179,8 +184,8 @@ fn free_display() -> u16 {
     listener.local_addr().expect("its number").port() - 5900
 }
 
-/// Has the guest fill its text screen with coloured blocks and write `word` below. Each block's ink is its paper, so that no
-/// cursor shows in it.
+/// Has the guest fill its text screen with coloured blocks and write `word` below. Each block's ink
+/// is its paper, so that no cursor shows in it.
 fn draw(vm: &mut Process, word: &str, step: &str) {
     // 7 colours in a row of 80: each line begins with another.
     let blocks = r" \021 \042 \063 \104 \125 \146 \167";
@@ -216,7 +221,8 @@ fn assert_same(seen: &Picture, expected: &Picture, what: &str) {
     assert_eq!(differing, 0, "{what}: {differing} pixels differ");
 }
 
-/// `beside` is done while the VM stands still: before its checkpoint is taken, and after each restore.
+/// `beside` is done while the VM stands still: before its checkpoint is taken, and after each
+/// restore.
 fn the_picture_comes_back(qemu: &Qemu, device: &[&str], beside: &dyn Fn(&Bench)) {
     println!("-- QEMU {}: {}", qemu.label, device.join(" "));
     let bench = Bench::new();
@@ -244,7 +250,8 @@ fn the_picture_comes_back(qemu: &Qemu, device: &[&str], beside: &dyn Fn(&Bench))
         let mut viewer = Viewer::connect(&displays[1]);
         monitor(&bench).cont().expect("cont");
         draw(&mut restored, "afterwards", "again");
-        let changed = (0..TRIES).any(|_| viewer.update() && viewer.picture.differing(&expected) > 100);
+        let changed =
+            (0..TRIES).any(|_| viewer.update() && viewer.picture.differing(&expected) > 100);
         assert!(changed, "the display stands still");
         assert!(restored_pid(&restored) > 0 && restored.is_running(), "{}", restored.report());
         restored.signal(rustix::process::Signal::TERM);
@@ -297,10 +304,14 @@ fn a_spice_display_comes_back() {
             println!("skipped for QEMU {}: it has no SPICE: {why}", qemu.label);
             continue;
         }
-        // Its path is the same for the restored VM; the picture is looked at by the display beside it.
-        let dir = tempfile::Builder::new().prefix("keyframe-test-spice-").tempdir().expect("a directory");
+        // Its path is the same for the restored VM; the picture is looked at by the display beside
+        // it.
+        let dir =
+            tempfile::Builder::new().prefix("keyframe-test-spice-").tempdir().expect("a directory");
         let socket = dir.path().join("spice.sock");
         let spice = format!("unix=on,addr={},disable-ticketing=on", socket.display());
-        the_picture_comes_back(&qemu, &["-vga", "qxl", "-spice", &spice], &|_| spice_answers(&socket));
+        the_picture_comes_back(&qemu, &["-vga", "qxl", "-spice", &spice], &|_| {
+            spice_answers(&socket)
+        });
     }
 }

@@ -2,8 +2,8 @@
 
 use keyframe_tests::journaling::{blank_image, journaling, records_of};
 use keyframe_tests::{
-    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, ended_lines, hash_lines, in_turn, number,
-    qemus, until,
+    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, ended_lines, hash_lines, in_turn,
+    number, qemus, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -34,7 +34,8 @@ pub fn start(bench: &Bench, options: &[&str], members: &[Boot]) -> Process {
     Process::start(bench.command(&args))
 }
 
-/// Two VMs that send each other numbered datagrams over the network at `lan`, and notice one that is lost or repeated.
+/// Two VMs that send each other numbered datagrams over the network at `lan`, and notice one that
+/// is lost or repeated.
 fn talking(bench: &Bench, lan: &str) -> Vec<Boot> {
     let link = format!("stream,id=n,server=off,addr.type=unix,addr.path={lan}");
     let one = |(name, own, other): (&str, u8, u8)| {
@@ -60,7 +61,13 @@ fn both_talk_on(bench: &Bench, vms: &mut Process, least: u64) {
     let before = ["a", "b"].map(|name| datagrams(bench, name));
     let grown = |(name, before): (&str, u64)| datagrams(bench, name) >= before + least;
     let both = vms.wait_until(|_| ["a", "b"].into_iter().zip(before).all(grown).then_some(()));
-    assert!(both.is_some(), "a: {:?}, b: {:?}; {}", console(bench, "a"), console(bench, "b"), vms.report());
+    assert!(
+        both.is_some(),
+        "a: {:?}, b: {:?}; {}",
+        console(bench, "a"),
+        console(bench, "b"),
+        vms.report()
+    );
 }
 
 /// What the console of member `name` has said.
@@ -154,7 +161,8 @@ fn without_one_of_its_members_the_others_run_on() {
 fn where_one_cannot_be_stopped_the_others_run_again() {
     let bench = Bench::new();
     // The monitor of the first member breaks just before the third pause.
-    let mut run = start(&bench, &["--interval", "400ms", "--fault", "qmp-lost:stopping:3"], &hashing(&bench));
+    let mut run =
+        start(&bench, &["--interval", "400ms", "--fault", "qmp-lost:stopping:3"], &hashing(&bench));
     wait_until_ready(&bench, &mut run);
     run.wait_for_error("closed the monitor");
     for name in ["a", "b"] {
@@ -183,7 +191,8 @@ fn running_vms_are_attached_to_as_a_group_and_left_as_they_were() {
     let (sockets, pids): (Vec<_>, Vec<_>) =
         vms.iter().map(|vm| (vm.socket("a"), vm.console.pid().to_string())).unzip();
     let store = bench.store();
-    let args = ["attach", "--store", &store, "--count", "4", "--interval", "400ms", "--audit", "audit"];
+    let args =
+        ["attach", "--store", &store, "--count", "4", "--interval", "400ms", "--audit", "audit"];
     let monitors = ["--qmp", &sockets[0], "--qmp", &sockets[1], &pids[0], &pids[1]];
     bench.ok(&[&args[..], &monitors].concat());
     assert_eq!(bench.list().len(), 4);
@@ -256,7 +265,8 @@ fn a_group_is_restored_beside_itself_on_another_network() {
     let other = format!("{lan}={lan}2");
     let serial = |name: &str| format!("file:{}", bench.path().join(name).display());
     let (x, y) = (serial("x.log"), serial("y.log"));
-    let mut copy = bench.restore("latest", &["--lan", &other, "--", "-serial", &x, "--", "-serial", &y]);
+    let mut copy =
+        bench.restore("latest", &["--lan", &other, "--", "-serial", &x, "--", "-serial", &y]);
     copy.wait_for_error("of group pair is running");
     both_talk_on(&bench, &mut run, 500);
     drop(copy);
@@ -307,6 +317,9 @@ fn a_group_comes_back_with_its_disks() {
     restored.signal(Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());
     for image in &images {
-        assert!(std::fs::read(image).unwrap().iter().all(|byte| *byte == 0), "an image was written");
+        assert!(
+            std::fs::read(image).unwrap().iter().all(|byte| *byte == 0),
+            "an image was written"
+        );
     }
 }

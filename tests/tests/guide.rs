@@ -56,13 +56,17 @@ fn blocks(page: &str) -> Vec<Block> {
 fn is_as_shown(shown: &[&str], said: &[&str]) -> bool {
     match (shown, said) {
         ([], said) => said.is_empty(),
-        (["...", rest @ ..], said) => (0..=said.len()).any(|skipped| is_as_shown(rest, &said[skipped..])),
+        (["...", rest @ ..], said) => {
+            (0..=said.len()).any(|skipped| is_as_shown(rest, &said[skipped..]))
+        }
         (_, []) => false,
         ([one, rest @ ..], [other, others @ ..]) => {
             let has_digit = |word: &str| word.contains(|c: char| c.is_ascii_digit());
-            let is_unit = |word: &str| UNITS.contains(&word.trim_matches([',', ';', ':', '(', ')']));
-            let is_same =
-                one == other || (has_digit(one) && has_digit(other)) || (is_unit(one) && is_unit(other));
+            let is_unit =
+                |word: &str| UNITS.contains(&word.trim_matches([',', ';', ':', '(', ')']));
+            let is_same = one == other
+                || (has_digit(one) && has_digit(other))
+                || (is_unit(one) && is_unit(other));
             is_same && is_as_shown(rest, others)
         }
     }
@@ -86,7 +90,8 @@ struct Page<'b> {
 impl<'b> Page<'b> {
     fn new(name: &'static str, bench: &'b Bench) -> Self {
         let path = source().join("docs/guide/src").join(format!("{name}.md"));
-        let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()));
+        let text =
+            fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()));
         let blocks = blocks(&text);
         for part in ["bin", "work"] {
             fs::create_dir_all(bench.path().join(part)).expect("make a directory");
@@ -105,7 +110,8 @@ impl<'b> Page<'b> {
         let mut script = String::from("set -eu\n");
         for (at, block) in self.blocks.iter().enumerate().filter(|(_, block)| block.kind == "sh") {
             let text = &block.text;
-            write!(script, "exec >'{}' 2>&1\n{text}", self.said_in(at).display()).expect("write to a string");
+            write!(script, "exec >'{}' 2>&1\n{text}", self.said_in(at).display())
+                .expect("write to a string");
         }
         let path = std::env::var("PATH").unwrap_or_default();
         let mut command = Command::new("bash");
@@ -146,8 +152,10 @@ impl<'b> Page<'b> {
         let Some(exit) = exit else { panic!("still running after {took:?}\n{}", self.report()) };
         assert!(exit.success(), "{exit}\n{}", self.report());
         assert!(left.is_empty(), "left behind: {left:?}\n{}", self.report());
-        for (at, block) in self.blocks.iter().enumerate().filter(|(_, block)| block.kind == "text") {
-            let before = self.blocks[..at].iter().rposition(|b| b.kind == "sh").expect("a command above");
+        for (at, block) in self.blocks.iter().enumerate().filter(|(_, block)| block.kind == "text")
+        {
+            let before =
+                self.blocks[..at].iter().rposition(|b| b.kind == "sh").expect("a command above");
             let said = fs::read(self.said_in(before)).expect("what it said");
             let gone = missing(&block.text, &String::from_utf8_lossy(&said));
             assert_eq!(gone, None, "{}.md, line {}\n{}", self.name, block.line, self.report());
@@ -167,16 +175,19 @@ impl<'b> Page<'b> {
         pids.filter(is_ours).collect()
     }
 
-    /// Gives the page's processes so long to end by themselves, ends those that do not, and tells their lines.
+    /// Gives the page's processes so long to end by themselves, ends those that do not, and tells
+    /// their lines.
     fn end_what_is_left(&self, patience: Duration) -> Vec<String> {
         let deadline = Instant::now() + patience;
         while !self.processes().is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(50));
         }
-        let line = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let line =
+            |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let left = self.processes().iter().map(|pid| line(pid).replace('\0', " ")).collect();
         // Asked first, so that what they have made is put away.
-        for (signal, patience) in [(Signal::TERM, Duration::from_secs(5)), (Signal::KILL, PATIENCE)] {
+        for (signal, patience) in [(Signal::TERM, Duration::from_secs(5)), (Signal::KILL, PATIENCE)]
+        {
             let deadline = Instant::now() + patience;
             for pid in self.processes() {
                 let _ = Pid::from_raw(pid as i32).map(|pid| kill_process(pid, signal));
@@ -277,7 +288,10 @@ fn every_page_is_listed_and_run() {
         assert!(summary.contains(&format!("({name}.md)")), "SUMMARY.md does not list {name}.md");
         let text = fs::read_to_string(entry.path()).expect("a page");
         let is_run = include_str!("guide.rs").contains(&format!("(\"{name}\""));
-        assert!(is_run || !blocks(&text).iter().any(|block| block.kind == "sh"), "{name}.md is not run");
+        assert!(
+            is_run || !blocks(&text).iter().any(|block| block.kind == "sh"),
+            "{name}.md is not run"
+        );
         for link in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
             assert!(link.is_empty() || folder.join(link).is_file(), "{name}.md: a link to {link}");
         }

@@ -1,8 +1,10 @@
-//! Memory that is plugged into a running VM: the next checkpoint begins a run of its own, complete and exact, and restores
-//! with that memory in place.
+//! Memory that is plugged into a running VM: the next checkpoint begins a run of its own, complete
+//! and exact, and restores with that memory in place.
 
 use keyframe_qemu::{Qmp, RunStatus, find_ram_blocks};
-use keyframe_tests::{Bench, Boot, PATIENCE, Process, Sequence, assert_restores_exactly, hash_lines, number};
+use keyframe_tests::{
+    Bench, Boot, PATIENCE, Process, Sequence, assert_restores_exactly, hash_lines, number,
+};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
@@ -55,16 +57,21 @@ impl Plugged {
         self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
     }
 
-    /// In place of the guest, which leaves such memory alone until it is told to use it. As the guest it writes outside
-    /// the pauses: what comes in one behind its copy would be in the audit's, and in this checkpoint rightly not.
+    /// In place of the guest, which leaves such memory alone until it is told to use it. As the
+    /// guest it writes outside the pauses: what comes in one behind its copy would be in the
+    /// audit's, and in this checkpoint rightly not.
     fn write_to_dimm(&self, number: u32, value: u8) {
         let name = format!("mem{number}");
         let blocks = find_ram_blocks(&mut self.qmp(), self.pid).expect("find RAM blocks");
-        let block = blocks.into_iter().find(|b| b.block.name.contains(&name)).expect("the DIMM's block");
-        let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", self.pid)).unwrap();
+        let block =
+            blocks.into_iter().find(|b| b.block.name.contains(&name)).expect("the DIMM's block");
+        let memory =
+            OpenOptions::new().write(true).open(format!("/proc/{}/mem", self.pid)).unwrap();
         let _stopped = self.stop_between_pauses();
         for at in (0..block.block.total_bytes).step_by(STEP_BYTES) {
-            memory.write_all_at(&[at.to_le_bytes(), [value; 8]].concat(), block.host.0 + at).unwrap();
+            memory
+                .write_all_at(&[at.to_le_bytes(), [value; 8]].concat(), block.host.0 + at)
+                .unwrap();
         }
     }
 
@@ -80,7 +87,11 @@ impl Plugged {
                 return stopped;
             }
             drop(stopped);
-            assert!(Instant::now() < deadline, "the VM is always in a pause; {}", self.run.report());
+            assert!(
+                Instant::now() < deadline,
+                "the VM is always in a pause; {}",
+                self.run.report()
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -95,10 +106,15 @@ impl Plugged {
         taken.unwrap_or_else(|| panic!("no more checkpoints; {}", self.run.report()))
     }
 
-    /// The size of all RAM blocks in checkpoint `id`, and whether one of them belongs to backend `name`.
+    /// The size of all RAM blocks in checkpoint `id`, and whether one of them belongs to backend
+    /// `name`.
     fn ram(&self, id: &str, name: &str) -> (u64, bool) {
         let shown = self.bench.json(&["show", "--json", "--store", &self.bench.store(), id]);
-        let has = shown["ram"].as_array().unwrap().iter().any(|b| b["name"].as_str().unwrap().contains(name));
+        let has = shown["ram"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|b| b["name"].as_str().unwrap().contains(name));
         (number(&shown, "ram_bytes"), has)
     }
 }
@@ -124,7 +140,8 @@ impl Drop for Stopped<'_> {
 }
 
 fn runs(list: &[Value]) -> Vec<String> {
-    let mut runs: Vec<String> = list.iter().map(|e| e["run"].as_str().expect("a run").to_owned()).collect();
+    let mut runs: Vec<String> =
+        list.iter().map(|e| e["run"].as_str().expect("a run").to_owned()).collect();
     runs.dedup();
     runs
 }

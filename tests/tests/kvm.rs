@@ -1,4 +1,5 @@
-//! KVM: tracking, each strategy, restores within it and across to TCG and back, with a guest of which every byte is known.
+//! KVM: tracking, each strategy, restores within it and across to TCG and back, with a guest of
+//! which every byte is known.
 //!
 //! Each test says that it is skipped where `/dev/kvm` cannot be opened.
 
@@ -10,7 +11,8 @@ use serde_json::Value;
 
 /// The payload's pages.
 const PAGES: usize = 1024;
-/// Those that it takes in a pass; a few hundred, so that a pass stays short where KVM itself is emulated.
+/// Those that it takes in a pass; a few hundred, so that a pass stays short where KVM itself is
+/// emulated.
 const DIRTY: u64 = 300;
 
 fn sequence() -> PassSequence {
@@ -27,8 +29,14 @@ fn wait_for_passes(vm: &mut Process, skip: usize, more: usize) {
     assert_eq!(grown, Some(true), "the payload does not go on; {}", vm.report());
 }
 
-/// Takes audited checkpoints of a booted payload, stops the run and returns the number of one in the middle.
-fn checkpoints(bench: &Bench, boot: &Boot, options: &[&str], sequence: &mut PassSequence) -> String {
+/// Takes audited checkpoints of a booted payload, stops the run and returns the number of one in
+/// the middle.
+fn checkpoints(
+    bench: &Bench,
+    boot: &Boot,
+    options: &[&str],
+    sequence: &mut PassSequence,
+) -> String {
     let mut all = vec!["--interval", "300ms", "--name", "guest", "--audit", "audit"];
     all.extend(options);
     let mut run = bench.start(&all, boot);
@@ -40,7 +48,8 @@ fn checkpoints(bench: &Bench, boot: &Boot, options: &[&str], sequence: &mut Pass
     wait_for_passes(&mut run, 0, 6);
     bench.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();
-    // The audit compares every checkpoint with a full copy made in the same pause, and fails the run where one differs.
+    // The audit compares every checkpoint with a full copy made in the same pause, and fails the
+    // run where one differs.
     assert!(exit.success(), "{exit}: {}", run.report());
     sequence.check(&pass_lines(&run.lines()), 6);
     bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
@@ -55,7 +64,8 @@ fn goes_on(bench: &Bench, checkpoint: &str, options: &[&str], sequence: &mut Pas
     assert!(first.n > 3, "the restored payload began anew: {first:?}");
     restored.say("r");
     restored.wait_for("KF READY");
-    let at = restored.lines().iter().position(|l| l.contains("KF READY")).expect("the line just seen");
+    let at =
+        restored.lines().iter().position(|l| l.contains("KF READY")).expect("the line just seen");
     wait_for_passes(&mut restored, at, 3);
     assert_eq!(sequence.check(&pass_lines(&restored.lines()[at..]), 3).n, 1);
 }
@@ -136,7 +146,11 @@ fn a_killed_engine_leaves_the_guest_running() {
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
         let _ = rustix::process::kill_process(qemu, Signal::KILL);
-        assert!(pass_lines(&run.lines()).len() >= before + 3, "the guest stands still; {}", run.report());
+        assert!(
+            pass_lines(&run.lines()).len() >= before + 3,
+            "the guest stands still; {}",
+            run.report()
+        );
         sequence.check(&pass_lines(&run.lines()), 3);
         bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
         goes_on(&bench, "latest", &[], &mut sequence);
@@ -146,10 +160,19 @@ fn a_killed_engine_leaves_the_guest_running() {
 /// The processor that this machine's KVM and TCG both have whole. Some KVMs lack SSE3.
 const PROCESSOR: [&str; 2] = ["-cpu", "qemu64,-pni"];
 
-/// A checkpoint taken under `from` goes on under `to`; then one of the original again, to show that it is unharmed.
-fn crosses(from: &'static str, to: &str, machine: &str, cpus: u32, qemu: &str, sequence: &mut PassSequence) {
+/// A checkpoint taken under `from` goes on under `to`; then one of the original again, to show that
+/// it is unharmed.
+fn crosses(
+    from: &'static str,
+    to: &str,
+    machine: &str,
+    cpus: u32,
+    qemu: &str,
+    sequence: &mut PassSequence,
+) {
     let bench = Bench::alone();
-    let boot = Boot { machine: machine.into(), cpus, qemu: qemu.into(), ..Boot::payload(from, DIRTY) };
+    let boot =
+        Boot { machine: machine.into(), cpus, qemu: qemu.into(), ..Boot::payload(from, DIRTY) };
     let boot = boot.with(&PROCESSOR);
     let id = checkpoints(&bench, &boot, &[], sequence);
     goes_on(&bench, &id, &["--accel", to], sequence);
@@ -196,12 +219,16 @@ fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
     let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR).with(&asked);
     let id = checkpoints(&bench, &boot, &[], &mut sequence);
     let store = bench.store();
-    bench.refused(&["restore", "--store", &store, &id, "--accel", "tcg"], 1, &["kvmclock", "kvm=off"]);
+    bench.refused(
+        &["restore", "--store", &store, &id, "--accel", "tcg"],
+        1,
+        &["kvmclock", "kvm=off"],
+    );
     goes_on(&bench, &id, &["--accel", "kvm"], &mut sequence);
 }
 
-/// What the guest's model has but its processor never had, the target may lack as well: TCG has no transactions, and some
-/// KVMs have none either.
+/// What the guest's model has but its processor never had, the target may lack as well: TCG has no
+/// transactions, and some KVMs have none either.
 #[test]
 fn what_the_guest_never_had_does_not_keep_it_from_moving() {
     if !has_kvm() {
@@ -234,8 +261,17 @@ fn a_host_without_kvm_is_told_of_tcg() {
     // Its own view of the file system, in which /dev/kvm is another device.
     let restore = bench.command(&["restore", "--store", &bench.store(), &id]);
     let mut command = std::process::Command::new("unshare");
-    command.args(["--mount", "sh", "-c", "mount --bind /dev/null /dev/kvm || exit 77; exec \"$@\"", "sh"]);
-    command.arg(restore.get_program()).args(restore.get_args()).env("XDG_RUNTIME_DIR", bench.path());
+    command.args([
+        "--mount",
+        "sh",
+        "-c",
+        "mount --bind /dev/null /dev/kvm || exit 77; exec \"$@\"",
+        "sh",
+    ]);
+    command
+        .arg(restore.get_program())
+        .args(restore.get_args())
+        .env("XDG_RUNTIME_DIR", bench.path());
     let mut without = Process::start(command);
     let code = without.wait().code();
     if code == Some(77) || without.errors().starts_with("unshare:") {
@@ -246,7 +282,8 @@ fn a_host_without_kvm_is_told_of_tcg() {
     without.wait_for_error("--accel tcg");
 }
 
-/// Where this machine's KVM has less than TCG's processor, a guest that may use that does not come to KVM.
+/// Where this machine's KVM has less than TCG's processor, a guest that may use that does not come
+/// to KVM.
 #[test]
 fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
     if !has_kvm() {
@@ -254,7 +291,8 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
     }
     let mut sequence = sequence();
     let bench = Bench::alone();
-    // TCG has it, and no KVM shows it to a guest by this name's default model unless the host has it too.
+    // TCG has it, and no KVM shows it to a guest by this name's default model unless the host has
+    // it too.
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,+pni,+3dnow"]);
     let id = checkpoints(&bench, &boot, &[], &mut sequence);
     let host = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -263,11 +301,16 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
         return;
     }
     let store = bench.store();
-    bench.refused(&["restore", "--store", &store, &id, "--accel", "kvm"], 1, &["3dnow", "started without"]);
+    bench.refused(
+        &["restore", "--store", &store, &id, "--accel", "kvm"],
+        1,
+        &["3dnow", "started without"],
+    );
     goes_on(&bench, &id, &["--accel", "tcg"], &mut sequence);
 }
 
-/// A run under KVM is looked into afterwards: each interval is simulated, and goes on where its checkpoint stood.
+/// A run under KVM is looked into afterwards: each interval is simulated, and goes on where its
+/// checkpoint stood.
 #[test]
 fn what_was_captured_under_kvm_is_simulated_under_tcg() {
     if !has_kvm() {
@@ -281,19 +324,32 @@ fn what_was_captured_under_kvm_is_simulated_under_tcg() {
         assert!(run.wait().success(), "{}", run.report());
         let store = bench.store();
         let analyze = |out: &str, more: &[&str]| {
-            let mut args =
-                vec!["analyze", &*store, "--approximate", "--tool", "icount", "--out", out, "--json"];
+            let mut args = vec![
+                "analyze",
+                &*store,
+                "--approximate",
+                "--tool",
+                "icount",
+                "--out",
+                out,
+                "--json",
+            ];
             args.extend(more);
             bench.json(&args)
         };
         let report = analyze("A", &[]);
-        assert_eq!((&report["is_approximate"], &report["instructions"]), (&Value::Bool(true), &Value::Null));
+        assert_eq!(
+            (&report["is_approximate"], &report["instructions"]),
+            (&Value::Bool(true), &Value::Null)
+        );
         assert_eq!(report["intervals"].as_array().map(Vec::len), Some(4), "{report:#}");
         let table = std::fs::read_to_string(bench.path().join("A/icount.csv")).expect("its table");
-        let ran =
-            |line: &str| line.split(',').nth(2).and_then(|cell| cell.parse::<u64>().ok()).expect("a number");
+        let ran = |line: &str| {
+            line.split(',').nth(2).and_then(|cell| cell.parse::<u64>().ok()).expect("a number")
+        };
         let ran: Vec<u64> = table.lines().skip(1).map(ran).collect();
-        // The first one has the boot. Had its clock stood still, a guest would wait for it and do nothing.
+        // The first one has the boot. Had its clock stood still, a guest would wait for it and do
+        // nothing.
         let least = ran[1..].iter().min().expect("intervals");
         assert!(*least > 20_000, "{table}");
         assert!(
@@ -305,7 +361,16 @@ fn what_was_captured_under_kvm_is_simulated_under_tcg() {
         let part = analyze("B", &["--from", "2", "--to", "4"]);
         assert_eq!(part["intervals"].as_array().map(Vec::len), Some(2), "{part:#}");
         bench.refused(
-            &["analyze", &store, "--approximate", "--tool", "icount", "--out", "C", "--check-sequential"],
+            &[
+                "analyze",
+                &store,
+                "--approximate",
+                "--tool",
+                "icount",
+                "--out",
+                "C",
+                "--check-sequential",
+            ],
             2,
             &["--approximate"],
         );

@@ -1,11 +1,12 @@
-//! Lazy restores: the VM that runs before its RAM is there is the checkpoint's, byte by byte, and never reads what has not
-//! come: not when the restore is killed, not when the store is damaged.
+//! Lazy restores: the VM that runs before its RAM is there is the checkpoint's, byte by byte, and
+//! never reads what has not come: not when the restore is killed, not when the store is damaged.
 
 use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
     Bench, Boot, PATIENCE, PassSequence, Process, Qemu, a_qemu, assert_no_errors,
-    assert_restores_exactly_with, audited, has_kvm, is_gone, number, pass_lines, restored_pid, until,
+    assert_restores_exactly_with, audited, has_kvm, is_gone, number, pass_lines, restored_pid,
+    until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -33,7 +34,8 @@ fn wait_for_lines(vm: &mut Process, more: usize) {
     assert!(grown.is_some(), "the restored guest is silent; {}", vm.report());
 }
 
-/// What the restore says in numbers: pages that the VM waited for, and that it was expected to touch first.
+/// What the restore says in numbers: pages that the VM waited for, and that it was expected to
+/// touch first.
 fn told(restored: &Process) -> (u64, u64) {
     let said = restored.errors();
     let number = |from: &str| {
@@ -68,7 +70,8 @@ fn a_checkpoint_is_restored_exactly_whoever_is_killed() {
     }
 }
 
-/// Without a working set (the next checkpoint is the guess), with one, with a damaged one, and without its folder.
+/// Without a working set (the next checkpoint is the guess), with one, with a damaged one, and
+/// without its folder.
 fn goes_on(bench: &Bench, id: &str) {
     let _ = std::fs::remove_dir_all(bench.path().join("store/worksets"));
     let set = bench.path().join(format!("store/worksets/{id:0>10}.wset"));
@@ -83,7 +86,12 @@ fn goes_on(bench: &Bench, id: &str) {
         restored.wait_for_error(RESIDENT);
         let (waited, expected) = told(&restored);
         if round == 1 {
-            assert_eq!(expected, touched, "all that it touched, and nothing else; {}", restored.report());
+            assert_eq!(
+                expected,
+                touched,
+                "all that it touched, and nothing else; {}",
+                restored.report()
+            );
         } else {
             assert!(expected > 0, "no guess from the next checkpoint; {}", restored.report());
         }
@@ -123,7 +131,8 @@ fn under_kvm_it_goes_on_exactly() {
     }
 }
 
-/// At any instant, until all is there: QEMU ends with the restore, and until then the guest found nothing wrong.
+/// At any instant, until all is there: QEMU ends with the restore, and until then the guest found
+/// nothing wrong.
 fn restore_is_killed(bench: &Bench, id: &str) {
     let mut caught = 0;
     for kill in 0..30_u64 {
@@ -178,10 +187,12 @@ fn qemu_is_killed(bench: &Bench, id: &str) {
     }
 }
 
-/// Flips bytes in the middle half of each pack; the same bytes at the same `shift` again are whole again.
+/// Flips bytes in the middle half of each pack; the same bytes at the same `shift` again are whole
+/// again.
 fn damage(bench: &Bench, shift: u64) {
     for pack in std::fs::read_dir(bench.path().join("store/packs")).unwrap() {
-        let file = std::fs::File::options().read(true).write(true).open(pack.unwrap().path()).unwrap();
+        let file =
+            std::fs::File::options().read(true).write(true).open(pack.unwrap().path()).unwrap();
         let len = file.metadata().unwrap().len();
         // So many, as pages that were written again before the seal are in no checkpoint.
         for at in (12..36).map(|step| len / 48 * step + shift) {
@@ -192,7 +203,8 @@ fn damage(bench: &Bench, shift: u64) {
     }
 }
 
-/// The VM runs as long as it does not need a page that cannot be read, and is ended, not deceived, when it does.
+/// The VM runs as long as it does not need a page that cannot be read, and is ended, not deceived,
+/// when it does.
 #[test]
 fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     let bench = Bench::new();
@@ -210,7 +222,8 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
         damage(&bench, shift);
         let mut restored = bench.restore(&first, &["--lazy", "--paused", "--", "-qmp", &monitor]);
         let stands = restored.wait_until(|p| p.errors().contains("is paused after").then_some(()));
-        // Devices need pages before the VM is there: such a one has to be among those that are whole.
+        // Devices need pages before the VM is there: such a one has to be among those that are
+        // whole.
         stands.map(|()| restored).or_else(|| {
             damage(&bench, shift);
             None
@@ -228,7 +241,10 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     // Needing every page of it: reading it waits for each as the guest would.
     let process = keyframe_kernel::Process::open(pid).unwrap();
     let mut all = vec![0; main.block.total_bytes as usize];
-    assert!(read_memory(&process, main.host, &mut all).is_err(), "a page that cannot be read was read");
+    assert!(
+        read_memory(&process, main.host, &mut all).is_err(),
+        "a page that cannot be read was read"
+    );
     assert_eq!(restored.wait().code(), Some(1), "{}", restored.report());
     assert!(is_gone(pid));
     let said = restored.errors();
@@ -241,7 +257,10 @@ fn lost_packs(bench: &Bench, id: &str) {
     for pack in std::fs::read_dir(bench.path().join("store/packs")).unwrap() {
         std::fs::remove_file(pack.unwrap().path()).unwrap();
     }
-    let text =
-        bench.refused(&["restore", "--store", &bench.store(), id, "--lazy"], 1, &["the pack is missing"]);
+    let text = bench.refused(
+        &["restore", "--store", &bench.store(), id, "--lazy"],
+        1,
+        &["the pack is missing"],
+    );
     assert!(text.contains("fix:"), "{text}");
 }

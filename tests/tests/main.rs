@@ -1,6 +1,8 @@
-//! Every end-to-end test, in one program: it is linked once, and tests of all files share the threads of one runner.
+//! Every end-to-end test, in one program: it is linked once, and tests of all files share the
+//! threads of one runner.
 //!
-//! A new file is one line below. `cargo test -p keyframe-tests --test end_to_end FILE::` runs the tests of one.
+//! A new file is one line below. `cargo test -p keyframe-tests --test end_to_end FILE::` runs the
+//! tests of one.
 
 mod attach;
 mod attach_disks;

@@ -1,4 +1,5 @@
-//! The main job on every supported machine and QEMU: run, restore from the middle, go on exactly, reboot.
+//! The main job on every supported machine and QEMU: run, restore from the middle, go on exactly,
+//! reboot.
 
 use keyframe_tests::{Bench, Boot, Process, Qemu, Sequence, a_qemu, hash_lines, number, qemus};
 
@@ -13,7 +14,8 @@ fn wait_for_hashes(vm: &mut Process, skip: usize, more: usize) {
 
 fn round_trip(boot: &Boot) {
     let bench = Bench::new();
-    let mut run = bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
+    let mut run =
+        bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for("KF READY");
     let mark = bench.list().len();
     let taken = run.wait_until(|_| (bench.list().len() >= mark + 6).then_some(()));

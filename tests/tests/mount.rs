@@ -1,4 +1,5 @@
-//! The store as files: the same bytes as an export, checkpoints of a live run as they come, and ends of every kind.
+//! The store as files: the same bytes as an export, checkpoints of a live run as they come, and
+//! ends of every kind.
 
 use crate::commit;
 use crate::group;
@@ -33,8 +34,9 @@ impl Mounted {
 
     fn names(&self, directory: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.path(directory)).expect("list a directory");
-        let mut names: Vec<String> =
-            entries.map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+        let mut names: Vec<String> = entries
+            .map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned())
+            .collect();
         names.sort();
         names
     }
@@ -88,7 +90,10 @@ fn files_are_what_show_and_export_give() {
     }
     assert!(std::fs::read(mounted.path("2/device.state")).unwrap().starts_with(b"QEVM"));
     for absent in ["4", "02", "nothing", "2/disk-a.raw"] {
-        assert_eq!(std::fs::metadata(mounted.path(absent)).unwrap_err().kind(), std::io::ErrorKind::NotFound);
+        assert_eq!(
+            std::fs::metadata(mounted.path(absent)).unwrap_err().kind(),
+            std::io::ErrorKind::NotFound
+        );
     }
     assert!(
         File::create(mounted.path("2/new")).is_err()
@@ -105,7 +110,8 @@ fn files_are_what_show_and_export_give() {
 #[test]
 fn a_group_has_a_directory_for_each_member() {
     let bench = Bench::new();
-    let mut run = group::start(&bench, &["--interval", "300ms", "--count", "2"], &group::hashing(&bench));
+    let mut run =
+        group::start(&bench, &["--interval", "300ms", "--count", "2"], &group::hashing(&bench));
     assert!(run.wait().success(), "{}", run.report());
     let store = bench.store();
     let mounted = Mounted::new(&bench);
@@ -124,12 +130,20 @@ fn a_group_has_a_directory_for_each_member() {
             assert!(seen == std::fs::read(bench.path().join(&name)).unwrap(), "{name} differs");
             images.push(seen);
         }
-        assert!(std::fs::read(mounted.path(&dir).join("device.state")).unwrap().starts_with(b"QEVM"));
+        assert!(
+            std::fs::read(mounted.path(&dir).join("device.state")).unwrap().starts_with(b"QEVM")
+        );
     }
     // The members boot on their own: each directory has the memory of its own VM.
-    assert!(images[0].len() == 96 << 20 && images[0] != images[2], "both members have the same memory");
+    assert!(
+        images[0].len() == 96 << 20 && images[0] != images[2],
+        "both members have the same memory"
+    );
     for absent in ["2/c", "2/ram.raw", "2/device.state", "2/a/info.json", "2/a/a"] {
-        assert_eq!(std::fs::metadata(mounted.path(absent)).unwrap_err().kind(), std::io::ErrorKind::NotFound);
+        assert_eq!(
+            std::fs::metadata(mounted.path(absent)).unwrap_err().kind(),
+            std::io::ErrorKind::NotFound
+        );
     }
 }
 
@@ -199,9 +213,14 @@ fn a_damaged_record_hurts_those_who_read_it() {
         }
     }
     assert!(!bad.is_empty() && bad.len() < 1000, "{} pages cannot be read", bad.len());
-    assert!(mounted.process.errors().contains("ram.raw of checkpoint 1"), "{}", mounted.process.report());
+    assert!(
+        mounted.process.errors().contains("ram.raw of checkpoint 1"),
+        "{}",
+        mounted.process.report()
+    );
     assert!(std::fs::read(mounted.path("1/device.state")).unwrap().starts_with(b"QEVM"));
-    let report = bench.run(&["export", "1", "--store", &bench.store(), "--format", "raw", "-o", "x"]);
+    let report =
+        bench.run(&["export", "1", "--store", &bench.store(), "--format", "raw", "-o", "x"]);
     assert_eq!(report.status.code(), Some(1));
     assert!(!bench.path().join("x").exists(), "half a file was left");
     assert_eq!(number(&bench.list()[2], "id"), 3);
@@ -219,11 +238,18 @@ fn disks_are_as_the_guest_had_them_and_an_error_once_their_image_has_changed() {
     let drive = virtio(&base, "raw");
     let taken = commit::three(&bench, &shell(&qemus()[0], &words(&drive)));
     let mounted = Mounted::new(&bench);
-    assert_eq!(mounted.names("1"), ["device.state", "disk-d.raw", "info.json", "ram.elf", "ram.raw"]);
+    assert_eq!(
+        mounted.names("1"),
+        ["device.state", "disk-d.raw", "info.json", "ram.elf", "ram.raw"]
+    );
     let disk = |id: &str| mounted.path(id).join("disk-d.raw");
     for (id, expected) in &taken {
         assert_eq!(disk(id).metadata().expect("the disk").len(), expected.len() as u64);
-        assert_same(&std::fs::read(disk(id)).expect("the disk"), expected, &format!("checkpoint {id}"));
+        assert_same(
+            &std::fs::read(disk(id)).expect("the disk"),
+            expected,
+            &format!("checkpoint {id}"),
+        );
     }
     // Here and there, over the ends of blocks, and behind the end.
     let (id, expected) = &taken[2];
@@ -246,12 +272,22 @@ fn disks_are_as_the_guest_had_them_and_an_error_once_their_image_has_changed() {
     assert_eq!(denied.raw_os_error(), Some(5), "{denied}");
     let why = info(&mounted, id)["disks"][0]["unreadable"].to_string();
     assert!(why.contains("disk.raw has changed"), "{why}");
-    assert!(mounted.process.errors().contains("disk-d.raw of checkpoint 3"), "{}", mounted.process.report());
-    assert!(std::fs::read(mounted.path("3/device.state")).expect("the devices").starts_with(b"QEVM"));
+    assert!(
+        mounted.process.errors().contains("disk-d.raw of checkpoint 3"),
+        "{}",
+        mounted.process.report()
+    );
+    assert!(
+        std::fs::read(mounted.path("3/device.state")).expect("the devices").starts_with(b"QEVM")
+    );
     assert_eq!(std::fs::read(mounted.path("3/ram.raw")).expect("the RAM").len(), 96 << 20);
     // As it was again.
     image.set_modified(modified).expect("touch the image");
-    assert_same(&std::fs::read(disk(id)).expect("the disk"), expected, "an image that was put back");
+    assert_same(
+        &std::fs::read(disk(id)).expect("the disk"),
+        expected,
+        "an image that was put back",
+    );
     assert!(info(&mounted, id)["disks"][0].get("unreadable").is_none());
     let away = bench.path().join("away.raw");
     std::fs::rename(&base, &away).expect("move the image");
@@ -295,16 +331,28 @@ fn disks_of_a_group_are_in_the_directories_of_its_members() {
         assert!(mounted.names(&format!("latest/{name}")).contains(&"disk-d.raw".to_owned()));
         let seen = std::fs::read(place.join("disk-d.raw")).expect("the disk");
         JournalImage::read(&place.join("disk-d.raw"), MIB).assert_whole_to(known, name);
-        let args =
-            ["export", "latest", "--store", &store, "--member", name, "--disk", "d", "-o", "x", "--force"];
+        let args = [
+            "export", "latest", "--store", &store, "--member", name, "--disk", "d", "-o", "x",
+            "--force",
+        ];
         bench.ok(&args);
         assert_same(&std::fs::read(bench.path().join("x")).expect("the export"), &seen, name);
         let full = format!("{name}/d");
-        bench.ok(&["commit", "--store", &store, "latest", "--disk", &full, "-o", &format!("{name}.new")]);
+        bench.ok(&[
+            "commit",
+            "--store",
+            &store,
+            "latest",
+            "--disk",
+            &full,
+            "-o",
+            &format!("{name}.new"),
+        ]);
         let new = bench.path().join(format!("{name}.new"));
         assert_same(&std::fs::read(new).expect("the image"), &seen, name);
     }
-    let both = ["a", "b"].map(|name| std::fs::read(mounted.path("latest").join(name).join("disk-d.raw")));
+    let both =
+        ["a", "b"].map(|name| std::fs::read(mounted.path("latest").join(name).join("disk-d.raw")));
     let [a, b] = both.map(|disk| disk.expect("the disk"));
     assert!(a != b, "both members have the same disk");
     let args = ["export", "latest", "--store", &store, "--disk", "d", "-o", "y"];

@@ -1,5 +1,5 @@
-//! The resource agent for Pacemaker (packaging/ocf/keyframe), each action as a cluster would call it, on two "hosts" of a network
-//! namespace: two run directories.
+//! The resource agent for Pacemaker (packaging/ocf/keyframe), each action as a cluster would call
+//! it, on two "hosts" of a network namespace: two run directories.
 
 use keyframe_bench::hosts::Host;
 use keyframe_tests::{Bench, Boot, keyframe, until};
@@ -28,7 +28,8 @@ impl Cluster {
         host.ok("ip link set lo up").expect("set the loopback interface up");
         let key = bench.path().join("KEY");
         std::fs::write(&key, "a key of this test's own").expect("write the key");
-        std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).expect("protect the key");
+        std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600))
+            .expect("protect the key");
         Self { bench, host }
     }
 
@@ -68,7 +69,11 @@ impl Cluster {
         command.env("OCF_RESKEY_CRM_meta_interval", "5000");
         command.envs(others.iter().map(|(name, value)| (format!("OCF_RESKEY_{name}"), value)));
         let output = command.output().expect("run the agent");
-        println!("{node} {action}: {:?} {}", output.status.code(), String::from_utf8_lossy(&output.stderr));
+        println!(
+            "{node} {action}: {:?} {}",
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr)
+        );
         output
     }
 
@@ -93,7 +98,8 @@ impl Cluster {
 
     fn qemus(&self) -> Vec<u32> {
         let is_qemu = |pid: &u32| {
-            std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.starts_with("qemu"))
+            std::fs::read_to_string(format!("/proc/{pid}/comm"))
+                .is_ok_and(|name| name.starts_with("qemu"))
         };
         self.host.pids().into_iter().filter(is_qemu).collect()
     }
@@ -131,7 +137,9 @@ fn a_cluster_starts_moves_and_stops_a_protected_vm() {
     // The promotion of a standby while the VM runs elsewhere is a switch-over, too.
     cluster.act("a", "promote", SUCCESS);
     cluster.act("a", "monitor", PROMOTED);
-    until("b is its standby again", || cluster.act_with("b", "monitor", &[]).status.code() == Some(SUCCESS));
+    until("b is its standby again", || {
+        cluster.act_with("b", "monitor", &[]).status.code() == Some(SUCCESS)
+    });
 
     for node in ["a", "b"] {
         cluster.act(node, "stop", SUCCESS);
@@ -173,10 +181,13 @@ fn what_is_stopped_does_not_run_even_where_its_engine_was_killed() {
     cluster.act("a", "start", SUCCESS);
     cluster.act("a", "promote", SUCCESS);
     let pid = cluster.bench.path().join("a/keyframe/vm/engine.pid");
-    let pid = std::fs::read_to_string(pid).expect("the engine's pid").trim().parse().expect("a pid");
+    let pid =
+        std::fs::read_to_string(pid).expect("the engine's pid").trim().parse().expect("a pid");
     let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill the engine");
-    until("the agent sees it", || cluster.act_with("a", "monitor", &[]).status.code() != Some(PROMOTED));
+    until("the agent sees it", || {
+        cluster.act_with("a", "monitor", &[]).status.code() != Some(PROMOTED)
+    });
     cluster.act("a", "stop", SUCCESS);
     assert_eq!(cluster.qemus(), [0; 0]);
     cluster.act("a", "monitor", NOT_RUNNING);
@@ -207,8 +218,9 @@ fn an_agent_says_what_it_is_and_what_it_lacks() {
 /// The tester of Debian's resource-agents.
 #[test]
 fn ocf_tester_finds_nothing() {
-    let Some(tester) =
-        ["/usr/sbin/ocf-tester", "/usr/bin/ocf-tester"].into_iter().find(|p| Path::new(p).is_file())
+    let Some(tester) = ["/usr/sbin/ocf-tester", "/usr/bin/ocf-tester"]
+        .into_iter()
+        .find(|p| Path::new(p).is_file())
     else {
         println!("skipped: no ocf-tester (apt-get install resource-agents libxml2-utils)");
         return;
@@ -218,11 +230,12 @@ fn ocf_tester_finds_nothing() {
     command.args(["-n", "vm"]);
     for (name, value) in cluster.parameters("a") {
         // It quotes values by itself, with the other quotes.
-        let value = if name == "peers" { "127.0.0.1:7431".into() } else { value.replace('\'', "\"") };
+        let value =
+            if name == "peers" { "127.0.0.1:7431".into() } else { value.replace('\'', "\"") };
         command.arg("-o").arg(format!("{name}={value}"));
     }
     let output = command.arg(agent()).output().expect("run ocf-tester");
-    let said =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("passed all tests"), "{said}");
 }

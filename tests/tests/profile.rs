@@ -1,4 +1,5 @@
-//! `profile` on real guests: counts within what is physically true, files that can be read, a VM that notices nothing.
+//! `profile` on real guests: counts within what is physically true, files that can be read, a VM
+//! that notices nothing.
 
 use keyframe_qemu::Qmp;
 use keyframe_tests::{Bench, Boot, PATIENCE, Process, a_qemu, children, number, until};
@@ -10,7 +11,8 @@ use std::time::Duration;
 
 const RATE: u64 = 20_000;
 const SET_MIB: u64 = 32;
-/// What a small guest's kernel and console may write beside the workload, in pages; far more than it does.
+/// What a small guest's kernel and console may write beside the workload, in pages; far more than
+/// it does.
 const OTHER_PAGES: u64 = 6000;
 
 /// A guest that writes to 32 MiB at 20,000 pages a second.
@@ -18,35 +20,52 @@ fn dirtying() -> Boot {
     Boot::new(&format!("dirty kf.rate={RATE} kf.mib={SET_MIB}"))
 }
 
-/// No epoch may hold more pages than there are in the working set, nor more than were written in its time.
+/// No epoch may hold more pages than there are in the working set, nor more than were written in
+/// its time.
 fn check_curve(curve: &Value, lengths_ms: &[u64]) {
     let rows = curve["rows"].as_array().unwrap();
     let lengths: Vec<u64> = rows.iter().map(|r| number(r, "epoch_ns") / 1_000_000).collect();
     assert_eq!(lengths, lengths_ms);
     for row in rows {
         let pages = |key: &str| row["pages"][key].as_f64().unwrap();
-        let (least, mean, most) = (number(&row["pages"], "min"), pages("mean"), number(&row["pages"], "max"));
+        let (least, mean, most) =
+            (number(&row["pages"], "min"), pages("mean"), number(&row["pages"], "max"));
         assert!(least as f64 <= mean && mean <= most as f64, "{row}");
-        assert!(number(&row["measured_ns"], "min") >= number(row, "epoch_ns"), "shorter than asked: {row}");
+        assert!(
+            number(&row["measured_ns"], "min") >= number(row, "epoch_ns"),
+            "shorter than asked: {row}"
+        );
         assert!(most <= SET_MIB * 256 + OTHER_PAGES, "more than the working set: {row}");
         // Held up, the workload makes up for 50 ms at most.
         let longest_ms = number(&row["measured_ns"], "max") / 1_000_000;
-        assert!(most <= RATE * (longest_ms + 100) / 1000 + OTHER_PAGES, "faster than it writes: {row}");
+        assert!(
+            most <= RATE * (longest_ms + 100) / 1000 + OTHER_PAGES,
+            "faster than it writes: {row}"
+        );
     }
     let mean = |row: &Value| row["pages"]["mean"].as_f64().unwrap();
     let (first, last) = (mean(&rows[0]), mean(rows.last().unwrap()));
-    assert!(last > 0.0 && last >= first, "{first} pages in the shortest epochs, {last} in the longest");
+    assert!(
+        last > 0.0 && last >= first,
+        "{first} pages in the shortest epochs, {last} in the longest"
+    );
 }
 
 /// How many filters of ours QEMU has.
 fn filters(qmp: &mut Qmp) -> usize {
     let objects = qmp.execute("qom-list", Some(json!({ "path": "/objects" }))).unwrap();
-    objects.as_array().unwrap().iter().filter(|o| o["name"].as_str().unwrap().contains("keyframe")).count()
+    objects
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|o| o["name"].as_str().unwrap().contains("keyframe"))
+        .count()
 }
 
 /// A plain QEMU with a monitor at `socket`, past its boot.
 fn plain(boot: &Boot, socket: &Path) -> Process {
-    let boot = boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
+    let boot =
+        boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
     let line = boot.command();
     let mut command = Command::new(&line[0]);
     command.args(&line[1..]);
@@ -55,13 +74,15 @@ fn plain(boot: &Boot, socket: &Path) -> Process {
     vm
 }
 
-/// The VM is as it was: not stopped, not traced, nothing tracked, no descriptor more, and its workload goes on.
+/// The VM is as it was: not stopped, not traced, nothing tracked, no descriptor more, and its
+/// workload goes on.
 fn check_untouched(vm: &mut Process, socket: &Path, descriptors: usize) {
     let proc = |file: &str| std::fs::read_to_string(format!("/proc/{}/{file}", vm.pid())).unwrap();
     let status = proc("status");
     assert!(status.contains("TracerPid:\t0\n"), "{status}");
     assert!(!status.contains("State:\tt") && !status.contains("State:\tT"), "{status}");
-    let tracked = |line: &str| line.starts_with("VmFlags:") && line.split(' ').any(|flag| flag == "uw");
+    let tracked =
+        |line: &str| line.starts_with("VmFlags:") && line.split(' ').any(|flag| flag == "uw");
     assert!(!proc("smaps").lines().any(tracked), "memory is still write-protected");
     // QEMU closes its end of the monitor when it next looks at it.
     until("QEMU has no more descriptors than before", || open_files(vm) == descriptors);
@@ -76,8 +97,8 @@ fn open_files(vm: &Process) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", vm.pid())).unwrap().count()
 }
 
-/// The one JSON object on the standard output of a `profile` that has ended. On a busy machine its last words take a while
-/// to be collected.
+/// The one JSON object on the standard output of a `profile` that has ended. On a busy machine its
+/// last words take a while to be collected.
 fn printed(run: &mut Process) -> Value {
     for _ in 0..400 {
         if let Ok(object) = serde_json::from_str(&run.lines().join("\n")) {
@@ -88,8 +109,8 @@ fn printed(run: &mut Process) -> Value {
     panic!("no JSON object in {:?}; {}", run.lines(), run.report());
 }
 
-/// Whether packets are dumped, which begins when QEMU has been attached to: before, QEMU runs our system call, and would
-/// not survive that we are killed.
+/// Whether packets are dumped, which begins when QEMU has been attached to: before, QEMU runs our
+/// system call, and would not survive that we are killed.
 fn has_dump(vm: &Process) -> bool {
     let files = std::fs::read_dir(format!("/proc/{}/fd", vm.pid())).unwrap();
     let target = |file: std::fs::DirEntry| std::fs::read_link(file.path()).unwrap_or_default();
@@ -100,9 +121,11 @@ fn has_dump(vm: &Process) -> bool {
 fn a_launched_vm_is_measured_and_ended() {
     let bench = Bench::without_store();
     let name = format!("profiled-{}", std::process::id());
-    let mut boot = dirtying().with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
+    let mut boot =
+        dirtying().with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
     boot.extra.extend(["-name".into(), name.clone(), "-smp".into(), "4,sockets=4".into()]);
-    let mut args = vec!["profile", "--json", "--epochs", "10ms,1s", "--samples", "3", "--vcpus", "1,2"];
+    let mut args =
+        vec!["profile", "--json", "--epochs", "10ms,1s", "--samples", "3", "--vcpus", "1,2"];
     args.extend(["--when", "KF READY", "--csv", "a.csv", "--plot", "a.svg", "--"]);
     let line = boot.command();
     args.extend(line.iter().map(String::as_str));
@@ -120,7 +143,10 @@ fn a_launched_vm_is_measured_and_ended() {
         check_curve(curve, &[10, 1000]);
         for row in curve["rows"].as_array().unwrap() {
             assert_eq!(number(row, "samples"), 3);
-            assert!(row["sectors"].is_null() && row["disk_writes"].is_null(), "a VM without disks: {row}");
+            assert!(
+                row["sectors"].is_null() && row["disk_writes"].is_null(),
+                "a VM without disks: {row}"
+            );
             assert!(number(&row["packets"], "max") < 10_000, "{row}");
         }
     }
@@ -141,10 +167,15 @@ fn a_launched_vm_is_measured_and_ended() {
     }
     assert!(!svg.contains("disk sectors"), "a chart of what was not measured");
 
-    let left = |e: &std::fs::DirEntry| e.file_name().to_string_lossy().starts_with("keyframe-profile");
-    assert!(!std::fs::read_dir(bench.path()).unwrap().flatten().any(|e| left(&e)), "a directory is left");
+    let left =
+        |e: &std::fs::DirEntry| e.file_name().to_string_lossy().starts_with("keyframe-profile");
+    assert!(
+        !std::fs::read_dir(bench.path()).unwrap().flatten().any(|e| left(&e)),
+        "a directory is left"
+    );
     let is_ours = |e: std::fs::DirEntry| {
-        std::fs::read(e.path().join("cmdline")).is_ok_and(|l| String::from_utf8_lossy(&l).contains(&name))
+        std::fs::read(e.path().join("cmdline"))
+            .is_ok_and(|l| String::from_utf8_lossy(&l).contains(&name))
     };
     assert!(!std::fs::read_dir("/proc").unwrap().flatten().any(is_ours), "a QEMU is left");
 }
@@ -155,7 +186,8 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::without_store();
         let socket = bench.path().join("qmp.sock");
-        let mut boot = dirtying().with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
+        let mut boot =
+            dirtying().with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
         boot.qemu = qemu.path;
         let mut vm = plain(&boot, &socket);
         let (pid, descriptors) = (vm.pid().to_string(), open_files(&vm));
@@ -172,13 +204,25 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         let with = ["--qmp", &socket_text, "--plot", "a.png", &pid];
         let inside = bench.json(&[&measured[..], &with[..]].concat());
         check_curve(&inside["curves"][0], &[10, 1000]);
-        assert!(number(&inside, "ram_bytes") > boot.mem_mib << 20, "video RAM and ROMs are RAM too");
+        assert!(
+            number(&inside, "ram_bytes") > boot.mem_mib << 20,
+            "video RAM and ROMs are RAM too"
+        );
         assert!(inside["curves"][0]["rows"][1]["packets"]["max"].is_u64(), "{inside}");
         assert!(std::fs::read(bench.path().join("a.png")).unwrap().starts_with(b"\x89PNG\r\n"));
         check_untouched(&mut vm, &socket, descriptors);
 
-        let args =
-            ["profile", "--json", "--epochs", "10ms", "--samples", "100000", "--qmp", &socket_text, &pid];
+        let args = [
+            "profile",
+            "--json",
+            "--epochs",
+            "10ms",
+            "--samples",
+            "100000",
+            "--qmp",
+            &socket_text,
+            &pid,
+        ];
         let mut run = Process::start(bench.command(&args));
         let begun = vm.wait_until(|v| has_dump(v).then_some(()));
         assert!(begun.is_some(), "no packets are dumped; {}", run.report());
@@ -187,7 +231,9 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         run.signal(Signal::INT);
         assert_eq!(run.wait().code(), Some(3), "{}", run.report());
         let found = printed(&mut run);
-        assert!(found["complete"] == false && number(&found["curves"][0]["rows"][0], "samples") > 0);
+        assert!(
+            found["complete"] == false && number(&found["curves"][0]["rows"][0], "samples") > 0
+        );
         check_untouched(&mut vm, &socket, descriptors);
 
         // Killed, it cannot clean up: the kernel ends the tracking, the next measuring the dump.
@@ -223,8 +269,17 @@ fn a_launched_vm_does_not_outlive_its_profile() {
 fn a_vm_that_ends_leaves_what_was_measured_by_then() {
     let bench = Bench::without_store();
     let boot = dirtying();
-    let mut args =
-        vec!["profile", "--json", "--epochs", "10ms", "--samples", "100000", "--when", "KF READY", "--"];
+    let mut args = vec![
+        "profile",
+        "--json",
+        "--epochs",
+        "10ms",
+        "--samples",
+        "100000",
+        "--when",
+        "KF READY",
+        "--",
+    ];
     let line = boot.command();
     args.extend(line.iter().map(String::as_str));
     let mut run = Process::start(bench.command(&args));
@@ -251,6 +306,10 @@ fn what_cannot_be_measured_is_refused_with_a_way_out() {
     let socket = bench.path().join("qmp.sock");
     let vm = plain(&dirtying(), &socket);
     // The monitor of one QEMU and the pid of another process.
-    bench.refused(&["profile", "--qmp", &socket.display().to_string(), &us], 1, &["fix:", "qmp.sock"]);
+    bench.refused(
+        &["profile", "--qmp", &socket.display().to_string(), &us],
+        1,
+        &["fix:", "qmp.sock"],
+    );
     drop(vm);
 }

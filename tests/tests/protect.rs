@@ -42,15 +42,22 @@ impl Pair {
 
     /// Either host's dashboard says that all is in order.
     fn on_the_dashboard(&self) {
-        for (host, role, state) in [("a", "primary", "protected"), ("b", "standby", "ready to take over")] {
+        for (host, role, state) in
+            [("a", "primary", "protected"), ("b", "standby", "ready to take over")]
+        {
             let mut command = self.bench.command(&["serve", "--http", "127.0.0.1:0", "--json"]);
             command.env("XDG_RUNTIME_DIR", self.hosts.run_folder(host));
             let mut server = Process::start(command);
-            let said: serde_json::Value = serde_json::from_str(&server.wait_for("\"http\"")).expect("JSON");
+            let said: serde_json::Value =
+                serde_json::from_str(&server.wait_for("\"http\"")).expect("JSON");
             let http = Http::at(said["http"].as_str().expect("an address"));
             let vms = http.get("/api/v1/vms").json();
             let told = &vms[0]["status"]["replication"];
-            assert_eq!((told["role"].as_str(), told["state"].as_str()), (Some(role), Some(state)), "{vms}");
+            assert_eq!(
+                (told["role"].as_str(), told["state"].as_str()),
+                (Some(role), Some(state)),
+                "{vms}"
+            );
             let metrics = http.get("/metrics").body;
             let of = |name: &str| {
                 let line = metrics
@@ -67,8 +74,11 @@ impl Pair {
     }
 
     fn fail_over(&self, from: &str) {
-        let over =
-            self.hosts.command(&self.bench, from, &["failover"]).output().expect("run keyframe failover");
+        let over = self
+            .hosts
+            .command(&self.bench, from, &["failover"])
+            .output()
+            .expect("run keyframe failover");
         assert!(over.status.success(), "{over:?}");
     }
 }
@@ -86,20 +96,24 @@ fn what_was_answered_survives_the_host_and_the_connection_goes_on() {
     let status = pair.status("b").expect("the standby's status");
     let seen = pair.client.end();
     let failover = seen.longest;
-    println!("{} entries, the longest answer {failover:?}, before that {:?}", seen.entries, before.longest);
+    println!(
+        "{} entries, the longest answer {failover:?}, before that {:?}",
+        seen.entries, before.longest
+    );
     assert_eq!((status["role"].as_str(), status["term"].as_u64()), (Some("primary"), Some(2)));
     // It goes by its name still, beside that of who took it over.
     let vm = status["protects"].as_str().expect("the VM's name");
-    let by_name = pair.hosts.command(&pair.bench, "b", &["status", "--name", vm, "--json"]).output();
+    let by_name =
+        pair.hosts.command(&pair.bench, "b", &["status", "--name", vm, "--json"]).output();
     let by_name = by_name.expect("run keyframe status");
     assert!(by_name.status.success(), "{by_name:?}");
 }
 
-/// Each epoch's RAM is hashed in the pause and at the standby; disks by the guest, whose blocks say what its memory says.
+/// Each epoch's RAM is hashed in the pause and at the standby; disks by the guest, whose blocks say
+/// what its memory says.
 #[test]
 fn a_standby_holds_exactly_what_the_vm_was_at_each_epoch() {
-    let work =
-        "ledger+dirty kf.ledger.dev=/dev/vda kf.ip=10.78.0.15 kf.ledger.dirty=400 kf.mib=24 kf.rate=20000";
+    let work = "ledger+dirty kf.ledger.dev=/dev/vda kf.ip=10.78.0.15 kf.ledger.dirty=400 kf.mib=24 kf.rate=20000";
     let mut pair = Pair::that_does(work, &["--verify", "--policy", "fixed:100ms"], &[]);
     let epochs = |pair: &Pair| pair.status("a").and_then(|r| r["epochs"].as_u64()).unwrap_or(0);
     let from = epochs(&pair);
@@ -164,7 +178,8 @@ fn what_cannot_be_protected_is_refused_with_the_way_out() {
     let standby = hosts.standby(&bench, "b", &["--key", "OTHER"]);
     vm.wait_for_error("same key file");
     drop(standby);
-    let command = hosts.command(&bench, "b", &["standby", "--listen", "10.78.0.2:7430", "--dir", "d"]);
+    let command =
+        hosts.command(&bench, "b", &["standby", "--listen", "10.78.0.2:7430", "--dir", "d"]);
     let _manual = Process::start(command);
     vm.wait_for_error("the primary is started with --witness");
     // Two would write over each other's disks.
@@ -204,7 +219,8 @@ fn a_vm_goes_over_and_back_without_loss_and_is_protected_again() {
 fn a_standby_that_was_cut_off_gets_what_differs() {
     let mut pair = Pair::new(&["--verify"], &[]);
     pair.client.go_on(20, &mut pair.a);
-    let sent = |pair: &Pair| pair.status("a").and_then(|r| r["all_wire_bytes"].as_u64()).unwrap_or(0);
+    let sent =
+        |pair: &Pair| pair.status("a").and_then(|r| r["all_wire_bytes"].as_u64()).unwrap_or(0);
     let first = sent(&pair);
 
     pair.hosts.cut("b", true);

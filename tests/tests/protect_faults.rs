@@ -1,4 +1,5 @@
-//! What befalls a protected VM: whatever it is, one host runs it, and nothing that a client was answered is taken back.
+//! What befalls a protected VM: whatever it is, one host runs it, and nothing that a client was
+//! answered is taken back.
 
 use keyframe_bench::hosts::{Rate, Way};
 use keyframe_tests::protection::Hosts;
@@ -37,14 +38,23 @@ fn an_engine_that_dies_takes_its_vm_with_it_and_the_standby_goes_on() {
 fn an_engine_that_stalls_has_its_vm_stopped_and_learns_that_it_is_deposed() {
     let mut trial = Trial::new(1, &[]);
     trial.signal("a", Signal::STOP);
-    // The guard's doing: the engine cannot. That it stands before the standby runs is looked at all the time.
+    // The guard's doing: the engine cannot. That it stands before the standby runs is looked at all
+    // the time.
     trial.until("the VM stands", |trial| trial.hosts.running_qemus("a") == 0);
     trial.until("the standby takes over", |trial| trial.said("b").contains("took over"));
     trial.go_on(10);
-    assert_eq!(trial.hosts.stopped_qemus("a"), 1, "stopped, since there is nobody who could end it");
+    assert_eq!(
+        trial.hosts.stopped_qemus("a"),
+        1,
+        "stopped, since there is nobody who could end it"
+    );
     trial.signal("a", Signal::CONT);
-    trial.until("the old one learns it", |trial| trial.said("a").contains("another host runs the VM"));
-    until("the old VM is gone", || trial.hosts.stopped_qemus("a") + trial.hosts.running_qemus("a") == 0);
+    trial.until("the old one learns it", |trial| {
+        trial.said("a").contains("another host runs the VM")
+    });
+    until("the old VM is gone", || {
+        trial.hosts.stopped_qemus("a") + trial.hosts.running_qemus("a") == 0
+    });
     trial.recover();
     assert_eq!((trial.failovers(), trial.primary()), (1, "b"));
     trial.end();
@@ -55,7 +65,9 @@ fn an_engine_that_stalls_has_its_vm_stopped_and_learns_that_it_is_deposed() {
 fn soak_a_vm_runs_on_while_its_standby_stalls_and_is_protected_afterwards() {
     let mut trial = Trial::new(1, &[]);
     trial.signal("b", Signal::STOP);
-    trial.until("the VM runs unprotected", |trial| trial.said("a").contains("the VM runs unprotected"));
+    trial.until("the VM runs unprotected", |trial| {
+        trial.said("a").contains("the VM runs unprotected")
+    });
     trial.go_on(10);
     trial.pass(Duration::from_secs(2));
     trial.go_on(10);
@@ -97,7 +109,10 @@ fn a_standby_without_room_says_so_and_the_vm_runs_on_unprotected() {
     hosts.b.kill_all();
     drop(standby);
     let mounts = std::fs::read_to_string("/proc/mounts").expect("the mounts");
-    assert!(!mounts.contains(&bench.path().display().to_string()), "a mount is left behind: {mounts}");
+    assert!(
+        !mounts.contains(&bench.path().display().to_string()),
+        "a mount is left behind: {mounts}"
+    );
 
     let mut next = hosts.standby(&bench, "b", &[]);
     hosts.until_protected(&bench, "a", &mut vm);
@@ -116,11 +131,17 @@ fn two_hosts_that_die_at_once_leave_a_standby_that_pretends_nothing() {
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(hosts.running_qemus("b"), 0, "{}", alone.report());
     let status = hosts.status(bench, "b").expect("its status");
-    assert_eq!((status["role"].as_str(), status["connected"].as_bool()), (Some("standby"), Some(false)));
+    assert_eq!(
+        (status["role"].as_str(), status["connected"].as_bool()),
+        (Some("standby"), Some(false))
+    );
     for words in [&["failover"][..], &["failover", "--force"]] {
         let output = hosts.command(bench, "b", words).output().expect("run keyframe failover");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains("no whole epoch"), "{words:?}: {output:?}");
+        assert!(
+            !output.status.success() && said.contains("no whole epoch"),
+            "{words:?}: {output:?}"
+        );
     }
     assert_eq!(hosts.running_qemus("b"), 0, "{}", alone.report());
 }
@@ -166,7 +187,8 @@ fn soak_a_second_way_tells_a_cut_link_from_a_dead_host() {
     hosts.add_second_path().expect("a second cable");
     let _witness = hosts.witness(&bench);
     let mut standby = hosts.standby(&bench, "b", &["--listen", "0.0.0.0:7430"]);
-    let mut vm = hosts.protect(&bench, &["--standby-beat", "10.79.0.2:7430"], &hosts.ledger(LEDGER));
+    let mut vm =
+        hosts.protect(&bench, &["--standby-beat", "10.79.0.2:7430"], &hosts.ledger(LEDGER));
     hosts.until_protected(&bench, "a", &mut vm);
     let client = hosts.client();
     // Longer than a host may be silent (2 s), shorter than the data path may be away.
@@ -200,8 +222,9 @@ fn soak_hosts_that_are_far_apart_hold_answers_for_so_long() {
         let over = Arc::new(AtomicBool::new(false));
         let (at, to) = ("10.78.0.3:7430", "10.78.0.2:7430");
         let ends = Arc::clone(&over);
-        let way =
-            move || relay(at.parse().expect("an address"), to.parse().expect("an address"), DELAY, &ends);
+        let way = move || {
+            relay(at.parse().expect("an address"), to.parse().expect("an address"), DELAY, &ends)
+        };
         let relay = hosts.c.inside(way).expect("enter a namespace");
         let mut vm = hosts.protect(&bench, &["--standby", at], &hosts.ledger(LEDGER));
         hosts.until_protected(&bench, "a", &mut vm);
@@ -233,7 +256,8 @@ fn soak_vms_with_several_vcpus_survive_their_host() {
     }
 }
 
-/// Faults drawn from `seed`, until there were so many, or so many failovers; how many failovers there were.
+/// Faults drawn from `seed`, until there were so many, or so many failovers; how many failovers
+/// there were.
 fn play(seed: u64, faults: usize) -> u32 {
     println!(
         "seed {seed}, again with: KEYFRAME_SEED={seed} cargo test -p keyframe-tests --test end_to_end faults_by_seed"
@@ -276,8 +300,8 @@ fn faults_by_seed() {
 fn soak_faults_by_seed_until_the_vm_has_changed_hosts_200_times() {
     let seeds = number("KEYFRAME_SEEDS").unwrap_or(1000);
     let mut failovers = 0;
-    for seed in
-        (number("KEYFRAME_SEED").unwrap_or(2)..).take(usize::try_from(seeds).expect("a number of seeds"))
+    for seed in (number("KEYFRAME_SEED").unwrap_or(2)..)
+        .take(usize::try_from(seeds).expect("a number of seeds"))
     {
         failovers += play(seed, 3 * FAULTS);
         println!("{failovers} failovers so far");

@@ -1,4 +1,5 @@
-//! Servers as users run them, in a protected VM: a client's one connection outlives the host, and no answer is taken back.
+//! Servers as users run them, in a protected VM: a client's one connection outlives the host, and
+//! no answer is taken back.
 
 use keyframe_tests::Bench;
 use keyframe_tests::protection::{GUEST, Hosts, Seen};
@@ -105,7 +106,8 @@ fn nginx(stream: &mut BufReader<TcpStream>, number: u64) -> Result<(), String> {
         if header.is_empty() {
             break;
         }
-        len = len.or(header.strip_prefix("content-length: ").and_then(|len| len.parse::<usize>().ok()));
+        len = len
+            .or(header.strip_prefix("content-length: ").and_then(|len| len.parse::<usize>().ok()));
     }
     let mut body = vec![0; len.ok_or("an answer without a length")?];
     stream.read_exact(&mut body).map_err(|e| format!("the connection broke: {e}"))?;
@@ -120,10 +122,15 @@ fn nginx(stream: &mut BufReader<TcpStream>, number: u64) -> Result<(), String> {
 }
 
 /// Protects the real guest that runs `server`, and kills its host under a client.
-fn survives(server: &str, port: u16, ask: fn(&mut BufReader<TcpStream>, u64) -> Result<(), String>) {
+fn survives(
+    server: &str,
+    port: u16,
+    ask: fn(&mut BufReader<TcpStream>, u64) -> Result<(), String>,
+) {
     let bench = Bench::without_store();
     let job = bench.path().join("job.sh");
-    let script = format!("#!/bin/bash\nip addr flush dev eth0\nip addr add {GUEST}/24 dev eth0\n{server}\n");
+    let script =
+        format!("#!/bin/bash\nip addr flush dev eth0\nip addr add {GUEST}/24 dev eth0\n{server}\n");
     std::fs::write(&job, script).expect("write the job");
     let run = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guests/real/run.sh");
     let mut command = Command::new(run);
@@ -156,7 +163,10 @@ fn survives(server: &str, port: u16, ask: fn(&mut BufReader<TcpStream>, u64) -> 
     client.go_on(ANSWERS, &mut standby);
     assert_eq!(hosts.running_qemus("b"), 1);
     let seen = client.end();
-    println!("{} exchanges, the longest {:?}, before the failure {before:?}", seen.entries, seen.longest);
+    println!(
+        "{} exchanges, the longest {:?}, before the failure {before:?}",
+        seen.entries, seen.longest
+    );
 }
 
 #[test]

@@ -1,8 +1,9 @@
-//! Recordings: every interval replays exactly, tools see in parallel what they see in one replay, and what goes wrong is told.
+//! Recordings: every interval replays exactly, tools see in parallel what they see in one replay,
+//! and what goes wrong is told.
 
 use keyframe_tests::{
-    Bench, Boot, Debugger, Process, a_qemu, children, differing_pages, disks, guest_dir, is_gone, live_ram,
-    number, stored_ram, until,
+    Bench, Boot, Debugger, Process, a_qemu, children, differing_pages, disks, guest_dir, is_gone,
+    live_ram, number, stored_ram, until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -92,16 +93,31 @@ fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
         ];
         let found = bench.json(&args);
         assert_eq!(found["equals_sequential"], true, "{found:#}");
-        bench.refused(&["analyze", "R", "--tool", "hot", "--out", "A"], 1, &["another analysis", "fix:"]);
-        let plan = bench.json(&["plan", "--from", "R", "--analysis", "A", "--nodes", "2", "--json"]);
-        assert_eq!(number(&plan["measured"], "intervals") as usize, intervals(&found).len(), "{plan:#}");
+        bench.refused(
+            &["analyze", "R", "--tool", "hot", "--out", "A"],
+            1,
+            &["another analysis", "fix:"],
+        );
+        let plan =
+            bench.json(&["plan", "--from", "R", "--analysis", "A", "--nodes", "2", "--json"]);
+        assert_eq!(
+            number(&plan["measured"], "intervals") as usize,
+            intervals(&found).len(),
+            "{plan:#}"
+        );
         assert!(number(&plan["measured"], "checkpoints") >= 9, "{plan:#}");
         assert!(plan["speed_up"].as_f64().is_some_and(|speed_up| speed_up > 0.0), "{plan:#}");
-        let cluster = ["--nodes", "1,2", "--simulate", "--network", "1Gbit", "--node-start", "1s", "--json"];
-        let plan = bench.json(&[&["plan", "--from", "R", "--analysis", "A"], &cluster[..]].concat());
+        let cluster =
+            ["--nodes", "1,2", "--simulate", "--network", "1Gbit", "--node-start", "1s", "--json"];
+        let plan =
+            bench.json(&[&["plan", "--from", "R", "--analysis", "A"], &cluster[..]].concat());
         let simulated = &plan["simulated"];
         assert_eq!(simulated["times"], "measured interval times", "{simulated:#}");
-        assert_eq!(number(simulated, "intervals") as usize, intervals(&found).len(), "{simulated:#}");
+        assert_eq!(
+            number(simulated, "intervals") as usize,
+            intervals(&found).len(),
+            "{simulated:#}"
+        );
         for row in simulated["table"].as_array().expect("a table") {
             let outcome = &row["outcome"];
             assert_eq!(
@@ -124,7 +140,8 @@ fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
     }
 }
 
-/// Main RAM of two backends, the CPU at the second: tools find pages and what stands in them in both.
+/// Main RAM of two backends, the CPU at the second: tools find pages and what stands in them in
+/// both.
 #[test]
 #[ignore = "make soak"]
 fn soak_tools_see_a_machine_of_two_nodes() {
@@ -150,8 +167,18 @@ fn soak_tools_see_a_machine_of_two_nodes() {
         let begin = number(&all[all.len() - 3], "begin").to_string();
         let analyzed = |tool: &str, argument: &str| {
             let out = format!("A-{tool}");
-            let args =
-                ["analyze", "R", "--tool", tool, "--tool-arg", argument, "--from", &begin, "--out", &out];
+            let args = [
+                "analyze",
+                "R",
+                "--tool",
+                tool,
+                "--tool-arg",
+                argument,
+                "--from",
+                &begin,
+                "--out",
+                &out,
+            ];
             let found = bench.json(&[&args[..], &["--check-sequential", "--json"]].concat());
             assert_eq!(found["equals_sequential"], true, "{found:#}");
             (found, bench.path().join(out))
@@ -166,7 +193,8 @@ fn soak_tools_see_a_machine_of_two_nodes() {
                 u64::from_str_radix(digits, 16).expect("an address")
             })
             .collect();
-        let in_node = |node: std::ops::Range<u64>| pages.iter().filter(|page| node.contains(page)).count();
+        let in_node =
+            |node: std::ops::Range<u64>| pages.iter().filter(|page| node.contains(page)).count();
         let (first, second) = (in_node(0..NODE_BYTES), in_node(NODE_BYTES..128 << 20));
         println!("{first} pages of node 0, {second} of node 1, of {}", pages.len());
         // What is no RAM (ROMs, the card's) lies above.
@@ -182,7 +210,8 @@ fn soak_tools_see_a_machine_of_two_nodes() {
     }
 }
 
-/// Media that the guest can only read are served as its disks are; the guest sees what it would see without, and each interval replays exactly.
+/// Media that the guest can only read are served as its disks are; the guest sees what it would see
+/// without, and each interval replays exactly.
 #[test]
 fn read_only_media_are_served_and_replay_exactly() {
     for qemu in a_qemu() {
@@ -207,8 +236,10 @@ fn read_only_media_are_served_and_replay_exactly() {
         let boot = guest(&qemu.path, "shell").with(&["-drive", &raw, "-drive", &packed]);
         let mut vm = record(&bench, &["--checkpoint-every", "500ms"], &boot);
         vm.wait_for("KF READY");
-        let line = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let served = children(vm.pid()).into_iter().filter(|pid| line(*pid).contains("media.sock")).count();
+        let line =
+            |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let served =
+            children(vm.pid()).into_iter().filter(|pid| line(*pid).contains("media.sock")).count();
         assert_eq!(served, 1, "QEMU's line names the server; {}", vm.report());
         // Whole sectors, as QEMU shows it.
         let mut padded = content.clone();
@@ -228,14 +259,26 @@ fn read_only_media_are_served_and_replay_exactly() {
         }
         let console = vm.lines();
         for disk in ["vda", "vdb"] {
-            assert!(console.iter().any(|line| line.contains(&format!("{sum}  {disk}"))), "{}", vm.report());
+            assert!(
+                console.iter().any(|line| line.contains(&format!("{sum}  {disk}"))),
+                "{}",
+                vm.report()
+            );
         }
         end_after(&bench, &mut vm, 4);
         let report = verified(&bench);
         assert!(intervals(&report).len() >= 3, "{report:#}");
         assert!(std::fs::read(bench.path().join("raw.img")).expect("read it again") == content);
-        let found =
-            bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--check-sequential", "--json"]);
+        let found = bench.json(&[
+            "analyze",
+            "R",
+            "--tool",
+            "icount",
+            "--out",
+            "A",
+            "--check-sequential",
+            "--json",
+        ]);
         assert_eq!(found["equals_sequential"], true, "{found:#}");
         std::fs::rename(image("packed.img"), image("away")).expect("move an image away");
         bench.refused(&["verify", "R"], 1, &["packed.img"]);
@@ -246,7 +289,8 @@ fn read_only_media_are_served_and_replay_exactly() {
     }
 }
 
-/// Three stages: the recording knows nothing of the checkpoints, a replay takes them, and each interval replays exactly.
+/// Three stages: the recording knows nothing of the checkpoints, a replay takes them, and each
+/// interval replays exactly.
 #[test]
 fn a_recording_without_checkpoints_is_cut_by_a_replay() {
     for qemu in a_qemu() {
@@ -277,25 +321,34 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
         assert_eq!(report["exact"], true, "{report:#}");
         let all = intervals(&report);
         assert!(all.len() >= 4 && all.len() == there.len(), "{report:#}");
-        assert_eq!((number(&all[0], "begin"), &report["instructions"]), (0, &all[all.len() - 1]["end"]));
+        assert_eq!(
+            (number(&all[0], "begin"), &report["instructions"]),
+            (0, &all[all.len() - 1]["end"])
+        );
         assert!(all.windows(2).all(|pair| pair[0]["end"] == pair[1]["begin"]));
         // Each lies where a replay can go on: there a VM has one state only.
         assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
 
-        // The console, put together from all intervals, is what the guest wrote while it was recorded.
-        let said: Vec<String> = vm.lines().iter().filter(|line| line.contains("journal")).cloned().collect();
+        // The console, put together from all intervals, is what the guest wrote while it was
+        // recorded.
+        let said: Vec<String> =
+            vm.lines().iter().filter(|line| line.contains("journal")).cloned().collect();
         let log = bench.json(&["log", "R", "--store", "S", "--marker", "journal", "--json"]);
         let lines = log["lines"].as_array().map_or(&[][..], Vec::as_slice);
         let texts: Vec<&str> = lines.iter().filter_map(|line| line["text"].as_str()).collect();
         assert!(
-            !said.is_empty() && texts == said.iter().map(|line| line.trim_end()).collect::<Vec<_>>(),
+            !said.is_empty()
+                && texts == said.iter().map(|line| line.trim_end()).collect::<Vec<_>>(),
             "{said:?} {log:#}"
         );
         assert!(
             lines.windows(2).all(|pair| number(&pair[0], "last") <= number(&pair[1], "first")),
             "{log:#}"
         );
-        assert_eq!(bench.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(), Some(1));
+        assert_eq!(
+            bench.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(),
+            Some(1)
+        );
         // One goes to a line of it.
         let (vm, told) = goto(&bench, &["--store", "S", "--marker", "journal"]);
         assert!(number(&told, "icount") > number(&lines[0], "last"), "behind it: {told:#}");
@@ -305,8 +358,8 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
     }
 }
 
-/// Three stages live: a second QEMU follows, and all checkpoints are there when the recording ends. Then one goes to any
-/// instruction, on from there, and back.
+/// Three stages live: a second QEMU follows, and all checkpoints are there when the recording ends.
+/// Then one goes to any instruction, on from there, and back.
 #[test]
 fn a_recording_is_followed_and_travelled_through() {
     for qemu in a_qemu() {
@@ -323,7 +376,11 @@ fn a_recording_is_followed_and_travelled_through() {
         assert!(all.len() >= 3, "{report:#}");
         // Each lies where a VM has one state only.
         assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
-        bench.refused(&["segment", "R", "--follow", "--every", "1s"], 1, &["not being recorded", "fix:"]);
+        bench.refused(
+            &["segment", "R", "--follow", "--every", "1s"],
+            1,
+            &["not being recorded", "fix:"],
+        );
 
         goes_to_a_checkpoint(&bench, &all[all.len() - 2]);
         moves_both_ways(&bench, number(&all[all.len() - 2], "begin") + 12_345);
@@ -354,16 +411,21 @@ fn goes_to_a_checkpoint(bench: &Bench, interval: &Value) {
     assert_eq!((told["icount"].to_string(), &told["is_ambiguous"]), (icount, &Value::Bool(false)));
     assert_eq!(told["checkpoint"], interval["checkpoint"], "from the one before it: {told:#}");
     let qemu = number(&told, "qemu_pid") as u32;
-    let (names, stored) = stored_ram(&bench.path().join("R/store"), number(interval, "compared_with"));
+    let (names, stored) =
+        stored_ram(&bench.path().join("R/store"), number(interval, "compared_with"));
     let live = live_ram(qemu, &qmp, &names);
     assert_eq!(differing_pages(&live, &stored), [0; 0]);
     let mapped = std::fs::read_to_string(format!("/proc/{qemu}/maps")).unwrap();
-    assert!(mapped.contains("/memfd:keyframe-wakeups"), "QEMU replays without what leaves out its wake-ups");
+    assert!(
+        mapped.contains("/memfd:keyframe-wakeups"),
+        "QEMU replays without what leaves out its wake-ups"
+    );
     ends_with_its_maker(vm, qemu);
     bench.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
 }
 
-/// A replay's QEMU is gone with Keyframe, even where that is killed: no terminal's end reaches one that leads a session.
+/// A replay's QEMU is gone with Keyframe, even where that is killed: no terminal's end reaches one
+/// that leads a session.
 fn ends_with_its_maker(mut vm: Process, qemu: u32) {
     assert!(!is_gone(qemu));
     vm.signal(Signal::KILL);
@@ -371,7 +433,8 @@ fn ends_with_its_maker(mut vm: Process, qemu: u32) {
     until("QEMU ends with its maker", || is_gone(qemu));
 }
 
-/// A debugger steps on and back, and meets breakpoints and writes in both directions where they are.
+/// A debugger steps on and back, and meets breakpoints and writes in both directions where they
+/// are.
 fn moves_both_ways(bench: &Bench, icount: u64) {
     let (mut vm, told) = goto(bench, &["--icount", &icount.to_string(), "--gdb", "0"]);
     let mut gdb = Debugger::attach(number(&told, "gdb") as u16);
@@ -395,7 +458,8 @@ fn moves_both_ways(bench: &Bench, icount: u64) {
     // What is recorded cannot be changed.
     assert_eq!(gdb.ask("P10=0000000000000000"), "E01");
 
-    // The writes to the top of the stack, as a replay of their own finds them: where a call or an interrupt writes to next.
+    // The writes to the top of the stack, as a replay of their own finds them: where a call or an
+    // interrupt writes to next.
     let (pc, stack) = (gdb.register(16), (gdb.register(7) & !15) - 8);
     let found = bench.json(&[
         "find",
@@ -468,19 +532,27 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
         let [only] = intervals(&report) else { panic!("one interval: {report:#}") };
         let end = number(only, "end");
         assert!(only["compared_with"].is_null() && end > 1_000_000, "{report:#}");
-        // Until QEMU ended, the guest ran some 12,000 more: no replay is sure to run them, so that none does. A tool sees all up to where
-        // nothing happened last. Instructions that an exception interrupts are counted twice.
+        // Until QEMU ended, the guest ran some 12,000 more: no replay is sure to run them, so that
+        // none does. A tool sees all up to where nothing happened last. Instructions that an
+        // exception interrupts are counted twice.
         let analysis = bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--json"]);
         let end = number(&analysis, "instructions");
-        assert!((number(only, "end") - 10..number(only, "end")).contains(&end), "{analysis:#} of {report:#}");
+        assert!(
+            (number(only, "end") - 10..number(only, "end")).contains(&end),
+            "{analysis:#} of {report:#}"
+        );
         let table = std::fs::read_to_string(bench.path().join("A/icount.csv")).expect("its table");
-        let ran: u64 =
-            table.lines().last().and_then(|row| row.split(',').nth(2)?.parse().ok()).expect("a count");
+        let ran: u64 = table
+            .lines()
+            .last()
+            .and_then(|row| row.split(',').nth(2)?.parse().ok())
+            .expect("a count");
         assert!((end..end + 6000).contains(&ran), "{ran} of {end} instructions");
 
         // The engine is killed, and then QEMU: the log lacks its head and its end.
         std::fs::rename(bench.path().join("R"), bench.path().join("R1")).expect("put it aside");
-        let mut vm = record(&bench, &["--checkpoint-every", "500ms"], &guest(&qemu.path, "compute"));
+        let mut vm =
+            record(&bench, &["--checkpoint-every", "500ms"], &guest(&qemu.path, "compute"));
         vm.wait_for("compute t=");
         let started = qemus(vm.pid());
         vm.signal(Signal::KILL);
@@ -500,18 +572,21 @@ fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
     }
 }
 
-/// `isa-debug-exit` has QEMU end within the guest's instruction, in the recording and in each replay of it.
+/// `isa-debug-exit` has QEMU end within the guest's instruction, in the recording and in each
+/// replay of it.
 #[test]
 fn a_recording_ends_before_the_instruction_within_which_its_qemu_ended() {
     // mov ecx, 0x2000000; again: mov [0x8000], ecx; dec ecx; jnz again; mov al, 16; out 0xf4, al
-    const COUNTS_AND_ENDS: &[u8] = b"\x66\xb9\0\0\0\x02\x66\x89\x0e\0\x80\x66\x49\x75\xf7\xb0\x10\xe6\xf4";
+    const COUNTS_AND_ENDS: &[u8] =
+        b"\x66\xb9\0\0\0\x02\x66\x89\x0e\0\x80\x66\x49\x75\xf7\xb0\x10\xe6\xf4";
     for qemu in a_qemu() {
         let bench = Bench::without_store();
         let mut image = COUNTS_AND_ENDS.to_vec();
         image.resize(1 << 20, 0);
         image[510..512].copy_from_slice(&[0x55, 0xaa]);
         std::fs::write(bench.path().join("boot.img"), image).expect("write an image");
-        let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", "200ms", "--"]);
+        let mut command =
+            bench.command(&["record", "--out", "R", "--checkpoint-every", "200ms", "--"]);
         command.args([&qemu.path, "-machine", "pc", "-m", "16M", "-nodefaults", "-no-user-config"]);
         command.args(["-display", "none", "-device", "isa-debug-exit,iobase=0xf4,iosize=1"]);
         command.args(["-drive", "file=boot.img,format=raw,readonly=on,if=virtio"]);
@@ -520,8 +595,16 @@ fn a_recording_ends_before_the_instruction_within_which_its_qemu_ended() {
         assert!(vm.errors().contains("QEMU ended with exit status: 33"), "{}", vm.report());
         let report = verified(&bench);
         assert!(number(&report, "instructions") > 3 << 25, "{report:#}");
-        let found =
-            bench.json(&["analyze", "R", "--tool", "icount", "--out", "A", "--check-sequential", "--json"]);
+        let found = bench.json(&[
+            "analyze",
+            "R",
+            "--tool",
+            "icount",
+            "--out",
+            "A",
+            "--check-sequential",
+            "--json",
+        ]);
         assert_eq!(found["equals_sequential"], true, "{found:#}");
     }
 }
@@ -538,7 +621,9 @@ fn what_cannot_be_recorded_or_replayed_is_refused() {
     let bench = Bench::without_store();
     let line = |extra: &[&str]| -> Vec<String> {
         let mut line: Vec<String> =
-            ["record", "--out", "R", "--", "qemu-system-x86_64", "-m", "64"].map(str::to_owned).into();
+            ["record", "--out", "R", "--", "qemu-system-x86_64", "-m", "64"]
+                .map(str::to_owned)
+                .into();
         line.extend(extra.iter().map(|word| (*word).to_owned()));
         line
     };
@@ -557,12 +642,19 @@ fn what_cannot_be_recorded_or_replayed_is_refused() {
     }
     // What a script adds is in no word that was given.
     let script = bench.path().join("vm.sh");
-    std::fs::write(&script, "#!/bin/sh\nexec qemu-system-x86_64 -nodefaults -m 64 -display none \"$@\"\n")
-        .expect("write a script");
+    std::fs::write(
+        &script,
+        "#!/bin/sh\nexec qemu-system-x86_64 -nodefaults -m 64 -display none \"$@\"\n",
+    )
+    .expect("write a script");
     std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .expect("make it one");
     let words = ["vm.sh adds -nodefaults", "QEMU's own line"];
-    bench.refused(&["record", "--out", "R", "--quiet", "--", &script.display().to_string()], 1, &words);
+    bench.refused(
+        &["record", "--out", "R", "--quiet", "--", &script.display().to_string()],
+        1,
+        &words,
+    );
     assert!(!bench.path().join("R").exists(), "something is left");
     bench.refused(&["verify", "R"], 1, &["no recording", "keyframe record"]);
     bench.refused(&["analyze", "R", "--tool", "nope", "--out", "A"], 1, &["nope", "icount"]);

@@ -1,12 +1,14 @@
-//! Recordings at length: of every kind and both QEMUs, with dozens of intervals, minutes or a large guest, each interval exact in
-//! RAM and on disks. All but a short one are for `make soak`: together they take half an hour.
+//! Recordings at length: of every kind and both QEMUs, with dozens of intervals, minutes or a large
+//! guest, each interval exact in RAM and on disks. All but a short one are for `make soak`:
+//! together they take half an hour.
 
 use keyframe_tests::{Bench, Boot, Process, Qemu, disks, echo, number, qemus};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::time::Duration;
 
-/// A recording: how long, with a checkpoint how often, and how many exact ends of intervals it must have at least.
+/// A recording: how long, with a checkpoint how often, and how many exact ends of intervals it must
+/// have at least.
 struct Length {
     runs: Duration,
     every: &'static str,
@@ -14,7 +16,8 @@ struct Length {
 }
 
 const SHORT: Length = Length { runs: Duration::from_secs(3), every: "500ms", compared_min: 4 };
-const INTERVALS: Length = Length { runs: Duration::from_secs(16), every: "400ms", compared_min: 30 };
+const INTERVALS: Length =
+    Length { runs: Duration::from_secs(16), every: "400ms", compared_min: 30 };
 const MINUTES: Length = Length { runs: Duration::from_mins(5), every: "5s", compared_min: 50 };
 
 fn guest(qemu: &Qemu, work: &str) -> Boot {
@@ -23,12 +26,14 @@ fn guest(qemu: &Qemu, work: &str) -> Boot {
 
 /// Records `boot` for so long once its guest is ready, and verifies all of it.
 fn exact_at_length(bench: &Bench, boot: &Boot, length: &Length) {
-    let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", length.every, "--"]);
+    let mut command =
+        bench.command(&["record", "--out", "R", "--checkpoint-every", length.every, "--"]);
     command.args(boot.command());
     let mut vm = Process::start(command);
     vm.wait_for("KF READY");
     std::thread::sleep(length.runs);
-    // A machine that is slow needs longer for them; what follows the last one is compared with none.
+    // A machine that is slow needs longer for them; what follows the last one is compared with
+    // none.
     let folder = bench.path().join("R/store/checkpoints");
     let there = || std::fs::read_dir(&folder).map_or(0, Iterator::count);
     let enough = vm.wait_until(|_| (there() >= length.compared_min + 2).then_some(()));

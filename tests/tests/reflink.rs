@@ -1,4 +1,5 @@
-//! `--disk reflink`: QEMU writes to its own images on btrfs and XFS, and each checkpoint has clones of them.
+//! `--disk reflink`: QEMU writes to its own images on btrfs and XFS, and each checkpoint has clones
+//! of them.
 
 use keyframe_tests::disks::{does, image_in, qemu_img, restored_disk, shell, take, virtio, words};
 use keyframe_tests::{Bench, Foreign, Process, number, qemus, until};
@@ -25,7 +26,9 @@ impl Mounted {
         for mut step in [make, mount] {
             let done = step.output();
             if !done.as_ref().is_ok_and(|output| output.status.success()) {
-                println!("skipped for {kind}: {step:?}: {done:?} (needs root, loop devices, mkfs.{kind})");
+                println!(
+                    "skipped for {kind}: {step:?}: {done:?} (needs root, loop devices, mkfs.{kind})"
+                );
                 return None;
             }
         }
@@ -36,7 +39,8 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         // Those who have it open may be on their way out.
-        let unmount = || Command::new("umount").arg(&self.dir).output().is_ok_and(|o| o.status.success());
+        let unmount =
+            || Command::new("umount").arg(&self.dir).output().is_ok_and(|o| o.status.success());
         for _ in 0..100 {
             if unmount() {
                 return;
@@ -94,7 +98,10 @@ fn each_checkpoint_has_a_clone_of_its_disk() {
         assert_eq!(clones(&mounted.dir), 3, "a clone for each checkpoint");
         let shown = bench.json(&["show", "--json", "--store", &bench.store(), &ids[1]]);
         assert_eq!(number(&shown["disks"][0], "written_blocks"), 0, "{shown}");
-        assert!(std::fs::read(&image).expect("the image") == expected(&before, 2), "QEMU wrote to its image");
+        assert!(
+            std::fs::read(&image).expect("the image") == expected(&before, 2),
+            "QEMU wrote to its image"
+        );
         for (steps, id) in ids.iter().enumerate() {
             assert!(restored_disk(&bench, id, &[]) == expected(&before, steps), "checkpoint {id}");
         }
@@ -135,8 +142,10 @@ fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
     assert!(restored_disk(&bench, &first, &[]) == expected(&before, 1), "the first checkpoint");
     assert!(restored_disk(&bench, &second, &[]) == expected(&before, 2), "the second checkpoint");
     // A clone that somebody takes away is missed.
-    let clone =
-        bench.list().last().expect("a checkpoint")["disks"][0]["base"].as_str().expect("a path").to_owned();
+    let clone = bench.list().last().expect("a checkpoint")["disks"][0]["base"]
+        .as_str()
+        .expect("a path")
+        .to_owned();
     std::fs::remove_file(&clone).expect("remove the clone");
     bench.refused(&["restore", "--store", &bench.store(), &second], 1, &[&clone, "put it back"]);
 }
@@ -146,7 +155,8 @@ fn a_checkpoint_that_fails_leaves_no_clone() {
     let bench = Bench::new();
     let Some(mounted) = Mounted::new(&bench, "btrfs") else { return };
     let drive = format!("file={},format=raw,if=virtio,id=d", image_in(&mounted.dir).display());
-    let options = ["--name", "guest", "--interval", "none", "--disk", "reflink", "--fault", "kill:sealing:2"];
+    let options =
+        ["--name", "guest", "--interval", "none", "--disk", "reflink", "--fault", "kill:sealing:2"];
     let mut run = bench.start(&options, &shell(&qemus()[0], &["-drive", &drive]));
     run.wait_for("KF READY");
     let qemu = keyframe_tests::Orphan::of(&bench, &mut run, "guest");

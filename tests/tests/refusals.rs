@@ -1,4 +1,5 @@
-//! Bad input and bad luck: each gets a clear error that names the fix, the right exit code, and loses nothing.
+//! Bad input and bad luck: each gets a clear error that names the fix, the right exit code, and
+//! loses nothing.
 
 use keyframe_tests::{Bench, Boot, guest_dir};
 use std::process::Command;
@@ -50,7 +51,8 @@ fn disks_that_cannot_be_served_are_refused_before_the_guest_runs() {
     let bench = Bench::new();
     let image = bench.path().join("disk.raw");
     std::fs::write(&image, vec![7; 1 << 20]).unwrap();
-    let drive = |options: &str| small().with(&["-drive", &format!("file={},{options}", image.display())]);
+    let drive =
+        |options: &str| small().with(&["-drive", &format!("file={},{options}", image.display())]);
     run_refused(
         &bench,
         &drive("format=vmdk,if=virtio"),
@@ -59,7 +61,12 @@ fn disks_that_cannot_be_served_are_refused_before_the_guest_runs() {
     );
     run_refused(&bench, &drive("format=raw,if=virtio,offset=512"), 1, &["offset", "fix:"]);
     run_refused(&bench, &drive("format=qcow2,if=virtio"), 1, &["disk.raw", "qcow2"]);
-    run_refused(&bench, &drive("format=raw,if=virtio,readonly=on,cache=none"), 1, &["direct", "cache"]);
+    run_refused(
+        &bench,
+        &drive("format=raw,if=virtio,readonly=on,cache=none"),
+        1,
+        &["direct", "cache"],
+    );
     let remote = small().with(&["-drive", "file=nbd://127.0.0.1:1/x,format=raw,if=virtio"]);
     run_refused(&bench, &remote, 1, &["nbd", "fix:"]);
     // Not a way in which disks are looked for: the audit finds it.
@@ -114,7 +121,8 @@ fn nothing_running_is_said() {
 /// A store with two checkpoints of a small VM.
 fn stored() -> Bench {
     let bench = Bench::new();
-    let mut run = bench.start(&["--interval", "500ms", "--count", "2", "--name", "guest"], &small());
+    let mut run =
+        bench.start(&["--interval", "500ms", "--count", "2", "--name", "guest"], &small());
     assert!(run.wait().success(), "{}", run.report());
     bench
 }
@@ -124,20 +132,36 @@ fn restores_that_cannot_be_right_are_refused() {
     let bench = stored();
     let store = bench.store();
     bench.refused(&["restore", "--store", &store, "99"], 1, &["99", "keyframe list"]);
-    bench.refused(&["restore", "--store", &store, "no-such-tag"], 1, &["no-such-tag", "keyframe list"]);
-    for extra in
-        [["-machine", "q35"], ["-m", "1G"], ["-smp", "2"], ["-device", "virtio-rng-pci"], ["-cpu", "max"]]
-    {
+    bench.refused(
+        &["restore", "--store", &store, "no-such-tag"],
+        1,
+        &["no-such-tag", "keyframe list"],
+    );
+    for extra in [
+        ["-machine", "q35"],
+        ["-m", "1G"],
+        ["-smp", "2"],
+        ["-device", "virtio-rng-pci"],
+        ["-cpu", "max"],
+    ] {
         let mut args = vec!["restore", "--store", &store, "latest", "--"];
         args.extend(extra);
         bench.refused(&args, 1, &[extra[0], "fix:"]);
     }
-    bench.refused(&["restore", "--store", &store, "latest", "--qemu", "/bin/true"], 1, &["/bin/true"]);
+    bench.refused(
+        &["restore", "--store", &store, "latest", "--qemu", "/bin/true"],
+        1,
+        &["/bin/true"],
+    );
     let Ok(ten) = std::env::var("KEYFRAME_QEMU10") else {
         println!("skipped: another QEMU version: KEYFRAME_QEMU10 names none");
         return;
     };
-    bench.refused(&["restore", "--store", &store, "latest", "--qemu", &ten], 1, &["7.2", "10.0", "fix:"]);
+    bench.refused(
+        &["restore", "--store", &store, "latest", "--qemu", &ten],
+        1,
+        &["7.2", "10.0", "fix:"],
+    );
 }
 
 #[test]
@@ -145,8 +169,12 @@ fn a_checkpoint_keeps_the_users_own_line() {
     let bench = stored();
     let store = bench.store();
     let shown = bench.json(&["show", "--json", "--store", &store, "latest"]);
-    let command: Vec<&str> =
-        shown["machine"]["user_command"].as_array().unwrap().iter().filter_map(|a| a.as_str()).collect();
+    let command: Vec<&str> = shown["machine"]["user_command"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|a| a.as_str())
+        .collect();
     assert!(command.contains(&"96M"), "the kept line is the user's own: {command:?}");
 }
 
@@ -193,13 +221,19 @@ fn a_damaged_store_names_what_is_hurt_and_still_gives_the_rest() {
     bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
 
     // One checkpoint's own file: the others are still listed.
-    let mut files: Vec<_> =
-        std::fs::read_dir(format!("{store}/checkpoints")).unwrap().map(|f| f.unwrap().path()).collect();
+    let mut files: Vec<_> = std::fs::read_dir(format!("{store}/checkpoints"))
+        .unwrap()
+        .map(|f| f.unwrap().path())
+        .collect();
     files.sort();
     let all = bench.list().len();
     std::fs::write(&files[0], b"KEYFRAME no more").unwrap();
     for command in ["list", "stats"] {
-        bench.refused(&[command, "--store", &store], 3, &["checkpoint 1 is left out", "keyframe check"]);
+        bench.refused(
+            &[command, "--store", &store],
+            3,
+            &["checkpoint 1 is left out", "keyframe check"],
+        );
     }
     let output = bench.run(&["list", "--json", "--store", &store]);
     let listed: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -212,7 +246,8 @@ fn a_store_of_a_later_version_is_left_alone() {
     let bench = Bench::new();
     let store = bench.store();
     let config = format!("{store}/store.json");
-    let text = std::fs::read_to_string(&config).unwrap().replace("\"version\": 1", "\"version\": 99");
+    let text =
+        std::fs::read_to_string(&config).unwrap().replace("\"version\": 1", "\"version\": 99");
     // Not damaged: whoever wrote it sealed it with its checksum.
     let covered = &text[..text.rfind("\"checksum\"").unwrap()].trim_end_matches(' ');
     let checksum = blake3::hash(covered.as_bytes()).to_hex();
@@ -232,7 +267,13 @@ fn a_user_without_the_right_to_trace_is_told_what_is_missing() {
     let binary = dir.path().join("keyframe");
     std::fs::copy(keyframe_tests::keyframe(), &binary).unwrap();
     let output = Command::new("setpriv")
-        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"])
+        .args([
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            "--inh-caps=-all",
+            "--bounding-set=-all",
+        ])
         .arg(&binary)
         .args(["doctor", "--json"])
         .env("XDG_RUNTIME_DIR", dir.path())
@@ -247,8 +288,11 @@ fn a_user_without_the_right_to_trace_is_told_what_is_missing() {
             assert!(item["fix"].as_str().is_some_and(|f| !f.is_empty()), "no fix for {item}");
         }
     }
-    let all =
-        report["items"].as_array().unwrap().iter().all(|i| i["available"] == true || i["required"] == false);
+    let all = report["items"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .all(|i| i["available"] == true || i["required"] == false);
     assert_eq!(report["ready"] == true, all);
     assert_eq!(output.status.success(), all);
 }

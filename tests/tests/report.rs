@@ -21,12 +21,15 @@ fn report(bench: &Bench, args: &[&str]) -> String {
 #[test]
 fn a_store_and_a_recording_are_reported() {
     let bench = Bench::new();
-    let mut vm = bench
-        .start(&["--interval", "200ms", "--count", "5", "--name", "web"], &Boot::new("scribble kf.mib=4"));
+    let mut vm = bench.start(
+        &["--interval", "200ms", "--count", "5", "--name", "web"],
+        &Boot::new("scribble kf.mib=4"),
+    );
     assert!(vm.wait().success(), "{}", vm.report());
     let html = report(&bench, &[&bench.store()]);
     let stats = bench.json(&["stats", "--json", "--store", &bench.store()]);
-    let longest = bench.list().iter().map(|one| number(one, "dirty_pages")).max().expect("checkpoints");
+    let longest =
+        bench.list().iter().map(|one| number(one, "dirty_pages")).max().expect("checkpoints");
     for word in [
         "VM web",
         "Pauses by phase",
@@ -54,7 +57,9 @@ fn recorded(bench: &Bench) {
     assert!(vm.wait().success(), "{}", vm.report());
     bench.ok(&["analyze", "R", "--tool", "icount", "--out", "O"]);
     let html = report(bench, &["R", "--analysis", "O"]);
-    for word in ["Instructions of each interval", "Analysis icount", "From checkpoint", "Pauses by phase"] {
+    for word in
+        ["Instructions of each interval", "Analysis icount", "From checkpoint", "Pauses by phase"]
+    {
         assert!(html.contains(word), "no {word:?} in the report");
     }
     let args = ["serve", "--recordings", ".", "--analysis", "O", "--http", "127.0.0.1:0", "--json"];
@@ -63,7 +68,8 @@ fn recorded(bench: &Bench) {
     let http = Http::at(said["http"].as_str().expect("an address"));
     let all = http.get("/api/v1/recordings").json();
     let shown = &all["recordings"][0];
-    let meta = std::fs::read_to_string(bench.path().join("R/recording.json")).expect("recording.json");
+    let meta =
+        std::fs::read_to_string(bench.path().join("R/recording.json")).expect("recording.json");
     let meta: Value = serde_json::from_str(&meta).expect("JSON");
     assert_eq!((&shown["id"], &shown["instructions"]), (&meta["id"], &meta["instructions"]));
     let intervals = number(shown, "intervals");
@@ -73,7 +79,11 @@ fn recorded(bench: &Bench) {
         .iter()
         .map(|one| number(one, "end_icount") - number(one, "from_icount"))
         .sum();
-    assert_eq!(instructions, number(&meta, "instructions"), "intervals cover the recording: {shown:#}");
+    assert_eq!(
+        instructions,
+        number(&meta, "instructions"),
+        "intervals cover the recording: {shown:#}"
+    );
     let analysis = &shown["analyses"][0];
     assert!(intervals >= 3 && number(analysis, "failed") == 0, "{shown:#}");
     assert_eq!(number(analysis, "done"), number(analysis, "intervals"), "{analysis:#}");

@@ -1,16 +1,16 @@
-//! `keyframe rollback`: the running VM becomes what it was, byte for byte, in the same QEMU; and where it cannot, it runs on
-//! as it was.
+//! `keyframe rollback`: the running VM becomes what it was, byte for byte, in the same QEMU; and
+//! where it cannot, it runs on as it was.
 
 use keyframe_tests::{
-    Bench, Boot, HashLine, PATIENCE, Process, Qemu, Sequence, a_qemu, assert_no_errors, differing_pages,
-    hash_lines, live_ram, number, qemus, until,
+    Bench, Boot, HashLine, PATIENCE, Process, Qemu, Sequence, a_qemu, assert_no_errors,
+    differing_pages, hash_lines, live_ram, number, qemus, until,
 };
 use std::path::PathBuf;
 
 fn hashing(bench: &Bench, qemu: &Qemu) -> (Boot, PathBuf) {
     let monitor = bench.path().join("own.sock");
-    let mut boot =
-        Boot::new("hash").with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+    let mut boot = Boot::new("hash")
+        .with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
     boot.qemu.clone_from(&qemu.path);
     boot.mem_mib = 96;
     (boot, monitor)
@@ -46,7 +46,8 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
     for qemu in a_qemu() {
         let bench = Bench::new();
         let (boot, monitor) = hashing(&bench, &qemu);
-        let mut run = bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
+        let mut run =
+            bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
         run.wait_for("KF READY");
         grow(&mut run, 4);
         let target_id = number(bench.list().last().unwrap(), "id");
@@ -63,7 +64,8 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         grow(&mut run, 6);
         assert_eq!(pid_and_state(&bench), (pid, "running".into()), "the same QEMU");
 
-        // What stands there is the target, devices and RAM, to the last byte: frozen at once behind a rollback.
+        // What stands there is the target, devices and RAM, to the last byte: frozen at once behind
+        // a rollback.
         let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
         own.stop().unwrap();
         drop(own);
@@ -72,11 +74,15 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         assert_eq!(done["runs"], false, "a VM that stood is left standing");
         let shown = bench.json(&["show", "--json", "--store", &bench.store(), &good]);
         let blocks = shown["ram"].as_array().unwrap();
-        let names: Vec<String> = blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
+        let names: Vec<String> =
+            blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
         let live = live_ram(pid as u32, &monitor, &names);
         let raw = |id: u64| bench.path().join(format!("audit/{id}.ram"));
         let after = std::fs::read(raw(number(&done, "now"))).unwrap();
-        assert!(differing_pages(&live, &after).is_empty(), "the VM is what the checkpoint behind says");
+        assert!(
+            differing_pages(&live, &after).is_empty(),
+            "the VM is what the checkpoint behind says"
+        );
         let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
         own.cont().unwrap();
         drop(own);
@@ -96,7 +102,8 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         let (least, most) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
         assert!(most - least <= 1, "one instant, each time: {firsts:?}");
 
-        // The lineage: what came behind a rollback grew from its target, and what was before is there.
+        // The lineage: what came behind a rollback grew from its target, and what was before is
+        // there.
         let list = bench.list();
         let entry = |id: u64| list.iter().find(|e| number(e, "id") == id).unwrap();
         for (before, now) in befores {
@@ -114,7 +121,8 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
     }
 }
 
-/// Half way through QEMU finds devices that it does not have: the VM becomes again what it was, and has missed nothing.
+/// Half way through QEMU finds devices that it does not have: the VM becomes again what it was, and
+/// has missed nothing.
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
     let mut sequence = Sequence::new(16);
@@ -163,7 +171,11 @@ fn what_cannot_be_is_refused_before_the_vm_is_touched() {
     let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
     run.wait_for("KF READY");
     let before = bench.list().len();
-    bench.refused(&["rollback", "small"], 1, &["another machine's", "RAM blocks", "keyframe restore"]);
+    bench.refused(
+        &["rollback", "small"],
+        1,
+        &["another machine's", "RAM blocks", "keyframe restore"],
+    );
     bench.refused(&["rollback", "77"], 1, &["77"]);
     assert_eq!(bench.list().len(), before, "nothing was taken for a rollback that could not be");
     grow(&mut run, 3);

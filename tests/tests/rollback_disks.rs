@@ -1,12 +1,13 @@
-//! `keyframe rollback` of a VM with a disk: RAM and disk go back together, or neither does, whoever is killed.
+//! `keyframe rollback` of a VM with a disk: RAM and disk go back together, or neither does, whoever
+//! is killed.
 
 use keyframe_tests::disks::{copy, socket_of};
 use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, PATIENCE, Process, Qemu, a_qemu, in_turn, journal_counter, number, qemus,
-    restored_pid, until,
+    Bench, JournalImage, Orphan, PATIENCE, Process, Qemu, a_qemu, in_turn, journal_counter, number,
+    qemus, restored_pid, until,
 };
 use std::path::{Path, PathBuf};
 
@@ -28,13 +29,15 @@ fn take(bench: &Bench) -> u64 {
 
 /// The overlays in the store.
 fn overlays(bench: &Bench) -> usize {
-    let count =
-        |dir: &Path| std::fs::read_dir(dir).map_or(0, |d| d.flatten().filter(|e| e.path().is_dir()).count());
+    let count = |dir: &Path| {
+        std::fs::read_dir(dir).map_or(0, |d| d.flatten().filter(|e| e.path().is_dir()).count())
+    };
     let places = std::fs::read_dir(Path::new(&bench.store()).join("disks")).expect("STORE/disks");
     places.flatten().map(|place| count(&place.path())).sum()
 }
 
-/// The disk of checkpoint `id`, and that a VM which comes to life from it finds on it what its RAM says.
+/// The disk of checkpoint `id`, and that a VM which comes to life from it finds on it what its RAM
+/// says.
 fn restored(bench: &Bench, id: u64) -> Vec<u8> {
     let out = bench.path().join(format!("{id}.raw"));
     let id = id.to_string();
@@ -48,7 +51,8 @@ fn restored(bench: &Bench, id: u64) -> Vec<u8> {
     std::fs::read(out).expect("the copy")
 }
 
-/// Whether some line behind the first `skip` ones tells of fewer records than `far`. Soon the guest is beyond them again.
+/// Whether some line behind the first `skip` ones tells of fewer records than `far`. Soon the guest
+/// is beyond them again.
 fn went_back(lines: &[String], skip: usize, far: u64) -> bool {
     lines.iter().skip(skip).any(|line| {
         let told = journal_counter(std::slice::from_ref(line), "written=");
@@ -84,7 +88,8 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
         let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).expect("its monitor");
         own.stop().expect("stop");
         let last = take(&bench);
-        let (served, copied) = (bench.path().join("keyframe/guest/disks.sock"), bench.path().join("now.raw"));
+        let (served, copied) =
+            (bench.path().join("keyframe/guest/disks.sock"), bench.path().join("now.raw"));
         copy(&served, "d", &copied);
         own.cont().expect("cont");
         drop(own);
@@ -136,7 +141,8 @@ fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
     }
 }
 
-/// The steps are those of the fault: the VM stands; its disk is another; all is loaded; it is whole.
+/// The steps are those of the fault: the VM stands; its disk is another; all is loaded; it is
+/// whole.
 #[test]
 fn an_engine_killed_in_a_rollback_leaves_no_vm_standing() {
     for (step, ends) in in_turn([(1, false), (2, true), (3, true), (4, false)], 2) {

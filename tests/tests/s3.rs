@@ -1,11 +1,12 @@
-//! A store in object storage, on a real S3 server: a run, readers elsewhere while it goes on, a server that is killed in the middle,
-//! an exact restore.
+//! A store in object storage, on a real S3 server: a run, readers elsewhere while it goes on, a
+//! server that is killed in the middle, an exact restore.
 
 use keyframe_tests::s3::{BUCKET, KEY, S3Server};
 use keyframe_tests::{Bench, Boot, assert_restores_exactly, number};
 use std::time::{Duration, Instant};
 
-/// A bench whose store is in object storage, and the server. The cache of `reader` is its own, as that of another machine.
+/// A bench whose store is in object storage, and the server. The cache of `reader` is its own, as
+/// that of another machine.
 fn bench(server: &S3Server) -> Bench {
     let url = format!("s3://{BUCKET}/vms?endpoint={}", server.endpoint());
     let mut bench = Bench::without_store().at(&url);
@@ -30,7 +31,8 @@ fn a_run_into_object_storage_is_read_elsewhere_outlives_its_server_and_is_restor
     let store = bench.store();
     bench.ok(&["init", &store]);
     bench.refused(&["init", &store], 1, &["a store is already here"]);
-    let mut run = bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot());
+    let mut run =
+        bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot());
     run.wait_for("KF READY");
     let mut more_than = |than: usize| {
         let taken = run.wait_until(|_| Some(bench.list().len()).filter(|sealed| *sealed > than));
@@ -42,7 +44,8 @@ fn a_run_into_object_storage_is_read_elsewhere_outlives_its_server_and_is_restor
     elsewhere.env("XDG_CACHE_HOME", bench.path().join("elsewhere"));
     let checked = Bench::run_within(elsewhere, Duration::from_mins(10));
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
-    let other = ["run", "--store", &store, "--name", "other", "--", "qemu-system-x86_64", "-m", "64"];
+    let other =
+        ["run", "--store", &store, "--name", "other", "--", "qemu-system-x86_64", "-m", "64"];
     bench.refused(&other, 11, &["VM guest"]);
     let ids = || bench.list().iter().map(|entry| number(entry, "id")).collect::<Vec<_>>();
     let before = ids();
@@ -55,7 +58,8 @@ fn a_run_into_object_storage_is_read_elsewhere_outlives_its_server_and_is_restor
     more_than(sealed);
     bench.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();
-    // A server that needs long to be back costs a checkpoint, which is told, and whose pages are in the next one.
+    // A server that needs long to be back costs a checkpoint, which is told, and whose pages are in
+    // the next one.
     let costs_one = outage > Duration::from_secs(10) && exit.code() == Some(3);
     assert!(exit.success() || costs_one, "{exit} after an outage of {outage:?}: {}", run.report());
     assert!(exit.success() || run.errors().contains("nothing is lost"), "{}", run.report());

@@ -1,5 +1,6 @@
-//! A checkpoint's screen against QEMU's own `screendump` of the VM at that instant, pixel by pixel: firmware's text, and every kind
-//! of mode, set and filled by an option ROM; and displays that cannot be shown.
+//! A checkpoint's screen against QEMU's own `screendump` of the VM at that instant, pixel by pixel:
+//! firmware's text, and every kind of mode, set and filled by an option ROM; and displays that
+//! cannot be shown.
 
 use crate::mount::Mounted;
 use keyframe_qemu::Qmp;
@@ -37,7 +38,11 @@ impl Picture {
         assert_eq!((kind.as_str(), largest.as_str()), ("P6", "255"));
         let (width, height) = size.split_once(' ').expect("a size");
         let number = |text: &str| text.parse().expect("a number");
-        Self { width: number(width), height: number(height), rgb: lines.next().expect("pixels").to_vec() }
+        Self {
+            width: number(width),
+            height: number(height),
+            rgb: lines.next().expect("pixels").to_vec(),
+        }
     }
 
     fn colours(&self) -> usize {
@@ -47,10 +52,13 @@ impl Picture {
     fn assert_is(&self, other: &Self, what: &str) {
         assert_eq!((self.width, self.height), (other.width, other.height), "{what}");
         let mut pixels = self.rgb.chunks(3).zip(other.rgb.chunks(3)).enumerate();
-        if let Some((at, (seen, expected))) = pixels.find(|(_, (seen, expected))| seen != expected) {
+        if let Some((at, (seen, expected))) = pixels.find(|(_, (seen, expected))| seen != expected)
+        {
             let differing = 1 + pixels.filter(|(_, (seen, expected))| seen != expected).count();
             let (x, y) = (at % self.width, at / self.width);
-            panic!("{what}: {differing} pixels differ; the first, {x} x {y}, is {seen:?}, not {expected:?}");
+            panic!(
+                "{what}: {differing} pixels differ; the first, {x} x {y}, is {seen:?}, not {expected:?}"
+            );
         }
         assert_eq!(self.rgb.len(), other.rgb.len(), "{what}");
     }
@@ -89,7 +97,9 @@ fn dumped(bench: &Bench, monitor: &mut Qmp) -> Picture {
 fn exported(bench: &Bench, checkpoint: &str) -> Vec<u8> {
     let (store, file) = (bench.store(), bench.path().join("screen.png"));
     let output = file.display().to_string();
-    bench.ok(&["export", checkpoint, "--store", &store, "--format", "png", "-f", "-q", "-o", &output]);
+    bench.ok(&[
+        "export", checkpoint, "--store", &store, "--format", "png", "-f", "-q", "-o", &output,
+    ]);
     std::fs::read(&file).expect("read the picture")
 }
 
@@ -102,8 +112,9 @@ fn stop(bench: &Bench, mut vm: Process) {
     assert!(vm.wait().success(), "{}", vm.report());
 }
 
-/// An option ROM, in real mode. For each mode of the table behind it: sets it by the firmware, fills its memory with words of a
-/// generator, writes a line to the serial port, and waits there for a byte.
+/// An option ROM, in real mode. For each mode of the table behind it: sets it by the firmware,
+/// fills its memory with words of a generator, writes a line to the serial port, and waits there
+/// for a byte.
 const ROM: &[u8] = &[
     0x55, 0xaa, 1, // an option ROM of 512 bytes
     0x60, 0x1e, 0x06, 0xfc, // pusha; push ds; push es; cld
@@ -133,7 +144,8 @@ const ROM: &[u8] = &[
     0xe8, 0x1f, 0x00, // call fill
     0x84, 0xc9, 0x75, 0xeb, // test cl, cl; jnz bank
     0xba, 0xf8, 0x03, // say: mov dx, 3f8h
-    0xb0, b'k', 0xee, 0xb0, b'\n', 0xee, // mov al, 'k'; out dx, al; mov al, newline; out dx, al
+    0xb0, b'k', 0xee, 0xb0, b'\n',
+    0xee, // mov al, 'k'; out dx, al; mov al, newline; out dx, al
     0xba, 0xfd, 0x03, 0xec, 0xa8, 0x01, 0x74,
     0xf8, // wait: mov dx, 3fdh; in al, dx; test al, 1; jz wait
     0xba, 0xf8, 0x03, 0xec, 0xeb, 0x8a, // mov dx, 3f8h; in al, dx; jmp next
@@ -164,7 +176,12 @@ struct Mode {
     orders: &'static [&'static str],
 }
 
-const fn mode(number: u16, size: (usize, usize), colours: usize, orders: &'static [&'static str]) -> Mode {
+const fn mode(
+    number: u16,
+    size: (usize, usize),
+    colours: usize,
+    orders: &'static [&'static str],
+) -> Mode {
     Mode { number, size, colours, orders }
 }
 
@@ -173,7 +190,8 @@ const NO_CURSOR: &str = "o/h 0x3d4 0x200a";
 /// Text, CGA, planes, 256 colours, VBE with 8, 15, 16, 24 and 32 bits.
 const MODES: [Mode; 13] = [
     mode(0x03, (720, 400), 16, &[NO_CURSOR]),
-    // From the second line on, characters from another font and from where the screen is split, 8 pixels wide; other colours.
+    // From the second line on, characters from another font and from where the screen is split, 8
+    // pixels wide; other colours.
     mode(
         0x03,
         (640, 400),
@@ -199,7 +217,14 @@ const MODES: [Mode; 13] = [
         0x103,
         (800, 600),
         200,
-        &["o/h 0x1ce 6", "o/h 0x1cf 1024", "o/h 0x1ce 8", "o/h 0x1cf 24", "o/h 0x1ce 9", "o/h 0x1cf 40"],
+        &[
+            "o/h 0x1ce 6",
+            "o/h 0x1cf 1024",
+            "o/h 0x1ce 8",
+            "o/h 0x1cf 24",
+            "o/h 0x1ce 9",
+            "o/h 0x1cf 40",
+        ],
     ),
     mode(0x10d, (320, 200), 1000, &[]),
     mode(0x10e, (320, 200), 1000, &[]),
@@ -214,7 +239,8 @@ fn every_mode_is_shown_as_qemu_shows_it() {
         let bench = Bench::new();
         let file = bench.path().join("modes.rom");
         std::fs::write(&file, rom(&MODES)).expect("write the ROM");
-        let mut vm = start(&bench, &qemu, &["-vga", "std", "-option-rom", &file.display().to_string()]);
+        let mut vm =
+            start(&bench, &qemu, &["-vga", "std", "-option-rom", &file.display().to_string()]);
         let mut monitor = monitor(&bench, &mut vm);
         let mut expected = Vec::new();
         for (step, mode) in MODES.iter().enumerate() {
@@ -225,7 +251,11 @@ fn every_mode_is_shown_as_qemu_shows_it() {
             }
             let picture = dumped(&bench, &mut monitor);
             let (size, colours) = ((picture.width, picture.height), picture.colours());
-            assert!(size == mode.size && colours >= mode.colours, "{:#x}: {size:?}, {colours}", mode.number);
+            assert!(
+                size == mode.size && colours >= mode.colours,
+                "{:#x}: {size:?}, {colours}",
+                mode.number
+            );
             expected.push(picture);
             take(&bench);
             monitor.cont().expect("cont");
@@ -243,7 +273,8 @@ fn every_mode_is_shown_as_qemu_shows_it() {
     }
 }
 
-/// A VM whose firmware found nothing to boot from, stopped, with a checkpoint; and what its display shows.
+/// A VM whose firmware found nothing to boot from, stopped, with a checkpoint; and what its display
+/// shows.
 fn without_a_system(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> (Process, Picture) {
     let log = bench.path().join("firmware.log");
     let chardev = format!("file,id=log,path={}", log.display());
@@ -322,9 +353,14 @@ fn no_display_and_one_that_qemu_keeps_to_itself_are_told_apart() {
             bench.refused(&export, 1, &[words]);
             assert!(!file.exists());
             let (server, http, store) = serve(&bench);
-            let answer = http.send("GET", &format!("/api/v1/stores/{store}/checkpoints/1/screen"), &[]);
+            let answer =
+                http.send("GET", &format!("/api/v1/stores/{store}/checkpoints/1/screen"), &[]);
             assert_eq!(answer.status, status);
-            assert!(answer.json()["error"].as_str().expect("a reason").contains(words), "{}", answer.body);
+            assert!(
+                answer.json()["error"].as_str().expect("a reason").contains(words),
+                "{}",
+                answer.body
+            );
             end(server);
         }
     }
@@ -335,7 +371,8 @@ fn serve(bench: &Bench) -> (Process, Http, String) {
     let store = bench.store();
     let all = ["serve", &store, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"];
     let mut server = Process::start(bench.command(&all));
-    let said: Value = serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
+    let said: Value =
+        serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
     let http = Http::at(said["http"].as_str().expect("an address"));
     let id = http.get("/api/v1/stores").json()[0]["id"].as_str().expect("an id").to_owned();
     (server, http, id)

@@ -1,5 +1,6 @@
-//! Sectors of disks that are found in RAM, on real QEMUs: a partition that begins at an odd sector, as old tools make them,
-//! lies across the 4 KiB blocks of its disk, and the guest's page cache across its.
+//! Sectors of disks that are found in RAM, on real QEMUs: a partition that begins at an odd sector,
+//! as old tools make them, lies across the 4 KiB blocks of its disk, and the guest's page cache
+//! across its.
 
 use keyframe_tests::disks::{
     assert_same, copy, does, restored_disk, shell, sock, start, take, virtio, words,
@@ -33,7 +34,9 @@ fn disk_of(bench: &Bench, id: &str) -> Value {
 /// Each written sector is in the breakdown once, and its bytes are those of its sectors.
 fn assert_adds_up(breakdown: &Value, written_bytes: u64) {
     let mut sum = 0;
-    for kind in ["zero", "unchanged", "not_deduplicated", "not_counted", "against_disk", "against_ram"] {
+    for kind in
+        ["zero", "unchanged", "not_deduplicated", "not_counted", "against_disk", "against_ram"]
+    {
         assert_eq!(
             number(&breakdown[kind], "bytes"),
             512 * number(&breakdown[kind], "sectors"),
@@ -72,7 +75,9 @@ fn a_shifted_partition_is_found_in_the_page_cache() {
         for disk in &disks {
             assert_adds_up(&disk["dedup"], number(disk, "written_bytes"));
         }
-        let found = |step: usize, kind: &str, how: &str| number(&disks[step]["dedup"][kind][how], "sectors");
+        let found = |step: usize, kind: &str, how: &str| {
+            number(&disks[step]["dedup"][kind][how], "sectors")
+        };
         // The blocks at both ends are known in parts.
         assert!(found(1, "against_ram", "parts") >= 298 * 8, "{}", disks[1]);
         assert!(number(&disks[1], "composed_blocks") >= 298, "{}", disks[1]);

@@ -1,5 +1,5 @@
-//! A store that is read through its server, as on another node: exact lazy restores, what they transfer, who may not read, a server
-//! that is killed.
+//! A store that is read through its server, as on another node: exact lazy restores, what they
+//! transfer, who may not read, a server that is killed.
 
 use keyframe_tests::{Bench, Boot, Process, assert_restores_exactly_with, audited, number};
 use rustix::process::Signal;
@@ -57,7 +57,11 @@ fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
     node.set("KEYFRAME_TOKEN", TOKEN);
     node.set("KEYFRAME_CACHE", &cache.display().to_string());
     assert_eq!(node.list().len(), listed);
-    node.refused(&["tag", "--store", url, "latest", "mine"], 1, &["read-only", "where the store is"]);
+    node.refused(
+        &["tag", "--store", url, "latest", "mine"],
+        1,
+        &["read-only", "where the store is"],
+    );
 
     // A node with nothing, then the same with the checkpoint before.
     assert_restores_exactly_with(&node, &before, &["--lazy"]);
@@ -78,7 +82,8 @@ fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
 /// A server that goes while it is read, and one that comes in its place.
 fn killed(node: &mut Bench, store: &str, address: &str) {
     let url = node.store();
-    let whole = ["export", "latest", "--store", &url, "--format", "raw", "-o", "out.raw", "--quiet"];
+    let whole =
+        ["export", "latest", "--store", &url, "--format", "raw", "-o", "out.raw", "--quiet"];
     let (mut server, mut caught) = (serve(node, store, address).0, None);
     for round in 0..30 {
         let cache = node.path().join(format!("cache-{round}"));
@@ -105,7 +110,8 @@ fn killed(node: &mut Bench, store: &str, address: &str) {
     let _ = std::fs::remove_file(node.path().join("out.raw"));
     node.ok(&whole);
     let fetched: Value =
-        serde_json::from_str(&std::fs::read_to_string(told).expect("what was fetched")).expect("JSON");
+        serde_json::from_str(&std::fs::read_to_string(told).expect("what was fetched"))
+            .expect("JSON");
     assert!(number(&fetched, "cache_hits") > 8, "what had come was fetched again: {fetched}");
     let copy = node.path().join("copy").display().to_string();
     node.ok(&["init", &copy]);

@@ -1,9 +1,10 @@
-//! Every strategy with every tracker that it has, over every kind of memory that it takes: exact, or refused with the reason
-//! and the way out. And a guest outlives an engine that dies while its pages are still being copied.
+//! Every strategy with every tracker that it has, over every kind of memory that it takes: exact,
+//! or refused with the reason and the way out. And a guest outlives an engine that dies while its
+//! pages are still being copied.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Orphan, Process, Sequence, assert_restores_exactly, audited, hash_lines, in_turn,
-    until,
+    Bench, Boot, HugePages, Orphan, Process, Sequence, assert_restores_exactly, audited,
+    hash_lines, in_turn, until,
 };
 use std::path::Path;
 
@@ -28,7 +29,8 @@ fn hashing() -> Boot {
     boot
 }
 
-/// Audited checkpoints with `options`, all but the first by `strategy`; one of them restored and compared.
+/// Audited checkpoints with `options`, all but the first by `strategy`; one of them restored and
+/// compared.
 fn exact(boot: &Boot, options: &[&str], strategies: &[&str]) {
     println!("-- {}", options.join(" "));
     let bench = Bench::new();
@@ -71,7 +73,9 @@ fn auto_is_exact() {
 
 #[test]
 fn precopy_with_other_trackers_and_threads_is_exact() {
-    for with in in_turn([["--copy-threads", "2"], ["--tracker", "sync"], ["--tracker", "compare"]], 1) {
+    for with in
+        in_turn([["--copy-threads", "2"], ["--tracker", "sync"], ["--tracker", "compare"]], 1)
+    {
         exact(&scribbling(), &["--strategy", "precopy", with[0], with[1]], &["precopy"]);
     }
 }
@@ -105,13 +109,23 @@ fn what_a_strategy_cannot_do_is_refused_before_the_guest_runs() {
     refused(&backed_by(MEMFD), &["--strategy", "fork"], &["shared memory", "share=off"]);
     let caged = scribbling().with(&["-sandbox", "on,spawn=deny"]);
     refused(&caged, &["--strategy", "fork"], &["seccomp", "-sandbox"]);
-    refused(&scribbling(), &["--strategy", "cow", "--tracker", "write-protect"], &["--tracker sync"]);
+    refused(
+        &scribbling(),
+        &["--strategy", "cow", "--tracker", "write-protect"],
+        &["--tracker sync"],
+    );
     refused(&scribbling(), &["--strategy", "cow", "--tracker", "compare"], &["--tracker sync"]);
     let dir = tempfile::tempdir().unwrap();
-    let file =
-        format!("memory-backend-file,id=mem,size=96M,share=on,mem-path={}", dir.path().join("ram").display());
+    let file = format!(
+        "memory-backend-file,id=mem,size=96M,share=on,mem-path={}",
+        dir.path().join("ram").display()
+    );
     if on_disk(dir.path()) {
-        refused(&backed_by(&file), &["--strategy", "cow"], &["file on disk", "memory-backend-memfd"]);
+        refused(
+            &backed_by(&file),
+            &["--strategy", "cow"],
+            &["file on disk", "memory-backend-memfd"],
+        );
     } else {
         println!("skipped: copy-on-write over a file on disk: {} is no disk", dir.path().display());
     }
@@ -139,8 +153,16 @@ fn a_strategy_that_the_run_was_not_started_for_is_refused_when_it_is_asked_for()
 
 /// An engine that dies as soon as the VM runs again, with the checkpoint's pages not yet copied.
 fn killed_while_copying(bench: &Bench, strategy: &str) -> (Process, Orphan) {
-    let options =
-        ["--interval", "400ms", "--name", "guest", "--strategy", strategy, "--fault", "kill:resumed:12"];
+    let options = [
+        "--interval",
+        "400ms",
+        "--name",
+        "guest",
+        "--strategy",
+        strategy,
+        "--fault",
+        "kill:resumed:12",
+    ];
     let mut run = bench.start(&options, &hashing());
     let qemu = Orphan::of(bench, &mut run, "guest");
     let exit = run.wait();
@@ -180,7 +202,8 @@ fn an_engine_killed_with_a_frozen_child_leaves_none_and_the_next_reaps_it() {
     let options = ["--strategy", "fork", "--count", "3", "--interval", "300ms", "--name", "again"];
     let args = bench.attach_args(&["--qmp", &socket], qemu.pid(), &options);
     let output = bench.run(&args.iter().map(String::as_str).collect::<Vec<_>>());
-    // The dead engine's watchdog may still be about, and let the VM run in a pause: that checkpoint is dropped.
+    // The dead engine's watchdog may still be about, and let the VM run in a pause: that checkpoint
+    // is dropped.
     assert!(matches!(output.status.code(), Some(0 | 3)), "{output:?}");
     assert!(String::from_utf8_lossy(&output.stderr).contains("3 checkpoints sealed"), "{output:?}");
     assert!(qemu.children().is_empty(), "children are left: {:?}", qemu.children());

@@ -1,4 +1,5 @@
-//! Transparent huge pages: a guest whose RAM the kernel has put into 2 MiB pages is checkpointed exactly by each strategy.
+//! Transparent huge pages: a guest whose RAM the kernel has put into 2 MiB pages is checkpointed
+//! exactly by each strategy.
 //!
 //! The VM is one that runs already: RAM that is tracked from its first write on gets no huge pages.
 
@@ -9,7 +10,8 @@ const SHARED_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 /// Fewer huge pages than this prove little.
 const HUGE_KIB_MIN: u64 = 16 * 1024;
 
-/// What is chosen among the words of a file like `always [madvise] never`; `never` where there is no such file.
+/// What is chosen among the words of a file like `always [madvise] never`; `never` where there is
+/// no such file.
 fn chosen(file: &str) -> String {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let word = text.split_once('[').and_then(|(_, rest)| Some(rest.split_once(']')?.0.to_owned()));
@@ -18,12 +20,17 @@ fn chosen(file: &str) -> String {
 
 /// KiB of process `pid` that are mapped as huge pages, by `key` of its memory map.
 fn huge_kib(pid: u32, key: &str) -> u64 {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("read QEMU's memory map");
-    let line = text.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_else(|| panic!("no {key} in {text}"));
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))
+        .expect("read QEMU's memory map");
+    let line = text
+        .lines()
+        .find_map(|l| l.strip_prefix(key))
+        .unwrap_or_else(|| panic!("no {key} in {text}"));
     line.trim().trim_end_matches(" kB").parse().expect("a number of kB")
 }
 
-/// Four audited checkpoints of a `machine` in huge pages by `strategy`, one of them restored and compared.
+/// Four audited checkpoints of a `machine` in huge pages by `strategy`, one of them restored and
+/// compared.
 fn exact(machine: &str, extra: &[&str], key: &str, strategy: &str) {
     let bench = Bench::new();
     let mut boot = Boot::new("scribble kf.mib=48 kf.cpus=2").with(extra);

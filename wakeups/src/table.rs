@@ -7,9 +7,11 @@
 //!     └── from each                             └──────────────────────┘
 //! ```
 //!
-//! A reader says `CLEAR` when the kernel has answered it, not before: a writer between the two would else signal what the reader then takes away unseen, and all
-//! later writes would be left out. What a writer leaves out between the kernel's answer and `CLEAR` the reader has read, as far as anybody can tell: the
-//! writer's exchange comes before the reader's, and so does all that the writer did before.
+//! A reader says `CLEAR` when the kernel has answered it, not before: a writer between the two
+//! would else signal what the reader then takes away unseen, and all later writes would be left
+//! out. What a writer leaves out between the kernel's answer and `CLEAR` the reader has read, as
+//! far as anybody can tell: the writer's exchange comes before the reader's, and so does all that
+//! the writer did before.
 
 use core::sync::atomic::{AtomicU8, Ordering};
 
@@ -19,7 +21,8 @@ const OTHER: u8 = 0;
 const NEW: u8 = 1;
 /// One that has been read, and not written to since.
 const CLEAR: u8 = 2;
-/// One whose counter is not zero; or is about to be so; or was read, and the reader has not returned.
+/// One whose counter is not zero; or is about to be so; or was read, and the reader has not
+/// returned.
 const SIGNALLED: u8 = 3;
 
 /// Descriptors from 0 on; others are passed on.
@@ -67,12 +70,14 @@ impl<const N: usize> Table<N> {
         answer
     }
 
-    /// Adds 1 to the counter of `fd` by `write`, or answers `written` where that would change nothing that anybody can see.
+    /// Adds 1 to the counter of `fd` by `write`, or answers `written` where that would change
+    /// nothing that anybody can see.
     pub fn write<T>(&self, fd: i32, write: impl FnOnce() -> Result<T, T>, written: T) -> T {
         let signal = |was| (was >= CLEAR).then_some(SIGNALLED);
         let state = self.of(fd);
-        if state.is_some_and(|s| s.fetch_update(Ordering::SeqCst, Ordering::SeqCst, signal) == Ok(SIGNALLED))
-        {
+        if state.is_some_and(|s| {
+            s.fetch_update(Ordering::SeqCst, Ordering::SeqCst, signal) == Ok(SIGNALLED)
+        }) {
             return written;
         }
         write().unwrap_or_else(|failed| {
@@ -131,7 +136,10 @@ mod tests {
         let table = Table::<8>::new();
         for fd in [FD, -1, 8, i32::MAX, i32::MIN] {
             table.read(fd, || 8);
-            assert!(goes_on(&table, fd) && goes_on(&table, fd) && !table.is_looked_after(fd), "{fd}");
+            assert!(
+                goes_on(&table, fd) && goes_on(&table, fd) && !table.is_looked_after(fd),
+                "{fd}"
+            );
         }
         // Nor is what has its number later.
         table.opened(FD);
@@ -174,7 +182,8 @@ mod tests {
         assert!(goes_on(&table, FD), "the counter may be either");
     }
 
-    /// Writers tell a reader what they have done, which sleeps when all that it has heard of is seen; none of it may be slept over.
+    /// Writers tell a reader what they have done, which sleeps when all that it has heard of is
+    /// seen; none of it may be slept over.
     #[test]
     fn no_signal_is_slept_over() {
         const EACH: u64 = 200_000;
@@ -208,7 +217,10 @@ mod tests {
                 let mut fds = [PollFd::new(&fd, PollFlags::IN)];
                 let timeout = Timespec { tv_sec: 10, tv_nsec: 0 };
                 let ready = poll(&mut fds, Some(&timeout)).unwrap();
-                assert!(ready == 1 && began.elapsed() < Duration::from_mins(2), "slept over, at {seen}");
+                assert!(
+                    ready == 1 && began.elapsed() < Duration::from_mins(2),
+                    "slept over, at {seen}"
+                );
                 table.read(number, || rustix::io::read(&fd, &mut [0; 8])).unwrap();
                 seen = done.iter().map(|done| done.load(Ordering::Acquire)).sum();
             }

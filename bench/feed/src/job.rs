@@ -6,7 +6,8 @@ use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The largest image: the stream and what is compared with it are in memory, some four times as much.
+/// The largest image: the stream and what is compared with it are in memory, some four times as
+/// much.
 pub const IMAGE_MIB_MAX: u64 = 16 << 10;
 const SECONDS_MAX: usize = 600;
 
@@ -82,7 +83,8 @@ impl Job {
             Source::Made { image_mib, seconds, .. }
                 if image_mib == 0 || image_mib > IMAGE_MIB_MAX || seconds > SECONDS_MAX =>
             {
-                let problem = format!("at most {IMAGE_MIB_MAX} MiB and {SECONDS_MAX} seconds are possible");
+                let problem =
+                    format!("at most {IMAGE_MIB_MAX} MiB and {SECONDS_MAX} seconds are possible");
                 Err(Error::failed("read the job", problem))
             }
             _ => Ok(job),

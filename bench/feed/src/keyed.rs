@@ -1,11 +1,13 @@
-//! A store of checkpoints over any database of keys and values: each page content once, found by its hash.
+//! A store of checkpoints over any database of keys and values: each page content once, found by
+//! its hash.
 //!
 //! ```text
 //!   'P' XXH3-128 of a page   ──▶ the page
 //!   'M' number of checkpoint ──▶ page number (u32), hash ... of the pages put into it     page number + NO_HASH: zeros
 //! ```
 //!
-//! XXH3 is the cheapest hash there is, and not safe against a guest that constructs collisions: peers have that advantage.
+//! XXH3 is the cheapest hash there is, and not safe against a guest that constructs collisions:
+//! peers have that advantage.
 
 use crate::target::{PageSink, Reading, Store, Writing};
 use crate::{Error, Result};
@@ -31,7 +33,8 @@ pub trait KeyValue: Sized {
     /// Opens it in `dir`, which is there; makes it where it is not.
     fn open(dir: &Path) -> Result<Self>;
 
-    /// Adds all of them. One that is there keeps its value. Once this returns, all survive power loss.
+    /// Adds all of them. One that is there keeps its value. Once this returns, all survive power
+    /// loss.
     fn add_all(&mut self, entries: &mut dyn Iterator<Item = (Key, &[u8])>) -> Result<()>;
 
     /// Gives the value of `key` to `sink`, if it is there.
@@ -97,7 +100,8 @@ impl<D: KeyValue> Writing for Keyed<D> {
         let mut map = Vec::with_capacity(pages.len() * ENTRY_BYTES);
         let mut pages = pages.iter();
         let map_key = key(b'M', self.checkpoints);
-        // Each page is hashed as it goes in, so that it is read from memory once; behind the last one comes the map.
+        // Each page is hashed as it goes in, so that it is read from memory once; behind the last
+        // one comes the map.
         let complete = std::cell::OnceCell::<Vec<u8>>::new();
         let mut each = std::iter::from_fn(|| {
             for (page, content) in pages.by_ref() {
@@ -130,7 +134,8 @@ impl<D: KeyValue> Reading for Keyed<D> {
             let there = self.database.get(&key(b'M', number as u128), &mut |map| {
                 for entry in map.chunks_exact(ENTRY_BYTES) {
                     let page = u32::from_le_bytes(std::array::from_fn(|at| entry[at]));
-                    pages.insert(page, u128::from_le_bytes(std::array::from_fn(|at| entry[4 + at])));
+                    pages
+                        .insert(page, u128::from_le_bytes(std::array::from_fn(|at| entry[4 + at])));
                 }
             })?;
             if !there {

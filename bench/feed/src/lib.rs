@@ -1,4 +1,5 @@
-//! What `keyframe bench store` feeds to each store, and how it measures them: one stream, one way, for Keyframe and its peers.
+//! What `keyframe bench store` feeds to each store, and how it measures them: one stream, one way,
+//! for Keyframe and its peers.
 //!
 //! ```text
 //!   Job ─▶ run ─▶ Stream ──checkpoints──▶ dyn Store    Keyframe, a flat file, borg, restic: bench/src/store
@@ -7,8 +8,8 @@
 //!                 Measured ─▶ one line of JSON
 //! ```
 //!
-//! A crate of its own, so that the program with the peers needs nothing else of the workspace. One job is one process: its
-//! memory and its CPU time are those of one store.
+//! A crate of its own, so that the program with the peers needs nothing else of the workspace. One
+//! job is one process: its memory and its CPU time are those of one store.
 //!
 //! Invariant: a store that gives back another image than it was fed has no figures.
 //! Left out: which stores there are, and what follows from the figures.

@@ -1,4 +1,5 @@
-//! Pages like those of a guest: text, machine code, structures full of pointers, tables, data, noise.
+//! Pages like those of a guest: text, machine code, structures full of pointers, tables, data,
+//! noise.
 //!
 //! | kind | like | zstd -1 leaves of it | LZ4 |
 //! |---|---|---:|---:|
@@ -10,8 +11,9 @@
 //! | data | numbers at work: most words without any order | 87 % | 93 % |
 //! | noise | what is compressed or encrypted | all | all |
 //!
-//! The shares are such that deduplication alone, with zstd -1, and with zstd -1 and differences leave of the stream what they left of the
-//! one that the store's aims were set with: 1,170, 586 and 279 MiB of 1,773 MB. Of this one they leave 1,166, 593 and 293 MiB of 1,811 MB.
+//! The shares are such that deduplication alone, with zstd -1, and with zstd -1 and differences
+//! leave of the stream what they left of the one that the store's aims were set with: 1,170, 586
+//! and 279 MiB of 1,773 MB. Of this one they leave 1,166, 593 and 293 MiB of 1,811 MB.
 
 use crate::random::Random;
 use keyframe_units::{PAGE_BYTES, Page};
@@ -57,8 +59,9 @@ impl Pages {
             let letters = b"etaoinshrdlucmfwypvbgk";
             let len = random.between(2, 9);
             // The letters to the left occur more often.
-            let mut word: Vec<u8> =
-                (0..len).map(|_| letters[(random.below(22) * random.below(22) / 22) as usize]).collect();
+            let mut word: Vec<u8> = (0..len)
+                .map(|_| letters[(random.below(22) * random.below(22) / 22) as usize])
+                .collect();
             word.push(b' ');
             word
         };
@@ -193,7 +196,8 @@ mod tests {
             let before: Page = std::array::from_fn(|at| at as u8 & mask);
             let mut after = before;
             change_word(&mut random, &mut after);
-            let differ = (0..512).filter(|at| get_word(&before, *at) != get_word(&after, *at)).count();
+            let differ =
+                (0..512).filter(|at| get_word(&before, *at) != get_word(&after, *at)).count();
             assert_eq!(differ, 1);
         }
     }

@@ -1,5 +1,6 @@
-//! Numbers that look random and are the same everywhere, always: SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom
-//! Number Generators, 2014). Own, because the stream must not change with the version of a library.
+//! Numbers that look random and are the same everywhere, always: SplitMix64 (Steele, Lea, Flood:
+//! Fast Splittable Pseudorandom Number Generators, 2014). Own, because the stream must not change
+//! with the version of a library.
 
 /// A generator; one seed is one sequence.
 #[derive(Clone, Debug)]
@@ -50,7 +51,8 @@ impl Random {
 mod tests {
     use super::*;
 
-    /// The reference's first values for seed 0: with others, figures of two versions could not be compared.
+    /// The reference's first values for seed 0: with others, figures of two versions could not be
+    /// compared.
     #[test]
     fn the_sequence_is_that_of_the_reference() {
         let mut random = Random::new(0);

@@ -5,8 +5,8 @@
 //!   pages u64 │ their numbers, rising, u64 each │ their contents                         for each second
 //! ```
 //!
-//! Lives as long as one benchmark; both ends are of one version. Invariants: lengths are checked against the file's before
-//! memory is taken for them, and nothing follows the last second.
+//! Lives as long as one benchmark; both ends are of one version. Invariants: lengths are checked
+//! against the file's before memory is taken for them, and nothing follows the last second.
 
 use crate::stream::{Second, Stream};
 use crate::{Error, Result};
@@ -71,7 +71,9 @@ impl Source {
         for _ in 0..seconds {
             let count = self.number()?;
             let pages = self.numbers(count)?;
-            if !pages.is_sorted_by(|a, b| a < b) || pages.last().is_some_and(|last| last.0 >= image_pages) {
+            if !pages.is_sorted_by(|a, b| a < b)
+                || pages.last().is_some_and(|last| last.0 >= image_pages)
+            {
                 return Err(wrong("the pages of a second are out of order, or of no image"));
             }
             let contents = self.pages(count)?;

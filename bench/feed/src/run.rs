@@ -8,8 +8,9 @@
 //!   pure    create ─ the last image ─ pages all known ─ pages all new ─ close ─ open ─ the last image
 //! ```
 //!
-//! Everything on one core, also threads of the store's own; the last image once more by all, for a store that has threads for it. The stream is made, or read, before the clock runs. An image is rebuilt in
-//! memory that is there already and zero.
+//! Everything on one core, also threads of the store's own; the last image once more by all, for a
+//! store that has threads for it. The stream is made, or read, before the clock runs. An image is
+//! rebuilt in memory that is there already and zero.
 
 use crate::job::{Fed, Job, Measured, Rebuilt};
 use crate::stream::Stream;
@@ -39,7 +40,8 @@ fn measure(job: &Job, store: &dyn Store, cores: &Cores) -> Result<Measured> {
     let mixed = job.dir.join("mixed");
     let mut measured = Measured::default();
     feed(store, &mixed, &stream, &mut measured)?;
-    // Behind the feeding: memory that it gives back to the allocator would hide what the store takes.
+    // Behind the feeding: memory that it gives back to the allocator would hide what the store
+    // takes.
     measured.distinct_bytes = stream.distinct_bytes();
     measured.ingested_bytes = stored_bytes(&mixed)?;
     let first = stream.image.clone();
@@ -96,7 +98,8 @@ fn feed(store: &dyn Store, dir: &Path, stream: &Stream, measured: &mut Measured)
     measured.whole = Fed { bytes: measured.image.bytes + measured.steady.bytes, ns };
     measured.cpu_ns = cpu_ns() - cpu_before;
     measured.peak_bytes = memory.peak_bytes()?;
-    if let (Some((before_ns, _)), Some((cpu_ns, peak_bytes))) = (programs_before, store.programs()) {
+    if let (Some((before_ns, _)), Some((cpu_ns, peak_bytes))) = (programs_before, store.programs())
+    {
         (measured.cpu_ns, measured.peak_bytes) = (cpu_ns - before_ns, peak_bytes);
     }
     Ok(())
@@ -128,7 +131,8 @@ fn rebuild(store: &dyn Store, dir: &Path, stream: &Stream, cores: &Cores) -> Res
     Ok(Rebuilt { ns, all_cores_ns: Some(all_cores_ns?) })
 }
 
-/// Compares the first image and one between, as the last one was when it was rebuilt; the stream's image is the last one then.
+/// Compares the first image and one between, as the last one was when it was rebuilt; the stream's
+/// image is the last one then.
 fn compare(store: &dyn Store, dir: &Path, stream: &mut Stream) -> Result<()> {
     let mut reading = store.open(dir)?;
     let mut out = vec![[1; PAGE_BYTES]; stream.image.len()];
@@ -145,7 +149,12 @@ fn compare(store: &dyn Store, dir: &Path, stream: &mut Stream) -> Result<()> {
 }
 
 /// Rebuilds an image, which must be `expected`; how long that took.
-fn image(reading: &mut dyn Reading, checkpoint: usize, expected: &[Page], out: &mut [Page]) -> Result<u64> {
+fn image(
+    reading: &mut dyn Reading,
+    checkpoint: usize,
+    expected: &[Page],
+    out: &mut [Page],
+) -> Result<u64> {
     out.fill(ZERO_PAGE);
     let start = Instant::now();
     reading.fill(checkpoint, out)?;
@@ -156,7 +165,8 @@ fn image(reading: &mut dyn Reading, checkpoint: usize, expected: &[Page], out: &
     }
 }
 
-/// Copies the image, zeros among it, into memory that is there, page by page; how long that took, median.
+/// Copies the image, zeros among it, into memory that is there, page by page; how long that took,
+/// median.
 fn copy(image: &[Page]) -> u64 {
     let mut out = vec![[1; PAGE_BYTES]; image.len()];
     let once = |_| {
@@ -175,13 +185,19 @@ fn median(mut all: Vec<u64>) -> u64 {
     all.get(all.len() / 2).copied().unwrap_or_default()
 }
 
-fn feed_pure(store: &dyn Store, dir: &Path, mut stream: Stream, measured: &mut Measured) -> Result<()> {
+fn feed_pure(
+    store: &dyn Store,
+    dir: &Path,
+    mut stream: Stream,
+    measured: &mut Measured,
+) -> Result<()> {
     stream.seconds.clear();
     let unique = Stream::unique(stream.image.len() / UNIQUE_PART);
     let mut writing = store.create(dir, stream.image.len() as u64)?;
     checkpoint(writing.as_mut(), &whole(&stream.image))?;
     let shuffled = stream.shuffled();
-    let dup: Vec<Dirty<'_>> = shuffled.iter().map(|(page, from)| (*page, &stream.image[*from])).collect();
+    let dup: Vec<Dirty<'_>> =
+        shuffled.iter().map(|(page, from)| (*page, &stream.image[*from])).collect();
     measured.dup = Some(checkpoint(writing.as_mut(), &dup)?);
     let new = whole(&unique);
     measured.unique = Some(checkpoint(writing.as_mut(), &new)?);
@@ -273,18 +289,26 @@ mod tests {
     }
 
     fn job(dir: &Path) -> Job {
-        let (dir, source) = (dir.to_path_buf(), Source::Made { image_mib: 4, seconds: 2, words: Words::Few });
+        let (dir, source) =
+            (dir.to_path_buf(), Source::Made { image_mib: 4, seconds: 2, words: Words::Few });
         Job { store: String::new(), dir, source, pure: true, cpu: 0 }
     }
 
     #[test]
     fn a_store_that_gives_back_what_it_got_has_figures_and_another_has_none() {
         let dir = tempfile::tempdir().unwrap();
-        let measured = measure(&job(dir.path()), &KeyedStore::<Files>::new(), &Cores::default()).unwrap();
+        let measured =
+            measure(&job(dir.path()), &KeyedStore::<Files>::new(), &Cores::default()).unwrap();
         assert_eq!(measured.whole.bytes, (1024 + 2 * 78) * 4096);
         // Files of whole pages, and maps.
-        assert!(measured.stored_bytes >= measured.distinct_bytes && measured.distinct_bytes > 600 * 4096);
-        assert!(measured.dup.unwrap().bytes > 600 * 4096 && measured.unique.unwrap().bytes == 512 * 4096);
+        assert!(
+            measured.stored_bytes >= measured.distinct_bytes
+                && measured.distinct_bytes > 600 * 4096
+        );
+        assert!(
+            measured.dup.unwrap().bytes > 600 * 4096
+                && measured.unique.unwrap().bytes == 512 * 4096
+        );
         assert!(measured.steady.ns > 0 && measured.whole.ns > measured.steady.ns);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files were left behind");
         for wrong in [Wrong::Byte, Wrong::Page] {

@@ -11,8 +11,8 @@
 //!                 4 %  zero
 //! ```
 //!
-//! Made in memory from a fixed seed: the same stream for each store, on each machine. A second's pages are in the order of
-//! their numbers, as a scan finds them.
+//! Made in memory from a fixed seed: the same stream for each store, on each machine. A second's
+//! pages are in the order of their numbers, as a scan finds them.
 
 use crate::job::Words;
 use crate::pages::{Kind, Pages, change_word};
@@ -92,7 +92,8 @@ impl Stream {
         (seen.len() * size_of::<Page>()) as u64
     }
 
-    /// Makes the image what it was after the first `second`s; seconds that were applied are not again.
+    /// Makes the image what it was after the first `second`s; seconds that were applied are not
+    /// again.
     pub fn apply(&mut self, second: usize) {
         if let Some(Second { pages, contents }) = self.seconds.get(second) {
             for (page, content) in pages.iter().zip(contents) {
@@ -101,9 +102,11 @@ impl Stream {
         }
     }
 
-    /// For each page of the image that is not zero, the number of another such page: a shuffle of all of them.
+    /// For each page of the image that is not zero, the number of another such page: a shuffle of
+    /// all of them.
     pub fn shuffled(&self) -> Vec<(PageIndex, usize)> {
-        let pages: Vec<usize> = (0..self.image.len()).filter(|at| self.image[*at] != ZERO_PAGE).collect();
+        let pages: Vec<usize> =
+            (0..self.image.len()).filter(|at| self.image[*at] != ZERO_PAGE).collect();
         let by = pages.len() / 3 + 1;
         let from = pages.iter().cycle().skip(by);
         pages.iter().map(|page| PageIndex(*page as u64)).zip(from.copied()).collect()
@@ -196,7 +199,8 @@ impl Maker {
 
     fn second(&mut self, words: Words) {
         let chosen = self.choose();
-        let (pages, contents) = (Vec::with_capacity(chosen.len()), Vec::with_capacity(chosen.len()));
+        let (pages, contents) =
+            (Vec::with_capacity(chosen.len()), Vec::with_capacity(chosen.len()));
         let mut second = Second { pages, contents };
         for (page, change) in chosen {
             let content = self.changed(page, change, words);
@@ -214,7 +218,8 @@ impl Maker {
     fn choose(&mut self) -> Vec<(PageIndex, Change)> {
         let mut seen = PageSet::new(self.stream.image.len() as u64);
         let mut chosen = Vec::new();
-        // More tries than a set that is mostly free needs; an image of a few pages may stay below its number.
+        // More tries than a set that is mostly free needs; an image of a few pages may stay below
+        // its number.
         for _ in 0..self.dirty_pages * 16 {
             if seen.len() == self.dirty_pages {
                 break;
@@ -307,7 +312,8 @@ mod tests {
     fn shuffled_pages_hold_what_others_held_and_unique_ones_nothing_known() {
         let stream = Stream::new(4096, 0, Words::Few);
         let shuffled = stream.shuffled();
-        let moved = shuffled.iter().filter(|(to, from)| stream.image[to.0 as usize] != stream.image[*from]);
+        let moved =
+            shuffled.iter().filter(|(to, from)| stream.image[to.0 as usize] != stream.image[*from]);
         assert!(moved.count() * 10 > shuffled.len() * 9);
         let known: FxHashSet<&Page> = stream.image.iter().collect();
         let unique = Stream::unique(500);

@@ -15,12 +15,14 @@ pub trait Store {
     /// The store in `dir`, which was closed.
     fn open(&self, dir: &Path) -> Result<Box<dyn Reading>>;
 
-    /// What the store in `dir`, which was closed, does when nothing else is to be done; false where that is nothing.
+    /// What the store in `dir`, which was closed, does when nothing else is to be done; false where
+    /// that is nothing.
     fn settle(&self, _dir: &Path) -> Result<bool> {
         Ok(false)
     }
 
-    /// CPU time and peak memory of programs that it has run to their end; `None` where all happens in this process.
+    /// CPU time and peak memory of programs that it has run to their end; `None` where all happens
+    /// in this process.
     fn programs(&self) -> Option<(u64, u64)> {
         None
     }
@@ -28,13 +30,14 @@ pub trait Store {
 
 /// A store that is being fed.
 pub trait Writing {
-    /// What happens to these pages before [`Writing::checkpoint`] and is no part of what is measured.
+    /// What happens to these pages before [`Writing::checkpoint`] and is no part of what is
+    /// measured.
     fn prepare(&mut self, _pages: &[(PageIndex, &Page)]) -> Result<()> {
         Ok(())
     }
 
-    /// Takes a checkpoint of these pages, numbers rising; all others are as at the one before, and zero at first. Once this
-    /// returns, it survives power loss.
+    /// Takes a checkpoint of these pages, numbers rising; all others are as at the one before, and
+    /// zero at first. Once this returns, it survives power loss.
     fn checkpoint(&mut self, pages: &[(PageIndex, &Page)]) -> Result<()>;
 
     /// Ends it.
@@ -43,7 +46,8 @@ pub trait Writing {
 
 /// A store that is being read.
 pub trait Reading {
-    /// Gives every page of a checkpoint that is not zero to `sink`, in any order; 0 is the first checkpoint.
+    /// Gives every page of a checkpoint that is not zero to `sink`, in any order; 0 is the first
+    /// checkpoint.
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()>;
 
     /// Fills `out`, which is zero, with a checkpoint's image.

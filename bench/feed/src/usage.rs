@@ -13,7 +13,8 @@ const STAT_BLOCK_BYTES: u64 = 512;
 /// Directories within directories.
 const DEPTH_MAX: usize = 32;
 
-/// The cores that this process could use when it began, and the one that it is bound to. The default is bound to none.
+/// The cores that this process could use when it began, and the one that it is bound to. The
+/// default is bound to none.
 #[derive(Debug, Default)]
 pub struct Cores(Option<[CpuSet; 2]>);
 
@@ -73,7 +74,8 @@ impl Memory {
         Ok(Self { before_bytes: status_bytes("VmRSS:")? })
     }
 
-    /// The most that was resident since, beyond what was at the beginning. Mapped pages of files count.
+    /// The most that was resident since, beyond what was at the beginning. Mapped pages of files
+    /// count.
     pub fn peak_bytes(&self) -> Result<u64> {
         Ok(status_bytes("VmHWM:")?.saturating_sub(self.before_bytes))
     }
@@ -82,9 +84,11 @@ impl Memory {
 fn status_bytes(key: &str) -> Result<u64> {
     let path = "/proc/self/status";
     let text = fs::read_to_string(path).map_err(Error::io(format!("read {path}")))?;
-    let kib =
-        text.lines().find_map(|line| line.strip_prefix(key)?.trim().strip_suffix("kB")?.trim().parse().ok());
-    kib.map(|kib: u64| kib * 1024).ok_or_else(|| Error::failed(format!("read {path}"), format!("no {key}")))
+    let kib = text
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.trim().strip_suffix("kB")?.trim().parse().ok());
+    kib.map(|kib: u64| kib * 1024)
+        .ok_or_else(|| Error::failed(format!("read {path}"), format!("no {key}")))
 }
 
 /// What the files below `dir` take on disk: holes do not count.

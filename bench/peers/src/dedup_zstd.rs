@@ -1,5 +1,6 @@
-//! No store: what deduplication leaves where each page is compressed by zstd -1, in bytes of pages alone; and what it leaves where a
-//! page may be the difference to what it was before. Both are bounds to judge a store's size by.
+//! No store: what deduplication leaves where each page is compressed by zstd -1, in bytes of pages
+//! alone; and what it leaves where a page may be the difference to what it was before. Both are
+//! bounds to judge a store's size by.
 
 use keyframe_bench_feed::{Error, Job, Measured, Result, key_of};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
@@ -23,7 +24,9 @@ pub fn count(job: &Job) -> Result<Measured> {
         counter.add(page, None)?;
     }
     for second in 0..stream.seconds.len() {
-        for (page, content) in stream.seconds[second].pages.iter().zip(&stream.seconds[second].contents) {
+        for (page, content) in
+            stream.seconds[second].pages.iter().zip(&stream.seconds[second].contents)
+        {
             counter.add(content, Some(&stream.image[page.0 as usize]))?;
         }
         stream.apply(second);

@@ -1,4 +1,5 @@
-//! Kyoto Cabinet: its hash database, by default settings; a synchronization with the medium ends each checkpoint.
+//! Kyoto Cabinet: its hash database, by default settings; a synchronization with the medium ends
+//! each checkpoint.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -13,7 +14,13 @@ unsafe extern "C" {
     fn kcdbclose(db: *mut c_void) -> i32;
     fn kcdbecode(db: *mut c_void) -> i32;
     fn kcdbemsg(db: *mut c_void) -> *const c_char;
-    fn kcdbadd(db: *mut c_void, key: *const u8, key_len: usize, value: *const u8, value_len: usize) -> i32;
+    fn kcdbadd(
+        db: *mut c_void,
+        key: *const u8,
+        key_len: usize,
+        value: *const u8,
+        value_len: usize,
+    ) -> i32;
     fn kcdbget(db: *mut c_void, key: *const u8, key_len: usize, value_len: *mut usize) -> *mut u8;
     fn kcdbsync(db: *mut c_void, hard: i32, proc: *mut c_void, opaque: *mut c_void) -> i32;
     fn kcfree(memory: *mut c_void);
@@ -33,9 +40,11 @@ pub struct Kyoto {
 impl Kyoto {
     /// The error of the last call, unless it is `expected`.
     fn last_error(&self, operation: &str, expected: Option<i32>) -> Result<()> {
-        // SAFETY: `db` is a database until `drop`; its message is a string with a terminator, copied before the next call.
-        let (code, text) =
-            unsafe { (kcdbecode(self.db), CStr::from_ptr(kcdbemsg(self.db)).to_string_lossy().into_owned()) };
+        // SAFETY: `db` is a database until `drop`; its message is a string with a terminator,
+        // copied before the next call.
+        let (code, text) = unsafe {
+            (kcdbecode(self.db), CStr::from_ptr(kcdbemsg(self.db)).to_string_lossy().into_owned())
+        };
         if expected == Some(code) { Ok(()) } else { Err(Self::failed(operation, text)) }
     }
 }
@@ -45,7 +54,8 @@ impl KeyValue for Kyoto {
 
     fn open(dir: &Path) -> Result<Self> {
         let path = dir.join("pages.kch");
-        let path = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|e| Self::failed("open", e))?;
+        let path = CString::new(path.as_os_str().as_encoded_bytes())
+            .map_err(|e| Self::failed("open", e))?;
         // SAFETY: the library gives a database, which `drop` deletes.
         let this = Self { db: unsafe { kcdbnew() } };
         // SAFETY: `path` ends with a zero and outlives the call.
@@ -57,8 +67,10 @@ impl KeyValue for Kyoto {
 
     fn add_all(&mut self, entries: &mut dyn Iterator<Item = (Key, &[u8])>) -> Result<()> {
         for (key, value) in entries {
-            // SAFETY: the database is open; pointers and lengths are those of slices, which the call copies.
-            let added = unsafe { kcdbadd(self.db, key.as_ptr(), key.len(), value.as_ptr(), value.len()) };
+            // SAFETY: the database is open; pointers and lengths are those of slices, which the
+            // call copies.
+            let added =
+                unsafe { kcdbadd(self.db, key.as_ptr(), key.len(), value.as_ptr(), value.len()) };
             if added == 0 {
                 self.last_error("add", Some(THERE))?;
             }
@@ -77,7 +89,8 @@ impl KeyValue for Kyoto {
         if value.is_null() {
             return self.last_error("get", Some(NOT_THERE)).map(|()| false);
         }
-        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, behind its last use.
+        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, behind its
+        // last use.
         unsafe {
             sink(std::slice::from_raw_parts(value, len));
             kcfree(value.cast());

@@ -1,5 +1,5 @@
-//! LevelDB: puts go to its log as they come; the last one of a checkpoint, its map, syncs it. A Bloom filter, so that pages that are not
-//! there cost no reading; all else by default.
+//! LevelDB: puts go to its log as they come; the last one of a checkpoint, its map, syncs it. A
+//! Bloom filter, so that pages that are not there cost no reading; all else by default.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
@@ -14,7 +14,11 @@ unsafe extern "C" {
     fn leveldb_options_destroy(options: *mut c_void);
     fn leveldb_filterpolicy_create_bloom(bits_per_key: c_int) -> *mut c_void;
     fn leveldb_filterpolicy_destroy(policy: *mut c_void);
-    fn leveldb_open(options: *const c_void, name: *const c_char, error: *mut *mut c_char) -> *mut c_void;
+    fn leveldb_open(
+        options: *const c_void,
+        name: *const c_char,
+        error: *mut *mut c_char,
+    ) -> *mut c_void;
     fn leveldb_close(db: *mut c_void);
     fn leveldb_put(
         db: *mut c_void,
@@ -60,7 +64,8 @@ fn check(operation: &str, error: *mut c_char) -> Result<()> {
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: an error that is not null is a string with a terminator, which the caller frees, once, with `leveldb_free`.
+    // SAFETY: an error that is not null is a string with a terminator, which the caller frees,
+    // once, with `leveldb_free`.
     let text = unsafe {
         let text = CStr::from_ptr(error).to_string_lossy().into_owned();
         leveldb_free(error.cast());
@@ -73,10 +78,18 @@ impl LevelDb {
     fn put(&mut self, key: &[u8], value: &[u8], synced: bool) -> Result<()> {
         let mut error = null_mut();
         let options = if synced { self.write_synced } else { self.write };
-        // SAFETY: `db` and the options are open until `drop`; pointers and lengths are those of slices, which the call
-        // copies.
+        // SAFETY: `db` and the options are open until `drop`; pointers and lengths are those of
+        // slices, which the call copies.
         unsafe {
-            leveldb_put(self.db, options, key.as_ptr(), key.len(), value.as_ptr(), value.len(), &mut error);
+            leveldb_put(
+                self.db,
+                options,
+                key.as_ptr(),
+                key.len(),
+                value.as_ptr(),
+                value.len(),
+                &mut error,
+            );
         }
         check("put", error)
     }
@@ -86,10 +99,12 @@ impl KeyValue for LevelDb {
     const NAME: &'static str = "leveldb";
 
     fn open(dir: &Path) -> Result<Self> {
-        let name = CString::new(dir.as_os_str().as_encoded_bytes()).map_err(|e| Self::failed("open", e))?;
+        let name = CString::new(dir.as_os_str().as_encoded_bytes())
+            .map_err(|e| Self::failed("open", e))?;
         let mut error = null_mut();
-        // SAFETY: the handles are made here; the options are not used after they are destroyed, and the filter stays
-        // until `drop`, behind the database. `name` ends with a zero and outlives the call.
+        // SAFETY: the handles are made here; the options are not used after they are destroyed, and
+        // the filter stays until `drop`, behind the database. `name` ends with a zero and outlives
+        // the call.
         let this = unsafe {
             let filter = leveldb_filterpolicy_create_bloom(FILTER_BITS);
             let options = leveldb_options_create();
@@ -117,13 +132,17 @@ impl KeyValue for LevelDb {
 
     fn get(&mut self, key: &Key, sink: &mut dyn FnMut(&[u8])) -> Result<bool> {
         let (mut error, mut len) = (null_mut(), 0);
-        // SAFETY: `db` and `read` are open until `drop`; the key's pointer and length are those of a slice.
-        let value = unsafe { leveldb_get(self.db, self.read, key.as_ptr(), key.len(), &mut len, &mut error) };
+        // SAFETY: `db` and `read` are open until `drop`; the key's pointer and length are those of
+        // a slice.
+        let value = unsafe {
+            leveldb_get(self.db, self.read, key.as_ptr(), key.len(), &mut len, &mut error)
+        };
         check("get", error)?;
         if value.is_null() {
             return Ok(false);
         }
-        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, behind its last use.
+        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, behind its
+        // last use.
         unsafe {
             sink(std::slice::from_raw_parts(value, len));
             leveldb_free(value.cast());
@@ -138,8 +157,8 @@ impl KeyValue for LevelDb {
 
 impl Drop for LevelDb {
     fn drop(&mut self) {
-        // SAFETY: each handle is destroyed once, here, the filter behind the database that uses it; `db` is null where
-        // opening failed.
+        // SAFETY: each handle is destroyed once, here, the filter behind the database that uses it;
+        // `db` is null where opening failed.
         unsafe {
             if !self.db.is_null() {
                 leveldb_close(self.db);

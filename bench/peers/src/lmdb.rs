@@ -18,11 +18,27 @@ unsafe extern "C" {
     fn mdb_env_set_mapsize(env: *mut c_void, bytes: usize) -> c_int;
     fn mdb_env_open(env: *mut c_void, path: *const c_char, flags: c_uint, mode: c_uint) -> c_int;
     fn mdb_env_close(env: *mut c_void);
-    fn mdb_txn_begin(env: *mut c_void, parent: *mut c_void, flags: c_uint, txn: *mut *mut c_void) -> c_int;
+    fn mdb_txn_begin(
+        env: *mut c_void,
+        parent: *mut c_void,
+        flags: c_uint,
+        txn: *mut *mut c_void,
+    ) -> c_int;
     fn mdb_txn_commit(txn: *mut c_void) -> c_int;
     fn mdb_txn_abort(txn: *mut c_void);
-    fn mdb_dbi_open(txn: *mut c_void, name: *const c_char, flags: c_uint, dbi: *mut c_uint) -> c_int;
-    fn mdb_put(txn: *mut c_void, dbi: c_uint, key: *mut Value, value: *mut Value, flags: c_uint) -> c_int;
+    fn mdb_dbi_open(
+        txn: *mut c_void,
+        name: *const c_char,
+        flags: c_uint,
+        dbi: *mut c_uint,
+    ) -> c_int;
+    fn mdb_put(
+        txn: *mut c_void,
+        dbi: c_uint,
+        key: *mut Value,
+        value: *mut Value,
+        flags: c_uint,
+    ) -> c_int;
     fn mdb_get(txn: *mut c_void, dbi: c_uint, key: *mut Value, value: *mut Value) -> c_int;
     fn mdb_strerror(error: c_int) -> *const c_char;
 }
@@ -60,16 +76,22 @@ impl Lmdb {
     fn begin(&self, flags: c_uint) -> Result<*mut c_void> {
         let mut txn = null_mut();
         // SAFETY: `env` is open until `drop`.
-        check("begin a transaction", unsafe { mdb_txn_begin(self.env, null_mut(), flags, &mut txn) })?;
+        check("begin a transaction", unsafe {
+            mdb_txn_begin(self.env, null_mut(), flags, &mut txn)
+        })?;
         Ok(txn)
     }
 
     /// Puts all in a transaction, which the caller ends.
-    fn put_all(&self, txn: *mut c_void, entries: &mut dyn Iterator<Item = (Key, &[u8])>) -> Result<()> {
+    fn put_all(
+        &self,
+        txn: *mut c_void,
+        entries: &mut dyn Iterator<Item = (Key, &[u8])>,
+    ) -> Result<()> {
         for (key, content) in entries {
             let (mut key, mut content) = (value(&key), value(content));
-            // SAFETY: the transaction is a write transaction that has not ended; both values point to slices, which the
-            // call copies.
+            // SAFETY: the transaction is a write transaction that has not ended; both values point
+            // to slices, which the call copies.
             match unsafe { mdb_put(txn, self.dbi, &mut key, &mut content, NO_OVERWRITE) } {
                 KEY_EXISTS => {}
                 code => check("put", code)?,
@@ -83,17 +105,19 @@ impl KeyValue for Lmdb {
     const NAME: &'static str = "lmdb";
 
     fn open(dir: &Path) -> Result<Self> {
-        let path = CString::new(dir.as_os_str().as_encoded_bytes()).map_err(|e| Self::failed("open", e))?;
+        let path = CString::new(dir.as_os_str().as_encoded_bytes())
+            .map_err(|e| Self::failed("open", e))?;
         let mut this = Self { env: null_mut(), dbi: 0, reading: null_mut() };
-        // SAFETY: the environment is made here, and nothing else uses it before `drop` closes it; `path` ends with a zero
-        // and outlives the call.
+        // SAFETY: the environment is made here, and nothing else uses it before `drop` closes it;
+        // `path` ends with a zero and outlives the call.
         unsafe {
             check("make an environment", mdb_env_create(&mut this.env))?;
             check("size the map", mdb_env_set_mapsize(this.env, MAP_BYTES))?;
             check("open", mdb_env_open(this.env, path.as_ptr(), 0, MODE))?;
         }
         let txn = this.begin(0)?;
-        // SAFETY: the transaction was begun just now and ends here; without a name it is the main database.
+        // SAFETY: the transaction was begun just now and ends here; without a name it is the main
+        // database.
         unsafe {
             let opened = mdb_dbi_open(txn, std::ptr::null(), 0, &mut this.dbi);
             check("open the main database", opened).inspect_err(|_| mdb_txn_abort(txn))?;
@@ -120,7 +144,8 @@ impl KeyValue for Lmdb {
             NOT_FOUND => Ok(false),
             code => {
                 check("get", code)?;
-                // SAFETY: the value lies in the map, and does not change while the transaction is open.
+                // SAFETY: the value lies in the map, and does not change while the transaction is
+                // open.
                 sink(unsafe { std::slice::from_raw_parts(found.data, found.len) });
                 Ok(true)
             }
@@ -134,7 +159,8 @@ impl KeyValue for Lmdb {
 
 impl Drop for Lmdb {
     fn drop(&mut self) {
-        // SAFETY: transaction and environment end once, here, in this order; what is null was never made.
+        // SAFETY: transaction and environment end once, here, in this order; what is null was never
+        // made.
         unsafe {
             if !self.reading.is_null() {
                 mdb_txn_abort(self.reading);

@@ -1,12 +1,14 @@
-//! The databases that `keyframe bench store` compares with, each through its own library: one file a database.
+//! The databases that `keyframe bench store` compares with, each through its own library: one file
+//! a database.
 //!
 //! ```text
 //!   keyframe-bench-peers --list     what this program was built with, as JSON
 //!   keyframe-bench-peers JOB        does one job (keyframe-bench-feed) and prints what it measured, as JSON
 //! ```
 //!
-//! All have their default settings, but for what a file says. A checkpoint is made durable once, at its end. Bindings are by hand where
-//! a library has a C interface of a dozen functions and no crate that is kept and builds in seconds.
+//! All have their default settings, but for what a file says. A checkpoint is made durable once, at
+//! its end. Bindings are by hand where a library has a C interface of a dozen functions and no
+//! crate that is kept and builds in seconds.
 
 mod dedup_zstd;
 #[cfg(has_kyoto)]
@@ -75,6 +77,8 @@ fn store(name: &str) -> Result<Box<dyn Store>> {
         "leveldb" => Box::new(KeyedStore::<leveldb::LevelDb>::new()),
         "sqlite" => Box::new(KeyedStore::<sqlite::Sqlite>::new()),
         "redb" => Box::new(KeyedStore::<redb::Redb>::new()),
-        other => return Err(Error::failed("find the database", format!("no {other} in this program"))),
+        other => {
+            return Err(Error::failed("find the database", format!("no {other} in this program")));
+        }
     })
 }

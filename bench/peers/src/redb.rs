@@ -17,14 +17,17 @@ impl KeyValue for Redb {
     const NAME: &'static str = "redb";
 
     fn open(dir: &Path) -> Result<Self> {
-        let database = Database::create(dir.join("pages.redb")).map_err(|e| Self::failed("open", e))?;
+        let database =
+            Database::create(dir.join("pages.redb")).map_err(|e| Self::failed("open", e))?;
         Ok(Self { database, reading: None })
     }
 
     fn add_all(&mut self, entries: &mut dyn Iterator<Item = (Key, &[u8])>) -> Result<()> {
-        let transaction = self.database.begin_write().map_err(|e| Self::failed("begin a transaction", e))?;
+        let transaction =
+            self.database.begin_write().map_err(|e| Self::failed("begin a transaction", e))?;
         {
-            let mut table = transaction.open_table(PAGES).map_err(|e| Self::failed("open the table", e))?;
+            let mut table =
+                transaction.open_table(PAGES).map_err(|e| Self::failed("open the table", e))?;
             for (key, value) in entries {
                 if table.get(&key[..]).map_err(|e| Self::failed("get", e))?.is_none() {
                     table.insert(&key[..], value).map_err(|e| Self::failed("insert", e))?;
@@ -38,7 +41,8 @@ impl KeyValue for Redb {
         let table = match self.reading.take() {
             Some(table) => table,
             None => {
-                let transaction = self.database.begin_read().map_err(|e| Self::failed("begin reading", e))?;
+                let transaction =
+                    self.database.begin_read().map_err(|e| Self::failed("begin reading", e))?;
                 transaction.open_table(PAGES).map_err(|e| Self::failed("open the table", e))?
             }
         };

@@ -1,5 +1,5 @@
-//! RocksDB: puts go to its log as they come; the last one of a checkpoint syncs it. A Bloom filter, so that pages that are not there cost
-//! no reading; all else by default.
+//! RocksDB: puts go to its log as they come; the last one of a checkpoint syncs it. A Bloom filter,
+//! so that pages that are not there cost no reading; all else by default.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_double, c_uchar, c_void};
@@ -16,7 +16,11 @@ unsafe extern "C" {
     fn rocksdb_block_based_options_set_filter_policy(table: *mut c_void, policy: *mut c_void);
     fn rocksdb_block_based_options_destroy(table: *mut c_void);
     fn rocksdb_filterpolicy_create_bloom(bits_per_key: c_double) -> *mut c_void;
-    fn rocksdb_open(options: *const c_void, name: *const c_char, error: *mut *mut c_char) -> *mut c_void;
+    fn rocksdb_open(
+        options: *const c_void,
+        name: *const c_char,
+        error: *mut *mut c_char,
+    ) -> *mut c_void;
     fn rocksdb_close(db: *mut c_void);
     fn rocksdb_put(
         db: *mut c_void,
@@ -59,7 +63,8 @@ fn check(operation: &str, error: *mut c_char) -> Result<()> {
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: an error that is not null is a string with a terminator, which the caller frees, once, with `rocksdb_free`.
+    // SAFETY: an error that is not null is a string with a terminator, which the caller frees,
+    // once, with `rocksdb_free`.
     let text = unsafe {
         let text = CStr::from_ptr(error).to_string_lossy().into_owned();
         rocksdb_free(error.cast());
@@ -71,7 +76,8 @@ fn check(operation: &str, error: *mut c_char) -> Result<()> {
 impl RocksDb {
     fn put(&mut self, key: &Key, value: &[u8]) -> Result<()> {
         let mut error = null_mut();
-        // SAFETY: `db` and `write` are open until `drop`; pointers and lengths are those of slices, which the call copies.
+        // SAFETY: `db` and `write` are open until `drop`; pointers and lengths are those of slices,
+        // which the call copies.
         unsafe {
             rocksdb_put(
                 self.db,
@@ -91,10 +97,11 @@ impl KeyValue for RocksDb {
     const NAME: &'static str = "rocksdb";
 
     fn open(dir: &Path) -> Result<Self> {
-        let name = CString::new(dir.as_os_str().as_encoded_bytes()).map_err(|e| Self::failed("open", e))?;
+        let name = CString::new(dir.as_os_str().as_encoded_bytes())
+            .map_err(|e| Self::failed("open", e))?;
         let mut error = null_mut();
-        // SAFETY: the handles are made here; those that are destroyed are not used after. The table takes over the
-        // filter policy. `name` ends with a zero and outlives the call.
+        // SAFETY: the handles are made here; those that are destroyed are not used after. The table
+        // takes over the filter policy. `name` ends with a zero and outlives the call.
         let (db, write, read) = unsafe {
             let table = rocksdb_block_based_options_create();
             rocksdb_block_based_options_set_filter_policy(
@@ -127,14 +134,16 @@ impl KeyValue for RocksDb {
 
     fn get(&mut self, key: &Key, sink: &mut dyn FnMut(&[u8])) -> Result<bool> {
         let (mut error, mut len) = (null_mut(), 0);
-        // SAFETY: `db` and `read` are open until `drop`; the key's pointer and length are those of a slice.
-        let slice = unsafe { rocksdb_get_pinned(self.db, self.read, key.as_ptr(), key.len(), &mut error) };
+        // SAFETY: `db` and `read` are open until `drop`; the key's pointer and length are those of
+        // a slice.
+        let slice =
+            unsafe { rocksdb_get_pinned(self.db, self.read, key.as_ptr(), key.len(), &mut error) };
         check("get", error)?;
         if slice.is_null() {
             return Ok(false);
         }
-        // SAFETY: the slice is not null, and its value, of `len` bytes, stays until it is destroyed, which is behind the
-        // last use.
+        // SAFETY: the slice is not null, and its value, of `len` bytes, stays until it is
+        // destroyed, which is behind the last use.
         unsafe {
             let value = rocksdb_pinnableslice_value(slice, &mut len);
             sink(std::slice::from_raw_parts(value, len));

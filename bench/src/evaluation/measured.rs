@@ -112,13 +112,15 @@ pub fn all(
     let name = format!("{}, checkpoints every {every_ms} ms", kind.key);
     let workload = kind.prepare(options, dir)?;
     options.say(format!("{name}: recording"));
-    let recording = Recording::make(options, &workload, (every_ms, plan.work_ms), dir.join("recording"))?;
+    let recording =
+        Recording::make(options, &workload, (every_ms, plan.work_ms), dir.join("recording"))?;
     let meta = recording.meta()?;
     let began: Timestamp = stamp(&meta["began_at"])?;
     let all = recording.list()?;
     let checkpoints: Vec<Checkpoint> =
         all.iter().map(|one| checkpoint(one, began, &recording)).collect::<Result<_, Error>>()?;
-    let Some((first, others)) = checkpoints.split_first().filter(|(_, others)| !others.is_empty()) else {
+    let Some((first, others)) = checkpoints.split_first().filter(|(_, others)| !others.is_empty())
+    else {
         return Err(Error::failed("read the recording's checkpoints", "there are fewer than two"));
     };
     let total_bytes = number(&recording.stats()?, "total_bytes")?;
@@ -162,7 +164,11 @@ fn stamp(value: &Value) -> Result<Timestamp, Error> {
     text.parse().map_err(|e| Error::failed(format!("read the time {text:?}"), e))
 }
 
-fn checkpoint(value: &Value, began: Timestamp, recording: &Recording<'_>) -> Result<Checkpoint, Error> {
+fn checkpoint(
+    value: &Value,
+    began: Timestamp,
+    recording: &Recording<'_>,
+) -> Result<Checkpoint, Error> {
     let taken = stamp(&value["taken_at"])?;
     let part = if taken < recording.work_began {
         Part::Boot
@@ -187,7 +193,9 @@ fn checkpoint(value: &Value, began: Timestamp, recording: &Recording<'_>) -> Res
     let of = |name: &str| number(value, name);
     let pause = &value["pause"];
     let mut pause_parts_ns = [0.0; 5];
-    for (part, name) in pause_parts_ns.iter_mut().zip(["stop", "device_state", "scan", "copy", "resume"]) {
+    for (part, name) in
+        pause_parts_ns.iter_mut().zip(["stop", "device_state", "scan", "copy", "resume"])
+    {
         *part = number(pause, name)?;
     }
     Ok(Checkpoint {

@@ -21,7 +21,8 @@ impl Csv {
 
     /// A row: words first, then numbers. What is not there is an empty cell.
     pub fn row(&mut self, words: &[&str], numbers: &[f64]) {
-        let cells = words.iter().map(ToString::to_string).chain(numbers.iter().map(|number| cell(*number)));
+        let cells =
+            words.iter().map(ToString::to_string).chain(numbers.iter().map(|number| cell(*number)));
         let cells: Vec<String> = cells.collect();
         let _ = writeln!(self.rows, "{}", cells.join(","));
     }
@@ -57,7 +58,8 @@ impl Outputs {
         Ok(Self { dir: dir.into(), lines: Vec::new() })
     }
 
-    /// What stands for the paper's figure `number` (`T6.3`: a table): `NAME.csv`, and the pictures where there is something to draw.
+    /// What stands for the paper's figure `number` (`T6.3`: a table): `NAME.csv`, and the pictures
+    /// where there is something to draw.
     pub fn add(
         &mut self,
         (number, name, title): (&'static str, &str, &'static str),
@@ -67,10 +69,16 @@ impl Outputs {
     ) -> Result<(), Error> {
         let mut files = vec![format!("{name}.csv")];
         self.write(&files[0], &format!("{}\n{}", csv.header, csv.rows))?;
-        if figure.charts.iter().any(|chart| chart.series.iter().any(|series| !series.points.is_empty())) {
+        if figure
+            .charts
+            .iter()
+            .any(|chart| chart.series.iter().any(|series| !series.points.is_empty()))
+        {
             for end in ["svg", "png"] {
                 let file = format!("{name}.{end}");
-                figure.write(&self.dir.join(&file)).map_err(|e| Error::failed(format!("draw {file}"), e))?;
+                figure
+                    .write(&self.dir.join(&file))
+                    .map_err(|e| Error::failed(format!("draw {file}"), e))?;
                 files.push(file);
             }
         }
@@ -101,11 +109,15 @@ impl Outputs {
                 if run.simulations.is_same { "yes" } else { "**no**" }
             );
         }
-        text.push_str("\n| figure or table | what | files | the paper | here |\n|---|---|---|---|---|\n");
+        text.push_str(
+            "\n| figure or table | what | files | the paper | here |\n|---|---|---|---|---|\n",
+        );
         for Line { number, title, files, ours } in &self.lines {
-            let name =
-                number.strip_prefix('T').map_or_else(|| format!("figure {number}"), |n| format!("table {n}"));
-            let _ = writeln!(text, "| {name} | {title} | {files} | {} | {ours} |", paper::said(number));
+            let name = number
+                .strip_prefix('T')
+                .map_or_else(|| format!("figure {number}"), |n| format!("table {n}"));
+            let _ =
+                writeln!(text, "| {name} | {title} | {files} | {} | {ours} |", paper::said(number));
         }
         text.push_str(
             "\nNot here: figure 6.1, tables 6.1 and 6.2 (its machines), A.6 (what distribution costs the recording: intervals are dispatched while it runs only in simulation).\n",

@@ -1,10 +1,15 @@
-//! What the paper's text and tables say, by figure and table. Its figures without a number in the text have none here.
+//! What the paper's text and tables say, by figure and table. Its figures without a number in the
+//! text have none here.
 //!
-//! Its guest: 1 GiB, one processor, under KVM, 10 minutes of each workload, intervals of 2 s unless said otherwise.
+//! Its guest: 1 GiB, one processor, under KVM, 10 minutes of each workload, intervals of 2 s unless
+//! said otherwise.
 
 /// Figures and tables with what is said there.
 const SAID: [(&str, &str); 16] = [
-    ("6.2", "kernel build 21,710 pages; Bonnie++ 89,500 (up to 224,400); STREAM 8,900 (up to 14,120)"),
+    (
+        "6.2",
+        "kernel build 21,710 pages; Bonnie++ 89,500 (up to 224,400); STREAM 8,900 (up to 14,120)",
+    ),
     ("6.3", "kernel build 29 sectors; Bonnie++ 4,000 (up to 13,770); STREAM next to none"),
     ("6.4", "grows less than the interval; Bonnie++ most"),
     ("6.5", "Bonnie++ about linear in the interval"),
@@ -25,7 +30,10 @@ const SAID: [(&str, &str); 16] = [
     ("6.11", "less than the interval; hashing 70 %, looking up and writing 20 %, maps 10 % (A.7)"),
     ("6.12", "immediate about 100 ms; deferred mostly more, up to 10 s"),
     ("6.13", "1 GiB each time over 10 Gbit/s: 2.5 s at least, 3.5 s in the mean, 7 s at most"),
-    ("6.15", "3.9 with 4 nodes and long intervals (a slowdown of 31, by waiting), as the model says"),
+    (
+        "6.15",
+        "3.9 with 4 nodes and long intervals (a slowdown of 31, by waiting), as the model says",
+    ),
 ];
 
 /// What is said of `number`.

@@ -1,7 +1,8 @@
 //! What comes behind the pause, by phase: the same pages once more, into a fresh store.
 //!
-//! A checkpoint tells how long all of it took (`encode_ns`). What of that was what is measured by doing the same again, one after the other: hashing alone, then
-//! putting the pages (hashing, looking up, compressing, appending), then the seal (the map, syncing, the rename).
+//! A checkpoint tells how long all of it took (`encode_ns`). What of that was what is measured by
+//! doing the same again, one after the other: hashing alone, then putting the pages (hashing,
+//! looking up, compressing, appending), then the seal (the map, syncing, the rename).
 
 use crate::Error;
 use keyframe_store::{Loaded, SealRequest, Store};
@@ -31,7 +32,8 @@ pub struct Processing {
 
 /// Of the last checkpoints in `from`, with a fresh store in `dir`.
 pub fn measure(from: &Path, dir: &Path) -> Result<Processing, Error> {
-    let failed = |operation: &'static str| move |e: keyframe_store::Error| Error::failed(operation, e);
+    let failed =
+        |operation: &'static str| move |e: keyframe_store::Error| Error::failed(operation, e);
     let source = Store::open(from).map_err(failed("open the store"))?;
     let listing = source.checkpoints().map_err(failed("list the checkpoints"))?;
     let ids: Vec<_> = listing.sealed.iter().map(|sealed| sealed.id).collect();
@@ -40,7 +42,8 @@ pub fn measure(from: &Path, dir: &Path) -> Result<Processing, Error> {
     let Some(first) = ids.get(from) else { return Ok(Processing::default()) };
     let ram = source.load(*first).map_err(failed("load a checkpoint"))?.meta.ram;
     let store = Store::init(&path).map_err(failed("make a store"))?;
-    let mut writer = store.lock_writer("keyframe bench evaluation").map_err(failed("lock a store"))?;
+    let mut writer =
+        store.lock_writer("keyframe bench evaluation").map_err(failed("lock a store"))?;
     let mut run = writer.begin_run("again", &ram).map_err(failed("begin a run"))?;
     let mut sum = Processing::default();
     let mut before: Option<Loaded> = None;
@@ -53,7 +56,8 @@ pub fn measure(from: &Path, dir: &Path) -> Result<Processing, Error> {
         }
         let hash_s = hashing.elapsed().as_secs_f64();
         let putting = Instant::now();
-        let pages: Vec<(PageIndex, &Page)> = changed.iter().map(|(index, page)| (*index, &**page)).collect();
+        let pages: Vec<(PageIndex, &Page)> =
+            changed.iter().map(|(index, page)| (*index, &**page)).collect();
         for some in pages.chunks(8192) {
             run.put_pages(some, &mut |_, _| ()).map_err(failed("put pages"))?;
         }
@@ -85,7 +89,8 @@ pub fn measure(from: &Path, dir: &Path) -> Result<Processing, Error> {
 
 type Changed = Vec<(PageIndex, Box<Page>)>;
 
-/// The pages of `image` that `before` has otherwise; all that are not zero where there is none before.
+/// The pages of `image` that `before` has otherwise; all that are not zero where there is none
+/// before.
 fn changed(image: &Loaded, before: Option<&Loaded>) -> Result<Changed, Error> {
     let zero: Page = [0; keyframe_units::PAGE_BYTES];
     let all = image.meta.ram.len_pages();
@@ -96,7 +101,8 @@ fn changed(image: &Loaded, before: Option<&Loaded>) -> Result<Changed, Error> {
     while first < all {
         let len = BATCH_PAGES.min(all - first) as usize;
         let read = |from: &Loaded, into: &mut [Page]| {
-            from.read_into(PageIndex(first), into).map_err(|e| Error::failed("read a checkpoint", e))
+            from.read_into(PageIndex(first), into)
+                .map_err(|e| Error::failed("read a checkpoint", e))
         };
         read(image, &mut now[..len])?;
         match before {

@@ -1,6 +1,8 @@
-//! How long it takes to read a checkpoint's image: warm, and cold, after the kernel was told to forget the store's files.
+//! How long it takes to read a checkpoint's image: warm, and cold, after the kernel was told to
+//! forget the store's files.
 //!
-//! Warm stands for the paper's immediate use, where what is read has just been written; cold for the deferred one.
+//! Warm stands for the paper's immediate use, where what is read has just been written; cold for
+//! the deferred one.
 
 use crate::Error;
 use keyframe_store::Store;

@@ -35,7 +35,8 @@ impl<'a> Recording<'a> {
     ) -> Result<Self, Error> {
         let keyframe = options.keyframe.display().to_string();
         let (out, every) = (dir.display().to_string(), format!("{every_ms}ms"));
-        let words = [&keyframe, "record", "--quiet", "--checkpoint-every", &every, "--out", &out, "--"];
+        let words =
+            [&keyframe, "record", "--quiet", "--checkpoint-every", &every, "--out", &out, "--"];
         let line: Vec<String> =
             words.into_iter().map(str::to_owned).chain(workload.command.iter().cloned()).collect();
         let mut guest = Guest::start(&line)?;
@@ -52,8 +53,9 @@ impl<'a> Recording<'a> {
             let later = guest.at(text)?.saturating_duration_since(zero.1);
             Timestamp::try_from(zero.0 + later).ok()
         };
-        let work_began = at(BEGIN)
-            .ok_or_else(|| Error::failed("measure the recording", "the beginning of the work has no time"))?;
+        let work_began = at(BEGIN).ok_or_else(|| {
+            Error::failed("measure the recording", "the beginning of the work has no time")
+        })?;
         Ok(Self { options, first_pass_ended: at(PASS), work_began, dir })
     }
 
@@ -65,7 +67,10 @@ impl<'a> Recording<'a> {
     /// Its checkpoints, as `list --json` has them.
     pub fn list(&self) -> Result<Vec<Value>, Error> {
         let value = self.json(&["list", "--json", "--store"], &self.store(), &[])?;
-        value.as_array().cloned().ok_or_else(|| Error::failed("read keyframe list --json", "no list"))
+        value
+            .as_array()
+            .cloned()
+            .ok_or_else(|| Error::failed("read keyframe list --json", "no list"))
     }
 
     /// Its store, as `stats --json` has it.
@@ -78,11 +83,19 @@ impl<'a> Recording<'a> {
         read_json(&self.dir.join("recording.json"))
     }
 
-    /// Analyses it from instruction `from` on with `jobs` into `out`; the report. `in_sequence`: by one replay through all, too; the report
-    /// says whether it found the same.
-    pub fn analyze(&self, (jobs, in_sequence): (u64, bool), from: u64, out: &Path) -> Result<Value, Error> {
+    /// Analyses it from instruction `from` on with `jobs` into `out`; the report. `in_sequence`: by
+    /// one replay through all, too; the report says whether it found the same.
+    pub fn analyze(
+        &self,
+        (jobs, in_sequence): (u64, bool),
+        from: u64,
+        out: &Path,
+    ) -> Result<Value, Error> {
         let (out, jobs, from) = (out.display().to_string(), jobs.to_string(), from.to_string());
-        let more = ["--tool", "icount", "--jobs", &jobs, "--from", &from, "--out", &out, "--quiet", "--json"];
+        let more = [
+            "--tool", "icount", "--jobs", &jobs, "--from", &from, "--out", &out, "--quiet",
+            "--json",
+        ];
         let once_more: &[&str] = if in_sequence { &["--check-sequential"] } else { &[] };
         self.json(&["analyze"], &self.dir, &[&more, once_more].concat())
     }
@@ -104,7 +117,8 @@ impl<'a> Recording<'a> {
             .output()
             .map_err(Error::io(format!("run {name}")))?;
         let said = serde_json::from_slice(&output.stdout);
-        // An analysis that found two results fails with its report; all that it measured is in there, and the caller tells of it.
+        // An analysis that found two results fails with its report; all that it measured is in
+        // there, and the caller tells of it.
         let differs = said.as_ref().is_ok_and(|said: &Value| said["equals_sequential"] == false);
         if !output.status.success() && !differs {
             return Err(Error::failed(name, String::from_utf8_lossy(&output.stderr).trim()));

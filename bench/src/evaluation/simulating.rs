@@ -1,4 +1,5 @@
-//! How long the whole takes: recorded, then analysed with one job and two; and with more nodes, simulated from the intervals' times.
+//! How long the whole takes: recorded, then analysed with one job and two; and with more nodes,
+//! simulated from the intervals' times.
 
 use super::measured::number;
 use super::recording::Recording;
@@ -73,7 +74,8 @@ pub fn measure(
     })
 }
 
-/// Run times are the plan's; speed-ups are over what one replay through all took, as it was measured.
+/// Run times are the plan's; speed-ups are over what one replay through all took, as it was
+/// measured.
 fn rows(plan: &Value, sequential_s: f64) -> Result<Vec<Simulated>, Error> {
     let table = plan["simulated"]["table"].as_array().into_iter().flatten();
     table

@@ -1,4 +1,5 @@
-//! The workloads: each is repeated until the guest is switched off, and says a line after each pass.
+//! The workloads: each is repeated until the guest is switched off, and says a line after each
+//! pass.
 //!
 //! ```text
 //!   boot ─▶ kf-begin ─ pass ─ kf-pass ─ pass ─ kf-pass ... ─ off
@@ -77,8 +78,11 @@ impl Kind {
     /// With its guest; scripts and the disk's image are made in `dir`.
     pub fn prepare(&self, options: &Options, dir: &Path) -> Result<Workload, Error> {
         let repeated = format!("n=0\nwhile :; do {}; n=$((n+1)); echo {PASS}; done\n", self.pass);
-        let mut made =
-            if self.is_small { small(options, dir, &repeated) } else { self.real(options, dir, &repeated) }?;
+        let mut made = if self.is_small {
+            small(options, dir, &repeated)
+        } else {
+            self.real(options, dir, &repeated)
+        }?;
         let disk = dir.join("disk.raw");
         std::fs::File::create(&disk)
             .and_then(|file| file.set_len(DISK_BYTES))
@@ -113,8 +117,9 @@ fn small(options: &Options, dir: &Path, repeated: &str) -> Result<Workload, Erro
         command.iter().position(|word| word == "-initrd").and_then(|at| command.get_mut(at + 1))
     {
         let before = "mkdir -p /tmp/kf\ndd if=/dev/urandom of=/tmp/some bs=64k count=4 2>/dev/null";
-        let script =
-            format!("{before}\necho {BEGIN}\n{{ {repeated}}} </dev/null &\nread x\nbusybox poweroff -f\n");
+        let script = format!(
+            "{before}\necho {BEGIN}\n{{ {repeated}}} </dev/null &\nread x\nbusybox poweroff -f\n"
+        );
         initrd::write(Path::new(word), &script, &path)?;
         *word = path.display().to_string();
     }

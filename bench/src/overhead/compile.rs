@@ -1,4 +1,5 @@
-//! The compile: gcc, assembler and linker in a Debian, over sources of this project, on a file system in RAM.
+//! The compile: gcc, assembler and linker in a Debian, over sources of this project, on a file
+//! system in RAM.
 //!
 //! ```text
 //!   boot ─▶ sources written ─▶ "compiled 1" ─▶ "compiled 2" ─▶ ...      counted from the first: by then all is cached
@@ -23,7 +24,8 @@ pub const SOURCES: [(&str, &str); 6] = [
     source!("work_dirty.c"),
     source!("work_net.c"),
 ];
-const HEADERS: [(&str, &str); 3] = [source!("kfguest.h"), source!("hash.h"), source!("diskblock.h")];
+const HEADERS: [(&str, &str); 3] =
+    [source!("kfguest.h"), source!("hash.h"), source!("diskblock.h")];
 
 /// Ends a file in the job.
 const END: &str = "END_OF_FILE";
@@ -84,6 +86,9 @@ mod tests {
             assert!(!text.lines().any(|line| line == END), "{name}");
         }
         assert!(job().len() < 1 << 20, "the guest reads 1 MiB of it");
-        assert_eq!(job().lines().filter(|line| *line == END).count(), HEADERS.len() + SOURCES.len());
+        assert_eq!(
+            job().lines().filter(|line| *line == END).count(),
+            HEADERS.len() + SOURCES.len()
+        );
     }
 }

@@ -75,7 +75,8 @@ impl Subject {
     /// Compiles a small C program again and again, in a Debian.
     pub fn compile(options: &Options, dir: &Path) -> Result<Self, Error> {
         let job = dir.join("compile.sh");
-        std::fs::write(&job, compile::job()).map_err(Error::io(format!("write {}", job.display())))?;
+        std::fs::write(&job, compile::job())
+            .map_err(Error::io(format!("write {}", job.display())))?;
         Ok(Self {
             key: "compile",
             unit: "files",
@@ -85,7 +86,8 @@ impl Subject {
         })
     }
 
-    /// Whether what the others did is worth having where this one fails: it needs more of the machine than they do.
+    /// Whether what the others did is worth having where this one fails: it needs more of the
+    /// machine than they do.
     pub fn may_be_left_out(&self) -> bool {
         matches!(self.count, Count::Compiles)
     }
@@ -101,8 +103,9 @@ impl Subject {
                 std::thread::sleep(Duration::from_millis(plan.seconds * 1000 + 1200));
                 let span = (from, Instant::now());
                 let per_s = |field: &str| guest.rate(prefix, field, span);
-                let work_per_s = per_s(work)
-                    .ok_or_else(|| Error::failed("measure the guest's work", "it printed too few lines"))?;
+                let work_per_s = per_s(work).ok_or_else(|| {
+                    Error::failed("measure the guest's work", "it printed too few lines")
+                })?;
                 Ok(Done { work_per_s, spare_per_s: spare.and_then(per_s) })
             }
             Count::Compiles => {

@@ -55,9 +55,14 @@ mod tests {
             rows.of(way, Load { rate, gib }).pause_ns.push(2e6);
         }
         let figure = figure(&rows);
-        let [by_rate, by_size] = &figure.charts[..] else { panic!("{} charts", figure.charts.len()) };
+        let [by_rate, by_size] = &figure.charts[..] else {
+            panic!("{} charts", figure.charts.len())
+        };
         assert_eq!(by_rate.series[0].points.iter().map(|p| p.x).collect::<Vec<_>>(), [1e3, 2e4]);
-        assert_eq!((by_size.series[0].name.as_str(), by_size.series[0].points[0].x), ("stop-copy", 4.0));
+        assert_eq!(
+            (by_size.series[0].name.as_str(), by_size.series[0].points[0].x),
+            ("stop-copy", 4.0)
+        );
         assert!(figure.svg().unwrap().contains("stop-copy"));
     }
 }

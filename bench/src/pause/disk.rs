@@ -6,8 +6,8 @@
 //!   the same                                     load    written with O_DIRECT as fast as the guest can
 //! ```
 //!
-//! Two boots of 1 GiB, pre-copy. The loaded one writes fewer pages, for its one processor works on the disk as well: so the
-//! pages of both are told beside the pauses.
+//! Two boots of 1 GiB, pre-copy. The loaded one writes fewer pages, for its one processor works on
+//! the disk as well: so the pages of both are told beside the pauses.
 
 use super::{INTERVAL, RATE, WRITTEN_MIB, number};
 use crate::guest::Guest as Files;
@@ -35,16 +35,25 @@ pub struct Pauses {
 }
 
 /// `checkpoints` of each guest.
-pub fn measure(options: &Options, files: &Files, dir: &Path, checkpoints: usize) -> Result<Pauses, Error> {
+pub fn measure(
+    options: &Options,
+    files: &Files,
+    dir: &Path,
+    checkpoints: usize,
+) -> Result<Pauses, Error> {
     let dirty = format!("kf.dirty.rate={RATE} kf.dirty.mib={WRITTEN_MIB}");
     options.say("a disk that is idle: boot and first checkpoint");
-    let idle = guest(options, files, &dir.join("idle"), &format!("kf.work=dirty {dirty}"), checkpoints)?;
+    let idle =
+        guest(options, files, &dir.join("idle"), &format!("kf.work=dirty {dirty}"), checkpoints)?;
     options.say("a disk that is written to: boot and first checkpoint");
     let journal = "kf.journal.rate=0 kf.journal.mib=32 kf.journal.sync=64";
     let load = format!("kf.work=dirty+journal {dirty} {journal}");
     let load = guest(options, files, &dir.join("load"), &load, checkpoints)?;
     if load.written_blocks.median() < 1.0 {
-        return Err(Error::failed("load the disk", "the guest wrote nothing to it: the machine is too busy"));
+        return Err(Error::failed(
+            "load the disk",
+            "the guest wrote nothing to it: the machine is too busy",
+        ));
     }
     Ok(Pauses { idle, load })
 }
@@ -61,7 +70,8 @@ fn guest(
     let made = std::fs::File::create(&image).and_then(|file| file.set_len(DISK_BYTES));
     made.map_err(Error::io("make a disk"))?;
     let mut command = files.command(super::MEM, append);
-    command.extend(["-drive".into(), format!("file={},format=raw,if=virtio,id=d", image.display())]);
+    command
+        .extend(["-drive".into(), format!("file={},format=raw,if=virtio,id=d", image.display())]);
     let mut vm = Protected::start(options, &dir.join("store"), ("none", "precopy"), &command)?;
     vm.guest.wait_for("KF READY", 180)?;
     // The complete one, and the one that learns what the load is.

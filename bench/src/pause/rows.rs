@@ -37,7 +37,8 @@ pub struct Row {
     pub whole_ns: Sample,
     /// What each checkpoint held; empty for QEMU's own ways.
     pub dirty_pages: Sample,
-    /// What part of its computing the guest lost from a save's beginning to its end; of background snapshots.
+    /// What part of its computing the guest lost from a save's beginning to its end; of background
+    /// snapshots.
     pub work_lost: Sample,
 }
 
@@ -52,11 +53,19 @@ pub struct Rows {
 impl Rows {
     /// The row of `way` at `load`.
     pub fn of(&mut self, way: &str, load: Load) -> &mut Row {
-        let at = self.rows.iter().position(|r| r.way == way && r.load == load).unwrap_or_else(|| {
-            let (pause_ns, whole_ns, dirty_pages, work_lost) = Default::default();
-            self.rows.push(Row { way: way.into(), load, pause_ns, whole_ns, dirty_pages, work_lost });
-            self.rows.len() - 1
-        });
+        let at =
+            self.rows.iter().position(|r| r.way == way && r.load == load).unwrap_or_else(|| {
+                let (pause_ns, whole_ns, dirty_pages, work_lost) = Default::default();
+                self.rows.push(Row {
+                    way: way.into(),
+                    load,
+                    pause_ns,
+                    whole_ns,
+                    dirty_pages,
+                    work_lost,
+                });
+                self.rows.len() - 1
+            });
         &mut self.rows[at]
     }
 

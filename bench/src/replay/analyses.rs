@@ -6,7 +6,8 @@ use super::rows::Rows;
 use crate::Error;
 use std::path::Path;
 
-/// What tools are compared with: loaded and asking for nothing; called at each access; called, and writing text.
+/// What tools are compared with: loaded and asking for nothing; called at each access; called, and
+/// writing text.
 pub const NOTHING: &str = "baseline-nothing";
 pub const CALLBACK: &str = "baseline-callback";
 pub const TEXT: &str = "baseline-text";
@@ -59,7 +60,8 @@ fn arguments(tool: &str) -> &'static [&'static str] {
 /// One job, two jobs, and two processes with one job each: what the machine itself gains.
 fn jobs(bench: &Bench<'_>, recorded: &Recorded<'_>, rows: &mut Rows) -> Result<(), Error> {
     // A look leaves out the boot.
-    let part = if bench.options.quick { Part::Behind(recorded.instructions()? / 2) } else { Part::All };
+    let part =
+        if bench.options.quick { Part::Behind(recorded.instructions()? / 2) } else { Part::All };
     let analyse = |jobs: &str, at_once: usize| -> Result<Analysed, Error> {
         bench.options.say(format!("analyze --jobs {jobs}, {at_once} at once"));
         recorded.analyse((OF_JOBS, &[]), part, jobs, at_once)

@@ -54,7 +54,8 @@ fn workloads(rows: &Rows, title: &str, lines: &[(&str, &str, &str)]) -> Option<C
             series.push(Series { name: (*name).into(), points });
         }
     }
-    let numbered: Vec<String> = (1..).zip(&names).map(|(n, name): (u32, _)| format!("{n} {name}")).collect();
+    let numbered: Vec<String> =
+        (1..).zip(&names).map(|(n, name): (u32, _)| format!("{n} {name}")).collect();
     (!series.is_empty()).then(|| Chart {
         title: format!("{title}: {}", numbered.join(", ")),
         x: Axis::new("workload", Scale::Linear),
@@ -64,8 +65,11 @@ fn workloads(rows: &Rows, title: &str, lines: &[(&str, &str, &str)]) -> Option<C
 }
 
 fn sweep(rows: &Rows) -> Option<Chart> {
-    let points: Vec<Point> =
-        rows.of_sweep().iter().filter_map(|(way, sample)| Some(point(seconds(way)?, sample))).collect();
+    let points: Vec<Point> = rows
+        .of_sweep()
+        .iter()
+        .filter_map(|(way, sample)| Some(point(seconds(way)?, sample)))
+        .collect();
     (!points.is_empty()).then(|| Chart {
         title: "recording with checkpoints over recording".into(),
         x: Axis::new("seconds between checkpoints", Scale::Log),
@@ -88,7 +92,10 @@ mod tests {
 
     #[test]
     fn all_intervals_can_be_drawn() {
-        assert_eq!(super::super::SWEEP.map(seconds), [Some(0.5), Some(1.0), Some(2.0), Some(4.0), Some(8.0)]);
+        assert_eq!(
+            super::super::SWEEP.map(seconds),
+            [Some(0.5), Some(1.0), Some(2.0), Some(4.0), Some(8.0)]
+        );
         assert!(figure(&Rows::default()).charts.is_empty());
     }
 }

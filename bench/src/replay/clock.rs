@@ -7,9 +7,9 @@
 //!   CPU    of all of QEMU's threads
 //! ```
 //!
-//! Time is what a recording costs its guest; that another process had the core is not its cost, and nothing on a machine that has
-//! a core for each. The kernel tells it of each thread (`/proc/PID/task/TID/schedstat`); it is looked at as QEMU runs, for afterwards it is
-//! gone.
+//! Time is what a recording costs its guest; that another process had the core is not its cost, and
+//! nothing on a machine that has a core for each. The kernel tells it of each thread
+//! (`/proc/PID/task/TID/schedstat`); it is looked at as QEMU runs, for afterwards it is gone.
 
 use std::collections::HashMap;
 use std::fs::read_to_string;
@@ -65,7 +65,8 @@ impl Clock {
                 match now {
                     Some(now) => seen.push(now),
                     None if is_glimpse(&seen) => {
-                        // It was asked for its version and ended: the one that is meant comes later.
+                        // It was asked for its version and ended: the one that is meant comes
+                        // later.
                         seen.clear();
                         threads.clear();
                         qemu = None;
@@ -117,7 +118,10 @@ fn spent(seen: &[Seen], from: Instant, to: Instant) -> Option<Spent> {
     let (begin, end) = (at(seen, from)?, at(seen, to)?);
     let wall_ns = to.checked_duration_since(from)?.as_nanos() as f64;
     let waited_ns = (end.waited_ns - begin.waited_ns).max(0.0);
-    Some(Spent { time_ns: (wall_ns - waited_ns).max(0.0), cpu_ns: (end.cpu_ns - begin.cpu_ns).max(0.0) })
+    Some(Spent {
+        time_ns: (wall_ns - waited_ns).max(0.0),
+        cpu_ns: (end.cpu_ns - begin.cpu_ns).max(0.0),
+    })
 }
 
 /// What would have been seen at an instant: in between, as if it ran evenly.
@@ -125,8 +129,11 @@ fn at(seen: &[Seen], when: Instant) -> Option<Seen> {
     let next = seen.partition_point(|one| one.at < when);
     let (before, after) = (seen.get(next.saturating_sub(1))?, seen.get(next).or(seen.last())?);
     let length = after.at.saturating_duration_since(before.at).as_secs_f64();
-    let part =
-        if length > 0.0 { when.saturating_duration_since(before.at).as_secs_f64() / length } else { 0.0 };
+    let part = if length > 0.0 {
+        when.saturating_duration_since(before.at).as_secs_f64() / length
+    } else {
+        0.0
+    };
     let mix = |a: f64, b: f64| a + (b - a) * part.min(1.0);
     Some(Seen {
         at: when,
@@ -146,13 +153,16 @@ fn find(pid: u32, depth: u32) -> Option<u32> {
         .ok()?
         .flatten()
         .filter_map(|task| read_to_string(task.path().join("children")).ok())
-        .flat_map(|list| list.split_whitespace().filter_map(|word| word.parse().ok()).collect::<Vec<_>>())
+        .flat_map(|list| {
+            list.split_whitespace().filter_map(|word| word.parse().ok()).collect::<Vec<_>>()
+        })
         .collect();
     children.sort_unstable();
     children.into_iter().find_map(|child| find(child, below))
 }
 
-/// Time on a core, and waiting for one, of each thread that was ever seen: those of one that has ended still count.
+/// Time on a core, and waiting for one, of each thread that was ever seen: those of one that has
+/// ended still count.
 fn look(pid: u32, threads: &mut HashMap<std::ffi::OsString, (f64, f64)>) -> Option<Seen> {
     let mut lives = false;
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten() {
@@ -166,13 +176,19 @@ fn look(pid: u32, threads: &mut HashMap<std::ffi::OsString, (f64, f64)>) -> Opti
     }
     // The thread that runs the guest is the one that runs most.
     let vcpu = threads.values().max_by(|a, b| a.0.total_cmp(&b.0))?;
-    Some(Seen { at: Instant::now(), cpu_ns: threads.values().map(|(ran, _)| ran).sum(), waited_ns: vcpu.1 })
+    Some(Seen {
+        at: Instant::now(),
+        cpu_ns: threads.values().map(|(ran, _)| ran).sum(),
+        waited_ns: vcpu.1,
+    })
 }
 
 /// It has ended, and nobody has taken notice yet.
 fn is_zombie(pid: u32) -> bool {
     let stat = read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit(')').next().is_none_or(|rest| rest.trim_start().starts_with(['Z', 'X']) || rest.is_empty())
+    stat.rsplit(')')
+        .next()
+        .is_none_or(|rest| rest.trim_start().starts_with(['Z', 'X']) || rest.is_empty())
 }
 
 fn times(task: &Path) -> Option<(f64, f64)> {
@@ -195,7 +211,10 @@ mod tests {
         let all = spent(&seen, begin, begin + ms(200)).unwrap();
         assert!((all.time_ns - 160e6).abs() < 1.0 && (all.cpu_ns - 160e6).abs() < 1.0, "{all:?}");
         let middle = spent(&seen, begin + ms(50), begin + ms(150)).unwrap();
-        assert!((middle.time_ns - 80e6).abs() < 1.0 && (middle.cpu_ns - 80e6).abs() < 1.0, "{middle:?}");
+        assert!(
+            (middle.time_ns - 80e6).abs() < 1.0 && (middle.cpu_ns - 80e6).abs() < 1.0,
+            "{middle:?}"
+        );
         assert!(spent(&[], begin, begin).is_none());
     }
 

@@ -4,7 +4,8 @@
 //!   initramfs.cpio.gz │ zeros to a multiple of 4 │ cpio (newc): /w, TRAILER!!!      Linux unpacks one behind the other
 //! ```
 //!
-//! What is typed at a serial port while it is recorded has to fit its 16 bytes; so the script is there, and only its name is typed.
+//! What is typed at a serial port while it is recorded has to fit its 16 bytes; so the script is
+//! there, and only its name is typed.
 
 use crate::Error;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! What is done with a recording: replayed, cut into intervals, analysed; each by the command that users have.
+//! What is done with a recording: replayed, cut into intervals, analysed; each by the command that
+//! users have.
 
 use super::clock::{Clock, Spent};
 use crate::{Error, Options};
@@ -52,7 +53,9 @@ impl Recorded<'_> {
         let child = spawn(self.command(name, arguments), name)?;
         let clock = Clock::watch(child.id());
         ended(child, name)?;
-        clock.life().ok_or_else(|| Error::failed(format!("measure keyframe {name}"), "its QEMU was not seen"))
+        clock.life().ok_or_else(|| {
+            Error::failed(format!("measure keyframe {name}"), "its QEMU was not seen")
+        })
     }
 
     /// One replay through all, which must have no checkpoint but its first one.
@@ -69,13 +72,16 @@ impl Recorded<'_> {
     pub fn instructions(&self) -> Result<u64, Error> {
         let path = self.dir.join("recording.json");
         let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
-        let known =
-            serde_json::from_slice::<Value>(&text).ok().and_then(|meta| meta["instructions"].as_u64());
-        known.ok_or_else(|| Error::failed(format!("read {}", path.display()), "it names no instructions"))
+        let known = serde_json::from_slice::<Value>(&text)
+            .ok()
+            .and_then(|meta| meta["instructions"].as_u64());
+        known.ok_or_else(|| {
+            Error::failed(format!("read {}", path.display()), "it names no instructions")
+        })
     }
 
-    /// Analyses it `at_once` times side by side, each in a process of its own. Of several, the figures are of the last that ended,
-    /// and CPU time that of all.
+    /// Analyses it `at_once` times side by side, each in a process of its own. Of several, the
+    /// figures are of the last that ended, and CPU time that of all.
     pub fn analyse(
         &self,
         (tool, arguments): (&str, &[&str]),
@@ -83,11 +89,14 @@ impl Recorded<'_> {
         jobs: &str,
         at_once: usize,
     ) -> Result<Analysed, Error> {
-        let place = tempfile::tempdir_in(self.dir).map_err(Error::io("make a directory for an analysis"))?;
+        let place = tempfile::tempdir_in(self.dir)
+            .map_err(Error::io("make a directory for an analysis"))?;
         let range = match part {
             Part::All => Vec::new(),
             Part::Behind(at) => vec!["--from".into(), at.to_string()],
-            Part::Around(at) => vec!["--from".into(), at.to_string(), "--to".into(), (at + 1).to_string()],
+            Part::Around(at) => {
+                vec!["--from".into(), at.to_string(), "--to".into(), (at + 1).to_string()]
+            }
         };
         let before = cpu_ns();
         let began = std::time::Instant::now();
@@ -108,12 +117,14 @@ impl Recorded<'_> {
             .map(|child| ended(child, "analyze"))
             .collect::<Result<Vec<Output>, Error>>()?;
         let whole_ns = began.elapsed().as_nanos() as f64;
-        let mut analysed = Analysed { wall_ns: whole_ns, cpu_ns: cpu_ns() - before, ..Analysed::default() };
+        let mut analysed =
+            Analysed { wall_ns: whole_ns, cpu_ns: cpu_ns() - before, ..Analysed::default() };
         for output in reports {
             let report: Value = serde_json::from_slice(&output.stdout)
                 .map_err(|e| Error::failed("read keyframe analyze --json", e))?;
             let ns = |value: &Value| value["wall_ns"].as_f64().unwrap_or(f64::NAN);
-            analysed.intervals_ns = report["intervals"].as_array().into_iter().flatten().map(ns).sum();
+            analysed.intervals_ns =
+                report["intervals"].as_array().into_iter().flatten().map(ns).sum();
             if at_once == 1 {
                 analysed.wall_ns = ns(&report);
             }
@@ -136,7 +147,8 @@ fn spawn(mut command: Command, name: &str) -> Result<Child, Error> {
 }
 
 fn ended(child: Child, name: &str) -> Result<Output, Error> {
-    let output = child.wait_with_output().map_err(Error::io(format!("wait for keyframe {name}")))?;
+    let output =
+        child.wait_with_output().map_err(Error::io(format!("wait for keyframe {name}")))?;
     if output.status.success() {
         return Ok(output);
     }

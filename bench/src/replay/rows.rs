@@ -55,10 +55,12 @@ fn paired(runs: &Runs, over: &str, under: &str, of: fn(&Spent) -> f64) -> Option
 
 impl Rows {
     pub fn push(&mut self, kind: &'static Kind, way: &'static str, spent: Spent) {
-        let at = self.workloads.iter().position(|(known, _)| known.key == kind.key).unwrap_or_else(|| {
-            self.workloads.push((kind, Runs::new()));
-            self.workloads.len() - 1
-        });
+        let at = self.workloads.iter().position(|(known, _)| known.key == kind.key).unwrap_or_else(
+            || {
+                self.workloads.push((kind, Runs::new()));
+                self.workloads.len() - 1
+            },
+        );
         self.workloads[at].1.entry(way).or_default().push(spent);
     }
 
@@ -85,7 +87,8 @@ impl Rows {
 
     /// A ratio of each workload that has it.
     pub fn of_workloads(&self, over: &str, under: &str) -> Vec<(&'static Kind, Sample)> {
-        let of = |(kind, runs): &(&'static Kind, Runs)| Some((*kind, paired(runs, over, under, time)?));
+        let of =
+            |(kind, runs): &(&'static Kind, Runs)| Some((*kind, paired(runs, over, under, time)?));
         self.workloads.iter().filter_map(of).collect()
     }
 
@@ -111,7 +114,10 @@ impl Rows {
     pub fn of_tools(&self, over: &str, under: &str, of: fn(&Analysed) -> f64) -> Option<f64> {
         let find = |tool: &str| Some(&self.tools.iter().find(|(known, _)| *known == tool)?.1);
         let mut all = Sample::default();
-        find(over)?.iter().zip(find(under)?).for_each(|(over, under)| all.push(of(over) / of(under)));
+        find(over)?
+            .iter()
+            .zip(find(under)?)
+            .for_each(|(over, under)| all.push(of(over) / of(under)));
         (all.len() > 0).then(|| all.median())
     }
 
@@ -201,9 +207,10 @@ impl Rows {
             }
         }
         for (unit, of) in [("", wall), ("_cpu", cpu)] {
-            for (key, over, under) in
-                [("memtrace_over_callback", MEMTRACE, CALLBACK), ("text_over_memtrace", TEXT, MEMTRACE)]
-            {
+            for (key, over, under) in [
+                ("memtrace_over_callback", MEMTRACE, CALLBACK),
+                ("text_over_memtrace", TEXT, MEMTRACE),
+            ] {
                 if let Some(value) = self.of_tools(over, under, of) {
                     report.ratio(format!("{key}{unit}"), value);
                 }
@@ -217,8 +224,11 @@ impl Rows {
 
     /// A line for each workload.
     fn table(&self, report: &Report) -> String {
-        let columns: Vec<&str> =
-            RATIOS.iter().map(|(key, ..)| *key).filter(|key| report.ratios.contains_key(*key)).collect();
+        let columns: Vec<&str> = RATIOS
+            .iter()
+            .map(|(key, ..)| *key)
+            .filter(|key| report.ratios.contains_key(*key))
+            .collect();
         if columns.is_empty() {
             return String::new();
         }
@@ -256,17 +266,25 @@ mod tests {
     fn the_keys_are_those_promised() {
         let mut rows = Rows::default();
         for kind in &ALL[..3] {
-            for (way, ns) in
-                [("plain", 80.0), ("icount", 100.0), ("record", 110.0), ("1s", 121.0), ("three_stage", 110.0)]
-            {
+            for (way, ns) in [
+                ("plain", 80.0),
+                ("icount", 100.0),
+                ("record", 110.0),
+                ("1s", 121.0),
+                ("three_stage", 110.0),
+            ] {
                 rows.push(kind, way, spent(ns));
             }
             rows.push(kind, "recorded_whole", spent(200.0));
             rows.push(kind, "replayed_whole", spent(300.0));
         }
         rows.push_jobs(10.0, 6.0, 11.0);
-        let analysed =
-            |ns, each| Analysed { intervals_ns: ns, cpu_ns: ns, wall_ns: ns, bytes_per_access: each };
+        let analysed = |ns, each| Analysed {
+            intervals_ns: ns,
+            cpu_ns: ns,
+            wall_ns: ns,
+            bytes_per_access: each,
+        };
         rows.push_tool(NOTHING, analysed(10.0, None));
         rows.push_tool(CALLBACK, analysed(12.0, None));
         rows.push_tool(MEMTRACE, analysed(18.0, Some(1.5)));

@@ -89,12 +89,17 @@ pub fn run(options: &Options, workload: &Workload, way: Way, out: &Path) -> Resu
     guest.say(workload.off)?;
     guest.end(CLOSE_S);
     let closed = Instant::now();
-    let unseen =
-        || Error::failed(format!("measure {key}, {}", way.key()), "its QEMU was not seen while it ran");
+    let unseen = || {
+        Error::failed(format!("measure {key}, {}", way.key()), "its QEMU was not seen while it ran")
+    };
     let span = guest.at(BEGIN).zip(guest.at(END));
     let work = span.and_then(|(from, to)| clock.between(from, to)).ok_or_else(unseen)?;
     let last = clock.last().ok_or_else(unseen)?;
-    Ok(Ran { work, whole: clock.life().ok_or_else(unseen)?, behind: closed.saturating_duration_since(last) })
+    Ok(Ran {
+        work,
+        whole: clock.life().ok_or_else(unseen)?,
+        behind: closed.saturating_duration_since(last),
+    })
 }
 
 /// Whether this `keyframe record` can follow itself.

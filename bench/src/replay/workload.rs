@@ -1,4 +1,5 @@
-//! The guests' work: a fixed amount of it between two lines on the console, in whatever way the guest is run.
+//! The guests' work: a fixed amount of it between two lines on the console, in whatever way the
+//! guest is run.
 //!
 //! ```text
 //!   small guest   shell: the script's name is typed ─▶ kf-begin ─ work ─ kf-end ─ a line feed is typed ─▶ power off
@@ -68,7 +69,10 @@ pub const ALL: [Kind; 9] = [
         place: In::Small,
         is_idle: false,
         script: |units| {
-            (String::new(), format!("dd if=/dev/zero bs=1M count={} 2>/dev/null | sha256sum", units * 28))
+            (
+                String::new(),
+                format!("dd if=/dev/zero bs=1M count={} 2>/dev/null | sha256sum", units * 28),
+            )
         },
     },
     Kind {
@@ -104,7 +108,10 @@ pub const ALL: [Kind; 9] = [
         script: |units| {
             let before = "redis-server --save '' --daemonize yes >/dev/null\n\
                           until redis-cli ping >/dev/null 2>&1; do sleep 0.2; done";
-            (before.into(), format!("redis-benchmark -q -n {} -c 8 -t set,get >/dev/null", units * 700))
+            (
+                before.into(),
+                format!("redis-benchmark -q -n {} -c 8 -t set,get >/dev/null", units * 700),
+            )
         },
     },
     Kind {
@@ -161,7 +168,12 @@ pub struct Workload {
 
 impl Workload {
     /// `units` of it. Scripts are written into `dir`.
-    pub fn prepare(kind: &'static Kind, units: u32, options: &Options, dir: &Path) -> Result<Self, Error> {
+    pub fn prepare(
+        kind: &'static Kind,
+        units: u32,
+        options: &Options,
+        dir: &Path,
+    ) -> Result<Self, Error> {
         let (before, work) = (kind.script)(units);
         let script = format!("{before}\necho {BEGIN}\n{work}\necho {END}\n");
         let mut made = match kind.place {
@@ -179,7 +191,8 @@ impl Workload {
             In::Real => {
                 let path = dir.join(format!("{}-{units}.sh", kind.key));
                 let script = format!("#!/bin/bash\nset -e\ncd /tmp\n{script}sleep 1000\n");
-                std::fs::write(&path, script).map_err(Error::io(format!("write {}", path.display())))?;
+                std::fs::write(&path, script)
+                    .map_err(Error::io(format!("write {}", path.display())))?;
                 let command = Real::find(options)?.command("1G", &path);
                 Self { kind, command, typed: None, off: "poweroff" }
             }
@@ -206,7 +219,11 @@ mod tests {
         assert!(initrd::NAME.len() < 8);
         for kind in &ALL {
             let (before, work) = (kind.script)(4);
-            assert!(!before.contains(END) && !work.contains(END) && !work.is_empty(), "{}", kind.key);
+            assert!(
+                !before.contains(END) && !work.contains(END) && !work.is_empty(),
+                "{}",
+                kind.key
+            );
         }
     }
 }

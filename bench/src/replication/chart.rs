@@ -22,7 +22,8 @@ fn chart(rows: &Rows, link: &'static str) -> Chart {
             None => series.push(Series { name: policy.into(), points: vec![point] }),
         }
     }
-    let names: Vec<String> = kinds.iter().enumerate().map(|(n, kind)| format!("{}: {kind}", n + 1)).collect();
+    let names: Vec<String> =
+        kinds.iter().enumerate().map(|(n, kind)| format!("{}: {kind}", n + 1)).collect();
     Chart {
         title: format!("{link}: {}", names.join(", ")),
         x: Axis::new("workload", Scale::Linear),

@@ -1,7 +1,7 @@
 //! Clients on their own host: each asks, waits for the answer, thinks, and asks again.
 //!
-//! An answer counts for the time in which it came. One that is still awaited at the end counts by how long it is awaited, so that answers
-//! that never come are not those that never were late.
+//! An answer counts for the time in which it came. One that is still awaited at the end counts by
+//! how long it is awaited, so that answers that never come are not those that never were late.
 
 use super::workload::Done;
 use crate::Error;
@@ -23,8 +23,8 @@ const WEB_MAGIC: u64 = 0x0000_0062_6577_6b66;
 const WEB_BYTES: usize = 16384;
 const WEB_HEAD: usize = 24;
 
-/// SPECweb2005 counts a page of its banking part as good within 2 s and as tolerable within 4 s; ours is one answer of a few
-/// milliseconds, so these are a fortieth of that.
+/// SPECweb2005 counts a page of its banking part as good within 2 s and as tolerable within 4 s;
+/// ours is one answer of a few milliseconds, so these are a fortieth of that.
 pub const GOOD: Duration = Duration::from_millis(50);
 pub const TOLERABLE: Duration = Duration::from_millis(100);
 
@@ -148,8 +148,8 @@ impl Asking {
             let late = answers
                 .iter()
                 .find(|answer| answer.at >= to && answer.at.checked_sub(answer.took) < Some(to));
-            if let Some(waited) =
-                late.and_then(|answer| to.checked_duration_since(answer.at.checked_sub(answer.took)?))
+            if let Some(waited) = late
+                .and_then(|answer| to.checked_duration_since(answer.at.checked_sub(answer.took)?))
                 && waited > TOLERABLE
             {
                 done.took_ns.push(waited.as_nanos() as f64);
@@ -203,8 +203,10 @@ impl Think {
 
     /// Evenly in 0..1.
     fn part(&mut self) -> f64 {
-        self.state =
-            self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.state = self
+            .state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         ((self.state >> 33) as f64 + 0.5) / f64::from(1u32 << 31)
     }
 

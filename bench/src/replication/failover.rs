@@ -14,7 +14,8 @@ const ENTRIES_BEFORE: usize = 20;
 const WAIT_S: f64 = 60.0;
 const DISK_BYTES: u64 = 8 << 20;
 
-/// What was on its way when the power went is not the next answer; no host is taken as lost as soon as that.
+/// What was on its way when the power went is not the next answer; no host is taken as lost as soon
+/// as that.
 const ON_ITS_WAY: Duration = Duration::from_millis(20);
 
 /// What the client says.

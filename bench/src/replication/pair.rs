@@ -15,7 +15,8 @@ const WITNESS: &str = "10.78.0.3:7431";
 const STANDBY: &str = "10.78.0.2:7430";
 /// Of all guests here.
 const MEM: &str = "256M";
-/// How long witness and standby may take until they listen, a guest to boot, and until it is protected.
+/// How long witness and standby may take until they listen, a guest to boot, and until it is
+/// protected.
 const ROLE_S: u64 = 30;
 const BOOT_S: u64 = 120;
 const PROTECTED_S: f64 = 90.0;
@@ -31,7 +32,8 @@ pub struct Lab<'a> {
     runs: u32,
 }
 
-/// A guest that is ready, and protected if it is to be. Dropping it is a loss of power on all hosts.
+/// A guest that is ready, and protected if it is to be. Dropping it is a loss of power on all
+/// hosts.
 pub struct Running<'a> {
     pub guest: Guest,
     lab: &'a Lab<'a>,
@@ -90,11 +92,13 @@ impl<'a> Lab<'a> {
         std::fs::write(&key, "a key of this benchmark's own").map_err(Error::io("write a key"))?;
         std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600))
             .map_err(Error::io("protect a key"))?;
-        let keyframe = std::path::absolute(&options.keyframe).map_err(Error::io("find keyframe"))?;
+        let keyframe =
+            std::path::absolute(&options.keyframe).map_err(Error::io("find keyframe"))?;
         Ok(Self { options, interrupt, files, network, keyframe, dir: dir.to_owned(), runs: 0 })
     }
 
-    /// Starts the guest: under `policy` of `keyframe protect`, else plain. `extra` are QEMU's words beside the network.
+    /// Starts the guest: under `policy` of `keyframe protect`, else plain. `extra` are QEMU's words
+    /// beside the network.
     pub fn start(
         &mut self,
         policy: Option<&str>,
@@ -128,15 +132,18 @@ impl<'a> Lab<'a> {
             let listening = witness.wait_for("witness at", ROLE_S);
             listening.map_err(|e| Error::failed(e.to_string(), said(&dir, "c")))?;
             others.push(witness);
-            let standby = role(&[&["standby", "--listen", STANDBY, "--dir", "s"], &settings[..]].concat());
+            let standby =
+                role(&[&["standby", "--listen", STANDBY, "--dir", "s"], &settings[..]].concat());
             others.push(self.spawn(&network.b, &dir, "b", &standby)?);
             self.interrupt
                 .wait("the standby listens", ROLE_S as f64, || {
                     Ok(said(&dir, "b").contains("waits for a primary").then_some(()))
                 })
                 .map_err(|e| Error::failed(e.to_string(), said(&dir, "b")))?;
-            let mut protect =
-                role(&[&["protect", "--standby", STANDBY, "--dir", "p"], &settings[..], &["--"]].concat());
+            let mut protect = role(
+                &[&["protect", "--standby", STANDBY, "--dir", "p"], &settings[..], &["--"]]
+                    .concat(),
+            );
             protect.extend(line);
             line = protect;
         }
@@ -146,7 +153,8 @@ impl<'a> Lab<'a> {
         self.until_ready(&mut running)?;
         if policy.is_some() {
             self.interrupt.wait("the guest is protected", PROTECTED_S, || {
-                let state = running.replication()?.get("state").and_then(Value::as_str).map(str::to_owned);
+                let state =
+                    running.replication()?.get("state").and_then(Value::as_str).map(str::to_owned);
                 Ok((state.as_deref() == Some("protected")).then_some(()))
             })?;
         }
@@ -170,10 +178,12 @@ impl<'a> Lab<'a> {
         std::iter::once(program).chain(words.iter().map(ToString::to_string)).collect()
     }
 
-    /// `line` on a host, which ends when this process does, and not by a key pressed in its terminal: ends have an order here.
+    /// `line` on a host, which ends when this process does, and not by a key pressed in its
+    /// terminal: ends have an order here.
     fn spawn(&self, host: &Host, dir: &Path, name: &str, line: &[String]) -> Result<Guest, Error> {
         let log = dir.join(format!("{name}.log"));
-        let log = std::fs::File::create(&log).map_err(Error::io(format!("make {}", log.display())))?;
+        let log =
+            std::fs::File::create(&log).map_err(Error::io(format!("make {}", log.display())))?;
         let mut command = host.command("setpriv");
         command.args(["--pdeathsig", "TERM", "--"]).args(line).current_dir(dir.join(name));
         command.env("XDG_RUNTIME_DIR", dir.join(name)).env("KEYFRAME_KEY", self.dir.join("KEY"));
@@ -206,7 +216,9 @@ impl<'a> Running<'a> {
         let all = self.replication()?;
         let of = |key: &str| {
             let found = all.get(key).and_then(Value::as_f64);
-            found.ok_or_else(|| Error::failed("read keyframe status", format!("no {key}: {}", self.report())))
+            found.ok_or_else(|| {
+                Error::failed("read keyframe status", format!("no {key}: {}", self.report()))
+            })
         };
         Ok(Travelled {
             epochs: of("epochs")?,

@@ -65,7 +65,8 @@ impl Rows {
         row.push(done);
         let mean = |of: fn(&Done) -> f64| f64::midpoint(of(around[0]), of(around[1]));
         row.slowdown.push(mean(|done| done.per_s) / done.per_s);
-        if let (Some(own), [Some(before), Some(after)]) = (done.own_per_s, around.map(|done| done.own_per_s))
+        if let (Some(own), [Some(before), Some(after)]) =
+            (done.own_per_s, around.map(|done| done.own_per_s))
         {
             row.own_slowdown.push(f64::midpoint(before, after) / own);
         }
@@ -76,8 +77,10 @@ impl Rows {
     }
 
     fn of(&mut self, kind: &'static Kind, link: &'static str, way: &'static str) -> &mut Row {
-        let found =
-            self.all.iter().position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
+        let found = self
+            .all
+            .iter()
+            .position(|row| (row.kind.key, row.link, row.way) == (kind.key, link, way));
         let at = found.unwrap_or_else(|| {
             self.all.push(Row::new(kind, link, way));
             self.all.len() - 1
@@ -176,9 +179,13 @@ impl Rows {
             );
         }
         if self.failovers_ns.len() > 0 {
-            let (p50, max) = (self.failovers_ns.median() / 1e6, self.failovers_ns.percentile(100) / 1e6);
+            let (p50, max) =
+                (self.failovers_ns.median() / 1e6, self.failovers_ns.percentile(100) / 1e6);
             let number = self.failovers_ns.len();
-            let _ = write!(text, "\n{number} failovers: {p50:.0} ms in the median, {max:.0} ms at most");
+            let _ = write!(
+                text,
+                "\n{number} failovers: {p50:.0} ms in the median, {max:.0} ms at most"
+            );
         }
         text
     }
@@ -186,12 +193,18 @@ impl Rows {
 
 impl Rows {
     /// One line of the first table, where anything is known for it.
-    fn line(&self, text: &mut String, (kind, link, how): (&str, &str, &str), of: fn(&Row) -> &Sample) {
+    fn line(
+        &self,
+        text: &mut String,
+        (kind, link, how): (&str, &str, &str),
+        of: fn(&Row) -> &Sample,
+    ) {
         let found = |policy: &Policy| {
             let mut rows = self.all.iter();
             rows.find(|row| (row.kind.key, row.link, row.way) == (kind, link, policy.key)).map(of)
         };
-        let cells = POLICIES.each_ref().map(|policy| found(policy).filter(|sample| sample.len() > 0));
+        let cells =
+            POLICIES.each_ref().map(|policy| found(policy).filter(|sample| sample.len() > 0));
         if cells.iter().all(Option::is_none) {
             return;
         }
@@ -247,13 +260,21 @@ impl Row {
             }
             let counted = f64::from(seconds) * self.per_s.len() as f64;
             report.figure(format!("{kind}_epochs_per_s_{end}"), self.travelled.epochs / counted);
-            report.figure(format!("{kind}_wire_bytes_per_s_{end}"), self.travelled.wire_bytes / counted);
+            report.figure(
+                format!("{kind}_wire_bytes_per_s_{end}"),
+                self.travelled.wire_bytes / counted,
+            );
             if self.travelled.epochs > 0.0 {
                 let of_epoch = |sum: f64| sum / self.travelled.epochs;
                 report.figure(format!("{kind}_epoch_pages_{end}"), of_epoch(self.travelled.pages));
-                report.figure(format!("{kind}_epoch_pause_ns_{end}"), of_epoch(self.travelled.pause_ns));
-                report
-                    .figure(format!("{kind}_epoch_transfer_ns_{end}"), of_epoch(self.travelled.transfer_ns));
+                report.figure(
+                    format!("{kind}_epoch_pause_ns_{end}"),
+                    of_epoch(self.travelled.pause_ns),
+                );
+                report.figure(
+                    format!("{kind}_epoch_transfer_ns_{end}"),
+                    of_epoch(self.travelled.transfer_ns),
+                );
             }
             let suspended = self.travelled.suspended_ns / (counted * 1e9);
             report.ratio(format!("{kind}_suspended_part_{end}"), suspended);
@@ -263,9 +284,15 @@ impl Row {
         }
         report.figure(format!("{kind}_latency_p50_ns_{end}"), self.took_ns.median());
         for (name, percent) in [("p90", 90), ("p99", 99), ("max", 100)] {
-            report.figure(format!("{kind}_latency_{name}_ns_{end}"), self.took_ns.percentile(percent));
+            report.figure(
+                format!("{kind}_latency_{name}_ns_{end}"),
+                self.took_ns.percentile(percent),
+            );
         }
-        report.ratio(format!("{kind}_good_part_{end}"), self.good_per_s.median() / self.per_s.median());
+        report.ratio(
+            format!("{kind}_good_part_{end}"),
+            self.good_per_s.median() / self.per_s.median(),
+        );
         let tolerable = self.tolerable_per_s.median() / self.per_s.median();
         report.ratio(format!("{kind}_tolerable_part_{end}"), tolerable);
         if self.way != PLAIN {
@@ -294,7 +321,8 @@ mod tests {
         let mut rows = Rows::new(5);
         let mut took_ns = Sample::default();
         took_ns.push(3e6);
-        let travelled = Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6, ..Travelled::default() };
+        let travelled =
+            Travelled { epochs: 10.0, wire_bytes: 1e6, raw_bytes: 4e6, ..Travelled::default() };
         let done = |per_s: f64| Done {
             per_s,
             own_per_s: Some(per_s * 2.0),
@@ -314,9 +342,13 @@ mod tests {
         let mut report = Report::new("replication");
         rows.report(&mut report);
         for kind in ["compile", "ep", "sp", "web", "coordinator"] {
-            for end in
-                ["1gbit_adaptive", "1gbit_paper", "1gbit_fixed100", "10gbit_adaptive", "10gbit_fixed50"]
-            {
+            for end in [
+                "1gbit_adaptive",
+                "1gbit_paper",
+                "1gbit_fixed100",
+                "10gbit_adaptive",
+                "10gbit_fixed50",
+            ] {
                 let key = format!("slowdown_{kind}_{end}");
                 assert!((report.ratios[&key] - 1.08).abs() < 1e-9, "{key}");
                 assert!((report.ratios[&format!("{key}_own_time")] - 1.08).abs() < 1e-9, "{key}");

@@ -76,7 +76,8 @@ pub const ALL: [Kind; 5] = [
 pub struct Done {
     /// Work in a second: the guest's units, or answers.
     pub per_s: f64,
-    /// The same over the time that the guest's thread did not wait for a core, which whatever else the machine does had.
+    /// The same over the time that the guest's thread did not wait for a core, which whatever else
+    /// the machine does had.
     pub own_per_s: Option<f64>,
     /// Where clients ask: answers in a second that came in time, and somewhat late.
     pub good_per_s: f64,
@@ -94,7 +95,12 @@ impl Kind {
     }
 
     /// Lets the guest work for `seconds`, and counts.
-    pub fn measure(&self, running: &Running<'_>, is_protected: bool, seconds: u16) -> Result<Done, Error> {
+    pub fn measure(
+        &self,
+        running: &Running<'_>,
+        is_protected: bool,
+        seconds: u16,
+    ) -> Result<Done, Error> {
         let lab = running.lab();
         let asking = match &self.counts {
             Counts::Answers(clients) => Some(clients.start(&lab.network.c, lab.interrupt)?),
@@ -117,10 +123,15 @@ impl Kind {
             (Counts::Console(prefix, field), _) => {
                 let per_s = running.guest.rate(prefix, field, (from, to));
                 let per_s = per_s.ok_or_else(|| {
-                    Error::failed(format!("count what {} did", self.key), "no two lines of it in the time")
+                    Error::failed(
+                        format!("count what {} did", self.key),
+                        "no two lines of it in the time",
+                    )
                 })?;
-                let own_ns = clock.between(from, to).map(|spent| spent.time_ns).filter(|ns| *ns > 0.0);
-                let own_per_s = own_ns.map(|ns| per_s * to.duration_since(from).as_nanos() as f64 / ns);
+                let own_ns =
+                    clock.between(from, to).map(|spent| spent.time_ns).filter(|ns| *ns > 0.0);
+                let own_per_s =
+                    own_ns.map(|ns| per_s * to.duration_since(from).as_nanos() as f64 / ns);
                 Done { per_s, own_per_s, ..Done::default() }
             }
             (Counts::Answers(_), Some(asking)) => asking.end(from, to)?,

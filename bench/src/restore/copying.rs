@@ -6,8 +6,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
-/// What a thread copies over and over: more than its cache holds, and little, so that the copies and not the source decide
-/// which of the host's memory is used.
+/// What a thread copies over and over: more than its cache holds, and little, so that the copies
+/// and not the source decide which of the host's memory is used.
 const SOURCE_BYTES: usize = 64 << 20;
 /// Bytes that are written at once.
 const WRITE_BYTES: usize = 256 << 10;
@@ -20,12 +20,13 @@ pub struct Copied {
     pub into_resident_ns: f64,
 }
 
-/// Copies `bytes` bytes. The first copy into new memory does not count: under a hypervisor, memory that was never used has
-/// to be had from the host, which is not what a restore among others pays.
+/// Copies `bytes` bytes. The first copy into new memory does not count: under a hypervisor, memory
+/// that was never used has to be had from the host, which is not what a restore among others pays.
 pub fn measure(bytes: u64) -> Result<Copied, Error> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let part_bytes = bytes / threads as u64;
-    let mut sources = vec![(0..SOURCE_BYTES).map(|at| (at >> 6) as u8 | 1).collect::<Vec<u8>>(); threads];
+    let mut sources =
+        vec![(0..SOURCE_BYTES).map(|at| (at >> 6) as u8 | 1).collect::<Vec<u8>>(); threads];
     let mut into_new_ns = 0.0;
     for _ in 0..2 {
         let file = memory_file()?;

@@ -1,12 +1,14 @@
-//! A served disk against `qemu-nbd`: QEMU's block layer as the client, so that no slow guest hides the server.
+//! A served disk against `qemu-nbd`: QEMU's block layer as the client, so that no slow guest hides
+//! the server.
 //!
 //! ```text
 //!   qemu-img bench, 16 requests at once ──unix socket──┬──▶ keyframe __disks   overlay over a raw base
 //!                                                      └──▶ qemu-nbd           a raw image
 //! ```
 //!
-//! By turns, each round on new files: 64 KiB written one behind the other, and read; a checkpoint cut; 4 KiB written all over
-//! the disk, and read. A flush now and then, as guests do. All of it lies in the page cache.
+//! By turns, each round on new files: 64 KiB written one behind the other, and read; a checkpoint
+//! cut; 4 KiB written all over the disk, and read. A flush now and then, as guests do. All of it
+//! lies in the page cache.
 
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
@@ -87,7 +89,9 @@ impl Rates {
         }
         // Of writing and reading the slower one.
         for kind in ["seq", "rand"] {
-            let of = |what: &str| report.ratios.get(&format!("disk_{kind}_{what}_over_qemu_nbd")).copied();
+            let of = |what: &str| {
+                report.ratios.get(&format!("disk_{kind}_{what}_over_qemu_nbd")).copied()
+            };
             if let (Some(write), Some(read)) = (of("write"), of("read")) {
                 report.ratio(format!("disk_{kind}_over_qemu_nbd"), write.min(read));
             }
@@ -143,7 +147,16 @@ struct Peer(Child);
 impl Peer {
     fn start(file: &Path, socket: &PathBuf) -> Result<Self, Error> {
         let mut command = Command::new("qemu-nbd");
-        command.args(["--persistent", "--shared=16", "--discard=unmap", "-f", "raw", "-x", "d", "-k"]);
+        command.args([
+            "--persistent",
+            "--shared=16",
+            "--discard=unmap",
+            "-f",
+            "raw",
+            "-x",
+            "d",
+            "-k",
+        ]);
         command.arg(socket).arg(file).stdin(Stdio::null()).stdout(Stdio::null());
         let peer = Self(command.spawn().map_err(Error::io("start qemu-nbd"))?);
         let started = Instant::now();
@@ -196,14 +209,16 @@ mod tests {
     #[test]
     fn the_ratio_is_that_of_the_slower_direction() {
         let mut rates = Rates::default();
-        for (place, (ours, peer)) in [(9.0, 10.0), (8.0, 4.0), (3.0, 6.0), (5.0, 5.0)].into_iter().enumerate()
+        for (place, (ours, peer)) in
+            [(9.0, 10.0), (8.0, 4.0), (3.0, 6.0), (5.0, 5.0)].into_iter().enumerate()
         {
             rates.ours[place].push(ours);
             rates.peer[place].push(peer);
         }
         let mut report = Report::new("restore");
         rates.tell(&mut report);
-        let close = |key: &str, value: f64| assert!((report.ratios[key] - value).abs() < 1e-9, "{key}");
+        let close =
+            |key: &str, value: f64| assert!((report.ratios[key] - value).abs() < 1e-9, "{key}");
         close("disk_seq_over_qemu_nbd", 0.9);
         close("disk_rand_over_qemu_nbd", 0.5);
         close("disk_seq_read_over_qemu_nbd", 2.0);

@@ -43,7 +43,8 @@ struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(rustix::process::Pid::from_raw) {
+        if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(rustix::process::Pid::from_raw)
+        {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }
         let deadline = Instant::now() + END_TIMEOUT;
@@ -62,7 +63,9 @@ impl Restores<'_> {
     /// As if the checkpoint was never restored.
     pub fn forget_working_set(&self) -> Result<(), Error> {
         match std::fs::remove_dir_all(self.store.join("worksets")) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove working sets")(e)),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io("remove working sets")(e))
+            }
             _ => Ok(()),
         }
     }
@@ -87,7 +90,11 @@ impl Restores<'_> {
 
     fn start(&self, options: &[&str]) -> Result<(Running, Instant, Lines), Error> {
         let mut command = Command::new(&self.options.keyframe);
-        command.args(["restore", "latest", "--store"]).arg(self.store).args(options).current_dir(self.dir);
+        command
+            .args(["restore", "latest", "--store"])
+            .arg(self.store)
+            .args(options)
+            .current_dir(self.dir);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let started = Instant::now();
         let mut child = command.spawn().map_err(Error::io("start keyframe restore"))?;
@@ -133,7 +140,8 @@ fn told(lines: &Lines, started: Instant, text: &str) -> Result<(f64, String), Er
     }
 }
 
-/// `line`, a QEMU that loads its own snapshot, until its monitor answers that it runs: it does so when all is loaded.
+/// `line`, a QEMU that loads its own snapshot, until its monitor answers that it runs: it does so
+/// when all is loaded.
 pub fn loadvm(line: &[String], dir: &Path) -> Result<f64, Error> {
     let socket = dir.join("loadvm.sock");
     let _ = std::fs::remove_file(&socket);
@@ -171,7 +179,9 @@ mod tests {
 
     #[test]
     fn the_time_of_filling_is_read_in_each_unit() {
-        let line = |time| format!("keyframe: ... is running after 2.0 s, its RAM filled in {time} (QEMU 77)");
+        let line = |time| {
+            format!("keyframe: ... is running after 2.0 s, its RAM filled in {time} (QEMU 77)")
+        };
         for (time, ns) in [("850 us", 850e3), ("1.73 ms", 1.73e6), ("2.4 s", 2.4e9)] {
             assert!((filled_ns(&line(time)).unwrap() - ns).abs() < 1.0, "{time}");
         }

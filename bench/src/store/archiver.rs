@@ -4,9 +4,10 @@
 //!   image.raw  ◀── dirty pages of a second      borg create | restic backup      one a checkpoint, to its end
 //! ```
 //!
-//! Their own settings, but no encryption where it can be left out (borg), and a cache of their own that goes away. Both
-//! sync what they write before they end. They run on the core that this process is bound to (`taskset -c`). Writing the image
-//! is no part of what is measured; that they read all of it each time is.
+//! Their own settings, but no encryption where it can be left out (borg), and a cache of their own
+//! that goes away. Both sync what they write before they end. They run on the core that this
+//! process is bound to (`taskset -c`). Writing the image is no part of what is measured; that they
+//! read all of it each time is.
 
 use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
@@ -68,7 +69,9 @@ impl Program {
 
     fn extract(self, checkpoint: usize) -> Vec<String> {
         match self {
-            Self::Borg => words(&["extract", "--stdout", &format!("repository::{checkpoint}"), IMAGE]),
+            Self::Borg => {
+                words(&["extract", "--stdout", &format!("repository::{checkpoint}"), IMAGE])
+            }
             Self::Restic => {
                 let tag = checkpoint.to_string();
                 let file = format!("/{IMAGE}");
@@ -100,7 +103,14 @@ impl Archiver {
         // It ends with this process, however that ends.
         let mut command = Command::new("setpriv");
         command
-            .args(["--pdeathsig", "KILL", "taskset", "-c", &self.cpu.to_string(), self.program.name()])
+            .args([
+                "--pdeathsig",
+                "KILL",
+                "taskset",
+                "-c",
+                &self.cpu.to_string(),
+                self.program.name(),
+            ])
             .args(args)
             .current_dir(dir)
             .env("BORG_BASE_DIR", dir.join("cache"))
@@ -111,8 +121,8 @@ impl Archiver {
         command
     }
 
-    /// Runs it to its end, and watches its memory meanwhile: what the system tells at the end counts from before the program
-    /// was loaded, when it still was a copy of this process.
+    /// Runs it to its end, and watches its memory meanwhile: what the system tells at the end
+    /// counts from before the program was loaded, when it still was a copy of this process.
     fn run(&self, dir: &Path, args: &[String]) -> Result<()> {
         let operation = format!("{} {}", self.program.name(), args.join(" "));
         let failed = || Error::io(format!("run {operation}"));
@@ -127,7 +137,10 @@ impl Archiver {
             }
             if Instant::now() > deadline {
                 child.kill().and_then(|()| child.wait()).map_err(failed())?;
-                return Err(Error::failed(operation, format!("not done within {} s", RUN_MAX.as_secs())));
+                return Err(Error::failed(
+                    operation,
+                    format!("not done within {} s", RUN_MAX.as_secs()),
+                ));
             }
             if let Some(bytes) = peak_bytes_of(child.id()) {
                 self.peak_bytes.fetch_max(bytes, Ordering::Relaxed);
@@ -161,16 +174,21 @@ impl Store for Archiver {
         let ns = |time: nix::sys::time::TimeVal| {
             time.tv_sec() as u64 * 1_000_000_000 + time.tv_usec() as u64 * 1000
         };
-        Some((ns(usage.user_time()) + ns(usage.system_time()), self.peak_bytes.load(Ordering::Relaxed)))
+        Some((
+            ns(usage.user_time()) + ns(usage.system_time()),
+            self.peak_bytes.load(Ordering::Relaxed),
+        ))
     }
 }
 
 /// The program's own memory, once it is loaded.
 fn peak_bytes_of(pid: u32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let kib = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix("kB"))?;
-    let loaded =
-        ["setpriv", "taskset", "keyframe"].iter().all(|name| !text.starts_with(&format!("Name:\t{name}")));
+    let kib =
+        text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix("kB"))?;
+    let loaded = ["setpriv", "taskset", "keyframe"]
+        .iter()
+        .all(|name| !text.starts_with(&format!("Name:\t{name}")));
     loaded.then(|| kib.trim().parse::<u64>().ok().map(|kib| kib * 1024))?
 }
 
@@ -197,7 +215,8 @@ impl Writing for Open {
     }
 
     fn close(self: Box<Self>) -> Result<()> {
-        // The image is no part of what is stored, nor is the cache, which is made again where it is missing.
+        // The image is no part of what is stored, nor is the cache, which is made again where it is
+        // missing.
         for (name, remove) in [
             (IMAGE, std::fs::remove_file as fn(PathBuf) -> std::io::Result<()>),
             ("messages", std::fs::remove_file),

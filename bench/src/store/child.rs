@@ -5,7 +5,8 @@
 //!                        └─▶ keyframe-bench-peers JOB            databases
 //! ```
 //!
-//! The child ends with its parent. What it writes to standard error is its last words, where it fails.
+//! The child ends with its parent. What it writes to standard error is its last words, where it
+//! fails.
 
 use crate::Error;
 use crate::interrupt::Interrupt;
@@ -22,7 +23,12 @@ const JOB_MAX: Duration = Duration::from_mins(30);
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
 /// Runs `job` by `program` with `args` before the job's line.
-pub fn measure(program: &Path, args: &[&str], job: &Job, interrupt: &Interrupt) -> Result<Measured, Error> {
+pub fn measure(
+    program: &Path,
+    args: &[&str],
+    job: &Job,
+    interrupt: &Interrupt,
+) -> Result<Measured, Error> {
     let operation = format!("measure {}", job.store);
     let words = job.dir.join("words");
     let line = job.line().map_err(|e| Error::failed(&operation, e))?;
@@ -53,7 +59,8 @@ pub fn measure(program: &Path, args: &[&str], job: &Job, interrupt: &Interrupt) 
     };
     if !status.success() {
         let said = std::fs::read_to_string(&words).unwrap_or_default();
-        let problem = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
+        let problem =
+            if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
         return Err(Error::failed(operation, problem));
     }
     let mut answer = String::new();

@@ -5,8 +5,9 @@
 //!   maps     | number of entries (u64) | page (u32), place (u32) | ...    one for each checkpoint, places from 1; 0: zeros
 //! ```
 //!
-//! Both are synced at the end of a checkpoint, the maps behind the pages. The hashes are in memory, as in the thesis. Not what anybody should
-//! keep checkpoints in: nothing is verified when it is read, and nothing is compressed.
+//! Both are synced at the end of a checkpoint, the maps behind the pages. The hashes are in memory,
+//! as in the thesis. Not what anybody should keep checkpoints in: nothing is verified when it is
+//! read, and nothing is compressed.
 
 use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
@@ -37,7 +38,8 @@ pub struct FlatFile(pub Hash);
 impl Store for FlatFile {
     fn create(&self, dir: &Path, _image_pages: u64) -> Result<Box<dyn Writing>> {
         std::fs::create_dir_all(dir).map_err(Error::file("make", dir))?;
-        let make = |name| File::create_new(dir.join(name)).map_err(Error::file("make", &dir.join(name)));
+        let make =
+            |name| File::create_new(dir.join(name)).map_err(Error::file("make", &dir.join(name)));
         let (pages, maps) = (make(PAGES)?, make(MAPS)?);
         let buffer = Vec::with_capacity(BUFFER_BYTES + PAGE_BYTES);
         Ok(Box::new(Open { hash: self.0, pages, maps, buffer, known: FxHashMap::default() }))
@@ -45,7 +47,11 @@ impl Store for FlatFile {
 
     fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
         let open = |name| File::open(dir.join(name)).map_err(Error::file("open", &dir.join(name)));
-        Ok(Box::new(Reader { pages: open(PAGES)?, maps: BufReader::new(open(MAPS)?), read: Vec::new() }))
+        Ok(Box::new(Reader {
+            pages: open(PAGES)?,
+            maps: BufReader::new(open(MAPS)?),
+            read: Vec::new(),
+        }))
     }
 }
 
@@ -132,8 +138,10 @@ impl Reading for Reader {
             }
             self.read.push(map);
         }
-        let newest: FxHashMap<u32, u32> = self.read[..=checkpoint].iter().flatten().copied().collect();
-        let mut wanted: Vec<(u32, u32)> = newest.into_iter().map(|(page, place)| (place, page)).collect();
+        let newest: FxHashMap<u32, u32> =
+            self.read[..=checkpoint].iter().flatten().copied().collect();
+        let mut wanted: Vec<(u32, u32)> =
+            newest.into_iter().map(|(page, place)| (place, page)).collect();
         wanted.sort_unstable();
         let mut content = ZERO_PAGE;
         for (place, page) in wanted.into_iter().filter(|(place, _)| *place != 0) {

@@ -1,8 +1,11 @@
-//! Keyframe's own store, through its own API with its default settings: as a run of a VM that has one RAM block.
+//! Keyframe's own store, through its own API with its default settings: as a run of a VM that has
+//! one RAM block.
 
 use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
 use keyframe_store::{Loaded, PruneOptions, Run, SealRequest, Writer};
-use keyframe_units::{BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
+use keyframe_units::{
+    BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout,
+};
 use std::path::Path;
 
 /// The store.
@@ -12,7 +15,8 @@ impl Store for Keyframe {
     fn create(&self, dir: &Path, image_pages: u64) -> Result<Box<dyn Writing>> {
         let ram = layout(image_pages)?;
         let store = keyframe_store::Store::init(dir).map_err(failed("make a store"))?;
-        let mut writer = store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+        let mut writer =
+            store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
         let run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
         Ok(Box::new(Open { run, writer, ram }))
     }
@@ -84,8 +88,9 @@ impl Reading for Reader {
 impl Reader {
     fn load(&self, checkpoint: usize) -> Result<Loaded> {
         let id = self.ids.get(checkpoint).copied();
-        let id =
-            id.ok_or_else(|| Error::failed("keyframe: find a checkpoint", format!("no {checkpoint}")))?;
+        let id = id.ok_or_else(|| {
+            Error::failed("keyframe: find a checkpoint", format!("no {checkpoint}"))
+        })?;
         self.store.load(id).map_err(failed("load a checkpoint"))
     }
 }

@@ -1,4 +1,5 @@
-//! What checkpoints cost beside their pages: bytes of a map and a seal, and the time to open a store with many.
+//! What checkpoints cost beside their pages: bytes of a map and a seal, and the time to open a
+//! store with many.
 
 use super::keyframe::{failed, layout, request};
 use crate::{Error, Report};
@@ -25,7 +26,8 @@ pub fn sizes(dir: &Path, report: &mut Report) -> Result<(), Error> {
     Ok(())
 }
 
-/// Bytes beside pages and devices: the mean of checkpoints with 20,000 dirty pages scattered over RAM, and of those without.
+/// Bytes beside pages and devices: the mean of checkpoints with 20,000 dirty pages scattered over
+/// RAM, and of those without.
 fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
     let ram = layout(RAM_PAGES)?;
     let store = Store::init(dir).map_err(failed("make a store"))?;
@@ -45,7 +47,8 @@ fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
         // All over RAM without any order, and other ones each time.
         let scattered = (0..USED_PAGES).filter(|page| mixed(*page, checkpoint).is_multiple_of(8));
         for page in scattered.take(DIRTY_PAGES) {
-            run.put_page(PageIndex(page), &content(page, checkpoint)).map_err(failed("put a page"))?;
+            run.put_page(PageIndex(page), &content(page, checkpoint))
+                .map_err(failed("put a page"))?;
         }
         let sealed = run.seal(request(&ram)).map_err(failed("seal"))?;
         dirty_bytes += metadata_bytes(dir, &sealed)?;
@@ -63,8 +66,8 @@ fn metadata_bytes(dir: &Path, sealed: &Sealed) -> Fed<u64> {
     Ok(sealed.meta.counts.map_bytes + seal_bytes)
 }
 
-/// A page that was not there before, of which compression leaves some 100 to 1000 bytes: records of many lengths, as real
-/// ones have.
+/// A page that was not there before, of which compression leaves some 100 to 1000 bytes: records of
+/// many lengths, as real ones have.
 fn content(page: u64, version: u64) -> Page {
     let mut out = ZERO_PAGE;
     let mut number = mixed(page, version) | 1;
@@ -99,7 +102,8 @@ fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
     let ram = layout(RAM_PAGES)?;
     {
         let store = Store::init(dir).map_err(failed("make a store"))?;
-        let mut writer = store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+        let mut writer =
+            store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
         let mut run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
         for checkpoint in 0..MANY {
             // A few pages each: 40 MB of packs' index would be another matter.
@@ -128,7 +132,10 @@ fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
     let listed = store.checkpoints().map_err(failed("list checkpoints"))?.sealed.len();
     let list_ns = ns(start);
     if listed as u64 != MANY {
-        return Err(keyframe_bench_feed::Error::failed("list checkpoints", format!("{listed} of {MANY}")));
+        return Err(keyframe_bench_feed::Error::failed(
+            "list checkpoints",
+            format!("{listed} of {MANY}"),
+        ));
     }
     Ok([read_ns, write_ns, list_ns])
 }

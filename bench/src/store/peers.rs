@@ -35,7 +35,8 @@ impl Peers {
             return Self::ask(beside);
         }
         if Path::new(MANIFEST).is_file() {
-            // Also where it is there: it may be of another version, or a library may have come since.
+            // Also where it is there: it may be of another version, or a library may have come
+            // since.
             options.say("building the program with the databases (bench/peers)");
             build(interrupt)?;
         }
@@ -58,8 +59,9 @@ impl Peers {
             .stdin(Stdio::null())
             .output()
             .map_err(Error::io(format!("run {}", program.display())))?;
-        let listed: Listed = serde_json::from_slice(&output.stdout)
-            .map_err(|e| Error::NoPeers { problem: format!("{} --list: {e}", program.display()) })?;
+        let listed: Listed = serde_json::from_slice(&output.stdout).map_err(|e| {
+            Error::NoPeers { problem: format!("{} --list: {e}", program.display()) }
+        })?;
         Ok(Self { program, has: listed.has })
     }
 

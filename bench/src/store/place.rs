@@ -1,7 +1,8 @@
 //! Where the stores are fed: in memory, so that the medium is no part of the comparison.
 //!
-//! A directory in `/dev/shm` where that has room, else (and where `TMPDIR` says so) among the temporary files. What a
-//! benchmark that was killed has left there is taken away by the next one: a directory of ours whose lock nobody holds.
+//! A directory in `/dev/shm` where that has room, else (and where `TMPDIR` says so) among the
+//! temporary files. What a benchmark that was killed has left there is taken away by the next one:
+//! a directory of ours whose lock nobody holds.
 
 use crate::{Error, Options};
 use rustix::fs::{FlockOperation, flock, statvfs};
@@ -22,13 +23,18 @@ pub struct Place {
 impl Place {
     /// With room for `bytes`.
     pub fn new(options: &Options, bytes: u64) -> Result<Self, Error> {
-        let in_memory = std::env::var_os("TMPDIR").is_none() && free_bytes(Path::new(MEMORY)) > bytes;
+        let in_memory =
+            std::env::var_os("TMPDIR").is_none() && free_bytes(Path::new(MEMORY)) > bytes;
         let parent = if in_memory { Path::new(MEMORY).to_path_buf() } else { std::env::temp_dir() };
         remove_left_over(&parent);
         let free = free_bytes(&parent);
         if free < bytes {
-            let problem =
-                format!("{} has {} MiB free, and {} are needed", parent.display(), free >> 20, bytes >> 20);
+            let problem = format!(
+                "{} has {} MiB free, and {} are needed",
+                parent.display(),
+                free >> 20,
+                bytes >> 20
+            );
             return Err(Error::failed("find a place for the stores", problem));
         }
         options.say(format!("the stores are in {}", parent.display()));

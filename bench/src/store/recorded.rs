@@ -1,7 +1,8 @@
-//! The stream that a VM wrote: the last checkpoints of a store's newest run, the first of them whole, of each further one the pages
-//! that are not what they were.
+//! The stream that a VM wrote: the last checkpoints of a store's newest run, the first of them
+//! whole, of each further one the pages that are not what they were.
 //!
-//! RAM alone. What was written and came out the same is not among the pages, as a store does not keep it.
+//! RAM alone. What was written and came out the same is not among the pages, as a store does not
+//! keep it.
 
 use crate::{Error, Options};
 use keyframe_bench_feed::{IMAGE_MIB_MAX, Second, Stream};
@@ -34,18 +35,23 @@ impl<'a> Chosen<'a> {
     pub fn of(store: &'a Store) -> Result<Self, Error> {
         let failed = |problem: String| Error::failed("take a stream from the store", problem);
         let listing = store.checkpoints().map_err(|e| failed(e.to_string()))?;
-        let newest = listing.sealed.last().map(|newest| (newest.meta.run.clone(), newest.meta.ram.clone()));
+        let newest =
+            listing.sealed.last().map(|newest| (newest.meta.run.clone(), newest.meta.ram.clone()));
         let Some((run, ram)) = newest else { return Err(failed("it has no checkpoint".into())) };
-        let of_run = listing.sealed.into_iter().filter(|one| one.meta.run == run && one.meta.ram == ram);
+        let of_run =
+            listing.sealed.into_iter().filter(|one| one.meta.run == run && one.meta.ram == ram);
         let mut sealed: Vec<Sealed> = of_run.collect();
         sealed.drain(..sealed.len().saturating_sub(CHECKPOINTS));
         let image_bytes = ram.len_bytes();
         if image_bytes > IMAGE_MIB_MAX << 20 {
             let mib = image_bytes >> 20;
-            return Err(failed(format!("its VM has {mib} MiB of RAM, and {IMAGE_MIB_MAX} MiB are possible")));
+            return Err(failed(format!(
+                "its VM has {mib} MiB of RAM, and {IMAGE_MIB_MAX} MiB are possible"
+            )));
         }
         if sealed.len() < 2 {
-            let problem = format!("run {run}, its newest, has one checkpoint, and a stream needs two");
+            let problem =
+                format!("run {run}, its newest, has one checkpoint, and a stream needs two");
             return Err(failed(problem));
         }
         Ok(Self { store, sealed, image_bytes })
@@ -59,7 +65,8 @@ impl<'a> Chosen<'a> {
     /// Writes their pages to a file in `dir`.
     pub fn write(&self, dir: &Path, options: &Options) -> Result<Recorded, Error> {
         let path = dir.join(FILE);
-        let (first, rest) = self.sealed.split_first().ok_or_else(|| Error::failed("read", "nothing"))?;
+        let (first, rest) =
+            self.sealed.split_first().ok_or_else(|| Error::failed("read", "nothing"))?;
         options.say(format!("reading {} checkpoints of {}", self.sealed.len(), first.meta.vm));
         let mut before = self.load(first)?;
         let pages = before.meta.ram.len_pages();
@@ -96,7 +103,8 @@ fn read(sealed: &Sealed) -> impl FnOnce(keyframe_store::Error) -> Error {
 /// The pages that are others in `next`.
 fn written(before: &Loaded, next: &Loaded) -> Result<Second, keyframe_store::Error> {
     let all = (0..next.meta.ram.len_pages()).map(PageIndex);
-    let pages: Vec<PageIndex> = all.filter(|page| before.page_ref(*page) != next.page_ref(*page)).collect();
+    let pages: Vec<PageIndex> =
+        all.filter(|page| before.page_ref(*page) != next.page_ref(*page)).collect();
     let mut contents = vec![ZERO_PAGE; pages.len()];
     next.read_some(&pages, &mut |page, content| {
         if let Ok(at) = pages.binary_search(&page) {

@@ -50,13 +50,20 @@ impl Rows {
         row.rate("whole_bytes_per_s", m.whole);
         row.rate("image_bytes_per_s", m.image);
         row.rate("steady_bytes_per_s", m.steady);
-        row.push("pages_per_s", m.whole.bytes as f64 / PAGE_BYTES as f64 / (m.whole.ns as f64 / 1e9));
+        row.push(
+            "pages_per_s",
+            m.whole.bytes as f64 / PAGE_BYTES as f64 / (m.whole.ns as f64 / 1e9),
+        );
         row.push("whole_ns", m.whole.ns as f64);
         row.push("cpu_ns", m.cpu_ns as f64);
         row.push("peak_bytes", m.peak_bytes as f64);
         for (rebuilt, one_core, all_cores) in [
             (Some(m.rebuilt), "reconstruct_ns", "reconstruct_all_cores_ns"),
-            (m.rebuilt_settled, "recompressed_reconstruct_ns", "recompressed_reconstruct_all_cores_ns"),
+            (
+                m.rebuilt_settled,
+                "recompressed_reconstruct_ns",
+                "recompressed_reconstruct_all_cores_ns",
+            ),
         ] {
             if let Some(rebuilt) = rebuilt {
                 row.push(one_core, rebuilt.ns as f64);
@@ -74,7 +81,10 @@ impl Rows {
         }
         if [KEYFRAME, DIRTIER].contains(&name) {
             row.push("image_stored_bytes", m.image_stored_bytes as f64);
-            row.push("steady_stored_bytes", m.ingested_bytes.saturating_sub(m.image_stored_bytes) as f64);
+            row.push(
+                "steady_stored_bytes",
+                m.ingested_bytes.saturating_sub(m.image_stored_bytes) as f64,
+            );
             row.push("ingested_bytes", m.ingested_bytes as f64);
             row.push("memcpy_ns", m.memcpy_ns as f64);
             row.push("dedup_only_bytes", m.distinct_bytes as f64);
@@ -94,15 +104,18 @@ impl Rows {
                 report.figure(format!("ingest_{key}"), value);
             }
         }
-        for (to, from, unit) in
-            [("stored_bytes_after_ingest", "ingested_bytes", 1.0), ("recompress_cpu_s", "settle_cpu_ns", 1e9)]
-        {
+        for (to, from, unit) in [
+            ("stored_bytes_after_ingest", "ingested_bytes", 1.0),
+            ("recompress_cpu_s", "settle_cpu_ns", 1e9),
+        ] {
             if let Some(value) = report.figures.get(&format!("{KEYFRAME}_{from}")).copied() {
                 report.figure(to.to_owned(), value / unit);
             }
         }
-        for (name, _) in
-            self.0.iter().filter(|(name, _)| ![KEYFRAME, DIRTIER, DEDUP_ZSTD].contains(&name.as_str()))
+        for (name, _) in self
+            .0
+            .iter()
+            .filter(|(name, _)| ![KEYFRAME, DIRTIER, DEDUP_ZSTD].contains(&name.as_str()))
         {
             for (ratio, key) in [
                 ("ingest", "whole_bytes_per_s"),
@@ -117,7 +130,11 @@ impl Rows {
         for (ratio, over, under) in [
             ("stored_over_dedup_only", "keyframe_stored_bytes", "keyframe_dedup_only_bytes"),
             ("stored_over_dedup_zstd", "keyframe_stored_bytes", "dedup_zstd_stored_bytes"),
-            ("stored_over_dedup_zstd_delta", "keyframe_stored_bytes", "dedup_zstd_delta_stored_bytes"),
+            (
+                "stored_over_dedup_zstd_delta",
+                "keyframe_stored_bytes",
+                "dedup_zstd_delta_stored_bytes",
+            ),
             ("memcpy_over_reconstruct", "keyframe_reconstruct_all_cores_ns", "keyframe_memcpy_ns"),
             ("memcpy_over_reconstruct_one_core", "keyframe_reconstruct_ns", "keyframe_memcpy_ns"),
             (
@@ -164,7 +181,8 @@ impl Rows {
                 let value = Self::value(row, key);
                 value.map_or("-".into(), |value| format!("{:.digits$}", value / unit))
             };
-            let cells = columns.map(|(_, key, unit, digits)| format!("{:>13}", cell(key, unit, digits)));
+            let cells =
+                columns.map(|(_, key, unit, digits)| format!("{:>13}", cell(key, unit, digits)));
             lines.push(format!("  {name:<18}{}", cells.concat()));
         }
         if self.0.iter().any(|(name, _)| name == KEYFRAME) {
@@ -221,7 +239,17 @@ mod tests {
     fn the_keys_and_what_they_compare_are_those_promised() {
         let mut rows = Rows::default();
         rows.add("keyframe", &measured(1_000_000_000, 300));
-        let peers = ["rocksdb", "leveldb", "lmdb", "kyoto", "sqlite", "redb", "borg", "restic", "flat_file"];
+        let peers = [
+            "rocksdb",
+            "leveldb",
+            "lmdb",
+            "kyoto",
+            "sqlite",
+            "redb",
+            "borg",
+            "restic",
+            "flat_file",
+        ];
         for peer in peers {
             rows.add(peer, &measured(4_000_000_000, 600));
         }
@@ -241,7 +269,11 @@ mod tests {
         close(report.ratios["memcpy_over_reconstruct"], 2.0, "memcpy");
         close(report.ratios["memcpy_over_reconstruct_one_core"], 3.0, "memcpy");
         close(report.ratios["memcpy_over_reconstruct_recompressed"], 5.0, "memcpy");
-        assert!(report.table.lines().count() == 13 && report.table.contains("kyoto"), "{}", report.table);
+        assert!(
+            report.table.lines().count() == 13 && report.table.contains("kyoto"),
+            "{}",
+            report.table
+        );
     }
 
     #[test]

@@ -1,9 +1,11 @@
-//! What `memtrace` costs beside a callback that does nothing and beside a trace as text, on one interval of a recorded guest.
+//! What `memtrace` costs beside a callback that does nothing and beside a trace as text, on one
+//! interval of a recorded guest.
 //!
 //!     KEYFRAME_GUEST=... KEYFRAME_QEMU10=... cargo run --release -p keyframe-analysis --example memtrace_cost [WORK [TURNS]]
 //!
-//! CPU time of QEMU from the checkpoint to the interval's end, and for `memtrace` of the reading process until the part is complete;
-//! the best of the turns, which take one way after the other. Nothing is taken off: all have what the guest itself costs in them.
+//! CPU time of QEMU from the checkpoint to the interval's end, and for `memtrace` of the reading
+//! process until the part is complete; the best of the turns, which take one way after the other.
+//! Nothing is taken off: all have what the guest itself costs in them.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -57,12 +59,14 @@ fn main() {
         let recording = Recording::make(&qemu, &work, 2, Duration::from_millis(1500));
         println!("{} ({}), {:?}", qemu.path, qemu.interface, recording.intervals());
         let mut best = [(Duration::MAX, Duration::ZERO); 4];
-        let context =
-            |way: usize| recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals());
+        let context = |way: usize| {
+            recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals())
+        };
         for _ in 0..turns {
             for (number, way) in WAYS.into_iter().enumerate() {
                 let took = once(&recording, way, &context(number));
-                if took.0 + took.1 < best[number].0 + best[number].1.min(Duration::from_secs(3600)) {
+                if took.0 + took.1 < best[number].0 + best[number].1.min(Duration::from_secs(3600))
+                {
                     best[number] = took;
                 }
             }
@@ -76,7 +80,8 @@ fn main() {
         let merge = MergeContext { parts: parts.collect(), out };
         let summary = by_name("memtrace", &[]).unwrap().merge(&merge).unwrap();
         println!("{}", summary.lines.join("; "));
-        let [plain, callback, memtrace, text] = best.map(|(qemu, reader)| (qemu + reader).as_secs_f64());
+        let [plain, callback, memtrace, text] =
+            best.map(|(qemu, reader)| (qemu + reader).as_secs_f64());
         println!(
             "s of CPU: plain {plain:.2}, callback {callback:.2}, memtrace {memtrace:.2} (QEMU {:.2}, reader {:.2}), text {text:.2}",
             best[2].0.as_secs_f64(),
@@ -88,8 +93,8 @@ fn main() {
             text / memtrace
         );
         if let Some(keep) = std::env::var_os("KEEP") {
-            let to =
-                std::path::Path::new(&keep).join(format!("{}-memtrace.parquet", qemu.interface.number()));
+            let to = std::path::Path::new(&keep)
+                .join(format!("{}-memtrace.parquet", qemu.interface.number()));
             std::fs::copy(&summary.files[0], to).unwrap();
         }
     }

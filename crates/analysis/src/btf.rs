@@ -1,5 +1,5 @@
-//! Where a Linux kernel keeps who runs: its own type information (BTF, Documentation/bpf/btf.rst), in a `vmlinux` or as a copy of
-//! `/sys/kernel/btf/vmlinux`.
+//! Where a Linux kernel keeps who runs: its own type information (BTF, Documentation/bpf/btf.rst),
+//! in a `vmlinux` or as a copy of `/sys/kernel/btf/vmlinux`.
 //!
 //! ```text
 //!   header   magic eb9f │ version, flags │ header's length │ types: offset, length │ strings: offset, length      offsets from its end
@@ -9,8 +9,8 @@
 //!   section .data..percpu ── current_task ──▶ offset          Linux 6.2 to 6.14: pcpu_hot, and current_task in it
 //! ```
 //!
-//! Variables of a CPU have a section of their own, which begins at address 0 up to Linux 6.14. Where it does not, the ELF file says
-//! where.
+//! Variables of a CPU have a section of their own, which begins at address 0 up to Linux 6.14.
+//! Where it does not, the ELF file says where.
 
 use object::{Object, ObjectSection};
 
@@ -53,7 +53,8 @@ impl Tasks {
             return Err("it is neither a vmlinux nor a copy of /sys/kernel/btf/vmlinux".into());
         }
         let file = object::File::parse(bytes).map_err(|error| error.to_string())?;
-        let section = file.section_by_name(".BTF").ok_or("it has no type information (section .BTF)")?;
+        let section =
+            file.section_by_name(".BTF").ok_or("it has no type information (section .BTF)")?;
         let types = section.uncompressed_data().map_err(|error| error.to_string())?;
         let per_cpu = file.section_by_name(PER_CPU).map_or(0, |section| section.address());
         Self::of(&Types::parse(&types)?, per_cpu)
@@ -61,8 +62,9 @@ impl Tasks {
 
     fn of(types: &Types<'_>, per_cpu: u64) -> Result<Self, String> {
         let offset = |structure: &str, member: &str| {
-            let found =
-                types.structure(structure).ok_or_else(|| format!("it knows no struct {structure}"))?;
+            let found = types
+                .structure(structure)
+                .ok_or_else(|| format!("it knows no struct {structure}"))?;
             let offset = types.member(found, member, DEPTH_MAX);
             offset.ok_or_else(|| format!("its struct {structure} has no {member}"))
         };
@@ -108,10 +110,12 @@ impl<'a> Types<'a> {
     fn parse(bytes: &'a [u8]) -> Result<Self, String> {
         let short = || "its type information is cut off".to_owned();
         if !bytes.starts_with(&MAGIC) || bytes.get(2) != Some(&1) {
-            return Err("its type information is of another format than 1, or of another byte order".into());
+            return Err(
+                "its type information is of another format than 1, or of another byte order".into(),
+            );
         }
-        let [header_len, types_at, types_len, strings_at, strings_len] =
-            [4, 8, 12, 16, 20].map(|at| number(bytes, at).map_or(usize::MAX, |number| number as usize));
+        let [header_len, types_at, types_len, strings_at, strings_len] = [4, 8, 12, 16, 20]
+            .map(|at| number(bytes, at).map_or(usize::MAX, |number| number as usize));
         let part = |at: usize, len: usize| {
             let start = header_len.checked_add(at)?;
             bytes.get(start..start.checked_add(len)?)
@@ -136,7 +140,8 @@ impl<'a> Types<'a> {
 
     /// Whether a name is `name`.
     fn is(&self, at: u32, name: &str) -> bool {
-        let rest = self.strings.get(at as usize..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
+        let rest =
+            self.strings.get(at as usize..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
         rest.is_some_and(|rest| rest.first() == Some(&0))
     }
 
@@ -162,7 +167,8 @@ impl<'a> Types<'a> {
 
     /// The offset of a CPU's variable in the section that they have.
     fn variable(&self, name: &str) -> Option<u64> {
-        let section = self.all.iter().find(|one| one.kind == KIND_SECTION && self.is(one.name, PER_CPU))?;
+        let section =
+            self.all.iter().find(|one| one.kind == KIND_SECTION && self.is(one.name, PER_CPU))?;
         section.triples().find_map(|[variable, offset, _]| {
             let variable = self.get(variable)?;
             (variable.kind == KIND_VAR && self.is(variable.name, name)).then_some(offset.into())
@@ -225,7 +231,8 @@ mod tests {
         }
     }
 
-    /// A kernel's, as far as it matters: `current_task` at 64, or in `pcpu_hot` at 128 + 8; pid at 100, tgid at 104, comm at 200.
+    /// A kernel's, as far as it matters: `current_task` at 64, or in `pcpu_hot` at 128 + 8; pid at
+    /// 100, tgid at 104, comm at 200.
     fn kernel(has_hot: bool) -> Vec<u8> {
         let mut made = Made::default();
         made.name("");
@@ -233,7 +240,12 @@ mod tests {
         // An unnamed structure of two members: type 2.
         let (pid, tgid, comm, none) = (made.name("pid"), made.name("tgid"), made.name("comm"), 0);
         made.add("", KIND_STRUCT << 24 | 2, 8, &[pid, 1, 0, tgid, 1, 32]);
-        made.add("task_struct", 1 << 31 | KIND_STRUCT << 24 | 2, 300, &[none, 2, 800, comm, 1, 1600]);
+        made.add(
+            "task_struct",
+            1 << 31 | KIND_STRUCT << 24 | 2,
+            300,
+            &[none, 2, 800, comm, 1, 1600],
+        );
         let current = made.name("current_task");
         made.add("pcpu_hot", KIND_STRUCT << 24 | 1, 64, &[current, 1, 64]);
         made.add(if has_hot { "pcpu_hot" } else { "current_task" }, KIND_VAR << 24, 4, &[1]);

@@ -1,5 +1,5 @@
-//! Column chunks that are encoded here. The format's library takes values as they are; where more is known of them, the same pages are made
-//! several times as fast.
+//! Column chunks that are encoded here. The format's library takes values as they are; where more
+//! is known of them, the same pages are made several times as fast.
 //!
 //! ```text
 //!   split      0 0 0 0 ... │ 7f 7f 7f ... │ ... │ 10 18 20 ...     BYTE_STREAM_SPLIT: the first bytes of all, then the second
@@ -8,8 +8,10 @@
 //!   growing    header │ least difference, four widths, differences of 256 rows less the least │ ...    DELTA_BINARY_PACKED
 //! ```
 //!
-//! The format packs numbers into as few bits as the largest needs, but says that width in the page: with 8 or 16 what is packed is an array, which
-//! takes no packing, and in which LZ4 finds repetitions. What is small is packed all the same: of so few bytes LZ4 is done in a tenth of the time.
+//! The format packs numbers into as few bits as the largest needs, but says that width in the page:
+//! with 8 or 16 what is packed is an array, which takes no packing, and in which LZ4 finds
+//! repetitions. What is small is packed all the same: of so few bytes LZ4 is done in a tenth of the
+//! time.
 
 use bytes::Bytes;
 use lz4::block::{CompressionMode, compress_bound, compress_to_buffer};
@@ -32,10 +34,12 @@ const LINE: usize = 64;
 /// Differences in a block, and in each of the parts of it that have a width of their own.
 const BLOCK: usize = 256;
 const MINIBLOCK: usize = 64;
-/// How soon LZ4 looks away from what does not repeat: a seventh of its time less, for an eighth of the size more.
+/// How soon LZ4 looks away from what does not repeat: a seventh of its time less, for an eighth of
+/// the size more.
 const ACCELERATION: i32 = 8;
 
-/// What columns are encoded in, one after the other: memory that is asked for anew costs as much as what is written there.
+/// What columns are encoded in, one after the other: memory that is asked for anew costs as much as
+/// what is written there.
 #[derive(Default)]
 pub(crate) struct Encoder {
     plain: Vec<u8>,
@@ -62,7 +66,11 @@ impl Encoder {
     }
 
     /// Of `values` by their differences, with the least and the largest of them.
-    pub fn growing(&mut self, column: ColumnDescPtr, values: &[i64]) -> Result<Chunk, ParquetError> {
+    pub fn growing(
+        &mut self,
+        column: ColumnDescPtr,
+        values: &[i64],
+    ) -> Result<Chunk, ParquetError> {
         let mut pages = Pages::new(column, &mut self.packed);
         self.plain.clear();
         let ever_grows = differences(values, &mut self.plain);
@@ -76,7 +84,8 @@ impl Encoder {
         pages.finish(values.len(), vec![Encoding::DELTA_BINARY_PACKED], Some(statistics))
     }
 
-    /// Of numbers that are each in `N` bytes, of values in `dictionary`, which is in the column's own type.
+    /// Of numbers that are each in `N` bytes, of values in `dictionary`, which is in the column's
+    /// own type.
     pub fn numbers<const N: usize, T: Copy>(
         &mut self,
         column: ColumnDescPtr,
@@ -96,7 +105,8 @@ impl Encoder {
         value: impl Fn(u8) -> u32,
     ) -> Result<Chunk, ParquetError> {
         let largest = numbers.iter().copied().max().unwrap_or(0);
-        let dictionary: Vec<u8> = (0..=largest).flat_map(|number| value(number).to_le_bytes()).collect();
+        let dictionary: Vec<u8> =
+            (0..=largest).flat_map(|number| value(number).to_le_bytes()).collect();
         let data = match largest {
             0..2 => packed_run::<1>(numbers, &mut self.plain),
             2..4 => packed_run::<2>(numbers, &mut self.plain),
@@ -139,9 +149,13 @@ fn room(all: &mut Vec<u8>, len: usize) -> &mut [u8] {
     &mut all[..len]
 }
 
-/// The first bytes of all values, then the second bytes, and so on, as far as `N`; in `data`. A line of the processor's cache is written at once:
-/// the places of a row's bytes are so far apart that a cache keeps but few of them.
-fn split<const N: usize>(mut values: impl ExactSizeIterator<Item = u64>, data: &mut Vec<u8>) -> &[u8] {
+/// The first bytes of all values, then the second bytes, and so on, as far as `N`; in `data`. A
+/// line of the processor's cache is written at once: the places of a row's bytes are so far apart
+/// that a cache keeps but few of them.
+fn split<const N: usize>(
+    mut values: impl ExactSizeIterator<Item = u64>,
+    data: &mut Vec<u8>,
+) -> &[u8] {
     let rows = values.len();
     let data = room(data, N * rows);
     let mut lines = [[[0; SQUARE]; LINE / SQUARE]; SQUARE];
@@ -166,7 +180,9 @@ fn split<const N: usize>(mut values: impl ExactSizeIterator<Item = u64>, data: &
 
 /// The first bytes of eight words as the first word, and so on.
 fn transposed(mut words: [u64; SQUARE]) -> [u64; SQUARE] {
-    for (step, mask) in [(4, 0x0000_0000_ffff_ffff), (2, 0x0000_ffff_0000_ffff), (1, 0x00ff_00ff_00ff_00ff)] {
+    for (step, mask) in
+        [(4, 0x0000_0000_ffff_ffff), (2, 0x0000_ffff_0000_ffff), (1, 0x00ff_00ff_00ff_00ff)]
+    {
         let bits = 8 * step;
         for low in (0..SQUARE).filter(|word| word & step == 0) {
             let moved = (words[low] >> bits ^ words[low + step]) & mask;
@@ -177,8 +193,8 @@ fn transposed(mut words: [u64; SQUARE]) -> [u64; SQUARE] {
     words
 }
 
-/// Appends the first value, then in blocks how much each is larger than the one before. Wrapping, as the format wants it. Returns whether
-/// none is less than the one before.
+/// Appends the first value, then in blocks how much each is larger than the one before. Wrapping,
+/// as the format wants it. Returns whether none is less than the one before.
 fn differences(values: &[i64], data: &mut Vec<u8>) -> bool {
     let mut ever_grows = true;
     let (first, rest) = values.split_first().map_or((0, &[][..]), |(first, rest)| (*first, rest));
@@ -283,7 +299,8 @@ fn narrowed<const BITS: usize>(mut word: u64) -> u64 {
     word
 }
 
-/// A packed run of so many numbers of so many bits in `data`: its head, and where the numbers begin.
+/// A packed run of so many numbers of so many bits in `data`: its head, and where the numbers
+/// begin.
 fn run_of(numbers: usize, bits: usize, data: &mut Vec<u8>) -> (&mut [u8], usize) {
     let runs = numbers.div_ceil(RUN_VALUES);
     let mut head = vec![bits as u8];
@@ -312,7 +329,8 @@ impl<'a> Pages<'a> {
     fn dictionary(&mut self, values: &[u8], count: usize) -> Result<(), ParquetError> {
         let buf = compressed(values, self.packed)?;
         let num_values = number(count)?;
-        let page = Page::DictionaryPage { buf, num_values, encoding: Encoding::PLAIN, is_sorted: false };
+        let page =
+            Page::DictionaryPage { buf, num_values, encoding: Encoding::PLAIN, is_sorted: false };
         self.dictionary = Some(self.write(page, values.len())? as i64);
         Ok(())
     }
@@ -332,8 +350,8 @@ impl<'a> Pages<'a> {
 
     /// Where it begins.
     fn write(&mut self, page: Page, uncompressed: usize) -> Result<u64, ParquetError> {
-        let spec =
-            SerializedPageWriter::new(&mut self.out).write_page(CompressedPage::new(page, uncompressed))?;
+        let spec = SerializedPageWriter::new(&mut self.out)
+            .write_page(CompressedPage::new(page, uncompressed))?;
         self.uncompressed += spec.uncompressed_size;
         Ok(spec.offset)
     }
@@ -375,8 +393,8 @@ impl<'a> Pages<'a> {
 fn compressed(data: &[u8], packed: &mut Vec<u8>) -> Result<Bytes, ParquetError> {
     let failed = |e: std::io::Error| ParquetError::External(e.into());
     let packed = room(packed, compress_bound(data.len()).map_err(failed)?);
-    let len =
-        compress_to_buffer(data, Some(CompressionMode::FAST(ACCELERATION)), false, packed).map_err(failed)?;
+    let len = compress_to_buffer(data, Some(CompressionMode::FAST(ACCELERATION)), false, packed)
+        .map_err(failed)?;
     Ok(Bytes::copy_from_slice(&packed[..len]))
 }
 

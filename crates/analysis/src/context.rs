@@ -35,7 +35,8 @@ pub struct Interval {
 pub struct RamRange {
     /// Where the guest sees its first byte.
     pub guest: GuestPhys,
-    /// QEMU's number of that byte, as plugins of its interface 1 are told; under interface 4 any that [`RamFile`]s agree with.
+    /// QEMU's number of that byte, as plugins of its interface 1 are told; under interface 4 any
+    /// that [`RamFile`]s agree with.
     pub number: u64,
     /// Length.
     pub len_bytes: u64,
@@ -92,7 +93,8 @@ pub struct RunContext {
     pub ram: GuestRam,
     /// Where its parts go; there already.
     pub dir: PathBuf,
-    /// What it goes through before the first interval, as that begins behind its checkpoint; its part is dropped.
+    /// What it goes through before the first interval, as that begins behind its checkpoint; its
+    /// part is dropped.
     pub warm_up: Option<Interval>,
     /// In order, each beginning where the one before ends.
     pub intervals: Vec<Interval>,

@@ -1,4 +1,5 @@
-//! How often instructions ran, put together over intervals, as blocks and by function: for `hot` and `coverage`.
+//! How often instructions ran, put together over intervals, as blocks and by function: for `hot`
+//! and `coverage`.
 //!
 //! ```text
 //!   instruction  0x10 0x13 0x15 │ 0x17 0x1c │ 0x30       next to each other and run equally often: one block
@@ -62,7 +63,9 @@ pub(crate) fn blocks(counted: &Counted, symbols: &Symbols) -> Vec<Block> {
         let begins = symbols.find(pc).is_some_and(|found| found.address == pc);
         match blocks.last_mut() {
             Some(block)
-                if block.start.wrapping_add(block.len_bytes) == pc && block.times == times && !begins =>
+                if block.start.wrapping_add(block.len_bytes) == pc
+                    && block.times == times
+                    && !begins =>
             {
                 block.len_bytes += len_bytes;
                 block.instructions += 1;
@@ -89,8 +92,12 @@ mod tests {
             ((u64::MAX - 1, 2), 1),
         ]);
         let blocks = blocks(&counted, &Symbols::default());
-        let short: Vec<_> = blocks.iter().map(|b| (b.start, b.len_bytes, b.instructions, b.times)).collect();
-        assert_eq!(short, [(0x10, 7, 3, 7), (0x17, 6, 2, 3), (0x30, 4, 1, 3), (u64::MAX - 1, 2, 1, 1)]);
+        let short: Vec<_> =
+            blocks.iter().map(|b| (b.start, b.len_bytes, b.instructions, b.times)).collect();
+        assert_eq!(
+            short,
+            [(0x10, 7, 3, 7), (0x17, 6, 2, 3), (0x30, 4, 1, 3), (u64::MAX - 1, 2, 1, 1)]
+        );
         let executed: u64 = blocks.iter().map(Block::executed).sum();
         assert_eq!(executed, counted.values().sum::<u64>());
     }

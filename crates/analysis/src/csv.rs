@@ -1,4 +1,5 @@
-//! Result files of lines, most of them of comma-separated values: a header, then lines, no quotes needed.
+//! Result files of lines, most of them of comma-separated values: a header, then lines, no quotes
+//! needed.
 
 use crate::error::{Result, file};
 use std::fs::File;
@@ -46,7 +47,8 @@ impl Csv {
     }
 }
 
-/// A name as one cell: commas and quotes, which C++ symbols have, become semicolons and apostrophes.
+/// A name as one cell: commas and quotes, which C++ symbols have, become semicolons and
+/// apostrophes.
 pub(crate) fn cell(text: &str) -> String {
     text.chars()
         .map(|letter| match letter {

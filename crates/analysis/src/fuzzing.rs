@@ -1,6 +1,7 @@
 //! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of a guest's symbols.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of proportion to them.
+//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
+//! proportion to them.
 
 use crate::btf::Tasks;
 use crate::lines::Lines;

@@ -8,8 +8,9 @@
 //!   DA:2570,12
 //! ```
 //!
-//! A line ran as often as that one of its instructions which ran most often; a function as often as its first instruction, and at
-//! least once where any other of it ran. All lines and functions are listed, also those that never ran: shares are of all the code.
+//! A line ran as often as that one of its instructions which ran most often; a function as often as
+//! its first instruction, and at least once where any other of it ran. All lines and functions are
+//! listed, also those that never ran: shares are of all the code.
 
 use crate::counted::Counted;
 use crate::error::Result;
@@ -37,7 +38,8 @@ struct Record<'a> {
     lines: BTreeMap<u32, u64>,
 }
 
-/// Writes all records by `line`, which gets one line of text each time. `symbols_path` stands for a source file where there are no lines.
+/// Writes all records by `line`, which gets one line of text each time. `symbols_path` stands for a
+/// source file where there are no lines.
 pub(crate) fn write(
     ran: &Counted,
     symbols: &Symbols,
@@ -84,8 +86,10 @@ fn records<'a>(
     }
     for function in symbols.iter() {
         let times = by_function.get(&function.address).copied().unwrap_or(0);
-        // A function without lines, of assembly or of another compiler, has no source file to be listed in.
-        let place = if lines.is_empty() { Some((0, function.number)) } else { source(lines, &function) };
+        // A function without lines, of assembly or of another compiler, has no source file to be
+        // listed in.
+        let place =
+            if lines.is_empty() { Some((0, function.number)) } else { source(lines, &function) };
         if let Some((file, line)) = place {
             records.entry(file).or_default().functions.push((line.max(1), function.name, times));
         }
@@ -104,7 +108,8 @@ fn write_record(
 ) -> Result<()> {
     let mut functions = record.functions.clone();
     functions.sort_unstable();
-    // Readers tell functions of a file apart by name; compilers give parts of one, and static ones of inlined files, the same.
+    // Readers tell functions of a file apart by name; compilers give parts of one, and static ones
+    // of inlined files, the same.
     let mut met = BTreeSet::new();
     functions.retain(|&(at, name, _)| met.insert((name, at)));
     let mut names = BTreeMap::new();
@@ -171,12 +176,16 @@ mod tests {
         let expected = "FN:2,twice FN:7,unused FN:12,main FNDA:1,twice FNDA:0,unused FNDA:3,main FNF:3 FNH:2 DA:2,5 DA:3,0 DA:4,0 \
             DA:7,0 DA:8,0 DA:9,0 DA:12,7 DA:13,0 DA:14,0 DA:15,0 DA:16,0 LF:11 LH:2 end_of_record";
         assert_eq!(all[2..].join(" "), expected);
-        assert_eq!(sums, Sums { files: 1, lines: 11, lines_run: 2, functions: 3, functions_run: 2 });
+        assert_eq!(
+            sums,
+            Sums { files: 1, lines: 11, lines_run: 2, functions: 3, functions_run: 2 }
+        );
     }
 
     #[test]
     fn without_lines_functions_are_counted_in_the_file_of_symbols() {
-        let text = b"1000 T first\n1010 D data\n1020 t same\n1030 t same\n1040 T odd,name\n1050 T last\n";
+        let text =
+            b"1000 T first\n1010 D data\n1020 t same\n1030 t same\n1040 T odd,name\n1050 T last\n";
         let symbols = Symbols::parse(Path::new("System.map"), text, 0).unwrap();
         let ran = Counted::from([((0x1004, 4), 9), ((0x1030, 2), 4), ((0x9000, 1), 1)]);
         let (all, sums) = written(&ran, &symbols, &Lines::default(), "System.map");

@@ -1,5 +1,5 @@
-//! Analysis tools over the intervals of a recording: what each hands to QEMU, what it reads back, and the results that it makes of
-//! the parts.
+//! Analysis tools over the intervals of a recording: what each hands to QEMU, what it reads back,
+//! and the results that it makes of the parts.
 //!
 //! ```text
 //!   orchestrator ── tools::by_name ──▶ Tool
@@ -16,7 +16,8 @@
 //! 2. A part file is complete once it has its name.
 //! 3. What the plugin wrote is checked before it is believed: it ran beside a guest in QEMU.
 //!
-//! Left out: QEMU processes, recordings and where intervals begin (the caller's); a file that is not a tool's own is never read.
+//! Left out: QEMU processes, recordings and where intervals begin (the caller's); a file that is
+//! not a tool's own is never read.
 
 mod btf;
 mod chunk;
@@ -36,7 +37,9 @@ mod symbols;
 mod table;
 pub mod tools;
 
-pub use context::{GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary};
+pub use context::{
+    GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
+};
 pub use error::{Error, Result};
 pub use manifest::Foreign;
 pub use tools::{Description, Running, Tool};

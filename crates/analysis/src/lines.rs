@@ -5,10 +5,11 @@
 //!   ranges        [0x1000, 0x1004) 1:10               [0x1004, 0x1009) 2:3                  [0x1009, 0x1010) 1:11
 //! ```
 //!
-//! Code that was inlined belongs to the line where it was written. What the linker left out lies in no section with code, and is
-//! dropped.
+//! Code that was inlined belongs to the line where it was written. What the linker left out lies in
+//! no section with code, and is dropped.
 //!
-//! Left out: debug information in files of its own (split DWARF, a link to a `.debug` file): name that file.
+//! Left out: debug information in files of its own (split DWARF, a link to a `.debug` file): name
+//! that file.
 
 use crate::error::{Error, Result};
 use gimli::{EndianSlice, RunTimeEndian};
@@ -49,17 +50,21 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Those that the ELF file `bytes` tells of; none where it has no debug information. `slide` is added to each address.
+    /// Those that the ELF file `bytes` tells of; none where it has no debug information. `slide` is
+    /// added to each address.
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let damaged = |problem: String| Error::Damaged {
             path: path.to_owned(),
             place: "lines (DWARF)".into(),
-            problem: format!("{problem}; without debug information (strip -g) its functions are used"),
+            problem: format!(
+                "{problem}; without debug information (strip -g) its functions are used"
+            ),
         };
         let parsed = object::File::parse(bytes).map_err(|error| damaged(error.to_string()))?;
         let mut lines = Self::of(&parsed).map_err(|error| damaged(error.to_string()))?;
         for piece in &mut lines.pieces {
-            (piece.start, piece.end) = (piece.start.wrapping_add(slide), piece.end.wrapping_add(slide));
+            (piece.start, piece.end) =
+                (piece.start.wrapping_add(slide), piece.end.wrapping_add(slide));
         }
         lines.pieces.sort_unstable();
         lines.pieces.dedup();
@@ -67,7 +72,8 @@ impl Lines {
     }
 
     fn of(parsed: &object::File<'_>) -> std::result::Result<Self, Box<dyn std::error::Error>> {
-        let endian = if parsed.is_little_endian() { RunTimeEndian::Little } else { RunTimeEndian::Big };
+        let endian =
+            if parsed.is_little_endian() { RunTimeEndian::Little } else { RunTimeEndian::Big };
         let sections = gimli::DwarfSections::load(|id| match parsed.section_by_name(id.name()) {
             Some(section) => section.uncompressed_data(),
             None => Ok(Cow::Borrowed(&[][..])),
@@ -141,19 +147,28 @@ impl Gathered {
                 numbers.insert(index, file);
                 file
             };
-            before = Some(Piece { start: row.address(), end: 0, file, line: u32::try_from(line.get())? });
+            before = Some(Piece {
+                start: row.address(),
+                end: 0,
+                file,
+                line: u32::try_from(line.get())?,
+            });
         }
         Ok(())
     }
 
     fn push(&mut self, piece: Piece) -> std::result::Result<(), String> {
-        let is_code = self.code.iter().any(|range| range.contains(&piece.start) && piece.end <= range.end);
+        let is_code =
+            self.code.iter().any(|range| range.contains(&piece.start) && piece.end <= range.end);
         if !is_code || piece.start >= piece.end {
             return Ok(());
         }
         let count = self.pieces.len();
         match self.pieces.last_mut() {
-            Some(last) if last.end == piece.start && (last.file, last.line) == (piece.file, piece.line) => {
+            Some(last)
+                if last.end == piece.start
+                    && (last.file, last.line) == (piece.file, piece.line) =>
+            {
                 last.end = piece.end;
             }
             _ if count >= RANGES_MAX => {
@@ -178,7 +193,8 @@ impl Gathered {
     }
 }
 
-/// A source file's path: where it was compiled, its directory, its name, each unless the next is absolute.
+/// A source file's path: where it was compiled, its directory, its name, each unless the next is
+/// absolute.
 fn path_of(
     dwarf: &gimli::Dwarf<Bytes<'_>>,
     unit: &gimli::Unit<Bytes<'_>>,
@@ -226,7 +242,10 @@ int main(int argc, char **argv)
 ";
 
     /// A program made of [`SOURCE`]; returns what it holds and its functions' addresses.
-    pub(crate) fn program(dir: &Path, options: &[&str]) -> (PathBuf, Vec<u8>, BTreeMap<String, u64>) {
+    pub(crate) fn program(
+        dir: &Path,
+        options: &[&str],
+    ) -> (PathBuf, Vec<u8>, BTreeMap<String, u64>) {
         let (source, path) = (dir.join("some.c"), dir.join("some"));
         std::fs::write(&source, SOURCE).unwrap();
         let mut cc = Command::new("cc");
@@ -234,7 +253,8 @@ int main(int argc, char **argv)
         assert!(cc.status().expect("a C compiler").success());
         let bytes = std::fs::read(&path).unwrap();
         let parsed = object::File::parse(&*bytes).unwrap();
-        let named = parsed.symbols().map(|one| (one.name().unwrap().to_owned(), one.address())).collect();
+        let named =
+            parsed.symbols().map(|one| (one.name().unwrap().to_owned(), one.address())).collect();
         (path, bytes, named)
     }
 

@@ -1,4 +1,5 @@
-//! Tools of third parties: any QEMU plugin with a manifest that says how it is called and how its parts are merged.
+//! Tools of third parties: any QEMU plugin with a manifest that says how it is called and how its
+//! parts are merged.
 //!
 //! ```text
 //!   name = "opcodes"
@@ -11,7 +12,8 @@
 //!   interface-4 = "opcodes-4.so"
 //! ```
 //!
-//! The plugin writes the part when QEMU exits; it knows nothing of cuts, so each of its runs has one interval.
+//! The plugin writes the part when QEMU exits; it knows nothing of cuts, so each of its runs has
+//! one interval.
 
 use crate::context::{MergeContext, Part, RunContext, Summary, part_file};
 use crate::csv::Csv;
@@ -76,33 +78,51 @@ pub struct Foreign {
 impl Foreign {
     /// Reads the manifest at `path`; `arguments` are the `--tool-arg`s.
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self> {
-        let damaged =
-            |problem: String| Error::Damaged { path: path.to_owned(), place: "manifest".into(), problem };
+        let damaged = |problem: String| Error::Damaged {
+            path: path.to_owned(),
+            place: "manifest".into(),
+            problem,
+        };
         let mut text = String::new();
         let input = File::open(path).map_err(file("opening the manifest", path))?;
         input.take(MANIFEST_BYTES_MAX).read_to_string(&mut text).map_err(file("reading", path))?;
-        let manifest: Manifest = toml::from_str(&text).map_err(|error| damaged(error.to_string()))?;
+        let manifest: Manifest =
+            toml::from_str(&text).map_err(|error| damaged(error.to_string()))?;
         for name in [&manifest.name, &manifest.result] {
             let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
             if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
-                return Err(damaged(format!("{name:?} is no plain name of letters, digits and -_.")));
+                return Err(damaged(format!(
+                    "{name:?} is no plain name of letters, digits and -_."
+                )));
             }
         }
         let mut given = BTreeMap::new();
         for text in arguments {
-            let asked =
-                |name: &str| manifest.arguments.iter().any(|one| one.contains(&format!("{{arg:{name}}}")));
+            let asked = |name: &str| {
+                manifest.arguments.iter().any(|one| one.contains(&format!("{{arg:{name}}}")))
+            };
             match text.split_once('=') {
-                Some((name, value)) if asked(name) => given.insert(name.to_owned(), value.to_owned()),
+                Some((name, value)) if asked(name) => {
+                    given.insert(name.to_owned(), value.to_owned())
+                }
                 _ => {
-                    let problem = "write NAME=VALUE, with a name that its manifest has as {arg:NAME}".into();
-                    return Err(Error::Argument { tool: manifest.name, argument: text.clone(), problem });
+                    let problem =
+                        "write NAME=VALUE, with a name that its manifest has as {arg:NAME}".into();
+                    return Err(Error::Argument {
+                        tool: manifest.name,
+                        argument: text.clone(),
+                        problem,
+                    });
                 }
             };
         }
-        // A plain name has an empty parent, and QEMU would look for its plugin where the system has libraries.
-        let dir =
-            path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
+        // A plain name has an empty parent, and QEMU would look for its plugin where the system has
+        // libraries.
+        let dir = path
+            .parent()
+            .filter(|dir| !dir.as_os_str().is_empty())
+            .unwrap_or(Path::new("."))
+            .to_owned();
         Ok(Self { manifest, dir, given })
     }
 
@@ -128,8 +148,9 @@ impl Foreign {
     }
 
     fn argument(&self, text: &str, part: &Path, dir: &Path) -> Result<(String, String)> {
-        let mut text =
-            text.replace("{part}", &part.display().to_string()).replace("{dir}", &dir.display().to_string());
+        let mut text = text
+            .replace("{part}", &part.display().to_string())
+            .replace("{dir}", &dir.display().to_string());
         for (name, value) in &self.given {
             text = text.replace(&format!("{{arg:{name}}}"), value);
         }
@@ -174,8 +195,12 @@ impl Tool for Foreign {
         };
         let plugin = self.plugin(run.interface)?;
         let part = part_file(&run.dir, interval.index, &self.manifest.name, "part");
-        let arguments: Result<Vec<_>> =
-            self.manifest.arguments.iter().map(|text| self.argument(text, &part, &run.dir)).collect();
+        let arguments: Result<Vec<_>> = self
+            .manifest
+            .arguments
+            .iter()
+            .map(|text| self.argument(text, &part, &run.dir))
+            .collect();
         let arguments = arguments?;
         let arguments: Vec<_> =
             arguments.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
@@ -247,7 +272,8 @@ fn sum_columns(parts: &[PathBuf], merge: &MergeContext, result: &str) -> Result<
             let mut cells = line.split(',');
             let key = cells.next().unwrap_or_default();
             let values: Option<Vec<u64>> = cells.map(|cell| cell.trim().parse().ok()).collect();
-            let values = values.ok_or_else(|| damaged("behind the key, not all are whole numbers"))?;
+            let values =
+                values.ok_or_else(|| damaged("behind the key, not all are whole numbers"))?;
             add(&mut sums, key, &values).map_err(damaged)?;
         }
     }
@@ -262,7 +288,11 @@ fn sum_columns(parts: &[PathBuf], merge: &MergeContext, result: &str) -> Result<
     csv.finish().map(drop)
 }
 
-fn add(sums: &mut BTreeMap<String, Vec<u64>>, key: &str, values: &[u64]) -> Result<(), &'static str> {
+fn add(
+    sums: &mut BTreeMap<String, Vec<u64>>,
+    key: &str,
+    values: &[u64],
+) -> Result<(), &'static str> {
     if let Some(sum) = sums.get_mut(key) {
         if sum.len() != values.len() {
             return Err("another number of columns than this key had before");
@@ -333,9 +363,13 @@ mod tests {
     #[test]
     fn each_rule_merges() {
         assert_eq!(merged("\"concat\"", &["a\n", "b\n"]).unwrap(), "a\nb\n");
-        let sums = merged("\"sum-columns\"", &["k,x,y\nb,1,2\na,3,4\n", "k,x,y\nb,10,20\n"]).unwrap();
+        let sums =
+            merged("\"sum-columns\"", &["k,x,y\nb,1,2\na,3,4\n", "k,x,y\nb,10,20\n"]).unwrap();
         assert_eq!(sums, "k,x,y\na,3,4\nb,11,22\n");
-        assert_eq!(merged("{ command = [\"sort\", \"-m\"] }", &["b\n", "a\nc\n"]).unwrap(), "a\nb\nc\n");
+        assert_eq!(
+            merged("{ command = [\"sort\", \"-m\"] }", &["b\n", "a\nc\n"]).unwrap(),
+            "a\nb\nc\n"
+        );
         assert!(merged("{ command = [\"false\"] }", &["a"]).is_err());
         assert!(merged("{ command = [] }", &["a"]).is_err());
     }

@@ -27,13 +27,17 @@ impl Rows {
         let len = input.metadata().map_err(file("looking at", path))?.len();
         let mut header = [0; PartHeader::LEN_BYTES];
         input.read_exact(&mut header).map_err(file("reading", path))?;
-        let header = PartHeader::from_bytes(&header).ok_or_else(|| damaged("byte 0", "no part".into()))?;
+        let header =
+            PartHeader::from_bytes(&header).ok_or_else(|| damaged("byte 0", "no part".into()))?;
         if header != (PartHeader { rows: header.rows, ..PartHeader::new(kind, columns, 0) }) {
             return Err(damaged("byte 8", format!("not a table of {kind}")));
         }
         let bytes = header.rows.checked_mul(8 * columns as u64).filter(|bytes| *bytes <= BYTES_MAX);
         if bytes != len.checked_sub(PartHeader::LEN_BYTES as u64) || bytes.is_none() {
-            return Err(damaged("byte 24", format!("{} rows do not fit its {len} bytes", header.rows)));
+            return Err(damaged(
+                "byte 24",
+                format!("{} rows do not fit its {len} bytes", header.rows),
+            ));
         }
         let mut bytes = Vec::new();
         input.take(BYTES_MAX).read_to_end(&mut bytes).map_err(file("reading", path))?;

@@ -38,15 +38,19 @@ impl fmt::Display for Interface {
     }
 }
 
-/// Writes the plugin into `dir`, for QEMU to load from there. What has the name already is replaced by a rename.
+/// Writes the plugin into `dir`, for QEMU to load from there. What has the name already is replaced
+/// by a rename.
 pub fn place(dir: &Path, interface: Interface) -> Result<PathBuf> {
     let bytes = match interface {
         Interface::V1 => keyframe_carried::PLUGIN_1,
         Interface::V4 => keyframe_carried::PLUGIN_4,
     };
     let path = dir.join(format!("keyframe-plugin-{}.so", interface.number()));
-    let unfinished =
-        dir.join(format!("keyframe-plugin-{}.{}.unfinished", interface.number(), std::process::id()));
+    let unfinished = dir.join(format!(
+        "keyframe-plugin-{}.{}.unfinished",
+        interface.number(),
+        std::process::id()
+    ));
     std::fs::write(&unfinished, bytes).map_err(file("writing", &unfinished))?;
     std::fs::rename(&unfinished, &path).map_err(file("renaming to", &path))?;
     Ok(path)

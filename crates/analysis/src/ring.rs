@@ -1,4 +1,5 @@
-//! The reading end of the board: a thread that takes records as they come and cuts them where an interval ends.
+//! The reading end of the board: a thread that takes records as they come and cuts them where an
+//! interval ends.
 //!
 //! ```text
 //!   plugin in QEMU ── records ──▶ ring ──▶ thread ──▶ Sink::record
@@ -90,9 +91,13 @@ impl Reader {
         let (outbox, answers) = channel();
         let board = Arc::clone(&shared.board);
         let run = move || Loop { board, sink, inbox, outbox, failed: None }.run();
-        let thread = std::thread::Builder::new().name("ring reader".into()).spawn(run).map_err(|error| {
-            Error::Plugin { operation: "starting a thread for its records", problem: error.to_string() }
-        })?;
+        let thread =
+            std::thread::Builder::new().name("ring reader".into()).spawn(run).map_err(|error| {
+                Error::Plugin {
+                    operation: "starting a thread for its records",
+                    problem: error.to_string(),
+                }
+            })?;
         Ok(Self { shared, commands, answers, thread: Some(thread) })
     }
 
@@ -112,7 +117,10 @@ impl Reader {
     }
 
     fn ask(&mut self, command: Command) -> Result<()> {
-        let gone = |problem: &str| Error::Plugin { operation: "taking its records", problem: problem.into() };
+        let gone = |problem: &str| Error::Plugin {
+            operation: "taking its records",
+            problem: problem.into(),
+        };
         self.commands.send(command).map_err(|_| gone("the thread has ended"))?;
         self.shared.board.wake_reader();
         match self.answers.recv_timeout(CUT_MAX) {
@@ -124,7 +132,8 @@ impl Reader {
 
     fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // It ends when asked or when nobody can ask any more; a panic there has been told by the missing answer.
+            // It ends when asked or when nobody can ask any more; a panic there has been told by
+            // the missing answer.
             let _ = thread.join();
         }
     }
@@ -266,8 +275,9 @@ mod tests {
     #[test]
     fn a_torn_head_is_an_error() {
         let shared = SharedBoard::create(64).unwrap();
-        let at =
-            |word: usize| File::options().write(true).open(shared.path()).map(|file| (file, word as u64 * 8));
+        let at = |word: usize| {
+            File::options().write(true).open(shared.path()).map(|file| (file, word as u64 * 8))
+        };
         let (file, head) = at(1024).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &u64::MAX.to_le_bytes(), head).unwrap();
         let sink = Keep { taken: Taken::default(), fails_at: None };

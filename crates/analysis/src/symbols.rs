@@ -1,11 +1,12 @@
-//! Names of code: functions of an ELF file (vmlinux), or lines `ADDRESS TYPE NAME` (System.map, /proc/kallsyms).
+//! Names of code: functions of an ELF file (vmlinux), or lines `ADDRESS TYPE NAME` (System.map,
+//! /proc/kallsyms).
 //!
 //! ```text
 //!   address 0xffffffff81000040 ──▶ the last symbol at or below it, unless it is known to have ended before ──▶ name, offset
 //! ```
 //!
-//! Invariant: one address has one name, whatever the order in the file: of several at one address the alphabetically first, global ones
-//! not preferred.
+//! Invariant: one address has one name, whatever the order in the file: of several at one address
+//! the alphabetically first, global ones not preferred.
 
 use crate::error::{Error, Result, file};
 use object::{Object, ObjectSymbol, SymbolKind};
@@ -45,7 +46,8 @@ pub struct Found<'a> {
 }
 
 impl Symbols {
-    /// Reads a file of either kind. `slide` is added to each address, for a kernel that placed itself elsewhere.
+    /// Reads a file of either kind. `slide` is added to each address, for a kernel that placed
+    /// itself elsewhere.
     pub fn read(path: &Path, slide: u64) -> Result<Self> {
         Self::parse(path, &contents(path)?, slide)
     }
@@ -85,10 +87,15 @@ impl Symbols {
         let symbol = self.0.get(next.checked_sub(1)?)?;
         let after = self.0.get(next).map_or(0, |following| following.address - symbol.address);
         let len_bytes = if symbol.len_bytes == 0 { after } else { symbol.len_bytes };
-        // A program's address is not in the kernel's last function, nor in a gap behind one whose end is known.
-        (address - symbol.address < len_bytes || (len_bytes == 0 && address == symbol.address)).then_some(
-            Found { name: &symbol.name, address: symbol.address, len_bytes, number: symbol.number },
-        )
+        // A program's address is not in the kernel's last function, nor in a gap behind one whose
+        // end is known.
+        (address - symbol.address < len_bytes || (len_bytes == 0 && address == symbol.address))
+            .then_some(Found {
+                name: &symbol.name,
+                address: symbol.address,
+                len_bytes,
+                number: symbol.number,
+            })
     }
 
     /// `name+0x12`, `name`, or nothing.
@@ -127,8 +134,9 @@ fn damaged(path: &Path, problem: &str) -> Error {
 
 fn elf(bytes: &[u8]) -> Result<Vec<Symbol>, String> {
     let parsed = object::File::parse(bytes).map_err(|error| error.to_string())?;
-    let functions =
-        parsed.symbols().filter(|symbol| symbol.kind() == SymbolKind::Text && symbol.is_definition());
+    let functions = parsed
+        .symbols()
+        .filter(|symbol| symbol.kind() == SymbolKind::Text && symbol.is_definition());
     let named = functions.filter_map(|symbol| {
         let name = symbol.name().ok().filter(|name| !name.is_empty())?.to_owned();
         let number = symbol.index().0 as u64;
@@ -144,7 +152,12 @@ fn text(bytes: &[u8]) -> Vec<Symbol> {
         let address = u64::from_str_radix(words.next()?, 16).ok()?;
         let kind = words.next()?;
         let name = words.next()?.to_owned();
-        matches!(kind, "t" | "T" | "w" | "W").then_some(Symbol { address, name, len_bytes: 0, number })
+        matches!(kind, "t" | "T" | "w" | "W").then_some(Symbol {
+            address,
+            name,
+            len_bytes: 0,
+            number,
+        })
     });
     symbols.collect()
 }
@@ -165,7 +178,11 @@ mod tests {
         assert_eq!(symbols.label(0xffff_ffff_8100_0090), "_stext+0x90");
         assert_eq!(symbols.label(0xffff_ffff_8100_01ff), "helper+0xff");
         assert_eq!(symbols.label(0xffff_ffff_8100_0200), "last");
-        assert_eq!(symbols.label(0xffff_ffff_8100_0300), "", "nobody knows where the last one ends");
+        assert_eq!(
+            symbols.label(0xffff_ffff_8100_0300),
+            "",
+            "nobody knows where the last one ends"
+        );
         assert_eq!(symbols.label(0x1000), "");
         let slid = Symbols::read(&path, 0x100_0000).unwrap();
         assert_eq!(slid.label(0xffff_ffff_8200_0100), "helper");
@@ -175,7 +192,8 @@ mod tests {
     fn a_program_of_this_machine_names_its_functions() {
         let own = std::env::current_exe().unwrap();
         let symbols = Symbols::read(&own, 0).unwrap();
-        let some = symbols.0.iter().find(|symbol| symbol.name.contains("Symbols") && symbol.len_bytes > 1);
+        let some =
+            symbols.0.iter().find(|symbol| symbol.name.contains("Symbols") && symbol.len_bytes > 1);
         let some = some.expect("this program has functions of this file");
         assert!(symbols.label(some.address + 1).ends_with("+0x1"));
     }
@@ -184,7 +202,8 @@ mod tests {
     fn what_is_neither_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("odd");
-        for bytes in [&b""[..], b"hello world\n", b"\x7fELF", b"\x7fELF\x02\x01\x01\0garbage", &[0xff; 4096]]
+        for bytes in
+            [&b""[..], b"hello world\n", b"\x7fELF", b"\x7fELF\x02\x01\x01\0garbage", &[0xff; 4096]]
         {
             std::fs::write(&path, bytes).unwrap();
             assert!(Symbols::read(&path, 0).is_err(), "{bytes:?}");

@@ -1,4 +1,5 @@
-//! Tables in Parquet files: row groups of columns, and files put together from parts without touching what is encoded.
+//! Tables in Parquet files: row groups of columns, and files put together from parts without
+//! touching what is encoded.
 //!
 //! ```text
 //!   part 0   │ row group │ row group │ rest │ footer         a row group ends when it is full and where an interval ends
@@ -6,7 +7,8 @@
 //!   merged   │ row group │ row group │ rest │ row group │ rest │ footer
 //! ```
 //!
-//! Invariant: the same rows in the same intervals give the same bytes: no time, no version of this program, nothing of the machine.
+//! Invariant: the same rows in the same intervals give the same bytes: no time, no version of this
+//! program, nothing of the machine.
 
 use crate::chunk::Encoder;
 use crate::error::{Error, Result, file};
@@ -23,7 +25,8 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rows in a full row group: two of DuckDB's own. A dictionary of instructions takes a tenth of a smaller one.
+/// Rows in a full row group: two of DuckDB's own. A dictionary of instructions takes a tenth of a
+/// smaller one.
 pub const GROUP_ROWS: usize = 245_760;
 /// Most row groups in a part: the format's own number has 16 bits where readers look at it.
 const GROUPS_MAX: usize = 1 << 24;
@@ -44,7 +47,8 @@ pub enum Kind {
 pub enum Layout {
     /// As they are: LZ4 finds what repeats.
     Plain,
-    /// The first bytes of all, then the second bytes, and so on: addresses, whose upper bytes hardly change.
+    /// The first bytes of all, then the second bytes, and so on: addresses, whose upper bytes
+    /// hardly change.
     Split,
     /// As differences: what grows.
     Delta,
@@ -119,7 +123,9 @@ impl Data<'_> {
             (Self::Long(all), Layout::Delta) => encoder.growing(column, all)?,
             (Self::Numbered(values, numbers), _) => {
                 let dictionary: Vec<u8> = match column.physical_type() {
-                    Physical::INT64 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                    Physical::INT64 => {
+                        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+                    }
                     _ => values.iter().flat_map(|value| (*value as u32).to_le_bytes()).collect(),
                 };
                 let dictionary = (&dictionary[..], values.len());
@@ -278,7 +284,8 @@ pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[Column]) -> Result
             return Err(Error::Damaged {
                 path: part.clone(),
                 place: "footer".into(),
-                problem: "it has other columns than this tool's parts; run the analysis again".into(),
+                problem: "it has other columns than this tool's parts; run the analysis again"
+                    .into(),
             });
         }
         groups += metadata.num_row_groups();
@@ -289,8 +296,10 @@ pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[Column]) -> Result
                 problem: format!("more than {GROUPS_MAX} row groups in all"),
             });
         }
-        let spliced =
-            metadata.row_groups().iter().try_for_each(|group| splice(&mut out.writer, &input, group));
+        let spliced = metadata
+            .row_groups()
+            .iter()
+            .try_for_each(|group| splice(&mut out.writer, &input, group));
         spliced.map_err(failed("copying row groups of", part))?;
     }
     out.finish()
@@ -306,7 +315,8 @@ fn splice(
         let close = ColumnCloseResult {
             bytes_written: u64::try_from(column.compressed_size())
                 .map_err(|e| ParquetError::External(e.into()))?,
-            rows_written: u64::try_from(group.num_rows()).map_err(|e| ParquetError::External(e.into()))?,
+            rows_written: u64::try_from(group.num_rows())
+                .map_err(|e| ParquetError::External(e.into()))?,
             metadata: column.clone(),
             bloom_filter: None,
             column_index: None,
@@ -398,7 +408,8 @@ mod tests {
         let parts: Vec<_> = ["0", "1", "2", "3"].map(file).into();
         assert_eq!(concatenate(&parts, &file("merged"), COLUMNS).unwrap(), end);
         write(&file("whole"), 0, end, &[100, full + 107]);
-        // A result is always made of parts, also where there is but one: the footer says a little less of what was copied.
+        // A result is always made of parts, also where there is but one: the footer says a little
+        // less of what was copied.
         let whole = concatenate(&[file("whole")], &file("again"), COLUMNS).unwrap();
         assert_eq!(whole, end);
         assert!(std::fs::read(file("merged")).unwrap() == std::fs::read(file("again")).unwrap());

@@ -1,4 +1,5 @@
-//! Each tool on a recorded guest: what a QEMU for each interval finds equals what one replay of all finds, byte for byte.
+//! Each tool on a recorded guest: what a QEMU for each interval finds equals what one replay of all
+//! finds, byte for byte.
 
 mod support;
 
@@ -11,7 +12,8 @@ use support::{Qemu, Recording, guest_dir, qemus};
 
 const WORK: &str = "hash+dirty kf.mib=4 kf.hash.pause_ms=5";
 
-/// The tools, each with arguments and a line that its result has in any guest that runs, but for digits.
+/// The tools, each with arguments and a line that its result has in any guest that runs, but for
+/// digits.
 const TOOLS: [(&str, &[&str], &str); 10] = [
     ("icount", &[], "instructions: # user, # kernel"),
     ("memtrace", &[], "accesses, # bytes, #.# each"),
@@ -45,8 +47,9 @@ fn equal_in_both_ways(recording: &Recording, number: usize) {
     let map = recording.file("System.map").display().to_string();
     let kernel = guest_dir().join("vmlinux").display().to_string();
     let program = recording.file("program").display().to_string();
-    let filled =
-        |one: &&str| one.replace("MAP", &map).replace("KERNEL", &kernel).replace("PROGRAM", &program);
+    let filled = |one: &&str| {
+        one.replace("MAP", &map).replace("KERNEL", &kernel).replace("PROGRAM", &program)
+    };
     let arguments: Vec<String> = arguments.iter().map(filled).collect();
     let tool = by_name(tool_name, &arguments).unwrap();
     let parallel = recording.side_by_side(&*tool, &format!("{name}-p"));
@@ -74,11 +77,13 @@ fn write_map(path: &Path) {
 /// The guest's program again, with debug information, which changes no address of its code.
 fn compile_program(path: &Path) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/small");
-    let sources = std::fs::read_dir(&source).unwrap().map(|entry| entry.unwrap().path()).filter(|path| {
-        let name = path.file_name().unwrap().to_string_lossy();
-        let is_own = ["kfguest.c", "console.c", "params.c", "memory.c", "answering.c"].contains(&&*name);
-        is_own || (name.starts_with("work_") && name.ends_with(".c"))
-    });
+    let sources =
+        std::fs::read_dir(&source).unwrap().map(|entry| entry.unwrap().path()).filter(|path| {
+            let name = path.file_name().unwrap().to_string_lossy();
+            let is_own =
+                ["kfguest.c", "console.c", "params.c", "memory.c", "answering.c"].contains(&&*name);
+            is_own || (name.starts_with("work_") && name.ends_with(".c"))
+        });
     let mut cc = std::process::Command::new("gcc");
     cc.args(["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-static", "-g", "-o"]).arg(path);
     // As the guest's recipe has them: the linker puts code in this order.
@@ -99,7 +104,8 @@ fn lines_are_the_guests(recording: &Recording, number: usize) {
     let info = recording.file(&format!("coverage-{number}-out-p")).join("coverage.info");
     let info = std::fs::read_to_string(info).unwrap();
     let share = |file: &str| {
-        let record = info.split("end_of_record").find(|record| record.contains(&format!("/{file}\n")));
+        let record =
+            info.split("end_of_record").find(|record| record.contains(&format!("/{file}\n")));
         let record = record.unwrap_or_else(|| panic!("no {file}"));
         let number = |name: &str| {
             let line = record.lines().find_map(|line| line.strip_prefix(name)).unwrap();
@@ -139,7 +145,8 @@ fn all_tools(qemu: &Qemu, half: usize) {
 /// The plugin counts what QEMU counts, to a few instructions that faults start again.
 fn counts_are_qemus_own(recording: &Recording) {
     let csv = std::fs::read_to_string(recording.file("icount-0-out-p").join("icount.csv")).unwrap();
-    let rows = csv.lines().skip(1).map(|line| line.split(',').nth(2).unwrap().parse::<u64>().unwrap());
+    let rows =
+        csv.lines().skip(1).map(|line| line.split(',').nth(2).unwrap().parse::<u64>().unwrap());
     for (interval, counted) in recording.intervals().into_iter().zip(rows) {
         let expected = interval.end.0 - interval.start.0;
         assert!(counted.abs_diff(expected) <= expected / 1000 + 100, "{interval:?}: {counted}");
@@ -148,8 +155,10 @@ fn counts_are_qemus_own(recording: &Recording) {
 
 #[test]
 fn side_by_side_equals_in_sequence_on_the_first_interface() {
-    let qemu =
-        qemus().into_iter().find(|qemu| qemu.interface == Interface::V1).expect("the distribution's QEMU");
+    let qemu = qemus()
+        .into_iter()
+        .find(|qemu| qemu.interface == Interface::V1)
+        .expect("the distribution's QEMU");
     all_tools(&qemu, 0);
 }
 
@@ -177,7 +186,8 @@ fn third_party(recording: &Recording) {
     let parts = recording.side_by_side(&tool, "opcodes");
     let summary = recording.merged(&tool, "opcodes-out", parts);
     let csv = std::fs::read_to_string(&summary.files[0]).unwrap();
-    let rows = csv.lines().skip(1).map(|line| line.split(',').nth(1).unwrap().parse::<u64>().unwrap());
+    let rows =
+        csv.lines().skip(1).map(|line| line.split(',').nth(1).unwrap().parse::<u64>().unwrap());
     let all = recording.starts.last().unwrap().0 - recording.starts[0].0;
     let counted: u64 = rows.sum();
     assert!(counted.abs_diff(all) <= all / 1000 + 100, "{counted} instructions of {all}");

@@ -1,11 +1,12 @@
 //! Finds written pages by reading and hashing every page: needs nothing of the kernel but reading.
 //!
-//! It is the oracle of the other trackers and the fallback where the kernel cannot protect, and as slow as reading all of RAM
-//! (some 0.3 s for 1 GiB), in the pause too.
+//! It is the oracle of the other trackers and the fallback where the kernel cannot protect, and as
+//! slow as reading all of RAM (some 0.3 s for 1 GiB), in the pause too.
 //!
-//! Invariants: the hash is cryptographic and keyed afresh in each process, so that no guest can write a page without being
-//! seen. A page that was copied while the VM ran is found again by the next look, whatever it holds: its copy may be of a
-//! moment between two looks at which the page held the same.
+//! Invariants: the hash is cryptographic and keyed afresh in each process, so that no guest can
+//! write a page without being seen. A page that was copied while the VM ran is found again by the
+//! next look, whatever it holds: its copy may be of a moment between two looks at which the page
+//! held the same.
 
 use crate::ports::{BoxError, PageReader, Tracker};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, PageSet};
@@ -51,7 +52,10 @@ impl Tracker for CompareTracker {
         let mut first = 0;
         while first < space_pages {
             let range = PageRange::new(PageIndex(first), BATCH_PAGES.min(space_pages - first));
-            let bytes = self.buffer.get_mut(..range.len_bytes() as usize).ok_or("the buffer is too short")?;
+            let bytes = self
+                .buffer
+                .get_mut(..range.len_bytes() as usize)
+                .ok_or("the buffer is too short")?;
             self.reader.read(&[range], bytes)?;
             let key = &self.key;
             let fresh: Vec<PageHash> =
@@ -99,13 +103,15 @@ mod tests {
     fn exactly_the_pages_that_differ_are_found() {
         const PAGES: u64 = BATCH_PAGES + 7;
         let ram = Arc::new(Ram(Mutex::new(vec![0; PAGES as usize * PAGE_BYTES])));
-        let mut tracker = CompareTracker::new(Arc::clone(&ram) as Arc<dyn PageReader>, PAGES, [7; 32]);
+        let mut tracker =
+            CompareTracker::new(Arc::clone(&ram) as Arc<dyn PageReader>, PAGES, [7; 32]);
         let mut drain = || {
             let mut set = PageSet::new(PAGES);
             tracker.drain(&mut set).unwrap();
             set.iter().map(|p| p.0).collect::<Vec<_>>()
         };
-        let write = |page: u64, value: u8| ram.0.lock().unwrap()[page as usize * PAGE_BYTES + 99] = value;
+        let write =
+            |page: u64, value: u8| ram.0.lock().unwrap()[page as usize * PAGE_BYTES + 99] = value;
         assert_eq!(drain(), [0u64; 0], "zeros need not be captured");
         write(3, 1);
         write(PAGES - 1, 1);

@@ -1,4 +1,5 @@
-//! One checkpoint, from the first scan until it is handed to the encoder; and what is known of those under way.
+//! One checkpoint, from the first scan until it is handed to the encoder; and what is known of
+//! those under way.
 //!
 //! ```text
 //!            ┌─────────┐                          ┌─────────────── VM paused ────────────────────┐
@@ -10,18 +11,21 @@
 //!    └── a failure there: the pages of all captured checkpoints are owed again ◀────────────────────────┘
 //! ```
 //!
-//! How pages are copied before, in and after the pause is the [`Strategy`]'s. The device state comes before the last scan,
-//! because saving a device may write guest memory. (Scanning meanwhile and once more behind it was measured and was
-//! slower: a clean scan costs as much as what it hides, and slows QEMU down.)
+//! How pages are copied before, in and after the pause is the [`Strategy`]'s. The device state
+//! comes before the last scan, because saving a device may write guest memory. (Scanning meanwhile
+//! and once more behind it was measured and was slower: a clean scan costs as much as what it
+//! hides, and slows QEMU down.)
 //!
-//! Invariants: the VM leaves every cycle as it was found, running or paused; a page is struck out of the
-//! [`DirtyLog`] only when the seal of a checkpoint that holds it is reported; between Stopping and Resumed nothing is
-//! handed over; a seal is handed over only once QEMU has said, behind the pause, that its RAM blocks are those that were copied.
-//! (Asking takes QEMU some ms where the guest computes. So what was answered behind one pause stands for what is before the next,
-//! and the encoder has the pages meanwhile. Where they have changed, the capture is tried again.)
+//! Invariants: the VM leaves every cycle as it was found, running or paused; a page is struck out
+//! of the [`DirtyLog`] only when the seal of a checkpoint that holds it is reported; between
+//! Stopping and Resumed nothing is handed over; a seal is handed over only once QEMU has said,
+//! behind the pause, that its RAM blocks are those that were copied. (Asking takes QEMU some ms
+//! where the guest computes. So what was answered behind one pause stands for what is before the
+//! next, and the encoder has the pages meanwhile. Where they have changed, the capture is tried
+//! again.)
 //!
-//! Left out on purpose: when to take a checkpoint (the caller's), and threads: the caller runs the encoder where it likes
-//! and brings its reports back by [`Cycle::settle`].
+//! Left out on purpose: when to take a checkpoint (the caller's), and threads: the caller runs the
+//! encoder where it likes and brings its reports back by [`Cycle::settle`].
 
 use crate::dirty::DirtyLog;
 use crate::encoder::{EncodeError, Message, Outlet, Report};
@@ -89,9 +93,9 @@ impl Phase {
     }
 }
 
-/// Where the time of a checkpoint went. The five phases of the pause are consecutive parts of it and add up to
-/// `pause_ns` but for the time between two readings of the clock. The pause is counted from just before QEMU is asked to
-/// stop until it has confirmed that the VM runs.
+/// Where the time of a checkpoint went. The five phases of the pause are consecutive parts of it
+/// and add up to `pause_ns` but for the time between two readings of the clock. The pause is
+/// counted from just before QEMU is asked to stop until it has confirmed that the VM runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Timeline {
     /// The pre-copy rounds.
@@ -214,7 +218,8 @@ pub enum Settled<T> {
     },
     /// It failed, and with it all that were captured behind it; their pages are owed again.
     Failed {
-        /// The numbers of the captures that are lost; none where it failed while it was being captured.
+        /// The numbers of the captures that are lost; none where it failed while it was being
+        /// captured.
         lost: Vec<u64>,
         /// Why.
         error: EncodeError,
@@ -225,7 +230,12 @@ pub enum Settled<T> {
 
 impl Cycle {
     /// A cycle over the VM whose RAM is `space`. `tracker` must not have been drained before.
-    pub fn new(space: RamLayout, tracker: Box<dyn Tracker>, reader: Arc<dyn PageReader>, pool: Pool) -> Self {
+    pub fn new(
+        space: RamLayout,
+        tracker: Box<dyn Tracker>,
+        reader: Arc<dyn PageReader>,
+        pool: Pool,
+    ) -> Self {
         Self {
             log: DirtyLog::new(tracker, space.len_pages()),
             pool,
@@ -251,19 +261,22 @@ impl Cycle {
         self.log.in_flight()
     }
 
-    /// About how many pages a checkpoint taken now would have to copy; none where that cannot be told cheaply.
+    /// About how many pages a checkpoint taken now would have to copy; none where that cannot be
+    /// told cheaply.
     pub fn estimate_pages(&mut self) -> Option<u64> {
         self.log.estimate_pages()
     }
 
-    /// What is in flight did not arrive: its pages are owed again, and what is reported of it is stale.
+    /// What is in flight did not arrive: its pages are owed again, and what is reported of it is
+    /// stale.
     pub fn give_back(&mut self) {
         self.log.give_back();
         self.generation += 1;
         self.in_flight.clear();
     }
 
-    /// The sink has nothing any more: the next checkpoint is a complete one. What is in flight is reported as stale.
+    /// The sink has nothing any more: the next checkpoint is a complete one. What is in flight is
+    /// reported as stale.
     pub fn restart(&mut self) {
         self.log.restart();
         self.generation += 1;
@@ -281,9 +294,10 @@ impl Cycle {
         &self.pool
     }
 
-    /// Captures one checkpoint and hands it to the encoder; its number is in the report that follows. On an error the VM
-    /// goes on as it was and the pages are owed to the next checkpoint. Where a pause found more pages than there was memory
-    /// for at that moment, it is tried once more with that much made free; and where RAM blocks have changed since the one before, with
+    /// Captures one checkpoint and hands it to the encoder; its number is in the report that
+    /// follows. On an error the VM goes on as it was and the pages are owed to the next checkpoint.
+    /// Where a pause found more pages than there was memory for at that moment, it is tried once
+    /// more with that much made free; and where RAM blocks have changed since the one before, with
     /// the new ones.
     pub fn capture<M: Machine, O: Observer, L>(
         &mut self,
@@ -293,7 +307,8 @@ impl Cycle {
         outlet: &mut dyn Outlet<L>,
         label: L,
     ) -> Result<u64, CycleError> {
-        // Without a checkpoint before it all of RAM is dirty: no strategy may copy that in the pause.
+        // Without a checkpoint before it all of RAM is dirty: no strategy may copy that in the
+        // pause.
         let complete = self.sealed_at.is_none() && self.in_flight.is_empty();
         let mut first = std::mem::take(&mut self.first);
         let strategy = if complete { &mut first } else { strategy };
@@ -315,8 +330,8 @@ impl Cycle {
                     }
                     let has_changed = remembered && matches!(error, CycleError::Resized);
                     // A burst just before the pause: the next attempt makes that much room for it.
-                    let has_room =
-                        lacked_pages == 0 && (1..=self.pool.capacity_pages()).contains(&self.lacked_pages);
+                    let has_room = lacked_pages == 0
+                        && (1..=self.pool.capacity_pages()).contains(&self.lacked_pages);
                     if !(has_changed || has_room) {
                         return Err(error);
                     }
@@ -352,7 +367,10 @@ impl Cycle {
             (Err(error), _) => {
                 self.log.give_back();
                 self.generation += 1;
-                Settled::Failed { lost: self.in_flight.drain(..).map(|(seq, _)| seq).collect(), error }
+                Settled::Failed {
+                    lost: self.in_flight.drain(..).map(|(seq, _)| seq).collect(),
+                    error,
+                }
             }
         }
     }
@@ -427,7 +445,8 @@ fn pause<M: Machine, O: Observer>(
     hands.timeline.resume_ns = ns(resume.elapsed());
     hands.timeline.pause_ns = ns(start.elapsed());
     observer.reached(Phase::Resumed);
-    // Both, whatever came before: the watchdog must be disarmed even where the checkpoint is lost already.
+    // Both, whatever came before: the watchdog must be disarmed even where the checkpoint is lost
+    // already.
     let by = machine.resumed(stopped);
     let device_state = inside?;
     resumed.map_err(machine_error("resume the VM"))?;

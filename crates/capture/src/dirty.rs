@@ -1,8 +1,9 @@
 //! The pages that the next sealed checkpoint owes.
 //!
-//! Draining a tracker is destructive, so the pages that it reports are written down here before anything else happens,
-//! and struck out only when a checkpoint that holds them is sealed. An aborted checkpoint needs no clean-up: whatever
-//! went wrong, its pages are still owed and the next checkpoint copies them again.
+//! Draining a tracker is destructive, so the pages that it reports are written down here before
+//! anything else happens, and struck out only when a checkpoint that holds them is sealed. An
+//! aborted checkpoint needs no clean-up: whatever went wrong, its pages are still owed and the next
+//! checkpoint copies them again.
 //!
 //! ```text
 //!   tracker ──drain──▶ owed ──captured──▶ in flight (one set for each checkpoint) ──sealed──▶ struck out
@@ -27,7 +28,8 @@ impl DirtyLog {
         Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new() }
     }
 
-    /// Drains the tracker. Returns the pages written since the last drain. If that fails, every page is owed.
+    /// Drains the tracker. Returns the pages written since the last drain. If that fails, every
+    /// page is owed.
     pub fn drain(&mut self) -> Result<PageSet, BoxError> {
         self.drain_by(|tracker, written| tracker.drain(written))
     }
@@ -66,7 +68,8 @@ impl DirtyLog {
         self.tracker.copied_unfrozen(pages);
     }
 
-    /// About how many pages the next [`Self::drain_owed`] would find; none where that cannot be told cheaply.
+    /// About how many pages the next [`Self::drain_owed`] would find; none where that cannot be
+    /// told cheaply.
     pub fn estimate_pages(&mut self) -> Option<u64> {
         Some(self.tracker.count()?.saturating_add(self.owed.len()))
     }
@@ -82,7 +85,8 @@ impl DirtyLog {
         self.in_flight.pop_front();
     }
 
-    /// A checkpoint in flight failed: the pages of all of them are owed again. Returns how many checkpoints that were.
+    /// A checkpoint in flight failed: the pages of all of them are owed again. Returns how many
+    /// checkpoints that were.
     pub fn give_back(&mut self) -> u64 {
         let lost = self.in_flight.len() as u64;
         for set in self.in_flight.drain(..) {

@@ -6,11 +6,12 @@
 //!      └──────────── Report 7, Report 8 ◀───────────────┘
 //! ```
 //!
-//! A checkpoint is a difference to the one before it. So where one fails, everything behind it in the queue is dropped too,
-//! until the capture has learnt of it and begins a new *generation*, in which those pages come again.
+//! A checkpoint is a difference to the one before it. So where one fails, everything behind it in
+//! the queue is dropped too, until the capture has learnt of it and begins a new *generation*, in
+//! which those pages come again.
 //!
-//! Invariants: each Seal is answered by one report; a failure before the seal by one report of its own, before that; after
-//! a failure nothing of the same generation reaches the sink.
+//! Invariants: each Seal is answered by one report; a failure before the seal by one report of its
+//! own, before that; after a failure nothing of the same generation reaches the sink.
 
 use crate::cycle::{Captured, Phase};
 use crate::parcel::Parcel;
@@ -164,7 +165,9 @@ impl<S: Sink> Encoder<S> {
             if some.is_empty() {
                 break;
             }
-            self.sink.put(&some).map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
+            self.sink
+                .put(&some)
+                .map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
         }
         self.encode_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(())

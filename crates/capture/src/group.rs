@@ -1,4 +1,5 @@
-//! Several VMs as one: their page spaces end to end, so that one cycle takes one checkpoint of all of them at one instant.
+//! Several VMs as one: their page spaces end to end, so that one cycle takes one checkpoint of all
+//! of them at one instant.
 //!
 //! ```text
 //!   member    a                  b              c
@@ -6,8 +7,8 @@
 //!             0 ...... 65535 | 0 ........ | 0 ..........      each member's own
 //! ```
 //!
-//! Invariant: a page of the group's space belongs to exactly one member, and a range that spans members is cut at their
-//! borders. Left out: stopping them together, which is the machine's.
+//! Invariant: a page of the group's space belongs to exactly one member, and a range that spans
+//! members is cut at their borders. Left out: stopping them together, which is the machine's.
 
 use crate::ports::{BoxError, FirstWriteHook, FirstWrites, Freezer, PageReader, Tracker};
 use keyframe_units::{PageIndex, PageRange, PageSet};
@@ -30,7 +31,8 @@ impl<T> Members<T> {
         Self(members.into_iter().map(place).collect())
     }
 
-    /// Adds what each member's `find` puts into a set of its own space to `found`, a set of the group's.
+    /// Adds what each member's `find` puts into a set of its own space to `found`, a set of the
+    /// group's.
     fn gather<E>(
         &mut self,
         found: &mut PageSet,
@@ -97,7 +99,9 @@ impl PageReader for GroupReader {
                 left -= part.len_pages;
             }
             if left > 0 {
-                return Err(format!("page {} lies outside the group's RAM", range.end().0 - 1).into());
+                return Err(
+                    format!("page {} lies outside the group's RAM", range.end().0 - 1).into()
+                );
             }
         }
         flush(of, &mut run)
@@ -116,7 +120,8 @@ impl GroupTracker {
 
 impl Tracker for GroupTracker {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
-        // Where one fails, the pages of those before it are lost as well: the caller takes all as written.
+        // Where one fails, the pages of those before it are lost as well: the caller takes all as
+        // written.
         self.0.gather(written, |tracker, own| tracker.drain(own))
     }
 
@@ -128,7 +133,10 @@ impl Tracker for GroupTracker {
         let ranges: Vec<PageRange> = pages.ranges().collect();
         for (place, tracker) in &mut self.0.0 {
             let mut own = PageSet::new(place.len_pages);
-            ranges.iter().filter_map(|r| to_member(*place, *r)).for_each(|part| own.insert_range(part));
+            ranges
+                .iter()
+                .filter_map(|r| to_member(*place, *r))
+                .for_each(|part| own.insert_range(part));
             tracker.copied_unfrozen(&own);
         }
     }
@@ -152,10 +160,9 @@ impl FirstWrites for GroupFirstWrites {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         for (place, member) in &self.0.0 {
             let place = *place;
-            member.set_hook(
-                hook.clone()
-                    .map(|hook| -> FirstWriteHook { Arc::new(move |range| hook(to_group(place, range))) }),
-            );
+            member.set_hook(hook.clone().map(|hook| -> FirstWriteHook {
+                Arc::new(move |range| hook(to_group(place, range)))
+            }));
         }
     }
 
@@ -182,13 +189,14 @@ impl GroupFreezer {
 
 impl Freezer for GroupFreezer {
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
-        let frozen = self.0.iter_mut().map(|(len, freezer)| Ok((*len, Arc::from(freezer.freeze()?))));
+        let frozen =
+            self.0.iter_mut().map(|(len, freezer)| Ok((*len, Arc::from(freezer.freeze()?))));
         Ok(Box::new(GroupReader::new(frozen.collect::<Result<_, BoxError>>()?)))
     }
 }
 
-/// The device states of a group's members as one: `"KFGROUP1"`, their number (u32), the length of each (u64), the states
-/// themselves; all integers little-endian. The last one is the network's.
+/// The device states of a group's members as one: `"KFGROUP1"`, their number (u32), the length of
+/// each (u64), the states themselves; all integers little-endian. The last one is the network's.
 pub fn join_states(states: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::with_capacity(64 + states.iter().map(Vec::len).sum::<usize>());
     out.extend_from_slice(STATES_MAGIC);
@@ -204,7 +212,8 @@ pub fn join_states(states: &[Vec<u8>]) -> Vec<u8> {
 pub fn split_states(joined: &[u8]) -> Option<Vec<&[u8]>> {
     let rest = joined.strip_prefix(STATES_MAGIC)?;
     let (count, mut rest) = rest.split_first_chunk::<4>()?;
-    let count = usize::try_from(u32::from_le_bytes(*count)).ok().filter(|n| *n <= rest.len() / 8)?;
+    let count =
+        usize::try_from(u32::from_le_bytes(*count)).ok().filter(|n| *n <= rest.len() / 8)?;
     let mut lens = Vec::with_capacity(count);
     for _ in 0..count {
         let (len, behind) = rest.split_first_chunk::<8>()?;

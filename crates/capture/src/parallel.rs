@@ -50,7 +50,10 @@ impl ParallelReader {
         let parts = cut(ranges, part_pages);
         let cells: Vec<&mut [u8]> = dst.chunks_mut(part_pages as usize * PAGE_BYTES).collect();
         self.threads.install(|| {
-            parts.into_par_iter().zip(cells).try_for_each(|(part, cell)| self.inner.read(&part, cell))
+            parts
+                .into_par_iter()
+                .zip(cells)
+                .try_for_each(|(part, cell)| self.inner.read(&part, cell))
         })
     }
 }
@@ -60,7 +63,8 @@ impl PageReader for ParallelReader {
         let pages: u64 = ranges.iter().map(|r| r.len_pages).sum();
         let choice = self.choice.as_ref().filter(|_| pages >= LEARN_PAGES_MIN);
         let Some(choice) = choice else {
-            let threads = if self.choice.is_some() { 1 } else { self.threads.current_num_threads() };
+            let threads =
+                if self.choice.is_some() { 1 } else { self.threads.current_num_threads() };
             return self.read_by(threads, ranges, pages, dst);
         };
         let threads = choice.lock().unwrap_or_else(PoisonError::into_inner).choose();

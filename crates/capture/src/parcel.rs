@@ -6,8 +6,8 @@
 //!   └─ runs: pages 7..9, page 40, pages 100..220 ...  a page that a later round found again has a later slot too
 //! ```
 //!
-//! Slots are handed out end to end, so that a scan's pages are one long copy. Of a page with several slots the last one
-//! counts.
+//! Slots are handed out end to end, so that a scan's pages are one long copy. Of a page with
+//! several slots the last one counts.
 
 use crate::pool::{Chunk, Pool, PoolError};
 use crate::ports::{BoxError, PageReader};
@@ -67,7 +67,8 @@ impl Parcel {
 
     /// Pages that still fit.
     pub fn room_pages(&self) -> u64 {
-        self.chunks.len() as u64 * self.pool.chunk_pages() - self.used_slots + self.pool.free_pages()
+        self.chunks.len() as u64 * self.pool.chunk_pages() - self.used_slots
+            + self.pool.free_pages()
     }
 
     /// Copies every page of `set`, or nothing where they do not fit.
@@ -82,7 +83,8 @@ impl Parcel {
         Ok(())
     }
 
-    /// Hands out slots for every page of `set`, rising, for [`Self::fill`]; none where they do not fit.
+    /// Hands out slots for every page of `set`, rising, for [`Self::fill`]; none where they do not
+    /// fit.
     pub fn allot(&mut self, set: &PageSet) -> Result<Vec<Slots>, StagingError> {
         let chunk_pages = self.pool.chunk_pages();
         let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);
@@ -177,7 +179,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    /// Each page reads as its number and the generation of the reader; fails at page `1`'s multiple of the second.
+    /// Each page reads as its number and the generation of the reader; fails at page `1`'s multiple
+    /// of the second.
     struct Numbered(u64, Option<u64>);
     impl PageReader for Numbered {
         fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
@@ -202,7 +205,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
-        /// Against a map of pages: the newest copy of every page, across chunk borders and failed rounds.
+        /// Against a map of pages: the newest copy of every page, across chunk borders and failed
+        /// rounds.
         #[test]
         fn staged_pages_read_back(rounds in prop::collection::vec(
             (prop::collection::vec((0u64..20_000, 1u64..5_000), 0..5), prop::option::weighted(0.2, 0u64..20_000)), 1..6)) {

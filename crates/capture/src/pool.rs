@@ -7,8 +7,9 @@
 //!   └────┘└────┘      └────┘└────┘└────┘     made + free never exceed the capacity
 //! ```
 //!
-//! Chunks are faulted in when they are made, which is outside the pause by [`Pool::reserve`]; they are kept for the next
-//! checkpoint. Several checkpoints may hold chunks at a time: the queue before the encoder is bounded by this memory.
+//! Chunks are faulted in when they are made, which is outside the pause by [`Pool::reserve`]; they
+//! are kept for the next checkpoint. Several checkpoints may hold chunks at a time: the queue
+//! before the encoder is bounded by this memory.
 
 use keyframe_kernel::memory::Arena;
 use keyframe_units::{PAGE_BYTES, Page};
@@ -85,7 +86,8 @@ impl Pool {
         (self.0.capacity_chunks - state.made + state.free.len() as u64) * self.0.chunk_pages
     }
 
-    /// Makes chunks until `pages` are free and faulted in, as far as the limit allows. Slow: never in the pause.
+    /// Makes chunks until `pages` are free and faulted in, as far as the limit allows. Slow: never
+    /// in the pause.
     pub fn reserve(&self, pages: u64) -> Result<(), PoolError> {
         let wanted = pages.div_ceil(self.0.chunk_pages);
         loop {

@@ -1,4 +1,5 @@
-//! The VM's linear page space over the address space of the QEMU process: trackers, readers, first writes, frozen children.
+//! The VM's linear page space over the address space of the QEMU process: trackers, readers, first
+//! writes, frozen children.
 //!
 //! ```text
 //!   PageIndex   0 ......... 65535 | 65536 ... 69631 | ...         RamLayout
@@ -23,7 +24,8 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// `hosts[i]` is where block `i` of `layout` begins. Panics where their numbers differ: a bug of the caller.
+    /// `hosts[i]` is where block `i` of `layout` begins. Panics where their numbers differ: a bug
+    /// of the caller.
     pub fn new(layout: RamLayout, hosts: Vec<HostVirt>) -> Self {
         assert_eq!(layout.blocks().len(), hosts.len(), "one address per RAM block");
         Self { layout, hosts }
@@ -106,7 +108,11 @@ pub trait Scan: Send {
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>;
 
     /// As [`Scan::scan`], while the VM stands still.
-    fn scan_still(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+    fn scan_still(
+        &self,
+        range: HostRange,
+        out: &mut Vec<Written>,
+    ) -> Result<(), keyframe_kernel::Error> {
         self.scan(range, out)
     }
 
@@ -114,13 +120,18 @@ pub trait Scan: Send {
     fn count(&self, range: HostRange) -> Option<u64>;
 }
 
-/// Asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one step.
+/// Asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one
+/// step.
 impl Scan for WriteTracker {
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
         self.scan_and_protect(range, out).map(drop)
     }
 
-    fn scan_still(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+    fn scan_still(
+        &self,
+        range: HostRange,
+        out: &mut Vec<Written>,
+    ) -> Result<(), keyframe_kernel::Error> {
         self.scan_and_protect_by_two(range, out).map(drop)
     }
 
@@ -140,7 +151,8 @@ impl Scan for Arc<FaultTracker> {
     }
 }
 
-/// Finds written pages of the VM by a tracker of the kernel crate, with which every block of RAM is registered.
+/// Finds written pages of the VM by a tracker of the kernel crate, with which every block of RAM is
+/// registered.
 pub struct RamTracker<S> {
     ram: Arc<GuestRam>,
     reader: Arc<GuestReader>,
@@ -182,8 +194,9 @@ impl<S: Scan> RamTracker<S> {
             self.found.clear();
             scan(&self.scan, range, &mut self.found)?;
             for found in &self.found {
-                // The first scan reports every page that was never protected, touched or not. One that is not mapped
-                // holds zeros, or what its file holds, which the extents below tell.
+                // The first scan reports every page that was never protected, touched or not. One
+                // that is not mapped holds zeros, or what its file holds, which the extents below
+                // tell.
                 if self.drained || found.present {
                     written.insert_range(self.ram.pages(block, found.range));
                 }
@@ -258,7 +271,8 @@ impl Freezer for ForkFreezer {
     }
 }
 
-/// The memory of a frozen child. How it is read is found out at the first read, which is behind the pause.
+/// The memory of a frozen child. How it is read is found out at the first read, which is behind the
+/// pause.
 struct Frozen {
     ram: Arc<GuestRam>,
     pages: OnceLock<ProcessPages>,
@@ -297,7 +311,8 @@ mod tests {
     fn a_range_over_several_blocks_is_cut_at_their_borders() {
         let mut out = Vec::new();
         ram().host_ranges(PageRange::new(PageIndex(3), 4), &mut out).unwrap();
-        let found: Vec<_> = out.iter().map(|r| (r.start.0, r.len_bytes / PAGE_BYTES as u64)).collect();
+        let found: Vec<_> =
+            out.iter().map(|r| (r.start.0, r.len_bytes / PAGE_BYTES as u64)).collect();
         assert_eq!(found, [(0x10_3000, 1), (0x90_0000, 1), (0x20_0000, 2)]);
         assert!(ram().host_ranges(PageRange::new(PageIndex(6), 3), &mut out).is_err());
     }

@@ -9,8 +9,9 @@
 //!   fork                              drain, fork                  copy all from the child
 //! ```
 //!
-//! Invariants: when [`Strategy::collect`] returns, the parcel and what was handed over hold every page of `held` as it was
-//! at the pause; whatever fails, [`Strategy::release`] leaves nothing behind in the VM.
+//! Invariants: when [`Strategy::collect`] returns, the parcel and what was handed over hold every
+//! page of `held` as it was at the pause; whatever fails, [`Strategy::release`] leaves nothing
+//! behind in the VM.
 
 mod auto;
 mod cow;
@@ -46,7 +47,8 @@ pub trait Strategy: Send {
     /// While the guest runs, before the pause.
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError>;
 
-    /// In the pause, behind the device state: from here on what remains must not change under the copy.
+    /// In the pause, behind the device state: from here on what remains must not change under the
+    /// copy.
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError>;
 
     /// While the guest runs again: copies what was frozen and not copied.
@@ -78,7 +80,8 @@ pub struct Hands<'a> {
     pub held: PageSet,
     /// Where the time goes.
     pub timeline: Timeline,
-    /// True for the first checkpoint, which is complete: its pages are handed over as they are copied.
+    /// True for the first checkpoint, which is complete: its pages are handed over as they are
+    /// copied.
     pub complete: bool,
     /// Pages that the pause before had no memory for; 0 where it had.
     pub(crate) lacked_pages: u64,
@@ -88,11 +91,13 @@ pub struct Hands<'a> {
 }
 
 impl Hands<'_> {
-    /// One round while the guest runs: finds dirty pages (the first round also what aborted checkpoints left) and copies.
+    /// One round while the guest runs: finds dirty pages (the first round also what aborted
+    /// checkpoints left) and copies.
     pub fn round(&mut self) -> Result<(), CycleError> {
         let started = Instant::now();
         let first = self.timeline.rounds.is_empty();
-        let set = if first { self.log.drain_owed() } else { self.log.drain() }.map_err(CycleError::Scan)?;
+        let set = if first { self.log.drain_owed() } else { self.log.drain() }
+            .map_err(CycleError::Scan)?;
         let eager = first && self.complete;
         let reader = Arc::clone(self.reader);
         self.log.copied_unfrozen(&set);
@@ -101,19 +106,22 @@ impl Hands<'_> {
         Ok(())
     }
 
-    /// About how many pages the checkpoint will hold, counted once before the pause; none where that cannot be told cheaply.
+    /// About how many pages the checkpoint will hold, counted once before the pause; none where
+    /// that cannot be told cheaply.
     pub fn expected_pages(&mut self) -> Option<u64> {
         *self.expected.get_or_init(|| self.log.estimate_pages())
     }
 
-    /// A round before the pause where so many pages are owed, or dirty, that memory might not hold them in it: for strategies
-    /// that would copy all of them there. Without it, a checkpoint that memory was too small for would fail for ever.
+    /// A round before the pause where so many pages are owed, or dirty, that memory might not hold
+    /// them in it: for strategies that would copy all of them there. Without it, a checkpoint that
+    /// memory was too small for would fail for ever.
     pub fn relieve(&mut self, expected_pages: Option<u64>) -> Result<(), CycleError> {
         let pages = expected_pages.unwrap_or(0).max(self.log.owed_pages());
         if pages > self.pool.capacity_pages() / 2 { self.round() } else { Ok(()) }
     }
 
-    /// Copies `set` while the guest runs: where memory is short (or `eager`), in portions through the encoder.
+    /// Copies `set` while the guest runs: where memory is short (or `eager`), in portions through
+    /// the encoder.
     pub fn stage_waiting(
         &mut self,
         set: &PageSet,
@@ -139,7 +147,11 @@ impl Hands<'_> {
         self.stage_portion(&portion, reader)
     }
 
-    fn stage_portion(&mut self, portion: &PageSet, reader: &dyn PageReader) -> Result<(), CycleError> {
+    fn stage_portion(
+        &mut self,
+        portion: &PageSet,
+        reader: &dyn PageReader,
+    ) -> Result<(), CycleError> {
         if !self.pool.wait_free(portion.len(), MEMORY_TIMEOUT) {
             return Err(CycleError::Staging(StagingError::Full {
                 needed_pages: portion.len(),
@@ -177,12 +189,14 @@ impl Hands<'_> {
         Ok(set)
     }
 
-    /// Makes memory ready for a pause that copies `pages` more; where it is short, waits for the encoder. Where that does not
-    /// come around the pause is tried all the same: it may need less than was expected.
+    /// Makes memory ready for a pause that copies `pages` more; where it is short, waits for the
+    /// encoder. Where that does not come around the pause is tried all the same: it may need less
+    /// than was expected.
     pub fn prepare_memory(&mut self, pages: u64) -> Result<(), CycleError> {
         // A pause may find as much as a round did: large pages, and guests that work in bursts.
         let skipped = usize::from(self.complete);
-        let bursts = self.timeline.rounds.iter().skip(skipped).map(|round| round.pages).max().unwrap_or(0);
+        let bursts =
+            self.timeline.rounds.iter().skip(skipped).map(|round| round.pages).max().unwrap_or(0);
         let least = bursts.max(self.lacked_pages);
         let wanted = pages.max(least + least / 4).min(self.pool.capacity_pages());
         if self.parcel.room_pages() < wanted {
@@ -198,7 +212,8 @@ impl Hands<'_> {
             return Ok(());
         }
         let full = std::mem::replace(&mut self.parcel, Parcel::new(self.pool));
-        (self.outlet)(full).map_err(|source| CycleError::Sink { operation: "hand pages over", source })
+        (self.outlet)(full)
+            .map_err(|source| CycleError::Sink { operation: "hand pages over", source })
     }
 }
 

@@ -1,6 +1,7 @@
 //! The shared libraries that QEMU loads, as files' bytes.
 //!
-//! Each is a room of its own at the top (`plugins/`, `wakeups/`), compiled by this crate's build script.
+//! Each is a room of its own at the top (`plugins/`, `wakeups/`), compiled by this crate's build
+//! script.
 
 /// The plugin for interface 1 of QEMU's translator: QEMU 6.0 to 8.2.
 pub static PLUGIN_1: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/plugin_1.so"));

@@ -1,4 +1,5 @@
-//! The loop of whoever wants the work done: feeds the queue, has a runner tend it, waits until all is settled.
+//! The loop of whoever wants the work done: feeds the queue, has a runner tend it, waits until all
+//! is settled.
 
 use crate::{Item, Queue, Result, Runner};
 use std::collections::BTreeSet;
@@ -39,7 +40,8 @@ fn put_new(queue: &Queue, there: &mut BTreeSet<u32>, items: &[Item]) -> Result<(
     Ok(())
 }
 
-/// All that it has ever had. Looked at in the order in which items go, so that none is missed that goes on meanwhile.
+/// All that it has ever had. Looked at in the order in which items go, so that none is missed that
+/// goes on meanwhile.
 fn known(queue: &Queue) -> Result<BTreeSet<u32>> {
     let mut all: BTreeSet<u32> = queue.items()?.iter().map(|item| item.index).collect();
     all.extend(queue.taken()?.iter().map(|taken| taken.item.index));
@@ -47,8 +49,9 @@ fn known(queue: &Queue) -> Result<BTreeSet<u32>> {
     Ok(all)
 }
 
-/// Has all of `feed` worked off by the workers of `runner`. Returns when all is settled, or when `interrupted`; `tell` gets each
-/// item when it is settled. Items that are in the queue from before are not put again.
+/// Has all of `feed` worked off by the workers of `runner`. Returns when all is settled, or when
+/// `interrupted`; `tell` gets each item when it is settled. Items that are in the queue from before
+/// are not put again.
 pub fn drive(
     queue: &Queue,
     feed: &mut dyn Feed,

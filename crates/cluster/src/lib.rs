@@ -1,4 +1,5 @@
-//! Who works intervals off, and where. Knows neither QEMU nor stores: an item is a number and how long it probably takes.
+//! Who works intervals off, and where. Knows neither QEMU nor stores: an item is a number and how
+//! long it probably takes.
 //!
 //! ```text
 //!   feed ──▶ Queue (a directory) ──▶ workers ──▶ settled
@@ -7,11 +8,13 @@
 //!                 └── workers go back ◀──┘
 //! ```
 //!
-//! Starting a job costs Slurm a second, taking an item from the queue some hundred microseconds: so a job is not an interval but a
-//! *pilot*, which works off intervals until none is left, in as many slots as it has processors.
+//! Starting a job costs Slurm a second, taking an item from the queue some hundred microseconds: so
+//! a job is not an interval but a *pilot*, which works off intervals until none is left, in as many
+//! slots as it has processors.
 //!
-//! Invariants: an item is with one worker at a time, unless that one was taken for lost; what it makes must therefore be the same
-//! whoever makes it, and appear as a whole (`Queue` says where that matters). Every wait is bounded or ends with `interrupted`.
+//! Invariants: an item is with one worker at a time, unless that one was taken for lost; what it
+//! makes must therefore be the same whoever makes it, and appear as a whole (`Queue` says where
+//! that matters). Every wait is bounded or ends with `interrupted`.
 
 mod drive;
 mod error;

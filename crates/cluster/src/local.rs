@@ -7,7 +7,8 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::thread::Scope;
 use std::time::Duration;
 
-/// Of threads nobody loses one without the process; the longest that a queue of an earlier process is waited for.
+/// Of threads nobody loses one without the process; the longest that a queue of an earlier process
+/// is waited for.
 const LEASE: Duration = Duration::from_secs(30);
 
 /// A runner whose worker is here.
@@ -20,7 +21,8 @@ pub struct Local<'scope, 'env> {
 }
 
 impl<'scope, 'env> Local<'scope, 'env> {
-    /// One that has `job` done in `slots` threads of `scope`. They end with the work, or when `stopped` is set.
+    /// One that has `job` done in `slots` threads of `scope`. They end with the work, or when
+    /// `stopped` is set.
     pub fn new(
         scope: &'scope Scope<'scope, 'env>,
         slots: usize,

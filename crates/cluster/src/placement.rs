@@ -6,17 +6,19 @@
 //!   it has had none, or its stretch is at an end           ──▶ 8..13 is the longest stretch: its middle, unless it is untouched
 //! ```
 //!
-//! Neighbours in time have most pages in common, so a node that has just worked off one interval needs to fetch little for the
-//! next. Who comes new takes half of the longest stretch that is left, as work is stolen in schedulers of threads (Blumofe and
-//! Leiserson, Scheduling multithreaded computations by work stealing, 1999): few stretches are begun, and all workers end at about
-//! the same time.
+//! Neighbours in time have most pages in common, so a node that has just worked off one interval
+//! needs to fetch little for the next. Who comes new takes half of the longest stretch that is
+//! left, as work is stolen in schedulers of threads (Blumofe and Leiserson, Scheduling
+//! multithreaded computations by work stealing, 1999): few stretches are begun, and all workers end
+//! at about the same time.
 
 use crate::Item;
 
 /// The rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Longest first (Graham, Bounds on multiprocessing timing anomalies, 1969): for workers that have one memory and one cache.
+    /// Longest first (Graham, Bounds on multiprocessing timing anomalies, 1969): for workers that
+    /// have one memory and one cache.
     LongestFirst,
     /// The one behind the last, for nodes with caches of their own.
     Neighbours,
@@ -29,16 +31,19 @@ impl Placement {
             // The first of those that are equally long.
             Self::LongestFirst => open.iter().rev().max_by_key(|item| item.weight).copied(),
             Self::Neighbours => {
-                let follows = |item: &&Item| last.and_then(|last| last.checked_add(1)) == Some(item.index);
+                let follows =
+                    |item: &&Item| last.and_then(|last| last.checked_add(1)) == Some(item.index);
                 open.iter().find(follows).copied().or_else(|| of_longest_stretch(open))
             }
         }
     }
 }
 
-/// The first item of all if nobody has begun the longest stretch from its front, else its middle by weight.
+/// The first item of all if nobody has begun the longest stretch from its front, else its middle by
+/// weight.
 fn of_longest_stretch(open: &[Item]) -> Option<Item> {
-    let weight = |stretch: &[Item]| stretch.iter().map(|item| u128::from(item.weight)).sum::<u128>();
+    let weight =
+        |stretch: &[Item]| stretch.iter().map(|item| u128::from(item.weight)).sum::<u128>();
     let stretches = open.chunk_by(|a, b| a.index.checked_add(1) == Some(b.index));
     let longest = stretches.rev().max_by_key(|stretch| (weight(stretch), stretch.len()))?;
     let first = longest.first()?;
@@ -87,7 +92,8 @@ mod tests {
     }
 
     proptest! {
-        /// Two workers on their own nodes begin few stretches: each new one costs a node the whole of a RAM.
+        /// Two workers on their own nodes begin few stretches: each new one costs a node the whole
+        /// of a RAM.
         #[test]
         fn all_are_taken_once_and_in_few_stretches(weights in prop::collection::vec(1u64..100, 1..200), workers in 1usize..9) {
             let mut open: Vec<Item> =

@@ -12,8 +12,9 @@
 //!   workers/WORKER      its last sign of life is the file's time      closed      no item comes any more
 //! ```
 //!
-//! A state is a name, a change of state one rename, which file systems do as a whole, NFS among them. No lock is held by anybody, so
-//! none is left behind. A worker that was taken for lost and still lives learns it when it settles: the name has gone.
+//! A state is a name, a change of state one rename, which file systems do as a whole, NFS among
+//! them. No lock is held by anybody, so none is left behind. A worker that was taken for lost and
+//! still lives learns it when it settles: the name has gone.
 //!
 //! Times are compared with each other as the file system has them, never with a host's clock.
 
@@ -115,7 +116,8 @@ fn unless_gone(result: io::Result<()>) -> io::Result<bool> {
 }
 
 impl Queue {
-    /// The one in `dir`, which is made where there is none. Items may come, also where it was closed before.
+    /// The one in `dir`, which is made where there is none. Items may come, also where it was
+    /// closed before.
     pub fn create(dir: &Path) -> Result<Self> {
         for part in [ITEMS, TAKEN, SETTLED, WORKERS] {
             let path = dir.join(part);
@@ -192,8 +194,14 @@ impl Queue {
         self.dir.join(CLOSED).exists()
     }
 
-    /// Gives `worker`, whose last item was `last`, the next one by `placement`; none where all are taken or settled.
-    pub fn take(&self, worker: &WorkerId, placement: Placement, last: Option<u32>) -> Result<Option<Item>> {
+    /// Gives `worker`, whose last item was `last`, the next one by `placement`; none where all are
+    /// taken or settled.
+    pub fn take(
+        &self,
+        worker: &WorkerId,
+        placement: Placement,
+        last: Option<u32>,
+    ) -> Result<Option<Item>> {
         let mut open = self.items()?;
         while let Some(item) = placement.choose(&open, last) {
             let from = self.dir.join(ITEMS).join(item.name());
@@ -220,12 +228,15 @@ impl Queue {
         for taken in self.taken()?.into_iter().filter(|taken| is_lost(&taken.worker)) {
             let from = self.dir.join(TAKEN).join(taken.name());
             let to = self.dir.join(ITEMS).join(taken.item.name());
-            count += usize::from(unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))?);
+            count += usize::from(
+                unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))?,
+            );
         }
         Ok(count)
     }
 
-    /// Opens those that are settled again for which `again` holds: they were given up, and are tried once more.
+    /// Opens those that are settled again for which `again` holds: they were given up, and are
+    /// tried once more.
     pub fn reopen(&self, again: impl Fn(u32) -> bool) -> Result<()> {
         for item in self.settled()?.into_iter().filter(|item| again(item.index)) {
             let from = self.dir.join(SETTLED).join(item.name());
@@ -243,11 +254,17 @@ impl Queue {
     pub fn show_life(&self, worker: &WorkerId) -> Result<()> {
         let path = self.sign(worker);
         let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
-        let touched =
-            utimensat(CWD, &path, &Timestamps { last_access: now, last_modification: now }, AtFlags::empty());
+        let touched = utimensat(
+            CWD,
+            &path,
+            &Timestamps { last_access: now, last_modification: now },
+            AtFlags::empty(),
+        );
         match touched {
             Ok(()) => Ok(()),
-            Err(rustix::io::Errno::NOENT) => fs::write(&path, []).map_err(Error::io("write", &path)),
+            Err(rustix::io::Errno::NOENT) => {
+                fs::write(&path, []).map_err(Error::io("write", &path))
+            }
             Err(e) => Err(Error::io("touch", &path)(e.into())),
         }
     }
@@ -265,12 +282,14 @@ impl Queue {
 
     /// Puts back what workers have that showed no life for longer than `lease` before `by` did.
     pub fn put_back_stale(&self, by: &WorkerId, lease: Duration) -> Result<usize> {
-        let time = |worker: &WorkerId| fs::metadata(self.sign(worker)).and_then(|m| m.modified()).ok();
+        let time =
+            |worker: &WorkerId| fs::metadata(self.sign(worker)).and_then(|m| m.modified()).ok();
         let Some(now) = time(by) else { return Ok(0) };
         // One without a sign has left, or was never heard of.
         let is_stale = |worker: &WorkerId| {
             worker != by
-                && time(worker).is_none_or(|then| now.duration_since(then).is_ok_and(|age| age > lease))
+                && time(worker)
+                    .is_none_or(|then| now.duration_since(then).is_ok_and(|age| age > lease))
         };
         self.put_back(is_stale)
     }
@@ -302,7 +321,8 @@ mod tests {
                 scope.spawn(move || {
                     let worker = WorkerId::new(&format!("w{n}"));
                     let mut last = None;
-                    while let Some(item) = queue.take(&worker, Placement::Neighbours, last).unwrap() {
+                    while let Some(item) = queue.take(&worker, Placement::Neighbours, last).unwrap()
+                    {
                         last = Some(item.index);
                         seen.lock().unwrap().push(item.index);
                         assert!(queue.settle(&worker, item).unwrap());
@@ -342,8 +362,13 @@ mod tests {
     #[test]
     fn names_that_are_none_of_ours_are_no_items() {
         let (dir, queue) = queue(1);
-        for name in [".nfs0001", "000001", "x-1", "000002-99999999999999999999", "000003-000000000000000001~"]
-        {
+        for name in [
+            ".nfs0001",
+            "000001",
+            "x-1",
+            "000002-99999999999999999999",
+            "000003-000000000000000001~",
+        ] {
             fs::write(dir.path().join(ITEMS).join(name), []).unwrap();
         }
         assert_eq!(queue.items().unwrap(), [Item { index: 0, weight: 1 }]);

@@ -22,7 +22,9 @@ impl FromStr for On {
         match text.split_once(':') {
             None if text == "local" => Ok(Self::Local),
             None if text == "slurm" => Ok(Self::Slurm { partition: None }),
-            Some(("slurm", name)) if !name.is_empty() => Ok(Self::Slurm { partition: Some(name.into()) }),
+            Some(("slurm", name)) if !name.is_empty() => {
+                Ok(Self::Slurm { partition: Some(name.into()) })
+            }
             _ => Err(Error::UnknownRunner(text.into())),
         }
     }
@@ -30,7 +32,8 @@ impl FromStr for On {
 
 /// Has workers at a queue.
 pub trait Runner {
-    /// Called again and again until all is settled: sees to it that workers are there, and puts back what lost ones had.
+    /// Called again and again until all is settled: sees to it that workers are there, and puts
+    /// back what lost ones had.
     fn tend(&mut self, queue: &Queue) -> Result<()>;
 
     /// Takes its workers away: nothing is left to do, or nobody wants it any more.
@@ -45,7 +48,10 @@ mod tests {
     fn runners_have_names() {
         assert_eq!("local".parse::<On>().unwrap(), On::Local);
         assert_eq!("slurm".parse::<On>().unwrap(), On::Slurm { partition: None });
-        assert_eq!("slurm:long".parse::<On>().unwrap(), On::Slurm { partition: Some("long".into()) });
+        assert_eq!(
+            "slurm:long".parse::<On>().unwrap(),
+            On::Slurm { partition: Some("long".into()) }
+        );
         for wrong in ["", "slurm:", "kubernetes", "local:2"] {
             let error = wrong.parse::<On>().unwrap_err();
             assert!(error.fix().unwrap().contains("slurm:PARTITION"), "{error}");

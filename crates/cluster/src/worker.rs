@@ -24,9 +24,15 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Has `job` done for item after item until none comes any more or `interrupted`. An item is settled when `job` returns,
-    /// whatever came of it, unless that was interrupted: then it goes back. How many it settled.
-    pub fn run(&self, queue: &Queue, interrupted: &AtomicBool, job: impl Fn(Item) + Sync) -> Result<usize> {
+    /// Has `job` done for item after item until none comes any more or `interrupted`. An item is
+    /// settled when `job` returns, whatever came of it, unless that was interrupted: then it goes
+    /// back. How many it settled.
+    pub fn run(
+        &self,
+        queue: &Queue,
+        interrupted: &AtomicBool,
+        job: impl Fn(Item) + Sync,
+    ) -> Result<usize> {
         queue.show_life(&self.id)?;
         let (settled, ended) = (AtomicUsize::new(0), Ended::default());
         let worked = std::thread::scope(|scope| {
@@ -92,7 +98,11 @@ impl Ended {
 
     fn within(&self, time: Duration) -> bool {
         let ended = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *self.1.wait_timeout_while(ended, time, |ended| !*ended).unwrap_or_else(PoisonError::into_inner).0
+        *self
+            .1
+            .wait_timeout_while(ended, time, |ended| !*ended)
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
     }
 }
 

@@ -1,4 +1,5 @@
-//! Gives up rights that a process does not use, so that whoever gets hold of it by hostile input gets less.
+//! Gives up rights that a process does not use, so that whoever gets hold of it by hostile input
+//! gets less.
 //!
 //! ```text
 //!   capabilities   what root may beyond its files: all but those that are named          (capabilities(7))
@@ -6,10 +7,13 @@
 //!   writes         files outside of the named directories                                (landlock(7))
 //! ```
 //!
-//! Invariants: what was given up does not come back, neither by a set-user-id program (no_new_privs) nor as root. All of it holds for the
-//! calling thread and those that it starts later: call it before there are others.
+//! Invariants: what was given up does not come back, neither by a set-user-id program
+//! (no_new_privs) nor as root. All of it holds for the calling thread and those that it starts
+//! later: call it before there are others.
 
-use landlock::{ABI, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, path_beneath_rules};
+use landlock::{
+    ABI, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, path_beneath_rules,
+};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities,
     set_no_new_privs,
@@ -36,18 +40,22 @@ pub enum Error {
     #[error("restrict writes to files")]
     Files(#[from] landlock::RulesetError),
     /// The kernel has no Landlock, or it is off.
-    #[error("restrict writes to files: this kernel has no Landlock, or it is off (lsm=landlock,...)")]
+    #[error(
+        "restrict writes to files: this kernel has no Landlock, or it is off (lsm=landlock,...)"
+    )]
     NoLandlock,
 }
 
 /// What a process keeps of the rights that it was started with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Nothing but to read and write the files of other users, where it was started with that: stores, images.
+    /// Nothing but to read and write the files of other users, where it was started with that:
+    /// stores, images.
     Files,
     /// That, and signals to processes of other users.
     FilesAndSignals,
-    /// That, and to trace other processes and see their memory, with the priorities and locked memory that take a short pause.
+    /// That, and to trace other processes and see their memory, with the priorities and locked
+    /// memory that take a short pause.
     Tracing,
 }
 
@@ -60,7 +68,8 @@ impl Keep {
         match self {
             Self::Files => files,
             Self::FilesAndSignals => files | CapabilitySet::KILL,
-            // SYS_ADMIN shows which pages are on swap (PAGEMAP_SCAN), CHECKPOINT_RESTORE opens memory by map_files.
+            // SYS_ADMIN shows which pages are on swap (PAGEMAP_SCAN), CHECKPOINT_RESTORE opens
+            // memory by map_files.
             Self::Tracing => {
                 files
                     | CapabilitySet::KILL
@@ -77,8 +86,8 @@ impl Keep {
 
 /// Gives up all capabilities but those that `keep` stands for.
 ///
-/// Who is to trace and has no `CAP_SYS_PTRACE` (root of most containers) keeps all: the kernel lets it trace a process only while it has all
-/// capabilities that the process has.
+/// Who is to trace and has no `CAP_SYS_PTRACE` (root of most containers) keeps all: the kernel lets
+/// it trace a process only while it has all capabilities that the process has.
 pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
     let failed = |operation| move |source| Error::Rights { operation, source };
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
@@ -133,7 +142,8 @@ const PROGRAMS: [libc::c_long; 33] = [
     libc::SYS_io_uring_setup,
 ];
 
-/// Rules out starting programs, tracing, mounting, and what loads code into the kernel: such a call is refused (EPERM).
+/// Rules out starting programs, tracing, mounting, and what loads code into the kernel: such a call
+/// is refused (EPERM).
 pub fn no_programs() -> Result<(), Error> {
     set_no_new_privs(true)
         .map_err(|source| Error::Rights { operation: "rule out new privileges", source })?;
@@ -145,7 +155,8 @@ pub fn no_programs() -> Result<(), Error> {
     Ok(apply_filter(&program)?)
 }
 
-/// Rules out changing files other than those beneath `folders`; what is open stays so. Folders that are not there are left out.
+/// Rules out changing files other than those beneath `folders`; what is open stays so. Folders that
+/// are not there are left out.
 pub fn writes_beneath(folders: &[PathBuf]) -> Result<(), Error> {
     // Later versions add to what is handled; this is what Linux 6.7, our oldest, has.
     let abi = ABI::V4;
@@ -183,8 +194,9 @@ mod tests {
             let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
             let output = Command::new("cat").arg("/proc/self/status").output().unwrap();
             let started = String::from_utf8(output.stdout).unwrap();
-            let effective =
-                |text: &str| text.lines().find(|line| line.starts_with("CapPrm")).map(str::to_owned);
+            let effective = |text: &str| {
+                text.lines().find(|line| line.starts_with("CapPrm")).map(str::to_owned)
+            };
             assert_eq!(effective(&started), effective(&status));
         });
     }
@@ -200,7 +212,10 @@ mod tests {
             capabilities_but(Keep::Tracing).unwrap();
             assert_eq!(capabilities(None).unwrap().permitted, permitted);
             capabilities_but(Keep::Files).unwrap();
-            assert_eq!(capabilities(None).unwrap().permitted, permitted & Keep::Files.capabilities());
+            assert_eq!(
+                capabilities(None).unwrap().permitted,
+                permitted & Keep::Files.capabilities()
+            );
         });
     }
 
@@ -209,7 +224,10 @@ mod tests {
         confined(|| {
             assert!(Command::new("true").status().is_ok());
             no_programs().unwrap();
-            assert_eq!(Command::new("true").status().unwrap_err().kind(), ErrorKind::PermissionDenied);
+            assert_eq!(
+                Command::new("true").status().unwrap_err().kind(),
+                ErrorKind::PermissionDenied
+            );
             assert!(std::fs::read("/proc/self/status").is_ok());
         });
         assert!(Command::new("true").status().is_ok(), "another thread");

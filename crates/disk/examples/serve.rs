@@ -1,4 +1,5 @@
-//! Serves a raw image under `d` on a socket, with an overlay in a directory, until it is killed: for measuring.
+//! Serves a raw image under `d` on a socket, with an overlay in a directory, until it is killed:
+//! for measuring.
 
 use keyframe_disk::nbd::{Export, Server};
 use keyframe_disk::{Base, Disk, ImageFormat, Lasting, Result};

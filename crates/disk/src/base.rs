@@ -1,7 +1,8 @@
 //! The image beneath an overlay, opened for reading alone.
 //!
-//! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data file) goes through the
-//! library `imago`. What neither can read is refused with its cause: encryption, other formats, unknown features.
+//! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data
+//! file) goes through the library `imago`. What neither can read is refused with its cause:
+//! encryption, other formats, unknown features.
 
 use crate::disk::Now;
 use crate::overlay::medium::{flock, read_now, read_or_zero};
@@ -49,8 +50,8 @@ const FOREIGN: [(&[u8], &str); 6] = [
 ];
 
 impl ImageFormat {
-    /// What the first bytes of a file say, for a drive whose format was not given. A raw disk whose guest wrote such
-    /// bytes is mistaken for another, so a format that was given counts more.
+    /// What the first bytes of a file say, for a drive whose format was not given. A raw disk whose
+    /// guest wrote such bytes is mistaken for another, so a format that was given counts more.
     pub fn probe(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::open(path).map_err(Error::io(&name, "open"))?;
@@ -115,8 +116,9 @@ impl Base {
         let lock = Lock::shared(path, &name)?;
         // Looked for behind the lock, which a commit under way holds.
         if let Some(source) = commit::interrupted(path) {
-            let problem =
-                format!("a commit of {source} into it was interrupted, and it is neither old nor new");
+            let problem = format!(
+                "a commit of {source} into it was interrupted, and it is neither old nor new"
+            );
             let fix = "finish it first: run keyframe commit --in-place again";
             return Err(Error::refused(name, problem, fix));
         }
@@ -130,8 +132,8 @@ impl Base {
             ImageFormat::Raw => {
                 let file = File::open(path).map_err(Error::io(&name, "open"))?;
                 // A block device has no length of its own.
-                let bytes =
-                    io::Seek::seek(&mut &file, io::SeekFrom::End(0)).map_err(Error::io(&name, "measure"))?;
+                let bytes = io::Seek::seek(&mut &file, io::SeekFrom::End(0))
+                    .map_err(Error::io(&name, "measure"))?;
                 (Image::Raw(file), bytes)
             }
             ImageFormat::Qcow2 => {
@@ -179,16 +181,18 @@ impl Base {
         }
     }
 
-    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether they are known to be
-    /// zero.
+    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether
+    /// they are known to be zero.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let status = match &self.image {
             Image::Raw(file) => raw_status(file, offset, len),
-            Image::Qcow2(image) => image.get_mapping(offset, len).map(|(mapping, bytes)| match mapping {
-                Mapping::Zero { .. } => (bytes, true),
-                Mapping::Eof { .. } => (len, true),
-                _ => (bytes, false),
-            }),
+            Image::Qcow2(image) => {
+                image.get_mapping(offset, len).map(|(mapping, bytes)| match mapping {
+                    Mapping::Zero { .. } => (bytes, true),
+                    Mapping::Eof { .. } => (len, true),
+                    _ => (bytes, false),
+                })
+            }
             Image::Blank => Ok((len, true)),
         };
         let (bytes, zero) =
@@ -208,14 +212,17 @@ impl Lock {
         let file = File::open(path).map_err(Error::io(name, "open"))?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {
             Ok(()) => Ok(Self { _file: file }),
-            Err(Errno::WOULDBLOCK) => {
-                Err(Error::refused(name, "a commit into it is under way", "wait until that one ends"))
-            }
+            Err(Errno::WOULDBLOCK) => Err(Error::refused(
+                name,
+                "a commit into it is under way",
+                "wait until that one ends",
+            )),
             Err(e) => Err(Error::io(name, "lock")(e)),
         }
     }
 
-    /// Nobody else has `file`, open for writing, in use: no Keyframe, and no QEMU, whose locks are of the other kind.
+    /// Nobody else has `file`, open for writing, in use: no Keyframe, and no QEMU, whose locks are
+    /// of the other kind.
     pub(crate) fn alone(file: File, name: &str) -> Result<Self> {
         let kinds = [
             flock(&file, FlockOperation::NonBlockingLockExclusive),
@@ -224,7 +231,9 @@ impl Lock {
         for locked in kinds {
             match locked {
                 Ok(()) => {}
-                Err(Errno::WOULDBLOCK | Errno::ACCESS) => return Err(Error::Locked { object: name.into() }),
+                Err(Errno::WOULDBLOCK | Errno::ACCESS) => {
+                    return Err(Error::Locked { object: name.into() });
+                }
                 Err(e) => return Err(Error::io(name, "lock")(e)),
             }
         }
@@ -236,7 +245,11 @@ impl Lock {
 fn whole_sectors(bytes: u64, name: &str) -> Result<u64> {
     let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
     disk_bytes.filter(|bytes| *bytes > 0).ok_or_else(|| {
-        Error::refused(name, format!("a disk of {bytes} bytes"), "its size must be from 1 byte to 8 EiB")
+        Error::refused(
+            name,
+            format!("a disk of {bytes} bytes"),
+            "its size must be from 1 byte to 8 EiB",
+        )
     })
 }
 
@@ -281,9 +294,12 @@ impl ImplicitOpenGate<ImageFile> for Gate {
         &mut self,
         builder: F,
     ) -> io::Result<FormatAccess<ImageFile>> {
-        let unsupported = |problem: String| Err(io::Error::new(io::ErrorKind::Unsupported, problem));
+        let unsupported =
+            |problem: String| Err(io::Error::new(io::ErrorKind::Unsupported, problem));
         let path = builder.get_image_path();
-        let name = path.as_ref().map_or_else(|| "a backing file".into(), |path| path.display().to_string());
+        let name = path
+            .as_ref()
+            .map_or_else(|| "a backing file".into(), |path| path.display().to_string());
         if self.depth >= BACKING_MAX {
             return unsupported(format!("{name} is more than {BACKING_MAX} backing files deep"));
         }

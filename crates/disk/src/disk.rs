@@ -1,4 +1,5 @@
-//! A disk as a guest sees it: an overlay, and what lies beneath. Both can be exchanged for others while it is served.
+//! A disk as a guest sees it: an overlay, and what lies beneath. Both can be exchanged for others
+//! while it is served.
 //!
 //! ```text
 //!   export ──▶ Disk ──▶ Stack: overlay, layer, base        exchange(): requests that come find the other one
@@ -33,7 +34,12 @@ pub enum Now {
 
 impl Stack {
     /// On `base`, with its overlay in `dir`, which is made unless it is there.
-    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>, lasting: Lasting) -> Result<Self> {
+    pub fn create(
+        dir: &Path,
+        base: Base,
+        layer: Option<Box<dyn Layer>>,
+        lasting: Lasting,
+    ) -> Result<Self> {
         let overlay = Overlay::create(dir, base.disk_bytes(), lasting)?;
         Ok(Self { overlay, below: Below::new(base, layer), lasting })
     }
@@ -71,7 +77,12 @@ pub enum Flushed {
 
 impl Disk {
     /// A disk on `base`, with its overlay in `dir`, which is made unless it is there.
-    pub fn create(dir: &Path, base: Base, layer: Option<Box<dyn Layer>>, lasting: Lasting) -> Result<Self> {
+    pub fn create(
+        dir: &Path,
+        base: Base,
+        layer: Option<Box<dyn Layer>>,
+        lasting: Lasting,
+    ) -> Result<Self> {
         Stack::create(dir, base, layer, lasting).map(Self::of)
     }
 
@@ -90,7 +101,8 @@ impl Disk {
         Arc::clone(&self.stack.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Holds what `other` does from now on, which becomes what it held. Both are disks of one length.
+    /// Holds what `other` does from now on, which becomes what it held. Both are disks of one
+    /// length.
     pub(crate) fn exchange(&self, other: &mut Arc<Stack>) {
         std::mem::swap(&mut *self.stack.write().unwrap_or_else(PoisonError::into_inner), other);
     }
@@ -142,8 +154,8 @@ impl Disk {
         self.stack().overlay.discard(offset, len)
     }
 
-    /// Shows ranges from `offset` on: start, bytes, whether they are known to be zero. At most `max` of them, so perhaps
-    /// not all of `len`.
+    /// Shows ranges from `offset` on: start, bytes, whether they are known to be zero. At most
+    /// `max` of them, so perhaps not all of `len`.
     pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<(u64, u64, bool)>> {
         let stack = self.stack();
         let end = offset.saturating_add(len).min(stack.overlay.disk_bytes());
@@ -154,9 +166,9 @@ impl Disk {
             // Looked at in steps, lest one question holds the map for all of a disk.
             let blocks = (end.div_ceil(BLOCK) - block).min(STATUS_STEP_BLOCKS);
             let mut pieces = Vec::new();
-            stack
-                .overlay
-                .status(DiskBlock(block), blocks, &mut |first, n, zero| pieces.push((first, n, zero)));
+            stack.overlay.status(DiskBlock(block), blocks, &mut |first, n, zero| {
+                pieces.push((first, n, zero))
+            });
             for (first, n, zero) in pieces {
                 let stop = end.min((first.0 + n) * BLOCK);
                 while at < stop {
@@ -177,14 +189,16 @@ impl Disk {
         Ok(ranges)
     }
 
-    /// Begins a pause: for at most `limit`, a flush is acknowledged before its sync. That is right for as long as the VM
-    /// stands still, since nobody can act on the acknowledgement. `limit` must end before anybody else lets the VM run.
+    /// Begins a pause: for at most `limit`, a flush is acknowledged before its sync. That is right
+    /// for as long as the VM stands still, since nobody can act on the acknowledgement. `limit`
+    /// must end before anybody else lets the VM run.
     pub fn pause(&self, limit: Duration) {
-        self.pause.lock().unwrap_or_else(PoisonError::into_inner).until = Instant::now().checked_add(limit);
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner).until =
+            Instant::now().checked_add(limit);
     }
 
-    /// Ends a pause: what was acknowledged in it is durable. To be awaited before the VM runs; where it fails, the VM must not run, and it can be
-    /// tried again.
+    /// Ends a pause: what was acknowledged in it is durable. To be awaited before the VM runs;
+    /// where it fails, the VM must not run, and it can be tried again.
     pub fn settled(&self) -> Result<()> {
         self.pause.lock().unwrap_or_else(PoisonError::into_inner).until = None;
         if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) {
@@ -194,7 +208,8 @@ impl Disk {
         }
     }
 
-    /// A client's flush, where it waits for nothing since what is written is to be thrown away; else `false`.
+    /// A client's flush, where it waits for nothing since what is written is to be thrown away;
+    /// else `false`.
     pub fn flush_now(&self) -> Result<bool> {
         let is_temporary = self.stack().lasting == Lasting::Temporary;
         if is_temporary {

@@ -1,9 +1,11 @@
-//! What can go wrong with a disk: one enum, each variant naming the object and what was done with it.
+//! What can go wrong with a disk: one enum, each variant naming the object and what was done with
+//! it.
 
 use crate::DiskEpoch;
 use std::io;
 
-/// An error of a disk. `object` is a path, an export, or a socket, with the offset where one applies.
+/// An error of a disk. `object` is a path, an export, or a socket, with the offset where one
+/// applies.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -31,7 +33,8 @@ pub enum Error {
         /// The overlay's directory.
         object: String,
     },
-    /// An earlier sync failed: the kernel may have dropped what was written, and will not say so again.
+    /// An earlier sync failed: the kernel may have dropped what was written, and will not say so
+    /// again.
     #[error(
         "{object}: a sync failed earlier, so nothing written since can be promised; the disk takes no more writes"
     )]
@@ -40,7 +43,9 @@ pub enum Error {
         object: String,
     },
     /// No such epoch is in flight.
-    #[error("{object}: epoch {epoch} is not in flight (released or given back already, or never cut)")]
+    #[error(
+        "{object}: epoch {epoch} is not in flight (released or given back already, or never cut)"
+    )]
     NoEpoch {
         /// The overlay's directory.
         object: String,
@@ -115,12 +120,15 @@ impl Error {
         Self::Protocol { object: object.into(), problem: problem.into() }
     }
 
-    /// True where the medium is full (or a quota is used up): a retry can work once there is space again.
+    /// True where the medium is full (or a quota is used up): a retry can work once there is space
+    /// again.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+                io::ErrorKind::StorageFull
+                    | io::ErrorKind::QuotaExceeded
+                    | io::ErrorKind::FileTooLarge
             ),
             Self::ServerFull { .. } => true,
             _ => false,

@@ -4,8 +4,9 @@
 //!   insert 4..8 = b       |a a a a a a a a|     ->  |a a a a|b b b b|      what lay there goes to `removed`
 //! ```
 //!
-//! Invariants: entries do not overlap, are not empty, and no two neighbours could be one. An entry is 24 bytes, in a
-//! B-tree that is at least half full: at most 50 bytes for each block written alone, nothing more for its neighbours.
+//! Invariants: entries do not overlap, are not empty, and no two neighbours could be one. An entry
+//! is 24 bytes, in a B-tree that is at least half full: at most 50 bytes for each block written
+//! alone, nothing more for its neighbours.
 
 use std::collections::BTreeMap;
 

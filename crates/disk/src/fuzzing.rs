@@ -1,6 +1,8 @@
-//! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of what clients, servers, engines or files say.
+//! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of what clients, servers, engines
+//! or files say.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of proportion to them.
+//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
+//! proportion to them.
 
 use crate::nbd::client::Client;
 use crate::nbd::{Export, serve_one};
@@ -26,7 +28,8 @@ pub fn nbd_server(bytes: &[u8]) {
     let (Ok(overlay), Ok(base)) = (overlay, Base::blank(DISK_BYTES)) else { return };
     let disk = Arc::new(Disk::new(overlay, base, None));
     let Ok((mut theirs, ours)) = UnixStream::pair() else { return };
-    let sent = theirs.write_all(at_most(bytes)).and_then(|()| theirs.shutdown(std::net::Shutdown::Write));
+    let sent =
+        theirs.write_all(at_most(bytes)).and_then(|()| theirs.shutdown(std::net::Shutdown::Write));
     if sent.is_err() {
         return;
     }
@@ -47,14 +50,19 @@ pub fn nbd_client(bytes: &[u8], socket: &Path) {
     let bytes = at_most(bytes).to_vec();
     let server = std::thread::spawn(move || {
         let Ok((mut stream, _)) = listener.accept() else { return };
-        let sent = stream.write_all(&bytes).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
+        let sent =
+            stream.write_all(&bytes).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
         let mut scrap = [0; 4096];
         while sent.is_ok() && stream.read(&mut scrap).is_ok_and(|len| len > 0) {}
     });
     if let Ok(mut client) = Client::connect(socket, "d", "base:allocation") {
         let end = client.len_bytes();
         if let Ok(found) = client.status(0) {
-            assert!(found.iter().all(|part| part.offset.checked_add(part.len).is_some_and(|to| to <= end)));
+            assert!(
+                found
+                    .iter()
+                    .all(|part| part.offset.checked_add(part.len).is_some_and(|to| to <= end))
+            );
         }
         let _ = client.read(0, &mut [0; 9000]);
     }

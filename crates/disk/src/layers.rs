@@ -1,5 +1,5 @@
-//! What lies beneath the overlay: a checkpoint's blocks, where the VM was restored from one, and the image. Without an
-//! overlay it is a checkpoint's disk, to be read.
+//! What lies beneath the overlay: a checkpoint's blocks, where the VM was restored from one, and
+//! the image. Without an overlay it is a checkpoint's disk, to be read.
 
 use crate::{BLOCK, BLOCK_BYTES, Base, Block, DiskBlock, Result};
 
@@ -34,7 +34,8 @@ pub trait Readable {
     /// Fills `buf` from byte `offset` on.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// Ranges from `offset` on, one behind the other. At most `max` of them, so perhaps not all of `len`.
+    /// Ranges from `offset` on, one behind the other. At most `max` of them, so perhaps not all of
+    /// `len`.
     fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>>;
 }
 
@@ -83,7 +84,8 @@ impl Below {
         let end = offset + buf.len() as u64;
         let mut at = offset;
         while at < end {
-            let known = layer.next_block(DiskBlock(at / BLOCK))?.map_or(end, |b| b.0.saturating_mul(BLOCK));
+            let known =
+                layer.next_block(DiskBlock(at / BLOCK))?.map_or(end, |b| b.0.saturating_mul(BLOCK));
             if known > at {
                 let stop = known.min(end);
                 self.base.read(at, &mut buf[(at - offset) as usize..(stop - offset) as usize])?;
@@ -94,7 +96,9 @@ impl Below {
             let part = &mut buf[(at - offset) as usize..(stop - offset) as usize];
             let mut block = [0u8; BLOCK_BYTES];
             match layer.read_block(DiskBlock(at / BLOCK), &mut block)? {
-                Content::Data => part.copy_from_slice(&block[(at - known) as usize..(stop - known) as usize]),
+                Content::Data => {
+                    part.copy_from_slice(&block[(at - known) as usize..(stop - known) as usize])
+                }
                 Content::Zero => part.fill(0),
                 Content::Absent => self.base.read(at, part)?,
             }
@@ -103,8 +107,8 @@ impl Below {
         Ok(())
     }
 
-    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether they are known to be
-    /// zero.
+    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether
+    /// they are known to be zero.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let Some(layer) = &self.layer else { return self.base.status(offset, len) };
         match layer.next_block(DiskBlock(offset / BLOCK))?.map(|b| b.0.saturating_mul(BLOCK)) {

@@ -1,4 +1,5 @@
-//! Disks under checkpoints: an NBD server whose writes go to an overlay over an untouched image, cut into epochs.
+//! Disks under checkpoints: an NBD server whose writes go to an overlay over an untouched image,
+//! cut into epochs.
 //!
 //! ```text
 //!   QEMU ──NBD, unix socket──▶ Overlay ── what was written since the start, 4 KiB blocks in slots
@@ -11,9 +12,10 @@
 //!   engine ──Disks, socket pair──▶ process::serve    a process of its own: the guest keeps its disk if the engine dies
 //! ```
 //!
-//! Invariants: the base is opened for reading alone; what a flush acknowledged survives
-//! `kill -9` and power loss; nothing that a client or a file says is trusted before it was checked, or allocated before
-//! it was bounded. The bytes on disk are described in `docs/formats/disk-overlay.md`.
+//! Invariants: the base is opened for reading alone; what a flush acknowledged survives `kill -9`
+//! and power loss; nothing that a client or a file says is trusted before it was checked, or
+//! allocated before it was bounded. The bytes on disk are described in
+//! `docs/formats/disk-overlay.md`.
 //!
 //! Left out: when to take a checkpoint, and how a store keeps blocks.
 

@@ -5,8 +5,9 @@
 //!   byte 200 + p   somebody does not let others use it
 //! ```
 //!
-//! QEMU locks these bytes for reading (open file description locks), and looks whether somebody else has locked those that
-//! contradict its own. A served image is read, and nobody else may write or resize it; others may read it too.
+//! QEMU locks these bytes for reading (open file description locks), and looks whether somebody
+//! else has locked those that contradict its own. A served image is read, and nobody else may write
+//! or resize it; others may read it too.
 //!
 //! Left out: the files beneath a qcow2 image, which QEMU does not let be written through it either.
 
@@ -54,7 +55,13 @@ impl ImageLock {
 }
 
 fn lock(kind: i32, byte: i64) -> flock {
-    flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: byte, l_len: 1, l_pid: 0 }
+    flock {
+        l_type: kind as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: byte,
+        l_len: 1,
+        l_pid: 0,
+    }
 }
 
 #[cfg(test)]

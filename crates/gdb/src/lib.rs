@@ -1,12 +1,14 @@
-//! gdb's remote serial protocol, as far as one needs it who stands between a debugger and a stub: frames (`packet`), a connection
-//! with its acknowledgements (`link`), and the few packets that are looked into (`words`).
+//! gdb's remote serial protocol, as far as one needs it who stands between a debugger and a stub:
+//! frames (`packet`), a connection with its acknowledgements (`link`), and the few packets that are
+//! looked into (`words`).
 //!
 //! ```text
 //!   gdb ──▶ Link ──▶ what is looked into │ what is passed on as it is ──▶ Link ──▶ QEMU's stub
 //! ```
 //!
-//! Source: "Debugging with GDB", appendix E. Payloads stay as they were framed, with their escapes: nothing that is passed on is
-//! taken apart. Both ends are from outside: a packet has at most [`PACKET_BYTES_MAX`] bytes.
+//! Source: "Debugging with GDB", appendix E. Payloads stay as they were framed, with their escapes:
+//! nothing that is passed on is taken apart. Both ends are from outside: a packet has at most
+//! [`PACKET_BYTES_MAX`] bytes.
 
 mod link;
 mod packet;

@@ -50,8 +50,10 @@ impl<S: Read + Write + AsFd> Link<S> {
         let began = Instant::now();
         let mut bytes = [0; 4096];
         loop {
-            while let Some(item) =
-                self.decoder.next_item().map_err(|problem| Error::Protocol { peer: self.peer, problem })?
+            while let Some(item) = self
+                .decoder
+                .next_item()
+                .map_err(|problem| Error::Protocol { peer: self.peer, problem })?
             {
                 match item {
                     Item::Packet(payload) => {
@@ -68,7 +70,8 @@ impl<S: Read + Write + AsFd> Link<S> {
             match ready(&[&self.stream], left)? {
                 Ready::Yes => {}
                 Ready::No => return Ok(None),
-                // A signal says nothing of whether the answer comes: whoever waits for the first one must not take it for silence.
+                // A signal says nothing of whether the answer comes: whoever waits for the first
+                // one must not take it for silence.
                 Ready::Interrupted if left.is_zero() => return Ok(None),
                 Ready::Interrupted => continue,
             }
@@ -76,7 +79,9 @@ impl<S: Read + Write + AsFd> Link<S> {
                 Ok(0) => return Ok(Some(Received::Closed)),
                 Ok(len) => self.decoder.feed(&bytes[..len]),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
+                Err(e)
+                    if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) =>
+                {
                     return Ok(Some(Received::Closed));
                 }
                 Err(source) => return Err(Error::Io { peer: self.peer, source }),
@@ -87,7 +92,9 @@ impl<S: Read + Write + AsFd> Link<S> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match self.stream.write_all(bytes) {
             // Who has gone is found when it is read from.
-            Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => Ok(()),
+            Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
+                Ok(())
+            }
             other => other.map_err(|source| Error::Io { peer: self.peer, source }),
         }
     }
@@ -108,8 +115,10 @@ enum Ready {
 }
 
 fn ready(streams: &[&dyn AsFd], wait: Duration) -> Result<Ready> {
-    let mut fds: Vec<_> =
-        streams.iter().map(|stream| PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN)).collect();
+    let mut fds: Vec<_> = streams
+        .iter()
+        .map(|stream| PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN))
+        .collect();
     let wait = Timespec {
         tv_sec: wait.as_secs().try_into().unwrap_or(i64::MAX),
         tv_nsec: wait.subsec_nanos().into(),

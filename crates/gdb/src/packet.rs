@@ -1,4 +1,5 @@
-//! Frames: `$payload#checksum`, with `+` and `-` for what arrived and what did not, and a byte 3 that interrupts.
+//! Frames: `$payload#checksum`, with `+` and `-` for what arrived and what did not, and a byte 3
+//! that interrupts.
 
 /// More than any stub or debugger sends at once.
 pub const PACKET_BYTES_MAX: usize = 1 << 20;

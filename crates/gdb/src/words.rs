@@ -65,7 +65,11 @@ pub fn command(payload: &[u8]) -> Command {
         [b'X' | b'!' | b'R' | b'r', ..] => Command::Unsupported,
         _ if starts("vCont;") => Command::Run,
         _ if starts("vKill") => Command::Kill,
-        _ if starts("vRun") || starts("vAttach") || starts("QStartNoAckMode") || starts("QNonStop") => {
+        _ if starts("vRun")
+            || starts("vAttach")
+            || starts("QStartNoAckMode")
+            || starts("QNonStop") =>
+        {
             Command::Unsupported
         }
         _ if starts("qRcmd,") => Command::Monitor,

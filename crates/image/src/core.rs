@@ -1,5 +1,5 @@
-//! The head of a core file: ELF header, program headers, and a note or two for each processor, as QEMU's
-//! `dump-guest-memory` writes them (docs/formats/images.md).
+//! The head of a core file: ELF header, program headers, and a note or two for each processor, as
+//! QEMU's `dump-guest-memory` writes them (docs/formats/images.md).
 //!
 //! ```text
 //!   ELF header 64 │ PT_NOTE 56 │ PT_LOAD 56 ... │ CORE note ... │ QEMU note ... │ zeros │ segments, from a whole page on
@@ -63,7 +63,8 @@ fn elf_header(programs: u16) -> Vec<u8> {
     out
 }
 
-/// QEMU leaves virtual addresses 0; here they are the physical ones, so that a debugger without symbols can read there.
+/// QEMU leaves virtual addresses 0; here they are the physical ones, so that a debugger without
+/// symbols can read there.
 fn program(out: &mut Vec<u8>, kind: u32, at: u64, address: u64, len_bytes: u64) {
     out.extend(kind.to_le_bytes());
     out.extend(0u32.to_le_bytes());
@@ -95,13 +96,14 @@ fn note(out: &mut Vec<u8>, name: &[u8], kind: u32, contents: &[u8]) {
 
 /// Linux' `elf_prstatus` with the general registers.
 fn prstatus(cpu: &CpuRegisters) -> Vec<u8> {
-    let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15] = cpu.general;
+    let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15] =
+        cpu.general;
     let [es, cs, ss, ds, fs, gs] = cpu.segments.map(|s| u64::from(s.selector));
     let [_, _, _, _, fs_base, gs_base] = cpu.segments.map(|s| s.base);
     // What Linux calls orig_rax, QEMU leaves 0.
     let words = [
-        r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi, 0, cpu.rip, cs, cpu.rflags,
-        rsp, ss, fs_base, gs_base, ds, es, fs, gs,
+        r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi, 0, cpu.rip, cs,
+        cpu.rflags, rsp, ss, fs_base, gs_base, ds, es, fs, gs,
     ];
     let mut out = vec![0; PRSTATUS_PID];
     out.extend((cpu.index + 1).to_le_bytes());

@@ -7,8 +7,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The checkpoint does not tell where its RAM lies, and its machine is none where that is certain.
-    #[error("the checkpoint does not tell where its RAM lies in the guest's physical memory ({reason})")]
+    /// The checkpoint does not tell where its RAM lies, and its machine is none where that is
+    /// certain.
+    #[error(
+        "the checkpoint does not tell where its RAM lies in the guest's physical memory ({reason})"
+    )]
     NoMap {
         /// Why it cannot be worked out.
         reason: String,

@@ -38,7 +38,8 @@ pub struct Image {
 }
 
 impl Image {
-    /// Guest-physical memory from address 0 to the end of main RAM; where there is no memory, zeros.
+    /// Guest-physical memory from address 0 to the end of main RAM; where there is no memory,
+    /// zeros.
     pub fn raw(view: &GuestView) -> Self {
         let len_bytes = view.ram_end().0;
         let within = view.extents().iter().filter(|e| e.start.0 < len_bytes);
@@ -49,8 +50,11 @@ impl Image {
     /// An ELF core file: one segment for each extent, and the processors' registers.
     pub fn core(view: &GuestView, cpus: &[CpuRegisters]) -> Self {
         let (head, places) = core::head(view.extents(), cpus);
-        let parts: Vec<Part> =
-            places.into_iter().zip(view.extents()).map(|(at, e)| Part { at, pages: e.pages }).collect();
+        let parts: Vec<Part> = places
+            .into_iter()
+            .zip(view.extents())
+            .map(|(at, e)| Part { at, pages: e.pages })
+            .collect();
         let len_bytes = parts.last().map_or(head.len() as u64, |p| p.end());
         Self { head, parts, len_bytes }
     }
@@ -74,11 +78,14 @@ impl Image {
         for part in self.parts.iter().skip(first).take_while(|p| p.at < end) {
             let from = offset.saturating_sub(part.at) / PAGE;
             let to = (end - part.at).div_ceil(PAGE).min(part.pages.len_pages);
-            let wanted = PageRange::new(PageIndex(part.pages.first.0 + from), to.saturating_sub(from));
+            let wanted =
+                PageRange::new(PageIndex(part.pages.first.0 + from), to.saturating_sub(from));
             ram.read(wanted, &mut |page, content| {
                 match page.0.checked_sub(wanted.first.0).filter(|k| *k < wanted.len_pages) {
                     Some(k) => copy(content, part.at + (from + k) * PAGE, bytes, offset),
-                    None => return Err(io::Error::other(format!("page {} was not asked for", page.0))),
+                    None => {
+                        return Err(io::Error::other(format!("page {} was not asked for", page.0)));
+                    }
                 }
                 Ok(())
             })?;
@@ -86,8 +93,8 @@ impl Image {
         Ok(len)
     }
 
-    /// The stretches of the file that hold anything, rising, as offset and length; the rest is zeros. None is longer than
-    /// `bytes_max`, which is at least a page.
+    /// The stretches of the file that hold anything, rising, as offset and length; the rest is
+    /// zeros. None is longer than `bytes_max`, which is at least a page.
     pub fn stretches(&self, bytes_max: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
         let bytes_max = bytes_max.max(PAGE);
         let head = Some((0, self.head.len() as u64)).filter(|(_, len)| *len > 0);
@@ -133,8 +140,12 @@ mod tests {
 
     fn view() -> GuestView {
         let bytes = 40 * PAGE;
-        let block =
-            RamBlock { name: "m".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+        let block = RamBlock {
+            name: "m".into(),
+            kind: BlockKind::Backend,
+            used_bytes: bytes,
+            total_bytes: bytes,
+        };
         let layout = RamLayout::new(vec![block]).unwrap();
         let region = |start: u64, pages: u64, offset: u64| GuestRegion {
             start: GuestPhys(start * PAGE),
@@ -142,7 +153,8 @@ mod tests {
             block: "m".into(),
             offset_bytes: offset * PAGE,
         };
-        GuestView::new(&layout, &[region(0, 10, 5), region(13, 7, 20), region(30, 2, 30)], None).unwrap()
+        GuestView::new(&layout, &[region(0, 10, 5), region(13, 7, 20), region(30, 2, 30)], None)
+            .unwrap()
     }
 
     /// The raw image, page by page.
@@ -186,7 +198,8 @@ mod tests {
 
     #[test]
     fn a_core_holds_the_same_pages_where_its_headers_say() {
-        let image = Image::core(&view(), &[CpuRegisters { rip: 0x1234, ..CpuRegisters::default() }]);
+        let image =
+            Image::core(&view(), &[CpuRegisters { rip: 0x1234, ..CpuRegisters::default() }]);
         let mut bytes = vec![0; image.len_bytes() as usize];
         image.read_at(&Numbered, 0, &mut bytes).unwrap();
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());

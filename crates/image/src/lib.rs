@@ -1,4 +1,5 @@
-//! A checkpoint's RAM as the guest sees it: raw images and core files whose bytes are made as they are read.
+//! A checkpoint's RAM as the guest sees it: raw images and core files whose bytes are made as they
+//! are read.
 //!
 //! ```text
 //!   RamLayout + GuestRegions + PAM ──▶ GuestView ──┬─ Image::raw ──▶ ram.raw    byte = guest-physical address
@@ -7,10 +8,11 @@
 //!   RamSource (pages from the store) ───────────── read_at ◀───────────┘
 //! ```
 //!
-//! Invariants: nothing is read before it is asked for; every byte of an image is its head's, a page's, or zero; images of one
-//! checkpoint are always the same bytes.
+//! Invariants: nothing is read before it is asked for; every byte of an image is its head's, a
+//! page's, or zero; images of one checkpoint are always the same bytes.
 //!
-//! Left out: disks (checkpoints hold none yet), video RAM and other memory of devices, where files go (the binary's).
+//! Left out: disks (checkpoints hold none yet), video RAM and other memory of devices, where files
+//! go (the binary's).
 
 mod core;
 mod error;

@@ -10,7 +10,9 @@
 
 use crate::{Error, Result};
 use keyframe_qemu::stream::Shadow;
-use keyframe_units::{BlockKind, GuestPhys, GuestRegion, PAGE_BYTES, PageIndex, PageRange, RamLayout};
+use keyframe_units::{
+    BlockKind, GuestPhys, GuestRegion, PAGE_BYTES, PageIndex, PageRange, RamLayout,
+};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 const SHADOW_START: u64 = 0xc_0000;
@@ -45,10 +47,15 @@ pub struct GuestView {
 }
 
 impl GuestView {
-    /// The view of a checkpoint with RAM blocks `layout`, which lie where `map` says, but below 1 MiB as `shadows` say.
+    /// The view of a checkpoint with RAM blocks `layout`, which lie where `map` says, but below 1
+    /// MiB as `shadows` say.
     ///
     /// Errors: [`Error::Map`] where these do not fit together.
-    pub fn new(layout: &RamLayout, map: &[GuestRegion], shadows: Option<&[Shadow]>) -> Result<Self> {
+    pub fn new(
+        layout: &RamLayout,
+        map: &[GuestRegion],
+        shadows: Option<&[Shadow]>,
+    ) -> Result<Self> {
         let mut extents = Vec::new();
         for region in map {
             extents.push(extent(layout, region)?);
@@ -65,9 +72,13 @@ impl GuestView {
         Ok(Self { extents: merged(extents) })
     }
 
-    /// The map of a machine that did not tell, where it is certain: `machine_type` with `line`, whose main RAM is one
-    /// block below 2 GiB.
-    pub fn flat_map(layout: &RamLayout, machine_type: &str, line: &[String]) -> Result<Vec<GuestRegion>> {
+    /// The map of a machine that did not tell, where it is certain: `machine_type` with `line`,
+    /// whose main RAM is one block below 2 GiB.
+    pub fn flat_map(
+        layout: &RamLayout,
+        machine_type: &str,
+        line: &[String],
+    ) -> Result<Vec<GuestRegion>> {
         let fail = |reason: String| Error::NoMap { reason };
         if !["pc", "q35", "microvm"].iter().any(|known| machine_type.contains(known)) {
             return Err(fail(format!("machine type {machine_type} is not known")));
@@ -80,7 +91,10 @@ impl GuestView {
             return Err(fail("its RAM is in several blocks".into()));
         };
         if main.total_bytes > FLAT_BYTES_MAX {
-            return Err(fail(format!("its RAM of {} bytes may lie in two pieces", main.total_bytes)));
+            return Err(fail(format!(
+                "its RAM of {} bytes may lie in two pieces",
+                main.total_bytes
+            )));
         }
         let region = |start: u64, block: &str, len_bytes: u64| GuestRegion {
             start: GuestPhys(start),
@@ -89,7 +103,8 @@ impl GuestView {
             offset_bytes: 0,
         };
         let mut map = vec![region(0, &main.name, main.total_bytes)];
-        let firmware = layout.blocks().iter().find(|b| b.name == "pc.bios" && b.total_bytes <= 16 << 20);
+        let firmware =
+            layout.blocks().iter().find(|b| b.name == "pc.bios" && b.total_bytes <= 16 << 20);
         map.extend(firmware.map(|b| region((4 << 30) - b.total_bytes, &b.name, b.total_bytes)));
         Ok(map)
     }
@@ -106,20 +121,30 @@ impl GuestView {
 }
 
 fn extent(layout: &RamLayout, region: &GuestRegion) -> Result<Extent> {
-    let fail = |problem: &str| Error::Map { problem: format!("RAM block {} {problem}", region.block) };
+    let fail =
+        |problem: &str| Error::Map { problem: format!("RAM block {} {problem}", region.block) };
     let number = layout.blocks().iter().position(|b| b.name == region.block);
     let number = number.ok_or_else(|| fail("does not exist"))?;
     let within = region.offset_bytes.checked_add(region.len_bytes);
     let pages = layout.pages_of(number);
     let fits = within.is_some_and(|end| end <= pages.len_bytes())
         && region.start.0.checked_add(region.len_bytes).is_some_and(|end| end < 1 << 52)
-        && [region.start.0, region.len_bytes, region.offset_bytes].iter().all(|n| n.is_multiple_of(PAGE));
+        && [region.start.0, region.len_bytes, region.offset_bytes]
+            .iter()
+            .all(|n| n.is_multiple_of(PAGE));
     if !fits {
-        return Err(fail(&format!("does not have {} bytes for {}", region.len_bytes, region.start)));
+        return Err(fail(&format!(
+            "does not have {} bytes for {}",
+            region.len_bytes, region.start
+        )));
     }
     let first = PageIndex(pages.first.0 + region.offset_bytes / PAGE);
     let is_ram = layout.blocks().get(number).is_some_and(|b| b.kind == BlockKind::Backend);
-    Ok(Extent { start: region.start, pages: PageRange::new(first, region.len_bytes / PAGE), is_ram })
+    Ok(Extent {
+        start: region.start,
+        pages: PageRange::new(first, region.len_bytes / PAGE),
+        is_ram,
+    })
 }
 
 /// What is left of an extent below and above the space that shadows tell of.
@@ -148,9 +173,12 @@ fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &Shadow) -> Option<Ex
         // The map ends main RAM where ROM began at the start: the block goes on below.
         let (number, offset) = layout.locate(low.pages.first)?;
         let whole = PageRange::new(low.pages.first, layout.pages_of(number).len_pages - offset);
-        return part(Extent { pages: whole, ..low }, start, end).filter(|e| e.end().0 <= whole.len_bytes());
+        return part(Extent { pages: whole, ..low }, start, end)
+            .filter(|e| e.end().0 <= whole.len_bytes());
     }
-    let rom = |name: &str| layout.blocks().iter().position(|b| b.name == name).map(|n| layout.pages_of(n));
+    let rom = |name: &str| {
+        layout.blocks().iter().position(|b| b.name == name).map(|n| layout.pages_of(n))
+    };
     let (pages, origin) = if start < FIRMWARE_START {
         (rom("pc.rom")?, SHADOW_START)
     } else {
@@ -276,7 +304,8 @@ mod tests {
         let map = GuestView::flat_map(&layout(), "pc-i440fx-7.2", &line).unwrap();
         assert_eq!(map[0], region(0, 2048 * KIB, "pc.ram", 0));
         assert!(
-            GuestView::flat_map(&layout(), "isapc", &["-machine pc,max-ram-below-4g=1G".into()]).is_err()
+            GuestView::flat_map(&layout(), "isapc", &["-machine pc,max-ram-below-4g=1G".into()])
+                .is_err()
         );
         assert!(GuestView::flat_map(&layout(), "virt", &line).is_err());
     }

@@ -1,7 +1,8 @@
-//! The kernel's own structures and numbers that neither `libc` nor `rustix` declares: userfaultfd, `PAGEMAP_SCAN`.
+//! The kernel's own structures and numbers that neither `libc` nor `rustix` declares: userfaultfd,
+//! `PAGEMAP_SCAN`.
 //!
-//! Invariant: every structure has the size that the kernel's header gives it (asserted at compile time), because
-//! the size is part of the ioctl number.
+//! Invariant: every structure has the size that the kernel's header gives it (asserted at compile
+//! time), because the size is part of the ioctl number.
 
 use std::io;
 use std::mem::size_of;
@@ -10,7 +11,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 const READ: u64 = 2;
 const WRITE: u64 = 1;
 
-/// The number of an ioctl, as the kernel's `_IOC` makes it. The kernel reads 32 bits of it, whatever the C library calls them.
+/// The number of an ioctl, as the kernel's `_IOC` makes it. The kernel reads 32 bits of it,
+/// whatever the C library calls them.
 const fn ioc(direction: u64, kind: u8, number: u8, len_bytes: usize) -> libc::Ioctl {
     (direction << 30 | (len_bytes as u64) << 16 | (kind as u64) << 8 | number as u64) as libc::Ioctl
 }
@@ -86,8 +88,8 @@ struct UffdWriteProtect {
     mode: u64,
 }
 
-/// The arguments of `UFFDIO_COPY` and `UFFDIO_ZEROPAGE`: the kernel answers in `done` how many bytes it placed, or a
-/// negative error.
+/// The arguments of `UFFDIO_COPY` and `UFFDIO_ZEROPAGE`: the kernel answers in `done` how many
+/// bytes it placed, or a negative error.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct UffdCopy {
@@ -139,7 +141,8 @@ impl Message {
 
 const UFFDIO_API: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x3F, size_of::<UffdApi>());
 const UFFDIO_REGISTER: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x00, size_of::<UffdRegister>());
-const UFFDIO_WRITEPROTECT: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
+const UFFDIO_WRITEPROTECT: libc::Ioctl =
+    ioc(READ | WRITE, 0xAA, 0x06, size_of::<UffdWriteProtect>());
 const UFFDIO_COPY: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x03, size_of::<UffdCopy>());
 const UFFDIO_ZEROPAGE: libc::Ioctl = ioc(READ | WRITE, 0xAA, 0x04, size_of::<UffdZeroPage>());
 const UFFDIO_WAKE: libc::Ioctl = ioc(READ, 0xAA, 0x02, size_of::<UffdRange>());
@@ -212,15 +215,17 @@ const _: () = assert!(size_of::<ScanArg>() == 96);
 const _: () = assert!(size_of::<PageRegion>() == 24);
 const _: () = assert!(size_of::<MapQuery>() == 104 && PROCMAP_QUERY as u32 == 0xC068_6611);
 const _: () = assert!(UFFDIO_API as u32 == 0xC018_AA3F && UFFDIO_REGISTER as u32 == 0xC020_AA00);
-const _: () = assert!(UFFDIO_WRITEPROTECT as u32 == 0xC018_AA06 && UFFDIO_WAKE as u32 == 0x8010_AA02);
+const _: () =
+    assert!(UFFDIO_WRITEPROTECT as u32 == 0xC018_AA06 && UFFDIO_WAKE as u32 == 0x8010_AA02);
 const _: () = assert!(UFFDIO_COPY as u32 == 0xC028_AA03 && UFFDIO_ZEROPAGE as u32 == 0xC020_AA04);
-const _: () = assert!(UFFDIO_UNREGISTER as u32 == 0x8010_AA01 && PAGEMAP_SCAN as u32 == 0xC060_6610);
+const _: () =
+    assert!(UFFDIO_UNREGISTER as u32 == 0x8010_AA01 && PAGEMAP_SCAN as u32 == 0xC060_6610);
 
 /// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
 pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut api = UffdApi { api: UFFD_API, features, ioctls: 0 };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`, which `api` is,
-    // and which lives over the call.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`,
+    // which `api` is, and which lives over the call.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
 }
@@ -238,22 +243,24 @@ pub fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -
 fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64) -> io::Result<()> {
     let range = UffdRange { start, len_bytes };
     let mut register = UffdRegister { range, mode, ioctls: 0 };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_REGISTER reads and writes one `uffdio_register`, which
-    // `register` is, and which lives over the call. The addresses are the other process's: no memory of ours is
-    // touched, and memory of ours is only touched where `uffd` is ours; neither mode changes any content.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_REGISTER reads and writes one
+    // `uffdio_register`, which `register` is, and which lives over the call. The addresses are the
+    // other process's: no memory of ours is touched, and memory of ours is only touched where
+    // `uffd` is ours; neither mode changes any content.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where nothing is yet, and wakes who waits there. Gives
-/// back how many bytes were placed before the first page that is there already (`EEXIST` where that is the first of
-/// all), or before the kernel was interrupted.
+/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where nothing is yet, and wakes
+/// who waits there. Gives back how many bytes were placed before the first page that is there
+/// already (`EEXIST` where that is the first of all), or before the kernel was interrupted.
 pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
     let (src, len_bytes) = (content.as_ptr() as u64, content.len() as u64);
     let mut copy = UffdCopy { dst: start, src, len_bytes, mode: 0, done: 0 };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_COPY reads and writes one `uffdio_copy`, which `copy` is, and
-    // which lives over the call; it reads `len_bytes` bytes at `src`, which are `content`, borrowed over the call. It
-    // writes to memory of the process that made `uffd`, and only where no page is.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_COPY reads and writes one
+    // `uffdio_copy`, which `copy` is, and which lives over the call; it reads `len_bytes` bytes at
+    // `src`, which are `content`, borrowed over the call. It writes to memory of the process that
+    // made `uffd`, and only where no page is.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut copy) };
     placed(code, copy.done)
 }
@@ -261,8 +268,9 @@ pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result
 /// `UFFDIO_ZEROPAGE`: as [`uffd_copy`], with zeros.
 pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<u64> {
     let mut zero = UffdZeroPage { range: UffdRange { start, len_bytes }, mode: 0, done: 0 };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one `uffdio_zeropage`, which `zero`
-    // is, and which lives over the call. It writes to memory of the process that made `uffd`, only where no page is.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one
+    // `uffdio_zeropage`, which `zero` is, and which lives over the call. It writes to memory of the
+    // process that made `uffd`, only where no page is.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zero) };
     placed(code, zero.done)
 }
@@ -276,11 +284,12 @@ fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     }
 }
 
-/// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not woken.
+/// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not
+/// woken.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`, which `range` is,
-    // and which lives over the call.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`,
+    // which `range` is, and which lives over the call.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -295,10 +304,15 @@ pub fn uffd_remove_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) 
     uffd_set_protection(uffd, start, len_bytes, 0)
 }
 
-fn uffd_set_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64) -> io::Result<()> {
+fn uffd_set_protection(
+    uffd: BorrowedFd<'_>,
+    start: u64,
+    len_bytes: u64,
+    mode: u64,
+) -> io::Result<()> {
     let mut protect = UffdWriteProtect { range: UffdRange { start, len_bytes }, mode };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_WRITEPROTECT reads one `uffdio_writeprotect`, which
-    // `protect` is, and which lives over the call. No content changes.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_WRITEPROTECT reads one
+    // `uffdio_writeprotect`, which `protect` is, and which lives over the call. No content changes.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -306,19 +320,20 @@ fn uffd_set_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u
 /// `UFFDIO_WAKE`: has the threads that wait in the range look again.
 pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
-    // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which `range` is, and which
-    // lives over the call.
+    // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which
+    // `range` is, and which lives over the call.
     let code = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut range) };
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The end of the mapping that holds `address`; `None` where none does. `maps` is an open `/proc/PID/maps`. The call
-/// came with Linux 6.11: `Unsupported` before.
+/// The end of the mapping that holds `address`; `None` where none does. `maps` is an open
+/// `/proc/PID/maps`. The call came with Linux 6.11: `Unsupported` before.
 pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>> {
     let mut query =
         MapQuery { size: size_of::<MapQuery>() as u64, query_addr: address, ..MapQuery::default() };
-    // SAFETY: the descriptor is open while borrowed; PROCMAP_QUERY reads and writes one `procmap_query` of the `size` it
-    // holds, which `query` is, and which lives over the call; name and build id are not asked for (sizes of zero).
+    // SAFETY: the descriptor is open while borrowed; PROCMAP_QUERY reads and writes one
+    // `procmap_query` of the `size` it holds, which `query` is, and which lives over the call; name
+    // and build id are not asked for (sizes of zero).
     let code = unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY, &raw mut query) };
     if code >= 0 {
         return Ok(Some(query.vma_end));
@@ -331,8 +346,8 @@ pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>
     }
 }
 
-/// `PAGEMAP_SCAN`: fills `out` from its start; gives back how many answers, and where the walk ended.
-/// `arg.size`, `arg.vec` and `arg.vec_len` are set here.
+/// `PAGEMAP_SCAN`: fills `out` from its start; gives back how many answers, and where the walk
+/// ended. `arg.size`, `arg.vec` and `arg.vec_len` are set here.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     arg: ScanArg,
@@ -344,9 +359,10 @@ pub fn pagemap_scan(
         vec_len: out.len() as u64,
         ..arg
     };
-    // SAFETY: the descriptor is open while borrowed; PAGEMAP_SCAN reads and writes one `pm_scan_arg`, which `arg` is,
-    // and which lives over the call; it writes at most `vec_len` `page_region`s at `vec`, which are `out`, borrowed
-    // mutably over the call, for which any bytes are valid.
+    // SAFETY: the descriptor is open while borrowed; PAGEMAP_SCAN reads and writes one
+    // `pm_scan_arg`, which `arg` is, and which lives over the call; it writes at most `vec_len`
+    // `page_region`s at `vec`, which are `out`, borrowed mutably over the call, for which any bytes
+    // are valid.
     let code = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
     if code < 0 {
         return Err(io::Error::last_os_error());
@@ -369,7 +385,10 @@ mod tests {
             Message::parse(&bytes)
         };
         assert_eq!(message(0x12, [3, 0x7000, 0]), Message::Fault { address: 0x7000 });
-        assert_eq!(message(0x15, [0x1000, 0x3000, 0]), Message::Remove { start: 0x1000, end: 0x3000 });
+        assert_eq!(
+            message(0x15, [0x1000, 0x3000, 0]),
+            Message::Remove { start: 0x1000, end: 0x3000 }
+        );
         assert_eq!(message(0x16, [1, 2, 3]), Message::Other(0x16));
     }
 }

@@ -1,6 +1,8 @@
-//! Makes a running process, which knows nothing of it, open a userfaultfd over its own memory, and takes that over.
+//! Makes a running process, which knows nothing of it, open a userfaultfd over its own memory, and
+//! takes that over.
 //!
-//! A userfaultfd watches the memory of the process that made it, so the process has to make the call itself:
+//! A userfaultfd watches the memory of the process that made it, so the process has to make the
+//! call itself:
 //!
 //! ```text
 //!   seize ─ interrupt ─▶ stopped in a system call, or between two instructions
@@ -13,20 +15,23 @@
 //!   detach ◀─────────────┘  an interrupted system call is restarted by the kernel, as after any stop
 //! ```
 //!
-//! The calls are made through a `syscall` instruction of the process's own code. All that is written into its memory is
-//! a signal frame below the thread's stack (see [`crate::frame`]), from which the thread finds back by itself.
+//! The calls are made through a `syscall` instruction of the process's own code. All that is
+//! written into its memory is a signal frame below the thread's stack (see [`crate::frame`]), from
+//! which the thread finds back by itself.
 //!
 //! Invariants:
 //! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP is sent again.
 //! 2. Whatever fails, registers and mask are restored and the process runs on (`Hijack`'s `Drop`); every wait is bounded.
 //! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end makes the kernel detach.
 //! 4. Wherever the kernel detaches, because we are killed (SIGKILL, out of memory) or for any other reason, the thread gives
-//!    itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP that came meanwhile
-//!    and had no effect. Not so in a process without the code for it ([`Attached::guarded`]).
+//! itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP
+//! that came meanwhile and had no effect. Not so in a process without the code for it
+//! ([`Attached::guarded`]).
 //!
-//! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq) at the moment of
-//! the stop, which QEMU's main thread does not use; a seccomp filter that kills for a `userfaultfd` call, if we are killed
-//! in the microseconds between setting the registers for it and the call.
+//! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq)
+//! at the moment of the stop, which QEMU's main thread does not use; a seccomp filter that kills
+//! for a `userfaultfd` call, if we are killed in the microseconds between setting the registers for
+//! it and the call.
 
 use crate::frame::{self, Frame, RED_ZONE_BYTES, XsaveLayout};
 use crate::gadgets::Gadgets;
@@ -40,7 +45,8 @@ use std::time::{Duration, Instant};
 
 /// The longest that a session may take, and the longest that undoing it may take.
 pub(crate) const SESSION_MAX: Duration = Duration::from_secs(2);
-/// How long a thread is waited for that is where only we could give it back; and the pauses between two looks, which double.
+/// How long a thread is waited for that is where only we could give it back; and the pauses between
+/// two looks, which double.
 const PATIENCE: Duration = Duration::from_millis(500);
 const PAUSE_MIN: Duration = Duration::from_micros(100);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
@@ -54,27 +60,32 @@ pub struct Attached {
     pub uffd: OwnedFd,
     /// How long the process's main thread was stopped, in nanoseconds.
     pub stopped_ns: u64,
-    /// True where the process was not permitted more than a userfaultfd for user-mode faults. Asynchronous write
-    /// protection, which never hands a fault to anybody, tracks the kernel's writes all the same.
+    /// True where the process was not permitted more than a userfaultfd for user-mode faults.
+    /// Asynchronous write protection, which never hands a fault to anybody, tracks the kernel's
+    /// writes all the same.
     pub user_mode_only: bool,
-    /// True where the process would have run on as it was, had we been killed at any instant of this. False where its code
-    /// lacks what every C library has, or it uses a shadow stack.
+    /// True where the process would have run on as it was, had we been killed at any instant of
+    /// this. False where its code lacks what every C library has, or it uses a shadow stack.
     pub guarded: bool,
 }
 
 /// Injects one `userfaultfd` system call into `process` and takes the descriptor over.
 ///
-/// If the process is a child of this one, nobody here may be in `waitpid` for it meanwhile without `__WNOTHREAD`: it would
-/// be told of the stops. Waiting by pidfd or `waitid(WEXITED)` is safe.
+/// If the process is a child of this one, nobody here may be in `waitpid` for it meanwhile without
+/// `__WNOTHREAD`: it would be told of the stops. Waiting by pidfd or `waitid(WEXITED)` is safe.
 ///
-/// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it ([`Error::Injected`]);
-/// it does not stop within 2 s, or exits. The process runs on in every case, unless it has exited by itself.
+/// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it
+/// ([`Error::Injected`]); it does not stop within 2 s, or exits. The process runs on in every case,
+/// unless it has exited by itself.
 pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
     on_a_thread(process, || run_session(process, Gadgets::find(process)?))
 }
 
 /// Runs a session on a thread of its own, whose end lets the process go whatever happens.
-fn on_a_thread<T: Send>(process: &Process, session: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+fn on_a_thread<T: Send>(
+    process: &Process,
+    session: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
     let spawn = |source| Error::Attach { pid: process.pid(), operation: "start a thread", source };
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("attach".into());
@@ -111,15 +122,19 @@ fn run_session(process: &Process, gadgets: Gadgets) -> Result<Attached> {
 /// Makes the userfaultfd in the target, takes it over, and closes the target's own copy.
 fn open_userfaultfd(hijack: &mut Hijack<'_>) -> Result<(OwnedFd, bool)> {
     let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
-    let call = |hijack: &mut Hijack<'_>, flags| hijack.call("userfaultfd", libc::SYS_userfaultfd, flags);
+    let call =
+        |hijack: &mut Hijack<'_>, flags| hijack.call("userfaultfd", libc::SYS_userfaultfd, flags);
     let (theirs, user_mode_only) = match call(hijack, flags) {
         Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::EPERM) => {
             (call(hijack, flags | abi::UFFD_USER_MODE_ONLY)?, true)
         }
         other => (other?, false),
     };
-    let failed =
-        |source: io::Error| Error::Attach { pid: hijack.process.pid(), operation: "pidfd_getfd", source };
+    let failed = |source: io::Error| Error::Attach {
+        pid: hijack.process.pid(),
+        operation: "pidfd_getfd",
+        source,
+    };
     let ours = i32::try_from(theirs)
         .map_err(io::Error::other)
         .and_then(|fd| Ok(pidfd_getfd(hijack.process.pidfd(), fd, PidfdGetfdFlags::empty())?))
@@ -169,8 +184,8 @@ fn blank_registers(like: &libc::user_regs_struct) -> libc::user_regs_struct {
     }
 }
 
-/// Writes the frame that gives the stopped thread back; tells where it is. `None` where there is no room for it, or its
-/// registers are of a kind not known here: then we alone can give it back.
+/// Writes the frame that gives the stopped thread back; tells where it is. `None` where there is no
+/// room for it, or its registers are of a kind not known here: then we alone can give it back.
 fn write_frame(
     process: &Process,
     tracee: &Tracee<'_>,
@@ -184,7 +199,8 @@ fn write_frame(
     Some(frame.at)
 }
 
-/// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else on drop.
+/// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else
+/// on drop.
 pub(crate) struct Hijack<'p> {
     process: &'p Process,
     tracee: Tracee<'p>,
@@ -205,8 +221,8 @@ pub(crate) struct Hijack<'p> {
 impl<'p> Hijack<'p> {
     /// Stops the thread and saves what is going to be changed. It may stay stopped for `longest`.
     ///
-    /// A thread in a wait that only we could give back (see [`frame::is_beyond_return`]) is let go and stopped again, until it has left
-    /// that, or for [`PATIENCE`].
+    /// A thread in a wait that only we could give back (see [`frame::is_beyond_return`]) is let go
+    /// and stopped again, until it has left that, or for [`PATIENCE`].
     pub(crate) fn stop(process: &'p Process, gadgets: Gadgets, longest: Duration) -> Result<Self> {
         let patient_until = Instant::now() + PATIENCE;
         let mut pause = PAUSE_MIN;
@@ -215,11 +231,15 @@ impl<'p> Hijack<'p> {
             let begun = Instant::now();
             let deadline = begun + longest;
             tracee.interrupt()?;
-            // A signal that was on its way is taken first, as it would have been; the stop follows before any instruction.
-            while let Stop::Signal(signal) = tracee.wait_for_stop("stop the main thread", deadline)? {
+            // A signal that was on its way is taken first, as it would have been; the stop follows
+            // before any instruction.
+            while let Stop::Signal(signal) =
+                tracee.wait_for_stop("stop the main thread", deadline)?
+            {
                 tracee.resume(signal)?;
             }
-            // From here on the thread is stopped but unchanged: failing, it only has to be detached from.
+            // From here on the thread is stopped but unchanged: failing, it only has to be detached
+            // from.
             let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
             let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
             if !frame::is_beyond_return(&saved) || begun >= patient_until {
@@ -241,8 +261,9 @@ impl<'p> Hijack<'p> {
         mask: SignalMask,
     ) -> Result<Self> {
         let layout = XsaveLayout::of_this_processor();
-        let frame_at =
-            gadgets.sigreturn.and_then(|at| write_frame(process, &tracee, &saved, mask, layout, at));
+        let frame_at = gadgets
+            .sigreturn
+            .and_then(|at| write_frame(process, &tracee, &saved, mask, layout, at));
         let hijack = Self {
             process,
             tracee,
@@ -256,7 +277,8 @@ impl<'p> Hijack<'p> {
             born: None,
             restored: false,
         };
-        // In this order: a thread that is let go with its signals blocked has the frame to unblock them.
+        // In this order: a thread that is let go with its signals blocked has the frame to unblock
+        // them.
         if let Some((rip, frame_at)) = gadgets.sigreturn.zip(frame_at) {
             // As the `ret` of a signal handler would leave it.
             let rsp = frame_at.wrapping_add(8);
@@ -292,21 +314,28 @@ impl<'p> Hijack<'p> {
     }
 
     /// Makes the thread do one system call.
-    pub(crate) fn call_with(&mut self, name: &'static str, number: i64, arguments: [u64; 5]) -> Result<u64> {
+    pub(crate) fn call_with(
+        &mut self,
+        name: &'static str,
+        number: i64,
+        arguments: [u64; 5],
+    ) -> Result<u64> {
         let registers = call_registers(self.base(), self.gadgets.call, number, arguments);
         self.call_as(name, registers)
     }
 
-    /// Makes the thread do a `clone()` with these flags, and tells which process it made: its number for us, and for
-    /// the process that is its parent. The child has no stack, so that, should it ever run, it dies of its first
-    /// instruction, which is a `ret`; or, where that is not known, of its first access to memory, as the other registers
-    /// are zero too.
+    /// Makes the thread do a `clone()` with these flags, and tells which process it made: its
+    /// number for us, and for the process that is its parent. The child has no stack, so that,
+    /// should it ever run, it dies of its first instruction, which is a `ret`; or, where that is
+    /// not known, of its first access to memory, as the other registers are zero too.
     pub(crate) fn call_clone(&mut self, flags: u64) -> Result<(u32, u64)> {
         self.tracee.stop_at_births(true)?;
         let base = if self.guarded() { self.base() } else { blank_registers(&self.saved) };
         let arguments = [flags, NO_STACK, 0, 0, 0];
-        let made = self.call_as("clone", call_registers(base, self.gadgets.call, libc::SYS_clone, arguments));
-        // Where this fails the thread cannot be given back either, which reports it; but no other child is made.
+        let made = self
+            .call_as("clone", call_registers(base, self.gadgets.call, libc::SYS_clone, arguments));
+        // Where this fails the thread cannot be given back either, which reports it; but no other
+        // child is made.
         let undone = self.tracee.stop_at_births(false);
         let theirs = made?;
         undone?;
@@ -320,7 +349,8 @@ impl<'p> Hijack<'p> {
         self.born.filter(|pid| *pid != 0)
     }
 
-    /// A place for eight bytes on the stopped thread's stack that belongs to nobody: below what gives it back, or else below the red zone.
+    /// A place for eight bytes on the stopped thread's stack that belongs to nobody: below what
+    /// gives it back, or else below the red zone.
     pub(crate) fn free_word(&self) -> HostVirt {
         let used = self.frame_at.unwrap_or(self.saved.rsp.wrapping_sub(RED_ZONE_BYTES));
         HostVirt(used.wrapping_sub(8) & !7)
@@ -345,7 +375,10 @@ impl<'p> Hijack<'p> {
     fn run_to(&mut self, wanted: Stop) -> Result<()> {
         loop {
             self.tracee.resume_to_syscall()?;
-            match self.tracee.wait_for_stop("run a system call in the main thread", self.deadline)? {
+            match self
+                .tracee
+                .wait_for_stop("run a system call in the main thread", self.deadline)?
+            {
                 stop if stop == wanted => return Ok(()),
                 // The process was stopped or continued as a whole: our call goes on.
                 Stop::Event => {}
@@ -366,8 +399,8 @@ impl<'p> Hijack<'p> {
 
     /// Gives the thread back as it was found, from whatever state it is in.
     ///
-    /// Registers are restored in an event stop and nowhere else: only there the kernel, on its way out, still looks
-    /// whether an interrupted system call is to be restarted.
+    /// Registers are restored in an event stop and nowhere else: only there the kernel, on its way
+    /// out, still looks whether an interrupted system call is to be restarted.
     pub(crate) fn restore(&mut self) -> Result<()> {
         let deadline = Instant::now() + SESSION_MAX;
         self.tracee.interrupt()?;
@@ -392,10 +425,12 @@ impl<'p> Hijack<'p> {
         self.restored = true;
         self.tracee.detach()?;
         if self.stop_came {
-            pidfd_send_signal(self.process.pidfd(), Signal::STOP).map_err(|source| Error::Attach {
-                pid: self.process.pid(),
-                operation: "send SIGSTOP again",
-                source: source.into(),
+            pidfd_send_signal(self.process.pidfd(), Signal::STOP).map_err(|source| {
+                Error::Attach {
+                    pid: self.process.pid(),
+                    operation: "send SIGSTOP again",
+                    source: source.into(),
+                }
             })?;
         }
         Ok(())
@@ -405,7 +440,8 @@ impl<'p> Hijack<'p> {
 impl Drop for Hijack<'_> {
     fn drop(&mut self) {
         if !self.restored {
-            // The error that led here is the one to report; failing again, the end of this thread detaches.
+            // The error that led here is the one to report; failing again, the end of this thread
+            // detaches.
             let _ = self.restore();
         }
     }
@@ -419,7 +455,8 @@ mod tests {
     /// Without a way back of its own the process is attached to all the same, and goes on.
     #[test]
     fn a_process_without_a_way_back_is_attached_to() {
-        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
         let process = Process::open(child.id()).unwrap();
         let gadgets = Gadgets::without_way_back(&process).unwrap();
         let attached: Vec<_> = (0..20).map(|_| run_session(&process, gadgets).unwrap()).collect();

@@ -1,7 +1,7 @@
 //! Cores: which one a thread runs on, and one that is kept for a process.
 //!
-//! A claim is a lock of the core's own directory in sysfs: it is seen by everybody on the machine, keeps nobody from the core who does not ask, and
-//! is gone with whoever holds it.
+//! A claim is a lock of the core's own directory in sysfs: it is seen by everybody on the machine,
+//! keeps nobody from the core who does not ask, and is gone with whoever holds it.
 
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -41,7 +41,8 @@ fn locked(directory: &Path) -> Option<File> {
     Some(lock)
 }
 
-/// The cores that thread `thread` may run on, that of its last run first; none where there is no such thread.
+/// The cores that thread `thread` may run on, that of its last run first; none where there is no
+/// such thread.
 pub fn of_thread(thread: u32) -> Vec<usize> {
     let Some(allowed) = pid(thread).and_then(|thread| sched_getaffinity(Some(thread)).ok()) else {
         return Vec::new();
@@ -51,8 +52,8 @@ pub fn of_thread(thread: u32) -> Vec<usize> {
     last.into_iter().chain(others).filter(|core| allowed.is_set(*core)).collect()
 }
 
-/// Has all threads that process `process` has now run on `core`, and those that they start. False where it cannot be had of one of them, that
-/// has not ended meanwhile.
+/// Has all threads that process `process` has now run on `core`, and those that they start. False
+/// where it cannot be had of one of them, that has not ended meanwhile.
 pub fn bind(process: u32, core: usize) -> bool {
     let threads = threads_of(process);
     let is_done = |thread| matches!(bound(Some(thread), core), Ok(()) | Err(Errno::SRCH));
@@ -64,7 +65,8 @@ pub fn bind_this(core: usize) -> bool {
     bound(None, core).is_ok()
 }
 
-/// Has the calling thread run wherever its process's first thread may: what a bound one started is bound, too.
+/// Has the calling thread run wherever its process's first thread may: what a bound one started is
+/// bound, too.
 pub fn unbind_this() {
     if let Ok(allowed) = sched_getaffinity(pid(std::process::id())) {
         let _ = sched_setaffinity(None, &allowed);
@@ -81,12 +83,15 @@ fn bound(thread: Option<Pid>, core: usize) -> rustix::io::Result<()> {
     sched_setaffinity(thread, &only)
 }
 
-/// The threads that process `process` (a pid, or `self`) has now; none where there is no such process.
+/// The threads that process `process` (a pid, or `self`) has now; none where there is no such
+/// process.
 ///
-/// A thread that ends while they are listed can make the kernel leave out another, so they are listed until that tells of nothing new.
+/// A thread that ends while they are listed can make the kernel leave out another, so they are
+/// listed until that tells of nothing new.
 pub fn threads_of(process: impl Display) -> Vec<u32> {
     let list = || -> Vec<u32> {
-        let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+        let tasks =
+            std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
         tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
     };
     let mut threads = BTreeSet::new();
@@ -151,7 +156,8 @@ mod tests {
 
     #[test]
     fn all_threads_of_a_process_are_bound() {
-        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let cores = of_thread(child.id());
         let wanted = cores.last().copied().unwrap();
         assert!(bind(child.id(), wanted));

@@ -24,18 +24,22 @@ impl Drop for Memory {
     }
 }
 
-/// Nanoseconds that the first write to a page costs under asynchronous write protection: the best of a few rounds, since
-/// other processes only add to it. About 1 us.
+/// Nanoseconds that the first write to a page costs under asynchronous write protection: the best
+/// of a few rounds, since other processes only add to it. About 1 us.
 pub fn first_write_ns() -> Result<u64> {
     let pid = std::process::id();
-    let failed =
-        |source| Error::Tracker { pid, operation: "measure a first write on our own memory", source };
+    let failed = |source| Error::Tracker {
+        pid,
+        operation: "measure a first write on our own memory",
+        source,
+    };
     let pagemap = Pagemap::open(&Process::open(pid)?)?;
     let uffd = own_userfaultfd().map_err(failed)?;
     abi::uffd_api(uffd.as_fd(), abi::features_needed()).map_err(failed)?;
     // SAFETY: no address is given, so that no mapping of ours is replaced.
-    let start =
-        unsafe { mmap_anonymous(null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+    let start = unsafe {
+        mmap_anonymous(null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+    };
     let memory = Memory(start.map_err(|error| failed(error.into()))?.cast());
     // SAFETY: the mapping is ours, whole, and holds nothing yet; the advice changes no content.
     let _ = unsafe { madvise(memory.0.cast(), LEN, Advice::LinuxNoHugepage) };
@@ -64,7 +68,8 @@ pub fn first_write_ns() -> Result<u64> {
 mod tests {
     #[test]
     fn a_first_write_costs_something() {
-        // A page fault cannot be as cheap as a store; a wrong measurement (nothing was protected) would be.
+        // A page fault cannot be as cheap as a store; a wrong measurement (nothing was protected)
+        // would be.
         assert!(super::first_write_ns().unwrap() > 20);
     }
 }

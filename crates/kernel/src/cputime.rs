@@ -5,7 +5,8 @@ use std::time::Duration;
 /// Linux has no larger pid (`PID_MAX_LIMIT`), and a clock's id no room for one.
 const PIDS: u32 = 1 << 22;
 
-/// Of all threads of process `pid`; none where there is no such process, or it is not ours to look at.
+/// Of all threads of process `pid`; none where there is no such process, or it is not ours to look
+/// at.
 pub fn of_process(pid: u32) -> Option<Duration> {
     if pid >= PIDS {
         return None;
@@ -23,8 +24,9 @@ pub fn of_process(pid: u32) -> Option<Duration> {
     Some(Duration::new(u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?))
 }
 
-/// For how long thread `thread` of process `pid` ran or waited for a core: what it wanted to run, whatever else the machine has to
-/// do. None where there is no such thread, or Linux was built without the figures.
+/// For how long thread `thread` of process `pid` ran or waited for a core: what it wanted to run,
+/// whatever else the machine has to do. None where there is no such thread, or Linux was built
+/// without the figures.
 pub fn wanted_by_thread(pid: u32, thread: u32) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat")).ok()?;
     let mut words = text.split_whitespace().map(str::parse::<u64>);

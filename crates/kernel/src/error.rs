@@ -1,7 +1,7 @@
 //! What can go wrong, and what to do about it.
 //!
-//! The message of an [`Error`] names the object and the operation; [`Error::fix`] is separate, so that a caller may
-//! print both, or the first alone in a log.
+//! The message of an [`Error`] names the object and the operation; [`Error::fix`] is separate, so
+//! that a caller may print both, or the first alone in a log.
 
 use keyframe_units::{HostRange, HostVirt};
 use std::io;
@@ -213,7 +213,8 @@ pub enum Error {
         /// Bytes in a page there.
         page_bytes: u64,
     },
-    /// This memory loses what is discarded of it unseen, and the tracker was told that it can be discarded.
+    /// This memory loses what is discarded of it unseen, and the tracker was told that it can be
+    /// discarded.
     #[error("process {pid}: {operation} {start}+{len_bytes:#x}: what is discarded of private huge pages (hugetlbfs) cannot be seen", start = .range.start, len_bytes = .range.len_bytes)]
     DiscardsUnseen {
         /// Its process id.
@@ -223,8 +224,8 @@ pub enum Error {
         /// The part of the range that is so.
         range: HostRange,
     },
-    /// A scan failed after it may have protected pages that it did not report. EVERY page of `range` must be taken as
-    /// written since the last scan.
+    /// A scan failed after it may have protected pages that it did not report. EVERY page of
+    /// `range` must be taken as written since the last scan.
     #[error("process {pid}: scan for written pages {start}+{len_bytes:#x} broke off, every page of it counts as written: {source}", start = .range.start, len_bytes = .range.len_bytes)]
     ScanBroken {
         /// Its process id.
@@ -234,15 +235,16 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
-    /// The process was permitted a userfaultfd for faults of user mode alone: a write by the kernel (a `read` into guest
-    /// RAM) would fail in it instead of waiting.
+    /// The process was permitted a userfaultfd for faults of user mode alone: a write by the kernel
+    /// (a `read` into guest RAM) would fail in it instead of waiting.
     #[error("process {pid}: watch first writes: its userfaultfd is for user-mode faults only")]
     UserModeOnly {
         /// Its process id.
         pid: u32,
     },
-    /// The process was permitted a userfaultfd for faults of user mode alone: where the kernel touches a missing page for
-    /// it (a `read` into guest RAM, KVM), that would fail instead of waiting.
+    /// The process was permitted a userfaultfd for faults of user mode alone: where the kernel
+    /// touches a missing page for it (a `read` into guest RAM, KVM), that would fail instead of
+    /// waiting.
     #[error("process {pid}: serve missing pages: its userfaultfd is for user-mode faults only")]
     MissingUserModeOnly {
         /// Its process id.
@@ -274,7 +276,8 @@ pub enum Error {
         /// What is wrong with it.
         why: &'static str,
     },
-    /// The process runs under seccomp: a filter that denies a new process kills the one that asks for it.
+    /// The process runs under seccomp: a filter that denies a new process kills the one that asks
+    /// for it.
     #[error("process {pid}: fork: it runs under a seccomp filter, which may kill it for that")]
     Seccomp {
         /// Its process id.
@@ -303,7 +306,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// What a user can do about it, where that is known; a sentence or two, without a final full stop.
+    /// What a user can do about it, where that is known; a sentence or two, without a final full
+    /// stop.
     pub fn fix(&self) -> Option<String> {
         let denied = |source: &io::Error| source.kind() == io::ErrorKind::PermissionDenied;
         Some(match self {

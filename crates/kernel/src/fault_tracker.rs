@@ -1,5 +1,5 @@
-//! Which pages of a process were written since the last look, with a word before each first write: synchronous write
-//! protection, the ground of copy-on-write.
+//! Which pages of a process were written since the last look, with a word before each first write:
+//! synchronous write protection, the ground of copy-on-write.
 //!
 //! ```text
 //!              register                     drain
@@ -9,9 +9,10 @@
 //!                              the hook is called, then       └────────▶ written ───────┘
 //! ```
 //!
-//! The first write to a protected page stops the writing thread; the kernel tells the handler (`handler.rs`, a thread of
-//! its own), which calls the hook, removes the protection, and so wakes the writer. There is no log beside the
-//! page tables: what is not protected counts as written. One drain is:
+//! The first write to a protected page stops the writing thread; the kernel tells the handler
+//! (`handler.rs`, a thread of its own), which calls the hook, removes the protection, and so wakes
+//! the writer. There is no log beside the page tables: what is not protected counts as written. One
+//! drain is:
 //!
 //! ```text
 //!   A  written    not protected (PAGEMAP_SCAN), or never drained, or discarded
@@ -19,30 +20,33 @@
 //!   C  absent     of A, what was never drained or discarded: looked up after it was protected
 //! ```
 //!
-//! Discarding memory (`MADV_DONTNEED`, `MADV_FREE`, `MADV_REMOVE`) is announced (`UFFD_FEATURE_EVENT_REMOVE`): the
-//! discarding thread waits until the handler has heard of it, and no longer. So the hook learns of it, but cannot
-//! copy first; and it takes place some time after. Private anonymous memory then loses its protection, which any later
-//! drain sees. All other memory keeps it: what was discarded once there is reported by every drain from then on.
+//! Discarding memory (`MADV_DONTNEED`, `MADV_FREE`, `MADV_REMOVE`) is announced
+//! (`UFFD_FEATURE_EVENT_REMOVE`): the discarding thread waits until the handler has heard of it,
+//! and no longer. So the hook learns of it, but cannot copy first; and it takes place some time
+//! after. Private anonymous memory then loses its protection, which any later drain sees. All other
+//! memory keeps it: what was discarded once there is reported by every drain from then on.
 //!
 //! Invariants:
 //! 1. A page is protected only in a drain that reports it, or where it is protected already. The second (one call over
-//!    a stretch of pages) only while no page loses its protection unseen: under the lock that the handler needs for
-//!    removing one, and as long as nothing was ever discarded.
+//! a stretch of pages) only while no page loses its protection unseen: under the lock that the
+//! handler needs for removing one, and as long as nothing was ever discarded.
 //! 2. The hook sees a page before its first write since it was last drained. It is told of no page that was written already.
 //! 3. No thread of the process waits for us longer than the hook takes. Where the handler fails, it ends the tracking,
 //!    which wakes all; dropping the tracker does the same, and the kernel where we die.
 //!
-//! Merging like pages (KSM) takes their protection away: refused where it is on when memory is registered, and found out by
-//! [`FaultTracker::unannounced`] later.
+//! Merging like pages (KSM) takes their protection away: refused where it is on when memory is
+//! registered, and found out by [`FaultTracker::unannounced`] later.
 //!
-//! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is told of first is as
-//! frozen. (The other way round, a fault from before the stop could lift a protection with nobody told.) When the copy is
-//! made, ask for what went [`FaultTracker::unannounced`]: a copy of such a page is no copy of that instant.
+//! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is
+//! told of first is as frozen. (The other way round, a fault from before the stop could lift a
+//! protection with nobody told.) When the copy is made, ask for what went
+//! [`FaultTracker::unannounced`]: a copy of such a page is no copy of that instant.
 //!
-//! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another mapping of the same file;
-//! DMA into pages that were pinned before the drain. Refused: files on disk (the kernel waits only for writes to anonymous
-//! memory, memfd, tmpfs and hugetlbfs); 1 GiB pages; a userfaultfd for user-mode faults alone, with which a `read` of
-//! QEMU's into guest RAM would fail.
+//! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another
+//! mapping of the same file; DMA into pages that were pinned before the drain. Refused: files on
+//! disk (the kernel waits only for writes to anonymous memory, memfd, tmpfs and hugetlbfs); 1 GiB
+//! pages; a userfaultfd for user-mode faults alone, with which a `read` of QEMU's into guest RAM
+//! would fail.
 
 mod handler;
 
@@ -60,7 +64,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Pages to protect that are closer than this are protected by one call: it costs as much as walking so many entries.
+/// Pages to protect that are closer than this are protected by one call: it costs as much as
+/// walking so many entries.
 const PROTECT_GAP_BYTES: u64 = 32 << 10;
 /// Pages to look up that are closer than this are looked up by one walk.
 const LOOK_GAP_BYTES: u64 = 2 << 20;
@@ -73,31 +78,36 @@ const KSM_RUN: &str = "/sys/kernel/mm/ksm/run";
 /// What a hook is told of. Both are whole pages of the mapping (4 KiB, or 2 MiB of hugetlbfs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Touch {
-    /// This page is about to be written, for the first time since it was drained. Until the hook returns it is as it was.
+    /// This page is about to be written, for the first time since it was drained. Until the hook
+    /// returns it is as it was.
     Write(HostRange),
     /// These pages are being discarded: what they held may be lost already.
     Discard(HostRange),
 }
 
-/// Called by the handler's thread; the process waits until it returns. It may read the process's memory; calling the
-/// tracker would wait for itself. A page can come more than once, for as long as it is unchanged.
+/// Called by the handler's thread; the process waits until it returns. It may read the process's
+/// memory; calling the tracker would wait for itself. A page can come more than once, for as long
+/// as it is unchanged.
 pub type Hook = Arc<dyn Fn(Touch) + Send + Sync>;
 
-/// Tracks first writes to registered ranges of one process. Dropping it ends the tracking; the memory is as it was.
+/// Tracks first writes to registered ranges of one process. Dropping it ends the tracking; the
+/// memory is as it was.
 pub struct FaultTracker {
     shared: Arc<Shared>,
     pagemap: Pagemap,
     scratch: Mutex<Vec<PageRegion>>,
-    /// All that is registered, for [`Drop`], which must not wait for a hook before the process goes on.
+    /// All that is registered, for [`Drop`], which must not wait for a hook before the process goes
+    /// on.
     registered: Vec<HostRange>,
     /// Joined after `drop` has woken the process.
     _handler: Handler,
 }
 
 impl FaultTracker {
-    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which nothing was asked yet, and
-    /// starts the handler. Errors: the descriptor is for user-mode faults only ([`Error::UserModeOnly`]); the kernel lacks
-    /// a feature ([`Error::MissingFeature`]); pagemap may not be read; no thread can be had.
+    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which
+    /// nothing was asked yet, and starts the handler. Errors: the descriptor is for user-mode
+    /// faults only ([`Error::UserModeOnly`]); the kernel lacks a feature
+    /// ([`Error::MissingFeature`]); pagemap may not be read; no thread can be had.
     pub fn new(process: &Process, uffd: OwnedFd, user_mode_only: bool) -> Result<Self> {
         let pid = process.pid();
         if user_mode_only {
@@ -109,25 +119,29 @@ impl FaultTracker {
             // A refusal leaves the descriptor as new; asked for nothing, it tells what there is.
             let has = abi::uffd_api(uffd.as_fd(), 0).map_err(asked)?;
             let missing = abi::FAULT_FEATURES_NEEDED.iter().rev().find(|(bit, ..)| has & bit == 0);
-            return Err(
-                missing.map_or(asked(source), |(_, feature, since)| Error::MissingFeature { feature, since })
-            );
+            return Err(missing.map_or(asked(source), |(_, feature, since)| {
+                Error::MissingFeature { feature, since }
+            }));
         }
         let pagemap = Pagemap::open(process)?;
-        let shared = Arc::new(Shared { process: process.try_clone()?, uffd, state: Mutex::default() });
-        let handler = Handler::start(&shared).map_err(failed("start the handler of first writes"))?;
+        let shared =
+            Arc::new(Shared { process: process.try_clone()?, uffd, state: Mutex::default() });
+        let handler =
+            Handler::start(&shared).map_err(failed("start the handler of first writes"))?;
         let scratch = Mutex::new(Pagemap::buffer());
         Ok(Self { shared, pagemap, scratch, registered: Vec::new(), _handler: handler })
     }
 
-    /// Sets what is called before each first write, or nothing. When this returns, the former one runs no more.
+    /// Sets what is called before each first write, or nothing. When this returns, the former one
+    /// runs no more.
     pub fn set_hook(&self, hook: Option<Hook>) {
         self.shared.lock().hook = hook;
     }
 
-    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
-    /// drain every page of it counts as written, and no write waits. Errors: not mapped, registered already, not whole
-    /// pages, 1 GiB pages, a file on disk ([`Error::NotWatchable`]), or the kernel refuses; nothing of it is tracked then.
+    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of
+    /// each. Until its first drain every page of it counts as written, and no write waits. Errors:
+    /// not mapped, registered already, not whole pages, 1 GiB pages, a file on disk
+    /// ([`Error::NotWatchable`]), or the kernel refuses; nothing of it is tracked then.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         let pid = self.shared.process.pid();
         if self.registered.iter().any(|other| intersection(*other, range).is_some()) {
@@ -137,12 +151,12 @@ impl FaultTracker {
         let on_file = stretches.iter().any(|stretch| stretch.has_file);
         self.ensure_not_merged(range)?;
         let mut state = self.shared.lock();
-        abi::uffd_register(self.shared.uffd.as_fd(), range.start.0, range.len_bytes).map_err(|source| {
-            match source.raw_os_error() {
+        abi::uffd_register(self.shared.uffd.as_fd(), range.start.0, range.len_bytes).map_err(
+            |source| match source.raw_os_error() {
                 Some(libc::EINVAL) if on_file => Error::NotWatchable { pid, range },
                 _ => self.range_error("register", range, source),
-            }
-        })?;
+            },
+        )?;
         state.segments.extend(stretches.into_iter().map(Segment::new));
         state.segments.sort_unstable_by_key(|segment| segment.stretch.range.start);
         state.unscanned = union(&[&state.unscanned, &[range]]);
@@ -150,7 +164,8 @@ impl FaultTracker {
         Ok(())
     }
 
-    /// An error where the kernel merges pages of `range`: they lose their protection, and no hook is told.
+    /// An error where the kernel merges pages of `range`: they lose their protection, and no hook
+    /// is told.
     fn ensure_not_merged(&self, range: HostRange) -> Result<()> {
         // A kernel without KSM has no such file.
         if !std::fs::read_to_string(KSM_RUN).is_ok_and(|text| text.trim() == "1") {
@@ -165,12 +180,14 @@ impl FaultTracker {
         }
     }
 
-    /// Ends the tracking of `range`, which must be registered; threads that wait there go on. Errors: it is not, or the kernel
-    /// refuses.
+    /// Ends the tracking of `range`, which must be registered; threads that wait there go on.
+    /// Errors: it is not, or the kernel refuses.
     pub fn unregister(&mut self, range: HostRange) -> Result<()> {
         let mut state = self.shared.lock();
         self.parts(&state, range, "unregister")?;
-        self.shared.end_tracking(range).map_err(|source| self.range_error("unregister", range, source))?;
+        self.shared
+            .end_tracking(range)
+            .map_err(|source| self.range_error("unregister", range, source))?;
         let cut = |segment: Segment| {
             without(&[segment.stretch.range], range)
                 .into_iter()
@@ -184,13 +201,14 @@ impl FaultTracker {
         Ok(())
     }
 
-    /// Finds the pages of `range` that were written, or discarded, since its last drain, protects them again, and adds
-    /// them to `out`, rising and without overlap. The first drain of a range reports all of it. `range` must be registered
-    /// and made of whole pages. Draining is destructive: what is added here is reported to nobody again. Read the pages
-    /// after: one that is written meanwhile is reported again.
+    /// Finds the pages of `range` that were written, or discarded, since its last drain, protects
+    /// them again, and adds them to `out`, rising and without overlap. The first drain of a range
+    /// reports all of it. `range` must be registered and made of whole pages. Draining is
+    /// destructive: what is added here is reported to nobody again. Read the pages after: one that
+    /// is written meanwhile is reported again.
     ///
-    /// Errors: [`Error::ScanBroken`], also where the handler has failed: count all of `range` as written.
-    /// [`Error::Gone`]. Any other: nothing was done. `out` is unchanged in every case.
+    /// Errors: [`Error::ScanBroken`], also where the handler has failed: count all of `range` as
+    /// written. [`Error::Gone`]. Any other: nothing was done. `out` is unchanged in every case.
     pub fn drain(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let pid = self.shared.process.pid();
         let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -213,10 +231,11 @@ impl FaultTracker {
         }
     }
 
-    /// The pages of `range` that have lost their protection since their last drain with no hook told of a write: they were
-    /// discarded, or merged by the kernel (KSM, begun after they were registered). Of these a frozen copy holds what was
-    /// asked for only where it was made before. Only private anonymous memory loses it so. Pages never drained do not
-    /// count. Errors: not registered, not whole pages, the handler has failed, or the kernel refuses.
+    /// The pages of `range` that have lost their protection since their last drain with no hook
+    /// told of a write: they were discarded, or merged by the kernel (KSM, begun after they were
+    /// registered). Of these a frozen copy holds what was asked for only where it was made before.
+    /// Only private anonymous memory loses it so. Pages never drained do not count. Errors: not
+    /// registered, not whole pages, the handler has failed, or the kernel refuses.
     pub fn unannounced(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let operation = "look for lost protection";
         let failed = |source| self.range_error(operation, range, source);
@@ -227,9 +246,11 @@ impl FaultTracker {
         }
         let mut lost = Vec::new();
         for part in self.parts(&guard, range, operation)? {
-            let (fresh, discarded) = (clip(&guard.unscanned, part.range), clip(&guard.discarded, part.range));
+            let (fresh, discarded) =
+                (clip(&guard.unscanned, part.range), clip(&guard.discarded, part.range));
             let stats = &mut ScanStats::default();
-            let written = self.written(part, &[], &discarded, &mut buffer, stats).map_err(failed)?;
+            let written =
+                self.written(part, &[], &discarded, &mut buffer, stats).map_err(failed)?;
             for run in select(&written, &fresh, false) {
                 guard.each_closed(run, |page| push_joined(&mut lost, page));
             }
@@ -303,10 +324,12 @@ impl FaultTracker {
         runs: &[HostRange],
     ) -> io::Result<MutexGuard<'s, State>> {
         let begun = Instant::now();
-        let mut left = if state.has_discarded { runs.to_vec() } else { windows(runs, PROTECT_GAP_BYTES) };
+        let mut left =
+            if state.has_discarded { runs.to_vec() } else { windows(runs, PROTECT_GAP_BYTES) };
         left.reverse();
         loop {
-            // Whoever breaks the tracking ends it for every page: nothing that is found then means anything.
+            // Whoever breaks the tracking ends it for every page: nothing that is found then means
+            // anything.
             if let Some(source) = state.broken() {
                 return Err(source);
             }
@@ -316,8 +339,11 @@ impl FaultTracker {
                     state.note_protected(run);
                     left.pop();
                 }
-                // A discard waits until the handler has heard of it, for which the handler needs the lock.
-                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) && begun.elapsed() < BUSY_MAX => {
+                // A discard waits until the handler has heard of it, for which the handler needs
+                // the lock.
+                Err(error)
+                    if error.raw_os_error() == Some(libc::EAGAIN) && begun.elapsed() < BUSY_MAX =>
+                {
                     drop(state);
                     std::thread::sleep(BUSY_SLEEP);
                     state = self.shared.lock();
@@ -351,7 +377,12 @@ impl FaultTracker {
     }
 
     /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
-    fn parts(&self, state: &State, range: HostRange, operation: &'static str) -> Result<Vec<Stretch>> {
+    fn parts(
+        &self,
+        state: &State,
+        range: HostRange,
+        operation: &'static str,
+    ) -> Result<Vec<Stretch>> {
         let registered = state.segments.iter().map(|segment| segment.stretch);
         stretch::registered(&self.shared.process, registered, range, operation)
     }
@@ -378,8 +409,9 @@ impl std::fmt::Debug for FaultTracker {
 impl Drop for FaultTracker {
     fn drop(&mut self) {
         for range in &self.registered {
-            // The mapping, or the whole process, may be gone: then there is nothing left to end. This wakes who waits
-            // to write; who waits to discard is woken when the descriptor closes, which follows.
+            // The mapping, or the whole process, may be gone: then there is nothing left to end.
+            // This wakes who waits to write; who waits to discard is woken when the descriptor
+            // closes, which follows.
             let _ = self.shared.end_tracking(*range);
         }
     }

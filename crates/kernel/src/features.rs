@@ -1,6 +1,8 @@
-//! What this host permits, found by trying each thing once, on our own process and on a child made for it.
+//! What this host permits, found by trying each thing once, on our own process and on a child made
+//! for it.
 //!
-//! Invariant: nothing is changed on the host: memory tried on is our own, the child is gone when [`probe`] returns.
+//! Invariant: nothing is changed on the host: memory tried on is our own, the child is gone when
+//! [`probe`] returns.
 //!
 //! Left out: what a certain QEMU permits (its user, its sandbox): only attaching to it tells.
 
@@ -42,7 +44,8 @@ pub struct Feature {
     pub name: &'static str,
     /// True where it works.
     pub available: bool,
-    /// True where nothing can be tracked without it; otherwise it makes things faster, or is for information.
+    /// True where nothing can be tracked without it; otherwise it makes things faster, or is for
+    /// information.
     pub required: bool,
     /// What was found.
     pub detail: String,
@@ -52,7 +55,11 @@ pub struct Feature {
 
 impl Feature {
     /// From what a try gave: what was found, or why not and what to do.
-    fn of(name: &'static str, required: bool, tried: Result<String, (String, Option<String>)>) -> Self {
+    fn of(
+        name: &'static str,
+        required: bool,
+        tried: Result<String, (String, Option<String>)>,
+    ) -> Self {
         match tried {
             Ok(detail) => Self { name, available: true, required, detail, fix: None },
             Err((detail, fix)) => Self { name, available: false, required, detail, fix },
@@ -112,14 +119,21 @@ fn userfaultfd() -> Tried {
         Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
             no(error, "run a kernel with CONFIG_USERFAULTFD")
         }
-        Err(error) => no(error, "allow userfaultfd in the sandbox or container (seccomp) that this runs in"),
+        Err(error) => {
+            no(error, "allow userfaultfd in the sandbox or container (seccomp) that this runs in")
+        }
     }
 }
 
 /// One item for each feature bit.
 fn uffd_features() -> Vec<Feature> {
     let has = own_userfaultfd().and_then(|uffd| abi::uffd_api(uffd.as_fd(), 0)).unwrap_or(0);
-    let names = ["uffd PAGEFAULT_FLAG_WP", "uffd WP_HUGETLBFS_SHMEM", "uffd WP_UNPOPULATED", "uffd WP_ASYNC"];
+    let names = [
+        "uffd PAGEFAULT_FLAG_WP",
+        "uffd WP_HUGETLBFS_SHMEM",
+        "uffd WP_UNPOPULATED",
+        "uffd WP_ASYNC",
+    ];
     let found = abi::FEATURES_NEEDED.iter().zip(names);
     found
         .map(|((bit, _, since), name)| {
@@ -146,7 +160,12 @@ impl Pages {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: no address is given, so that no mapping of ours is replaced.
         let start = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), TRIED_PAGES * PAGE_BYTES, access, MapFlags::PRIVATE)?
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                TRIED_PAGES * PAGE_BYTES,
+                access,
+                MapFlags::PRIVATE,
+            )?
         };
         Ok(Self(start.cast()))
     }
@@ -193,8 +212,11 @@ fn scan_finds_written_pages() -> Tried {
             }
             let mut regions = [PageRegion::default(); TRIED_PAGES];
             let (count, _) = abi::pagemap_scan(pagemap.as_fd(), arg, &mut regions)?;
-            let relative =
-                |r: &PageRegion| PageRegion { start: r.start - arg.start, end: r.end - arg.start, ..*r };
+            let relative = |r: &PageRegion| PageRegion {
+                start: r.start - arg.start,
+                end: r.end - arg.start,
+                ..*r
+            };
             found.push(regions.iter().take(count).map(relative).collect());
         }
         Ok(found)
@@ -208,10 +230,13 @@ fn scan_finds_written_pages() -> Tried {
         Ok(found) if found.get(1..) == Some(&[vec![page(3)], vec![]]) => {
             Ok("finds and protects written pages".into())
         }
-        Ok(found) => {
-            no(format!("it found {found:?}").as_str(), "run another kernel: this one's PAGEMAP_SCAN is wrong")
+        Ok(found) => no(
+            format!("it found {found:?}").as_str(),
+            "run another kernel: this one's PAGEMAP_SCAN is wrong",
+        ),
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
+            no(error, "run Linux 6.7 or newer")
         }
-        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => no(error, "run Linux 6.7 or newer"),
         Err(error) => Err((error.to_string(), None)),
     }
 }
@@ -231,16 +256,23 @@ fn with_child() -> Vec<Feature> {
         }
     };
     let tried = match Process::open(child.id()) {
-        Ok(process) => {
-            [attached(&process), descriptor_taken(&process), memory_read(&process), mapping_opened(&process)]
-        }
+        Ok(process) => [
+            attached(&process),
+            descriptor_taken(&process),
+            memory_read(&process),
+            mapping_opened(&process),
+        ],
         Err(error) => std::array::from_fn(|_| failed(&error)),
     };
     // Its input ends, so does it; a failure to do so is not ours to report.
     drop(child.stdin.take());
     let _ = child.kill();
     let _ = child.wait();
-    NAMES.iter().zip(tried).map(|(name, tried)| Feature::of(name, *name != "map_files", tried)).collect()
+    NAMES
+        .iter()
+        .zip(tried)
+        .map(|(name, tried)| Feature::of(name, *name != "map_files", tried))
+        .collect()
 }
 
 fn failed(error: &Error) -> Tried {
@@ -293,8 +325,11 @@ fn memory_read(process: &Process) -> Tried {
 fn mapping_opened(process: &Process) -> Tried {
     let open = || {
         let maps = process.maps()?;
-        let file =
-            maps.iter().find(|m| m.inode != 0).map(|m: &crate::Mapping| m.map_file()).unwrap_or_default();
+        let file = maps
+            .iter()
+            .find(|m| m.inode != 0)
+            .map(|m: &crate::Mapping| m.map_file())
+            .unwrap_or_default();
         process.open_file(&file, rustix::fs::OFlags::RDONLY)
     };
     match open() {
@@ -316,7 +351,9 @@ fn sealed_memfd() -> Tried {
         Ok(ftruncate(&file, 0).is_err())
     };
     match seal() {
-        Ok(true) => Ok("memory of memory-backend-memfd is read through a mapping of our own".into()),
+        Ok(true) => {
+            Ok("memory of memory-backend-memfd is read through a mapping of our own".into())
+        }
         Ok(false) => Err(("a sealed memfd could be made shorter".into(), None)),
         Err(error) => Err((io::Error::from(error).to_string(), None)),
     }
@@ -326,8 +363,9 @@ fn sealed_memfd() -> Tried {
 fn huge_pages() -> Tried {
     let mut found = Vec::new();
     for entry in fs::read_dir("/sys/kernel/mm/hugepages").into_iter().flatten().flatten() {
-        let number =
-            |file: &str| fs::read_to_string(entry.path().join(file)).unwrap_or_default().trim().to_owned();
+        let number = |file: &str| {
+            fs::read_to_string(entry.path().join(file)).unwrap_or_default().trim().to_owned()
+        };
         let size = entry.file_name().to_string_lossy().replace("hugepages-", "");
         found.push((
             number("nr_hugepages") != "0",
@@ -347,7 +385,9 @@ fn huge_pages() -> Tried {
 
 /// On a thread of its own, so that ours keeps its priority.
 fn raised_priority() -> Tried {
-    let raised = std::thread::Builder::new().spawn(crate::priority::raise).map(std::thread::JoinHandle::join);
+    let raised = std::thread::Builder::new()
+        .spawn(crate::priority::raise)
+        .map(std::thread::JoinHandle::join);
     match raised {
         Ok(Ok(true)) => Ok("the copying threads can be raised over the guest".into()),
         _ => no(
@@ -361,7 +401,8 @@ fn kvm() -> Tried {
     const KVM_GET_API_VERSION: libc::Ioctl = 0xAE00;
     match fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         Ok(device) => {
-            // SAFETY: an open descriptor; this request takes no argument, and is unknown to any other device.
+            // SAFETY: an open descriptor; this request takes no argument, and is unknown to any
+            // other device.
             let version = unsafe { libc::ioctl(device.as_raw_fd(), KVM_GET_API_VERSION, 0) };
             if version > 0 {
                 Ok(format!("API version {version}"))
@@ -369,9 +410,10 @@ fn kvm() -> Tried {
                 Err(("it does not answer as KVM does".into(), None))
             }
         }
-        Err(error) => {
-            no(error, "VMs run by emulation (TCG) instead; load the kvm module, or join the group kvm")
-        }
+        Err(error) => no(
+            error,
+            "VMs run by emulation (TCG) instead; load the kvm module, or join the group kvm",
+        ),
     }
 }
 
@@ -385,11 +427,17 @@ mod tests {
         let features = probe();
         for item in &features.items {
             assert!(!item.detail.is_empty(), "{item:?}");
-            assert_eq!(features.items.iter().filter(|other| other.name == item.name).count(), 1, "{item:?}");
+            assert_eq!(
+                features.items.iter().filter(|other| other.name == item.name).count(),
+                1,
+                "{item:?}"
+            );
             assert!(!item.available || item.fix.is_none(), "{item:?}");
         }
-        // The other tests of this crate need as much, so a host without it must be told from a wrong probe.
-        let lacking: Vec<_> = features.items.iter().filter(|item| item.required && !item.available).collect();
+        // The other tests of this crate need as much, so a host without it must be told from a
+        // wrong probe.
+        let lacking: Vec<_> =
+            features.items.iter().filter(|item| item.required && !item.available).collect();
         assert!(lacking.is_empty(), "{lacking:#?}");
         assert!(features.can_track());
         assert!(features.get("uffd WP_ASYNC").is_some() && features.get("no such thing").is_none());
@@ -400,8 +448,10 @@ mod tests {
     fn pages_are_tried_on_memory_of_our_own() {
         let pages = Pages::new().unwrap();
         pages.write(TRIED_PAGES - 1);
-        let range =
-            HostRange { start: HostVirt(pages.start()), len_bytes: (TRIED_PAGES * PAGE_BYTES) as u64 };
+        let range = HostRange {
+            start: HostVirt(pages.start()),
+            len_bytes: (TRIED_PAGES * PAGE_BYTES) as u64,
+        };
         let own = Process::open(std::process::id()).unwrap();
         assert!(own.maps().unwrap().iter().any(|mapping| mapping.range.contains(range)));
     }

@@ -1,4 +1,5 @@
-//! A copy of a process's private memory as it is at one instant: a child of the process that never runs.
+//! A copy of a process's private memory as it is at one instant: a child of the process that never
+//! runs.
 //!
 //! ```text
 //!   target     running ─ seize ─▶ stopped ─ madvise, clone, madvise ─▶ running ············ stopped ─▶ running
@@ -7,28 +8,32 @@
 //!                                                                                 └─ read: the memory at the clone
 //! ```
 //!
-//! The kernel copies the page tables and shares the pages until one side writes; the child does not. QEMU keeps guest RAM
-//! out of its children (`MADV_DONTFORK`): for the length of the clone this is taken back, where it was so.
+//! The kernel copies the page tables and shares the pages until one side writes; the child does
+//! not. QEMU keeps guest RAM out of its children (`MADV_DONTFORK`): for the length of the clone
+//! this is taken back, where it was so.
 //!
 //! Invariants:
 //! 1. The child executes nothing: it is traced from birth and stopped before its first instruction. All that it is
-//!    made to do is one system call through the vdso. Were it ever let go, it would die at once: it has no stack
-//!    (see `Hijack::call_clone`).
+//! made to do is one system call through the vdso. Were it ever let go, it would die at once: it
+//! has no stack (see `Hijack::call_clone`).
 //! 2. It holds nothing but memory: it shares the table of open files while it is born, and then leaves it
-//!    (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
+//! (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
 //! 3. It ends with the snapshot, and with the thread that keeps it, should that die (`PTRACE_O_EXITKILL`).
 //! 4. The target is told nothing: the child's end sends no signal, and it is none that `wait` shows. Dropped, the snapshot
-//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or the target's end. Where
-//!    it dies right in the fork, the target runs on as after any attachment (see `attach`); its memory may stay without
-//!    `MADV_DONTFORK` then, so that a child that QEMU itself makes later costs more.
+//! has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or
+//! the target's end. Where it dies right in the fork, the target runs on as after any attachment
+//! (see `attach`); its memory may stay without `MADV_DONTFORK` then, so that a child that QEMU
+//! itself makes later costs more.
 //!
-//! The copy is of one instant only where nothing in the target runs: threads other than the main one are not stopped here,
-//! so the caller pauses the VM first. What a snapshot costs later: each first write of the target copies a page.
+//! The copy is of one instant only where nothing in the target runs: threads other than the main
+//! one are not stopped here, so the caller pauses the VM first. What a snapshot costs later: each
+//! first write of the target copies a page.
 //!
-//! Refused: shared memory (both sides would see each other's writes), pages of hugetlbfs (when their pool is empty, the
-//! kernel takes them away from the child), memory that is wiped or not copied in a child, and seccomp (a filter that
-//! denies clone kills the process; the filter cannot be asked). Private memory of a file is frozen as far as the target has
-//! written it; the rest is read from the file.
+//! Refused: shared memory (both sides would see each other's writes), pages of hugetlbfs (when
+//! their pool is empty, the kernel takes them away from the child), memory that is wiped or not
+//! copied in a child, and seccomp (a filter that denies clone kills the process; the filter cannot
+//! be asked). Private memory of a file is frozen as far as the target has written it; the rest is
+//! read from the file.
 
 use crate::attach::{Hijack, SESSION_MAX, call_registers};
 use crate::gadgets::Gadgets;
@@ -56,7 +61,8 @@ const REAPS_MAX: u32 = 50;
 const REAP_SLEEP: Duration = Duration::from_millis(1);
 /// The kernel's answer to itself: make this call again.
 const ERESTARTNOINTR: i32 = 513;
-/// Shares the table of open files, which saves its copy; the low byte, the signal at the end, is none.
+/// Shares the table of open files, which saves its copy; the low byte, the signal at the end, is
+/// none.
 const CLONE_FLAGS: u64 = libc::CLONE_FILES as u64;
 
 /// The memory of a process at one instant. Ended by [`Self::end`], or on drop.
@@ -79,26 +85,32 @@ pub struct ForkPlan {
 }
 
 impl ForkPlan {
-    /// Looks whether a fork freezes `ranges` of the memory of `process`, which must be whole pages of private memory. It holds
-    /// until the process maps memory anew there. Takes milliseconds for a GiB. Errors: memory that a fork does not
-    /// freeze ([`Error::NotForkable`]); a process under seccomp ([`Error::Seccomp`]).
+    /// Looks whether a fork freezes `ranges` of the memory of `process`, which must be whole pages
+    /// of private memory. It holds until the process maps memory anew there. Takes milliseconds for
+    /// a GiB. Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under
+    /// seccomp ([`Error::Seccomp`]).
     pub fn new(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         let hidden = check(process, ranges)?;
         Ok(Self { target: process.try_clone()?, gadgets: Gadgets::find(process)?, hidden })
     }
 
-    /// Freezes a copy of the ranges (and of what else a child inherits). The caller sees to it that no thread of the process
-    /// writes there meanwhile: else the copy is no single instant. What holds for a process that is our own child
-    /// holds here too: see [`crate::attach::inject_userfaultfd`].
+    /// Freezes a copy of the ranges (and of what else a child inherits). The caller sees to it that
+    /// no thread of the process writes there meanwhile: else the copy is no single instant. What
+    /// holds for a process that is our own child holds here too: see
+    /// [`crate::attach::inject_userfaultfd`].
     ///
-    /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process ([`Error::Injected`], mostly
-    /// for want of memory); all errors of attaching. The process runs on as it was in every case.
+    /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process
+    /// ([`Error::Injected`], mostly for want of memory); all errors of attaching. The process runs
+    /// on as it was in every case.
     pub fn fork(&self) -> Result<Snapshot> {
         let pid = self.target.pid();
         let spawn = |source| Error::Attach { pid, operation: "start a thread", source };
         ensure_no_seccomp(&self.target)?;
-        let plan =
-            Self { target: self.target.try_clone()?, gadgets: self.gadgets, hidden: self.hidden.clone() };
+        let plan = Self {
+            target: self.target.try_clone()?,
+            gadgets: self.gadgets,
+            hidden: self.hidden.clone(),
+        };
         let (hold, until_dropped) = channel();
         let (ready, answer) = sync_channel(1);
         let keeper = std::thread::Builder::new().name("snapshot".into());
@@ -123,8 +135,8 @@ impl Snapshot {
         ForkPlan::new(process, ranges)?.fork()
     }
 
-    /// The frozen process: for [`crate::read_memory`] and [`crate::memory::GuestReader`]. Should it be killed by somebody,
-    /// reading it fails.
+    /// The frozen process: for [`crate::read_memory`] and [`crate::memory::GuestReader`]. Should it
+    /// be killed by somebody, reading it fails.
     pub fn process(&self) -> &Process {
         &self.child
     }
@@ -134,8 +146,8 @@ impl Snapshot {
         self.stopped_ns
     }
 
-    /// Gives the copy back. Stops the main thread of the process for a tenth of a millisecond. Errors: the process could not be
-    /// attached to, so that a zombie child of it is left.
+    /// Gives the copy back. Stops the main thread of the process for a tenth of a millisecond.
+    /// Errors: the process could not be attached to, so that a zombie child of it is left.
     pub fn end(mut self) -> Result<()> {
         self.finish()
     }
@@ -145,7 +157,11 @@ impl Snapshot {
         let Some(keeper) = self.keeper.take() else { return Ok(()) };
         let panicked = |_| {
             let source = io::Error::other("it panicked");
-            Err(Error::Attach { pid: self.child.pid(), operation: "end the thread of a snapshot", source })
+            Err(Error::Attach {
+                pid: self.child.pid(),
+                operation: "end the thread of a snapshot",
+                source,
+            })
         };
         keeper.join().unwrap_or_else(panicked)
     }
@@ -174,7 +190,8 @@ fn check(process: &Process, ranges: &[HostRange]) -> Result<Vec<HostRange>> {
     let mut hidden = Vec::new();
     for &range in ranges {
         let page_bytes = PAGE_BYTES as u64;
-        let whole = range.start.0.is_multiple_of(page_bytes) && range.len_bytes.is_multiple_of(page_bytes);
+        let whole =
+            range.start.0.is_multiple_of(page_bytes) && range.len_bytes.is_multiple_of(page_bytes);
         if !whole || range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
             return Err(Error::Unaligned { pid, operation: "fork", range, page_bytes });
         }
@@ -225,8 +242,14 @@ pub(crate) fn mapping_flags(smaps: &[u8]) -> Vec<MappingFlags> {
             let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
             let special = has("wf") || has("io") || has("pf");
             let (hidden, mergeable) = (has("dc"), has("mg"));
-            out.extend(current.take().map(|range| MappingFlags { range, hidden, special, mergeable }));
-        } else if let Some((start, end)) = line.split(' ').next().and_then(|word| word.split_once('-'))
+            out.extend(current.take().map(|range| MappingFlags {
+                range,
+                hidden,
+                special,
+                mergeable,
+            }));
+        } else if let Some((start, end)) =
+            line.split(' ').next().and_then(|word| word.split_once('-'))
             && let (Some(start), Some(end)) = (address(start), address(end))
         {
             current = Some(between(start, end));
@@ -242,7 +265,8 @@ struct Born {
     theirs: u64,
 }
 
-/// The life of a snapshot, on a thread of its own: what is traced belongs to the thread that traces it.
+/// The life of a snapshot, on a thread of its own: what is traced belongs to the thread that traces
+/// it.
 fn keep(
     plan: &ForkPlan,
     ready: &SyncSender<Result<(Process, u64)>>,
@@ -322,8 +346,8 @@ fn clone(hijack: &mut Hijack<'_>) -> Result<Born> {
     }
 }
 
-/// Has the target reap what snapshots left to it whose keeper died. Only children without a signal at their end
-/// are asked for (`__WCLONE`), which QEMU has none of its own.
+/// Has the target reap what snapshots left to it whose keeper died. Only children without a signal
+/// at their end are asked for (`__WCLONE`), which QEMU has none of its own.
 fn sweep(hijack: &mut Hijack<'_>) {
     let options = (libc::WNOHANG | libc::__WCLONE) as u64;
     for _ in 0..SWEPT_MAX {
@@ -372,11 +396,17 @@ fn bury(child: &Process, tracee: &Tracee<'_>) -> Result<()> {
     let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
     if !child.exits_within(END_MS_MAX) {
         let waited_ms = END_MS_MAX.into();
-        return Err(Error::AttachTimeout { pid: child.pid(), operation: "end the copy", waited_ms });
+        return Err(Error::AttachTimeout {
+            pid: child.pid(),
+            operation: "end the copy",
+            waited_ms,
+        });
     }
     for _ in 0..REAPS_MAX {
         match tracee.take_end() {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(REAP_SLEEP),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                std::thread::sleep(REAP_SLEEP)
+            }
             // Taken; or not ours to take (nothing is traced any more): the same to the parent.
             _ => break,
         }
@@ -407,8 +437,8 @@ fn reap(target: &Process, gadgets: Gadgets, born: Born) -> Result<()> {
     Err(Error::Injected { pid: target.pid(), call: "wait4", source })
 }
 
-/// Ends a child that is of no use. What fails here comes after the error that is reported, and the end of this thread
-/// ends the child in any case.
+/// Ends a child that is of no use. What fails here comes after the error that is reported, and the
+/// end of this thread ends the child in any case.
 fn abandon(target: &Process, gadgets: Gadgets, born: Born) {
     if let Ok(child) = Process::open(born.ours) {
         let _ = bury(&child, &Tracee::born(&child));

@@ -1,6 +1,8 @@
-//! The way back of a thread that runs our system calls: a signal frame that holds all it was, on its own stack.
+//! The way back of a thread that runs our system calls: a signal frame that holds all it was, on
+//! its own stack.
 //!
-//! It is what the kernel itself puts there before it calls a signal handler, and where a handler returns to:
+//! It is what the kernel itself puts there before it calls a signal handler, and where a handler
+//! returns to:
 //!
 //! ```text
 //!   the thread's stack                              its code
@@ -14,8 +16,9 @@
 //!          └──────────────────────────┘
 //! ```
 //!
-//! So from the moment on at which its registers are ours until they are its own again, the thread needs nobody: let go at
-//! any instant it makes the call it was to make, if any, returns, and is what it was.
+//! So from the moment on at which its registers are ours until they are its own again, the thread
+//! needs nobody: let go at any instant it makes the call it was to make, if any, returns, and is
+//! what it was.
 //!
 //! Invariants:
 //! 1. What lies below the red zone belongs to nobody: any signal would overwrite it. What is not mapped and writable there
@@ -23,9 +26,11 @@
 //! 2. A system call that was interrupted is made again: `rt_sigreturn` restarts nothing, so the frame stands before it. One that
 //!    waits for a length of time waits all of it again.
 //!
-//! Left out: threads with a shadow stack (CET), which a return to an address that no call has left would kill. And a wait for a length of time that was
-//! interrupted before, and let go on (by `restart_syscall`, see [`is_beyond_return`]): such a thread is better left alone until it has done waiting. QEMU's main
-//! thread never is in one, as its wait (`ppoll`) is made again as a whole.
+//! Left out: threads with a shadow stack (CET), which a return to an address that no call has left
+//! would kill. And a wait for a length of time that was interrupted before, and let go on (by
+//! `restart_syscall`, see [`is_beyond_return`]): such a thread is better left alone until it has
+//! done waiting. QEMU's main thread never is in one, as its wait (`ppoll`) is made again as a
+//! whole.
 
 use crate::ptrace::SignalMask;
 use std::arch::x86_64::__cpuid_count;
@@ -40,8 +45,8 @@ const CONTEXT_FLAGS: u64 = 1 | 2 | 4;
 /// No state that an alternate signal stack can have: the kernel leaves the one there is as it is.
 const SIGNAL_STACK_UNCHANGED: u64 = u32::MAX as u64;
 
-/// Of the xsave area: where what the processor's structure leaves to software begins, the bits of what is in use, and the least
-/// that there is of it.
+/// Of the xsave area: where what the processor's structure leaves to software begins, the bits of
+/// what is in use, and the least that there is of it.
 const SOFTWARE_AT: usize = 464;
 const IN_USE_AT: usize = 512;
 const XSAVE_BYTES_MIN: usize = 576;
@@ -70,8 +75,9 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
-    /// The frame of a stopped thread of these registers, mask and xsave area (in the processor's standard form, as ptrace
-    /// gives it), for code that returns from signals at `sigreturn`. `None` where they are not what any thread has.
+    /// The frame of a stopped thread of these registers, mask and xsave area (in the processor's
+    /// standard form, as ptrace gives it), for code that returns from signals at `sigreturn`.
+    /// `None` where they are not what any thread has.
     pub fn new(
         registers: &libc::user_regs_struct,
         mask: SignalMask,
@@ -83,7 +89,8 @@ impl Frame {
         let top = registers.rsp.checked_sub(RED_ZONE_BYTES)?;
         let xsave_at = top.checked_sub(xsave.len() as u64)? & !63;
         // Where the stack pointer of a function is on its entry.
-        let at = (xsave_at.checked_sub(FRAME_WORDS as u64 * WORD_BYTES)? & !15).checked_sub(WORD_BYTES)?;
+        let at = (xsave_at.checked_sub(FRAME_WORDS as u64 * WORD_BYTES)? & !15)
+            .checked_sub(WORD_BYTES)?;
         let words = words(&restarting(registers), mask, xsave_at, sigreturn);
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         bytes.resize(usize::try_from(xsave_at - at).ok()?, 0);
@@ -100,7 +107,8 @@ fn words(
     sigreturn: u64,
 ) -> [u64; FRAME_WORDS] {
     let r = registers;
-    let segments = r.cs & 0xffff | (r.gs & 0xffff) << 16 | (r.fs & 0xffff) << 32 | (r.ss & 0xffff) << 48;
+    let segments =
+        r.cs & 0xffff | (r.gs & 0xffff) << 16 | (r.fs & 0xffff) << 32 | (r.ss & 0xffff) << 48;
     let mut words = [0; FRAME_WORDS];
     let filled = [
         sigreturn,
@@ -149,7 +157,8 @@ fn words(
     words
 }
 
-/// The registers with which an interrupted system call is made again; the same where there was none.
+/// The registers with which an interrupted system call is made again; the same where there was
+/// none.
 fn restarting(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
     let interrupted = matches!(
         registers.rax.cast_signed(),
@@ -162,17 +171,20 @@ fn restarting(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
     libc::user_regs_struct { rax: registers.orig_rax, rip, ..*registers }
 }
 
-/// Whether a stopped thread is in a wait for a length of time that was interrupted before: by whoever attached in the same wait. What it waits for is known to the
-/// kernel alone, which forgets it at any `rt_sigreturn`. A frame would end the wait with `EINTR`, as a signal does; no frame is needed where nobody is killed.
+/// Whether a stopped thread is in a wait for a length of time that was interrupted before: by
+/// whoever attached in the same wait. What it waits for is known to the kernel alone, which forgets
+/// it at any `rt_sigreturn`. A frame would end the wait with `EINTR`, as a signal does; no frame is
+/// needed where nobody is killed.
 pub(crate) fn is_beyond_return(registers: &libc::user_regs_struct) -> bool {
     registers.orig_rax.cast_signed() == libc::SYS_restart_syscall
         && registers.rax.cast_signed() == ERESTART_RESTARTBLOCK
 }
 
-/// The xsave area with the marks by which the kernel knows that it is more than the oldest part of it.
+/// The xsave area with the marks by which the kernel knows that it is more than the oldest part of
+/// it.
 ///
-/// The second mark follows the state that the kernel keeps for this thread. That is with the tiles, or without them; what
-/// the thread did not ask for is not in use.
+/// The second mark follows the state that the kernel keeps for this thread. That is with the tiles,
+/// or without them; what the thread did not ask for is not in use.
 fn with_marks(xsave: &[u8], layout: &XsaveLayout) -> Option<Vec<u8>> {
     let word = |at: usize| Some(u64::from_ne_bytes(*xsave.get(at..)?.first_chunk()?));
     let (permitted, in_use) = (word(SOFTWARE_AT)?, word(IN_USE_AT)?);
@@ -188,7 +200,8 @@ fn with_marks(xsave: &[u8], layout: &XsaveLayout) -> Option<Vec<u8>> {
         Some(())
     };
     put(kept_bytes, &MAGIC_2.to_ne_bytes())?;
-    let (len, extended_len) = (u32::try_from(kept_bytes).ok()?, u32::try_from(kept_bytes + 4).ok()?);
+    let (len, extended_len) =
+        (u32::try_from(kept_bytes).ok()?, u32::try_from(kept_bytes + 4).ok()?);
     put(SOFTWARE_AT, &[0; 48])?;
     put(SOFTWARE_AT, &MAGIC_1.to_ne_bytes())?;
     put(SOFTWARE_AT + 4, &extended_len.to_ne_bytes())?;
@@ -202,7 +215,8 @@ fn with_marks(xsave: &[u8], layout: &XsaveLayout) -> Option<Vec<u8>> {
 pub(crate) struct XsaveLayout([usize; FEATURES]);
 
 impl XsaveLayout {
-    /// That of this processor, asked once: a virtual machine's host answers each question, which takes its time.
+    /// That of this processor, asked once: a virtual machine's host answers each question, which
+    /// takes its time.
     pub fn of_this_processor() -> &'static Self {
         static LAYOUT: OnceLock<XsaveLayout> = OnceLock::new();
         LAYOUT.get_or_init(|| {
@@ -270,7 +284,8 @@ mod tests {
                 0x4242,
             )
             .unwrap();
-            let word = |index: usize| u64::from_ne_bytes(*frame.bytes[index * 8..].first_chunk().unwrap());
+            let word =
+                |index: usize| u64::from_ne_bytes(*frame.bytes[index * 8..].first_chunk().unwrap());
             assert!(frame.at + frame.bytes.len() as u64 <= rsp - RED_ZONE_BYTES);
             assert_eq!(frame.at % 16, 8);
             assert_eq!((word(0), word(21), word(22), word(38)), (0x4242, rsp, 0x1002, 5));

@@ -5,11 +5,13 @@
 //!     └─ mapped here, registered as missing, never touched
 //! ```
 //!
-//! A page of a memfd can be had in three ways. A write to a mapping is a page fault each, and the kernel fills the page with
-//! zeros before it is overwritten. `pwrite` does neither, but holds the file's lock, so that threads stand in a queue.
-//! `UFFDIO_COPY` does neither and holds no lock; that it was made for page faults does not matter: none occurs.
+//! A page of a memfd can be had in three ways. A write to a mapping is a page fault each, and the
+//! kernel fills the page with zeros before it is overwritten. `pwrite` does neither, but holds the
+//! file's lock, so that threads stand in a queue. `UFFDIO_COPY` does neither and holds no lock;
+//! that it was made for page faults does not matter: none occurs.
 //!
-//! Invariants: a page that is there is never written; no page of the mapping is ever touched by ourselves.
+//! Invariants: a page that is there is never written; no page of the mapping is ever touched by
+//! ourselves.
 //!
 //! Left out: pages that are there; the caller writes to the file.
 
@@ -48,8 +50,8 @@ pub struct FreshMemory {
 }
 
 impl FreshMemory {
-    /// The first `len_bytes`, whole pages, of a memfd. Errors: userfaultfd is not to be had here; the kernel lacks the feature; no
-    /// memory. The file can be filled by writing to it then.
+    /// The first `len_bytes`, whole pages, of a memfd. Errors: userfaultfd is not to be had here;
+    /// the kernel lacks the feature; no memory. The file can be filled by writing to it then.
     pub fn over(file: BorrowedFd<'_>, len_bytes: u64) -> Result<Self> {
         let failed = |source: io::Error| refused("map a file in memory", source);
         if len_bytes == 0 || !len_bytes.is_multiple_of(PAGE_BYTES as u64) {
@@ -58,15 +60,18 @@ impl FreshMemory {
         let uffd = own_userfaultfd().map_err(failed)?;
         abi::uffd_api(uffd.as_fd(), abi::FEATURE_MISSING_SHMEM).map_err(failed)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: no address is given, so that no mapping of ours is replaced; the descriptor is open over the call.
-        let start = unsafe { mmap(null_mut(), len_bytes as usize, access, MapFlags::SHARED, file, 0) };
+        // SAFETY: no address is given, so that no mapping of ours is replaced; the descriptor is
+        // open over the call.
+        let start =
+            unsafe { mmap(null_mut(), len_bytes as usize, access, MapFlags::SHARED, file, 0) };
         let span = Span { start: start.map_err(|e| failed(e.into()))? as u64, len_bytes };
         abi::uffd_register_missing(uffd.as_fd(), span.start, len_bytes).map_err(failed)?;
         Ok(Self { span, uffd })
     }
 
-    /// Places `content`, whole pages, from `offset` of the file on. Gives back how many bytes came before the first page that
-    /// is there already, all where none was. Errors: `content` goes beyond the end; no memory is left.
+    /// Places `content`, whole pages, from `offset` of the file on. Gives back how many bytes came
+    /// before the first page that is there already, all where none was. Errors: `content` goes
+    /// beyond the end; no memory is left.
     pub fn place(&self, offset: u64, content: &[u8]) -> Result<u64> {
         let len_bytes = content.len() as u64;
         let failed = |source| refused("place pages in a file in memory", source);

@@ -1,14 +1,15 @@
-//! Where in a process's own code our system calls can be made, and how the thread finds back from there by itself.
+//! Where in a process's own code our system calls can be made, and how the thread finds back from
+//! there by itself.
 //!
 //! ```text
 //!   call       0f 05 c3                      syscall; ret             any function of the C library that is one system call
 //!   sigreturn  48 c7 c0 0f 00 00 00 0f 05    mov $15, %rax; syscall   where each signal handler returns to
 //! ```
 //!
-//! Each C library has both (the kernel demands the second from all who handle signals), in a shared library or in the
-//! program itself. The bytes need not begin an instruction of the code they are found in. Where one is missing, or the
-//! process has a shadow stack, calls are made through the vdso, as they can be in any process; then there is no way back
-//! but ours. See [`crate::frame`].
+//! Each C library has both (the kernel demands the second from all who handle signals), in a shared
+//! library or in the program itself. The bytes need not begin an instruction of the code they are
+//! found in. Where one is missing, or the process has a shadow stack, calls are made through the
+//! vdso, as they can be in any process; then there is no way back but ours. See [`crate::frame`].
 //!
 //! Left out: code that only we would need, written into the process.
 
@@ -65,7 +66,8 @@ fn is_vdso(mapping: &Mapping) -> bool {
     mapping.path == "[vdso]" && mapping.range.len_bytes <= VDSO_BYTES_MAX
 }
 
-/// The code of a process that is neither in the middle of exec nor on its way out, which has a vdso.
+/// The code of a process that is neither in the middle of exec nor on its way out, which has a
+/// vdso.
 fn maps_with_vdso(process: &Process) -> Result<Vec<Mapping>> {
     for _ in 0..LOOKS_MAX {
         let maps = maps::read_code(process)?;
@@ -82,7 +84,8 @@ fn maps_with_vdso(process: &Process) -> Result<Vec<Mapping>> {
 /// True where each return is checked against a second stack.
 fn has_shadow_stack(process: &Process) -> Result<bool> {
     let features = process.status_field("x86_Thread_features")?;
-    Ok(features.is_some_and(|features| features.split_whitespace().any(|feature| feature == "shstk")))
+    Ok(features
+        .is_some_and(|features| features.split_whitespace().any(|feature| feature == "shstk")))
 }
 
 /// Both of them, in code that nobody can write, the C library's first.
@@ -159,16 +162,22 @@ mod tests {
         read_memory(&own, keyframe_units::HostVirt(gadgets.call), &mut bytes).unwrap();
         assert_eq!(bytes, SYSCALL_RET);
         let mut bytes = [0; 9];
-        read_memory(&own, keyframe_units::HostVirt(gadgets.sigreturn.unwrap()), &mut bytes).unwrap();
+        read_memory(&own, keyframe_units::HostVirt(gadgets.sigreturn.unwrap()), &mut bytes)
+            .unwrap();
         assert_eq!(bytes, SIGRETURN);
     }
 
     #[test]
     fn no_gadget_is_cut_by_a_piece() {
         let range = between(0x1000, 0x1000 + 3 * PIECE_BYTES - 4096);
-        for at in
-            [0, PIECE_BYTES - 9, PIECE_BYTES - 4, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES - 4096 - 9]
-        {
+        for at in [
+            0,
+            PIECE_BYTES - 9,
+            PIECE_BYTES - 4,
+            PIECE_BYTES - 1,
+            PIECE_BYTES,
+            3 * PIECE_BYTES - 4096 - 9,
+        ] {
             let at = range.start.0 + at;
             let whole = |piece: HostRange| piece.contains(between(at, at + SIGRETURN.len() as u64));
             assert!(pieces(range).any(whole), "{at:#x}");

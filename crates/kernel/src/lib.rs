@@ -1,6 +1,8 @@
-//! Linux interfaces that Keyframe stands on: attach to a running process, track its writes, read its memory.
+//! Linux interfaces that Keyframe stands on: attach to a running process, track its writes, read
+//! its memory.
 //!
-//! The only crate of the workspace with `unsafe` code. All of it is here because no safe crate offers the call:
+//! The only crate of the workspace with `unsafe` code. All of it is here because no safe crate
+//! offers the call:
 //!
 //! ```text
 //!   Process ──▶ attach::inject_userfaultfd ──▶ uffd ──▶ track::WriteTracker ──▶ pages written since the last scan
@@ -9,11 +11,12 @@
 //!               (own mapping of a sealed memfd, or process_vm_readv)
 //! ```
 //!
-//! Two other ways to hold on to the memory of one instant: [`fault_tracker`] has each first write wait for a word from us (so
-//! that it can be copied before), and [`fork`] keeps a frozen child of the process.
+//! Two other ways to hold on to the memory of one instant: [`fault_tracker`] has each first write
+//! wait for a word from us (so that it can be copied before), and [`fork`] keeps a frozen child of
+//! the process.
 //!
-//! And the other way round: [`missing`] gives a process memory whose pages are placed when it first touches them, and [`fresh`]
-//! fills memory before a process has it.
+//! And the other way round: [`missing`] gives a process memory whose pages are placed when it first
+//! touches them, and [`fresh`] fills memory before a process has it.
 //!
 //! Invariants:
 //! 1. A [`Process`] never stands for another process that was given the same pid.
@@ -22,8 +25,9 @@
 //! 3. Whatever this crate did to the process is undone on drop, and by the kernel where we die first; what it does in the
 //!    process's main thread, by that thread itself.
 //!
-//! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy (those of `fault_tracker` and `fork` are
-//! there because the kernel's interfaces need them). x86-64 Linux only.
+//! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy (those of
+//! `fault_tracker` and `fork` are there because the kernel's interfaces need them). x86-64 Linux
+//! only.
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");

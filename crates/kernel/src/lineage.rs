@@ -1,28 +1,31 @@
-//! What a child is to its parent: one that does not outlive it, however that ends, and one that leads a session of its own.
+//! What a child is to its parent: one that does not outlive it, however that ends, and one that
+//! leads a session of its own.
 //!
-//! The kernel sends the signal when the thread that started the child ends: start it on one that lives as long as the
-//! process, as its main thread does.
+//! The kernel sends the signal when the thread that started the child ends: start it on one that
+//! lives as long as the process, as its main thread does.
 
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The child of `command` is killed by the kernel as soon as the thread that starts it has ended. One whose parent has ended
-/// before it could ask for that does not start.
+/// The child of `command` is killed by the kernel as soon as the thread that starts it has ended.
+/// One whose parent has ended before it could ask for that does not start.
 pub fn die_with_us(command: &mut Command) {
     let us = getpid();
     let ask = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
         if getppid() == Some(us) { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
     };
-    // SAFETY: between fork and exec only what is async-signal-safe may be done: `ask` makes two system calls and neither
-    // allocates nor locks; an error from a system call's number allocates nothing either. It captures a number alone.
+    // SAFETY: between fork and exec only what is async-signal-safe may be done: `ask` makes two
+    // system calls and neither allocates nor locks; an error from a system call's number allocates
+    // nothing either. It captures a number alone.
     unsafe { command.pre_exec(ask) };
 }
 
-/// The child of `command` leads a session of its own, which has no terminal: neither keys nor a hangup reach it. And where the kernel shares cores
-/// out by sessions (`kernel.sched_autogroup_enabled`, `sched(7)`), it counts as one by itself.
+/// The child of `command` leads a session of its own, which has no terminal: neither keys nor a
+/// hangup reach it. And where the kernel shares cores out by sessions
+/// (`kernel.sched_autogroup_enabled`, `sched(7)`), it counts as one by itself.
 ///
 /// It does not start where `command` leads a process group: a leader cannot.
 pub fn lead_a_session(command: &mut Command) {
@@ -38,7 +41,8 @@ mod tests {
     #[test]
     fn a_child_leads_a_session_if_it_is_to() {
         let leads = |prepare: fn(&mut Command)| {
-            // Its number and its session's, which is 0 where whoever leads that is outside our namespace.
+            // Its number and its session's, which is 0 where whoever leads that is outside our
+            // namespace.
             let mut command = Command::new("cut");
             prepare(command.args(["-d ", "-f1,6", "/proc/self/stat"]));
             let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();

@@ -1,7 +1,8 @@
 //! The C library's allocator, told to keep what is freed.
 //!
-//! It gives blocks of more than 128 KiB, and whatever lies free at the end of a heap, back to the kernel at once. A thread that takes and
-//! frees a few megabytes again and again then spends half of its time on page faults.
+//! It gives blocks of more than 128 KiB, and whatever lies free at the end of a heap, back to the
+//! kernel at once. A thread that takes and frees a few megabytes again and again then spends half
+//! of its time on page faults.
 
 /// The most that the C library allows for blocks from its heaps.
 #[cfg(target_env = "gnu")]

@@ -5,8 +5,9 @@
 //!   start        end          perms offset  dev   inode  path
 //! ```
 //!
-//! The page size is not in that file. It is the filesystem's block size where the mapped file lies on hugetlbfs
-//! (`statfs` through `map_files`, once for each device), or, where that is not permitted, `KernelPageSize` of `smaps`.
+//! The page size is not in that file. It is the filesystem's block size where the mapped file lies
+//! on hugetlbfs (`statfs` through `map_files`, once for each device), or, where that is not
+//! permitted, `KernelPageSize` of `smaps`.
 
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES};
@@ -32,10 +33,11 @@ pub struct Mapping {
     pub inode: u64,
     /// The file's device, as `st_dev` has it.
     pub dev: u64,
-    /// The file's path as the kernel prints it, or `[heap]`, `[vdso]` and the like; empty for anonymous memory. A
-    /// newline in it reads `\012`; bytes that are not UTF-8 are replaced.
+    /// The file's path as the kernel prints it, or `[heap]`, `[vdso]` and the like; empty for
+    /// anonymous memory. A newline in it reads `\012`; bytes that are not UTF-8 are replaced.
     pub path: String,
-    /// Bytes in a page: 4096, or 2 MiB or 1 GiB for hugetlbfs. Transparent huge pages do not show here.
+    /// Bytes in a page: 4096, or 2 MiB or 1 GiB for hugetlbfs. Transparent huge pages do not show
+    /// here.
     pub page_bytes: u64,
 }
 
@@ -109,9 +111,11 @@ fn parse_line(line: &str) -> Option<(Mapping, bool)> {
     let inode = field()?.parse().ok()?;
     let path = rest.trim_start_matches(' ').to_owned();
     let (start, end) = (hex(start)?, hex(end)?);
-    let dev = rustix::fs::makedev(u32::try_from(hex(major)?).ok()?, u32::try_from(hex(minor)?).ok()?);
+    let dev =
+        rustix::fs::makedev(u32::try_from(hex(major)?).ok()?, u32::try_from(hex(minor)?).ok()?);
     let &[read, write, execute, share] = perms else { return None };
-    let range = HostRange { start: HostVirt(start), len_bytes: end.checked_sub(start).filter(|n| *n > 0)? };
+    let range =
+        HostRange { start: HostVirt(start), len_bytes: end.checked_sub(start).filter(|n| *n > 0)? };
     let mapping = Mapping {
         range,
         readable: read == b'r',
@@ -139,10 +143,13 @@ fn fill_page_sizes(process: &Process, mappings: &mut [Mapping]) -> Result<()> {
         match process.open_file(&mapping.map_file(), OFlags::PATH) {
             Ok(file) => {
                 let page_bytes = match fstatfs(&file) {
-                    Ok(fs) if fs.f_type == HUGETLBFS_MAGIC => u64::try_from(fs.f_bsize).unwrap_or(0),
+                    Ok(fs) if fs.f_type == HUGETLBFS_MAGIC => {
+                        u64::try_from(fs.f_bsize).unwrap_or(0)
+                    }
                     _ => PAGE_BYTES as u64,
                 };
-                let page_bytes = if page_bytes.is_power_of_two() { page_bytes } else { PAGE_BYTES as u64 };
+                let page_bytes =
+                    if page_bytes.is_power_of_two() { page_bytes } else { PAGE_BYTES as u64 };
                 by_device.insert(mapping.dev, page_bytes);
                 mapping.page_bytes = page_bytes;
             }
@@ -179,7 +186,10 @@ fn fill_from_smaps(process: &Process, mappings: &mut [Mapping]) -> Result<()> {
 }
 
 /// The mappings that cover `range`, without a gap; otherwise the first address that none covers.
-pub(crate) fn covering(mappings: &[Mapping], range: HostRange) -> std::result::Result<&[Mapping], HostVirt> {
+pub(crate) fn covering(
+    mappings: &[Mapping],
+    range: HostRange,
+) -> std::result::Result<&[Mapping], HostVirt> {
     let first = mappings.partition_point(|m| m.range.end() <= range.start);
     let mut at = range.start;
     for (count, mapping) in mappings[first..].iter().enumerate() {
@@ -203,14 +213,19 @@ mod tests {
         let line = "7f0a40000000-7f0a80000000 rw-s 00001000 fe:01 1033                       /memfd:pc.ram x (deleted)";
         let (mapping, executable) = parse_line(line).unwrap();
         assert!(!executable);
-        assert_eq!(mapping.range, HostRange { start: HostVirt(0x7f0a_4000_0000), len_bytes: 1 << 30 });
+        assert_eq!(
+            mapping.range,
+            HostRange { start: HostVirt(0x7f0a_4000_0000), len_bytes: 1 << 30 }
+        );
         assert!(mapping.readable && mapping.writable && mapping.shared);
         assert_eq!((mapping.offset, mapping.inode), (0x1000, 1033));
         assert_eq!((rustix::fs::major(mapping.dev), rustix::fs::minor(mapping.dev)), (0xfe, 1));
         assert_eq!(mapping.path, "/memfd:pc.ram x (deleted)");
         let (anonymous, executable) = parse_line("1000-2000 --xp 00000000 00:00 0 ").unwrap();
         assert!(executable);
-        assert!(anonymous.is_private_anonymous() && !anonymous.readable && anonymous.path.is_empty());
+        assert!(
+            anonymous.is_private_anonymous() && !anonymous.readable && anonymous.path.is_empty()
+        );
     }
 
     #[test]
@@ -230,8 +245,11 @@ mod tests {
     #[test]
     fn a_range_is_covered_by_neighbours_only_without_a_gap() {
         let map = |line: &str| parse_line(line).unwrap().0;
-        let maps =
-            [map("1000-2000 rw-p 0 0:0 0"), map("2000-3000 rw-p 0 0:0 0"), map("4000-5000 rw-p 0 0:0 0")];
+        let maps = [
+            map("1000-2000 rw-p 0 0:0 0"),
+            map("2000-3000 rw-p 0 0:0 0"),
+            map("4000-5000 rw-p 0 0:0 0"),
+        ];
         let range = |start, end: u64| HostRange { start: HostVirt(start), len_bytes: end - start };
         assert_eq!(covering(&maps, range(0x1800, 0x2800)).unwrap().len(), 2);
         assert_eq!(covering(&maps, range(0x2000, 0x3000)).unwrap().len(), 1);

@@ -9,18 +9,21 @@
 //!            in `wait`'s list
 //! ```
 //!
-//! Everything here is for one purpose: that the process never reads zeros where a page has not come yet.
+//! Everything here is for one purpose: that the process never reads zeros where a page has not come
+//! yet.
 //!
 //! Invariants:
 //! 1. A page that is there is never written: the kernel refuses to place another one, and refusing is no error here.
 //! 2. If we die, at whatever instant, the process never reads a page that was not placed. The kernel makes missing pages
-//!    zeros again only when the *last* descriptor of the userfaultfd closes, and the process keeps one of its own (which
-//!    it knows nothing of) until [`MissingPages::release`]. Its threads wait for ever then; so that it does not stay like
-//!    that, the kernel ends it (`PR_SET_PDEATHSIG`) when the thread that started it ends.
+//! zeros again only when the *last* descriptor of the userfaultfd closes, and the process keeps one
+//! of its own (which it knows nothing of) until [`MissingPages::release`]. Its threads wait for
+//! ever then; so that it does not stay like that, the kernel ends it (`PR_SET_PDEATHSIG`) when the
+//! thread that started it ends.
 //! 3. Dropping without [`MissingPages::release`] is as dying in this: nothing is released.
 //!
-//! For children of ours: the kernel ends them with the thread that started them, which must therefore stay until the
-//! release. Left out: where pages come from; private memory and huge pages (the memory is a memfd of ours).
+//! For children of ours: the kernel ends them with the thread that started them, which must
+//! therefore stay until the release. Left out: where pages come from; private memory and huge pages
+//! (the memory is a memfd of ours).
 
 use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::attach::{Hijack, in_session};
@@ -49,11 +52,11 @@ pub struct MissingPages {
 }
 
 impl MissingPages {
-    /// Has `process`, a child of ours, open a userfaultfd, which both keep. From here on the process ends with the thread
-    /// that started it.
+    /// Has `process`, a child of ours, open a userfaultfd, which both keep. From here on the
+    /// process ends with the thread that started it.
     ///
-    /// Errors: those of [`crate::attach::inject_userfaultfd`]; [`Error::MissingUserModeOnly`]; the kernel lacks a feature.
-    /// The process runs on, with no page missing.
+    /// Errors: those of [`crate::attach::inject_userfaultfd`]; [`Error::MissingUserModeOnly`]; the
+    /// kernel lacks a feature. The process runs on, with no page missing.
     pub fn inject(process: &Process) -> Result<Self> {
         let (uffd, theirs, death_signal) = in_session(process, |hijack| open(process, hijack))?;
         let failed = |source| Error::Tracker {
@@ -62,9 +65,13 @@ impl MissingPages {
             source,
         };
         match abi::uffd_api(uffd.as_fd(), abi::FEATURE_MISSING_SHMEM) {
-            Ok(_) => {
-                Ok(Self { process: process.try_clone()?, uffd, theirs, registered: Vec::new(), death_signal })
-            }
+            Ok(_) => Ok(Self {
+                process: process.try_clone()?,
+                uffd,
+                theirs,
+                registered: Vec::new(),
+                death_signal,
+            }),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 Err(Error::MissingFeature { feature: "MISSING_SHMEM", since: "4.11" })
             }
@@ -77,7 +84,11 @@ impl MissingPages {
         let (pid, operation) = (self.process.pid(), "register");
         for part in stretch::mapped(&self.process, range)? {
             if part.page_bytes != PAGE_BYTES as u64 {
-                return Err(Error::PageSize { pid, range: part.range, page_bytes: part.page_bytes });
+                return Err(Error::PageSize {
+                    pid,
+                    range: part.range,
+                    page_bytes: part.page_bytes,
+                });
             }
         }
         abi::uffd_register_missing(self.uffd.as_fd(), range.start.0, range.len_bytes)
@@ -86,12 +97,16 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Waits until threads wait for pages, and adds these pages' addresses to `touched`; a page may come more than once,
-    /// and may be there by now. False where `stop` became readable instead.
+    /// Waits until threads wait for pages, and adds these pages' addresses to `touched`; a page may
+    /// come more than once, and may be there by now. False where `stop` became readable instead.
     pub fn wait(&self, stop: BorrowedFd<'_>, touched: &mut Vec<HostVirt>) -> Result<bool> {
-        let failed =
-            |source| Error::Tracker { pid: self.process.pid(), operation: "wait for missing pages", source };
-        let mut fds = [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(&self.uffd, PollFlags::IN)];
+        let failed = |source| Error::Tracker {
+            pid: self.process.pid(),
+            operation: "wait for missing pages",
+            source,
+        };
+        let mut fds =
+            [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(&self.uffd, PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => return Ok(true),
@@ -117,9 +132,9 @@ impl MissingPages {
         Ok(true)
     }
 
-    /// Places `content`, whole pages, from `start` on, and lets those go on who wait for them. Pages that are there stay as
-    /// they are. Gives back how many pages were placed. Errors: the process is gone; the memory is not registered; no
-    /// memory is left.
+    /// Places `content`, whole pages, from `start` on, and lets those go on who wait for them.
+    /// Pages that are there stay as they are. Gives back how many pages were placed. Errors: the
+    /// process is gone; the memory is not registered; no memory is left.
     pub fn place(&self, start: HostVirt, content: &[u8]) -> Result<u64> {
         self.place_by(start, content.len() as u64, &mut |at, from| {
             abi::uffd_copy(self.uffd.as_fd(), at, content.get(from as usize..).unwrap_or_default())
@@ -142,8 +157,12 @@ impl MissingPages {
         let page = PAGE_BYTES as u64;
         let (pid, operation) = (self.process.pid(), "place pages at");
         let failed = |source| match source {
-            error if io::Error::raw_os_error(&error) == Some(libc::ESRCH) => Error::Gone { pid, operation },
-            source => Error::TrackRange { pid, operation, range: HostRange { start, len_bytes }, source },
+            error if io::Error::raw_os_error(&error) == Some(libc::ESRCH) => {
+                Error::Gone { pid, operation }
+            }
+            source => {
+                Error::TrackRange { pid, operation, range: HostRange { start, len_bytes }, source }
+            }
         };
         let (mut from, mut placed, mut again) = (0, 0, 0);
         while from < len_bytes {
@@ -156,7 +175,8 @@ impl MissingPages {
                     continue;
                 }
                 Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
-                    // Whoever waits for it has not seen it yet: it may have come by another way than ours.
+                    // Whoever waits for it has not seen it yet: it may have come by another way
+                    // than ours.
                     self.wake(HostRange { start: HostVirt(start.0 + from), len_bytes: page })?;
                     from += page;
                     continue;
@@ -190,13 +210,16 @@ impl MissingPages {
     pub fn end_process(&self) -> Result<()> {
         match pidfd_send_signal(self.process.pidfd(), Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
-            Err(source) => {
-                Err(Error::Tracker { pid: self.process.pid(), operation: "end it", source: source.into() })
-            }
+            Err(source) => Err(Error::Tracker {
+                pid: self.process.pid(),
+                operation: "end it",
+                source: source.into(),
+            }),
         }
     }
 
-    /// Nobody waits any more: what is missing reads as zeros from here on, so that all that is not zero must be there.
+    /// Nobody waits any more: what is missing reads as zeros from here on, so that all that is not
+    /// zero must be there.
     pub fn complete(&self) -> Result<()> {
         let pid = self.process.pid();
         for range in &self.registered {
@@ -212,9 +235,9 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Leaves the process, which must be complete, to itself: its descriptor is closed, and it does not end with us any
-    /// more. The same holds as of [`crate::attach::inject_userfaultfd`]: nobody here may be in `waitpid` for it meanwhile.
-    /// After an error its memory is whole all the same.
+    /// Leaves the process, which must be complete, to itself: its descriptor is closed, and it does
+    /// not end with us any more. The same holds as of [`crate::attach::inject_userfaultfd`]: nobody
+    /// here may be in `waitpid` for it meanwhile. After an error its memory is whole all the same.
     pub fn release(&self) -> Result<()> {
         in_session(&self.process, |hijack| {
             hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;
@@ -223,7 +246,8 @@ impl MissingPages {
     }
 }
 
-/// Opens the descriptor in the target and takes a copy of it. The third is the signal that it got before when the thread that started it ended.
+/// Opens the descriptor in the target and takes a copy of it. The third is the signal that it got
+/// before when the thread that started it ended.
 fn open(process: &Process, hijack: &mut Hijack<'_>) -> Result<(OwnedFd, u64, i32)> {
     let before = death_signal(process, hijack)?;
     end_with_parent(hijack, libc::SIGKILL)?;

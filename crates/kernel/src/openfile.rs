@@ -15,9 +15,11 @@ pub struct OpenFile {
 }
 
 impl OpenFile {
-    /// The file at `path`, by whatever name process `pid` opened it. None where it has not, or is not ours to look at.
+    /// The file at `path`, by whatever name process `pid` opened it. None where it has not, or is
+    /// not ours to look at.
     pub fn of(pid: u32, path: &Path) -> Option<Self> {
-        let same = |one: &Metadata, other: &Metadata| (one.dev(), one.ino()) == (other.dev(), other.ino());
+        let same =
+            |one: &Metadata, other: &Metadata| (one.dev(), one.ino()) == (other.dev(), other.ino());
         let wanted = std::fs::metadata(path).ok()?;
         let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.take(FILES_MAX).flatten();
         let mut found = entries
@@ -26,9 +28,11 @@ impl OpenFile {
         found.next().map(|number| Self { pid, number })
     }
 
-    /// Bytes in it up to what is read next. A reader with a buffer goes on by as much as that holds.
+    /// Bytes in it up to what is read next. A reader with a buffer goes on by as much as that
+    /// holds.
     pub fn offset(self) -> Option<u64> {
-        let text = std::fs::read_to_string(format!("/proc/{}/fdinfo/{}", self.pid, self.number)).ok()?;
+        let text =
+            std::fs::read_to_string(format!("/proc/{}/fdinfo/{}", self.pid, self.number)).ok()?;
         text.lines().find_map(|line| line.strip_prefix("pos:")?.trim().parse().ok())
     }
 }

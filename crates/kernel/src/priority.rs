@@ -1,7 +1,9 @@
-//! The scheduling priority of the calling thread, or of all threads of this process: up for the pause, down for work that may wait.
+//! The scheduling priority of the calling thread, or of all threads of this process: up for the
+//! pause, down for work that may wait.
 //!
-//! Raised is `SCHED_RR` priority 1 (threads started meanwhile do not inherit it), or nice -10 where real time is not
-//! permitted; both need `CAP_SYS_NICE` or a limit that allows it. Lowered is the ordinary policy with nice +5.
+//! Raised is `SCHED_RR` priority 1 (threads started meanwhile do not inherit it), or nice -10 where
+//! real time is not permitted; both need `CAP_SYS_NICE` or a limit that allows it. Lowered is the
+//! ordinary policy with nice +5.
 
 use crate::cores;
 use rustix::process::{Pid, setpriority_process};
@@ -48,14 +50,16 @@ pub fn lower() {
     let _ = setpriority_process(None, LOWERED_NICE);
 }
 
-/// Has thread `thread` of an ordinary process take no other thread's core when it is woken (`SCHED_BATCH`), but wait until that one sleeps or its
-/// turn is over; or, `waits` false, as it was. False where that cannot be had.
+/// Has thread `thread` of an ordinary process take no other thread's core when it is woken
+/// (`SCHED_BATCH`), but wait until that one sleeps or its turn is over; or, `waits` false, as it
+/// was. False where that cannot be had.
 pub fn wait_for_core(thread: u32, waits: bool) -> bool {
     let policy = if waits { libc::SCHED_BATCH } else { libc::SCHED_OTHER };
     cores::pid(thread).is_some_and(|thread| set_policy(Some(thread), policy, 0))
 }
 
-/// Leaves thread `thread` as little of a core that others want as there is (nice 19); or, `little` false, an ordinary share, where that is permitted.
+/// Leaves thread `thread` as little of a core that others want as there is (nice 19); or, `little`
+/// false, an ordinary share, where that is permitted.
 pub fn take_little(thread: u32, little: bool) -> bool {
     let nice = if little { LEAST_NICE } else { 0 };
     cores::pid(thread).is_some_and(|thread| setpriority_process(Some(thread), nice).is_ok())
@@ -64,8 +68,9 @@ pub fn take_little(thread: u32, little: bool) -> bool {
 /// Sets the policy of a thread; of the calling one without a number.
 fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
     let number = Pid::as_raw(thread);
-    // The kernel's own call: musl has none behind its name. The kernel's `sched_param` is the priority alone.
-    // SAFETY: a number of no thread is an error; the pointer is to a live `int`, which is only read.
+    // The kernel's own call: musl has none behind its name. The kernel's `sched_param` is the
+    // priority alone. SAFETY: a number of no thread is an error; the pointer is to a live `int`,
+    // which is only read.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, number, policy, &raw const priority) == 0 }
 }
 
@@ -75,7 +80,8 @@ mod tests {
 
     fn policy_of(thread: Pid) -> i32 {
         // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
-        let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
+        let policy =
+            unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
         policy as i32 & !libc::SCHED_RESET_ON_FORK
     }
 

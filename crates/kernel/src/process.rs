@@ -1,8 +1,9 @@
 //! A process, held so that a reused pid is never taken for it.
 //!
-//! Two handles are kept: a pidfd, which says whether the process lives, and an open `/proc/PID`, whose files answer
-//! `ESRCH` once it is gone. Calls that know only a pid (`process_vm_readv`) ask the pidfd *after* they are done: where
-//! the process still lives then, its pid was its own all along.
+//! Two handles are kept: a pidfd, which says whether the process lives, and an open `/proc/PID`,
+//! whose files answer `ESRCH` once it is gone. Calls that know only a pid (`process_vm_readv`) ask
+//! the pidfd *after* they are done: where the process still lives then, its pid was its own all
+//! along.
 
 use crate::maps::{self, Mapping};
 use crate::{Error, Result};
@@ -13,7 +14,8 @@ use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// What is read of a file of `/proc/PID` at most; a process with more mappings than this holds is refused.
+/// What is read of a file of `/proc/PID` at most; a process with more mappings than this holds is
+/// refused.
 const PROC_FILE_BYTES_MAX: u64 = 256 << 20;
 
 /// A running process.
@@ -25,15 +27,18 @@ pub struct Process {
 }
 
 impl Process {
-    /// Takes hold of process `pid`. Errors: no such process, or the number is that of a thread which is not the
-    /// process's first.
+    /// Takes hold of process `pid`. Errors: no such process, or the number is that of a thread
+    /// which is not the process's first.
     pub fn open(pid: u32) -> Result<Self> {
         let failed = |source: rustix::io::Errno| Error::Open { pid, source: source.into() };
-        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(failed(rustix::io::Errno::SRCH))?;
+        let raw = i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or(failed(rustix::io::Errno::SRCH))?;
         let pidfd = pidfd_open(raw, PidfdFlags::empty()).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory =
-            openat(rustix::fs::CWD, format!("/proc/{pid}"), flags, Mode::empty()).map_err(failed)?;
+        let directory = openat(rustix::fs::CWD, format!("/proc/{pid}"), flags, Mode::empty())
+            .map_err(failed)?;
         let process = Self { pid, pidfd, directory };
         process.ensure_alive("open")?;
         Ok(process)
@@ -64,10 +69,12 @@ impl Process {
     /// Waits up to `wait_ms` for it to exit; true where it has.
     pub(crate) fn exits_within(&self, wait_ms: u32) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        let wait =
-            Timespec { tv_sec: i64::from(wait_ms / 1000), tv_nsec: i64::from(wait_ms % 1000) * 1_000_000 };
-        // An interrupted poll knows nothing; ask again. Any other failure cannot be told from death, so say dead: what
-        // follows then fails with a clear error instead of trusting a pid.
+        let wait = Timespec {
+            tv_sec: i64::from(wait_ms / 1000),
+            tv_nsec: i64::from(wait_ms % 1000) * 1_000_000,
+        };
+        // An interrupted poll knows nothing; ask again. Any other failure cannot be told from
+        // death, so say dead: what follows then fails with a clear error instead of trusting a pid.
         loop {
             match poll(&mut fds, Some(&wait)) {
                 Ok(ready) => return ready > 0,
@@ -107,7 +114,12 @@ impl Process {
         Ok(bytes)
     }
 
-    pub(crate) fn file_error(&self, name: &str, operation: &'static str, source: std::io::Error) -> Error {
+    pub(crate) fn file_error(
+        &self,
+        name: &str,
+        operation: &'static str,
+        source: std::io::Error,
+    ) -> Error {
         if source.raw_os_error() == Some(libc::ESRCH) || (!self.is_alive()) {
             return Error::Gone { pid: self.pid, operation };
         }

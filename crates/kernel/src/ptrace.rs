@@ -6,14 +6,15 @@
 //!                                           a clone() a Stop::Born between entry and exit, where asked for
 //! ```
 //!
-//! A child that is born to a traced thread which was asked to stop at births is traced from its first instant, and stands
-//! still before its first instruction.
+//! A child that is born to a traced thread which was asked to stop at births is traced from its
+//! first instant, and stands still before its first instruction.
 //!
-//! Stops are found by asking for their siginfo, not by `waitpid`: so the exit status of a target that is our own child
-//! stays for whoever waits for it, and a wait elsewhere in this process cannot take a stop away from us.
+//! Stops are found by asking for their siginfo, not by `waitpid`: so the exit status of a target
+//! that is our own child stays for whoever waits for it, and a wait elsewhere in this process
+//! cannot take a stop away from us.
 //!
-//! Invariant: a traced thread belongs to the thread that seized it; nothing here is `Send`. When that thread ends, the
-//! kernel detaches.
+//! Invariant: a traced thread belongs to the thread that seized it; nothing here is `Send`. When
+//! that thread ends, the kernel detaches.
 
 use crate::{Error, Process, Result};
 use std::ffi::c_void;
@@ -31,7 +32,8 @@ type Request = libc::c_uint;
 
 const OPTION_SYSCALL_GOOD: usize = libc::PTRACE_O_TRACESYSGOOD as usize;
 const OPTION_SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
-/// Siginfo code of a system call stop (with TRACESYSGOOD), and of an event stop above a signal number.
+/// Siginfo code of a system call stop (with TRACESYSGOOD), and of an event stop above a signal
+/// number.
 const CODE_SYSCALL: i32 = libc::SIGTRAP | 0x80;
 const EVENT_STOP: i32 = libc::PTRACE_EVENT_STOP;
 /// Siginfo code of the stop of a thread that has made another process, not asking for SIGCHLD.
@@ -87,8 +89,9 @@ pub(crate) struct Tracee<'p> {
 }
 
 impl<'p> Tracee<'p> {
-    /// Begins to trace the first thread of `process`, which runs on. Where permitted, its seccomp filter is suspended
-    /// while it is traced: a filter may answer an unknown call by killing the process.
+    /// Begins to trace the first thread of `process`, which runs on. Where permitted, its seccomp
+    /// filter is suspended while it is traced: a filter may answer an unknown call by killing the
+    /// process.
     pub fn seize(process: &'p Process) -> Result<Self> {
         let tracee = Self { process, thread_bound: PhantomData };
         let seized = tracee
@@ -96,7 +99,8 @@ impl<'p> Tracee<'p> {
             .or_else(|_| tracee.seize_with(OPTION_SYSCALL_GOOD));
         let Err(source) = seized else { return Ok(tracee) };
         process.ensure_alive("attach")?;
-        let other = process.status_field("TracerPid")?.and_then(|pid| pid.parse().ok()).unwrap_or(0);
+        let other =
+            process.status_field("TracerPid")?.and_then(|pid| pid.parse().ok()).unwrap_or(0);
         if other != 0 {
             return Err(Error::Traced { pid: process.pid(), tracer: other });
         }
@@ -108,8 +112,8 @@ impl<'p> Tracee<'p> {
         Self { process, thread_bound: PhantomData }
     }
 
-    /// From here on another process that the stopped thread makes is traced too, from its first instant; and not, when
-    /// false. The seccomp filter, where it was suspended, no longer is.
+    /// From here on another process that the stopped thread makes is traced too, from its first
+    /// instant; and not, when false. The seccomp filter, where it was suspended, no longer is.
     pub fn stop_at_births(&self, stop: bool) -> Result<()> {
         let births = if stop { libc::PTRACE_O_TRACECLONE as usize } else { 0 };
         self.set_options(OPTION_SYSCALL_GOOD | births)
@@ -126,10 +130,11 @@ impl<'p> Tracee<'p> {
             .map_err(|source| self.error("set options (ptrace)", source))
     }
 
-    /// Takes note of the end of this process, which has ended: until then it stays a zombie for its parent too.
+    /// Takes note of the end of this process, which has ended: until then it stays a zombie for its
+    /// parent too.
     pub fn take_end(&self) -> io::Result<()> {
-        // SAFETY: the status is not asked for (null is allowed); the process is traced by this thread, so nobody else
-        // here waits for it.
+        // SAFETY: the status is not asked for (null is allowed); the process is traced by this
+        // thread, so nobody else here waits for it.
         let code = unsafe {
             libc::waitpid(
                 self.process.raw_pid(),
@@ -148,13 +153,16 @@ impl<'p> Tracee<'p> {
         self.request(libc::PTRACE_SEIZE, 0, options as *mut c_void).map(drop)
     }
 
-    /// A ptrace request whose `data` is a number, or null, or points to what that request reads or writes.
+    /// A ptrace request whose `data` is a number, or null, or points to what that request reads or
+    /// writes.
     fn request(&self, request: Request, address: usize, data: *mut c_void) -> io::Result<i64> {
-        // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SETOPTIONS, SYSCALL, CONT, DETACH), nothing
-        // (INTERRUPT), a pointer to an iovec of live memory (GETREGSET), or a pointer to a live local of the size the
-        // request transfers (the rest). The kernel checks that the thread is ours to trace; memory of ours is touched
-        // through `data` alone.
-        let code = unsafe { libc::ptrace(request, self.process.raw_pid(), address as *mut c_void, data) };
+        // SAFETY: each caller passes for `data` what `request` takes: a number (SEIZE, SETOPTIONS,
+        // SYSCALL, CONT, DETACH), nothing (INTERRUPT), a pointer to an iovec of live memory
+        // (GETREGSET), or a pointer to a live local of the size the request transfers (the rest).
+        // The kernel checks that the thread is ours to trace; memory of ours is touched through
+        // `data` alone.
+        let code =
+            unsafe { libc::ptrace(request, self.process.raw_pid(), address as *mut c_void, data) };
         if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
     }
 
@@ -162,7 +170,8 @@ impl<'p> Tracee<'p> {
     fn fetch<T: Plain>(&self, request: Request, address: usize) -> io::Result<T> {
         let mut value = MaybeUninit::<T>::zeroed();
         self.request(request, address, value.as_mut_ptr().cast())?;
-        // SAFETY: zeroed, then partly or wholly overwritten by the kernel; any bytes are a value of a `Plain` type.
+        // SAFETY: zeroed, then partly or wholly overwritten by the kernel; any bytes are a value of
+        // a `Plain` type.
         Ok(unsafe { value.assume_init() })
     }
 
@@ -190,7 +199,9 @@ impl<'p> Tracee<'p> {
                 return Ok(None);
             }
             // A stop without a siginfo is one of the whole process.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ok(Some(Stop::Event)),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                return Ok(Some(Stop::Event));
+            }
             Err(error) => return Err(failed(error)),
         };
         Ok(Some(match info.si_code {
@@ -207,7 +218,8 @@ impl<'p> Tracee<'p> {
         }))
     }
 
-    /// Waits for the thread to stop, until `deadline`; an error that names `operation` where it does not.
+    /// Waits for the thread to stop, until `deadline`; an error that names `operation` where it
+    /// does not.
     pub fn wait_for_stop(&self, operation: &'static str, deadline: Instant) -> Result<Stop> {
         let begun = Instant::now();
         let mut polls = 0;
@@ -229,7 +241,8 @@ impl<'p> Tracee<'p> {
         }
     }
 
-    /// The registers of the stopped thread. Errors: it runs 32-bit code, whose system calls are numbered otherwise.
+    /// The registers of the stopped thread. Errors: it runs 32-bit code, whose system calls are
+    /// numbered otherwise.
     pub fn registers(&self) -> Result<libc::user_regs_struct> {
         let registers: libc::user_regs_struct = self
             .fetch(libc::PTRACE_GETREGS, 0)
@@ -248,7 +261,8 @@ impl<'p> Tracee<'p> {
             .map_err(|source| self.error("set the main thread's registers", source))
     }
 
-    /// The vector registers, and all else that xsave saves, of the stopped thread, in the processor's standard form.
+    /// The vector registers, and all else that xsave saves, of the stopped thread, in the
+    /// processor's standard form.
     pub fn xsave(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; XSAVE_BYTES_MAX];
         let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
@@ -273,7 +287,8 @@ impl<'p> Tracee<'p> {
             .map_err(|source| self.error("set the main thread's signal mask", source))
     }
 
-    /// Lets the stopped thread run to the next entry or exit of a system call. A signal it was about to take is dropped.
+    /// Lets the stopped thread run to the next entry or exit of a system call. A signal it was
+    /// about to take is dropped.
     pub fn resume_to_syscall(&self) -> Result<()> {
         self.request(libc::PTRACE_SYSCALL, 0, null_mut())
             .map(drop)

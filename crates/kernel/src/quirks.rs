@@ -1,4 +1,5 @@
-//! What this kernel's `PAGEMAP_SCAN` makes of pages that are not there; it differs between versions.
+//! What this kernel's `PAGEMAP_SCAN` makes of pages that are not there; it differs between
+//! versions.
 //!
 //! Found by one scan of memory of our own:
 //!
@@ -7,7 +8,8 @@
 //!   |◀────── 2 MiB, one table ────▶|◀─────── 2 MiB ─────────▶|
 //! ```
 //!
-//! Invariant: where it cannot be tried, the answer is the cautious one, with which nothing is lost on any version.
+//! Invariant: where it cannot be tried, the answer is the cautious one, with which nothing is lost
+//! on any version.
 
 use crate::abi::{self, PageRegion};
 use crate::ranges::between;
@@ -47,7 +49,9 @@ pub(crate) fn own_userfaultfd() -> io::Result<OwnedFd> {
     let mut fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     if fd < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EPERM) {
         // SAFETY: takes one number.
-        fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags | abi::UFFD_USER_MODE_ONLY.cast_signed()) };
+        fd = unsafe {
+            libc::syscall(libc::SYS_userfaultfd, flags | abi::UFFD_USER_MODE_ONLY.cast_signed())
+        };
     }
     if fd < 0 {
         return Err(io::Error::last_os_error());
@@ -84,19 +88,23 @@ fn try_out() -> Result<Quirks> {
     let _ = unsafe { madvise(memory.0 as *mut _, len, Advice::LinuxNoHugepage) };
     abi::uffd_register(uffd.as_fd(), memory.0, TRIED_BYTES).map_err(failed)?;
     let table = memory.0.next_multiple_of(TABLE_BYTES);
-    // SAFETY: rounded up within the first of three tables' lengths, so mapped and writable; nothing refers to it.
+    // SAFETY: rounded up within the first of three tables' lengths, so mapped and writable; nothing
+    // refers to it.
     unsafe { (table as *mut u8).write_volatile(1) };
 
     let (mut none_is_written, mut hole_is_written) = (false, false);
     let found = |range: keyframe_units::HostRange, categories| {
         let absent = categories & (abi::PAGE_PRESENT | abi::PAGE_SWAPPED) == 0;
-        none_is_written |= absent && range.contains(between(table + TABLE_BYTES / 2, table + TABLE_BYTES));
+        none_is_written |=
+            absent && range.contains(between(table + TABLE_BYTES / 2, table + TABLE_BYTES));
         hole_is_written |=
             absent && range.contains(between(table + TABLE_BYTES, table + 3 * TABLE_BYTES / 2));
     };
     let mut buffer = [PageRegion::default(); 64];
     let tried = between(table, table + 2 * TABLE_BYTES);
-    Pagemap::open(&own)?.scan(Query::WRITTEN_AND_KIND, tried, &mut buffer, found).map_err(failed)?;
+    Pagemap::open(&own)?
+        .scan(Query::WRITTEN_AND_KIND, tried, &mut buffer, found)
+        .map_err(failed)?;
     Ok(Quirks { none_is_written, hole_is_written })
 }
 
@@ -104,7 +112,8 @@ fn try_out() -> Result<Quirks> {
 mod tests {
     use super::*;
 
-    /// What kernel this is nobody knows here; but no version reports tables that are missing and not missing entries.
+    /// What kernel this is nobody knows here; but no version reports tables that are missing and
+    /// not missing entries.
     #[test]
     fn trying_works_and_gives_a_combination_that_exists() {
         let quirks = try_out().unwrap();

@@ -36,7 +36,8 @@ pub(crate) fn union(lists: &[&[HostRange]]) -> Vec<HostRange> {
         [] => Vec::new(),
         [one] => one.to_vec(),
         many => {
-            let mut all: Vec<HostRange> = many.iter().flat_map(|list| list.iter().copied()).collect();
+            let mut all: Vec<HostRange> =
+                many.iter().flat_map(|list| list.iter().copied()).collect();
             all.sort_unstable_by_key(|range| range.start);
             let mut out = Vec::with_capacity(all.len());
             for range in all {
@@ -50,7 +51,8 @@ pub(crate) fn union(lists: &[&[HostRange]]) -> Vec<HostRange> {
 /// What of `list` lies in `window`.
 pub(crate) fn clip(list: &[HostRange], window: HostRange) -> Vec<HostRange> {
     let first = list.partition_point(|range| range.end() <= window.start);
-    let inside = list.get(first..).unwrap_or_default().iter().take_while(|range| range.start < window.end());
+    let inside =
+        list.get(first..).unwrap_or_default().iter().take_while(|range| range.start < window.end());
     inside.filter_map(|range| intersection(*range, window)).collect()
 }
 
@@ -69,7 +71,8 @@ pub(crate) fn without(list: &[HostRange], hole: HostRange) -> Vec<HostRange> {
     out
 }
 
-/// Cuts every range of `list` where `by` begins or ends, and tells for each piece whether it lies in `by`.
+/// Cuts every range of `list` where `by` begins or ends, and tells for each piece whether it lies
+/// in `by`.
 pub(crate) fn split(list: &[HostRange], by: &[HostRange], mut each: impl FnMut(HostRange, bool)) {
     let mut next = 0;
     for range in list {

@@ -10,7 +10,8 @@
 //!   no table, none of hugetlbfs (hole)     nothing (some versions: WRITTEN)
 //! ```
 //!
-//! The last line is why a scan for WRITTEN alone is not enough where memory can be discarded: see [`crate::track`].
+//! The last line is why a scan for WRITTEN alone is not enough where memory can be discarded: see
+//! [`crate::track`].
 
 use crate::abi::{self, PageRegion, ScanArg};
 use crate::ranges::{between, push_joined};
@@ -30,11 +31,13 @@ const ENTRIES_MAX: usize = 8 * 1024;
 const ENTRY_BYTES: usize = 8;
 const ENTRY_PRESENT: u64 = 1 << 63;
 const ENTRY_SWAP: u64 = 1 << 62;
-/// The kernel's `SWP_PTE_MARKER`, the last of the 32 swap types, and the marker of write protection.
+/// The kernel's `SWP_PTE_MARKER`, the last of the 32 swap types, and the marker of write
+/// protection.
 const MARKER_TYPE: u64 = 31;
 const MARKER_UFFD_WP: u64 = 1;
 
-/// What to look for: pages that have every category of `mask` (those in `inverted`: that lack it) and one of `any_of`.
+/// What to look for: pages that have every category of `mask` (those in `inverted`: that lack it)
+/// and one of `any_of`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Query {
     pub flags: u64,
@@ -76,7 +79,8 @@ impl Query {
         give: abi::PAGE_PRESENT | abi::PAGE_SWAPPED,
     };
 
-    /// The same, and each page found is protected in the same step; an error where that is not possible.
+    /// The same, and each page found is protected in the same step; an error where that is not
+    /// possible.
     pub const fn protecting(self) -> Self {
         Self { flags: abi::SCAN_WP_MATCHING | abi::SCAN_CHECK_WPASYNC, ..self }
     }
@@ -100,8 +104,8 @@ impl Pagemap {
         vec![PageRegion::default(); REGIONS_MAX]
     }
 
-    /// Gives each answer for `range` to `each`, rising; gives back the number of calls made. On an error pages may have
-    /// been protected that were not given to `each`.
+    /// Gives each answer for `range` to `each`, rising; gives back the number of calls made. On an
+    /// error pages may have been protected that were not given to `each`.
     pub fn scan(
         &self,
         query: Query,
@@ -123,9 +127,10 @@ impl Pagemap {
                 ..ScanArg::default()
             };
             let (count, walk_end) = abi::pagemap_scan(self.file.as_fd(), arg, buffer)?;
-            // The walk end that comes back can be a stale one: the place where the kernel's own small buffer was last
-            // full, although the walk went on to the end and reported what it found (and protected) behind it. Going
-            // back there would report addresses that do not rise; going on behind the last answer misses nothing.
+            // The walk end that comes back can be a stale one: the place where the kernel's own
+            // small buffer was last full, although the walk went on to the end and reported what it
+            // found (and protected) behind it. Going back there would report addresses that do not
+            // rise; going on behind the last answer misses nothing.
             let mut walk_end = walk_end;
             for region in buffer.iter().take(count) {
                 if region.start < start || region.end > end || region.end <= region.start {
@@ -164,8 +169,8 @@ impl Pagemap {
         let (lower, upper) = (between(range.start.0, middle), between(middle, range.end().0));
         let mut above = Vec::new();
         let (below, scanned) = std::thread::scope(|scope| {
-            let helper =
-                scope.spawn(|| self.scan(query, upper, second, |range, kind| above.push((range, kind))));
+            let helper = scope
+                .spawn(|| self.scan(query, upper, second, |range, kind| above.push((range, kind))));
             let below = self.scan(query, lower, first, &mut each);
             (below, helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
@@ -176,14 +181,18 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// An error where part of `range` is not mapped: a scan passes over it in silence. (Not told before Linux 6.11.)
+    /// An error where part of `range` is not mapped: a scan passes over it in silence. (Not told
+    /// before Linux 6.11.)
     pub fn ensure_mapped(&self, range: HostRange) -> io::Result<()> {
         let mut at = range.start.0;
         while at < range.end().0 {
             match abi::mapping_end(self.maps.as_fd(), at) {
                 Ok(Some(end)) if end > at => at = end,
                 Ok(_) => {
-                    return Err(io::Error::new(io::ErrorKind::NotFound, format!("not mapped at {at:#x}")));
+                    return Err(io::Error::new(
+                        io::ErrorKind::NotFound,
+                        format!("not mapped at {at:#x}"),
+                    ));
                 }
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(()),
                 Err(error) => return Err(error),
@@ -197,9 +206,11 @@ impl Pagemap {
         let mut out = Entries::default();
         let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];
         for range in list {
-            let (mut page, end) = (range.start.0 / PAGE_BYTES as u64, range.end().0 / PAGE_BYTES as u64);
+            let (mut page, end) =
+                (range.start.0 / PAGE_BYTES as u64, range.end().0 / PAGE_BYTES as u64);
             while page < end {
-                let want = usize::try_from(end - page).unwrap_or(usize::MAX).min(ENTRIES_MAX) * ENTRY_BYTES;
+                let want = usize::try_from(end - page).unwrap_or(usize::MAX).min(ENTRIES_MAX)
+                    * ENTRY_BYTES;
                 let part = bytes.get_mut(..want).unwrap_or_default();
                 let got = rustix::io::pread(&self.file, &mut *part, page * ENTRY_BYTES as u64)?;
                 if got < ENTRY_BYTES {
@@ -212,7 +223,10 @@ impl Pagemap {
                         Holds::Hidden => &mut out.hidden,
                         Holds::Page => &mut out.held,
                     };
-                    push_joined(list, between(page * PAGE_BYTES as u64, (page + 1) * PAGE_BYTES as u64));
+                    push_joined(
+                        list,
+                        between(page * PAGE_BYTES as u64, (page + 1) * PAGE_BYTES as u64),
+                    );
                     page += 1;
                 }
             }
@@ -245,7 +259,8 @@ fn holds(entry: u64) -> Holds {
     match entry & (ENTRY_PRESENT | ENTRY_SWAP) {
         0 => Holds::Nothing,
         ENTRY_SWAP if kind == MARKER_TYPE && offset == MARKER_UFFD_WP => Holds::Nothing,
-        // Offset 0 of a swap device is its header, never a page: the kernel shows zeros instead of what is there.
+        // Offset 0 of a swap device is its header, never a page: the kernel shows zeros instead of
+        // what is there.
         ENTRY_SWAP if kind == 0 && offset == 0 => Holds::Hidden,
         _ => Holds::Page,
     }
@@ -258,7 +273,8 @@ mod tests {
     #[test]
     fn only_an_entry_without_a_page_holds_nothing() {
         let marker = ENTRY_SWAP | 1 << 57 | MARKER_TYPE | MARKER_UFFD_WP << 5;
-        let (guard, poisoned) = (ENTRY_SWAP | MARKER_TYPE | 4 << 5, ENTRY_SWAP | MARKER_TYPE | 2 << 5);
+        let (guard, poisoned) =
+            (ENTRY_SWAP | MARKER_TYPE | 4 << 5, ENTRY_SWAP | MARKER_TYPE | 2 << 5);
         for (entry, expected) in [
             (0, Holds::Nothing),
             (1 << 57, Holds::Nothing),

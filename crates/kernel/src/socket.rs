@@ -3,12 +3,13 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The bytes that the kernel holds for what `socket` sent and its peer has not read, in the kernel's own accounting: more
-/// than the bytes sent, and zero exactly where all of them have been read. For unix stream sockets.
+/// The bytes that the kernel holds for what `socket` sent and its peer has not read, in the
+/// kernel's own accounting: more than the bytes sent, and zero exactly where all of them have been
+/// read. For unix stream sockets.
 pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: the descriptor is open for as long as it is borrowed; TIOCOUTQ (SIOCOUTQ) writes one int to the pointer,
-    // which is to a live one.
+    // SAFETY: the descriptor is open for as long as it is borrowed; TIOCOUTQ (SIOCOUTQ) writes one
+    // int to the pointer, which is to a live one.
     let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(u64::from(bytes.unsigned_abs())) }
 }

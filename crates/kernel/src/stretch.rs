@@ -1,4 +1,5 @@
-//! Stretches of mappings: what of a process's memory can be tracked, and what of that a range covers.
+//! Stretches of mappings: what of a process's memory can be tracked, and what of that a range
+//! covers.
 //!
 //! ```text
 //!   range          ├──────────────────────────────┤
@@ -32,14 +33,15 @@ impl Stretch {
         !self.shared && !self.has_file
     }
 
-    /// Private, but not what the kernel calls anonymous: discarding a protected page leaves a marker.
+    /// Private, but not what the kernel calls anonymous: discarding a protected page leaves a
+    /// marker.
     pub fn leaves_markers(&self) -> bool {
         !self.shared && self.has_file
     }
 }
 
-/// The mappings under `range`, checked for what can be tracked at all. Errors: part of it is not mapped, cuts a page, or has pages of
-/// 1 GiB.
+/// The mappings under `range`, checked for what can be tracked at all. Errors: part of it is not
+/// mapped, cuts a page, or has pages of 1 GiB.
 pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>> {
     let (pid, operation) = (process.pid(), "register");
     let unaligned = |page_bytes| Error::Unaligned { pid, operation, range, page_bytes };
@@ -47,7 +49,8 @@ pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>
         return Err(unaligned(PAGE_BYTES as u64));
     }
     let maps = process.maps()?;
-    let found = covering(&maps, range).map_err(|hole| Error::Unmapped { pid, operation, range, hole })?;
+    let found =
+        covering(&maps, range).map_err(|hole| Error::Unmapped { pid, operation, range, hole })?;
     let mut stretches = Vec::with_capacity(found.len());
     for mapping in found {
         let Some(part) = intersection(mapping.range, range) else { continue };
@@ -64,7 +67,8 @@ pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>
     Ok(stretches)
 }
 
-/// What of `registered`, which rises, `range` covers. Errors: part of it is not registered, or cuts a page.
+/// What of `registered`, which rises, `range` covers. Errors: part of it is not registered, or cuts
+/// a page.
 pub(crate) fn registered(
     process: &Process,
     registered: impl Iterator<Item = Stretch>,
@@ -75,7 +79,9 @@ pub(crate) fn registered(
     let mut at = range.start;
     let mut parts = Vec::new();
     for stretch in registered.skip_while(|stretch| stretch.range.end() <= range.start) {
-        let Some(part) = intersection(stretch.range, range).filter(|part| part.start == at) else { break };
+        let Some(part) = intersection(stretch.range, range).filter(|part| part.start == at) else {
+            break;
+        };
         if !is_whole(part, stretch.page_bytes) {
             return Err(Error::Unaligned { pid, operation, range, page_bytes: stretch.page_bytes });
         }

@@ -8,8 +8,8 @@
 //!                                       discards the page       └──────▶ written ────────┘
 //! ```
 //!
-//! The kernel resolves the first write to a protected page by itself and marks it written; nobody has to answer, so a
-//! stalled or dead tracker stops nothing. One scan is:
+//! The kernel resolves the first write to a protected page by itself and marks it written; nobody
+//! has to answer, so a stalled or dead tracker stops nothing. One scan is:
 //!
 //! ```text
 //!   A  WRITTEN      found and protected in one step
@@ -18,29 +18,35 @@
 //!   C  holes        protected (markers), then looked at again; private memory only
 //! ```
 //!
-//! B and C are there because discarding private memory (`MADV_DONTNEED`: balloon, free page reporting) changes it, and
-//! A does not always see that:
+//! B and C are there because discarding private memory (`MADV_DONTNEED`: balloon, free page
+//! reporting) changes it, and A does not always see that:
 //!
 //! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
-//!   over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need no B. C
-//!   reports it, and puts markers there, so that it is reported once.
+//! over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need
+//! no B. C reports it, and puts markers there, so that it is reported once.
 //! - Private memory of a file: a protected page leaves a marker, as if it had never been there; and
-//!   reading puts the file's page there, as if it had never been written. So the pages are remembered that hold
-//!   nothing of their own, but a marker or the file's page; one that joins them was discarded.
+//! reading puts the file's page there, as if it had never been written. So the pages are remembered
+//! that hold nothing of their own, but a marker or the file's page; one that joins them was
+//! discarded.
 //!
-//! In shared memory neither says anything: its content lives in the file. Private huge pages of hugetlbfs, discarded and
-//! read, hold zeros as if these had always been there: refused where they can be discarded ([`Error::DiscardsUnseen`]).
+//! In shared memory neither says anything: its content lives in the file. Private huge pages of
+//! hugetlbfs, discarded and read, hold zeros as if these had always been there: refused where they
+//! can be discarded ([`Error::DiscardsUnseen`]).
 //!
-//! Invariants: a page is protected only in a scan that reports it, and whether it is there is looked up after that;
-//! where a call fails half-way, the error is [`Error::ScanBroken`] and every page of that scan counts as written.
+//! Invariants: a page is protected only in a scan that reports it, and whether it is there is
+//! looked up after that; where a call fails half-way, the error is [`Error::ScanBroken`] and every
+//! page of that scan counts as written.
 //!
-//! Not seen: `fallocate(PUNCH_HOLE)` on the file of shared memory; writes through another mapping of the same file
-//! (vhost-user); DMA into pages that were pinned before the scan and filled after it (`O_DIRECT` reads in flight, VFIO).
-//! 1 GiB pages cannot be protected by the kernel's scan and are refused.
+//! Not seen: `fallocate(PUNCH_HOLE)` on the file of shared memory; writes through another mapping
+//! of the same file (vhost-user); DMA into pages that were pinned before the scan and filled after
+//! it (`O_DIRECT` reads in flight, VFIO). 1 GiB pages cannot be protected by the kernel's scan and
+//! are refused.
 
 use crate::abi::{self, PageRegion};
 use crate::quirks::Quirks;
-use crate::ranges::{self, clip, intersection, push_joined, select, split, union, windows, without};
+use crate::ranges::{
+    self, clip, intersection, push_joined, select, split, union, windows, without,
+};
 use crate::scan::{Pagemap, Query};
 use crate::stretch::{self, Stretch};
 use crate::{Error, Process, Result};
@@ -51,7 +57,8 @@ use std::sync::{Mutex, PoisonError};
 
 /// From this size on a second thread, which takes 0.1 ms to start, is worth it.
 const SHARED_BYTES: u64 = 2 << 30;
-/// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page table do.
+/// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page
+/// table do.
 const WINDOW_GAP_BYTES: u64 = 2 << 20;
 
 /// A run of pages that count as written since the last scan.
@@ -59,9 +66,10 @@ const WINDOW_GAP_BYTES: u64 = 2 << 20;
 pub struct Written {
     /// Whole pages of the mapping.
     pub range: HostRange,
-    /// False where nothing is in the process's page table for these pages. In private anonymous memory they read as
-    /// zero; in shared or file memory as the file has it. True where a page is there, on swap, or where that could not
-    /// be told or was not asked (after the first scan, of memory that is not discarded).
+    /// False where nothing is in the process's page table for these pages. In private anonymous
+    /// memory they read as zero; in shared or file memory as the file has it. True where a page is
+    /// there, on swap, or where that could not be told or was not asked (after the first scan, of
+    /// memory that is not discarded).
     pub present: bool,
 }
 
@@ -117,11 +125,13 @@ struct Scratch {
     by_two: bool,
     /// Registered, never scanned.
     unscanned: Vec<HostRange>,
-    /// In memory where a discard leaves a marker: pages that held nothing of their own at the last scan.
+    /// In memory where a discard leaves a marker: pages that held nothing of their own at the last
+    /// scan.
     not_own: Vec<HostRange>,
 }
 
-/// Tracks writes to registered ranges of one process. Dropping it ends the tracking; the memory is as it was.
+/// Tracks writes to registered ranges of one process. Dropping it ends the tracking; the memory is
+/// as it was.
 #[derive(Debug)]
 pub struct WriteTracker {
     process: Process,
@@ -134,8 +144,9 @@ pub struct WriteTracker {
 }
 
 impl WriteTracker {
-    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which nothing was asked yet.
-    /// Errors: the kernel lacks a feature ([`Error::MissingFeature`]); pagemap may not be read.
+    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which
+    /// nothing was asked yet. Errors: the kernel lacks a feature ([`Error::MissingFeature`]);
+    /// pagemap may not be read.
     pub fn new(process: &Process, uffd: OwnedFd) -> Result<Self> {
         let failed = |source| Error::Tracker {
             pid: process.pid(),
@@ -146,8 +157,9 @@ impl WriteTracker {
             // A refusal leaves the descriptor as new; asked for nothing, it tells what there is.
             let has = abi::uffd_api(uffd.as_fd(), 0).map_err(failed)?;
             let missing = abi::FEATURES_NEEDED.iter().rev().find(|(bit, ..)| has & bit == 0);
-            return Err(missing
-                .map_or(failed(source), |(_, feature, since)| Error::MissingFeature { feature, since }));
+            return Err(missing.map_or(failed(source), |(_, feature, since)| {
+                Error::MissingFeature { feature, since }
+            }));
         }
         let scratch = Scratch {
             buffer: Pagemap::buffer(),
@@ -167,25 +179,27 @@ impl WriteTracker {
         })
     }
 
-    /// Whether private memory can be discarded while it is tracked (default: it can). A VM without balloon, free page
-    /// reporting and virtio-mem discards nothing; told so, scans of private memory skip the walk for it where they need
-    /// one, about half of their time. Told so wrongly, discarded pages are missed. To be told before private huge pages of
-    /// hugetlbfs are registered, which cannot be tracked where they can be discarded.
+    /// Whether private memory can be discarded while it is tracked (default: it can). A VM without
+    /// balloon, free page reporting and virtio-mem discards nothing; told so, scans of private
+    /// memory skip the walk for it where they need one, about half of their time. Told so wrongly,
+    /// discarded pages are missed. To be told before private huge pages of hugetlbfs are
+    /// registered, which cannot be tracked where they can be discarded.
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
         // What was not kept up to date is not to be relied on; without it a scan reports too much.
         self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).not_own.clear();
     }
 
-    /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did, whatever was found of this
-    /// one: so that tests see both ways on one kernel.
+    /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did,
+    /// whatever was found of this one: so that tests see both ways on one kernel.
     pub fn trust_no_kernel(&mut self) {
         self.quirks = Quirks::default();
     }
 
-    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of each. Until its first
-    /// scan every page of it counts as written. Errors: not mapped, registered already, not whole pages, 1 GiB
-    /// pages, private huge pages that can be discarded, or the kernel refuses; nothing of it is tracked then.
+    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of
+    /// each. Until its first scan every page of it counts as written. Errors: not mapped,
+    /// registered already, not whole pages, 1 GiB pages, private huge pages that can be discarded,
+    /// or the kernel refuses; nothing of it is tracked then.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
@@ -202,13 +216,15 @@ impl WriteTracker {
     }
 
     fn ensure_discards_seen(&self, segments: &[Stretch], operation: &'static str) -> Result<()> {
-        let unseen = |s: &&Stretch| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
+        let unseen =
+            |s: &&Stretch| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
         let pid = self.process.pid();
         let error = |s: &Stretch| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
         segments.iter().find(unseen).map_or(Ok(()), error)
     }
 
-    /// Ends the tracking of `range`, which must be registered. Errors: it is not, or the kernel refuses.
+    /// Ends the tracking of `range`, which must be registered. Errors: it is not, or the kernel
+    /// refuses.
     pub fn unregister(&mut self, range: HostRange) -> Result<()> {
         self.parts(range, "unregister")?;
         abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes)
@@ -216,7 +232,9 @@ impl WriteTracker {
         self.segments = std::mem::take(&mut self.segments)
             .into_iter()
             .flat_map(|segment| {
-                without(&[segment.range], range).into_iter().map(move |range| Stretch { range, ..segment })
+                without(&[segment.range], range)
+                    .into_iter()
+                    .map(move |range| Stretch { range, ..segment })
             })
             .collect();
         let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -225,20 +243,26 @@ impl WriteTracker {
         Ok(())
     }
 
-    /// Finds the pages of `range` that were written, or discarded, since its last scan, protects them again, and adds
-    /// them to `out`, rising and without overlap. The first scan of a range reports all of it. `range` must be registered and
-    /// made of whole pages. Draining is destructive: what is added here is reported to nobody again.
+    /// Finds the pages of `range` that were written, or discarded, since its last scan, protects
+    /// them again, and adds them to `out`, rising and without overlap. The first scan of a range
+    /// reports all of it. `range` must be registered and made of whole pages. Draining is
+    /// destructive: what is added here is reported to nobody again.
     ///
-    /// Errors: [`Error::ScanBroken`]: count all of `range` as written. [`Error::Gone`]. Any other: nothing was done.
-    /// `out` is unchanged in every case.
+    /// Errors: [`Error::ScanBroken`]: count all of `range` as written. [`Error::Gone`]. Any other:
+    /// nothing was done. `out` is unchanged in every case.
     pub fn scan_and_protect(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         self.scan_by(1, range, out)
     }
 
-    /// As [`Self::scan_and_protect`], with the help of a second thread where the range is large. That pays where the process
-    /// stands still and has written little: a scan that finds nothing is as long as its page tables, and one that finds
-    /// much waits for other processors, which two threads do no faster.
-    pub fn scan_and_protect_by_two(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+    /// As [`Self::scan_and_protect`], with the help of a second thread where the range is large.
+    /// That pays where the process stands still and has written little: a scan that finds nothing
+    /// is as long as its page tables, and one that finds much waits for other processors, which two
+    /// threads do no faster.
+    pub fn scan_and_protect_by_two(
+        &self,
+        range: HostRange,
+        out: &mut Vec<Written>,
+    ) -> Result<ScanStats> {
         self.scan_by(2, range, out)
     }
 
@@ -260,7 +284,10 @@ impl WriteTracker {
         }
         if !self.process.is_alive() {
             out.truncate(before);
-            return Err(Error::Gone { pid: self.process.pid(), operation: "scan for written pages" });
+            return Err(Error::Gone {
+                pid: self.process.pid(),
+                operation: "scan for written pages",
+            });
         }
         scratch.unscanned = without(&scratch.unscanned, range);
         stats.runs = (out.len() - before) as u64;
@@ -276,8 +303,9 @@ impl WriteTracker {
         stats: &mut ScanStats,
     ) -> io::Result<()> {
         let fresh = clip(&scratch.unscanned, part.range);
-        // Asked for nothing but WRITTEN the kernel takes a path that is two to three times as fast. What else there is
-        // to know matters once, for memory never touched, and where pages can be discarded.
+        // Asked for nothing but WRITTEN the kernel takes a path that is two to three times as fast.
+        // What else there is to know matters once, for memory never touched, and where pages can be
+        // discarded.
         let ask_kind = !fresh.is_empty() || (self.watch_discards && !part.shared);
         let drained = self.drain(part.range, ask_kind, scratch, stats)?;
         let mut written = union(&[&drained.all, &fresh]);
@@ -293,7 +321,8 @@ impl WriteTracker {
         } else {
             windows(&written, WINDOW_GAP_BYTES)
         };
-        let query = if part.leaves_markers() && look_at_all { Query::NOT_OWN } else { Query::NOT_PRESENT };
+        let query =
+            if part.leaves_markers() && look_at_all { Query::NOT_OWN } else { Query::NOT_PRESENT };
         let mut missing = self.missing(query, &windows, &mut scratch.buffer, stats)?;
         if look_at_all && !missing.holes.is_empty() {
             written = union(&[&written, &missing.holes]);
@@ -338,7 +367,12 @@ impl WriteTracker {
         };
         let query = query.protecting();
         stats.calls += if scratch.by_two && range.len_bytes >= SHARED_BYTES {
-            self.pagemap.scan_by_two(query, range, [&mut scratch.buffer, &mut scratch.second], found)?
+            self.pagemap.scan_by_two(
+                query,
+                range,
+                [&mut scratch.buffer, &mut scratch.second],
+                found,
+            )?
         } else {
             self.pagemap.scan(query, range, &mut scratch.buffer, found)?
         };
@@ -370,8 +404,8 @@ impl WriteTracker {
         Ok(missing)
     }
 
-    /// Protects the holes of `missing`, all of which the caller reports, and looks at them again: what was touched
-    /// before it was protected is there now.
+    /// Protects the holes of `missing`, all of which the caller reports, and looks at them again:
+    /// what was touched before it was protected is there now.
     fn protect_holes(
         &self,
         query: Query,
@@ -390,9 +424,15 @@ impl WriteTracker {
         Ok(())
     }
 
-    /// In memory where a discard leaves a marker: what holds nothing of its own now, and what of that was discarded since
-    /// `known` was all of it. A page of `known` that is not in `written` was not touched, so its entry needs no look.
-    fn not_own(&self, known: &[HostRange], written: &[HostRange], missing: &Missing) -> io::Result<NotOwn> {
+    /// In memory where a discard leaves a marker: what holds nothing of its own now, and what of
+    /// that was discarded since `known` was all of it. A page of `known` that is not in `written`
+    /// was not touched, so its entry needs no look.
+    fn not_own(
+        &self,
+        known: &[HostRange],
+        written: &[HostRange],
+        missing: &Missing,
+    ) -> io::Result<NotOwn> {
         let untouched = select(&select(&missing.entries, known, true), written, false);
         let entries = self.pagemap.entries(&select(&missing.entries, &untouched, false))?;
         let bare = union(&[&missing.holes, &untouched, &entries.bare]);
@@ -402,8 +442,9 @@ impl WriteTracker {
         Ok(NotOwn { discarded, bare, all })
     }
 
-    /// How many pages (of 4 KiB) of `range` the next scan would find written, about: without protecting them, and
-    /// without holes. Errors: not registered, not whole pages, or the kernel refuses.
+    /// How many pages (of 4 KiB) of `range` the next scan would find written, about: without
+    /// protecting them, and without holes. Errors: not registered, not whole pages, or the kernel
+    /// refuses.
     pub fn count_written(&self, range: HostRange) -> Result<u64> {
         let parts = self.parts(range, "count written pages")?;
         let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -436,9 +477,14 @@ impl WriteTracker {
 impl Drop for WriteTracker {
     fn drop(&mut self) {
         for segment in &self.segments {
-            // The mapping, or the whole process, may be gone: then there is nothing left to end. Closing the
-            // descriptor, which follows, would end all tracking too, but not at once where a copy of it is open.
-            let _ = abi::uffd_unregister(self.uffd.as_fd(), segment.range.start.0, segment.range.len_bytes);
+            // The mapping, or the whole process, may be gone: then there is nothing left to end.
+            // Closing the descriptor, which follows, would end all tracking too, but not at once
+            // where a copy of it is open.
+            let _ = abi::uffd_unregister(
+                self.uffd.as_fd(),
+                segment.range.start.0,
+                segment.range.len_bytes,
+            );
         }
     }
 }

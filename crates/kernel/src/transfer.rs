@@ -1,6 +1,7 @@
 //! Reading and writing another process's memory by `process_vm_readv` and `process_vm_writev`.
 //!
-//! Both calls stop at the first page that cannot be had and report how far they came; here it is all or an error.
+//! Both calls stop at the first page that cannot be had and report how far they came; here it is
+//! all or an error.
 
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, HostVirt};
@@ -10,8 +11,8 @@ use std::io;
 /// Ranges in one call, the kernel's own limit (`IOV_MAX`).
 const RANGES_MAX: usize = 1024;
 
-/// Reads `dst.len()` bytes at `at`. Errors: the process is gone, or part of it is not mapped or not readable; `dst` then
-/// holds an unspecified mixture.
+/// Reads `dst.len()` bytes at `at`. Errors: the process is gone, or part of it is not mapped or not
+/// readable; `dst` then holds an unspecified mixture.
 pub fn read_memory(process: &Process, at: HostVirt, dst: &mut [u8]) -> Result<()> {
     gather(process, &[HostRange { start: at, len_bytes: dst.len() as u64 }], dst)
 }
@@ -23,8 +24,9 @@ pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
         let local = libc::iovec { iov_base: left.as_ptr().cast_mut().cast(), iov_len: left.len() };
         let to = at.0.wrapping_add(done as u64);
         let remote = libc::iovec { iov_base: to as *mut c_void, iov_len: left.len() };
-        // SAFETY: `local` describes `left`, which is borrowed over the call and only read; `remote` is an address of the
-        // other process, which the kernel checks; both counts are the one element that each pointer points to.
+        // SAFETY: `local` describes `left`, which is borrowed over the call and only read; `remote`
+        // is an address of the other process, which the kernel checks; both counts are the one
+        // element that each pointer points to.
         let code = unsafe {
             libc::process_vm_writev(process.raw_pid(), &raw const local, 1, &raw const remote, 1, 0)
         };
@@ -64,9 +66,10 @@ fn gather_batch(process: &Process, remote: &mut [libc::iovec], mut dst: &mut [u8
     let mut remote = remote;
     while let Some(first) = remote.first().copied() {
         let local = libc::iovec { iov_base: dst.as_mut_ptr().cast(), iov_len: dst.len() };
-        // SAFETY: `local` describes `dst`, which is borrowed mutably over the call and for which any bytes are valid;
-        // `remote` holds addresses of the other process, which the kernel checks; the counts are the lengths of what the
-        // pointers point to, and `remote` has at most IOV_MAX elements.
+        // SAFETY: `local` describes `dst`, which is borrowed mutably over the call and for which
+        // any bytes are valid; `remote` holds addresses of the other process, which the kernel
+        // checks; the counts are the lengths of what the pointers point to, and `remote` has at
+        // most IOV_MAX elements.
         let code = unsafe {
             libc::process_vm_readv(
                 process.raw_pid(),
@@ -77,7 +80,8 @@ fn gather_batch(process: &Process, remote: &mut [libc::iovec], mut dst: &mut [u8
                 0,
             )
         };
-        let mut n = moved(process, code, "read", HostVirt(first.iov_base as u64), first.iov_len as u64)?;
+        let mut n =
+            moved(process, code, "read", HostVirt(first.iov_base as u64), first.iov_len as u64)?;
         dst = dst.get_mut(n..).unwrap_or_default();
         let whole = remote.iter().take_while(|r| {
             let fits = r.iov_len <= n;

@@ -1,5 +1,5 @@
-//! The process that this crate's tests attach to: it does what its standard input says, one command a line, in its
-//! main thread, and answers each by a line. The first line is `@ready`.
+//! The process that this crate's tests attach to: it does what its standard input says, one command
+//! a line, in its main thread, and answers each by a line. The first line is `@ready`.
 //!
 //! ```text
 //!   map KIND BYTES          @ADDRESS      KIND: see `map`
@@ -64,7 +64,8 @@ fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
         "map" => map(words[1], number(2), files).map(|address| address.to_string()),
         "unmap" => unmap(number(1), number(2)).map(ok),
         "write" => {
-            // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
+            // SAFETY: the test names memory that it had mapped here, writable, of that length;
+            // nothing refers to it.
             unsafe { std::ptr::write_bytes(number(1) as *mut u8, number(3) as u8, number(2)) };
             Ok("ok".into())
         }
@@ -109,14 +110,16 @@ fn check(code: i64) -> std::io::Result<i64> {
     if code < 0 { Err(std::io::Error::last_os_error()) } else { Ok(code) }
 }
 
-/// Maps memory: `anon` (private anonymous), `thp` (the same with huge pages, aligned), `memfd` and `sealed` (shared,
-/// the second sealed against shrinking), `file` (a file, shared), `copy` and `memcopy` (private, of a file of
-/// 0x11 bytes and of a memfd), `hugetlb` and
-/// `hugeanon` (2 MiB pages, shared memfd and private anonymous).
+/// Maps memory: `anon` (private anonymous), `thp` (the same with huge pages, aligned), `memfd` and
+/// `sealed` (shared, the second sealed against shrinking), `file` (a file, shared), `copy` and
+/// `memcopy` (private, of a file of 0x11 bytes and of a memfd), `hugetlb` and `hugeanon` (2 MiB
+/// pages, shared memfd and private anonymous).
 fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
     let flags = match kind {
         "anon" | "thp" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-        "hugeanon" => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
+        "hugeanon" => {
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB
+        }
         "copy" | "memcopy" | "hugecopy" => libc::MAP_PRIVATE,
         _ => libc::MAP_SHARED,
     };
@@ -139,7 +142,8 @@ fn map(kind: &str, len: usize, files: &mut Files) -> std::io::Result<usize> {
     let fd = file.as_ref().map_or(-1, AsRawFd::as_raw_fd);
     let ask = if kind == "thp" { len + HUGE } else { len };
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: no address is given, so that nothing mapped is replaced; the descriptor, where there is one, is open.
+    // SAFETY: no address is given, so that nothing mapped is replaced; the descriptor, where there
+    // is one, is open.
     let address = unsafe { libc::mmap(null_mut(), ask, access, flags, fd, 0) };
     if address == libc::MAP_FAILED {
         return Err(std::io::Error::last_os_error());
@@ -163,12 +167,14 @@ fn churn(address: usize, len: usize, value: usize) {
         // An odd factor makes a permutation of it.
         let page = write.wrapping_mul(0x9e37_79b9) % pages;
         let at = (address + page * 4096) as *mut u64;
-        // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
+        // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing
+        // refers to it.
         unsafe { at.write_volatile(value as u64) };
     }
 }
 
-/// Threads that write each its own numbers, anywhere, a third of them over and over into a few pages.
+/// Threads that write each its own numbers, anywhere, a third of them over and over into a few
+/// pages.
 fn scribble(address: usize, len: usize, threads: usize, writes: usize, discards: usize) {
     println!("@waiting");
     let next = |random: &mut u64| {
@@ -184,8 +190,9 @@ fn scribble(address: usize, len: usize, threads: usize, writes: usize, discards:
                 for write in 0..writes {
                     let reach = if write % 3 == 0 { len / 16 } else { len };
                     let at = address + next(&mut random) % (reach / 8) * 8;
-                    // SAFETY: the test names memory that it had mapped here, writable, of that length; all threads write
-                    // it by whole aligned words, and nothing refers to it.
+                    // SAFETY: the test names memory that it had mapped here, writable, of that
+                    // length; all threads write it by whole aligned words, and nothing refers to
+                    // it.
                     unsafe { (*(at as *const AtomicU64)).store(random, Ordering::Relaxed) };
                 }
             });
@@ -205,9 +212,13 @@ fn filter() -> std::io::Result<()> {
     let program = libc::sock_fprog { len: 1, filter: &raw mut allow };
     // SAFETY: takes numbers.
     check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into())?;
-    // SAFETY: reads one `sock_fprog`, which `program` is, and the one instruction that it points to; both live over the call.
-    check(unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) }.into())
-        .map(drop)
+    // SAFETY: reads one `sock_fprog`, which `program` is, and the one instruction that it points
+    // to; both live over the call.
+    check(
+        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) }
+            .into(),
+    )
+    .map(drop)
 }
 
 fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {
@@ -219,7 +230,9 @@ fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {
     file.set_len(len as u64)?;
     if flags & libc::MFD_ALLOW_SEALING != 0 {
         // SAFETY: an open descriptor; this command takes a number.
-        check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }.into())?;
+        check(
+            unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }.into(),
+        )?;
     }
     Ok(file.into())
 }
@@ -249,8 +262,10 @@ fn advise(address: usize, len: usize, advice: i32) -> std::io::Result<()> {
 }
 
 fn punch(address: usize, len: usize, files: &Files) -> std::io::Result<()> {
-    let (start, _, file) =
-        files.iter().find(|(start, len, _)| (*start..start + len).contains(&address)).expect("a mapped file");
+    let (start, _, file) = files
+        .iter()
+        .find(|(start, len, _)| (*start..start + len).contains(&address))
+        .expect("a mapped file");
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     let (offset, len) = ((address - start).cast_signed() as i64, len.cast_signed() as i64);
     // SAFETY: an open descriptor; the rest are numbers.
@@ -261,7 +276,8 @@ fn punch(address: usize, len: usize, files: &Files) -> std::io::Result<()> {
 fn receive(address: usize, len: usize, byte: u8) -> std::io::Result<()> {
     let (mut from, mut to) = std::io::pipe()?;
     let sender = std::thread::spawn(move || to.write_all(&vec![byte; len]));
-    // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing else refers to it.
+    // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing else
+    // refers to it.
     let memory = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };
     from.read_exact(memory)?;
     sender.join().expect("the sender")
@@ -275,7 +291,8 @@ fn direct(address: usize, len: usize, byte: u8) -> std::io::Result<()> {
     let fd = file.into_raw_fd();
     // SAFETY: an open descriptor; this command takes a number.
     check(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_DIRECT) }.into())?;
-    // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing refers to it.
+    // SAFETY: the test names memory that it had mapped here, writable, of that length; nothing
+    // refers to it.
     let got = check(unsafe { libc::pread(fd, address as *mut _, len, 0) } as i64)?;
     // SAFETY: the descriptor is ours and not used again.
     check(unsafe { libc::close(fd) }.into())?;
@@ -304,7 +321,8 @@ fn count() -> std::io::Result<()> {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_signal as extern "C" fn(i32) as usize;
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: the structure is initialised; the handler is safe in a signal, as it does one atomic addition.
+    // SAFETY: the structure is initialised; the handler is safe in a signal, as it does one atomic
+    // addition.
     check(unsafe { libc::sigaction(COUNTED, &raw const action, null_mut()) }.into()).map(drop)
 }
 
@@ -329,7 +347,8 @@ fn wait_us(kind: &str, us: usize) -> String {
             libc::syscall(libc::SYS_futex, &raw const word, operation, 0, &raw const time)
         },
     };
-    let errno = if code < 0 { std::io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 };
+    let errno =
+        if code < 0 { std::io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 };
     format!("{code} {errno}")
 }
 
@@ -347,7 +366,8 @@ fn spin(rounds: usize) -> u64 {
     a ^ b ^ x.to_bits()
 }
 
-/// For that long, in the main thread and in so many others: computes and waits in turn, and checks every result.
+/// For that long, in the main thread and in so many others: computes and waits in turn, and checks
+/// every result.
 fn toil(ms: usize, threads: usize) -> String {
     println!("@waiting");
     let end = Instant::now() + Duration::from_millis(ms as u64);
@@ -363,7 +383,10 @@ fn toil(ms: usize, threads: usize) -> String {
     let done = std::thread::scope(|scope| {
         let others: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         let own: Result<u64, String> = work();
-        others.into_iter().map(|other| other.join().expect("it does not panic")).fold(own, Result::and)
+        others
+            .into_iter()
+            .map(|other| other.join().expect("it does not panic"))
+            .fold(own, Result::and)
     });
     match done {
         Ok(steps) => format!("ok {steps}"),
@@ -385,14 +408,16 @@ fn step(expected: u64) -> Result<(), String> {
     is("getppid", (unsafe { libc::getppid() } > 0).to_string(), "true")
 }
 
-/// True where the wide vector registers, both halves, hold what was put there while some ten microseconds pass.
+/// True where the wide vector registers, both halves, hold what was put there while some ten
+/// microseconds pass.
 fn wide_registers_hold() -> bool {
     if !std::arch::is_x86_feature_detected!("avx") {
         return true;
     }
-    let (put, mut got) = ([0x0123_4567_89ab_cdef_u64, 1, 2, 0xfedc_ba98_7654_3210], [[0_u64; 4]; 2]);
-    // SAFETY: reads 32 bytes of `put` and writes 64 of `got`, both live; the registers used are declared as changed; the
-    // processor has AVX.
+    let (put, mut got) =
+        ([0x0123_4567_89ab_cdef_u64, 1, 2, 0xfedc_ba98_7654_3210], [[0_u64; 4]; 2]);
+    // SAFETY: reads 32 bytes of `put` and writes 64 of `got`, both live; the registers used are
+    // declared as changed; the processor has AVX.
     unsafe {
         std::arch::asm!(
             "vmovups ymm1, [{put}]", "vmovups ymm15, [{put}]",
@@ -405,10 +430,12 @@ fn wide_registers_hold() -> bool {
     got == [put; 2]
 }
 
-/// True where the red zone below the stack pointer and the flags hold while some ten microseconds pass.
+/// True where the red zone below the stack pointer and the flags hold while some ten microseconds
+/// pass.
 fn flags_hold() -> bool {
     let (carry, zone): (u8, u64);
-    // SAFETY: without `nostack` the compiler keeps nothing of its own in the red zone; 8 bytes of it are used here.
+    // SAFETY: without `nostack` the compiler keeps nothing of its own in the red zone; 8 bytes of
+    // it are used here.
     unsafe {
         std::arch::asm!(
             "mov qword ptr [rsp - 128], 77",

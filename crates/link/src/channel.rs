@@ -5,7 +5,8 @@
 //!   receive   wait for bytes without the lock ─▶ lock ─▶ decrypt ─▶ frames
 //! ```
 //!
-//! Invariant: nobody waits for the other side with the lock of the encryption, so that sides that both send take in, too.
+//! Invariant: nobody waits for the other side with the lock of the encryption, so that sides that
+//! both send take in, too.
 
 use crate::{Error, FRAME_BYTES_MAX, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -156,7 +157,10 @@ impl Channel {
                 Ok(0) => return Err(Error::Closed { peer: self.peer.clone() }),
                 Ok(_) => {
                     let processed = tls.process_new_packets();
-                    processed.map_err(|e| Error::Tls { peer: self.peer.clone(), problem: e.to_string() })?;
+                    processed.map_err(|e| Error::Tls {
+                        peer: self.peer.clone(),
+                        problem: e.to_string(),
+                    })?;
                     if tls.wants_write() {
                         // What there is no room for goes with the next frame.
                         let _ = self.flush(&mut tls)?;
@@ -179,7 +183,9 @@ impl Channel {
                 Ok(true)
             }
             Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
-            Err(e) if e.kind() == ErrorKind::UnexpectedEof => Err(Error::Closed { peer: self.peer.clone() }),
+            Err(e) if e.kind() == ErrorKind::UnexpectedEof => {
+                Err(Error::Closed { peer: self.peer.clone() })
+            }
             Err(e) => Err(self.io("read from")(e)),
         }
     }
@@ -190,8 +196,10 @@ impl Channel {
     }
 
     fn wait(&self, what: PollFlags, timeout: Duration) -> Result<bool> {
-        let timeout =
-            Timespec { tv_sec: timeout.as_secs().cast_signed(), tv_nsec: timeout.subsec_nanos().into() };
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs().cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
         let mut fds = [PollFd::new(&self.stream, what)];
         match poll(&mut fds, Some(&timeout)) {
             Ok(ready) => Ok(ready > 0),
@@ -258,7 +266,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         std::thread::scope(|scope| {
-            let accepted = scope.spawn(move || theirs.accept(listener.accept().unwrap().0, PATIENCE));
+            let accepted =
+                scope.spawn(move || theirs.accept(listener.accept().unwrap().0, PATIENCE));
             let connected = ours.connect(address, PATIENCE);
             (connected, accepted.join().unwrap())
         })
@@ -266,9 +275,11 @@ mod tests {
 
     #[test]
     fn frames_of_any_length_come_as_they_were_sent_both_ways_at_once() {
-        let (ours, theirs) = meet(&party("a secret of some bytes"), &party("a secret of some bytes\n"));
+        let (ours, theirs) =
+            meet(&party("a secret of some bytes"), &party("a secret of some bytes\n"));
         let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
-        let frame = |n: usize| Frame { kind: n as u8, payload: vec![n as u8; n * n * 401 % 700_000] };
+        let frame =
+            |n: usize| Frame { kind: n as u8, payload: vec![n as u8; n * n * 401 % 700_000] };
         let run = |channel: &Channel| {
             let mut input = Input::default();
             std::thread::scope(|scope| {
@@ -291,12 +302,16 @@ mod tests {
             run(&theirs);
         });
         ours.close();
-        assert!(matches!(theirs.receive(&mut Input::default(), PATIENCE), Err(Error::Closed { .. })));
+        assert!(matches!(
+            theirs.receive(&mut Input::default(), PATIENCE),
+            Err(Error::Closed { .. })
+        ));
     }
 
     #[test]
     fn who_has_another_key_is_not_let_in() {
-        let (ours, theirs) = meet(&party("a secret of some bytes"), &party("another secret of some"));
+        let (ours, theirs) =
+            meet(&party("a secret of some bytes"), &party("another secret of some"));
         // TLS 1.3: the client may learn of it only when it reads.
         assert!(matches!(theirs, Err(Error::Tls { .. })), "{:?}", theirs.err());
         if let Ok(ours) = ours {
@@ -313,13 +328,16 @@ mod tests {
         assert!(theirs.is_err());
         let silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let limit = Duration::from_millis(50);
-        assert!(party("a secret of some bytes").accept(listener.accept().unwrap().0, limit).is_err());
+        assert!(
+            party("a secret of some bytes").accept(listener.accept().unwrap().0, limit).is_err()
+        );
         drop(silent);
     }
 
     #[test]
     fn a_frame_that_is_too_long_is_refused_on_both_sides() {
-        let (ours, _theirs) = meet(&party("a secret of some bytes"), &party("a secret of some bytes"));
+        let (ours, _theirs) =
+            meet(&party("a secret of some bytes"), &party("a secret of some bytes"));
         let long = vec![0; FRAME_BYTES_MAX];
         assert!(matches!(ours.unwrap().send(1, &[&long]), Err(Error::Frame { .. })));
         let mut input = Input { bytes: vec![0xff; 9], taken: 0 };

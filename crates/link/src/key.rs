@@ -20,8 +20,9 @@ const AUTHORITY: &str = "keyframe replication authority";
 /// The name of every party: who it is, is told by the key alone.
 const NAME: &str = "keyframe-replication";
 /// An Ed25519 private key as PKCS #8 begins with this, and goes on with its 32 bytes (RFC 8410).
-const PKCS8_HEAD: [u8; 16] =
-    [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
+const PKCS8_HEAD: [u8; 16] = [
+    0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
+];
 
 /// What hosts share.
 pub struct Key(Zeroizing<[u8; 32]>);
@@ -41,14 +42,16 @@ impl Key {
             )));
         }
         let bytes = Zeroizing::new(std::fs::read(path).map_err(|e| bad(e.to_string()))?);
-        Self::of(&bytes).ok_or_else(|| bad(format!("fewer than {SECRET_BYTES_MIN} bytes are no secret")))
+        Self::of(&bytes)
+            .ok_or_else(|| bad(format!("fewer than {SECRET_BYTES_MIN} bytes are no secret")))
     }
 
     /// Of a secret; white space at its ends does not count. `None` where it is too short.
     #[must_use]
     pub fn of(secret: &[u8]) -> Option<Self> {
         let secret = secret.trim_ascii();
-        (secret.len() >= SECRET_BYTES_MIN).then(|| Self(Zeroizing::new(blake3::derive_key(CONTEXT, secret))))
+        (secret.len() >= SECRET_BYTES_MIN)
+            .then(|| Self(Zeroizing::new(blake3::derive_key(CONTEXT, secret))))
     }
 }
 
@@ -69,7 +72,8 @@ impl Party {
         let text = |e: rcgen::Error| e.to_string();
         let document = Zeroizing::new([&PKCS8_HEAD[..], &key.0[..]].concat());
         let document = PrivatePkcs8KeyDer::from(document.to_vec());
-        let authority_key = KeyPair::from_pkcs8_der_and_sign_algo(&document, &PKCS_ED25519).map_err(text)?;
+        let authority_key =
+            KeyPair::from_pkcs8_der_and_sign_algo(&document, &PKCS_ED25519).map_err(text)?;
         let mut authority = CertificateParams::new(Vec::<String>::new()).map_err(text)?;
         authority.distinguished_name.push(DnType::CommonName, AUTHORITY);
         authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -85,9 +89,10 @@ impl Party {
         let chain: Vec<CertificateDer<'static>> = vec![own.der().clone()];
         let private = || PrivateKeyDer::from(PrivatePkcs8KeyDer::from(own_key.serialize_der()));
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
-            .build()
-            .map_err(|e| e.to_string())?;
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
+                .build()
+                .map_err(|e| e.to_string())?;
         let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|e| e.to_string())?

@@ -1,14 +1,17 @@
-//! Connections between hosts that share a key: TLS 1.3, both sides authenticated, and frames over it.
+//! Connections between hosts that share a key: TLS 1.3, both sides authenticated, and frames over
+//! it.
 //!
 //! ```text
 //!   key file ──BLAKE3──▶ the key of an authority that exists nowhere else ──signs──▶ a fresh certificate of each party
 //!   Party ──connect / accept──▶ Channel ──send, receive──▶ | length 4 | kind 1 | payload |        little-endian
 //! ```
 //!
-//! As corosync's authkey: one file, copied to every host. Who has it is let in; there is nothing else to configure.
+//! As corosync's authkey: one file, copied to every host. Who has it is let in; there is nothing
+//! else to configure.
 //!
-//! Invariants: nothing is read from or believed of a party that has not shown that it has the key; no frame is longer than
-//! [`FRAME_BYTES_MAX`], and is told so before memory is taken; every wait ends.
+//! Invariants: nothing is read from or believed of a party that has not shown that it has the key;
+//! no frame is longer than [`FRAME_BYTES_MAX`], and is told so before memory is taken; every wait
+//! ends.
 //!
 //! Left out: what frames mean; finding out that the other side is gone (the caller's heartbeats).
 

@@ -20,7 +20,8 @@ pub struct Constants {
     pub t_c: f64,
     /// How long a simulation takes to begin, in seconds.
     pub t_i: f64,
-    /// How many times as long an interval takes with its checkpoint; `1 + t_c/L` where it is not given.
+    /// How many times as long an interval takes with its checkpoint; `1 + t_c/L` where it is not
+    /// given.
     pub s_cp: Option<f64>,
 }
 

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A line through measured simulations: how long each took, over how long its interval had taken when it was recorded.
+/// A line through measured simulations: how long each took, over how long its interval had taken
+/// when it was recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fit {
     /// Seconds that a simulation takes to begin: `t_i`.
@@ -13,8 +14,9 @@ pub struct Fit {
     pub r_squared: f64,
 }
 
-/// Least squares over pairs of seconds: interval, simulation. Where that has a simulation begin before it begins, or a longer interval take less, the
-/// line goes through 0. None without a pair of an interval that took time.
+/// Least squares over pairs of seconds: interval, simulation. Where that has a simulation begin
+/// before it begins, or a longer interval take less, the line goes through 0. None without a pair
+/// of an interval that took time.
 pub fn fit(pairs: &[(f64, f64)]) -> Option<Fit> {
     let usable: Vec<(f64, f64)> = pairs
         .iter()
@@ -35,8 +37,11 @@ pub fn fit(pairs: &[(f64, f64)]) -> Option<Fit> {
     }
     let slope = across / along;
     let begin = mean_y - slope * mean_x;
-    let (t_i, slowdown) =
-        if slope.is_finite() && slope > 0.0 && begin >= 0.0 { (begin, slope) } else { (0.0, sum_y / sum_x) };
+    let (t_i, slowdown) = if slope.is_finite() && slope > 0.0 && begin >= 0.0 {
+        (begin, slope)
+    } else {
+        (0.0, sum_y / sum_x)
+    };
     let left: f64 = usable.iter().map(|(x, y)| (y - t_i - slowdown * x).powi(2)).sum();
     let r_squared = if all > 0.0 { (1.0 - left / all).max(0.0) } else { 1.0 };
     Some(Fit { t_i, slowdown, r_squared })

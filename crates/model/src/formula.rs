@@ -24,7 +24,8 @@ impl Formula {
 }
 
 impl Constants {
-    /// Nodes that are busy at once where none is missing: those that begin before the first one ends (equations 3.1, 3.2).
+    /// Nodes that are busy at once where none is missing: those that begin before the first one
+    /// ends (equations 3.1, 3.2).
     pub fn nodes_demanded(&self, length: f64) -> f64 {
         self.simulation(length) / self.period(length)
     }
@@ -34,7 +35,8 @@ impl Constants {
         (self.simulation(length) / (self.t_c + length) + 1.0).ceil() as u64
     }
 
-    /// The best length with nodes enough, from equation 2.1. 0 where checkpoints cost nothing: the shorter the better.
+    /// The best length with nodes enough, from equation 2.1. 0 where checkpoints cost nothing: the
+    /// shorter the better.
     pub fn length_enough(&self) -> f64 {
         (self.s_log * self.s_log * self.t_vm * self.t_c / self.s_sim).sqrt()
     }
@@ -45,23 +47,32 @@ impl Constants {
         (factor * self.s_log * self.t_vm * self.t_i).sqrt() / (nodes as f64 * factor)
     }
 
-    /// How many nodes are missing at the best length for `nodes`; negative where they are enough (equation 3.8).
+    /// How many nodes are missing at the best length for `nodes`; negative where they are enough
+    /// (equation 3.8).
     pub fn nodes_missing(&self, nodes: u64) -> f64 {
         self.nodes_demanded(self.length_limited(nodes)) - nodes as f64
     }
 
-    /// The formula for `nodes` and `length`: too few are those that the intervals which begin before the first one ends exceed.
+    /// The formula for `nodes` and `length`: too few are those that the intervals which begin
+    /// before the first one ends exceed.
     pub fn formula(&self, nodes: u64, length: f64) -> Formula {
-        if (nodes as f64) < self.nodes_demanded(length) { Formula::Limited } else { Formula::Enough }
+        if (nodes as f64) < self.nodes_demanded(length) {
+            Formula::Limited
+        } else {
+            Formula::Enough
+        }
     }
 
     /// The time from the recording's begin to the last simulation's end, in seconds.
     pub fn run_time(&self, formula: Formula, nodes: u64, length: f64) -> f64 {
         let nodes = nodes as f64;
         match formula {
-            Formula::Enough => self.s_log * self.t_vm * (self.t_c / length + 1.0) + self.simulation(length),
+            Formula::Enough => {
+                self.s_log * self.t_vm * (self.t_c / length + 1.0) + self.simulation(length)
+            }
             Formula::Limited => {
-                let busy = self.t_vm * (self.s_log * self.t_i + self.s_sim * length) / (nodes * length);
+                let busy =
+                    self.t_vm * (self.s_log * self.t_i + self.s_sim * length) / (nodes * length);
                 nodes * self.period(length) + busy
             }
         }

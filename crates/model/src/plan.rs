@@ -29,8 +29,8 @@ pub struct Plan {
     pub best: Point,
     /// Nodes that would be busy at that length if there were enough.
     pub nodes_demanded: f64,
-    /// How many are missing at the length that is best for that number of nodes where they are too few (equation 3.8): positive where that
-    /// formula holds.
+    /// How many are missing at the length that is best for that number of nodes where they are too
+    /// few (equation 3.8): positive where that formula holds.
     pub nodes_missing: f64,
 }
 
@@ -56,8 +56,9 @@ pub fn nodes_best(constants: &Constants) -> Plan {
 
 /// The best length for `nodes`, one at least.
 ///
-/// With `s_cp`, the formula is chosen as in the paper, by the sign of equation 3.8. Without, the two formulas are one function of the length, which
-/// is least at the best length of one of them, where that one holds, or where the nodes are just enough.
+/// With `s_cp`, the formula is chosen as in the paper, by the sign of equation 3.8. Without, the
+/// two formulas are one function of the length, which is least at the best length of one of them,
+/// where that one holds, or where the nodes are just enough.
 pub fn best(constants: &Constants, nodes: u64) -> Plan {
     let nodes = nodes.max(1);
     let lengths = [constants.length_limited(nodes), constants.length_enough()];
@@ -76,7 +77,8 @@ pub fn best(constants: &Constants, nodes: u64) -> Plan {
     plan(constants, least.unwrap_or(points[0]))
 }
 
-/// The length at which `nodes` are just enough: `(t_i + s_sim/s_log L) / (t_c + L) = N`. Not finite where there is none.
+/// The length at which `nodes` are just enough: `(t_i + s_sim/s_log L) / (t_c + L) = N`. Not finite
+/// where there is none.
 fn just_enough(constants: &Constants, nodes: u64) -> f64 {
     let nodes = nodes as f64;
     (constants.t_i - nodes * constants.t_c) / (nodes - constants.slowdown())
@@ -117,7 +119,8 @@ mod tests {
         near(plan.best.length_s, 2.049);
     }
 
-    /// Figure 3.4: its constants but for `s_sim` are printed; 41.25 has `N_demand` cross 0 where it does.
+    /// Figure 3.4: its constants but for `s_sim` are printed; 41.25 has `N_demand` cross 0 where it
+    /// does.
     #[test]
     fn with_few_nodes_intervals_are_long() {
         let constants = Constants { s_sim: 41.25, s_cp: Some(1.2), ..PAPER };
@@ -131,8 +134,14 @@ mod tests {
     /// Section 6.3.4, figure 6.15.
     #[test]
     fn four_nodes_are_3_9_times_as_fast() {
-        let constants =
-            Constants { t_vm: 600.0, s_sim: 31.0, s_log: 1.0, t_c: 0.0, t_i: 3.7, s_cp: Some(1.024) };
+        let constants = Constants {
+            t_vm: 600.0,
+            s_sim: 31.0,
+            s_log: 1.0,
+            t_c: 0.0,
+            t_i: 3.7,
+            s_cp: Some(1.024),
+        };
         near(Point::at(&constants, 4, 8.0).speed_up, 3.91);
         near(best(&constants, 4).best.speed_up, 3.9);
     }
@@ -152,8 +161,9 @@ mod tests {
     }
 
     fn constants() -> impl Strategy<Value = Constants> {
-        (1.0..1e5_f64, 1.0..1e4_f64, 1.0..3.0_f64, 0.0..5.0_f64, 0.0..50.0_f64)
-            .prop_map(|(t_vm, s_sim, s_log, t_c, t_i)| Constants { t_vm, s_sim, s_log, t_c, t_i, s_cp: None })
+        (1.0..1e5_f64, 1.0..1e4_f64, 1.0..3.0_f64, 0.0..5.0_f64, 0.0..50.0_f64).prop_map(
+            |(t_vm, s_sim, s_log, t_c, t_i)| Constants { t_vm, s_sim, s_log, t_c, t_i, s_cp: None },
+        )
     }
 
     proptest! {

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 /// What this crate's functions return.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error: it names the object and the operation. It travels from the switch's process to its controller as it is.
+/// An error: it names the object and the operation. It travels from the switch's process to its
+/// controller as it is.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {
@@ -50,7 +51,9 @@ pub enum Error {
         operation: String,
     },
     /// A recorded port has packets and nowhere to put them.
-    #[error("restore packets in flight: nothing stands for the recorded {port}, which has {frames}")]
+    #[error(
+        "restore packets in flight: nothing stands for the recorded {port}, which has {frames}"
+    )]
     Unmapped {
         /// The recorded port.
         port: PortId,
@@ -110,7 +113,9 @@ impl Error {
     }
 
     /// For `map_err`: an I/O error of `operation`.
-    pub(crate) fn io<E: Into<std::io::Error>>(operation: impl Into<String>) -> impl FnOnce(E) -> Self {
+    pub(crate) fn io<E: Into<std::io::Error>>(
+        operation: impl Into<String>,
+    ) -> impl FnOnce(E) -> Self {
         let operation = operation.into();
         move |source| Self::Io { operation, source: source.into() }
     }

@@ -8,7 +8,8 @@
 //!                                        └── held: nothing leaves
 //! ```
 //!
-//! What becomes of a queue that is full (a guest that takes no packets, as one whose interface is down):
+//! What becomes of a queue that is full (a guest that takes no packets, as one whose interface is
+//! down):
 //!
 //! | frame for it | delivering | held |
 //! |---|---|---|
@@ -21,8 +22,9 @@
 //! 2. While held nothing leaves and every port may be read.
 //! 3. A queue exceeds its bound by at most what each sender had under way.
 //!
-//! Left out: ageing of addresses (a disconnect forgets them), spanning trees, VLANs (tags are carried, not looked at). A
-//! gate that holds the frames of one sender only, as replication wants it, has its place in `receive`.
+//! Left out: ageing of addresses (a disconnect forgets them), spanning trees, VLANs (tags are
+//! carried, not looked at). A gate that holds the frames of one sender only, as replication wants
+//! it, has its place in `receive`.
 
 use crate::frame::Frame;
 use crate::table::MacTable;
@@ -123,11 +125,14 @@ impl Fabric {
         if let Some(source) = frame.source().filter(|mac| !mac.is_group()) {
             table.learn(source, from);
         }
-        let known = frame.destination().filter(|mac| !mac.is_group()).and_then(|mac| table.port_of(mac));
+        let known =
+            frame.destination().filter(|mac| !mac.is_group()).and_then(|mac| table.port_of(mac));
         match known {
             // Both ends are behind the same port.
             Some(to) if to == from => None,
-            Some(to) => self.push(to, frame).inspect(|full| self.stall(from, *full)).filter(|_| self.held),
+            Some(to) => {
+                self.push(to, frame).inspect(|full| self.stall(from, *full)).filter(|_| self.held)
+            }
             None => self.flood(lan, from, frame),
         }
     }

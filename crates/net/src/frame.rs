@@ -1,11 +1,12 @@
-//! Ethernet frames as QEMU's `stream` and `socket` netdevs send them, and how they are found in a stream of bytes.
+//! Ethernet frames as QEMU's `stream` and `socket` netdevs send them, and how they are found in a
+//! stream of bytes.
 //!
 //! ```text
 //!   | length, 4 bytes, big-endian | frame | length | frame | ...
 //! ```
 //!
-//! Invariants: a [`Frame`] has 1 to [`FRAME_BYTES_MAX`] bytes, so the first byte of its header is 0 (which
-//! [`crate::port`] relies on).
+//! Invariants: a [`Frame`] has 1 to [`FRAME_BYTES_MAX`] bytes, so the first byte of its header is 0
+//! (which [`crate::port`] relies on).
 
 use std::sync::Arc;
 
@@ -72,7 +73,8 @@ pub struct Deframer {
 }
 
 impl Deframer {
-    /// Takes `bytes` and appends the frames that are complete now. Error: why the stream cannot be trusted any further.
+    /// Takes `bytes` and appends the frames that are complete now. Error: why the stream cannot be
+    /// trusted any further.
     pub fn push(&mut self, mut bytes: &[u8], frames: &mut Vec<Frame>) -> Result<(), String> {
         while !bytes.is_empty() {
             let want = self.wire_len()?;
@@ -95,12 +97,16 @@ impl Deframer {
 
     /// How long what has begun will be, as far as that is known.
     fn wire_len(&self) -> Result<usize, String> {
-        let Some(header) = self.begun.first_chunk::<HEADER_BYTES>() else { return Ok(HEADER_BYTES) };
+        let Some(header) = self.begun.first_chunk::<HEADER_BYTES>() else {
+            return Ok(HEADER_BYTES);
+        };
         let len = u32::from_be_bytes(*header) as usize;
         if (1..=FRAME_BYTES_MAX).contains(&len) {
             Ok(HEADER_BYTES + len)
         } else {
-            Err(format!("it announced a frame of {len} bytes (1 to {FRAME_BYTES_MAX} are possible)"))
+            Err(format!(
+                "it announced a frame of {len} bytes (1 to {FRAME_BYTES_MAX} are possible)"
+            ))
         }
     }
 }

@@ -1,6 +1,8 @@
-//! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of what VMs, controllers or stores say.
+//! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of what VMs, controllers or
+//! stores say.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of proportion to them.
+//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
+//! proportion to them.
 
 use crate::InFlight;
 use crate::frame::Deframer;
@@ -10,7 +12,10 @@ use crate::wire::{Messages, Request, Response};
 pub fn in_flight(covered: &[u8]) {
     let bytes = [covered, blake3::hash(covered).as_bytes()].concat();
     if let Ok(found) = InFlight::decode(&bytes) {
-        assert!(found.encode().is_ok_and(|again| again == bytes), "packets in flight have one form");
+        assert!(
+            found.encode().is_ok_and(|again| again == bytes),
+            "packets in flight have one form"
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! The packets between the VMs of a group at the instant of its checkpoint, as a value and as bytes.
+//! The packets between the VMs of a group at the instant of its checkpoint, as a value and as
+//! bytes.
 //!
 //! ```text
 //!   in flight  | magic 8 | version 4 | ports 4 | port | port | ... | BLAKE3 of all before, 32 |
@@ -6,9 +7,11 @@
 //!   frame      | length 4 | bytes |
 //! ```
 //!
-//! Integers are little-endian. docs/formats/in-flight.md says the same for readers of other programs.
+//! Integers are little-endian. docs/formats/in-flight.md says the same for readers of other
+//! programs.
 //!
-//! Invariants: what decodes was encoded in that very form; a hostile file costs no more memory than it has bytes.
+//! Invariants: what decodes was encoded in that very form; a hostile file costs no more memory than
+//! it has bytes.
 
 use crate::frame::Frame;
 use crate::{Error, Result};
@@ -55,7 +58,8 @@ pub struct PortInFlight {
     pub frames: Vec<Frame>,
 }
 
-/// What waits for each port of the switch, in the order of [`PortId`]; ports without frames are in it too.
+/// What waits for each port of the switch, in the order of [`PortId`]; ports without frames are in
+/// it too.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct InFlight {
     /// Each port once.
@@ -115,12 +119,14 @@ impl InFlight {
             }
             found => return Err(bad(VERSION_AT, format!("there was no version {found}"))),
         }
-        let covered = bytes.len().checked_sub(HASH_BYTES).ok_or_else(|| reader.problem("ends early"))?;
+        let covered =
+            bytes.len().checked_sub(HASH_BYTES).ok_or_else(|| reader.problem("ends early"))?;
         let (covered, hash) = bytes.split_at(covered);
         if blake3::hash(covered).as_bytes() != hash {
             return Err(bad(covered.len(), "the checksum does not match"));
         }
-        reader = Reader { left: covered.get(VERSION_AT + 4..).unwrap_or_default(), len: covered.len() };
+        reader =
+            Reader { left: covered.get(VERSION_AT + 4..).unwrap_or_default(), len: covered.len() };
         reader.ports()
     }
 }
@@ -166,7 +172,9 @@ impl<'a> Reader<'a> {
     fn ports(&mut self) -> Result<InFlight> {
         let count = self.u32()? as usize;
         if count > PORTS_MAX {
-            return Err(self.problem(format!("{count} ports, and a switch has {PORTS_MAX} at most")));
+            return Err(
+                self.problem(format!("{count} ports, and a switch has {PORTS_MAX} at most"))
+            );
         }
         let mut ports: Vec<PortInFlight> = Vec::with_capacity(count);
         for _ in 0..count {
@@ -176,7 +184,11 @@ impl<'a> Reader<'a> {
             }
             ports.push(port);
         }
-        if self.left.is_empty() { Ok(InFlight { ports }) } else { Err(self.problem("the end expected")) }
+        if self.left.is_empty() {
+            Ok(InFlight { ports })
+        } else {
+            Err(self.problem("the end expected"))
+        }
     }
 
     fn port(&mut self) -> Result<PortInFlight> {
@@ -184,15 +196,15 @@ impl<'a> Reader<'a> {
         if name_len > LAN_BYTES_MAX {
             return Err(self.problem(format!("a LAN's name of {name_len} bytes")));
         }
-        let name =
-            std::str::from_utf8(self.take(name_len)?).map_err(|_| self.problem("a name that is no text"))?;
+        let name = std::str::from_utf8(self.take(name_len)?)
+            .map_err(|_| self.problem("a name that is no text"))?;
         let port = PortId { lan: name.to_owned(), pid: self.u32()?, number: self.u32()? };
         let count = self.u32()?;
         let mut frames = Vec::new();
         for _ in 0..count {
             let len = self.u32()? as usize;
-            let frame =
-                Frame::new(self.take(len)?).ok_or_else(|| self.problem(format!("a frame of {len} bytes")))?;
+            let frame = Frame::new(self.take(len)?)
+                .ok_or_else(|| self.problem(format!("a frame of {len} bytes")))?;
             frames.push(frame);
         }
         Ok(PortInFlight { port, frames })
@@ -206,13 +218,17 @@ mod tests {
 
     fn recording() -> impl Strategy<Value = InFlight> {
         let frames = prop::collection::vec(prop::collection::vec(any::<u8>(), 1..100), 0..5);
-        prop::collection::btree_map(("[a-z/]{0,12}", any::<u32>(), 0u32..3), frames, 0..5).prop_map(|ports| {
-            let port = |((lan, pid, number), frames): ((String, u32, u32), Vec<Vec<u8>>)| PortInFlight {
-                port: PortId { lan, pid, number },
-                frames: frames.iter().map(|b| Frame::new(b).unwrap()).collect(),
-            };
-            InFlight { ports: ports.into_iter().map(port).collect() }
-        })
+        prop::collection::btree_map(("[a-z/]{0,12}", any::<u32>(), 0u32..3), frames, 0..5).prop_map(
+            |ports| {
+                let port = |((lan, pid, number), frames): ((String, u32, u32), Vec<Vec<u8>>)| {
+                    PortInFlight {
+                        port: PortId { lan, pid, number },
+                        frames: frames.iter().map(|b| Frame::new(b).unwrap()).collect(),
+                    }
+                };
+                InFlight { ports: ports.into_iter().map(port).collect() }
+            },
+        )
     }
 
     fn sealed(covered: &[u8]) -> Vec<u8> {
@@ -270,6 +286,9 @@ mod tests {
     fn a_later_version_is_told_from_damage() {
         let mut bytes = InFlight::default().encode().unwrap();
         bytes[VERSION_AT] = 2;
-        assert!(matches!(InFlight::decode(&bytes), Err(Error::LaterVersion { found: 2, known: 1 })));
+        assert!(matches!(
+            InFlight::decode(&bytes),
+            Err(Error::LaterVersion { found: 2, known: 1 })
+        ));
     }
 }

@@ -23,13 +23,19 @@ impl LanListener {
             return Err(failed("the path is no UTF-8 text".into()));
         };
         if is_abandoned(path).map_err(&failed)? {
-            std::fs::remove_file(path).map_err(|e| failed(format!("remove the socket left there: {e}")))?;
+            std::fs::remove_file(path)
+                .map_err(|e| failed(format!("remove the socket left there: {e}")))?;
         }
         let listener = UnixListener::bind(path).map_err(|e| failed(e.to_string()))?;
         let bound = |e: std::io::Error| failed(e.to_string());
         listener.set_nonblocking(true).map_err(bound)?;
         let metadata = std::fs::symlink_metadata(path).map_err(bound)?;
-        Ok(Self { listener, path: path.to_owned(), name, identity: (metadata.dev(), metadata.ino()) })
+        Ok(Self {
+            listener,
+            path: path.to_owned(),
+            name,
+            identity: (metadata.dev(), metadata.ino()),
+        })
     }
 
     /// The path as text.
@@ -37,7 +43,8 @@ impl LanListener {
         &self.name
     }
 
-    /// Whoever waits to be accepted. One that went away meanwhile, or that cannot be taken now, is nobody.
+    /// Whoever waits to be accepted. One that went away meanwhile, or that cannot be taken now, is
+    /// nobody.
     pub fn accept(&self) -> Option<UnixStream> {
         let (stream, _) = self.listener.accept().ok()?;
         stream.set_nonblocking(true).ok()?;
@@ -65,7 +72,9 @@ fn is_abandoned(path: &Path) -> Result<bool, String> {
     match std::fs::symlink_metadata(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(e) => Err(e.to_string()),
-        Ok(metadata) if !metadata.file_type().is_socket() => Err("there is a file that is no socket".into()),
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            Err("there is a file that is no socket".into())
+        }
         Ok(_) => match UnixStream::connect(path) {
             Ok(_) => Err("another process listens there".into()),
             Err(e) if e.kind() == std::io::ErrorKind::ConnectionRefused => Ok(true),
@@ -74,7 +83,8 @@ fn is_abandoned(path: &Path) -> Result<bool, String> {
     }
 }
 
-/// The process at the other end; 0 where it cannot be told (it is in a pid namespace that is not seen from here).
+/// The process at the other end; 0 where it cannot be told (it is in a pid namespace that is not
+/// seen from here).
 pub fn peer_pid(stream: &UnixStream) -> u32 {
     use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
     getsockopt(stream, PeerCredentials).map_or(0, |peer| peer.pid().unsigned_abs())
@@ -99,7 +109,10 @@ mod tests {
         let stream = UnixStream::connect(&path).unwrap();
         // The attempt above left a connection of its own.
         let accepted = listening.accept().and_then(|_| listening.accept()).unwrap();
-        assert_eq!((peer_pid(&accepted), peer_pid(&stream)), (std::process::id(), std::process::id()));
+        assert_eq!(
+            (peer_pid(&accepted), peer_pid(&stream)),
+            (std::process::id(), std::process::id())
+        );
         drop(listening);
         assert!(!path.exists());
         // Not ours any more.

@@ -1,9 +1,11 @@
-//! One connection of a QEMU: what it sends, what it is sent, and how it is seen that it has taken in all of it.
+//! One connection of a QEMU: what it sends, what it is sent, and how it is seen that it has taken
+//! in all of it.
 //!
-//! QEMU's netdev reads up to 68 KiB at once and hands each frame to the NIC. A frame that the NIC cannot take waits in a
-//! queue of QEMU's, and QEMU drops it when the VM stops. While that queue is not empty QEMU does not read its socket,
-//! with one exception: the frames that came with the same read follow it into the queue, and the first that the NIC takes
-//! switches reading on again, with the others still waiting. Two things make the queue visible from here:
+//! QEMU's netdev reads up to 68 KiB at once and hands each frame to the NIC. A frame that the NIC
+//! cannot take waits in a queue of QEMU's, and QEMU drops it when the VM stops. While that queue is
+//! not empty QEMU does not read its socket, with one exception: the frames that came with the same
+//! read follow it into the queue, and the first that the NIC takes switches reading on again, with
+//! the others still waiting. Two things make the queue visible from here:
 //!
 //! ```text
 //!   | 0 | len | frame •| 0 | len | frame •|       • a descriptor (of /dev/null) goes with the last piece of each frame
@@ -14,13 +16,15 @@
 //!                unread = 0: QEMU has it                  unread = 0: QEMU reads, so no frame waits there
 //! ```
 //!
-//! The kernel ends a read of a stream behind bytes that have descriptors with them. QEMU gives `recvmsg` no room for
-//! descriptors, so the kernel closes them; none is ever seen in QEMU. Seen with 7.2 and 10.0.
+//! The kernel ends a read of a stream behind bytes that have descriptors with them. QEMU gives
+//! `recvmsg` no room for descriptors, so the kernel closes them; none is ever seen in QEMU. Seen
+//! with 7.2 and 10.0.
 //!
-//! Invariants: a frame is sent whole or its connection is closed; the probe is part of the stream, so a frame after it
-//! loses nothing.
+//! Invariants: a frame is sent whole or its connection is closed; the probe is part of the stream,
+//! so a frame after it loses nothing.
 //!
-//! Left out: frames that QEMU queues behind a hub or a network filter between netdev and NIC; nothing shows those.
+//! Left out: frames that QEMU queues behind a hub or a network filter between netdev and NIC;
+//! nothing shows those.
 
 use crate::frame::{Deframer, Frame};
 use rustix::io::{Errno, IoSlice};
@@ -30,7 +34,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// The most that is sent with one call: what the kernel keeps in one piece, so that a descriptor sent with it is at its end.
+/// The most that is sent with one call: what the kernel keeps in one piece, so that a descriptor
+/// sent with it is at its end.
 const PIECE_BYTES: usize = 32 << 10;
 /// What QEMU's end may hold before QEMU has to wait, where the kernel does not say.
 const SEND_BUFFER_BYTES: usize = 212_992;
@@ -136,8 +141,10 @@ impl Port {
         let (before, full) = (frames.len(), len == buffer.len());
         self.deframer.push(buffer.get(..len).unwrap_or_default(), frames)?;
         // All that was read was in the socket at once: nobody else empties it.
-        let pieces = frames.iter().skip(before).map(|frame| kernel_bytes(frame.wire().len())).sum::<usize>();
-        let occupied = if full { usize::MAX } else { pieces + kernel_bytes(self.deframer.begun_bytes()) };
+        let pieces =
+            frames.iter().skip(before).map(|frame| kernel_bytes(frame.wire().len())).sum::<usize>();
+        let occupied =
+            if full { usize::MAX } else { pieces + kernel_bytes(self.deframer.begun_bytes()) };
         self.peak_bytes = self.peak_bytes.max(occupied);
         Ok(Taken::Bytes(len))
     }
@@ -231,7 +238,8 @@ impl Port {
         self.stuck = None;
     }
 
-    /// Why frames that the guest sent since [`Self::watch`] may be missing; to be asked when nothing waits.
+    /// Why frames that the guest sent since [`Self::watch`] may be missing; to be asked when
+    /// nothing waits.
     pub fn torn(&self) -> Option<String> {
         if self.deframer.begun_bytes() > 0 {
             return Some("it has sent half a frame".into());
@@ -250,7 +258,11 @@ impl AsFd for Port {
     }
 }
 
-fn send_piece(stream: &UnixStream, piece: &[u8], marker: Option<BorrowedFd<'_>>) -> Result<usize, Errno> {
+fn send_piece(
+    stream: &UnixStream,
+    piece: &[u8],
+    marker: Option<BorrowedFd<'_>>,
+) -> Result<usize, Errno> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -267,8 +279,8 @@ fn send_piece(stream: &UnixStream, piece: &[u8], marker: Option<BorrowedFd<'_>>)
     }
 }
 
-/// At least what the kernel counts for `len` bytes sent with one call: rounded up to a power of two, with what describes
-/// them.
+/// At least what the kernel counts for `len` bytes sent with one call: rounded up to a power of
+/// two, with what describes them.
 fn kernel_bytes(len: usize) -> usize {
     /// What stands beside each piece's bytes, in their block and in its own.
     const BESIDE: usize = 512;
@@ -293,7 +305,8 @@ mod tests {
 
     fn read(from: &UnixStream, bytes_max: usize) -> Vec<u8> {
         let mut buffer = vec![0; bytes_max];
-        let len = rustix::net::recv(from, &mut buffer[..], RecvFlags::DONTWAIT).map_or(0, |(_, len)| len);
+        let len =
+            rustix::net::recv(from, &mut buffer[..], RecvFlags::DONTWAIT).map_or(0, |(_, len)| len);
         buffer.truncate(len);
         buffer
     }
@@ -371,7 +384,11 @@ mod tests {
             use std::io::Write;
             qemu.write_all(&vec![0; len]).unwrap();
             let counted = keyframe_kernel::socket::unread_bytes(qemu.as_fd()).unwrap();
-            assert!(kernel_bytes(len) as u64 >= counted, "{len}: {} < {counted}", kernel_bytes(len));
+            assert!(
+                kernel_bytes(len) as u64 >= counted,
+                "{len}: {} < {counted}",
+                kernel_bytes(len)
+            );
             let mut left = len;
             while left > 0 {
                 left -= read(&port.stream, len).len();

@@ -19,8 +19,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long it may take to end, once no VM is connected.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The control of a switch. When it is dropped while the switch is held, the switch releases by itself; a switch that was
-/// started from here goes on until its last VM has gone.
+/// The control of a switch. When it is dropped while the switch is held, the switch releases by
+/// itself; a switch that was started from here goes on until its last VM has gone.
 pub struct Remote {
     stream: UnixStream,
     input: Messages,
@@ -30,9 +30,11 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Starts a switch as `command`, which calls [`crate::serve`] with its standard input, and waits until it answers.
+    /// Starts a switch as `command`, which calls [`crate::serve`] with its standard input, and
+    /// waits until it answers.
     pub fn spawn(command: &mut Command) -> Result<Self> {
-        let (ours, theirs) = UnixStream::pair().map_err(Error::io("create a control connection"))?;
+        let (ours, theirs) =
+            UnixStream::pair().map_err(Error::io("create a control connection"))?;
         command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
         // Ctrl-C is not to end it together with the engine.
         command.process_group(0);
@@ -40,7 +42,8 @@ impl Remote {
         let child = command.spawn().map_err(Error::io(operation))?;
         // Our copy of its end is closed with the command's, or we would never see it end.
         command.stdin(Stdio::null());
-        let mut remote = Self { stream: ours, input: Messages::default(), child: Some(child), lost: false };
+        let mut remote =
+            Self { stream: ours, input: Messages::default(), child: Some(child), lost: false };
         if let Err(e) = remote.ask(&Request::Ports, &[], START_TIMEOUT) {
             if let Some(child) = &mut remote.child {
                 let _ = child.kill();
@@ -51,7 +54,8 @@ impl Remote {
         Ok(remote)
     }
 
-    /// Takes control of the switch that listens at `path`. Error: [`Error::Busy`] where another process has it.
+    /// Takes control of the switch that listens at `path`. Error: [`Error::Busy`] where another
+    /// process has it.
     pub fn connect(path: &Path) -> Result<Self> {
         let operation = format!("connect to the switch's control socket {}", path.display());
         Self::over(UnixStream::connect(path).map_err(Error::io(operation))?)
@@ -116,8 +120,8 @@ impl Remote {
         }
     }
 
-    /// Lets go of the switch. One that was started from here ends as soon as no VM is connected; its end is waited for
-    /// briefly, and true where it came.
+    /// Lets go of the switch. One that was started from here ends as soon as no VM is connected;
+    /// its end is waited for briefly, and true where it came.
     pub fn end(self) -> Result<bool> {
         drop(self.stream);
         let Some(mut child) = self.child else { return Ok(false) };
@@ -146,7 +150,12 @@ impl Remote {
         Error::control("it gave the answer to another question")
     }
 
-    fn ask(&mut self, request: &Request, bytes: &[u8], timeout: Duration) -> Result<(Response, Vec<u8>)> {
+    fn ask(
+        &mut self,
+        request: &Request,
+        bytes: &[u8],
+        timeout: Duration,
+    ) -> Result<(Response, Vec<u8>)> {
         if self.lost {
             return Err(Error::control("an earlier answer was lost"));
         }
@@ -170,7 +179,8 @@ impl Remote {
             if let Some(answer) = self.input.next()? {
                 return Ok(answer);
             }
-            let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+            let left =
+                deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
             self.stream.set_read_timeout(Some(left)).map_err(Error::io("set a timeout"))?;
             match self.stream.read(&mut chunk) {
                 Ok(0) => {
@@ -181,7 +191,10 @@ impl Remote {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline {
-                        return Err(Error::control(format!("no answer within {} ms", timeout.as_millis())));
+                        return Err(Error::control(format!(
+                            "no answer within {} ms",
+                            timeout.as_millis()
+                        )));
                     }
                 }
                 Err(e) => {

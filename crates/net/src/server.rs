@@ -7,7 +7,8 @@
 //!   a controller that ends while the switch is held ──▶ released, and on it goes
 //! ```
 //!
-//! Invariant: no controller, however it dies or misbehaves, stops the guests' network for longer than a hold may last.
+//! Invariant: no controller, however it dies or misbehaves, stops the guests' network for longer
+//! than a hold may last.
 
 use crate::listener::LanListener;
 use crate::switch::{FOREIGN_TOKENS, Quiesce, Switch};
@@ -28,7 +29,8 @@ const READ_BYTES: usize = 16 << 10;
 /// How often a quiesce is looked at.
 const LOOK_EVERY: Duration = Duration::from_micros(100);
 
-/// Runs a switch for the engine at the other end of `control`, until that has ended and no VM is connected.
+/// Runs a switch for the engine at the other end of `control`, until that has ended and no VM is
+/// connected.
 pub fn serve(control: UnixStream) -> Result<()> {
     let switch = Switch::new()?;
     let mut server = Server { switch, controller: None, listener: None, stop: None };
@@ -36,7 +38,8 @@ pub fn serve(control: UnixStream) -> Result<()> {
     server.run()
 }
 
-/// Runs `switch` until `stop` can be read, for controllers that connect at `control`, where that is given.
+/// Runs `switch` until `stop` can be read, for controllers that connect at `control`, where that is
+/// given.
 pub fn serve_until(switch: Switch, control: Option<&Path>, stop: OwnedFd) -> Result<()> {
     let listener = control.map(LanListener::bind).transpose()?;
     if let (Some(listener), Some(path)) = (&listener, control) {
@@ -86,7 +89,9 @@ impl Server {
 
     /// Lets in whoever has connected, or tells that another one is here.
     fn greet(&mut self) -> Result<()> {
-        let Some(stream) = self.listener.as_ref().and_then(LanListener::accept) else { return Ok(()) };
+        let Some(stream) = self.listener.as_ref().and_then(LanListener::accept) else {
+            return Ok(());
+        };
         if self.controller.is_none() {
             return self.admit(stream);
         }
@@ -100,7 +105,8 @@ impl Server {
         stream.set_nonblocking(true).map_err(Error::io("prepare the control connection"))?;
         self.switch.watch(&stream, CONTROLLER)?;
         let output = (Vec::new(), 0);
-        self.controller = Some(Controller { stream, input: Messages::default(), output, quiesce: None });
+        self.controller =
+            Some(Controller { stream, input: Messages::default(), output, quiesce: None });
         Ok(())
     }
 
@@ -208,7 +214,9 @@ impl Server {
     }
 
     fn flush(&mut self) {
-        let Some(Controller { stream, output: (bytes, sent), .. }) = &mut self.controller else { return };
+        let Some(Controller { stream, output: (bytes, sent), .. }) = &mut self.controller else {
+            return;
+        };
         while let Some(left) = bytes.get(*sent..).filter(|left| !left.is_empty()) {
             match rustix::net::send(&*stream, left, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(len) => *sent += len,

@@ -9,8 +9,8 @@
 //!    └──────────────────────────── release: what waits is delivered in order ────────────────┘
 //! ```
 //!
-//! While held, what guests send is read at once and queued for its destination. Guests run on; for them a hold is a
-//! network that is slow for a moment.
+//! While held, what guests send is read at once and queued for its destination. Guests run on; for
+//! them a hold is a network that is slow for a moment.
 //!
 //! Invariants:
 //! 1. No frame is lost or doubled by a hold, however it ends.
@@ -132,7 +132,8 @@ impl Switch {
     pub fn with_limits(limits: Limits) -> Result<Self> {
         let marker = std::fs::File::open("/dev/null").map_err(Error::io("open /dev/null"))?.into();
         Ok(Self {
-            epoll: epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::io("create an epoll"))?,
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)
+                .map_err(Error::io("create an epoll"))?,
             marker,
             lans: Vec::new(),
             fabric: Fabric::new(limits),
@@ -144,8 +145,8 @@ impl Switch {
         })
     }
 
-    /// A LAN of its own for everybody who connects at `path`. The socket is removed when the switch ends; one that was
-    /// left behind there is replaced.
+    /// A LAN of its own for everybody who connects at `path`. The socket is removed when the switch
+    /// ends; one that was left behind there is replaced.
     pub fn listen(&mut self, path: &Path) -> Result<()> {
         if self.lans.len() >= LANS_MAX {
             let problem = format!("a switch has {LANS_MAX} LANs at most");
@@ -162,14 +163,18 @@ impl Switch {
     /// Has [`Self::turn`] report when `fd` can be read, as `token`, from [`FOREIGN_TOKENS`] on.
     pub(crate) fn watch(&self, fd: impl AsFd, token: u64) -> Result<()> {
         let data = epoll::EventData::new_u64(token);
-        epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN).map_err(Error::io("watch a socket"))
+        epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN)
+            .map_err(Error::io("watch a socket"))
     }
 
     /// Has it watched for room to write, too.
     pub(crate) fn watch_writable(&self, fd: impl AsFd, token: u64, writable: bool) -> Result<()> {
         let data = epoll::EventData::new_u64(token);
-        let flags =
-            if writable { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
+        let flags = if writable {
+            epoll::EventFlags::IN | epoll::EventFlags::OUT
+        } else {
+            epoll::EventFlags::IN
+        };
         epoll::modify(&self.epoll, fd, data, flags).map_err(Error::io("watch a socket"))
     }
 
@@ -189,9 +194,10 @@ impl Switch {
         }
     }
 
-    /// Waits until each QEMU has taken in all that it was sent, and its NICs too. A NIC that takes nothing at all for two
-    /// seconds of a hold (no driver, switched off) counts as one that does not listen: what waits for it is lost. Error: [`Error::NotQuiet`] with the
-    /// first port where that is not so in time; release, and try later.
+    /// Waits until each QEMU has taken in all that it was sent, and its NICs too. A NIC that takes
+    /// nothing at all for two seconds of a hold (no driver, switched off) counts as one that does
+    /// not listen: what waits for it is lost. Error: [`Error::NotQuiet`] with the first port where
+    /// that is not so in time; release, and try later.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let quiesce = self.begin_quiesce(timeout)?;
         loop {
@@ -240,10 +246,11 @@ impl Switch {
         first
     }
 
-    /// All packets between the guests. To be called behind [`Self::quiesce`], when all VMs are stopped.
+    /// All packets between the guests. To be called behind [`Self::quiesce`], when all VMs are
+    /// stopped.
     ///
-    /// Errors: [`Error::Torn`] where the hold has ended, or where a guest's packets may have been lost at the stop;
-    /// [`Error::NotQuiet`].
+    /// Errors: [`Error::Torn`] where the hold has ended, or where a guest's packets may have been
+    /// lost at the stop; [`Error::NotQuiet`].
     pub fn collect(&mut self) -> Result<InFlight> {
         self.check_held("collect packets in flight")?;
         // Who has connected and was not let in yet may have sent, too.
@@ -293,18 +300,22 @@ impl Switch {
         self.deliver();
     }
 
-    /// Makes recorded packets wait for the ports that stand for the recorded ones. Only while held. Nothing is changed
-    /// where it fails.
+    /// Makes recorded packets wait for the ports that stand for the recorded ones. Only while held.
+    /// Nothing is changed where it fails.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
         let operation = "restore packets in flight";
         self.check_held(operation)?;
         let mut placed = Vec::new();
         for recorded in in_flight.ports.iter().filter(|port| !port.frames.is_empty()) {
-            let (_, now) = stand_ins.iter().find(|(then, _)| *then == recorded.port).ok_or_else(|| {
-                Error::Unmapped { port: recorded.port.clone(), frames: recorded.frames.len() }
-            })?;
-            let key =
-                self.connections.iter().find(|(_, connection)| connection.id == *now).map(|(key, _)| *key);
+            let (_, now) =
+                stand_ins.iter().find(|(then, _)| *then == recorded.port).ok_or_else(|| {
+                    Error::Unmapped { port: recorded.port.clone(), frames: recorded.frames.len() }
+                })?;
+            let key = self
+                .connections
+                .iter()
+                .find(|(_, connection)| connection.id == *now)
+                .map(|(key, _)| *key);
             let unknown = || Error::UnknownPort { port: now.clone(), operation: operation.into() };
             placed.push((key.ok_or_else(unknown)?, &recorded.frames));
         }
@@ -355,8 +366,8 @@ impl Switch {
         }
     }
 
-    /// Waits for events for at most `timeout` (without end where `None`) and forwards what came. Returns the tokens of
-    /// watched descriptors that are not the switch's own.
+    /// Waits for events for at most `timeout` (without end where `None`) and forwards what came.
+    /// Returns the tokens of watched descriptors that are not the switch's own.
     pub(crate) fn turn(&mut self, timeout: Option<Duration>) -> Result<Vec<u64>> {
         self.wait(timeout)?;
         let mut foreign = Vec::new();
@@ -391,10 +402,16 @@ impl Switch {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
-        let timeout =
-            timeout.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
+        let timeout = timeout.map(|d| Timespec {
+            tv_sec: d.as_secs().cast_signed(),
+            tv_nsec: d.subsec_nanos().into(),
+        });
         self.events.clear();
-        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), timeout.as_ref()) {
+        match epoll::wait(
+            &self.epoll,
+            rustix::buffer::spare_capacity(&mut self.events),
+            timeout.as_ref(),
+        ) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(e) => Err(Error::io("wait for packets")(e)),
         }
@@ -424,7 +441,8 @@ impl Switch {
         let Some(connection) = self.connections.get_mut(&key) else { return false };
         let mut frames: Vec<Frame> = Vec::new();
         let taken = connection.port.take(&mut self.buffer, &mut frames);
-        let overflow = frames.iter().fold(None, |full, frame| full.or(self.fabric.receive(key, frame)));
+        let overflow =
+            frames.iter().fold(None, |full, frame| full.or(self.fabric.receive(key, frame)));
         if let Some(Overflow(full)) = overflow {
             let id = self.connections.get(&full).map(|c| c.id.to_string()).unwrap_or_default();
             self.end_hold(format!("too much waits for {id}, so the hold ended by itself"));
@@ -500,13 +518,15 @@ impl Switch {
             .filter(|c| c.id.lan == name && c.id.pid == pid)
             .map(|c| c.id.number)
             .collect();
-        let number = (0..PORTS_MAX as u32).find(|number| !taken.contains(number)).unwrap_or_default();
+        let number =
+            (0..PORTS_MAX as u32).find(|number| !taken.contains(number)).unwrap_or_default();
         let key = self.fabric.connect(lan);
         let watched = epoll::EventFlags::IN;
         let data = epoll::EventData::new_u64(key.0);
         epoll::add(&self.epoll, &stream, data, watched).map_err(Error::io("watch a port"))?;
         let id = PortId { lan: name, pid, number };
-        let connection = Connection { id, port: Port::new(stream), watched, full: false, retry: None };
+        let connection =
+            Connection { id, port: Port::new(stream), watched, full: false, retry: None };
         self.connections.insert(key, connection);
         Ok(true)
     }

@@ -50,7 +50,8 @@ pub enum Response {
 
 /// `message` with `bytes` behind it, as it is sent.
 pub fn encode(message: &impl Serialize, bytes: &[u8]) -> Result<Vec<u8>> {
-    let json = serde_json::to_vec(message).map_err(|e| Error::control(format!("encode a message: {e}")))?;
+    let json = serde_json::to_vec(message)
+        .map_err(|e| Error::control(format!("encode a message: {e}")))?;
     if json.len() > JSON_BYTES_MAX || bytes.len() > IN_FLIGHT_BYTES_MAX {
         return Err(Error::control(format!("a message of {} bytes", json.len() + bytes.len())));
     }
@@ -73,7 +74,8 @@ impl Messages {
         self.0.len() > LENGTHS_BYTES + JSON_BYTES_MAX + IN_FLIGHT_BYTES_MAX
     }
 
-    /// The next message, if it is complete. Error: what came is none; nothing that comes behind it can be understood.
+    /// The next message, if it is complete. Error: what came is none; nothing that comes behind it
+    /// can be understood.
     pub fn next<T: DeserializeOwned>(&mut self) -> Result<Option<(T, Vec<u8>)>> {
         let Some((lengths, rest)) = self.0.split_at_checked(LENGTHS_BYTES) else { return Ok(None) };
         let (json, bytes) = lengths.split_at(LENGTHS_BYTES / 2);
@@ -130,16 +132,22 @@ mod tests {
     fn an_error_arrives_as_it_was() {
         let port = PortId { lan: "/l".into(), pid: 7, number: 1 };
         let io = Error::io("read")(std::io::Error::other("no such thing"));
-        for error in [Error::NotQuiet { port, waited_ms: 5, problem: "p".into() }, Error::Busy, io] {
+        for error in [Error::NotQuiet { port, waited_ms: 5, problem: "p".into() }, Error::Busy, io]
+        {
             let (text, source) = (
                 error.to_string(),
                 format!("{:?}", std::error::Error::source(&error).map(ToString::to_string)),
             );
             let mut messages = Messages::default();
             messages.push(&encode(&Response::Failed(error), &[]).unwrap());
-            let Some((Response::Failed(back), _)) = messages.next().unwrap() else { panic!("no error") };
+            let Some((Response::Failed(back), _)) = messages.next().unwrap() else {
+                panic!("no error")
+            };
             assert_eq!(back.to_string(), text);
-            assert_eq!(format!("{:?}", std::error::Error::source(&back).map(ToString::to_string)), source);
+            assert_eq!(
+                format!("{:?}", std::error::Error::source(&back).map(ToString::to_string)),
+                source
+            );
         }
     }
 }

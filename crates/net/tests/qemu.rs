@@ -1,4 +1,5 @@
-//! With real QEMUs: that a packet which waits in QEMU is seen, and that a group of VMs goes on after a hold.
+//! With real QEMUs: that a packet which waits in QEMU is seen, and that a group of VMs goes on
+//! after a hold.
 
 mod support;
 
@@ -20,7 +21,9 @@ fn qemus() -> Vec<String> {
     match std::env::var("KEYFRAME_QEMU10") {
         Ok(path) => all.push(path),
         Err(_) => {
-            println!("skipped for QEMU 10: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)");
+            println!(
+                "skipped for QEMU 10: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)"
+            );
         }
     }
     all
@@ -37,9 +40,26 @@ impl Qemu {
     fn start(program: &str, dir: &Path, lan: &Path, nic: &str, arguments: &[&str]) -> Self {
         let socket = dir.join(format!("qmp-{}", dir.read_dir().unwrap().count()));
         let mut child = Command::new(program)
-            .args(["-machine", "pc", "-m", "128", "-nodefaults", "-no-user-config", "-display", "none"])
-            .args(["-serial", "stdio", "-qmp", &format!("unix:{},server=on,wait=off", socket.display())])
-            .args(["-netdev", &format!("stream,id=n0,server=off,addr.type=unix,addr.path={}", lan.display())])
+            .args([
+                "-machine",
+                "pc",
+                "-m",
+                "128",
+                "-nodefaults",
+                "-no-user-config",
+                "-display",
+                "none",
+            ])
+            .args([
+                "-serial",
+                "stdio",
+                "-qmp",
+                &format!("unix:{},server=on,wait=off", socket.display()),
+            ])
+            .args([
+                "-netdev",
+                &format!("stream,id=n0,server=off,addr.type=unix,addr.path={}", lan.display()),
+            ])
             .args(["-device", nic])
             .args(arguments)
             .stdin(Stdio::null())
@@ -125,8 +145,8 @@ fn connected(switch: &mut Switch, count: usize) -> Vec<PortId> {
     switch.ports().ports.into_iter().map(|p| p.port).collect()
 }
 
-/// A stopped VM's NIC takes no packets, nor does one without a driver. Three frames are sent at once, of which QEMU may
-/// read one only.
+/// A stopped VM's NIC takes no packets, nor does one without a driver. Three frames are sent at
+/// once, of which QEMU may read one only.
 #[test]
 fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
     for program in qemus() {
@@ -150,7 +170,8 @@ fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
             switch.run_for(BRIEFLY).unwrap();
             for round in 0..2 {
                 switch.hold(LIMIT);
-                let Err(Error::NotQuiet { port: named, problem, .. }) = switch.quiesce(BRIEFLY) else {
+                let Err(Error::NotQuiet { port: named, problem, .. }) = switch.quiesce(BRIEFLY)
+                else {
                     panic!("a NIC that takes nothing is quiet, round {round}");
                 };
                 assert_eq!(named, port);
@@ -174,7 +195,8 @@ fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
         let lan = dir.path().join("lan");
         let mut switch = Switch::new().unwrap();
         switch.listen(&lan).unwrap();
-        let Some(mut qemu) = Qemu::boot(&program, dir.path(), &lan, "02:00:00:00:00:01", "kf.work=idle")
+        let Some(mut qemu) =
+            Qemu::boot(&program, dir.path(), &lan, "02:00:00:00:00:01", "kf.work=idle")
         else {
             return;
         };
@@ -193,13 +215,16 @@ fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
             }
             switch.run_for(Duration::from_millis(round % 5)).unwrap();
             switch.hold(LIMIT);
-            switch.quiesce(Duration::from_secs(60)).unwrap_or_else(|e| panic!("round {round}: {e}"));
+            switch
+                .quiesce(Duration::from_secs(60))
+                .unwrap_or_else(|e| panic!("round {round}: {e}"));
             qemu.monitor("stop");
             let in_flight = switch.collect().unwrap();
             // Stopped, it sends nothing more.
             switch.run_for(Duration::from_millis(5)).unwrap();
             assert_eq!(switch.collect().unwrap(), in_flight);
-            let frames = in_flight.ports.into_iter().filter(|p| p.port == mine).flat_map(|p| p.frames);
+            let frames =
+                in_flight.ports.into_iter().filter(|p| p.port == mine).flat_map(|p| p.frames);
             collected.extend(frames.filter_map(|frame| ping::answer(frame.bytes())));
             qemu.monitor("cont");
             switch.release();
@@ -210,7 +235,9 @@ fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
         let deadline = Instant::now() + LIMIT;
         while answered.len() < usize::from(sent) && Instant::now() < deadline {
             switch.run_for(Duration::from_millis(5)).unwrap();
-            answered.extend(std::iter::from_fn(|| peer.received()).filter_map(|frame| ping::answer(&frame)));
+            answered.extend(
+                std::iter::from_fn(|| peer.received()).filter_map(|frame| ping::answer(&frame)),
+            );
         }
         println!("{program}: {sent} pings, {} answers in flight", collected.len());
         assert_eq!(answered, (0..sent).collect::<Vec<_>>());

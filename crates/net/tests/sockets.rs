@@ -60,10 +60,13 @@ impl Bench {
         peer
     }
 
-    /// Asks for quiet until it is `port` that keeps it away by `what`: others take a moment to read what they were sent.
+    /// Asks for quiet until it is `port` that keeps it away by `what`: others take a moment to read
+    /// what they were sent.
     fn names(&mut self, port: &PortId, what: &str) {
         until("its name", || match self.remote.quiesce(Duration::from_millis(50)) {
-            Err(Error::NotQuiet { port: named, problem, .. }) => named == *port && problem.contains(what),
+            Err(Error::NotQuiet { port: named, problem, .. }) => {
+                named == *port && problem.contains(what)
+            }
             other => panic!("{other:?}"),
         });
     }
@@ -134,7 +137,10 @@ fn a_hold_keeps_everything_in_order_and_a_fresh_switch_delivers_it_again() {
     let stand_ins = [(bench.port(0), fresh.port(1)), (bench.port(1), fresh.port(0))];
     assert!(matches!(fresh.remote.restore(&in_flight, &stand_ins), Err(Error::NotHeld { .. })));
     fresh.remote.hold(LIMIT).unwrap();
-    assert!(matches!(fresh.remote.restore(&in_flight, &stand_ins[..1]), Err(Error::Unmapped { .. })));
+    assert!(matches!(
+        fresh.remote.restore(&in_flight, &stand_ins[..1]),
+        Err(Error::Unmapped { .. })
+    ));
     let nobody = [(bench.port(0), fresh.port(1)), (bench.port(1), fresh.port(7))];
     assert!(matches!(fresh.remote.restore(&in_flight, &nobody), Err(Error::UnknownPort { .. })));
     fresh.remote.restore(&in_flight, &stand_ins).unwrap();
@@ -156,7 +162,8 @@ fn a_peer_that_does_not_take_its_packets_is_named_and_nothing_is_collected() {
     let [mut a, mut b] = bench.peers_one_deaf(1);
     let deaf = bench.port(1);
     bench.remote.hold(LIMIT).unwrap();
-    // It has read all frames, and reads no further: as QEMU with a frame that the NIC does not take.
+    // It has read all frames, and reads no further: as QEMU with a frame that the NIC does not
+    // take.
     bench.names(&deaf, "waits in QEMU");
     b.take_probe();
     bench.remote.quiesce(SOON).unwrap();
@@ -215,7 +222,9 @@ fn a_switch_in_its_own_process_outlives_its_engine_and_not_its_last_vm() {
     let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().unwrap();
     let lan = dir.path().join("lan");
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "switch_process", "--ignored", "--nocapture"]).env("KEYFRAME_PART", "switch");
+    command
+        .args(["--exact", "switch_process", "--ignored", "--nocapture"])
+        .env("KEYFRAME_PART", "switch");
     let mut remote = Remote::spawn(&mut command).unwrap();
     let pid = remote.pid().unwrap();
     remote.listen(&lan).unwrap();

@@ -1,8 +1,9 @@
 //! Reading outside bytes: a cursor that cannot run past its end, and variable-length integers.
 //!
-//! A varint is little-endian base 128, the high bit set on all bytes but the last, at most 10 bytes, in the shortest
-//! form (any other form is refused, so that a number has one encoding). Zigzag maps small negative numbers to small
-//! unsigned ones: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
+//! A varint is little-endian base 128, the high bit set on all bytes but the last, at most 10
+//! bytes, in the shortest form (any other form is refused, so that a number has one encoding).
+//! Zigzag maps small negative numbers to small unsigned ones: 0, -1, 1, -2, ... become 0, 1, 2, 3,
+//! ...
 
 /// Why bytes could not be decoded; the caller adds the object.
 pub type Problem = String;
@@ -36,10 +37,9 @@ impl<'a> Cursor<'a> {
 
     /// The next `len` bytes.
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], Problem> {
-        let (head, tail) = self
-            .left
-            .split_at_checked(len)
-            .ok_or_else(|| format!("ends at byte {} where {len} more were expected", self.position()))?;
+        let (head, tail) = self.left.split_at_checked(len).ok_or_else(|| {
+            format!("ends at byte {} where {len} more were expected", self.position())
+        })?;
         self.left = tail;
         Ok(head)
     }
@@ -166,7 +166,8 @@ mod tests {
             prop_assert!(cursor.is_empty());
         }
 
-        /// Whatever decodes was written in that very form: no second encoding of a number is accepted.
+        /// Whatever decodes was written in that very form: no second encoding of a number is
+        /// accepted.
         #[test]
         fn any_bytes_decode_to_their_one_encoding_or_not_at_all(bytes in prop::collection::vec(any::<u8>(), 0..12)) {
             let mut cursor = Cursor::new(&bytes);

@@ -19,13 +19,15 @@ pub const PATCH_BYTES_MAX: usize = PAGE_BYTES / 2;
 const GAP_BYTES_MIN: usize = 3;
 const LINE_BYTES: usize = 64;
 
-/// Appends to `out` how `page` differs from `base`; false where that takes more than `len_bytes_max`.
+/// Appends to `out` how `page` differs from `base`; false where that takes more than
+/// `len_bytes_max`.
 pub fn diff(base: &Page, page: &Page, len_bytes_max: usize, out: &mut Vec<u8>) -> bool {
     let end_max = out.len() + len_bytes_max;
     let mut runs = Runs { page, out, written: 0 };
     let mut run: Option<(usize, usize)> = None;
     let (old, new) = (base.as_chunks::<LINE_BYTES>().0, page.as_chunks::<LINE_BYTES>().0);
-    // Which lines differ, then which words of such a line: where these are is not to be foreseen, and a branch for each costs more than looking.
+    // Which lines differ, then which words of such a line: where these are is not to be foreseen,
+    // and a branch for each costs more than looking.
     let mut lines = mask(old.iter().zip(new).map(|(old, new)| !is_same(old, new)));
     while lines != 0 {
         let line = lines.trailing_zeros() as usize;
@@ -94,7 +96,8 @@ pub fn apply(patch: &[u8], page: &mut Page) -> Result<(), Problem> {
         let (gap, len) = (cursor.varint()?, cursor.varint()?);
         let from = at as u64 + gap.min(PAGE_BYTES as u64);
         let to = from + len.min(PAGE_BYTES as u64 + 1);
-        let Some(into) = page.get_mut(from as usize..to as usize).filter(|into| !into.is_empty()) else {
+        let Some(into) = page.get_mut(from as usize..to as usize).filter(|into| !into.is_empty())
+        else {
             return Err("a delta that reaches beyond its page".into());
         };
         into.copy_from_slice(cursor.take(into.len())?);

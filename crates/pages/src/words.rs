@@ -1,4 +1,5 @@
-//! A page as its 64-bit words: what structures full of pointers, tables and counters are, several times faster than LZ4 and smaller.
+//! A page as its 64-bit words: what structures full of pointers, tables and counters are, several
+//! times faster than LZ4 and smaller.
 //!
 //! ```text
 //!   payload   0  8 groups of eight words (64 bytes of the page): bit g is set where group g is not zero
@@ -8,9 +9,11 @@
 //!             4 + b, 8 + b, 12 + b        0, 2, 3 bytes, those above are as in base b
 //! ```
 //!
-//! A base is a word whose upper 40 bits many words of the page have. The payload ends with the last byte of a word.
+//! A base is a word whose upper 40 bits many words of the page have. The payload ends with the last
+//! byte of a word.
 //!
-//! Invariants: no payload is longer than [`WORDS_BYTES_MAX`]; whatever its bytes are, reading it ends with a page or a problem.
+//! Invariants: no payload is longer than [`WORDS_BYTES_MAX`]; whatever its bytes are, reading it
+//! ends with a page or a problem.
 
 use crate::bytes::Problem;
 use keyframe_units::{PAGE_BYTES, Page};
@@ -51,7 +54,8 @@ const fn masks() -> [u64; 16] {
     out
 }
 
-/// What a word takes on its own: the bytes, above the code. Chosen without a branch, as words come in no order that a processor could foresee.
+/// What a word takes on its own: the bytes, above the code. Chosen without a branch, as words come
+/// in no order that a processor could foresee.
 #[inline]
 fn alone(word: u64) -> u64 {
     let cost = if word < 1 << 32 { 0x42 } else { 0x83 };
@@ -86,7 +90,8 @@ impl Default for WordCoder {
 impl WordCoder {
     /// With memory of its own.
     pub fn new() -> Self {
-        let (words, costs) = (Box::new([[0; GROUP_WORDS]; GROUPS]), Box::new([[0; GROUP_WORDS]; GROUPS]));
+        let (words, costs) =
+            (Box::new([[0; GROUP_WORDS]; GROUPS]), Box::new([[0; GROUP_WORDS]; GROUPS]));
         Self { words, costs, buffer: Box::new([0; BUFFER_BYTES]) }
     }
 
@@ -109,7 +114,9 @@ impl WordCoder {
         if words.windows(2).filter(|pair| pair[0] == pair[1]).count() * 2 > count {
             return None;
         }
-        for (into, word) in buffer.as_chunks_mut().0.iter_mut().zip(std::iter::once(groups).chain(bases)) {
+        for (into, word) in
+            buffer.as_chunks_mut().0.iter_mut().zip(std::iter::once(groups).chain(bases))
+        {
             *into = word.to_le_bytes();
         }
         let costs = costs.get_mut(..count)?;
@@ -139,7 +146,8 @@ impl WordCoder {
     }
 }
 
-/// What each word takes, alone or on the base on which it takes the least. Compiled for wide processors, too, which look at several at once.
+/// What each word takes, alone or on the base on which it takes the least. Compiled for wide
+/// processors, too, which look at several at once.
 #[multiversion::multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512dq+avx512vl+bmi1+bmi2+lzcnt+popcnt",
     "x86_64+avx2+bmi1+bmi2+lzcnt+popcnt"
@@ -161,13 +169,14 @@ fn slot_of(high: u64) -> usize {
     (high.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize
 }
 
-/// The words that most others are like; none where too few are like any. A part of the page tells: of text and code
-/// hardly any two words have the same upper bits.
+/// The words that most others are like; none where too few are like any. A part of the page tells:
+/// of text and code hardly any two words have the same upper bits.
 fn bases(words: &[Group]) -> Option<[u64; BASES]> {
     let count = words.len();
     let stride = count.div_ceil(SAMPLED_GROUPS).max(1);
     let mut slots = [0u64; SLOTS];
-    // How many words are counted there, and the slot's own number below that: all are compared at once.
+    // How many words are counted there, and the slot's own number below that: all are compared at
+    // once.
     let mut counts: [i16; SLOTS] = std::array::from_fn(|slot| slot as i16);
     let (mut others, mut sampled) = (0, 0);
     for group in words.iter().step_by(stride) {
@@ -196,7 +205,8 @@ fn bases(words: &[Group]) -> Option<[u64; BASES]> {
         others -= best / ONE;
         counts[slot] = 0;
     }
-    // Words like none of them take eight bytes, as a rule. A page about which the part is wrong by a little is tried.
+    // Words like none of them take eight bytes, as a rule. A page about which the part is wrong by
+    // a little is tried.
     let bytes = HEAD_BYTES + count * CODE_BYTES + others as usize * 8 * count / sampled.max(1);
     (bytes <= WORDS_BYTES_MAX * 9 / 8).then_some(found)
 }
@@ -230,14 +240,16 @@ pub fn decode(stored: &[u8], page: &mut Page) -> Result<(), Problem> {
         }
         let codes = stored.get(codes_at..).and_then(<[u8]>::first_chunk);
         let inside = || stored.get(at..).and_then(<[u8]>::first_chunk);
-        let near_end = || at.checked_sub(tail_at).and_then(|at| tail.get(at..)).and_then(<[u8]>::first_chunk);
+        let near_end =
+            || at.checked_sub(tail_at).and_then(|at| tail.get(at..)).and_then(<[u8]>::first_chunk);
         let window: Option<&[u8; WINDOW_BYTES]> = inside().or_else(near_end);
         let (Some(codes), Some(window)) = (codes, window) else { return Err(TOO_SHORT.into()) };
         let mut codes = u32::from_le_bytes(*codes);
         let mut from = 0;
         for into in group.as_chunks_mut::<8>().0 {
             let code = (codes & 15) as usize;
-            let bytes = window.get(from..).and_then(<[u8]>::first_chunk).copied().unwrap_or_default();
+            let bytes =
+                window.get(from..).and_then(<[u8]>::first_chunk).copied().unwrap_or_default();
             *into = (above[code] | u64::from_le_bytes(bytes) & MASK[code]).to_le_bytes();
             from += LEN_BYTES[code];
             codes >>= 4;
@@ -248,7 +260,11 @@ pub fn decode(stored: &[u8], page: &mut Page) -> Result<(), Problem> {
             return Err(TOO_SHORT.into());
         }
     }
-    if at == len { Ok(()) } else { Err(format!("{} bytes behind a page's words", len - at.min(len))) }
+    if at == len {
+        Ok(())
+    } else {
+        Err(format!("{} bytes behind a page's words", len - at.min(len)))
+    }
 }
 
 const TOO_SHORT: &str = "the bytes of a page's words end too early";
@@ -279,8 +295,9 @@ mod tests {
     #[test]
     fn pointers_and_tables_take_little_and_noise_is_refused() {
         let heap = page_of(|at| if at % 2 == 0 { 0x7f12_3400_0000 + at * 4096 } else { at % 200 });
-        let table =
-            page_of(|at| [0xffff_8880_1234_5000 + at * 64, 0x8000_0000_0000_0067, 0, 7][at as usize % 4]);
+        let table = page_of(|at| {
+            [0xffff_8880_1234_5000 + at * 64, 0x8000_0000_0000_0067, 0, 7][at as usize % 4]
+        });
         let kernel = page_of(|at| 0xffff_ffff_8100_0000 + (at << 6));
         let assert_short = |page: &Page, len_bytes_max: usize| {
             let len = round_trip(page).unwrap();

@@ -41,7 +41,11 @@ impl Axis {
 /// A number as people write it: `0.5`, `20`, `1,500`, `2.5M`.
 pub fn decimal(value: f64) -> String {
     let trim = |text: String| {
-        if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+        if text.contains('.') {
+            text.trim_end_matches('0').trim_end_matches('.').to_owned()
+        } else {
+            text
+        }
     };
     let size = value.abs();
     if size >= 1e9 {
@@ -67,7 +71,8 @@ pub(crate) struct Ruler {
 }
 
 impl Ruler {
-    /// A ruler of `axis` that shows all of `values`. Values without a place on it are not looked at.
+    /// A ruler of `axis` that shows all of `values`. Values without a place on it are not looked
+    /// at.
     pub fn over(axis: &Axis, values: impl Iterator<Item = f64>) -> Self {
         let (mut from, mut to) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values.filter(|v| axis.shows(*v)) {
@@ -100,7 +105,8 @@ impl Ruler {
     }
 
     fn position(&self, value: f64) -> f64 {
-        let along = |v: f64| if self.scale == Scale::Log { v.max(f64::MIN_POSITIVE).ln() } else { v };
+        let along =
+            |v: f64| if self.scale == Scale::Log { v.max(f64::MIN_POSITIVE).ln() } else { v };
         let (from, to) = (along(self.from), along(self.to));
         if to > from { (along(value) - from) / (to - from) } else { 0.5 }
     }
@@ -109,13 +115,15 @@ impl Ruler {
     fn linear_marks(&self, count_max: usize) -> Vec<f64> {
         let least = (self.to - self.from) / count_max.max(1) as f64;
         let power = 10f64.powf(least.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|s| *s >= least * 0.999);
+        let step =
+            [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|s| *s >= least * 0.999);
         let step = step.unwrap_or(10.0 * power);
         let first = (self.from / step).ceil();
         (0..=count_max).map(|k| (first + k as f64) * step).filter(|v| *v <= self.to).collect()
     }
 
-    /// 1, 2 and 5 times each power of ten; where these are too many, powers alone, or every so many-th of them.
+    /// 1, 2 and 5 times each power of ten; where these are too many, powers alone, or every so
+    /// many-th of them.
     fn log_marks(&self, count_max: usize) -> Vec<f64> {
         let (low, high) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
         let inside = |v: &f64| (self.from..=self.to).contains(v);
@@ -175,7 +183,9 @@ mod tests {
         );
         assert_eq!(marks(Scale::Linear, &[0.0, 2000.0]), ["0", "500", "1,000", "1,500", "2,000"]);
         assert_eq!(marks(Scale::Log, &[1.0, 1e9]).first().unwrap(), "1");
-        for values in [&[][..], &[0.0], &[-5.0], &[7.0], &[1e-9, 1e12], &[f64::MIN_POSITIVE, f64::MAX]] {
+        for values in
+            [&[][..], &[0.0], &[-5.0], &[7.0], &[1e-9, 1e12], &[f64::MIN_POSITIVE, f64::MAX]]
+        {
             for scale in [Scale::Linear, Scale::Log] {
                 let count = marks(scale, values).len();
                 assert!((1..=MARKS_MAX + 1).contains(&count), "{scale:?} {values:?}: {count}");
@@ -185,8 +195,10 @@ mod tests {
 
     #[test]
     fn numbers_are_written_as_people_do() {
-        let written: Vec<_> =
-            [0.0, 0.25, 20.0, 1500.0, 20_000.0, 2.5e6, 3e9, -1500.0].iter().map(|v| decimal(*v)).collect();
+        let written: Vec<_> = [0.0, 0.25, 20.0, 1500.0, 20_000.0, 2.5e6, 3e9, -1500.0]
+            .iter()
+            .map(|v| decimal(*v))
+            .collect();
         assert_eq!(written, ["0", "0.25", "20", "1,500", "20,000", "2.5M", "3G", "-1,500"]);
     }
 
@@ -194,7 +206,8 @@ mod tests {
     fn a_larger_value_lies_further_on() {
         for scale in [Scale::Linear, Scale::Log] {
             let ruler = Ruler::over(&Axis::new("", scale), [3.0, 4000.0].into_iter());
-            let at: Vec<_> = [3.0, 30.0, 300.0, 4000.0].iter().map(|v| ruler.map(v, (500, 0))).collect();
+            let at: Vec<_> =
+                [3.0, 30.0, 300.0, 4000.0].iter().map(|v| ruler.map(v, (500, 0))).collect();
             assert!(at.windows(2).all(|w| w[0] > w[1]) && at[0] <= 500 && at[3] >= 0, "{at:?}");
         }
     }

@@ -1,6 +1,9 @@
-//! Pixels: plotters' bitmap backend, with text from a font that is compiled in, so that no font need be installed.
+//! Pixels: plotters' bitmap backend, with text from a font that is compiled in, so that no font
+//! need be installed.
 
-use noto_sans_mono_bitmap::{FontWeight, RasterHeight, RasterizedChar, get_raster, get_raster_width};
+use noto_sans_mono_bitmap::{
+    FontWeight, RasterHeight, RasterizedChar, get_raster, get_raster_width,
+};
 use plotters::prelude::BitMapBackend;
 use plotters_backend::text_anchor::{HPos, VPos};
 use plotters_backend::{
@@ -62,7 +65,12 @@ impl<'a> DrawingBackend for Bitmap<'a> {
         self.0.draw_pixel(point, color)
     }
 
-    fn draw_line<S: BackendStyle>(&mut self, from: BackendCoord, to: BackendCoord, style: &S) -> Drawn<Self> {
+    fn draw_line<S: BackendStyle>(
+        &mut self,
+        from: BackendCoord,
+        to: BackendCoord,
+        style: &S,
+    ) -> Drawn<Self> {
         self.0.draw_line(from, to, style)
     }
 
@@ -76,7 +84,12 @@ impl<'a> DrawingBackend for Bitmap<'a> {
         self.0.draw_rect(upper_left, bottom_right, style, fill)
     }
 
-    fn draw_text<S: BackendTextStyle>(&mut self, text: &str, style: &S, pos: BackendCoord) -> Drawn<Self> {
+    fn draw_text<S: BackendTextStyle>(
+        &mut self,
+        text: &str,
+        style: &S,
+        pos: BackendCoord,
+    ) -> Drawn<Self> {
         let color = style.color();
         let (width, height) = text_size_px(text);
         let (width, height) = (width as i32, height as i32);

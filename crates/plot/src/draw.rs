@@ -6,7 +6,8 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// Told apart by people who see colours differently (Okabe and Ito's set, without yellow, which is faint on white).
+/// Told apart by people who see colours differently (Okabe and Ito's set, without yellow, which is
+/// faint on white).
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -26,7 +27,8 @@ pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(
     let failed = |e: DrawingAreaErrorKind<B::ErrorType>| e.to_string();
     root.fill(&WHITE).map_err(failed)?;
     let (width_px, _) = root.dim_in_pixel();
-    let style = (FONT, TEXT_PX + 2).into_font().color(&BLACK).pos(Pos::new(HPos::Center, VPos::Top));
+    let style =
+        (FONT, TEXT_PX + 2).into_font().color(&BLACK).pos(Pos::new(HPos::Center, VPos::Top));
     root.draw_text(&figure.title, &style, ((width_px / 2) as i32, 12)).map_err(failed)?;
     let (_, below) = root.split_vertically(TITLE_HEIGHT_PX);
     let areas = below.split_evenly((figure.charts.len(), 1));
@@ -87,8 +89,12 @@ fn draw_series<B: DrawingBackend>(
     y: &Ruler,
 ) -> Drawn<B> {
     let Some(series) = chart.series.get(index) else { return Ok(()) };
-    let points: Vec<_> =
-        series.points.iter().filter(|p| chart.x.shows(p.x) && chart.y.shows(p.y)).copied().collect();
+    let points: Vec<_> = series
+        .points
+        .iter()
+        .filter(|p| chart.x.shows(p.x) && chart.y.shows(p.y))
+        .copied()
+        .collect();
     let bars = points.iter().filter_map(|p| {
         let deviation = p.deviation.filter(|d| d.is_finite() && *d > 0.0)?;
         let (low, high) = (y.clamp(p.y - deviation), y.clamp(p.y + deviation));

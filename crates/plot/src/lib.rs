@@ -162,10 +162,14 @@ impl Figure {
     fn check(&self) -> Result<(), Error> {
         let series = self.charts.iter().map(|c| c.series.len()).max().unwrap_or(0);
         if self.charts.is_empty() || self.charts.len() > CHARTS_MAX {
-            return Err(self.failed(format!("it has {} charts; 1 to {CHARTS_MAX} fit", self.charts.len())));
+            return Err(
+                self.failed(format!("it has {} charts; 1 to {CHARTS_MAX} fit", self.charts.len()))
+            );
         }
         if series > SERIES_MAX {
-            return Err(self.failed(format!("a chart has {series} series; {SERIES_MAX} can be told apart")));
+            return Err(
+                self.failed(format!("a chart has {series} series; {SERIES_MAX} can be told apart"))
+            );
         }
         Ok(())
     }

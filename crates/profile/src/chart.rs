@@ -1,5 +1,5 @@
-//! The curves as charts, as in the paper's figures 1 to 4: the mean over the epoch, a line for each number of vCPUs, the
-//! deviation as error bars.
+//! The curves as charts, as in the paper's figures 1 to 4: the mean over the epoch, a line for each
+//! number of vCPUs, the deviation as error bars.
 
 use crate::{Curve, Row, Statistic};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
@@ -13,8 +13,10 @@ pub fn figure(title: &str, curves: &[Curve]) -> Figure {
         ("disk sectors written", "sectors (512 B) per epoch", |r| r.sectors),
         ("network packets sent", "packets per epoch", |r| r.packets),
     ];
-    let charts =
-        counts.into_iter().filter_map(|(title, label, count)| chart(title, label, count, curves)).collect();
+    let charts = counts
+        .into_iter()
+        .filter_map(|(title, label, count)| chart(title, label, count, curves))
+        .collect();
     Figure { title: title.into(), charts }
 }
 

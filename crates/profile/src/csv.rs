@@ -1,4 +1,5 @@
-//! The curves as CSV: one line per number of vCPUs and length of the epoch, the unit last in each column's name.
+//! The curves as CSV: one line per number of vCPUs and length of the epoch, the unit last in each
+//! column's name.
 
 use crate::{Curve, Statistic};
 
@@ -66,7 +67,10 @@ mod tests {
         let lines: Vec<_> = text.lines().map(|l| l.split(',').collect::<Vec<_>>()).collect();
         assert_eq!(lines.len(), 5);
         assert!(lines.iter().all(|l| l.len() == lines[0].len()), "{text}");
-        assert!(text.contains("\n2,10,2,10,101.5,2.121,100,103,0,0,0,0,1,0,1,1,,,,,,1\n"), "{text}");
+        assert!(
+            text.contains("\n2,10,2,10,101.5,2.121,100,103,0,0,0,0,1,0,1,1,,,,,,1\n"),
+            "{text}"
+        );
         assert_eq!((lines[3][0], lines[2][1]), ("", "20"));
     }
 }

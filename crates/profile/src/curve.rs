@@ -9,7 +9,8 @@
 //!         └────────────────────── epoch
 //! ```
 //!
-//! Per doubling, because lengths need not be evenly spaced, and over the time that the epochs really took.
+//! Per doubling, because lengths need not be evenly spaced, and over the time that the epochs
+//! really took.
 
 use crate::Statistic;
 use serde::Serialize;
@@ -53,8 +54,8 @@ pub struct Row {
     pub disk_writes: Option<Statistic>,
     /// Packets sent.
     pub packets: Option<Statistic>,
-    /// How much more pages than in the row before, in percent per doubling of the epoch. `None` in the first row, and
-    /// where that one had none.
+    /// How much more pages than in the row before, in percent per doubling of the epoch. `None` in
+    /// the first row, and where that one had none.
     pub growth_percent: Option<f64>,
 }
 
@@ -65,8 +66,9 @@ pub struct DirtyPageSet {
     pub epoch_ns: u64,
     /// Pages written in it, on average.
     pub pages: f64,
-    /// False where the epochs of one length differ so much that the growth of their means says little: the standard
-    /// error of one of these means is more than the growth that counts as none. More samples help.
+    /// False where the epochs of one length differ so much that the growth of their means says
+    /// little: the standard error of one of these means is more than the growth that counts as
+    /// none. More samples help.
     pub certain: bool,
 }
 
@@ -119,8 +121,8 @@ fn growth_percent(before: &Row, after: &Row) -> Option<f64> {
     (doublings > 0.01 && before.pages.mean > 0.0 && growth.is_finite()).then_some(growth)
 }
 
-/// A single flat step may be chance, or a workload between two phases: growth must stay low to the end of what was
-/// measured.
+/// A single flat step may be chance, or a workload between two phases: growth must stay low to the
+/// end of what was measured.
 fn dirty_page_set(rows: &[Row]) -> Option<DirtyPageSet> {
     let flat = |row: &&Row| row.growth_percent.is_some_and(|g| g < PLATEAU_PERCENT);
     let flat_steps = rows.iter().rev().take_while(flat).count();
@@ -162,14 +164,16 @@ mod tests {
     #[test]
     fn growth_is_told_per_doubling_of_the_epoch() {
         let curve = curve(&[(10, 100), (20, 200), (80, 3200), (160, 3200)]);
-        let growth: Vec<_> = curve.rows.iter().map(|r| r.growth_percent.map(|g| g.round() as i64)).collect();
+        let growth: Vec<_> =
+            curve.rows.iter().map(|r| r.growth_percent.map(|g| g.round() as i64)).collect();
         assert_eq!(growth, [None, Some(100), Some(300), Some(0)]);
     }
 
     #[test]
     fn the_dirty_page_set_is_where_growth_ends_for_good() {
-        let found =
-            |points: &[(u64, u64)]| curve(points).dirty_page_set.map(|s| (s.epoch_ns / 1_000_000, s.pages));
+        let found = |points: &[(u64, u64)]| {
+            curve(points).dirty_page_set.map(|s| (s.epoch_ns / 1_000_000, s.pages))
+        };
         let plateau = [(10, 200), (20, 400), (50, 900), (100, 1000), (200, 1040), (500, 1060)];
         assert_eq!(found(&plateau), Some((100, 1000.0)));
         assert_eq!(
@@ -196,7 +200,8 @@ mod tests {
     fn epochs_are_grouped_by_length_and_unknown_stays_unknown() {
         let mut epochs = vec![epoch(20, 7), epoch(10, 1), epoch(20, 9), epoch(10, 0)];
         let curve = Curve::new(None, &epochs);
-        let lengths: Vec<_> = curve.rows.iter().map(|r| (r.epoch_ns, r.samples, r.pages.mean)).collect();
+        let lengths: Vec<_> =
+            curve.rows.iter().map(|r| (r.epoch_ns, r.samples, r.pages.mean)).collect();
         assert_eq!(lengths, [(10_000_000, 2, 0.5), (20_000_000, 2, 8.0)]);
         assert!(curve.rows[0].packets.is_none(), "one of its epochs did not know");
         assert_eq!(curve.rows[1].sectors.map(|s| (s.min, s.max)), Some((56, 72)));

@@ -1,4 +1,5 @@
-//! The epoch lengths that are measured: `10ms..2s` is 10, 20, 50, 100 ... ms; `10ms,50ms` is these two.
+//! The epoch lengths that are measured: `10ms..2s` is 10, 20, 50, 100 ... ms; `10ms,50ms` is these
+//! two.
 
 use crate::{Error, Result};
 use std::str::FromStr;
@@ -37,9 +38,11 @@ impl FromStr for Ladder {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let failed = |problem: String| Error::Ladder { text: text.chars().take(80).collect(), problem };
+        let failed =
+            |problem: String| Error::Ladder { text: text.chars().take(80).collect(), problem };
         let length = |part: &str| {
-            let length = humantime::parse_duration(part.trim()).map_err(|e| failed(e.to_string()))?;
+            let length =
+                humantime::parse_duration(part.trim()).map_err(|e| failed(e.to_string()))?;
             if !(EPOCH_MIN..=EPOCH_MAX).contains(&length) {
                 let [least, most] = [EPOCH_MIN, EPOCH_MAX].map(humantime::format_duration);
                 return Err(failed(format!("{} is not between {least} and {most}", part.trim())));
@@ -92,8 +95,18 @@ mod tests {
 
     #[test]
     fn what_cannot_be_measured_is_refused_with_the_form() {
-        for text in ["", "10", "2s..10ms", "0ms..1s", "10ms..", "1h", "fast", "10ms,", "100us", "1ms..2s..3s"]
-        {
+        for text in [
+            "",
+            "10",
+            "2s..10ms",
+            "0ms..1s",
+            "10ms..",
+            "1h",
+            "fast",
+            "10ms,",
+            "100us",
+            "1ms..2s..3s",
+        ] {
             let error = text.parse::<Ladder>().unwrap_err().to_string();
             assert!(error.contains("10ms..2s"), "{text}: {error}");
         }

@@ -1,4 +1,5 @@
-//! What a VM writes in epochs of different lengths: from counts to statistics, the dirty page set, CSV and charts.
+//! What a VM writes in epochs of different lengths: from counts to statistics, the dirty page set,
+//! CSV and charts.
 //!
 //! ```text
 //!   Ladder ──────────▶ lengths to measure      10 20 50 100 200 500 1000 2000 ms
@@ -7,9 +8,9 @@
 //!   Curve (1 vCPU), Curve (2 vCPUs) ... ──▶ csv, figure
 //! ```
 //!
-//! After Gerofi and Ishikawa, "Workload Adaptive Checkpoint Scheduling of Virtual Machine Replication" (CLUSTER 2011),
-//! section II: a workload writes new pages fast at the beginning of an epoch and slower once it has gone through the
-//! set of pages that it works on.
+//! After Gerofi and Ishikawa, "Workload Adaptive Checkpoint Scheduling of Virtual Machine
+//! Replication" (CLUSTER 2011), section II: a workload writes new pages fast at the beginning of an
+//! epoch and slower once it has gone through the set of pages that it works on.
 //!
 //! Invariants:
 //! 1. What was not measured is `None`, an empty cell or no line; never 0.
@@ -38,7 +39,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// Epoch lengths that cannot be read, or measured.
-    #[error("epochs {text:?}: {problem}; write a range as in 10ms..2s, or a list as in 10ms,50ms,1s")]
+    #[error(
+        "epochs {text:?}: {problem}; write a range as in 10ms..2s, or a list as in 10ms,50ms,1s"
+    )]
     Ladder {
         /// What was given.
         text: String,

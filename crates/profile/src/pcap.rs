@@ -5,8 +5,9 @@
 //!   record  seconds u32 · microseconds u32 · length here u32 · length on the wire u32         16 bytes, then the packet
 //! ```
 //!
-//! The writer's byte order; the files here are written on the same machine. A record that is not whole yet is counted
-//! when it is. A record that keeps nothing of its packet does not exist: those zeros are space that was not written yet.
+//! The writer's byte order; the files here are written on the same machine. A record that is not
+//! whole yet is counted when it is. A record that keeps nothing of its packet does not exist: those
+//! zeros are space that was not written yet.
 
 use crate::{Error, Result};
 
@@ -35,14 +36,17 @@ impl Counter {
         self.packets
     }
 
-    /// Counts what stands at [`Self::offset`]: `bytes` begin there. Error: this is no dump of packets; nothing of
-    /// `bytes` behind the fault is counted.
+    /// Counts what stands at [`Self::offset`]: `bytes` begin there. Error: this is no dump of
+    /// packets; nothing of `bytes` behind the fault is counted.
     pub fn count(&mut self, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         loop {
             let whole_bytes = if self.offset == 0 { header(rest) } else { record(rest) };
-            let whole_bytes = whole_bytes.map_err(|problem| Error::Pcap { offset: self.offset, problem })?;
-            let Some(next) = whole_bytes.and_then(|len| rest.get(len as usize..)) else { return Ok(()) };
+            let whole_bytes =
+                whole_bytes.map_err(|problem| Error::Pcap { offset: self.offset, problem })?;
+            let Some(next) = whole_bytes.and_then(|len| rest.get(len as usize..)) else {
+                return Ok(());
+            };
             self.packets += u64::from(self.offset > 0);
             self.offset += (rest.len() - next.len()) as u64;
             rest = next;

@@ -26,7 +26,8 @@ impl Statistic {
         Some(Self { mean, deviation, min, max })
     }
 
-    /// The same over numbers that may be missing; `None` where any is: a mean of part of them would be another thing.
+    /// The same over numbers that may be missing; `None` where any is: a mean of part of them would
+    /// be another thing.
     pub fn of_all(sample: impl Iterator<Item = Option<u64>>) -> Option<Self> {
         Self::of(&sample.collect::<Option<Vec<_>>>()?)
     }

@@ -5,8 +5,9 @@
 //!   tcg:   -machine q35 ... -accel tcg
 //! ```
 //!
-//! A restore under another accelerator takes three checks, each where it can be made: the line (here), the device state
-//! (`stream::convert`), and the processors of the fresh QEMU ([`check_processors`]).
+//! A restore under another accelerator takes three checks, each where it can be made: the line
+//! (here), the device state (`stream::convert`), and the processors of the fresh QEMU
+//! ([`check_processors`]).
 //!
 //! Left out: accelerators other than KVM and TCG.
 
@@ -52,7 +53,9 @@ pub(crate) fn named_by(kept: &[Argument]) -> Option<Accelerator> {
         match argument.name() {
             "enable-kvm" => named.push("kvm".to_owned()),
             "no-kvm" => named.push("tcg".to_owned()),
-            "accel" => named.extend(value_of(&keys(argument.value(), "accel"), "accel").map(str::to_owned)),
+            "accel" => {
+                named.extend(value_of(&keys(argument.value(), "accel"), "accel").map(str::to_owned))
+            }
             "machine" | "M" => {
                 let list = value_of(&keys(argument.value(), "type"), "accel").map(str::to_owned);
                 named.extend(list.iter().flat_map(|l| l.split(':')).map(str::to_owned));
@@ -97,12 +100,18 @@ pub(crate) fn without_accelerator(kept: &[Argument]) -> Vec<Argument> {
         }
     };
     let kept = kept.iter().filter(|a| !OPTIONS.contains(&a.name()));
-    kept.filter_map(|a| if matches!(a.name(), "machine" | "M") { machine(a) } else { Some(a.clone()) })
-        .collect()
+    kept.filter_map(
+        |a| if matches!(a.name(), "machine" | "M") { machine(a) } else { Some(a.clone()) },
+    )
+    .collect()
 }
 
 /// Words that keep the machine the same although its defaults depend on the accelerator.
-pub(crate) fn machine_words(kept: &[Argument], machine_type: &str, from: Accelerator) -> Vec<String> {
+pub(crate) fn machine_words(
+    kept: &[Argument],
+    machine_type: &str,
+    from: Accelerator,
+) -> Vec<String> {
     let clock_given = kept
         .iter()
         .filter(|a| matches!(a.name(), "machine" | "M"))
@@ -119,7 +128,10 @@ pub(crate) fn machine_words(kept: &[Argument], machine_type: &str, from: Acceler
 pub(crate) fn check_line(kept: &[Argument], to: Accelerator) -> Result<()> {
     for argument in kept {
         let refuse = |reason: String, fix: &str| {
-            Err(Error::Conversion { reason: format!("{}: {reason}", argument.display()), fix: fix.into() })
+            Err(Error::Conversion {
+                reason: format!("{}: {reason}", argument.display()),
+                fix: fix.into(),
+            })
         };
         match argument.name() {
             "icount" if to == Accelerator::Kvm => {
@@ -137,7 +149,9 @@ pub(crate) fn check_line(kept: &[Argument], to: Accelerator) -> Result<()> {
                 }
                 let own = |(key, value): &&(String, String)| {
                     let key = key.trim_start_matches('+').replace('_', "-");
-                    let of_kvm = key.starts_with("hv-") || key.starts_with("kvm-") || key.starts_with("xen-");
+                    let of_kvm = key.starts_with("hv-")
+                        || key.starts_with("kvm-")
+                        || key.starts_with("xen-");
                     of_kvm && value != "off"
                 };
                 if let Some((key, _)) = words.iter().find(own).filter(|_| to == Accelerator::Tcg) {
@@ -153,10 +167,11 @@ pub(crate) fn check_line(kept: &[Argument], to: Accelerator) -> Result<()> {
     Ok(())
 }
 
-/// Compares the fresh QEMU with what it should be: its accelerator, and that it has every feature that the guest was given.
+/// Compares the fresh QEMU with what it should be: its accelerator, and that it has every feature
+/// that the guest was given.
 ///
-/// That is its processor model without what the source lacked (`source_lacks`); all of the model, where that is not known.
-/// A feature more than the guest knows of does it no harm.
+/// That is its processor model without what the source lacked (`source_lacks`); all of the model,
+/// where that is not known. A feature more than the guest knows of does it no harm.
 pub(crate) fn check_processors(
     qmp: &mut Qmp,
     to: Accelerator,
@@ -184,7 +199,8 @@ fn check_lacking(lacks: &[String], to: Accelerator, source_lacks: Option<&[Strin
         return Ok(());
     }
     let without: Vec<String> = names.iter().map(|name| format!("-{name}")).collect();
-    let reason = format!("under {to}, the processor lacks what the guest may use: {}", names.join(", "));
+    let reason =
+        format!("under {to}, the processor lacks what the guest may use: {}", names.join(", "));
     let fix = format!(
         "restore it under the accelerator that it ran under; a VM that is to move must be started without these, with -cpu \
          MODEL,{} (the default model is qemu64)",
@@ -193,7 +209,8 @@ fn check_lacking(lacks: &[String], to: Accelerator, source_lacks: Option<&[Strin
     Err(Error::Conversion { reason, fix })
 }
 
-/// Features of their model that none of the VM's processors was given: what the guest surely does not use.
+/// Features of their model that none of the VM's processors was given: what the guest surely does
+/// not use.
 pub(crate) fn lacking(qmp: &mut Qmp) -> Result<Vec<String>> {
     let all = lacking_of_each(qmp)?;
     let Some((first, others)) = all.split_first() else { return Ok(Vec::new()) };
@@ -211,7 +228,9 @@ fn lacking_of_each(qmp: &mut Qmp) -> Result<Vec<Vec<String>>> {
         let path = processor.get("qom-path").and_then(Value::as_str).unwrap_or_default();
         let arguments = json!({ "path": path, "property": "unavailable-features" });
         let lacking = qmp.execute("qom-get", Some(arguments))?;
-        let Some(names) = lacking.as_array() else { return Err(qmp.unexpected("qom-get", &lacking)) };
+        let Some(names) = lacking.as_array() else {
+            return Err(qmp.unexpected("qom-get", &lacking));
+        };
         let names = names.iter().filter_map(Value::as_str).take(FEATURES_MAX);
         all.push(names.map(str::to_owned).collect());
     }

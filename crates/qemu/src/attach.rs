@@ -13,7 +13,8 @@
 //! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it back for an engine
 //!    that died, and the next engine for both.
 //!
-//! Left out: tracking the VM's RAM (the kernel crate). The kernel refuses a second tracker of the same RAM, too.
+//! Left out: tracking the VM's RAM (the kernel crate). The kernel refuses a second tracker of the
+//! same RAM, too.
 
 mod running;
 
@@ -26,7 +27,8 @@ use running::Running;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long a monitor may take to greet. QEMU's main loop can stand still for a second or two when it flushes disks.
+/// How long a monitor may take to greet. QEMU's main loop can stand still for a second or two when
+/// it flushes disks.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How to reach the VM's monitor.
@@ -53,8 +55,9 @@ pub struct AttachOptions {
 impl Vm {
     /// Takes hold of the QEMU with process id `pid`, which runs on.
     ///
-    /// Errors: [`Error::Attach`] where `pid` is no QEMU, has another monitor, or has an engine already;
-    /// [`Error::MonitorBusy`]; [`Error::Libvirt`]; [`Error::Binary`] where it emulates another processor.
+    /// Errors: [`Error::Attach`] where `pid` is no QEMU, has another monitor, or has an engine
+    /// already; [`Error::MonitorBusy`]; [`Error::Libvirt`]; [`Error::Binary`] where it emulates
+    /// another processor.
     pub fn attach(pid: u32, options: &AttachOptions) -> Result<Self> {
         let lifetime = Lifetime::Other(Other::open(pid)?);
         let running = Running::read(pid)?;
@@ -67,7 +70,10 @@ impl Vm {
         let mut vm = Self::from_parts(lifetime, qmp, state, lines, origin);
         // What was looked at in /proc was this process, if it is there now.
         if vm.ended()?.is_some() {
-            return Err(Error::Gone { monitor: format!("of pid {pid}"), operation: "attach".into() });
+            return Err(Error::Gone {
+                monitor: format!("of pid {pid}"),
+                operation: "attach".into(),
+            });
         }
         Ok(vm)
     }
@@ -90,7 +96,12 @@ impl Vm {
     }
 }
 
-fn connect(pid: u32, running: &Running, monitor: &Monitor, state: &StateFile) -> Result<(Qmp, Origin)> {
+fn connect(
+    pid: u32,
+    running: &Running,
+    monitor: &Monitor,
+    state: &StateFile,
+) -> Result<(Qmp, Origin)> {
     match monitor {
         Monitor::Socket(path) => {
             let qmp = Qmp::connect_running(path, GREETING_TIMEOUT)?;
@@ -105,11 +116,11 @@ fn connect(pid: u32, running: &Running, monitor: &Monitor, state: &StateFile) ->
     }
 }
 
-/// The socket is the one that `pid` made. A socket that somebody else made and QEMU inherited is another's by this
-/// measure; what is passed through it will tell.
+/// The socket is the one that `pid` made. A socket that somebody else made and QEMU inherited is
+/// another's by this measure; what is passed through it will tell.
 fn check_peer(qmp: &Qmp, pid: u32) -> Result<()> {
-    let peer =
-        rustix::net::sockopt::socket_peercred(qmp).map_err(Error::io("ask who answers QEMU's monitor"))?;
+    let peer = rustix::net::sockopt::socket_peercred(qmp)
+        .map_err(Error::io("ask who answers QEMU's monitor"))?;
     let peer = peer.pid.as_raw_nonzero().get();
     let is_qemu = u32::try_from(peer).is_ok_and(running::is_qemu);
     if peer.cast_unsigned() == pid || !is_qemu {
@@ -118,7 +129,9 @@ fn check_peer(qmp: &Qmp, pid: u32) -> Result<()> {
     Err(Error::Attach {
         pid,
         problem: format!("the monitor belongs to process {peer}"),
-        fix: format!("name the pid and the monitor of the same QEMU: pid {peer}, or another socket"),
+        fix: format!(
+            "name the pid and the monitor of the same QEMU: pid {peer}, or another socket"
+        ),
     })
 }
 
@@ -138,7 +151,9 @@ fn check_status(qmp: &mut Qmp, pid: u32) -> Result<()> {
     let status = qmp.status()?;
     let problem = match &status {
         RunStatus::InMigrate => "it is still reading its state (-incoming)",
-        RunStatus::Other(word) if word == "preconfig" => "its machine does not exist yet (--preconfig)",
+        RunStatus::Other(word) if word == "preconfig" => {
+            "its machine does not exist yet (--preconfig)"
+        }
         RunStatus::Other(word) if word.contains("migrate") => "it migrates, or has migrated away",
         _ => return Ok(()),
     };

@@ -7,8 +7,9 @@
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
 //!
-//! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry: at launch
-//! `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what blocks a migration of it.
+//! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry:
+//! at launch `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what
+//! blocks a migration of it.
 
 use crate::{Qmp, Result, drives};
 use serde_json::{Value, json};
@@ -75,8 +76,9 @@ pub(crate) fn audit(
         None => return Err(qmp.unexpected("query-block", &blocks)),
     }
     let memdevs = qmp.execute("query-memdev", None)?;
-    let shared =
-        memdevs.as_array().is_some_and(|all| all.iter().any(|m| m.get("share") == Some(&json!(true))));
+    let shared = memdevs
+        .as_array()
+        .is_some_and(|all| all.iter().any(|m| m.get("share") == Some(&json!(true))));
     for child in devices(qmp)? {
         device(&child, shared, &mut found);
     }
@@ -93,7 +95,8 @@ pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<Refusal>> {
 
 fn blocker(reason: &str) -> Refusal {
     let what = reason.strip_prefix("non-migratable device: ");
-    let name = what.map_or("the machine".into(), |device| format!("device {}", device.trim_end_matches('.')));
+    let name = what
+        .map_or("the machine".into(), |device| format!("device {}", device.trim_end_matches('.')));
     let reason = match what {
         Some(_) => "QEMU cannot save its state (it calls the device non-migratable)".into(),
         None => format!("QEMU cannot save its state: {reason}"),
@@ -136,8 +139,12 @@ fn children<const N: usize>(qmp: &Qmp, answers: [Value; N]) -> Result<Vec<Value>
     Ok(all)
 }
 
-/// What `question` is answered by; and whether a device that discards guest RAM is among those that can be plugged in.
-pub(crate) fn ask_with_plugged(qmp: &mut Qmp, question: (&'static str, Value)) -> Result<(Value, bool)> {
+/// What `question` is answered by; and whether a device that discards guest RAM is among those that
+/// can be plugged in.
+pub(crate) fn ask_with_plugged(
+    qmp: &mut Qmp,
+    question: (&'static str, Value),
+) -> Result<(Value, bool)> {
     let [with_id, without_id] = PLUGGED.map(children_of);
     let [answer, with_id, without_id] = qmp.ask_all([question, with_id, without_id])?;
     let discards = children(qmp, [with_id, without_id])?.iter().any(is_discarding);
@@ -145,12 +152,17 @@ pub(crate) fn ask_with_plugged(qmp: &mut Qmp, question: (&'static str, Value)) -
 }
 
 fn refused(what: impl Into<String>, reason: impl Into<String>, fix: impl Into<String>) -> Refusal {
-    Refusal { what: what.into(), reason: reason.into(), fix: fix.into(), severity: Severity::Refused }
+    Refusal {
+        what: what.into(),
+        reason: reason.into(),
+        fix: fix.into(),
+        severity: Severity::Refused,
+    }
 }
 
 fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
-    let known =
-        ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p)) || machine_type == "microvm";
+    let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p))
+        || machine_type == "microvm";
     if !known {
         found.push(Refusal {
             severity: Severity::Warning,
@@ -165,8 +177,9 @@ fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
 
 fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec<Refusal>) {
     let Some(inserted) = block.get("inserted") else { return };
-    let text =
-        |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+    let text = |value: &Value, key: &str| {
+        value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
     let mut name = text(block, "device");
     if name.is_empty() {
         name = text(inserted, "node-name");
@@ -203,7 +216,9 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
 
 fn device(child: &Value, shared: bool, found: &mut Vec<Refusal>) {
     let text = |key: &str| child.get(key).and_then(Value::as_str).unwrap_or_default();
-    let Some(kind) = text("type").strip_prefix("child<").and_then(|t| t.strip_suffix('>')) else { return };
+    let Some(kind) = text("type").strip_prefix("child<").and_then(|t| t.strip_suffix('>')) else {
+        return;
+    };
     let what = format!("device {} ({kind})", text("name"));
     if let Some((_, reason)) = FOREIGN.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
         found.push(refused(
@@ -225,7 +240,8 @@ fn network(text: &str, found: &mut Vec<Refusal>) {
     for line in text.lines() {
         for kind in ["vhost-user", "vhost-vdpa"] {
             if line.contains(&format!("type={kind}")) {
-                let name = line.split(':').next().unwrap_or_default().trim().trim_start_matches("\\ ");
+                let name =
+                    line.split(':').next().unwrap_or_default().trim().trim_start_matches("\\ ");
                 found.push(refused(
                     format!("network backend {name} ({kind})"),
                     "another process or a device writes the packets into guest RAM unseen",
@@ -252,22 +268,27 @@ mod tests {
         let found = of(|f| drive(&block, (Disks::Launched(None), &[]), f));
         assert_eq!(found.len(), 2);
         assert!(
-            found
-                .iter()
-                .all(|r| r.what.contains("ide0-hd0") && r.what.contains("a.img") && !r.fix.is_empty())
+            found.iter().all(|r| r.what.contains("ide0-hd0")
+                && r.what.contains("a.img")
+                && !r.fix.is_empty())
         );
         let found = of(|f| drive(&block, (Disks::Foreign, &[]), f));
         assert!(found[0].fix.contains("unplug"));
         let minded = [String::from("n")];
-        let captured = json!({"device": "d", "inserted": {"ro": false, "file": "a.img", "node-name": "n"}});
+        let captured =
+            json!({"device": "d", "inserted": {"ro": false, "file": "a.img", "node-name": "n"}});
         assert_eq!(of(|f| drive(&captured, (Disks::Foreign, &minded), f)), []);
-        let ours =
-            json!({"device": "d", "inserted": {"ro": false, "file": "nbd+unix:///d?socket=/r/d.sock"}});
-        assert_eq!(of(|f| drive(&ours, (Disks::Launched(Some(Path::new("/r/d.sock"))), &[]), f)), []);
-        assert_eq!(of(|f| drive(&ours, (Disks::Launched(Some(Path::new("/r/e.sock"))), &[]), f)).len(), 1);
+        let ours = json!({"device": "d", "inserted": {"ro": false, "file": "nbd+unix:///d?socket=/r/d.sock"}});
+        assert_eq!(
+            of(|f| drive(&ours, (Disks::Launched(Some(Path::new("/r/d.sock"))), &[]), f)),
+            []
+        );
+        assert_eq!(
+            of(|f| drive(&ours, (Disks::Launched(Some(Path::new("/r/e.sock"))), &[]), f)).len(),
+            1
+        );
         assert_eq!(of(|f| drive(&ours, (Disks::Foreign, &[]), f)).len(), 1);
-        let fine =
-            json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
+        let fine = json!({"device": "d", "inserted": {"ro": true, "file": "a.img", "cache": {"direct": false}}});
         assert_eq!(of(|f| drive(&fine, (Disks::Foreign, &[]), f)), []);
         assert_eq!(
             of(|f| drive(&json!({"device": "floppy0"}), (Disks::Foreign, &[]), f)),

@@ -28,15 +28,16 @@ impl QemuIdentity {
     /// Asks the binary at `path`.
     pub fn of(path: &Path) -> Result<Self> {
         let version = version(path)?;
-        let real =
-            std::fs::canonicalize(path).map_err(Error::io(format!("resolve the path {}", path.display())))?;
+        let real = std::fs::canonicalize(path)
+            .map_err(Error::io(format!("resolve the path {}", path.display())))?;
         Self::hashed(&real.clone(), real, version)
     }
 
-    /// The same of a binary that is most likely `known`, which then need not be run to tell its version.
+    /// The same of a binary that is most likely `known`, which then need not be run to tell its
+    /// version.
     pub(crate) fn of_known(path: &Path, known: &Self) -> Result<Self> {
-        let real =
-            std::fs::canonicalize(path).map_err(Error::io(format!("resolve the path {}", path.display())))?;
+        let real = std::fs::canonicalize(path)
+            .map_err(Error::io(format!("resolve the path {}", path.display())))?;
         let identity = Self::hashed(&real.clone(), real, known.version.clone())?;
         if identity.blake3 == known.blake3 { Ok(identity) } else { Self::of(path) }
     }
@@ -63,7 +64,11 @@ pub(crate) fn find(name: &str) -> Result<PathBuf> {
     }
     if name.contains('/') {
         let path = PathBuf::from(name);
-        return if is_executable(&path) { Ok(path) } else { Err(missing("there is no such program")) };
+        return if is_executable(&path) {
+            Ok(path)
+        } else {
+            Err(missing("there is no such program"))
+        };
     }
     let places = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&places)
@@ -80,13 +85,13 @@ fn is_executable(path: &Path) -> bool {
 pub(crate) fn version(path: &Path) -> Result<String> {
     let text = ask_version(path)?;
     let line = text.lines().find_map(|line| line.strip_prefix(SAYS));
-    line.map(|l| l.trim().to_owned()).filter(|v| v.starts_with(|c: char| c.is_ascii_digit())).ok_or_else(
-        || Error::Binary {
+    line.map(|l| l.trim().to_owned())
+        .filter(|v| v.starts_with(|c: char| c.is_ascii_digit()))
+        .ok_or_else(|| Error::Binary {
             path: path.into(),
             reason: "it does not answer --version as QEMU's system emulator does".into(),
             fix: "begin the line with qemu-system-x86_64 (7.2 or later)".into(),
-        },
-    )
+        })
 }
 
 fn ask_version(path: &Path) -> Result<String> {
@@ -116,10 +121,14 @@ fn read_until(out: &mut std::process::ChildStdout, deadline: Instant) -> std::io
     let mut chunk = [0u8; 4096];
     while text.len() < VERSION_BYTES_MAX {
         let left = deadline.saturating_duration_since(Instant::now());
-        let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let limit =
+            Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(out, PollFlags::IN)], Some(&limit)) {
             Ok(0) => {
-                return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, "it gave no answer in time"));
+                return Err(std::io::Error::new(
+                    std::io::ErrorKind::TimedOut,
+                    "it gave no answer in time",
+                ));
             }
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,

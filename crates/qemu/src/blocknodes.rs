@@ -1,4 +1,5 @@
-//! The disks that a guest can write to, as QEMU has them, and which words of the VM's line each of them is.
+//! The disks that a guest can write to, as QEMU has them, and which words of the VM's line each of
+//! them is.
 //!
 //! ```text
 //!   the line      -drive file=a.img,id=d ─┐ by name, or by the file that both name
@@ -34,8 +35,9 @@ impl WritableNode {
         if inserted.get("ro").and_then(Value::as_bool) == Some(true) {
             return None;
         }
-        let text =
-            |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let text = |value: &Value, key: &str| {
+            value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
+        };
         Some(Self {
             device: text(block, "device"),
             node: text(inserted, "node-name"),
@@ -68,7 +70,8 @@ impl Vm {
         writable(self.qmp())
     }
 
-    /// The disks that the guest can write to, each with its drive of the line, whose relative paths begin at `directory`.
+    /// The disks that the guest can write to, each with its drive of the line, whose relative paths
+    /// begin at `directory`.
     ///
     /// Error: [`crate::Error::CommandLine`] where the line has one that no restore could serve.
     pub fn line_disks(&mut self, directory: &Path) -> Result<Vec<LineDisk>> {
@@ -82,17 +85,23 @@ impl Vm {
 }
 
 fn matched(mut drives: Vec<Drive>, nodes: Vec<WritableNode>, directory: &Path) -> Vec<LineDisk> {
-    let mut disks: Vec<LineDisk> = nodes.into_iter().map(|node| LineDisk { drive: None, node }).collect();
-    // By name first: two nodes can be over one file, where the guest sees it through an overlay of QEMU's.
+    let mut disks: Vec<LineDisk> =
+        nodes.into_iter().map(|node| LineDisk { drive: None, node }).collect();
+    // By name first: two nodes can be over one file, where the guest sees it through an overlay of
+    // QEMU's.
     for disk in &mut disks {
         let is = |drive: &Drive| drive.name == disk.node.device || drive.name == disk.node.node;
         disk.drive = drives.iter().position(is).map(|at| drives.remove(at));
     }
     for disk in disks.iter_mut().filter(|disk| disk.drive.is_none()) {
-        let same = |drive: &Drive| same_file(&directory.join(&drive.image), &directory.join(&disk.node.file));
+        let same = |drive: &Drive| {
+            same_file(&directory.join(&drive.image), &directory.join(&disk.node.file))
+        };
         disk.drive = drives.iter().position(same).map(|at| drives.remove(at));
     }
-    for drive in disks.iter_mut().filter_map(|disk| disk.drive.as_mut()).filter(|drive| !drive.remote) {
+    for drive in
+        disks.iter_mut().filter_map(|disk| disk.drive.as_mut()).filter(|drive| !drive.remote)
+    {
         drive.image = directory.join(&drive.image);
     }
     disks
@@ -110,13 +119,18 @@ mod tests {
 
     fn node(device: &str, file: &str) -> WritableNode {
         let image = json!({ "virtual-size": 512 });
-        let inserted =
-            json!({ "ro": false, "file": file, "drv": "raw", "node-name": "#block1", "image": image });
+        let inserted = json!({ "ro": false, "file": file, "drv": "raw", "node-name": "#block1", "image": image });
         WritableNode::of(&json!({ "device": device, "inserted": inserted })).unwrap()
     }
 
     fn drive(name: &str, image: &str) -> Drive {
-        Drive { name: name.into(), image: image.into(), format: None, temporary: false, remote: false }
+        Drive {
+            name: name.into(),
+            image: image.into(),
+            format: None,
+            temporary: false,
+            remote: false,
+        }
     }
 
     #[test]
@@ -127,7 +141,8 @@ mod tests {
         let nodes = vec![node("virtio0", "link"), node("d", "/tmp/vl.x"), node("plugged", "c.img")];
         let drives = vec![drive("d", "a.img"), drive("virtio-0", "b.img")];
         let found = matched(drives, nodes, dir.path());
-        let names: Vec<_> = found.iter().map(|disk| disk.drive.as_ref().map(|d| d.name.as_str())).collect();
+        let names: Vec<_> =
+            found.iter().map(|disk| disk.drive.as_ref().map(|d| d.name.as_str())).collect();
         assert_eq!(names, [Some("virtio-0"), Some("d"), None]);
         assert_eq!(found[0].drive.as_ref().unwrap().image, dir.path().join("b.img"));
     }

@@ -1,12 +1,14 @@
-//! The disks of a line that the guest can write to, and the line with each of them served by a server of ours.
+//! The disks of a line that the guest can write to, and the line with each of them served by a
+//! server of ours.
 //!
 //! ```text
 //!   user's   -drive file=a.qcow2,id=d,if=none,cache=none     -hda b.img       -blockdev qcow2,node-name=n,file=f ...
 //!   run      -drive format=raw,file.driver=nbd,file.export=d,id=d,if=none      -blockdev driver=nbd,node-name=n,...
 //! ```
 //!
-//! Invariants: what the guest sees (device, address, id, serial, write cache) is what the user's line makes. A disk that
-//! cannot be served is refused, with cause and fix; one that this module does not find is found by the audit.
+//! Invariants: what the guest sees (device, address, id, serial, write cache) is what the user's
+//! line makes. A disk that cannot be served is refused, with cause and fix; one that this module
+//! does not find is found by the audit.
 //!
 //! Left out: opening images, and guessing a format that was not given.
 
@@ -26,7 +28,8 @@ pub struct Drive {
     pub format: Option<String>,
     /// The line wants what is written thrown away at the end (`-snapshot`).
     pub temporary: bool,
-    /// It is no file but an export that QEMU reaches by NBD, and `image` is its address: QEMU alone can read it.
+    /// It is no file but an export that QEMU reaches by NBD, and `image` is its address: QEMU alone
+    /// can read it.
     pub remote: bool,
 }
 
@@ -39,7 +42,8 @@ pub struct DiskServer {
     pub prefix: String,
 }
 
-/// Keys of `-drive` that say how the image is opened, and say nothing where it is not opened by QEMU.
+/// Keys of `-drive` that say how the image is opened, and say nothing where it is not opened by
+/// QEMU.
 const OPENING: &[&str] = &[
     "file",
     "format",
@@ -83,7 +87,8 @@ const KEPT: &[&str] = &[
 const KEPT_PREFIXES: &[&str] = &["throttling", "bps", "iops", "stats-"];
 
 /// Node drivers that stand above a disk and hold none themselves.
-const FILTERS: &[&str] = &["throttle", "copy-on-read", "blkdebug", "blklogwrites", "blkverify", "compress"];
+const FILTERS: &[&str] =
+    &["throttle", "copy-on-read", "blkdebug", "blklogwrites", "blkverify", "compress"];
 
 /// What becomes of an argument.
 enum Fate {
@@ -145,7 +150,8 @@ pub(crate) fn export_keys(place: &str, server: &DiskServer, name: &str) -> Resul
         fix: "choose another run directory".into(),
     })?;
     let export = format!("{}{name}", server.prefix);
-    let keys = [("driver", "nbd"), ("server.type", "unix"), ("server.path", socket), ("export", &export)];
+    let keys =
+        [("driver", "nbd"), ("server.type", "unix"), ("server.path", socket), ("export", &export)];
     Ok(keys.map(|(key, value)| (format!("{place}{key}"), value.into())).to_vec())
 }
 
@@ -247,7 +253,10 @@ fn cache(argument: &Argument, keys: &Keys) -> Result<Option<Keys>> {
         "unsafe" => ("on", "on"),
         _ => return Err(unknown(argument, &format!("cache={mode}"))),
     };
-    Ok(Some(vec![("cache.writeback".into(), writeback.into()), ("cache.no-flush".into(), no_flush.into())]))
+    Ok(Some(vec![
+        ("cache.writeback".into(), writeback.into()),
+        ("cache.no-flush".into(), no_flush.into()),
+    ]))
 }
 
 /// The driver of exports that QEMU reaches by NBD.
@@ -269,7 +278,8 @@ fn is_local(driver: &str) -> bool {
 
 /// The path of a file, of what `file=` says.
 fn local(argument: &Argument, file: &str) -> Result<PathBuf> {
-    let protocol = || file.strip_prefix("file:").unwrap_or(file).split(':').next().unwrap_or_default();
+    let protocol =
+        || file.strip_prefix("file:").unwrap_or(file).split(':').next().unwrap_or_default();
     path_of(file).ok_or_else(|| foreign(argument, protocol()))
 }
 
@@ -287,7 +297,8 @@ fn foreign(argument: &Argument, protocol: &str) -> Error {
             "the guest can write to this disk, which is reached by {protocol}: Keyframe serves images that are files \
              (raw or qcow2) and block devices"
         ),
-        fix: "copy it to a file (qemu-img convert), or make the drive read-only (readonly=on)".into(),
+        fix: "copy it to a file (qemu-img convert), or make the drive read-only (readonly=on)"
+            .into(),
     }
 }
 
@@ -327,7 +338,8 @@ impl Nodes {
     /// Whether a node that is itself served, or is above one, takes `name` as its file.
     fn is_file_of_another(&self, name: &str) -> bool {
         self.nodes.values().any(|keys| {
-            value_of(keys, "file") == Some(name) && matches!(value_of(keys, "driver"), Some("raw" | "qcow2"))
+            value_of(keys, "file") == Some(name)
+                && matches!(value_of(keys, "driver"), Some("raw" | "qcow2"))
         })
     }
 
@@ -383,8 +395,14 @@ fn image_of(keys: &Keys, prefix: &str) -> Option<PathBuf> {
 /// Keys of a node that stay.
 fn node_keys(argument: &Argument, keys: &Keys) -> Result<Keys> {
     const NODE_KEPT: &[&str] = &["node-name", "discard", "detect-zeroes", "cache.no-flush"];
-    const NODE_OPENING: &[&str] =
-        &["filename", "locking", "drop-cache", "aio-max-batch", "pr-manager", "x-check-cache-dropped"];
+    const NODE_OPENING: &[&str] = &[
+        "filename",
+        "locking",
+        "drop-cache",
+        "aio-max-batch",
+        "pr-manager",
+        "x-check-cache-dropped",
+    ];
     const EXPORT: &[&str] =
         &["export", "path", "reconnect-delay", "open-timeout", "tls-creds", "tls-hostname"];
     let is_export = value_of(keys, "driver") == Some(NBD);
@@ -456,7 +474,8 @@ mod tests {
 
     #[test]
     fn a_drive_keeps_what_the_guest_sees_of_it() {
-        let text = rewritten(&["-drive", "file=a,,b.img,format=qcow2,if=none,id=d,cache=none,aio=native"]);
+        let text =
+            rewritten(&["-drive", "file=a,,b.img,format=qcow2,if=none,id=d,cache=none,aio=native"]);
         assert_eq!(
             text,
             "-drive format=raw,file.driver=nbd,file.server.type=unix,file.server.path=/run/d.sock,file.export=a/d,\
@@ -465,7 +484,9 @@ mod tests {
         let drive = &find(&line(&["-drive", "file=a,,b.img,format=qcow2,id=d"])).unwrap()[0];
         assert_eq!((drive.name.as_str(), drive.image.to_str()), ("d", Some("a,b.img")));
         assert_eq!(drive.format.as_deref(), Some("qcow2"));
-        assert!(rewritten(&["-drive", "file=a,cache=writethrough"]).contains("cache.writeback=off"));
+        assert!(
+            rewritten(&["-drive", "file=a,cache=writethrough"]).contains("cache.writeback=off")
+        );
     }
 
     #[test]
@@ -478,8 +499,12 @@ mod tests {
 
     #[test]
     fn nodes_are_served_in_each_of_their_forms() {
-        let two =
-            ["-blockdev", "driver=file,node-name=f,filename=a", "-blockdev", "qcow2,node-name=n,file=f"];
+        let two = [
+            "-blockdev",
+            "driver=file,node-name=f,filename=a",
+            "-blockdev",
+            "qcow2,node-name=n,file=f",
+        ];
         let nbd = "-blockdev driver=nbd,server.type=unix,server.path=/run/d.sock,export=a/n,discard=unmap,node-name=n";
         assert_eq!(rewritten(&two), nbd);
         let json = r#"{"driver":"raw","node-name":"n","file":{"driver":"file","filename":"a"}}"#;
@@ -505,7 +530,9 @@ mod tests {
 
     #[test]
     fn a_snapshot_is_an_overlay_that_is_thrown_away() {
-        for words in [&["-snapshot", "-drive", "file=a,id=d"][..], &["-drive", "file=a,id=d,snapshot=y"]] {
+        for words in
+            [&["-snapshot", "-drive", "file=a,id=d"][..], &["-drive", "file=a,id=d,snapshot=y"]]
+        {
             assert!(!rewritten(words).contains("snapshot"));
             assert!(find(&line(words)).unwrap()[0].temporary);
         }
@@ -514,9 +541,15 @@ mod tests {
     #[test]
     fn exports_that_qemu_reaches_are_disks_too() {
         let served = "-drive format=raw,file.driver=nbd,file.server.type=unix,file.server.path=/run/a.sock,file.export=d,id=d";
-        let node = "-blockdev driver=nbd,server.type=unix,server.path=/run/a.sock,export=n,node-name=n";
+        let node =
+            "-blockdev driver=nbd,server.type=unix,server.path=/run/a.sock,export=n,node-name=n";
         let json = r#"{"driver":"raw","node-name":"n","file":{"driver":"nbd","server":{"type":"inet","host":"h","port":"9"}}}"#;
-        let below = ["-blockdev", "nbd,node-name=f,path=/run/a.sock", "-blockdev", "raw,node-name=n,file=f"];
+        let below = [
+            "-blockdev",
+            "nbd,node-name=f,path=/run/a.sock",
+            "-blockdev",
+            "raw,node-name=n,file=f",
+        ];
         let words = |text: &'static str| text.split(' ').collect::<Vec<_>>();
         for (line_words, name, image) in [
             (words(served), "d", "nbd+unix:///d?socket=/run/a.sock"),

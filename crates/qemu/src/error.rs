@@ -153,7 +153,9 @@ pub enum Error {
         fix: String,
     },
     /// The restored machine would not be the one that the checkpoint was taken of.
-    #[error("the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}")]
+    #[error(
+        "the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}"
+    )]
     DifferentMachine {
         /// What differs.
         what: String,
@@ -283,7 +285,9 @@ impl Error {
     }
 
     /// For `map_err`: an I/O error of `operation`.
-    pub(crate) fn io<E: Into<std::io::Error>>(operation: impl Into<String>) -> impl FnOnce(E) -> Self {
+    pub(crate) fn io<E: Into<std::io::Error>>(
+        operation: impl Into<String>,
+    ) -> impl FnOnce(E) -> Self {
         let operation = operation.into();
         move |source| Self::Io { operation, source: source.into() }
     }

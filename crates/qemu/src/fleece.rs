@@ -1,4 +1,5 @@
-//! A VM's disks at one instant, through its monitor: dirty bitmaps and point-in-time exports, as libvirt's backups make them.
+//! A VM's disks at one instant, through its monitor: dirty bitmaps and point-in-time exports, as
+//! libvirt's backups make them.
 //!
 //! ```text
 //!   guest ──writes──▶ copy-before-write ──▶ disk's node ◀──backing── scratch ◀── export (NBD)
@@ -8,8 +9,9 @@
 //!     ─▶ export, job, scratch taken away ─▶ frozen bitmap removed; or merged into the present one where the checkpoint failed
 //! ```
 //!
-//! Invariants: everything made here has a name that begins with `keyframe-`, by which [`sweep`] finds what an engine that was
-//! killed has left; a bitmap is frozen and its successor begun as one step, so no write falls between them.
+//! Invariants: everything made here has a name that begins with `keyframe-`, by which [`sweep`]
+//! finds what an engine that was killed has left; a bitmap is frozen and its successor begun as one
+//! step, so no write falls between them.
 //!
 //! Left out: reading the exports (the disk crate), and the file beneath the scratch node.
 
@@ -54,7 +56,8 @@ pub fn export_name(number: usize) -> String {
     name(number)
 }
 
-/// Has QEMU listen for readers at `socket`. Error: [`Error::Refused`] also where somebody else has it listen already.
+/// Has QEMU listen for readers at `socket`. Error: [`Error::Refused`] also where somebody else has
+/// it listen already.
 pub fn start_server(qmp: &mut Qmp, socket: &Path) -> Result<()> {
     let address = json!({ "type": "unix", "data": { "path": socket } });
     qmp.execute("nbd-server-start", Some(json!({ "addr": address }))).map(drop)
@@ -74,7 +77,8 @@ pub fn cut(qmp: &mut Qmp, points: &[Point<'_>]) -> Result<()> {
         let (node, large) = (&point.disk.node, point.disk.disk_bytes > LARGE_BYTES);
         let granularity = if large { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES };
         let begun = bitmap_name(point.begun);
-        let begun = json!({ "node": node, "name": begun, "granularity": granularity, "persistent": false });
+        let begun =
+            json!({ "node": node, "name": begun, "granularity": granularity, "persistent": false });
         actions.push(json!({ "type": "block-dirty-bitmap-add", "data": begun }));
         if let Some(frozen) = point.frozen.map(bitmap_name) {
             let frozen = json!({ "node": node, "name": frozen });
@@ -97,7 +101,8 @@ pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
     qmp.execute("block-export-add", Some(export)).map(drop)
 }
 
-/// What is written to `disk` from here on belongs to a checkpoint that has succeeded: forgets bitmap `frozen`.
+/// What is written to `disk` from here on belongs to a checkpoint that has succeeded: forgets
+/// bitmap `frozen`.
 pub fn forget(qmp: &mut Qmp, disk: &WritableNode, frozen: u64) -> Result<()> {
     let bitmap = json!({ "node": disk.node, "name": bitmap_name(frozen) });
     qmp.execute("block-dirty-bitmap-remove", Some(bitmap)).map(drop)
@@ -105,8 +110,7 @@ pub fn forget(qmp: &mut Qmp, disk: &WritableNode, frozen: u64) -> Result<()> {
 
 /// The checkpoint has failed: what bitmap `frozen` knows, `present` knows too.
 pub fn give_back(qmp: &mut Qmp, disk: &WritableNode, frozen: u64, present: u64) -> Result<()> {
-    let merge =
-        json!({ "node": disk.node, "target": bitmap_name(present), "bitmaps": [bitmap_name(frozen)] });
+    let merge = json!({ "node": disk.node, "target": bitmap_name(present), "bitmaps": [bitmap_name(frozen)] });
     qmp.execute("block-dirty-bitmap-merge", Some(merge))?;
     forget(qmp, disk, frozen)
 }
@@ -151,7 +155,8 @@ pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
         }
     }
     if found {
-        // Where there are bitmaps of ours, the server is ours too: it was started before them, and QEMU has but one.
+        // Where there are bitmaps of ours, the server is ours too: it was started before them, and
+        // QEMU has but one.
         stop_server(qmp)?;
     }
     Ok(found)

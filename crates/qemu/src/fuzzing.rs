@@ -1,6 +1,8 @@
-//! Doors for the fuzzers in `fuzz/`: each gives bytes to the readers of what QEMU, libvirt or a store says.
+//! Doors for the fuzzers in `fuzz/`: each gives bytes to the readers of what QEMU, libvirt or a
+//! store says.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of proportion to them.
+//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
+//! proportion to them.
 
 use crate::Accelerator;
 use crate::qmp::fuzzing::{event, libvirt, received};

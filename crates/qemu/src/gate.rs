@@ -1,4 +1,5 @@
-//! The line of a VM whose network goes through a gate: what the guest sends takes a way around, through two sockets of ours.
+//! The line of a VM whose network goes through a gate: what the guest sends takes a way around,
+//! through two sockets of ours.
 //!
 //! ```text
 //!   user's   -netdev tap,id=n,...                       -device virtio-net-pci,netdev=n
@@ -9,10 +10,12 @@
 //!            -object filter-redirector,netdev=n,queue=rx,outdev=keyframe-net-0-out
 //! ```
 //!
-//! `queue=rx` is what the netdev receives, which is what the guest sends; filters there take their turns from the last one to the
-//! first, so that what comes back does not go around again. What is sent to the guest takes no way around.
+//! `queue=rx` is what the netdev receives, which is what the guest sends; filters there take their
+//! turns from the last one to the first, so that what comes back does not go around again. What is
+//! sent to the guest takes no way around.
 //!
-//! Invariants: the machine is the user's; a line with a NIC whose frames could leave another way is refused.
+//! Invariants: the machine is the user's; a line with a NIC whose frames could leave another way is
+//! refused.
 //!
 //! Left out: who listens at the sockets (`keyframe_net::GateRemote`).
 
@@ -38,7 +41,8 @@ pub struct NetGate {
     pub nics: Vec<NicSockets>,
 }
 
-/// What is to be added to the line `words` (without the binary) for a gate with its sockets in `folder`.
+/// What is to be added to the line `words` (without the binary) for a gate with its sockets in
+/// `folder`.
 ///
 /// Errors: [`Error::CommandLine`] where frames of the guest could leave another way.
 pub fn net_gate(words: &[String], folder: &Path) -> Result<NetGate> {
@@ -74,7 +78,10 @@ impl NetGate {
         let filter = |way: &str, end: &str| {
             let (id, netdev) = (format!("keyframe-gate-{number}-{way}"), escape(netdev));
             let device = format!("{end}=keyframe-net-{number}-{way}");
-            ["-object".into(), format!("filter-redirector,id={id},netdev={netdev},queue=rx,{device}")]
+            [
+                "-object".into(),
+                format!("filter-redirector,id={id},netdev={netdev},queue=rx,{device}"),
+            ]
         };
         self.words.extend(chardev("out", &sockets.out));
         self.words.extend(chardev("in", &sockets.back));
@@ -129,7 +136,8 @@ mod tests {
     #[test]
     fn each_netdev_gets_a_way_around() {
         let made =
-            gate("-netdev tap,id=n0,ifname=t -device e1000,netdev=n0 -nic user,id=n1,model=e1000").unwrap();
+            gate("-netdev tap,id=n0,ifname=t -device e1000,netdev=n0 -nic user,id=n1,model=e1000")
+                .unwrap();
         assert_eq!(made.nics.len(), 2);
         assert_eq!(made.nics[1].out, Path::new("/run/a,b/net-1-out.sock"));
         let text = made.words.join(" ");
@@ -138,7 +146,9 @@ mod tests {
             "filter-redirector,id=keyframe-gate-1-out,netdev=n1,queue=rx,outdev=keyframe-net-1-out"
         ));
         // What comes back enters before the place where frames leave.
-        assert!(text.find("keyframe-gate-0-in").unwrap() < text.find("keyframe-gate-0-out").unwrap());
+        assert!(
+            text.find("keyframe-gate-0-in").unwrap() < text.find("keyframe-gate-0-out").unwrap()
+        );
         let json = r#"-netdev {"type":"tap","id":"j"}"#;
         assert_eq!(gate(json).unwrap().nics.len(), 1);
     }
@@ -159,7 +169,10 @@ mod tests {
             "-net user",
         ] {
             let error = gate(line).unwrap_err();
-            assert!(error.fix().is_some() && error.to_string().contains(&line[1..4]), "{line}: {error}");
+            assert!(
+                error.fix().is_some() && error.to_string().contains(&line[1..4]),
+                "{line}: {error}"
+            );
         }
     }
 }

@@ -7,9 +7,10 @@
 //!     00000000000e0000-00000000000fffff (prio 0, rom): pc.bios @0000000000020000
 //! ```
 //!
-//! The guest moves some of it while it runs: video RAM goes where it programs the card, and what it sees between 768 KiB and
-//! 1 MiB is RAM or ROM as it programs the chip set. So only what stays is kept: main RAM, and firmware below 1 MiB and
-//! under 4 GiB. What is seen below 1 MiB at the instant of a checkpoint its device state tells ([`crate::stream::shadowed`]).
+//! The guest moves some of it while it runs: video RAM goes where it programs the card, and what it
+//! sees between 768 KiB and 1 MiB is RAM or ROM as it programs the chip set. So only what stays is
+//! kept: main RAM, and firmware below 1 MiB and under 4 GiB. What is seen below 1 MiB at the
+//! instant of a checkpoint its device state tells ([`crate::stream::shadowed`]).
 
 use crate::{Error, Result, Vm};
 use keyframe_units::{BlockKind, GuestPhys, GuestRegion, PAGE_BYTES, RamLayout};
@@ -91,18 +92,28 @@ fn parse(line: &str) -> Option<Row<'_>> {
     Some(Row { start, len_bytes, name, offset_bytes })
 }
 
-/// The block that a region's name stands for: the list leaves out the device that a block's name begins with.
+/// The block that a region's name stands for: the list leaves out the device that a block's name
+/// begins with.
 fn block_of(name: &str, layout: &RamLayout) -> Option<(BlockKind, String)> {
     let exact = layout.blocks().iter().find(|b| b.name == name);
     let block = exact.or_else(|| {
-        layout.blocks().iter().find(|b| b.name.strip_suffix(name).is_some_and(|device| device.ends_with('/')))
+        layout
+            .blocks()
+            .iter()
+            .find(|b| b.name.strip_suffix(name).is_some_and(|device| device.ends_with('/')))
     });
     block.map(|b| (b.kind, b.name.clone()))
 }
 
-fn check(region: &GuestRegion, kind: BlockKind, layout: &RamLayout, before: &[GuestRegion]) -> Result<()> {
+fn check(
+    region: &GuestRegion,
+    kind: BlockKind,
+    layout: &RamLayout,
+    before: &[GuestRegion],
+) -> Result<()> {
     let page = PAGE_BYTES as u64;
-    let total = layout.blocks().iter().find(|b| b.name == region.block).map_or(0, |b| b.total_bytes);
+    let total =
+        layout.blocks().iter().find(|b| b.name == region.block).map_or(0, |b| b.total_bytes);
     let sane = region.start.0.is_multiple_of(page)
         && region.len_bytes.is_multiple_of(page)
         && region.offset_bytes.is_multiple_of(page)
@@ -164,7 +175,8 @@ FlatView #2\r
     #[test]
     fn main_ram_and_firmware_are_kept_and_what_the_guest_moves_is_not() {
         let found = regions(VIEW, &layout()).unwrap();
-        let all: Vec<_> = found.iter().map(|r| (r.start.0, r.len_bytes, &*r.block, r.offset_bytes)).collect();
+        let all: Vec<_> =
+            found.iter().map(|r| (r.start.0, r.len_bytes, &*r.block, r.offset_bytes)).collect();
         let expected = [
             (0, 0xa_0000, "pc.ram", 0),
             (0xe_0000, 0x2_0000, "pc.bios", 0x2_0000),

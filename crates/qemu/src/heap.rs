@@ -1,7 +1,9 @@
-//! Finds the addresses of RAM blocks in QEMU's heap, for QEMUs whose monitor does not tell them (7.2).
+//! Finds the addresses of RAM blocks in QEMU's heap, for QEMUs whose monitor does not tell them
+//! (7.2).
 //!
-//! QEMU keeps a record of each block, allocated once and never moved. What is known of a block (its offset in the space
-//! of all RAM, the bytes it reserves, its name) identifies the record, and the record holds the address:
+//! QEMU keeps a record of each block, allocated once and never moved. What is known of a block (its
+//! offset in the space of all RAM, the bytes it reserves, its name) identifies the record, and the
+//! record holds the address:
 //!
 //! ```text
 //!   byte  -16        -8           0        8             16           24        32     36
@@ -9,11 +11,12 @@
 //!        └ wanted                └ known ┘              └ known ────┘                 └ known ┘
 //! ```
 //!
-//! The name is looked for anywhere in the [`NAME_WITHIN`] bytes behind, so that fields added in between do no harm.
+//! The name is looked for anywhere in the [`NAME_WITHIN`] bytes behind, so that fields added in
+//! between do no harm.
 //!
-//! Invariant: an address is accepted only where it is the only one and the whole block is mapped there. A guest that
-//! writes look-alikes into its own RAM is not believed: the main heap goes first, and a VM is searched before its first
-//! instruction.
+//! Invariant: an address is accepted only where it is the only one and the whole block is mapped
+//! there. A guest that writes look-alikes into its own RAM is not believed: the main heap goes
+//! first, and a VM is searched before its first instruction.
 //!
 //! Left out: records that a debugger could find by symbols; distributions strip them.
 
@@ -33,10 +36,12 @@ const HOST_BEFORE: usize = 16;
 pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<Vec<HostVirt>> {
     let mut found: Vec<Vec<HostVirt>> = vec![Vec::new(); rows.len()];
     let is_main_heap = |m: &&Mapping| m.path == "[heap]";
-    let (heap, others): (Vec<_>, Vec<_>) = maps.iter().filter(|m| is_searched(m)).partition(is_main_heap);
+    let (heap, others): (Vec<_>, Vec<_>) =
+        maps.iter().filter(|m| is_searched(m)).partition(is_main_heap);
     for places in [heap, others] {
         for mapping in places {
-            // One that cannot be read has gone since; the block is then found elsewhere or reported missing.
+            // One that cannot be read has gone since; the block is then found elsewhere or reported
+            // missing.
             if let Ok(bytes) = process.read(mapping.range) {
                 search(&bytes, rows, maps, &mut found);
             }
@@ -47,12 +52,21 @@ pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<
     }
     let mut hosts = Vec::with_capacity(rows.len());
     for (row, candidates) in rows.iter().zip(&found) {
-        let fail =
-            |problem: String| Error::RamAddress { block: row.name.clone(), pid: process.pid(), problem };
+        let fail = |problem: String| Error::RamAddress {
+            block: row.name.clone(),
+            pid: process.pid(),
+            problem,
+        };
         match candidates.as_slice() {
             [host] => hosts.push(*host),
-            [] => return Err(fail("this QEMU keeps no record of it in the form of 7.2 or 10.0".into())),
-            [first, second, ..] => return Err(fail(format!("it could be at {first} or at {second}"))),
+            [] => {
+                return Err(fail(
+                    "this QEMU keeps no record of it in the form of 7.2 or 10.0".into(),
+                ));
+            }
+            [first, second, ..] => {
+                return Err(fail(format!("it could be at {first} or at {second}")));
+            }
         }
     }
     Ok(hosts)
@@ -61,7 +75,9 @@ pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<
 /// Private anonymous memory of a heap's size.
 fn is_searched(mapping: &Mapping) -> bool {
     mapping.private_data
-        && (mapping.path.is_empty() || mapping.path.starts_with('[') || mapping.path.starts_with("//anon"))
+        && (mapping.path.is_empty()
+            || mapping.path.starts_with('[')
+            || mapping.path.starts_with("//anon"))
         && mapping.range.len_bytes < HEAP_BYTES_MAX
 }
 
@@ -70,7 +86,8 @@ fn search(bytes: &[u8], rows: &[&Row], maps: &Maps, found: &mut [Vec<HostVirt>])
     for at in (HOST_BEFORE..bytes.len()).step_by(8) {
         let Some(max_length) = word(bytes, at + 16) else { return };
         // Most of the heap is ruled out by this one comparison.
-        for (row, hosts) in rows.iter().zip(found.iter_mut()).filter(|(row, _)| row.total_bytes == max_length)
+        for (row, hosts) in
+            rows.iter().zip(found.iter_mut()).filter(|(row, _)| row.total_bytes == max_length)
         {
             let Some(host) = record(bytes, at, row) else { continue };
             let range = HostRange { start: host, len_bytes: row.total_bytes };
@@ -94,8 +111,10 @@ fn record(bytes: &[u8], at: usize, row: &Row) -> Option<HostVirt> {
         let begins = i == 0 || behind.get(i - 1) == Some(&0);
         begins && window.split_last() == Some((&0, name))
     });
-    // The four bytes of flags before the name may end in anything, so there the name need not follow a zero.
-    let in_place = behind.get(12..12 + name.len() + 1).and_then(<[u8]>::split_last) == Some((&0, name));
+    // The four bytes of flags before the name may end in anything, so there the name need not
+    // follow a zero.
+    let in_place =
+        behind.get(12..12 + name.len() + 1).and_then(<[u8]>::split_last) == Some((&0, name));
     let host = HostVirt(word(bytes, at.checked_sub(HOST_BEFORE)?)?);
     (named || in_place).then_some(host).filter(|h| h.0 != 0 && h.0.is_multiple_of(4096))
 }
@@ -132,9 +151,18 @@ mod tests {
         let good = bytes(&wanted, 0x7000_0000);
         assert_eq!(record(&good, 32, &wanted), Some(HostVirt(0x7000_0000)));
         assert_eq!(record(&good, 40, &wanted), None);
-        assert_eq!(record(&bytes(&row("pc.ram2", 0x40_0000, 0x20_0000), 0x7000_0000), 32, &wanted), None);
-        assert_eq!(record(&bytes(&row("xpc.ram", 0x40_0000, 0x20_0000), 0x7000_0000), 32, &wanted), None);
-        assert_eq!(record(&bytes(&row("pc.ram", 0x80_0000, 0x20_0000), 0x7000_0000), 32, &wanted), None);
+        assert_eq!(
+            record(&bytes(&row("pc.ram2", 0x40_0000, 0x20_0000), 0x7000_0000), 32, &wanted),
+            None
+        );
+        assert_eq!(
+            record(&bytes(&row("xpc.ram", 0x40_0000, 0x20_0000), 0x7000_0000), 32, &wanted),
+            None
+        );
+        assert_eq!(
+            record(&bytes(&row("pc.ram", 0x80_0000, 0x20_0000), 0x7000_0000), 32, &wanted),
+            None
+        );
         assert_eq!(record(&bytes(&wanted, 0x7000_0001), 32, &wanted), None, "not aligned");
     }
 

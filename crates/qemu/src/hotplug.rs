@@ -1,16 +1,17 @@
-//! What was plugged into a machine since its line was written: memory, in the words that would have put it there, and
-//! other devices, which no word of ours can stand for.
+//! What was plugged into a machine since its line was written: memory, in the words that would have
+//! put it there, and other devices, which no word of ours can stand for.
 //!
 //! ```text
 //!   query-memory-devices ──▶ not named in the line ──▶ -object memory-backend-ram,id=..,size=..
 //!                                                      -device pc-dimm,id=..,memdev=..,addr=..,slot=..,node=..
 //! ```
 //!
-//! The backend's kind does not matter: a restore puts the checkpoint's own memory in its place. Address and slot do, for
-//! the guest knows them.
+//! The backend's kind does not matter: a restore puts the checkpoint's own memory in its place.
+//! Address and slot do, for the guest knows them.
 //!
-//! Left out: devices without an id other than memory, which cannot be told from those that the machine makes itself;
-//! media that were changed; configuration files of the line's, whose devices are not looked up.
+//! Left out: devices without an id other than memory, which cannot be told from those that the
+//! machine makes itself; media that were changed; configuration files of the line's, whose devices
+//! are not looked up.
 
 use crate::audit::{Refusal, Severity};
 use crate::options::{self, Argument, Object, escape, properties, value_of};
@@ -51,8 +52,11 @@ pub(crate) fn memory_words(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<Strin
     let mut words = Vec::new();
     for device in devices.iter().filter(|device| !is_named(device, line)) {
         if !has_object(line, &device.backend) {
-            let object =
-                format!("memory-backend-ram,id={},size={}", escape(&device.backend), device.size_bytes);
+            let object = format!(
+                "memory-backend-ram,id={},size={}",
+                escape(&device.backend),
+                device.size_bytes
+            );
             words.extend(["-object".into(), object]);
         }
         let mut text = device_words(device)?;
@@ -85,7 +89,8 @@ fn compare(present: &[(String, String)], named: &[String]) -> Vec<Refusal> {
         fix: fix.into(),
         severity: Severity::Refused,
     };
-    let is_memory = |kind: &str| ["pc-dimm", "nvdimm"].contains(&kind) || kind.starts_with("virtio-mem");
+    let is_memory =
+        |kind: &str| ["pc-dimm", "nvdimm"].contains(&kind) || kind.starts_with("virtio-mem");
     let plugged =
         present.iter().filter(|(id, kind)| !named.contains(id) && !is_memory(kind)).map(|(id, kind)| {
             let reason =
@@ -93,7 +98,8 @@ fn compare(present: &[(String, String)], named: &[String]) -> Vec<Refusal> {
             refused(format!("device {id} ({kind})"), reason, "unplug it, or start the VM with it")
         });
     let unplugged = named.iter().filter(|id| !present.iter().any(|(p, _)| p == *id)).map(|id| {
-        let reason = "it was unplugged after the VM's start, and a VM restored from the line would have it";
+        let reason =
+            "it was unplugged after the VM's start, and a VM restored from the line would have it";
         refused(format!("device {id}"), reason, "plug it in again, or start the VM without it")
     });
     plugged.chain(unplugged).collect()
@@ -155,7 +161,8 @@ fn device_words(device: &MemoryDevice) -> Result<String> {
             });
         }
     };
-    let id = if device.id.is_empty() { String::new() } else { format!(",id={}", escape(&device.id)) };
+    let id =
+        if device.id.is_empty() { String::new() } else { format!(",id={}", escape(&device.id)) };
     Ok(format!("{driver},memdev={},node={}{id}", escape(&device.backend), device.node))
 }
 
@@ -165,8 +172,9 @@ fn more_words(qmp: &mut Qmp, device: &MemoryDevice) -> Result<String> {
         return Ok(String::new());
     }
     let path = format!("/machine/peripheral/{}", device.id);
-    let mut get =
-        |property: &str| qmp.execute("qom-get", Some(json!({ "path": path, "property": property })));
+    let mut get = |property: &str| {
+        qmp.execute("qom-get", Some(json!({ "path": path, "property": property })))
+    };
     if device.kind == "nvdimm" {
         let label_bytes = get("label-size")?;
         let unarmed = if get("unarmed")? == json!(true) { "on" } else { "off" };
@@ -206,7 +214,9 @@ mod tests {
             "pc-dimm,addr=0x100000000,slot=1,memdev=mem1,node=0,id=dimm1"
         );
         assert!(!is_named(&device, &line("-device pc-dimm,id=dimm1,memdev=mem0")));
-        for named in ["-device pc-dimm,memdev=mem1", r#"-device {"driver":"pc-dimm","memdev":"mem1"}"#] {
+        for named in
+            ["-device pc-dimm,memdev=mem1", r#"-device {"driver":"pc-dimm","memdev":"mem1"}"#]
+        {
             assert!(is_named(&device, &line(named)), "{named}");
         }
         assert!(has_object(&line("-object memory-backend-ram,id=mem1,size=1"), "mem1"));
@@ -232,9 +242,10 @@ mod tests {
 
     #[test]
     fn devices_that_came_and_went_are_refused_and_memory_is_not() {
-        let present: Vec<_> = [("net0", "virtio-net-pci"), ("dimm1", "pc-dimm"), ("usb7", "usb-storage")]
-            .map(|(id, kind)| (id.to_owned(), kind.to_owned()))
-            .into();
+        let present: Vec<_> =
+            [("net0", "virtio-net-pci"), ("dimm1", "pc-dimm"), ("usb7", "usb-storage")]
+                .map(|(id, kind)| (id.to_owned(), kind.to_owned()))
+                .into();
         let named = named_devices(&line(
             r#"-device virtio-net-pci,id=net0 -device {"driver":"nvme","id":"n0"} -device e1000"#,
         ));

@@ -52,11 +52,12 @@ pub struct Invocation {
 impl Invocation {
     /// Takes a line apart whose first word is the QEMU binary, which must exist and be one.
     ///
-    /// Errors: [`Error::Binary`]; [`Error::CommandLine`] for an option that Keyframe cannot work under, and for words
-    /// that are not UTF-8 (checkpoints keep the line as text).
+    /// Errors: [`Error::Binary`]; [`Error::CommandLine`] for an option that Keyframe cannot work
+    /// under, and for words that are not UTF-8 (checkpoints keep the line as text).
     pub fn parse(words: Vec<OsString>) -> Result<Self> {
         let words = words.into_iter().map(text).collect::<Result<Vec<_>>>()?;
-        let (name, rest) = words.split_first().map_or(("", &[][..]), |(name, rest)| (name.as_str(), rest));
+        let (name, rest) =
+            words.split_first().map_or(("", &[][..]), |(name, rest)| (name.as_str(), rest));
         let arguments = options::parse(rest)?;
         for argument in &arguments {
             refuse(argument)?;
@@ -96,7 +97,8 @@ impl Invocation {
         self.arguments.iter().any(|a| a.name() == "S")
     }
 
-    /// The disks that the guest can write to. Error: [`Error::CommandLine`] for one that cannot be served.
+    /// The disks that the guest can write to. Error: [`Error::CommandLine`] for one that cannot be
+    /// served.
     pub fn drives(&self) -> Result<Vec<Drive>> {
         drives::find(&self.arguments)
     }
@@ -219,7 +221,9 @@ pub(crate) fn text(word: OsString) -> Result<String> {
 pub(crate) fn vm_name(arguments: &[Argument]) -> Option<String> {
     let names = arguments.iter().rev().filter(|a| a.name() == "name");
     names
-        .filter_map(|a| options::value_of(&options::keys(a.value(), "guest"), "guest").map(str::to_owned))
+        .filter_map(|a| {
+            options::value_of(&options::keys(a.value(), "guest"), "guest").map(str::to_owned)
+        })
         .find(|name| !name.is_empty())
 }
 
@@ -256,8 +260,9 @@ mod tests {
 
     #[test]
     fn the_name_is_the_guests() {
-        let name =
-            |line: &str| parse(&format!("qemu-system-x86_64 {line}")).unwrap().vm_name().map(str::to_owned);
+        let name = |line: &str| {
+            parse(&format!("qemu-system-x86_64 {line}")).unwrap().vm_name().map(str::to_owned)
+        };
         assert_eq!(name("-name web1").as_deref(), Some("web1"));
         assert_eq!(name("-name guest=db,,2,debug-threads=on").as_deref(), Some("db,2"));
         assert_eq!(name("-name a -name process=x").as_deref(), Some("a"));

@@ -1,4 +1,5 @@
-//! QEMU from outside: its command line, its monitor, its RAM blocks, the state of its devices; launch, attach, restore.
+//! QEMU from outside: its command line, its monitor, its RAM blocks, the state of its devices;
+//! launch, attach, restore.
 //!
 //! ```text
 //!   Invocation ──launch──▶ Vm ──audit──▶ refusals
@@ -19,8 +20,8 @@
 //!    runs already, before anything is asked of it but what it is.
 //! 4. A VM that was attached to is left as it was found.
 //!
-//! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is kept (store).
-//! QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
+//! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is
+//! kept (store). QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
 
 mod accel;
 mod attach;

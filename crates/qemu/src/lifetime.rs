@@ -1,7 +1,7 @@
 //! A QEMU process and its end: a child of ours, or one that somebody else started.
 //!
-//! Only a process's parent learns how it ended; of others we see that they did, by a descriptor of the process that
-//! cannot come to mean another one.
+//! Only a process's parent learns how it ended; of others we see that they did, by a descriptor of
+//! the process that cannot come to mean another one.
 
 use crate::{Error, Result, spawn};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -64,22 +64,29 @@ pub(crate) struct Other {
 impl Other {
     /// The process `pid`.
     pub fn open(pid: u32) -> Result<Self> {
-        let fail = |problem: &str, fix: &str| Error::Attach { pid, problem: problem.into(), fix: fix.into() };
+        let fail = |problem: &str, fix: &str| Error::Attach {
+            pid,
+            problem: problem.into(),
+            fix: fix.into(),
+        };
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let number = number.ok_or_else(|| fail("this is no pid", FIND))?;
         match rustix::process::pidfd_open(number, PidfdFlags::empty()) {
             Ok(pidfd) => Ok(Self { pid, pidfd }),
             Err(rustix::io::Errno::SRCH) => Err(fail("there is no such process", FIND)),
-            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => {
-                Err(fail("this is a thread", "name its process: `ps -o pid= -p ...`, or pgrep -a qemu"))
-            }
+            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => Err(fail(
+                "this is a thread",
+                "name its process: `ps -o pid= -p ...`, or pgrep -a qemu",
+            )),
             Err(e) => Err(Error::io(format!("attach to process {pid}"))(e)),
         }
     }
 
     fn has_ended(&self, timeout: Duration) -> Result<bool> {
-        let limit =
-            Timespec { tv_sec: timeout.as_secs().cast_signed(), tv_nsec: timeout.subsec_nanos().into() };
+        let limit = Timespec {
+            tv_sec: timeout.as_secs().cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
         match poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&limit)) {
             Ok(ready) => Ok(ready > 0),
             Err(rustix::io::Errno::INTR) => Ok(false),
@@ -135,8 +142,10 @@ impl Lifetime {
                     Err(e) => return Err(Error::io(operation)(e)),
                 }
                 self.wait(KILL_TIMEOUT)?.ok_or_else(|| {
-                    let late =
-                        std::io::Error::new(std::io::ErrorKind::TimedOut, "it is still there after 10 s");
+                    let late = std::io::Error::new(
+                        std::io::ErrorKind::TimedOut,
+                        "it is still there after 10 s",
+                    );
                     Error::io(operation)(late)
                 })
             }
@@ -166,7 +175,10 @@ mod tests {
     fn what_is_no_process_is_named() {
         for pid in [0, u32::MAX, 4_194_305] {
             let error = Other::open(pid).err().unwrap();
-            assert!(error.to_string().contains(&pid.to_string()) && error.fix().is_some(), "{error}");
+            assert!(
+                error.to_string().contains(&pid.to_string()) && error.fix().is_some(),
+                "{error}"
+            );
         }
     }
 }

@@ -1,15 +1,18 @@
-//! The media of a line that the guest can only read, and the line with each of them served by a server of ours.
+//! The media of a line that the guest can only read, and the line with each of them served by a
+//! server of ours.
 //!
 //! ```text
 //!   user's     -drive file=root.img,readonly=on,id=r,if=none                         -cdrom a.iso
 //!   recorded   -drive format=raw,file.driver=nbd,...,read-only=on,id=r,if=none       -drive ...,index=2,media=cdrom
 //! ```
 //!
-//! QEMU reads such images itself, by threads whose answers its main loop takes: a recorded guest that has halted meanwhile gets them at its next timer only. A server that
-//! has the guest's core answers before QEMU looks for the answer (`keyframe-disk`, `affinity`). It is for speed alone, and what the guest sees is the same: a medium that is not
-//! found here stays QEMU's.
+//! QEMU reads such images itself, by threads whose answers its main loop takes: a recorded guest
+//! that has halted meanwhile gets them at its next timer only. A server that has the guest's core
+//! answers before QEMU looks for the answer (`keyframe-disk`, `affinity`). It is for speed alone,
+//! and what the guest sees is the same: a medium that is not found here stays QEMU's.
 //!
-//! Left out: `-blockdev`, firmware, floppies by `-fda`, images that are no files or neither raw nor qcow2.
+//! Left out: `-blockdev`, firmware, floppies by `-fda`, images that are no files or neither raw nor
+//! qcow2.
 
 use crate::Result;
 use crate::drives::{DiskServer, export_keys, is_one_of, is_read_only_drive, path_of};
@@ -47,7 +50,8 @@ const OPENING: &[&str] = &[
 ];
 
 /// Those that stay.
-const KEPT: &[&str] = &["if", "id", "index", "bus", "unit", "media", "werror", "rerror", "node-name"];
+const KEPT: &[&str] =
+    &["if", "id", "index", "bus", "unit", "media", "werror", "rerror", "node-name"];
 const THROTTLING: &[&str] = &["throttling", "bps", "iops"];
 
 type Keys = Vec<(String, String)>;
@@ -144,9 +148,12 @@ mod tests {
                  -drive format=raw,{nbd},file.export=medium-2,read-only=on,index=2,media=cdrom"
             )
         );
-        let found = find(&line("-drive file=a,,b,format=qcow2,read-only=on -drive file=w -cdrom c.iso"));
-        let shown: Vec<_> =
-            found.iter().map(|m| (&*m.name, m.image.to_str().unwrap(), m.format.as_deref())).collect();
+        let found =
+            find(&line("-drive file=a,,b,format=qcow2,read-only=on -drive file=w -cdrom c.iso"));
+        let shown: Vec<_> = found
+            .iter()
+            .map(|m| (&*m.name, m.image.to_str().unwrap(), m.format.as_deref()))
+            .collect();
         assert_eq!(shown, [("medium-1", "a,b", Some("qcow2")), ("medium-2", "c.iso", None)]);
     }
 

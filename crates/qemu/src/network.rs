@@ -1,4 +1,5 @@
-//! What a command line says of the VM's networks: which of them lead to a switch that a checkpoint can hold.
+//! What a command line says of the VM's networks: which of them lead to a switch that a checkpoint
+//! can hold.
 
 use crate::options::{self, Argument, is_on, value_of};
 use serde_json::Value;
@@ -11,12 +12,14 @@ pub struct Link {
     pub kind: String,
     /// The option, as a person would write it.
     pub option: String,
-    /// The unix socket that it connects to as a client, with frames behind their length; where it is that.
+    /// The unix socket that it connects to as a client, with frames behind their length; where it
+    /// is that.
     pub lan: Option<String>,
 }
 
 impl Link {
-    /// Whether it may lead to another VM without leaving the host's reach. QEMU's own user network does not.
+    /// Whether it may lead to another VM without leaving the host's reach. QEMU's own user network
+    /// does not.
     pub fn may_meet_others(&self) -> bool {
         !matches!(self.kind.as_str(), "none" | "user" | "nic" | "hubport")
     }
@@ -27,7 +30,8 @@ pub fn links(words: &[String]) -> Vec<Link> {
     options::parse(words).unwrap_or_default().iter().filter_map(link).collect()
 }
 
-/// The options that put something before a network in which packets wait within QEMU: filters that hold or pass on, and hubs.
+/// The options that put something before a network in which packets wait within QEMU: filters that
+/// hold or pass on, and hubs.
 pub fn detours(words: &[String]) -> Vec<String> {
     let is_detour = |argument: &&Argument| {
         let key = if argument.name() == "object" { "qom-type" } else { "type" };
@@ -36,12 +40,19 @@ pub fn detours(words: &[String]) -> Vec<String> {
         let Some(kind) = kind else { return false };
         match argument.name() {
             // It only writes down what passes.
-            "object" => kind.starts_with("filter-") && kind != "filter-dump" || kind == "colo-compare",
+            "object" => {
+                kind.starts_with("filter-") && kind != "filter-dump" || kind == "colo-compare"
+            }
             "netdev" | "net" => kind == "hubport",
             _ => false,
         }
     };
-    options::parse(words).unwrap_or_default().iter().filter(is_detour).map(Argument::display).collect()
+    options::parse(words)
+        .unwrap_or_default()
+        .iter()
+        .filter(is_detour)
+        .map(Argument::display)
+        .collect()
 }
 
 fn link(argument: &Argument) -> Option<Link> {
@@ -55,15 +66,18 @@ fn link(argument: &Argument) -> Option<Link> {
         let address: Value = serde_json::from_str(value_of(&keys, "addr")?).ok()?;
         address.get(name)?.as_str().map(str::to_owned)
     };
-    let address =
-        |name: &str| value_of(&keys, &format!("addr.{name}")).map(str::to_owned).or_else(|| nested(name));
+    let address = |name: &str| {
+        value_of(&keys, &format!("addr.{name}")).map(str::to_owned).or_else(|| nested(name))
+    };
     let is_client = !is_on(&keys, "server");
-    let leads_to_socket = kind == "stream" && is_client && address("type").as_deref() == Some("unix");
+    let leads_to_socket =
+        kind == "stream" && is_client && address("type").as_deref() == Some("unix");
     let lan = if leads_to_socket { address("path") } else { None };
     Some(Link { kind, option: argument.display(), lan })
 }
 
-/// The words with every link to socket `from` leading to `to`. Relative paths among them begin at `directory`.
+/// The words with every link to socket `from` leading to `to`. Relative paths among them begin at
+/// `directory`.
 pub fn with_lan(words: &[String], directory: &Path, from: &Path, to: &str) -> Vec<String> {
     let key = |path: &str| format!("addr.path={}", options::escape(path));
     let json = |path: &str| Value::from(path).to_string();

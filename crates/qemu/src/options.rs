@@ -1,12 +1,13 @@
-//! QEMU's command line, taken apart: which words are options, which are their values, and what `a=b,c=d` says.
+//! QEMU's command line, taken apart: which words are options, which are their values, and what
+//! `a=b,c=d` says.
 //!
 //! ```text
 //!   -m 1G  -S  --name guest=a,,b,debug-threads=on  disk.img
 //!   └ option ┘ flag └ option with keys ──────────┘ image
 //! ```
 //!
-//! Whether a word is a value or the next option depends on the option before it, so the options without a value are
-//! listed here (those of 7.2 and 10.0); all others take exactly one.
+//! Whether a word is a value or the next option depends on the option before it, so the options
+//! without a value are listed here (those of 7.2 and 10.0); all others take exactly one.
 
 use crate::{Error, Result};
 
@@ -132,8 +133,8 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// The keys of `first,a=b,c=d`: a first part without `=` is the value of `implied`; `,,` stands for a comma. A key that
-/// is given alone counts as `on`, or with a leading `no` as `off`.
+/// The keys of `first,a=b,c=d`: a first part without `=` is the value of `implied`; `,,` stands for
+/// a comma. A key that is given alone counts as `on`, or with a leading `no` as `off`.
 pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
     split(text)
         .into_iter()
@@ -150,8 +151,8 @@ pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The keys of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`); nested JSON as its text.
-/// `None` where it looks like JSON and is none.
+/// The keys of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`); nested
+/// JSON as its text. `None` where it looks like JSON and is none.
 pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
     if !value.trim_start().starts_with('{') {
         return Some(keys(value, implied));
@@ -264,8 +265,9 @@ mod tests {
     #[test]
     fn objects_are_read_in_both_forms() {
         let plain = Object::parse("memory-backend-ram,id=m0,size=64M,prealloc=on").unwrap();
-        let json =
-            Object::parse(r#"{"qom-type":"memory-backend-ram","id":"m0","size":67108864,"prealloc":true}"#);
+        let json = Object::parse(
+            r#"{"qom-type":"memory-backend-ram","id":"m0","size":67108864,"prealloc":true}"#,
+        );
         let json = json.unwrap();
         assert_eq!((&plain.qom_type, &plain.id), (&json.qom_type, &json.id));
         assert_eq!(value_of(&plain.properties, "prealloc"), value_of(&json.properties, "prealloc"));

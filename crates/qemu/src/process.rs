@@ -1,7 +1,7 @@
 //! QEMU's memory, as far as finding its RAM blocks needs: what is mapped, and reading it.
 //!
-//! Reading guest RAM fast, tracking, and a pid that cannot be reused are the kernel crate's job; this reads a few MiB of
-//! QEMU's own heap once, through files of `/proc`.
+//! Reading guest RAM fast, tracking, and a pid that cannot be reused are the kernel crate's job;
+//! this reads a few MiB of QEMU's own heap once, through files of `/proc`.
 
 use crate::{Error, Result};
 use keyframe_units::{HostRange, HostVirt};
@@ -68,8 +68,9 @@ impl QemuProcess {
     pub fn read(&self, range: HostRange) -> Result<Vec<u8>> {
         let path = format!("/proc/{}/mem", self.pid);
         let operation = || format!("read {} bytes at {} of {path}", range.len_bytes, range.start);
-        let len = usize::try_from(range.len_bytes)
-            .map_err(|_| Error::io(operation())(std::io::Error::from(std::io::ErrorKind::OutOfMemory)))?;
+        let len = usize::try_from(range.len_bytes).map_err(|_| {
+            Error::io(operation())(std::io::Error::from(std::io::ErrorKind::OutOfMemory))
+        })?;
         let mut bytes = vec![0; len];
         File::open(&path)
             .and_then(|memory| memory.read_exact_at(&mut bytes, range.start.0))

@@ -5,10 +5,11 @@
 //!                   pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fa80fe00000  rw
 //! ```
 //!
-//! The last two columns came after 7.2; without them the address is found in QEMU's heap (see the `heap` module).
+//! The last two columns came after 7.2; without them the address is found in QEMU's heap (see the
+//! `heap` module).
 //!
-//! A block without a name belongs to a backend that is plugged into no device (not yet, or not any more). The guest does
-//! not see it and QEMU's own migration leaves it out; so does the list here.
+//! A block without a name belongs to a backend that is plugged into no device (not yet, or not any
+//! more). The guest does not see it and QEMU's own migration leaves it out; so does the list here.
 
 use crate::process::{Maps, QemuProcess};
 use crate::{Error, Qmp, Result, audit, heap};
@@ -41,8 +42,9 @@ pub(crate) struct Row {
     pub host: Option<HostVirt>,
 }
 
-/// Finds the RAM blocks of the QEMU `pid` behind `qmp` and their addresses: those behind memory backends first, then
-/// the others, each in QEMU's own order. Errors: [`Error::RamBlocks`], [`Error::RamAddress`], and those of the monitor.
+/// Finds the RAM blocks of the QEMU `pid` behind `qmp` and their addresses: those behind memory
+/// backends first, then the others, each in QEMU's own order. Errors: [`Error::RamBlocks`],
+/// [`Error::RamAddress`], and those of the monitor.
 pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     let backends = backend_ids(qmp)?;
     let rows = sorted(list(qmp)?, &backends);
@@ -59,7 +61,10 @@ pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
         };
         let range = HostRange { start: host, len_bytes: row.total_bytes };
         if !maps.covers(range) {
-            return Err(fail(format!("{host} is not the start of {} mapped bytes", row.total_bytes)));
+            return Err(fail(format!(
+                "{host} is not the start of {} mapped bytes",
+                row.total_bytes
+            )));
         }
         blocks.push(HostBlock { block: row.block(&backends), host });
     }
@@ -67,8 +72,9 @@ pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     Ok(blocks)
 }
 
-/// The mappings, and the addresses of `unknown`. QEMU gives freed heap back (`malloc_trim` in its RCU thread), so a heap can
-/// shrink between the look at the mappings and the read, which then fails: look again.
+/// The mappings, and the addresses of `unknown`. QEMU gives freed heap back (`malloc_trim` in its
+/// RCU thread), so a heap can shrink between the look at the mappings and the read, which then
+/// fails: look again.
 fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt>)> {
     const TRIES: u32 = 20;
     for _ in 1..TRIES {
@@ -77,7 +83,9 @@ fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt
             return Ok((maps, Vec::new()));
         }
         match heap::find(process, &maps, unknown) {
-            Err(Error::RamAddress { .. }) => std::thread::sleep(std::time::Duration::from_millis(25)),
+            Err(Error::RamAddress { .. }) => {
+                std::thread::sleep(std::time::Duration::from_millis(25))
+            }
             found => return Ok((maps, found?)),
         }
     }
@@ -86,7 +94,8 @@ fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt
     Ok((maps, found))
 }
 
-/// The RAM blocks as QEMU lists them now, in the order of [`find_ram_blocks`], without their addresses.
+/// The RAM blocks as QEMU lists them now, in the order of [`find_ram_blocks`], without their
+/// addresses.
 pub(crate) fn layout(qmp: &mut Qmp, backends: &[String]) -> Result<RamLayout> {
     layout_of(list(qmp)?, backends)
 }
@@ -111,7 +120,8 @@ pub(crate) fn backend_ids(qmp: &mut Qmp) -> Result<Vec<String>> {
     Ok(all.iter().filter_map(|m| m.get("id").and_then(Value::as_str).map(str::to_owned)).collect())
 }
 
-/// The id of the memory backend that block `name` belongs to: QEMU names such a block after it, or by its path.
+/// The id of the memory backend that block `name` belongs to: QEMU names such a block after it, or
+/// by its path.
 pub(crate) fn backend_of<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
     let id = name.strip_prefix("/objects/").unwrap_or(name);
     backends.iter().any(|b| b == id).then_some(id)
@@ -123,7 +133,12 @@ impl Row {
             Some(_) => BlockKind::Backend,
             None => BlockKind::Stream,
         };
-        RamBlock { name: self.name.clone(), kind, used_bytes: self.used_bytes, total_bytes: self.total_bytes }
+        RamBlock {
+            name: self.name.clone(),
+            kind,
+            used_bytes: self.used_bytes,
+            total_bytes: self.total_bytes,
+        }
     }
 }
 
@@ -185,7 +200,8 @@ fn parse_row(line: &str, has_host: bool, has_ro: bool) -> Option<Row> {
     Some(Row { name: rest.to_owned(), offset, used_bytes, total_bytes, host })
 }
 
-/// Guest address 0 is main RAM on every machine supported; QEMU tells where it lies on every version.
+/// Guest address 0 is main RAM on every machine supported; QEMU tells where it lies on every
+/// version.
 fn check_guest_address_zero(qmp: &mut Qmp, pid: u32, blocks: &[HostBlock]) -> Result<()> {
     let answer = qmp.hmp("gpa2hva 0")?;
     // "Host virtual address for 0x0 (pc.ram) is 0x7fd6fbe00000"
@@ -226,7 +242,10 @@ mod tests {
         let old = parse(OLD).unwrap();
         assert_eq!(old.len(), 2);
         assert_eq!(old[1].name, "/rom@etc/acpi/tables");
-        assert_eq!((old[1].offset, old[1].used_bytes, old[1].total_bytes), (0x408_0000, 0x2_0000, 0x20_0000));
+        assert_eq!(
+            (old[1].offset, old[1].used_bytes, old[1].total_bytes),
+            (0x408_0000, 0x2_0000, 0x20_0000)
+        );
         assert_eq!(old[1].host, None);
         let new = parse(NEW).unwrap();
         assert_eq!(new[0].name, "/objects/my ram");
@@ -238,7 +257,9 @@ mod tests {
 
     #[test]
     fn what_is_no_table_is_refused() {
-        for text in ["", "x", &OLD.replace("0x0000000004080000", "oops"), &OLD.replace("Offset", "?")] {
+        for text in
+            ["", "x", &OLD.replace("0x0000000004080000", "oops"), &OLD.replace("Offset", "?")]
+        {
             assert!(matches!(parse(text), Err(Error::RamBlocks { .. })), "{text}");
         }
     }

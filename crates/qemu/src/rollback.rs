@@ -1,4 +1,5 @@
-//! Puts a running QEMU back to a checkpoint, in place: the same process, monitors, consoles and networks.
+//! Puts a running QEMU back to a checkpoint, in place: the same process, monitors, consoles and
+//! networks.
 //!
 //! ```text
 //!   paused ─▶ image: [ram: differing pages │ devices]  ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
@@ -6,13 +7,14 @@
 //! ```
 //!
 //! `snapshot-load` is the one way in which stock QEMU takes a machine's state without `-incoming`
-//! (`xen-load-devices-state` aborts there). The snapshot is in an image of ours, which is attached to nothing that the guest
-//! sees; the VM's own disks are not touched.
+//! (`xen-load-devices-state` aborts there). The snapshot is in an image of ours, which is attached
+//! to nothing that the guest sees; the VM's own disks are not touched.
 //!
-//! Invariants: the VM stands before, and after, whatever happens. Where it fails, the machine is in an unknown state: it
-//! must be rolled back once more, to something, before it runs.
+//! Invariants: the VM stands before, and after, whatever happens. Where it fails, the machine is in
+//! an unknown state: it must be rolled back once more, to something, before it runs.
 //!
-//! Left out: the reset may write to RAM (ROMs that lie in it) beyond the pages that are given: the caller compares.
+//! Left out: the reset may write to RAM (ROMs that lie in it) beyond the pages that are given: the
+//! caller compares.
 
 mod image;
 
@@ -47,28 +49,39 @@ pub struct Target<'a> {
 }
 
 impl Vm {
-    /// Puts the VM, which is paused, back to `target`; it stays paused. The state passes through `file`, which is
-    /// empty and becomes as large as the pages.
+    /// Puts the VM, which is paused, back to `target`; it stays paused. The state passes through
+    /// `file`, which is empty and becomes as large as the pages.
     ///
-    /// Errors: [`Error::Rollback`] where QEMU does not take it, [`Error::Timeout`], and those of `target` and its file.
+    /// Errors: [`Error::Rollback`] where QEMU does not take it, [`Error::Timeout`], and those of
+    /// `target` and its file.
     pub fn roll_back(&mut self, target: &Target<'_>, mut file: File) -> Result<()> {
         // A restored VM was told neither to expect these nor to send them.
-        let bare = self.full_command().iter().any(|word| word.contains("migration.send-configuration=off"));
+        let bare = self
+            .full_command()
+            .iter()
+            .any(|word| word.contains("migration.send-configuration=off"));
         let head = MigrationHead { machine_type: target.machine_type };
         let head = (!bare).then_some(&head);
         image::write(&mut file, |out| {
-            stream::write_some(head, target.device_state, target.layout, (target.ram, target.pages), out)
+            stream::write_some(
+                head,
+                target.device_state,
+                target.layout,
+                (target.ram, target.pages),
+                out,
+            )
         })?;
         let gib = target.pages.len() as u64 >> 18;
-        let patience =
-            LOAD_TIMEOUT + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
+        let patience = LOAD_TIMEOUT
+            + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
         load(self.qmp(), &file, patience)
     }
 }
 
 /// Gives the image to QEMU, has its snapshot loaded, and takes it back.
 fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
-    let answer = qmp.execute_passing("add-fd", json!({ "opaque": "keyframe-rollback" }), file.as_fd())?;
+    let answer =
+        qmp.execute_passing("add-fd", json!({ "opaque": "keyframe-rollback" }), file.as_fd())?;
     let Some(set) = answer.get("fdset-id").and_then(Value::as_u64) else {
         return Err(qmp.unexpected("add-fd", &answer));
     };
@@ -102,7 +115,8 @@ fn await_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
     loop {
         let answer = qmp.execute("query-jobs", None)?;
         let jobs = answer.as_array().into_iter().flatten();
-        let Some(job) = jobs.into_iter().find(|job| job.get("id").and_then(Value::as_str) == Some(JOB))
+        let Some(job) =
+            jobs.into_iter().find(|job| job.get("id").and_then(Value::as_str) == Some(JOB))
         else {
             return Err(qmp.unexpected("query-jobs", &answer));
         };

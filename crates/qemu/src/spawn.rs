@@ -1,12 +1,13 @@
-//! Starts QEMU: which descriptors it inherits, which signals it does not see, and how its end is noticed.
+//! Starts QEMU: which descriptors it inherits, which signals it does not see, and how its end is
+//! noticed.
 //!
-//! QEMU stays in our process group, because `-serial stdio` needs the terminal, which belongs to the group. The
-//! terminal's Ctrl-C would thus reach QEMU too and end the guest before we can bring the run to an orderly end, so
-//! QEMU starts with SIGINT blocked: a child inherits the mask of the thread that starts it, and QEMU's own handler is
-//! then never run.
+//! QEMU stays in our process group, because `-serial stdio` needs the terminal, which belongs to
+//! the group. The terminal's Ctrl-C would thus reach QEMU too and end the guest before we can bring
+//! the run to an orderly end, so QEMU starts with SIGINT blocked: a child inherits the mask of the
+//! thread that starts it, and QEMU's own handler is then never run.
 //!
-//! Descriptors are made with close-on-exec. Those meant for QEMU lose it for the moment of the start, under a lock, so
-//! that no other QEMU started by us inherits them.
+//! Descriptors are made with close-on-exec. Those meant for QEMU lose it for the moment of the
+//! start, under a lock, so that no other QEMU started by us inherits them.
 
 use crate::{Error, Result};
 use nix::sys::signal::{SigSet, Signal};
@@ -60,7 +61,9 @@ fn inheriting(
     spawn: impl FnOnce() -> std::io::Result<Child>,
 ) -> std::io::Result<Child> {
     let set = |flags: FdFlags| {
-        descriptors.iter().try_for_each(|fd| rustix::io::fcntl_setfd(fd.as_fd(), flags).map_err(Into::into))
+        descriptors
+            .iter()
+            .try_for_each(|fd| rustix::io::fcntl_setfd(fd.as_fd(), flags).map_err(Into::into))
     };
     let child = set(FdFlags::empty()).and_then(|()| spawn());
     set(FdFlags::CLOEXEC).and(child)
@@ -84,7 +87,8 @@ pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
 }
 
-/// Where `error` says that a connection to QEMU broke, and `child` has ended, [`Error::Exited`]; else `error`.
+/// Where `error` says that a connection to QEMU broke, and `child` has ended, [`Error::Exited`];
+/// else `error`.
 pub fn exited_instead(error: Error, child: &mut Child, when: &'static str) -> Error {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
     let broken = match &error {
@@ -135,7 +139,10 @@ mod tests {
     #[test]
     fn a_child_is_not_told_the_keys_of_a_store() {
         let mut command = Command::new("env");
-        command.env("KEYFRAME_PASSPHRASE", "open sesame").env("OTHER", "kept").stdout(Stdio::piped());
+        command
+            .env("KEYFRAME_PASSPHRASE", "open sesame")
+            .env("OTHER", "kept")
+            .stdout(Stdio::piped());
         let child = start(&mut command, &[]).unwrap();
         let told = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
         assert!(told.contains("OTHER=kept") && !told.contains("open sesame"), "{told}");

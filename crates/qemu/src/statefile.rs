@@ -1,4 +1,5 @@
-//! Where QEMU writes device state: a file in memory that both have open, in one of QEMU's descriptor sets.
+//! Where QEMU writes device state: a file in memory that both have open, in one of QEMU's
+//! descriptor sets.
 //!
 //! ```text
 //!   launched:  -add-fd fd=N,set=19270,opaque=keyframe-engine:PID:START       inherited
@@ -6,10 +7,11 @@
 //!                └▶ xen-save-devices-state /dev/fdset/19270 ──▶ read here
 //! ```
 //!
-//! The set's `opaque` word names the engine. A QEMU is thus seen to be taken, whichever monitor it is asked through, and
-//! what an engine that was killed left behind is known: QEMU 7.2 drops the set with the last connection to any of its
-//! monitors, if the VM runs then; 10.0 never drops it. What 7.2 is told to forget while the VM is paused it goes on to
-//! list, and forgets when a monitor is closed while the VM runs.
+//! The set's `opaque` word names the engine. A QEMU is thus seen to be taken, whichever monitor it
+//! is asked through, and what an engine that was killed left behind is known: QEMU 7.2 drops the
+//! set with the last connection to any of its monitors, if the VM runs then; 10.0 never drops it.
+//! What 7.2 is told to forget while the VM is paused it goes on to list, and forgets when a monitor
+//! is closed while the VM runs.
 
 use crate::options::{Argument, keys, value_of};
 use crate::{Error, Qmp, Result, spawn};
@@ -24,11 +26,13 @@ use std::sync::{Mutex, PoisonError};
 
 /// More than any device state: a vGPU's is some MiB.
 const STATE_BYTES_MAX: u64 = 1 << 30;
-/// The descriptor set for device state, or the first free one behind it. Users count theirs from 1, libvirt from 0.
+/// The descriptor set for device state, or the first free one behind it. Users count theirs from 1,
+/// libvirt from 0.
 const FDSET: u32 = 19270;
 /// What begins the word by which a set is known as ours.
 const MARK: &str = "keyframe";
-/// What begins the word of a set that an engine uses: behind it come its process's pid and start, and its number there.
+/// What begins the word of a set that an engine uses: behind it come its process's pid and start,
+/// and its number there.
 const ENGINE_MARK: &str = "keyframe-engine:";
 
 /// The numbers of the files that this process uses.
@@ -37,8 +41,9 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// A file in memory that both have open.
 ///
-/// QEMU takes a descriptor of a set only where its access mode is the very one asked for, write-only. Both ends of that
-/// descriptor share one position, which stands behind the previous state until it is set back.
+/// QEMU takes a descriptor of a set only where its access mode is the very one asked for,
+/// write-only. Both ends of that descriptor share one position, which stands behind the previous
+/// state until it is set back.
 pub(crate) struct StateFile {
     pub(crate) write_end: OwnedFd,
     read_end: File,
@@ -68,8 +73,9 @@ impl StateFile {
         let fd = rustix::fs::memfd_create("keyframe-devices", MemfdFlags::CLOEXEC)
             .map_err(Error::io(operation))?;
         let path = format!("/proc/self/fd/{}", spawn::number(&fd));
-        let write_end = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
-            .map_err(Error::io(operation))?;
+        let write_end =
+            rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
+                .map_err(Error::io(operation))?;
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         IN_USE.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
         Ok(Self { write_end, read_end: File::from(fd), set, number })
@@ -86,18 +92,24 @@ impl StateFile {
     }
 
     fn arguments_marked(&self, mark: &str) -> [String; 2] {
-        ["-add-fd".into(), format!("fd={},set={},opaque={mark}", spawn::number(&self.write_end), self.set)]
+        [
+            "-add-fd".into(),
+            format!("fd={},set={},opaque={mark}", spawn::number(&self.write_end), self.set),
+        ]
     }
 
-    /// Gives it to the running QEMU `pid` behind `qmp`, which is thus ours, and makes sure that it is that process.
+    /// Gives it to the running QEMU `pid` behind `qmp`, which is thus ours, and makes sure that it
+    /// is that process.
     ///
-    /// Error: [`Error::Attach`] where another engine lives, or where the monitor is another process's.
+    /// Error: [`Error::Attach`] where another engine lives, or where the monitor is another
+    /// process's.
     pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<()> {
         let taken = claims(qmp, pid)?;
         self.set = first_free(&taken);
         let arguments = json!({ "fdset-id": self.set, "opaque": self.mark() });
         let answer = qmp.execute_passing("add-fd", arguments, self.write_end.as_fd())?;
-        let theirs = answer.get("fd").and_then(Value::as_u64).map(|fd| format!("/proc/{pid}/fd/{fd}"));
+        let theirs =
+            answer.get("fd").and_then(Value::as_u64).map(|fd| format!("/proc/{pid}/fd/{fd}"));
         let checked = theirs
             .ok_or_else(|| qmp.unexpected("add-fd", &answer))
             .and_then(|path| self.check_is_at(&path, pid))
@@ -123,7 +135,8 @@ impl StateFile {
     /// An error where another engine has come meanwhile.
     fn check_alone(&self, qmp: &mut Qmp, pid: u32) -> Result<()> {
         let own = self.mark();
-        match sets(qmp)?.iter().filter(|(_, mark)| *mark != own).find_map(|(_, mark)| living(mark)) {
+        match sets(qmp)?.iter().filter(|(_, mark)| *mark != own).find_map(|(_, mark)| living(mark))
+        {
             Some(engine) => Err(held(pid, engine)),
             None => Ok(()),
         }
@@ -131,7 +144,8 @@ impl StateFile {
 
     /// What answers the monitor has our file open under `path`, of process `pid`.
     fn check_is_at(&self, path: &str, pid: u32) -> Result<()> {
-        let ours = rustix::fs::fstat(&self.read_end).map_err(Error::io("look at the device state file"))?;
+        let ours = rustix::fs::fstat(&self.read_end)
+            .map_err(Error::io("look at the device state file"))?;
         match rustix::fs::stat(path) {
             Ok(theirs) if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino) => Ok(()),
             Ok(_) | Err(rustix::io::Errno::NOENT) => Err(Error::Attach {
@@ -155,7 +169,8 @@ impl StateFile {
 
     /// Empties it, for the next state.
     pub(crate) fn rewind(&self) -> Result<()> {
-        rustix::fs::ftruncate(&self.write_end, 0).map_err(Error::io("empty the device state file"))?;
+        rustix::fs::ftruncate(&self.write_end, 0)
+            .map_err(Error::io("empty the device state file"))?;
         rustix::fs::seek(&self.write_end, SeekFrom::Start(0))
             .map_err(Error::io("rewind the device state file"))?;
         Ok(())
@@ -163,7 +178,8 @@ impl StateFile {
 
     /// What QEMU has written.
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
-        let len_bytes = self.read_end.metadata().map_err(Error::io("look at the device state file"))?.len();
+        let len_bytes =
+            self.read_end.metadata().map_err(Error::io("look at the device state file"))?.len();
         if len_bytes > STATE_BYTES_MAX {
             let problem = format!("it has {len_bytes} bytes, more than {STATE_BYTES_MAX}");
             return Err(Error::DeviceStream { offset: STATE_BYTES_MAX, problem });
@@ -185,7 +201,8 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     Ok(())
 }
 
-/// Makes QEMU forget the sets of engines that are gone. The numbers of all; an error where an engine lives.
+/// Makes QEMU forget the sets of engines that are gone. The numbers of all; an error where an
+/// engine lives.
 fn claims(qmp: &mut Qmp, pid: u32) -> Result<Vec<u32>> {
     let all = sets(qmp)?;
     for (set, mark) in &all {
@@ -214,12 +231,14 @@ fn sets(qmp: &mut Qmp) -> Result<Vec<(u32, String)>> {
     let Some(all) = answer.as_array() else { return Err(qmp.unexpected("query-fdsets", &answer)) };
     let mut found = Vec::new();
     for set in all {
-        let Some(number) = set.get("fdset-id").and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok())
+        let Some(number) =
+            set.get("fdset-id").and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok())
         else {
             continue;
         };
         let fds = set.get("fds").and_then(Value::as_array).into_iter().flatten();
-        let marks = fds.map(|fd| fd.get("opaque").and_then(Value::as_str).unwrap_or_default().to_owned());
+        let marks =
+            fds.map(|fd| fd.get("opaque").and_then(Value::as_str).unwrap_or_default().to_owned());
         found.extend(marks.map(|mark| (number, mark)));
     }
     Ok(found)
@@ -239,8 +258,8 @@ fn living(mark: &str) -> Option<u32> {
     lives.then_some(pid)
 }
 
-/// When process `pid` started, in clock ticks since boot; `None` where there is none, or where it has ended and is
-/// only waited for.
+/// When process `pid` started, in clock ticks since boot; `None` where there is none, or where it
+/// has ended and is only waited for.
 fn started_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may hold anything.
@@ -278,9 +297,13 @@ mod tests {
         drop(state);
         assert_eq!(living(&mark), None, "{mark} is used no more");
         let start = started_ticks(pid).unwrap();
-        for gone in
-            [format!("{pid}:1:1"), format!("{pid}"), "4194304:1:1".into(), "x:y:z".into(), String::new()]
-        {
+        for gone in [
+            format!("{pid}:1:1"),
+            format!("{pid}"),
+            "4194304:1:1".into(),
+            "x:y:z".into(),
+            String::new(),
+        ] {
             assert_eq!(living(&format!("{ENGINE_MARK}{gone}")), None, "{gone}");
         }
         assert_eq!(living(&format!("{pid}:{start}:1")), None, "somebody else's word");

@@ -1,16 +1,18 @@
-//! The stream that carries a VM's devices and small RAM blocks into a fresh QEMU (docs/formats/device-stream.md).
+//! The stream that carries a VM's devices and small RAM blocks into a fresh QEMU
+//! (docs/formats/device-stream.md).
 //!
-//! QEMU's `xen-save-devices-state` writes every device but no RAM. In an incoming QEMU, ROMs and video RAM are empty, so
-//! a `ram` section made here goes in front of the devices. Main RAM is not in it: the new QEMU is given that as a memory
-//! backend which holds its pages already.
+//! QEMU's `xen-save-devices-state` writes every device but no RAM. In an incoming QEMU, ROMs and
+//! video RAM are empty, so a `ram` section made here goes in front of the devices. Main RAM is not
+//! in it: the new QEMU is given that as a memory backend which holds its pages already.
 //!
 //! ```text
 //!   QEVM 00000003 | START "ram" v4: sizes | END: pages of small blocks | FULL device | FULL device | ... | EOF
 //!   └ from QEMU ┘ └──────────── made here ───────────────────────────┘ └───────────── from QEMU ──────────┘
 //! ```
 //!
-//! Invariant: what comes from QEMU or a store is checked before it is used, and is passed on byte for byte, unless the VM
-//! changes its accelerator (`convert`) or comes to count its instructions (`counted`).
+//! Invariant: what comes from QEMU or a store is checked before it is used, and is passed on byte
+//! for byte, unless the VM changes its accelerator (`convert`) or comes to count its instructions
+//! (`counted`).
 //!
 //! Left out: the contents of most devices; sections carry no length, only QEMU can read them.
 
@@ -70,19 +72,22 @@ pub struct StreamBlock<'a> {
     pub name: &'a str,
     /// Bytes in use: a multiple of the page size.
     pub used_bytes: u64,
-    /// Gives `(offset in bytes, page)` of the pages that are not zero, rising. Pages that are left out are zero.
+    /// Gives `(offset in bytes, page)` of the pages that are not zero, rising. Pages that are left
+    /// out are zero.
     pub pages: &'a mut dyn FnMut(PageSink<'_>) -> io::Result<()>,
 }
 
-/// Checks that `state` is what `xen-save-devices-state` writes, as far as can be told from outside: header, a first
-/// section with a sane name, and the end mark.
+/// Checks that `state` is what `xen-save-devices-state` writes, as far as can be told from outside:
+/// header, a first section with a sane name, and the end mark.
 pub fn check(state: &[u8]) -> Result<()> {
-    let fail = |offset: usize, problem: String| Error::DeviceStream { offset: offset as u64, problem };
+    let fail =
+        |offset: usize, problem: String| Error::DeviceStream { offset: offset as u64, problem };
     let short = || fail(state.len(), format!("it ends after {} bytes", state.len()));
     if state.get(..4).ok_or_else(short)? != MAGIC {
         return Err(fail(0, "it does not begin with QEVM".into()));
     }
-    let version = state.get(4..HEADER_BYTES).and_then(<[u8]>::first_chunk).map(|b| u32::from_be_bytes(*b));
+    let version =
+        state.get(4..HEADER_BYTES).and_then(<[u8]>::first_chunk).map(|b| u32::from_be_bytes(*b));
     match version.ok_or_else(short)? {
         VERSION => {}
         other => return Err(fail(4, format!("version {other}; known is {VERSION}"))),
@@ -114,9 +119,13 @@ pub fn check(state: &[u8]) -> Result<()> {
 
 /// Writes `device_state` to `out` with a `ram` section of `blocks` in front of its devices.
 ///
-/// Errors: [`Error::DeviceStream`] where `device_state` is none or a block cannot be written, and those of `out` and of
-/// the blocks' readers.
-pub fn splice_ram(device_state: &[u8], blocks: &mut [StreamBlock<'_>], out: &mut dyn Write) -> Result<()> {
+/// Errors: [`Error::DeviceStream`] where `device_state` is none or a block cannot be written, and
+/// those of `out` and of the blocks' readers.
+pub fn splice_ram(
+    device_state: &[u8],
+    blocks: &mut [StreamBlock<'_>],
+    out: &mut dyn Write,
+) -> Result<()> {
     write_stream(None, device_state, blocks, out)?;
     out.flush().map_err(Error::io("write the devices to the stream"))
 }
@@ -128,8 +137,9 @@ pub struct MigrationHead<'a> {
     pub machine_type: &'a str,
 }
 
-/// Writes a whole migration stream, as QEMU's own `migrate` does: any QEMU of that version with that machine's line loads
-/// it by `-incoming`, with nothing else on its line. `blocks` are all RAM blocks, main RAM among them.
+/// Writes a whole migration stream, as QEMU's own `migrate` does: any QEMU of that version with
+/// that machine's line loads it by `-incoming`, with nothing else on its line. `blocks` are all RAM
+/// blocks, main RAM among them.
 ///
 /// Errors: as [`splice_ram`].
 pub fn write_migration(
@@ -139,7 +149,9 @@ pub fn write_migration(
     out: &mut dyn Write,
 ) -> Result<()> {
     write_stream(Some(head), device_state, blocks, out)?;
-    write_description(out).and_then(|()| out.flush()).map_err(Error::io("write the stream's description"))
+    write_description(out)
+        .and_then(|()| out.flush())
+        .map_err(Error::io("write the stream's description"))
 }
 
 /// QEMU expects a description of the devices, for people to read; it does not look into it.
@@ -160,7 +172,8 @@ fn write_stream(
     for block in blocks.iter() {
         check_block(block)?;
     }
-    let (header, devices) = device_state.split_at_checked(HEADER_BYTES).unwrap_or((device_state, &[]));
+    let (header, devices) =
+        device_state.split_at_checked(HEADER_BYTES).unwrap_or((device_state, &[]));
     out.write_all(header).map_err(Error::io("write the stream's header"))?;
     if let Some(head) = head {
         write_configuration(head, out).map_err(Error::io("write the stream's configuration"))?;
@@ -182,10 +195,13 @@ fn write_configuration(head: &MigrationHead<'_>, out: &mut dyn Write) -> io::Res
 
 fn check_block(block: &StreamBlock<'_>) -> Result<()> {
     let page = PAGE_BYTES as u64;
-    let sane = block.used_bytes > 0 && block.used_bytes.is_multiple_of(page) && block.used_bytes < 1 << 50;
+    let sane =
+        block.used_bytes > 0 && block.used_bytes.is_multiple_of(page) && block.used_bytes < 1 << 50;
     if block.name.is_empty() || block.name.len() > 255 || !sane {
-        let problem =
-            format!("RAM block {:?} of {} bytes cannot be written to it", block.name, block.used_bytes);
+        let problem = format!(
+            "RAM block {:?} of {} bytes cannot be written to it",
+            block.name, block.used_bytes
+        );
         return Err(Error::DeviceStream { offset: HEADER_BYTES as u64, problem });
     }
     Ok(())
@@ -224,7 +240,9 @@ fn write_pages(blocks: &mut [StreamBlock<'_>], out: &mut dyn Write) -> Result<()
             .and_then(|()| pages.zeros_up_to(block.used_bytes))
             .map_err(Error::io(operation))?;
     }
-    put_u64(out, FLAG_EOS).and_then(|()| put_footer(out)).map_err(Error::io("write RAM pages to the stream"))
+    put_u64(out, FLAG_EOS)
+        .and_then(|()| put_footer(out))
+        .map_err(Error::io("write RAM pages to the stream"))
 }
 
 /// The pages of one block, gaps filled with zero pages: a fresh QEMU's own block need not be empty.
@@ -238,8 +256,9 @@ struct Pages<'a> {
 
 impl Pages<'_> {
     fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
-        let bad =
-            offset < self.next || !offset.is_multiple_of(PAGE_BYTES as u64) || offset >= self.used_bytes;
+        let bad = offset < self.next
+            || !offset.is_multiple_of(PAGE_BYTES as u64)
+            || offset >= self.used_bytes;
         if bad {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,

@@ -1,5 +1,5 @@
-//! A running QEMU: launch, what it is, the state of its devices, its end. How one that somebody else started is taken
-//! hold of is the `attach` module's.
+//! A running QEMU: launch, what it is, the state of its devices, its end. How one that somebody
+//! else started is taken hold of is the `attach` module's.
 //!
 //! ```text
 //!   QEMU ... the user's own words ...
@@ -9,8 +9,8 @@
 //!        -add-fd fd=M,set=19270          a memfd, where QEMU writes device state
 //! ```
 //!
-//! The monitors come from a configuration file and not from `-mon` because `-mon` takes the user's own default monitor
-//! away (with `-nographic`, the one behind Ctrl-A C).
+//! The monitors come from a configuration file and not from `-mon` because `-mon` takes the user's
+//! own default monitor away (with `-nographic`, the one behind Ctrl-A C).
 //!
 //! Invariants:
 //! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. One that was attached to forgets us.
@@ -50,7 +50,8 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// How to launch a VM.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
-    /// Where the monitors' sockets go: `qmp.sock` for the engine, `watchdog.sock` for the watchdog. Made if need be.
+    /// Where the monitors' sockets go: `qmp.sock` for the engine, `watchdog.sock` for the watchdog.
+    /// Made if need be.
     pub run_dir: PathBuf,
 }
 
@@ -98,13 +99,14 @@ pub(crate) enum Origin {
 impl Vm {
     /// Starts the VM with its virtual CPUs standing still, whatever the user's line says.
     ///
-    /// Errors: [`Error::Exited`] where QEMU ends at once (it has said why on its standard error), [`Error::Timeout`]
-    /// where it does not answer within 30 s; no process is left then.
+    /// Errors: [`Error::Exited`] where QEMU ends at once (it has said why on its standard error),
+    /// [`Error::Timeout`] where it does not answer within 30 s; no process is left then.
     pub fn launch(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, |_| ())
     }
 
-    /// As [`Self::launch`], but the VM does not outlive the thread that starts it, nor this process: the kernel ends it.
+    /// As [`Self::launch`], but the VM does not outlive the thread that starts it, nor this
+    /// process: the kernel ends it.
     pub fn launch_mortal(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, keyframe_kernel::lineage::die_with_us)
     }
@@ -124,7 +126,8 @@ impl Vm {
         added.extend(state.arguments());
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         let is_recorded = invocation.is_recorded();
-        let Parts { binary, user: user_command, run: mut full_command, disks } = invocation.into_parts()?;
+        let Parts { binary, user: user_command, run: mut full_command, disks } =
+            invocation.into_parts()?;
         full_command.extend(added);
 
         let line = hotplug::arguments(&full_command);
@@ -137,8 +140,8 @@ impl Vm {
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
         let connected = connect(&mut child, ours).and_then(|mut qmp| {
-            let checked =
-                check_is_child(&qmp, &child, &binary).and_then(|()| check_target(&mut qmp, &binary));
+            let checked = check_is_child(&qmp, &child, &binary)
+                .and_then(|()| check_target(&mut qmp, &binary));
             if checked.is_err() {
                 // It need not be the child that is killed below.
                 let _ = qmp.quit();
@@ -147,8 +150,9 @@ impl Vm {
         });
         match connected {
             Ok(mut qmp) => {
-                let turns =
-                    is_recorded.then(|| Turns::begin(&mut qmp, child.id(), &line, Mode::Record)).flatten();
+                let turns = is_recorded
+                    .then(|| Turns::begin(&mut qmp, child.id(), &line, Mode::Record))
+                    .flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);
                 let mut vm = Self::from_parts(Lifetime::Child(child), qmp, state, lines, origin);
@@ -195,7 +199,8 @@ impl Vm {
         self.kept.push(Box::new(what));
     }
 
-    /// Of one that records or replays: whether its monitor may be answered some ms late from now on, so that the guest is not disturbed.
+    /// Of one that records or replays: whether its monitor may be answered some ms late from now
+    /// on, so that the guest is not disturbed.
     pub fn may_answer_late(&self, late: bool) {
         if let Some(turns) = &self.turns {
             turns.may_wait(late);
@@ -212,15 +217,18 @@ impl Vm {
         self.lifetime.pid()
     }
 
-    /// Options that a script added to the line before it became QEMU, and that say what disks, networks and consoles there are: Keyframe
-    /// has not seen them. Error: [`Error::Hidden`]. Of a VM that was launched; others have none.
+    /// Options that a script added to the line before it became QEMU, and that say what disks,
+    /// networks and consoles there are: Keyframe has not seen them. Error: [`Error::Hidden`]. Of a
+    /// VM that was launched; others have none.
     pub fn require_whole_line(&self) -> Result<()> {
         let Origin::Launched { .. } = self.origin else { return Ok(()) };
         let path = format!("/proc/{}/cmdline", self.pid());
         let line = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;
         let options = wrapper::added(&line, self.full_command.get(1..).unwrap_or_default());
         match self.full_command.first() {
-            Some(script) if !options.is_empty() => Err(Error::Hidden { script: script.clone(), options }),
+            Some(script) if !options.is_empty() => {
+                Err(Error::Hidden { script: script.clone(), options })
+            }
             _ => Ok(()),
         }
     }
@@ -272,7 +280,8 @@ impl Vm {
         if self.is_attached() {
             // Started without -only-migratable.
             found.extend(audit::blockers(&mut self.qmp)?);
-            found.extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
+            found
+                .extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
         }
         Ok(found)
     }
@@ -282,7 +291,8 @@ impl Vm {
         self.server = Some(socket);
     }
 
-    /// The disks behind these nodes are captured by the caller, or left out knowingly: they are no reason to refuse the VM.
+    /// The disks behind these nodes are captured by the caller, or left out knowingly: they are no
+    /// reason to refuse the VM.
     pub fn mind_nodes(&mut self, nodes: Vec<String>) {
         self.minded = nodes;
     }
@@ -297,7 +307,8 @@ impl Vm {
         machine_type(&mut self.qmp)
     }
 
-    /// Features of its processor model that the guest was not given, as accelerator or host lack them.
+    /// Features of its processor model that the guest was not given, as accelerator or host lack
+    /// them.
     pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
         accel::lacking(&mut self.qmp)
     }
@@ -311,8 +322,8 @@ impl Vm {
         }
     }
 
-    /// The words that a line lacks for the memory that was plugged in since: with them behind [`Vm::user_command`], a
-    /// restore makes this machine. None where nothing was plugged in.
+    /// The words that a line lacks for the memory that was plugged in since: with them behind
+    /// [`Vm::user_command`], a restore makes this machine. None where nothing was plugged in.
     pub fn plugged_memory(&mut self) -> Result<Vec<String>> {
         hotplug::memory_words(&mut self.qmp, &hotplug::arguments(&self.user_command))
     }
@@ -330,13 +341,18 @@ impl Vm {
         self.asked_for_ram(ramblock::layout)
     }
 
-    /// The same; and whether a device that discards guest RAM has been plugged in, or was on the line.
+    /// The same; and whether a device that discards guest RAM has been plugged in, or was on the
+    /// line.
     pub fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool)> {
         self.asked_for_ram(ramblock::layout_and_discards)
     }
 
-    fn asked_for_ram<T>(&mut self, ask: impl FnOnce(&mut Qmp, &[String]) -> Result<T>) -> Result<T> {
-        // Backends that appear later (memory hotplug) make a new block, which the layout then shows as another space.
+    fn asked_for_ram<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Qmp, &[String]) -> Result<T>,
+    ) -> Result<T> {
+        // Backends that appear later (memory hotplug) make a new block, which the layout then shows
+        // as another space.
         let backends = match self.backends.take() {
             Some(backends) => backends,
             None => ramblock::backend_ids(&mut self.qmp)?,
@@ -360,22 +376,24 @@ impl Vm {
         self.lifetime.ended()
     }
 
-    /// The same as a status: of a VM that was attached to, only its parent learns it, and success stands here.
+    /// The same as a status: of a VM that was attached to, only its parent learns it, and success
+    /// stands here.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.ended()?.map(|ended| ended.status()))
     }
 
-    /// Waits for QEMU's end for at most `timeout`; `None` where it still runs then. The status is that of
-    /// [`Vm::try_wait`].
+    /// Waits for QEMU's end for at most `timeout`; `None` where it still runs then. The status is
+    /// that of [`Vm::try_wait`].
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
-    /// To be called when the VM was shut down ([`crate::Event::Shutdown`]): how QEMU ended, or `None` where it stays
-    /// (`-no-shutdown`). The status is that of [`Vm::try_wait`].
+    /// To be called when the VM was shut down ([`crate::Event::Shutdown`]): how QEMU ended, or
+    /// `None` where it stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
     ///
-    /// QEMU 7.2 can hang in `monitor_cleanup`, with its disks flushed and closed, where a command is under way as the VM
-    /// shuts down. It is killed then, and counts as ended in success, as it would have been.
+    /// QEMU 7.2 can hang in `monitor_cleanup`, with its disks flushed and closed, where a command
+    /// is under way as the VM shuts down. It is killed then, and counts as ended in success, as it
+    /// would have been.
     pub fn finish_shutdown(&mut self) -> Result<Option<ExitStatus>> {
         let before = self.qmp.set_timeout(Duration::from_millis(500));
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
@@ -395,7 +413,8 @@ impl Vm {
         Ok(ended)
     }
 
-    /// Ends QEMU: on request, so that it gives the terminal back as it was, or else by force, where we started it.
+    /// Ends QEMU: on request, so that it gives the terminal back as it was, or else by force, where
+    /// we started it.
     pub fn kill(&mut self) -> Result<()> {
         if self.ended()?.is_some() {
             return Ok(());
@@ -458,7 +477,8 @@ pub(crate) fn inherited_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", spawn::number(fd))
 }
 
-/// A monitor of machines' kind, over the chardev with `properties`, in the form that `-readconfig` reads.
+/// A monitor of machines' kind, over the chardev with `properties`, in the form that `-readconfig`
+/// reads.
 pub(crate) fn monitor_config(id: &str, properties: &[(&str, &str)]) -> String {
     let mut lines = vec![format!("[chardev \"{id}\"]"), "  backend = \"socket\"".into()];
     lines.extend(properties.iter().map(|(key, value)| format!("  {key} = \"{value}\"")));
@@ -470,17 +490,20 @@ pub(crate) fn monitor_config(id: &str, properties: &[(&str, &str)]) -> String {
     lines.join("\n")
 }
 
-/// Ids and sockets of the two monitors, in a directory for us alone, where nothing stands in their way.
+/// Ids and sockets of the two monitors, in a directory for us alone, where nothing stands in their
+/// way.
 fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf); 2]> {
-    let run_dir =
-        std::path::absolute(run_dir).map_err(Error::io(format!("resolve {}", run_dir.display())))?;
+    let run_dir = std::path::absolute(run_dir)
+        .map_err(Error::io(format!("resolve {}", run_dir.display())))?;
     std::fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(&run_dir)
         .map_err(Error::io(format!("make the run directory {}", run_dir.display())))?;
-    let monitors =
-        [("keyframe-qmp", run_dir.join("qmp.sock")), ("keyframe-watchdog", run_dir.join("watchdog.sock"))];
+    let monitors = [
+        ("keyframe-qmp", run_dir.join("qmp.sock")),
+        ("keyframe-watchdog", run_dir.join("watchdog.sock")),
+    ];
     for (_, path) in &monitors {
         match std::fs::remove_file(path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
@@ -495,7 +518,8 @@ fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf); 2]> {
 pub(crate) fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
     let mut config = String::new();
     for (id, path) in monitors {
-        let text = path.to_str().filter(|p| !p.contains(['"', '\n']) && p.len() <= SOCKET_PATH_BYTES_MAX);
+        let text =
+            path.to_str().filter(|p| !p.contains(['"', '\n']) && p.len() <= SOCKET_PATH_BYTES_MAX);
         let Some(text) = text else {
             return Err(Error::CommandLine {
                 argument: path.display().to_string(),
@@ -515,10 +539,11 @@ fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {
         .map_err(|e| spawn::exited_instead(e, child, error::AT_START))
 }
 
-/// All that follows acts on the child's pid, so the monitor must be that process's and not that of a child of its own.
+/// All that follows acts on the child's pid, so the monitor must be that process's and not that of
+/// a child of its own.
 fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
-    let peer =
-        rustix::net::sockopt::socket_peercred(qmp).map_err(Error::io("ask who answers QEMU's monitor"))?;
+    let peer = rustix::net::sockopt::socket_peercred(qmp)
+        .map_err(Error::io("ask who answers QEMU's monitor"))?;
     if u32::try_from(peer.pid.as_raw_nonzero().get()).ok() == Some(child.id()) {
         return Ok(());
     }

@@ -1,7 +1,8 @@
 //! Keeps a VM from staying paused when the engine that paused it dies or stalls.
 //!
-//! The watchdog is a process of its own. It has its own monitor where the VM has one to spare, and else the engine's
-//! connection ([`Watched`]). The engine talks to it through its standard streams, in lines:
+//! The watchdog is a process of its own. It has its own monitor where the VM has one to spare, and
+//! else the engine's connection ([`Watched`]). The engine talks to it through its standard streams,
+//! in lines:
 //!
 //! ```text
 //!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
@@ -22,16 +23,17 @@
 //!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ QEMU is ended, exit with an error
 //! ```
 //!
-//! Firing is `cont` where the VM is paused. The `stop` of an engine that stalls or died may still be on its way to QEMU
-//! when the deadline passes, so the watchdog keeps looking. The engine arms only to pause a VM that runs: a VM that a
-//! user paused is not ours to resume.
+//! Firing is `cont` where the VM is paused. The `stop` of an engine that stalls or died may still
+//! be on its way to QEMU when the deadline passes, so the watchdog keeps looking. The engine arms
+//! only to pause a VM that runs: a VM that a user paused is not ours to resume.
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
 //! 2. A VM that an engine left between two states never runs, nor does it stand there for good.
 //! 3. An engine whose pause was ended by the watchdog learns it when it disarms.
 //!
-//! Left out: restarting the engine; pauses that anybody else makes; an engine that stalls between two states.
+//! Left out: restarting the engine; pauses that anybody else makes; an engine that stalls between
+//! two states.
 
 mod watched;
 
@@ -94,7 +96,9 @@ fn parse(line: &str) -> Result<Order> {
         Some(("D", "")) => Ok(Order::Disarm),
         Some(("E", "")) => Ok(Order::End),
         Some(("B", "")) => Ok(Order::Between),
-        Some(("A", ms)) => ms.parse().map(|ms| Order::Arm(Duration::from_millis(ms))).map_err(|_| bad()),
+        Some(("A", ms)) => {
+            ms.parse().map(|ms| Order::Arm(Duration::from_millis(ms))).map_err(|_| bad())
+        }
         _ => Err(bad()),
     }
 }
@@ -138,11 +142,18 @@ impl Dog {
 
 /// The watchdog process: watches over the VM until `commands` end or QEMU does.
 ///
-/// Errors: the monitor cannot be reached, or an order that is none; an armed watchdog fires before it gives up.
+/// Errors: the monitor cannot be reached, or an order that is none; an armed watchdog fires before
+/// it gives up.
 pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
     let reach = Reach::to(watched)?;
-    let mut runner =
-        Runner { reach, commands, reports, dog: Dog::default(), lines: Lines::default(), left: false };
+    let mut runner = Runner {
+        reach,
+        commands,
+        reports,
+        dog: Dog::default(),
+        lines: Lines::default(),
+        left: false,
+    };
     match runner.watch() {
         Err(Error::Gone { .. }) => Ok(()),
         Err(error) => {
@@ -201,8 +212,10 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     /// Waits for orders, for QEMU, or for the deadline. What there is: orders, events.
     fn wait(&self) -> Result<(bool, bool)> {
         let limit = self.dog.patience(Instant::now());
-        let limit =
-            limit.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
+        let limit = limit.map(|d| Timespec {
+            tv_sec: d.as_secs().cast_signed(),
+            tv_nsec: d.subsec_nanos().into(),
+        });
         let mut fds = [PollFd::new(&self.commands, PollFlags::IN), self.reach.poll_fd()];
         match poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -214,7 +227,8 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
 
     /// False at the end of input.
     fn take_orders(&mut self) -> Result<bool> {
-        // At least as large as the buffer of a standard input, which thus never holds lines that `poll` cannot see.
+        // At least as large as the buffer of a standard input, which thus never holds lines that
+        // `poll` cannot see.
         let mut chunk = [0u8; 16 << 10];
         let len = match self.commands.read(&mut chunk) {
             Ok(len) => len,
@@ -251,7 +265,9 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             match self.reach.resume(Instant::now()) {
                 Err(Error::Gone { .. }) => return Ok(()),
                 // A QEMU that is too busy to answer is as paused as before.
-                Err(Error::Timeout { .. }) => until = (Instant::now() + LAST_STOP).min(began + RESCUE_MAX),
+                Err(Error::Timeout { .. }) => {
+                    until = (Instant::now() + LAST_STOP).min(began + RESCUE_MAX)
+                }
                 resumed => {
                     resumed?;
                 }
@@ -261,8 +277,8 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         self.reach.forget_engine()
     }
 
-    /// The engine is gone, and the VM must not run: QEMU is ended. It answers nothing while it loads a state, so that this
-    /// may take a while.
+    /// The engine is gone, and the VM must not run: QEMU is ended. It answers nothing while it
+    /// loads a state, so that this may take a while.
     fn put_down(&mut self) -> Result<()> {
         self.reach.take_over()?;
         let until = Instant::now() + RESCUE_MAX;
@@ -275,7 +291,9 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             std::thread::sleep(LOOK_EVERY);
         }
         Err(Error::Watchdog {
-            problem: "the VM was left in the middle of a rollback, and does not answer; end its QEMU".into(),
+            problem:
+                "the VM was left in the middle of a rollback, and does not answer; end its QEMU"
+                    .into(),
         })
     }
 
@@ -303,8 +321,8 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog as `command`, to which the words that [`Watched::parse`] reads are added, and waits until it
-    /// is ready.
+    /// Starts the watchdog as `command`, to which the words that [`Watched::parse`] reads are
+    /// added, and waits until it is ready.
     pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Self> {
         command.args(watched.words()).stdin(Stdio::piped()).stdout(Stdio::piped());
         // Ctrl-C is not to end it together with the engine.
@@ -316,10 +334,11 @@ impl Watchdog {
         }
     }
 
-    /// Takes hold of a watchdog process by its pipes, and waits until it is ready: until it has its monitor.
+    /// Takes hold of a watchdog process by its pipes, and waits until it is ready: until it has its
+    /// monitor.
     ///
-    /// Start it in a process group of its own, lest Ctrl-C end it together with the engine. Error: [`Error::Watchdog`]
-    /// where it ends or does not answer.
+    /// Start it in a process group of its own, lest Ctrl-C end it together with the engine. Error:
+    /// [`Error::Watchdog`] where it ends or does not answer.
     pub fn new(child: Child, stdin: ChildStdin, stdout: ChildStdout) -> Result<Self> {
         let mut watchdog = Self { child, stdin: Some(stdin), stdout, lines: Lines::default() };
         match watchdog.ask("D\n", CONNECT_TIMEOUT + ANSWER_TIMEOUT) {
@@ -331,25 +350,29 @@ impl Watchdog {
         }
     }
 
-    /// Begins to watch: unless it is disarmed within `limit`, the VM is resumed. To be called before `stop`.
+    /// Begins to watch: unless it is disarmed within `limit`, the VM is resumed. To be called
+    /// before `stop`.
     pub fn arm(&mut self, limit: Duration) -> Result<()> {
         self.order(&format!("A{}\n", limit.as_millis()))
     }
 
-    /// Stops watching, after `cont`. [`Fired`] tells whether the VM was resumed from there since it was armed.
+    /// Stops watching, after `cont`. [`Fired`] tells whether the VM was resumed from there since it
+    /// was armed.
     pub fn disarm(&mut self) -> Result<Fired> {
         self.ask("D\n", ANSWER_TIMEOUT)
     }
 
-    /// The VM, which stands, must not run from here on: where the engine ends, so does QEMU. Until it is armed or disarmed.
-    /// [`Fired`] tells whether the VM was resumed from there since it was armed.
+    /// The VM, which stands, must not run from here on: where the engine ends, so does QEMU. Until
+    /// it is armed or disarmed. [`Fired`] tells whether the VM was resumed from there since it was
+    /// armed.
     pub fn between(&mut self) -> Result<Fired> {
         self.ask("B\n", ANSWER_TIMEOUT)
     }
 
     /// Ends the watchdog, disarmed.
     pub fn end(mut self) {
-        // Where it does not answer, the end of its input still disarms it after its own look at the VM.
+        // Where it does not answer, the end of its input still disarms it after its own look at the
+        // VM.
         let _ = self.disarm();
         let _ = self.order("E\n");
         self.finish();
@@ -384,7 +407,8 @@ impl Watchdog {
     }
 
     fn order(&mut self, line: &str) -> Result<()> {
-        let ended = || Error::Watchdog { problem: "it has ended; pauses are no longer watched".into() };
+        let ended =
+            || Error::Watchdog { problem: "it has ended; pauses are no longer watched".into() };
         let stdin = self.stdin.as_mut().ok_or_else(ended)?;
         stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush()).map_err(|e| match e.kind() {
             std::io::ErrorKind::BrokenPipe => ended(),
@@ -394,7 +418,8 @@ impl Watchdog {
 
     fn receive(&mut self, deadline: Instant) -> Result<Vec<String>> {
         let left = deadline.saturating_duration_since(Instant::now());
-        let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let limit =
+            Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(&self.stdout, PollFlags::IN)], Some(&limit)) {
             Ok(0) => return Err(Error::Watchdog { problem: "it does not answer".into() }),
             Ok(_) => {}

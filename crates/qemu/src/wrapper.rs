@@ -1,6 +1,8 @@
-//! Scripts between Keyframe and QEMU: what they add to the line is not in the words that Keyframe takes apart.
+//! Scripts between Keyframe and QEMU: what they add to the line is not in the words that Keyframe
+//! takes apart.
 
-/// What makes the VM's disks, networks and consoles, and what goes without saying if it is not said.
+/// What makes the VM's disks, networks and consoles, and what goes without saying if it is not
+/// said.
 const SEEN: [&str; 32] = [
     "drive",
     "blockdev",
@@ -36,18 +38,23 @@ const SEEN: [&str; 32] = [
     "incoming",
 ];
 
-/// The options of the process `line` (NUL behind each word) that stand before the words `given`, and that Keyframe would have to know
-/// of: each once. None where the line does not end with `given`.
+/// The options of the process `line` (NUL behind each word) that stand before the words `given`,
+/// and that Keyframe would have to know of: each once. None where the line does not end with
+/// `given`.
 pub(crate) fn added(line: &[u8], given: &[String]) -> Vec<String> {
-    let words: Vec<&[u8]> = line.strip_suffix(b"\0").unwrap_or(line).split(|byte| *byte == 0).collect();
-    let Some(own) = words.len().checked_sub(given.len()).filter(|own| *own > 0) else { return Vec::new() };
+    let words: Vec<&[u8]> =
+        line.strip_suffix(b"\0").unwrap_or(line).split(|byte| *byte == 0).collect();
+    let Some(own) = words.len().checked_sub(given.len()).filter(|own| *own > 0) else {
+        return Vec::new();
+    };
     let (before, behind) = words.split_at(own);
     if behind.iter().zip(given).any(|(word, given)| *word != given.as_bytes()) {
         return Vec::new();
     }
     let mut found: Vec<String> = Vec::new();
     for word in before {
-        let Some(name) = std::str::from_utf8(word).ok().and_then(|word| word.strip_prefix('-')) else {
+        let Some(name) = std::str::from_utf8(word).ok().and_then(|word| word.strip_prefix('-'))
+        else {
             continue;
         };
         let name = name.strip_prefix('-').unwrap_or(name);
@@ -84,7 +91,10 @@ mod tests {
             "file=b",
         ];
         assert_eq!(added(&line(&all), &given), ["drive", "nodefaults"]);
-        assert!(added(&line(&["qemu", "-L", "/roms", "-m", "1G", "-drive", "file=b"]), &given).is_empty());
+        assert!(
+            added(&line(&["qemu", "-L", "/roms", "-m", "1G", "-drive", "file=b"]), &given)
+                .is_empty()
+        );
         assert!(added(&line(&["qemu", "-m", "1G", "-drive", "file=b"]), &given).is_empty());
         for other in [
             &["qemu", "-drive", "x"][..],

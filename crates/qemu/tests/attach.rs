@@ -34,7 +34,8 @@ fn watchdog_process() {
     watchdog::run(Watched::parse(&words).unwrap(), std::io::stdin(), out()).unwrap();
 }
 
-/// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is `pid socket armed`.
+/// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is
+/// `pid socket armed`.
 #[test]
 #[ignore = "the engine's process of other tests"]
 fn engine_process() {
@@ -135,7 +136,8 @@ fn a_running_vm_is_checkpointed_and_left_as_it_was() {
         let blocks = vm.ram_blocks().unwrap();
         assert!(read_blocks(vm.pid(), &blocks)[0] == taken.ram[0]);
         vm.qmp().cont().unwrap();
-        let text = wait_for(&serial, "two passes after the restore", |text| passes(text).len() >= 2);
+        let text =
+            wait_for(&serial, "two passes after the restore", |text| passes(text).len() >= 2);
         assert!(!text.contains('X') && !text.contains('B'), "{text}");
         assert!((last..=last + 2).contains(&passes(&text)[0]), "{text} after {last}");
         restored.kill().unwrap();
@@ -149,7 +151,10 @@ fn a_second_engine_is_refused_on_either_monitor() {
         let guest = Foreign::start(&qemu, &words(BARE), dir.path());
         let mut vm = guest.attach().unwrap();
         let error = guest.attach().err().unwrap();
-        assert!(matches!(&error, Error::MonitorBusy { monitor } if monitor.ends_with("/a")), "{error}");
+        assert!(
+            matches!(&error, Error::MonitorBusy { monitor } if monitor.ends_with("/a")),
+            "{error}"
+        );
         assert!(error.fix().unwrap().contains("-qmp"), "{error}");
         let error = Vm::attach(guest.pid(), &guest.options("b")).err().unwrap();
         assert!(error.to_string().contains("another engine"), "{error}");
@@ -164,7 +169,8 @@ fn a_second_engine_is_refused_on_either_monitor() {
 #[test]
 fn what_is_not_that_qemu_is_refused() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let [one, two] = [0, 1].map(|n| Foreign::start("qemu-system-x86_64", &words(BARE), dirs[n].path()));
+    let [one, two] =
+        [0, 1].map(|n| Foreign::start("qemu-system-x86_64", &words(BARE), dirs[n].path()));
     let refused = |pid: u32, options: &AttachOptions, word: &str| {
         let error = Vm::attach(pid, options).err().unwrap();
         assert!(error.to_string().contains(word), "{error} has no {word:?}");
@@ -191,7 +197,8 @@ fn what_is_not_that_qemu_is_refused() {
 fn a_device_that_qemu_cannot_save_is_refused() {
     for qemu in qemus() {
         let dir = tempfile::tempdir().unwrap();
-        let guest = Foreign::start(&qemu, &words(&format!("{BARE} -device nvme,serial=x")), dir.path());
+        let guest =
+            Foreign::start(&qemu, &words(&format!("{BARE} -device nvme,serial=x")), dir.path());
         let found = guest.attach().unwrap().audit().unwrap();
         assert!(found.len() == 1 && found[0].what.contains("nvme"), "{found:?}");
     }
@@ -203,7 +210,9 @@ fn the_end_of_the_vm_is_seen_and_asked_for() {
         let dir = tempfile::tempdir().unwrap();
         let mut guest = Foreign::start(&qemu, &words(BARE), dir.path());
         let mut vm = guest.attach().unwrap();
-        assert!(vm.ended().unwrap().is_none() && vm.wait(Duration::from_millis(10)).unwrap().is_none());
+        assert!(
+            vm.ended().unwrap().is_none() && vm.wait(Duration::from_millis(10)).unwrap().is_none()
+        );
         guest.other().quit().unwrap();
         assert!(vm.wait(Duration::from_mins(2)).unwrap().is_some(), "{qemu}");
         assert!(vm.ended().unwrap().is_some_and(|ended| ended.success()));
@@ -256,8 +265,8 @@ fn what_an_engine_and_its_watchdog_left_behind_is_taken_back_by_the_next() {
     for qemu in qemus() {
         let dir = tempfile::tempdir().unwrap();
         let guest = Foreign::start(&qemu, &words(BARE), dir.path());
-        // Somebody's own set stays, and one of an engine that is gone goes. While another client is connected, no QEMU
-        // drops a set by itself.
+        // Somebody's own set stays, and one of an engine that is gone goes. While another client is
+        // connected, no QEMU drops a set by itself.
         let file = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
         let mut other = Other::connect(&guest.socket("b"));
         other.add_fd(19300, "keyframe-engine:4194303:5:1", &file);
@@ -310,7 +319,8 @@ fn small_guest(line: &str) -> Option<Vec<String>> {
 
 #[test]
 fn memory_that_was_plugged_in_comes_back() {
-    let Some(mut line) = small_guest("-machine pc -m 256M,slots=2,maxmem=1G -display none -nodefaults")
+    let Some(mut line) =
+        small_guest("-machine pc -m 256M,slots=2,maxmem=1G -display none -nodefaults")
     else {
         eprintln!("skipped: KEYFRAME_GUEST does not name the small guest's directory");
         return;
@@ -324,22 +334,35 @@ fn memory_that_was_plugged_in_comes_back() {
         let plug = |command: &str, arguments: serde_json::Value| {
             guest.other().execute(command, Some(arguments)).unwrap();
         };
-        plug("object-add", json!({ "qom-type": "memory-backend-ram", "id": "mem1", "size": 128 << 20 }));
+        plug(
+            "object-add",
+            json!({ "qom-type": "memory-backend-ram", "id": "mem1", "size": 128 << 20 }),
+        );
         plug("device_add", json!({ "driver": "pc-dimm", "id": "dimm1", "memdev": "mem1" }));
         wait_for(&serial, "some work", |text| text.matches("dirty t=").count() >= 2);
         let mut vm = guest.attach().unwrap();
         assert_eq!(vm.audit().unwrap(), []);
         let plugged = vm.plugged_memory().unwrap();
         assert_eq!(plugged[..2], ["-object", "memory-backend-ram,id=mem1,size=134217728"]);
-        assert!(plugged.len() == 4 && plugged[3].contains("memdev=mem1") && plugged[3].contains("slot=0"));
+        assert!(
+            plugged.len() == 4
+                && plugged[3].contains("memdev=mem1")
+                && plugged[3].contains("slot=0")
+        );
         let address = plugged[3].split_once("addr=").unwrap().1.split(',').next().unwrap();
         let look = format!("xp /4gx {address}");
         assert!(vm.qmp().stop().unwrap().was_running);
         // In place of the guest, which leaves such memory alone until it is told to use it.
-        let block = vm.ram_blocks().unwrap().into_iter().find(|b| b.block.name.contains("mem1")).unwrap();
-        let memory = std::fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", vm.pid())).unwrap();
+        let block =
+            vm.ram_blocks().unwrap().into_iter().find(|b| b.block.name.contains("mem1")).unwrap();
+        let memory = std::fs::OpenOptions::new()
+            .write(true)
+            .open(format!("/proc/{}/mem", vm.pid()))
+            .unwrap();
         for page in (0..block.block.total_bytes).step_by(0x10_3000) {
-            memory.write_all_at(&[page.to_le_bytes(), [0xa5; 8]].concat(), block.host.0 + page).unwrap();
+            memory
+                .write_all_at(&[page.to_le_bytes(), [0xa5; 8]].concat(), block.host.0 + page)
+                .unwrap();
         }
         let seen = vm.qmp().hmp(&look).unwrap();
         assert!(seen.contains("0xa5a5a5a5a5a5a5a5"), "{seen}");
@@ -377,5 +400,8 @@ fn other_devices_that_came_and_went_are_refused() {
     let plugged = json!({ "driver": "virtio-rng-pci", "id": "rng1" });
     vm.qmp().execute("device_add", Some(plugged)).unwrap();
     let found = vm.audit().unwrap();
-    assert!(found.len() == 1 && found[0].what.contains("rng1") && !found[0].fix.is_empty(), "{found:?}");
+    assert!(
+        found.len() == 1 && found[0].what.contains("rng1") && !found[0].fix.is_empty(),
+        "{found:?}"
+    );
 }

@@ -1,5 +1,5 @@
-//! Restores that must fail: each names its reason and leaves no process behind. One test, for it looks at all
-//! children of its process.
+//! Restores that must fail: each names its reason and leaves no process behind. One test, for it
+//! looks at all children of its process.
 
 mod support;
 
@@ -20,7 +20,9 @@ fn try_restore(taken: &Checkpoint, extra: &[&str]) -> Result<()> {
 /// Children of this process that have not been waited for.
 fn children() -> String {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    tasks.map(|t| std::fs::read_to_string(t.unwrap().path().join("children")).unwrap_or_default()).collect()
+    tasks
+        .map(|t| std::fs::read_to_string(t.unwrap().path().join("children")).unwrap_or_default())
+        .collect()
 }
 
 fn take(qemu: &str, dir: &Path) -> Checkpoint {
@@ -71,14 +73,20 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
     other.source.ram = RamLayout::new(blocks).unwrap();
     other.ram.push(vec![0; 4096]);
     let error = try_restore(&other, &[]).unwrap_err();
-    assert!(matches!(&error, Error::DifferentMachine { what, .. } if what.contains("more")), "{error}");
+    assert!(
+        matches!(&error, Error::DifferentMachine { what, .. } if what.contains("more")),
+        "{error}"
+    );
 
     let mut other = fresh(taken);
     other.source.qemu_version = "6.6.6 (Elsewhere)".into();
     // The very binary that is known is not asked for its version.
     other.source.qemu_blake3 = "0".repeat(64);
     let error = try_restore(&other, &[]).unwrap_err();
-    assert!(error.to_string().contains("6.6.6") && error.fix().unwrap().contains("--qemu"), "{error}");
+    assert!(
+        error.to_string().contains("6.6.6") && error.fix().unwrap().contains("--qemu"),
+        "{error}"
+    );
 
     let mut other = fresh(taken);
     other.source.qemu_path = "/no/such/qemu".into();
@@ -86,7 +94,10 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
     assert!(error.to_string().contains("/no/such/qemu") && error.fix().is_some(), "{error}");
 
     let error = try_restore(taken, &["-m", "64"]).unwrap_err();
-    assert!(matches!(&error, Error::CommandLine { argument, .. } if argument == "-m 64"), "{error}");
+    assert!(
+        matches!(&error, Error::CommandLine { argument, .. } if argument == "-m 64"),
+        "{error}"
+    );
     let error = try_restore(taken, &["-nonsense", "1"]).unwrap_err();
     assert!(matches!(error, Error::Exited { .. }), "{error}");
 }

@@ -85,7 +85,8 @@ fn what_is_added_leaves_the_users_own_monitor_alone() {
     for qemu in qemus() {
         let dir = tempfile::tempdir().unwrap();
         let mut guest =
-            launch(&qemu, &words("-machine pc -m 32 -display none -serial null"), dir.path()).unwrap();
+            launch(&qemu, &words("-machine pc -m 32 -display none -serial null"), dir.path())
+                .unwrap();
         let chardevs = guest.vm.qmp().execute("query-chardev", None).unwrap().to_string();
         assert!(chardevs.contains("compat_monitor0"), "{qemu}: {chardevs}");
         assert!(guest.vm.full_command().starts_with(guest.vm.user_command()));
@@ -113,7 +114,8 @@ fn a_resume_by_another_monitor_is_seen_on_a_real_qemu() {
     for qemu in qemus() {
         let dir = tempfile::tempdir().unwrap();
         let mut guest = launch(&qemu, &words(BARE), dir.path()).unwrap();
-        let mut other = Qmp::connect(&dir.path().join("watchdog.sock"), Duration::from_mins(2)).unwrap();
+        let mut other =
+            Qmp::connect(&dir.path().join("watchdog.sock"), Duration::from_mins(2)).unwrap();
         let qmp = guest.vm.qmp();
         qmp.cont().unwrap();
         for meddle in [false, true, false] {
@@ -141,8 +143,9 @@ fn the_watchdog_resumes_a_real_vm_whose_engine_is_gone() {
         guest.vm.qmp().cont().unwrap();
         let (commands, mut orders) = std::io::pipe().unwrap();
         let socket = dir.path().join("watchdog.sock");
-        let dog =
-            std::thread::spawn(move || watchdog::run(Watched::Monitor(socket), commands, std::io::sink()));
+        let dog = std::thread::spawn(move || {
+            watchdog::run(Watched::Monitor(socket), commands, std::io::sink())
+        });
         orders.write_all(b"A600000\n").unwrap();
         assert!(guest.vm.qmp().stop().unwrap().was_running);
         drop(orders);

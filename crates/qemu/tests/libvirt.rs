@@ -1,5 +1,5 @@
-//! Attaching to a VM that a real libvirt runs. One test, for it starts a daemon; skipped, with the reason printed, where
-//! that cannot be.
+//! Attaching to a VM that a real libvirt runs. One test, for it starts a daemon; skipped, with the
+//! reason printed, where that cannot be.
 
 mod support;
 
@@ -21,7 +21,8 @@ fn watchdog_process() {
     watchdog::run(Watched::parse(&words).unwrap(), std::io::stdin(), out()).unwrap();
 }
 
-/// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is `pid domain uri`.
+/// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is
+/// `pid domain uri`.
 #[test]
 #[ignore = "the engine's process of other tests"]
 fn engine_process() {
@@ -44,7 +45,9 @@ fn watchdog(vm: &Vm) -> Watchdog {
 /// Children of this process that have not been waited for.
 fn children() -> String {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    tasks.map(|t| std::fs::read_to_string(t.unwrap().path().join("children")).unwrap_or_default()).collect()
+    tasks
+        .map(|t| std::fs::read_to_string(t.unwrap().path().join("children")).unwrap_or_default())
+        .collect()
 }
 
 fn sets(libvirt: &Libvirt, name: &str) -> String {
@@ -65,7 +68,8 @@ fn create(libvirt: &Libvirt, name: &str, qemu: &str, dir: &Path) -> u32 {
          <features><acpi/></features>",
         firmware.display()
     );
-    let serial = format!("<serial type='file'><source path='{}'/></serial>", dir.join("serial").display());
+    let serial =
+        format!("<serial type='file'><source path='{}'/></serial>", dir.join("serial").display());
     libvirt.create(name, qemu, &inside, &serial)
 }
 
@@ -141,8 +145,9 @@ fn comes_back(libvirt: &Libvirt, name: &str, pid: u32, serial: &Path) {
     drop(vm);
     libvirt.must(&["destroy", name]);
 
-    let extra =
-        ["-chardev", &format!("file,id=charserial0,path={}", serial.display())].map(Into::into).into();
+    let extra = ["-chardev", &format!("file,id=charserial0,path={}", serial.display())]
+        .map(Into::into)
+        .into();
     let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
     let plan = Plan::new(taken.source.clone(), extra, options).unwrap();
     let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();

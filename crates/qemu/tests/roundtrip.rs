@@ -7,7 +7,8 @@ use keyframe_qemu::restore::{self, Plan, RestoreOptions, Restored};
 use keyframe_units::BlockKind;
 use std::path::Path;
 use support::{
-    Checkpoint, Guest, checkpoint, launch, passes, payload, qemus, read_blocks, said, wait_for, words,
+    Checkpoint, Guest, checkpoint, launch, passes, payload, qemus, read_blocks, said, wait_for,
+    words,
 };
 
 /// A restored VM that is killed with its test.
@@ -68,7 +69,8 @@ fn round_trip(qemu: &str, line: &str) {
         assert!(restored[index] == taken.ram[number], "RAM block {} differs", expected.name);
     }
 
-    // Each pass checks the one before, so passes that go on say that RAM and registers were the checkpoint's.
+    // Each pass checks the one before, so passes that go on say that RAM and registers were the
+    // checkpoint's.
     vm.qmp().cont().unwrap();
     let text = wait_for(&serial, "two passes after the restore", |text| passes(text).len() >= 2);
     let first = passes(&text)[0];
@@ -101,7 +103,10 @@ fn every_machine_comes_back_as_it_was() {
 #[test]
 fn video_memory_and_several_processors_come_back() {
     for qemu in qemus() {
-        round_trip(&qemu, "-machine pc -m 48 -smp 4 -device VGA,vgamem_mb=8 -device virtio-rng-pci");
+        round_trip(
+            &qemu,
+            "-machine pc -m 48 -smp 4 -device VGA,vgamem_mb=8 -device virtio-rng-pci",
+        );
     }
 }
 

@@ -5,8 +5,9 @@
 //!   console  "H" "i"                ─▶  H at 1000, i at 1040
 //! ```
 //!
-//! The log says when bytes were taken and how many, not which; the console's file has them in order. It says neither of which
-//! console they are: with more than one that is recorded nothing can be told.
+//! The log says when bytes were taken and how many, not which; the console's file has them in
+//! order. It says neither of which console they are: with more than one that is recorded nothing
+//! can be told.
 
 use crate::log::{Event, Events};
 use crate::{Error, Result};
@@ -47,7 +48,8 @@ impl Console {
             let (now, rest) = left.split_at(count);
             left = rest;
             for byte in now {
-                let (_, last, text) = line.get_or_insert_with(|| (placed.icount, placed.icount, Vec::new()));
+                let (_, last, text) =
+                    line.get_or_insert_with(|| (placed.icount, placed.icount, Vec::new()));
                 *last = placed.icount;
                 match byte {
                     b'\n' => console.end(&mut line),

@@ -5,7 +5,8 @@
 //!   by time           as the host's clock stood: by the log's times, or where it has none as the guest read the clock. Taken to run evenly in between
 //! ```
 //!
-//! Each cut then moves to the next instruction at which the log has nothing ([`Boundaries`]): there a replay can stand and go on.
+//! Each cut then moves to the next instruction at which the log has nothing ([`Boundaries`]): there
+//! a replay can stand and go on.
 
 use crate::log::{self, Boundaries, Event, Placed};
 use crate::{Error, Result, Times};
@@ -27,8 +28,8 @@ pub enum Every {
 
 /// The instructions at which the log in the file at `path` is cut, rising, each within it.
 ///
-/// Errors: [`Error::NoClock`] where time is asked for, there are no `times`, and the guest never had the host's clock read;
-/// [`Error::TooManyCuts`].
+/// Errors: [`Error::NoClock`] where time is asked for, there are no `times`, and the guest never
+/// had the host's clock read; [`Error::TooManyCuts`].
 pub fn cuts(path: &Path, times: Times, every: Every, boundaries: &Boundaries) -> Result<Vec<u64>> {
     let mut cutter = Cutter::new(every);
     follow(path, times, &mut |placed, readings| {
@@ -44,8 +45,8 @@ pub fn cuts(path: &Path, times: Times, every: Every, boundaries: &Boundaries) ->
 /// Takes an event of a log, or its end, and the readings before it.
 type Take<'a> = dyn FnMut(Option<Placed>, &[(u64, i64)]) -> Result<bool> + 'a;
 
-/// Gives each event of the log at `path`, and the readings of the host's clock before it, each with its instruction; at last those behind the
-/// log's end. Until `take` says false.
+/// Gives each event of the log at `path`, and the readings of the host's clock before it, each with
+/// its instruction; at last those behind the log's end. Until `take` says false.
 fn follow(path: &Path, mut times: Times, take: &mut Take<'_>) -> Result<()> {
     let mut events = log::open(path)?;
     let mut before = 0;
@@ -98,7 +99,9 @@ impl Cutter {
             return Ok(());
         };
         let step = step.max(1);
-        while let Some(next) = step.checked_mul(self.count as u64 + 1).filter(|n| *n <= placed.icount) {
+        while let Some(next) =
+            step.checked_mul(self.count as u64 + 1).filter(|n| *n <= placed.icount)
+        {
             self.want(next)?;
         }
         Ok(())
@@ -144,7 +147,8 @@ impl Cutter {
         Ok(())
     }
 
-    /// The next cut: where it was asked for, or behind that, where `boundaries` has nothing. None where that is not known yet.
+    /// The next cut: where it was asked for, or behind that, where `boundaries` has nothing. None
+    /// where that is not known yet.
     pub fn next_cut(&mut self, boundaries: &Boundaries) -> Option<u64> {
         while let Some(&icount) = self.wanted.front() {
             // The one before it may have moved beyond it.
@@ -159,9 +163,11 @@ impl Cutter {
     }
 }
 
-/// The instruction at which the host's clock had gone on by `after` since the log begins; none where it ends before.
+/// The instruction at which the host's clock had gone on by `after` since the log begins; none
+/// where it ends before.
 ///
-/// Error: [`Error::NoClock`] where there are no `times` and the guest never had the host's clock read.
+/// Error: [`Error::NoClock`] where there are no `times` and the guest never had the host's clock
+/// read.
 pub fn at_time(path: &Path, times: Times, after: Duration) -> Result<Option<u64>> {
     let after_ns = i64::try_from(after.as_nanos()).unwrap_or(i64::MAX);
     let (mut due, mut last, mut found) = (None, None, None);
@@ -186,7 +192,8 @@ pub fn at_time(path: &Path, times: Times, after: Duration) -> Result<Option<u64>
     }
 }
 
-/// The instruction at clock `due`, between two at which the clock was read: it is taken to run evenly.
+/// The instruction at clock `due`, between two at which the clock was read: it is taken to run
+/// evenly.
 fn between((icount, then): (u64, i64), (next, now): (u64, i64), due: i64) -> u64 {
     let all = now.saturating_sub(then);
     if all <= 0 {
@@ -204,7 +211,9 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let events: Vec<_> = events
             .iter()
-            .map(|(count, clock)| [&[0][..], &count.to_be_bytes(), &[28], &clock.to_be_bytes()].concat())
+            .map(|(count, clock)| {
+                [&[0][..], &count.to_be_bytes(), &[28], &clock.to_be_bytes()].concat()
+            })
             .collect();
         let events: Vec<&[u8]> = events.iter().map(Vec::as_slice).collect();
         std::fs::write(file.path(), log::tests::bytes(&events)).unwrap();
@@ -239,8 +248,11 @@ mod tests {
 
     #[test]
     fn a_clock_that_says_anything_is_bounded() {
-        let (file, boundaries) = log(&[(9, i64::MIN), (u32::MAX, i64::MAX), (9, i64::MIN), (9, i64::MAX)]);
-        let cuts = |ns| cuts(file.path(), Times::none(), Every::Time(Duration::from_nanos(ns)), &boundaries);
+        let (file, boundaries) =
+            log(&[(9, i64::MIN), (u32::MAX, i64::MAX), (9, i64::MIN), (9, i64::MAX)]);
+        let cuts = |ns| {
+            cuts(file.path(), Times::none(), Every::Time(Duration::from_nanos(ns)), &boundaries)
+        };
         assert!(matches!(cuts(1), Err(Error::TooManyCuts { .. })));
         assert!(cuts(u64::MAX >> 1).unwrap().len() <= 3);
         let every = super::cuts(file.path(), Times::none(), Every::Instructions(1), &boundaries);
@@ -251,8 +263,12 @@ mod tests {
     fn without_a_clock_there_is_no_time() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), log::tests::bytes(&[&[0, 0, 0, 0, 9]])).unwrap();
-        let found =
-            cuts(file.path(), Times::none(), Every::Time(Duration::from_secs(1)), &Boundaries::default());
+        let found = cuts(
+            file.path(),
+            Times::none(),
+            Every::Time(Duration::from_secs(1)),
+            &Boundaries::default(),
+        );
         assert!(matches!(found, Err(Error::NoClock { .. })));
     }
 }

@@ -95,7 +95,10 @@ impl Error {
         }
     }
 
-    pub(crate) fn io(operation: &'static str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self {
+    pub(crate) fn io(
+        operation: &'static str,
+        path: &std::path::Path,
+    ) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { operation, path, source }
     }

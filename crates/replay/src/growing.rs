@@ -5,13 +5,14 @@
 //!                                          ▲ last_standing: one before the end of the last instructions that are whole
 //! ```
 //!
-//! A QEMU that replays reads on when it has run all instructions of an event, and ends itself where nothing follows. So it may run up
-//! to the last but one instruction of what there is, no further.
+//! A QEMU that replays reads on when it has run all instructions of an event, and ends itself where
+//! nothing follows. So it may run up to the last but one instruction of what there is, no further.
 //!
-//! QEMU reads whole blocks. What may still have to be corrected ([`Warps`]) is in none that a replay reads, so the last block waits for the
-//! next now and then.
+//! QEMU reads whole blocks. What may still have to be corrected ([`Warps`]) is in none that a
+//! replay reads, so the last block waits for the next now and then.
 //!
-//! A log that is cut by time is read as far as its times have come: so it is cut where it would be once it is whole.
+//! A log that is cut by time is read as far as its times have come: so it is cut where it would be
+//! once it is whole.
 
 use crate::cutting::{Cutter, Every};
 use crate::log::{self, Boundaries, Event, Events, HEADER_BYTES, WARP_CLOCK};
@@ -33,7 +34,8 @@ pub struct Growing {
     path: PathBuf,
     block_bytes: u64,
     warps: Warps,
-    /// How far it has been looked through for what to correct, and up to where nothing will be any more.
+    /// How far it has been looked through for what to correct, and up to where nothing will be any
+    /// more.
     looked: u64,
     corrected: u64,
     offset: u64,
@@ -47,8 +49,8 @@ pub struct Growing {
 }
 
 impl Growing {
-    /// Opens the log at `path`, which gets the header that a replay asks for; `None` while QEMU has written nothing. Its times are at `times`,
-    /// if they are kept.
+    /// Opens the log at `path`, which gets the header that a replay asks for; `None` while QEMU has
+    /// written nothing. Its times are at `times`, if they are kept.
     pub fn open(path: &Path, times: &Path, every: Every) -> Result<Option<Self>> {
         let file = match File::options().read(true).write(true).open(path) {
             Ok(file) => file,
@@ -115,7 +117,9 @@ impl Growing {
         } else {
             let is_cut = self.looked < len && {
                 let mut kind = [0];
-                self.file.read_exact_at(&mut kind, self.looked).map_err(Error::io("read", &self.path))?;
+                self.file
+                    .read_exact_at(&mut kind, self.looked)
+                    .map_err(Error::io("read", &self.path))?;
                 kind == [WARP_CLOCK]
             };
             let open = self.warps.open_from().or(is_cut.then_some(self.looked)).unwrap_or(len);
@@ -124,7 +128,8 @@ impl Growing {
         Ok(())
     }
 
-    /// Reads the events that end at byte `until` or before. False where the file, as far as it is corrected, has not come to that yet.
+    /// Reads the events that end at byte `until` or before. False where the file, as far as it is
+    /// corrected, has not come to that yet.
     fn read(&mut self, until: u64) -> Result<bool> {
         let len = self.corrected;
         let mut events = events(&self.file, &self.path, self.offset..until.min(len), self.icount)?;
@@ -190,7 +195,8 @@ mod tests {
 
     fn events(log: &[(u32, Option<i64>)]) -> Vec<u8> {
         let one = |(count, clock): &(u32, Option<i64>)| {
-            let clock = clock.map(|now| [&[28][..], &now.to_be_bytes()].concat()).unwrap_or_default();
+            let clock =
+                clock.map(|now| [&[28][..], &now.to_be_bytes()].concat()).unwrap_or_default();
             [&[0][..], &count.to_be_bytes(), &clock].concat()
         };
         let all: Vec<Vec<u8>> = log.iter().map(one).collect();
@@ -211,12 +217,16 @@ mod tests {
         growing.block_bytes = 1;
         assert_eq!(std::fs::read(file.path()).unwrap()[..4], log::HEADER);
         assert!(growing.refresh().unwrap() && !growing.refresh().unwrap());
-        assert_eq!((growing.icount(), growing.last_standing(), growing.next_cut()), (105, 104, Some(11)));
+        assert_eq!(
+            (growing.icount(), growing.last_standing(), growing.next_cut()),
+            (105, 104, Some(11))
+        );
         assert!(!growing.is_complete());
     }
 
     proptest! {
-        /// However it comes, it is cut as a log that is whole, and never where a replay would run out of it.
+        /// However it comes, it is cut as a log that is whole, and never where a replay would run
+        /// out of it.
         #[test]
         fn cuts_are_those_of_the_whole_log(
             log in prop::collection::vec((1u32..60, prop::option::of(0i64..2000)), 1..40),
@@ -231,7 +241,8 @@ mod tests {
             let whole = tempfile::NamedTempFile::new().unwrap();
             std::fs::write(whole.path(), &log).unwrap();
             let boundaries = Boundaries::read(whole.path()).unwrap();
-            // A piece each 30 ns, and the first with the file. The last is written, and nobody has looked yet.
+            // A piece each 30 ns, and the first with the file. The last is written, and nobody has
+            // looked yet.
             let [head, rest] = [0..HEADER_BYTES as usize + 1, HEADER_BYTES as usize + 1..log.len()].map(|range| &log[range]);
             let pieces: Vec<&[u8]> = rest.chunks(piece).collect();
             let lines: Vec<String> = (0..pieces.len())
@@ -268,7 +279,8 @@ mod tests {
             prop_assert_eq!(found, expected);
         }
 
-        /// However it comes, what a replay may read of it is never corrected any more, and all of it is as the whole log's.
+        /// However it comes, what a replay may read of it is never corrected any more, and all of
+        /// it is as the whole log's.
         #[test]
         fn no_replay_reads_what_is_still_to_be_corrected(
             letters in prop::collection::vec("[NWAhBI]|[1-9]|W 5 h 6 7|h 20 A|h 20 B A I N", 0..60),

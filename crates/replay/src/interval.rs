@@ -11,8 +11,10 @@ use crate::log::Boundaries;
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 
-/// What a replay takes at an instruction at which the log has something, in instructions at which it has nothing: measured, 1,000 where nothing is asked
-/// of the replay but that it runs (docs/design/benchmarks.md). A boot that waits has 6 such places in 1,000 instructions, a computation 3 in 100,000.
+/// What a replay takes at an instruction at which the log has something, in instructions at which
+/// it has nothing: measured, 1,000 where nothing is asked of the replay but that it runs
+/// (docs/design/benchmarks.md). A boot that waits has 6 such places in 1,000 instructions, a
+/// computation 3 in 100,000.
 const EVENT_EFFORT: u64 = 1_000;
 
 /// A checkpoint's place in a recording.
@@ -31,8 +33,8 @@ pub struct Interval {
     pub index: u32,
     /// The checkpoint that its replay starts from.
     pub begin: Place,
-    /// The instruction at which it begins: `begin`'s, or, where a replay can stand at both ends ([`with_standing_ends`]), one
-    /// behind it.
+    /// The instruction at which it begins: `begin`'s, or, where a replay can stand at both ends
+    /// ([`with_standing_ends`]), one behind it.
     pub from_icount: u64,
     /// The checkpoint at its end; none where it ends with the log.
     pub end: Option<CheckpointId>,
@@ -58,8 +60,8 @@ impl Interval {
     }
 }
 
-/// The intervals between `places` of a recording that ends after `instructions`. Two checkpoints at one instruction are one:
-/// a replay has nothing to do between them.
+/// The intervals between `places` of a recording that ends after `instructions`. Two checkpoints at
+/// one instruction are one: a replay has nothing to do between them.
 pub fn intervals(mut places: Vec<Place>, instructions: u64) -> Vec<Interval> {
     places.sort_unstable();
     places.dedup_by_key(|place| place.icount);
@@ -77,8 +79,10 @@ pub fn intervals(mut places: Vec<Place>, instructions: u64) -> Vec<Interval> {
     all
 }
 
-/// The intervals up to the last instruction at which the log has nothing. A machine is stopped where something happens, most often at an interrupt by
-/// its timer: of replays that are stopped there, some have come to that as well and some have not. Not for a recording whose replays end with its log.
+/// The intervals up to the last instruction at which the log has nothing. A machine is stopped
+/// where something happens, most often at an interrupt by its timer: of replays that are stopped
+/// there, some have come to that as well and some have not. Not for a recording whose replays end
+/// with its log.
 pub fn with_standing_end(mut all: Vec<Interval>, boundaries: &Boundaries) -> Vec<Interval> {
     while let [before @ .., last] = all.as_mut_slice() {
         let end_icount = boundaries.last_unambiguous(last.end_icount);
@@ -95,8 +99,9 @@ pub fn with_standing_end(mut all: Vec<Interval>, boundaries: &Boundaries) -> Vec
     all
 }
 
-/// The intervals with their inner ends moved to where a replay can stand and go on: to the next instruction at which the log has
-/// nothing. Those that this leaves nothing of go; behind the last such instruction, what is left is one interval.
+/// The intervals with their inner ends moved to where a replay can stand and go on: to the next
+/// instruction at which the log has nothing. Those that this leaves nothing of go; behind the last
+/// such instruction, what is left is one interval.
 pub fn with_standing_ends(all: &[Interval], boundaries: &Boundaries) -> Vec<Interval> {
     let (Some(first), Some(last)) = (all.first(), all.last()) else { return Vec::new() };
     let mut moved: Vec<Interval> = Vec::with_capacity(all.len());
@@ -181,17 +186,25 @@ mod tests {
         // Something happens at 10, 11, 12, 20, 30.
         let boundaries = boundaries(&[10, 1, 1, 8, 10]);
         let back = |places: &[u64], end| {
-            let all = places.iter().enumerate().map(|(n, icount)| place(*icount, n as u64)).collect();
+            let all =
+                places.iter().enumerate().map(|(n, icount)| place(*icount, n as u64)).collect();
             let stood = with_standing_end(intervals(all, end), &boundaries);
             (ends(&stood), ends(&with_standing_ends(&stood, &boundaries)))
         };
-        assert_eq!(back(&[0, 20], 30), (vec![(0, 0, 20), (20, 20, 29)], vec![(0, 0, 21), (20, 21, 29)]));
+        assert_eq!(
+            back(&[0, 20], 30),
+            (vec![(0, 0, 20), (20, 20, 29)], vec![(0, 0, 21), (20, 21, 29)])
+        );
         assert_eq!(back(&[0], 25), (vec![(0, 0, 25)], vec![(0, 0, 25)]), "nothing happens there");
         assert_eq!(back(&[0, 4], 12), (vec![(0, 0, 4), (4, 4, 9)], vec![(0, 0, 5), (4, 5, 9)]));
         // Nothing is left of the last ones, or the first end lies at the end of all.
         assert_eq!(back(&[0, 10, 11], 12), (vec![(0, 0, 9)], vec![(0, 0, 9)]));
         assert_eq!(back(&[0, 28], 30), (vec![(0, 0, 28), (28, 28, 29)], vec![(0, 0, 29)]));
-        assert_eq!(back(&[10], 12), (vec![(10, 10, 12)], vec![(10, 10, 12)]), "it is all that there is");
+        assert_eq!(
+            back(&[10], 12),
+            (vec![(10, 10, 12)], vec![(10, 10, 12)]),
+            "it is all that there is"
+        );
     }
 
     #[test]
@@ -204,7 +217,8 @@ mod tests {
     }
 
     proptest! {
-        /// However the log lies, nothing is left out or twice, and each begins at or behind its checkpoint.
+        /// However the log lies, nothing is left out or twice, and each begins at or behind its
+        /// checkpoint.
         #[test]
         fn moved_ends_cover_the_same(
             counts in prop::collection::vec(0u64..50, 1..12),

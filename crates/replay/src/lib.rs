@@ -1,6 +1,7 @@
-//! Recordings of a VM's run: what QEMU wrote down of it (`log`), what is kept beside that (`recording`), and the intervals
-//! between checkpoints in which it is replayed (`interval`); where one is cut that has none yet (`cutting`), also while it is
-//! being written (`growing`); what a replay is to read otherwise than QEMU wrote it (`warps`).
+//! Recordings of a VM's run: what QEMU wrote down of it (`log`), what is kept beside that
+//! (`recording`), and the intervals between checkpoints in which it is replayed (`interval`); where
+//! one is cut that has none yet (`cutting`), also while it is being written (`growing`); what a
+//! replay is to read otherwise than QEMU wrote it (`warps`).
 //!
 //! ```text
 //!   record ──▶ REC/replay.log + recording.json ──▶ intervals [checkpoint i, checkpoint i+1) ──▶ one replay each

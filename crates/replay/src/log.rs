@@ -67,8 +67,8 @@ pub struct Placed {
     pub icount: u64,
 }
 
-/// Reads a log event by event. It may still be growing: what is cut at its end is not given, and can be read again later from
-/// [`Events::offset`] on.
+/// Reads a log event by event. It may still be growing: what is cut at its end is not given, and
+/// can be read again later from [`Events::offset`] on.
 pub struct Events<R> {
     input: BufReader<R>,
     path: std::path::PathBuf,
@@ -127,7 +127,9 @@ impl<R: Read> Events<R> {
                 self.ended = true;
                 Ok(None)
             }
-            Err(Stop::Io(source)) => Err(Error::Io { operation: "read", path: self.path.clone(), source }),
+            Err(Stop::Io(source)) => {
+                Err(Error::Io { operation: "read", path: self.path.clone(), source })
+            }
             Err(Stop::Unknown(problem)) => {
                 Err(Error::Damaged { path: self.path.clone(), offset: begins, problem })
             }
@@ -168,7 +170,9 @@ impl<R: Read> Events<R> {
             9 => self.bytes::<5>(len).and_then(|_| self.data(len)),
             23 => self.data(len),
             24 | 25 => self.bytes::<4>(len).map(drop),
-            26 => Err(Stop::Unknown("sound that was recorded, whose length the log does not tell".into())),
+            26 => Err(Stop::Unknown(
+                "sound that was recorded, whose length the log does not tell".into(),
+            )),
             27 => self.bytes::<4>(len).and_then(|_| self.data(len)),
             _ => Err(Stop::Unknown(format!("an event of unknown kind {kind}"))),
         }
@@ -237,9 +241,10 @@ enum Stop {
     Unknown(String),
 }
 
-/// Where the machine was asked to shut down for good. QEMU does so some time later, and a replay at another instruction than the recording:
-/// what the guest ran in between is in the log, but no replay is sure to come to it. A reset has a checkpoint of the log's own instead,
-/// at which a replay waits for it.
+/// Where the machine was asked to shut down for good. QEMU does so some time later, and a replay at
+/// another instruction than the recording: what the guest ran in between is in the log, but no
+/// replay is sure to come to it. A reset has a checkpoint of the log's own instead, at which a
+/// replay waits for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Shutdown(Option<u64>);
 
@@ -284,8 +289,8 @@ pub fn summary(path: &Path) -> Result<Summary> {
     Ok(summary)
 }
 
-/// The instructions at which something happened besides: between two of them a VM's state at an instruction is one and no other.
-/// At one of them there are several, before and behind each event.
+/// The instructions at which something happened besides: between two of them a VM's state at an
+/// instruction is one and no other. At one of them there are several, before and behind each event.
 #[derive(Clone, Debug, Default)]
 pub struct Boundaries {
     all: Vec<u64>,
@@ -338,23 +343,27 @@ impl Boundaries {
         }
     }
 
-    /// The last instruction that a replay is sure to come to: the log's last, or the one before which the machine was asked to shut down.
+    /// The last instruction that a replay is sure to come to: the log's last, or the one before
+    /// which the machine was asked to shut down.
     pub fn end(&self) -> u64 {
         self.shutdown.end(self.all.last().copied().unwrap_or(0))
     }
 
-    /// Whether it ends as the machine was asked to shut down. A replay whose guest had QEMU end there and then ends with its log.
+    /// Whether it ends as the machine was asked to shut down. A replay whose guest had QEMU end
+    /// there and then ends with its log.
     pub fn end_with_shutdown(&self) -> bool {
         self.shutdown.0.is_some()
     }
 
-    /// The instructions at which the recorded VM stood while a network card was about to send. When a VM goes on, such a card schedules the bottom
-    /// half that sends once more, so that the log has it twice; a replay gets by only if it stands there too.
+    /// The instructions at which the recorded VM stood while a network card was about to send. When
+    /// a VM goes on, such a card schedules the bottom half that sends once more, so that the log
+    /// has it twice; a replay gets by only if it stands there too.
     pub fn holds(&self) -> &[u64] {
         &self.holds
     }
 
-    /// Whether the guest's own state at the end is one of two, before and behind an interrupt. The log always has something there.
+    /// Whether the guest's own state at the end is one of two, before and behind an interrupt. The
+    /// log always has something there.
     pub fn end_is_ambiguous(&self) -> bool {
         self.last_delivery == Some(self.end())
     }
@@ -383,11 +392,13 @@ impl Boundaries {
         candidate
     }
 
-    /// The first instruction behind `icount` at which a VM has one state only; none where a replay is not sure to come to one.
+    /// The first instruction behind `icount` at which a VM has one state only; none where a replay
+    /// is not sure to come to one.
     pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
         let first = icount.checked_add(1)?;
         let from = self.all.partition_point(|boundary| *boundary < first);
-        // They are rising: as long as each is the candidate itself, the next instruction is the next candidate.
+        // They are rising: as long as each is the candidate itself, the next instruction is the
+        // next candidate.
         (first..)
             .zip(self.all.get(from..)?)
             .find(|(candidate, boundary)| *boundary > candidate)
@@ -410,12 +421,15 @@ pub fn open(path: &Path) -> Result<Events<std::fs::File>> {
     Ok(Events::new(file, path))
 }
 
-/// Gives a log whose QEMU did not end in good order the header without which no QEMU reads it, and cuts what is not whole of
-/// its last event. True where it lacked it.
+/// Gives a log whose QEMU did not end in good order the header without which no QEMU reads it, and
+/// cuts what is not whole of its last event. True where it lacked it.
 pub fn mend(path: &Path) -> Result<bool> {
     let whole = summary(path)?;
-    let file =
-        std::fs::OpenOptions::new().read(true).write(true).open(path).map_err(Error::io("open", path))?;
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(path)
+        .map_err(Error::io("open", path))?;
     let lacks = give_header(&file, path)?;
     let len = file.metadata().map_err(Error::io("look at", path))?.len();
     if len > whole.bytes && !whole.is_complete {
@@ -424,7 +438,8 @@ pub fn mend(path: &Path) -> Result<bool> {
     Ok(lacks)
 }
 
-/// Writes the header into a log that has none yet; QEMU does so only when it ends. True where there was none.
+/// Writes the header into a log that has none yet; QEMU does so only when it ends. True where there
+/// was none.
 pub(crate) fn give_header(file: &std::fs::File, path: &Path) -> Result<bool> {
     use std::os::unix::fs::FileExt;
     let mut header = [0; 4];
@@ -497,10 +512,12 @@ pub(crate) mod tests {
         )
         .unwrap();
         let boundaries = Boundaries::read(file.path()).unwrap();
-        let next: Vec<_> = [0, 4, 5, 6, 11, 12, 13].iter().map(|n| boundaries.next_unambiguous(*n)).collect();
+        let next: Vec<_> =
+            [0, 4, 5, 6, 11, 12, 13].iter().map(|n| boundaries.next_unambiguous(*n)).collect();
         assert_eq!(next, [Some(1), Some(7), Some(7), Some(7), Some(12), None, None]);
         assert!(
-            next.iter().flatten().all(|n| boundaries.is_unambiguous(*n)) && !boundaries.is_unambiguous(6)
+            next.iter().flatten().all(|n| boundaries.is_unambiguous(*n))
+                && !boundaries.is_unambiguous(6)
         );
     }
 
@@ -560,7 +577,8 @@ pub(crate) mod tests {
             instructions(5),
             half(10),
         ];
-        std::fs::write(file.path(), bytes(&log.iter().map(Vec::as_slice).collect::<Vec<_>>())).unwrap();
+        std::fs::write(file.path(), bytes(&log.iter().map(Vec::as_slice).collect::<Vec<_>>()))
+            .unwrap();
         assert_eq!(Boundaries::read(file.path()).unwrap().holds(), [10]);
     }
 

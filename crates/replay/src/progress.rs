@@ -4,8 +4,8 @@
 //!   looked at: 100  250  900  900  900  900 ...  ─▶ stands still for longer than it may ─▶ diverged at 900
 //! ```
 //!
-//! Only time that somebody looked at counts: where nobody was run for a while (the host was suspended, or had too much to do),
-//! neither was the replay.
+//! Only time that somebody looked at counts: where nobody was run for a while (the host was
+//! suspended, or had too much to do), neither was the replay.
 
 use std::time::Duration;
 
@@ -41,8 +41,9 @@ impl Progress {
         Self { icount, log_offset: None, looked: Duration::ZERO, stood: Duration::ZERO, patience }
     }
 
-    /// At `elapsed` since its beginning it stands at `icount`, and has read its log up to `log_offset` bytes, where that is
-    /// known. A guest that waits runs no instruction, and goes on in its log.
+    /// At `elapsed` since its beginning it stands at `icount`, and has read its log up to
+    /// `log_offset` bytes, where that is known. A guest that waits runs no instruction, and goes on
+    /// in its log.
     pub fn look(&mut self, elapsed: Duration, icount: u64, log_offset: Option<u64>) -> Verdict {
         let since = elapsed.saturating_sub(self.looked).min(BETWEEN_LOOKS_MAX);
         self.looked = elapsed;

@@ -10,7 +10,8 @@
 //!   REC/first/           its first checkpoint, while it is recorded and followed
 //! ```
 //!
-//! Invariant: `recording.json` is replaced whole. One that says `complete` has its log whole beside it.
+//! Invariant: `recording.json` is replaced whole. One that says `complete` has its log whole beside
+//! it.
 
 use crate::log::{self, Summary};
 use crate::{Error, Result, warps};
@@ -120,11 +121,15 @@ impl ImageMeta {
             disk: disk.into(),
             path: path.to_string_lossy().into_owned(),
             bytes: found.len(),
-            modified_ns: found.mtime().saturating_mul(1_000_000_000).saturating_add(found.mtime_nsec()),
+            modified_ns: found
+                .mtime()
+                .saturating_mul(1_000_000_000)
+                .saturating_add(found.mtime_nsec()),
         })
     }
 
-    /// Refuses an image that has another length or time of change now, or is gone: the guest would read something else.
+    /// Refuses an image that has another length or time of change now, or is gone: the guest would
+    /// read something else.
     pub fn require_unchanged(&self) -> Result<()> {
         let now = Self::of(&self.disk, Path::new(&self.path))?;
         if now == *self {
@@ -164,7 +169,8 @@ impl Readable {
 }
 
 impl Recording {
-    /// Makes the directory of one that is about to begin, in which QEMU's log will be at [`Recording::log_path`].
+    /// Makes the directory of one that is about to begin, in which QEMU's log will be at
+    /// [`Recording::log_path`].
     ///
     /// Error: [`Error::Exists`] where something is there already.
     pub fn create(path: &Path, meta: RecordingMeta) -> Result<Self> {
@@ -188,8 +194,11 @@ impl Recording {
         let text = match File::open(&file) {
             Ok(opened) => {
                 let mut text = String::new();
-                std::io::Read::read_to_string(&mut std::io::Read::take(opened, META_BYTES_MAX), &mut text)
-                    .map_err(Error::io("read", &file))?;
+                std::io::Read::read_to_string(
+                    &mut std::io::Read::take(opened, META_BYTES_MAX),
+                    &mut text,
+                )
+                .map_err(Error::io("read", &file))?;
                 text
             }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
@@ -216,7 +225,8 @@ impl Recording {
         &self.path
     }
 
-    /// Whether somebody is making it: the command that records it, or a QEMU that has outlived that.
+    /// Whether somebody is making it: the command that records it, or a QEMU that has outlived
+    /// that.
     pub fn is_being_made(&self) -> Result<bool> {
         Ok(self.has_maker()? || is_open_anywhere(&self.log_path()))
     }
@@ -259,7 +269,8 @@ impl Recording {
         }
     }
 
-    /// Where the store is that has the first checkpoint while another QEMU follows the recording: that one has the other store.
+    /// Where the store is that has the first checkpoint while another QEMU follows the recording:
+    /// that one has the other store.
     pub fn first_store_path(&self) -> PathBuf {
         self.path.join("first")
     }
@@ -271,8 +282,8 @@ impl Recording {
     /// Writes `recording.json`.
     pub fn save(&self) -> Result<()> {
         let file = self.path.join("recording.json");
-        let mut new =
-            tempfile::NamedTempFile::new_in(&self.path).map_err(Error::io("make a file in", &self.path))?;
+        let mut new = tempfile::NamedTempFile::new_in(&self.path)
+            .map_err(Error::io("make a file in", &self.path))?;
         let text = serde_json::to_string_pretty(&self.meta).unwrap_or_default();
         new.write_all(text.as_bytes())
             .and_then(|()| new.as_file().sync_all())
@@ -281,15 +292,18 @@ impl Recording {
         Ok(())
     }
 
-    /// After QEMU's end: mends the log, where QEMU was killed, and says how it ended. It can be replayed from now on.
+    /// After QEMU's end: mends the log, where QEMU was killed, and says how it ended. It can be
+    /// replayed from now on.
     ///
-    /// Where `qemu_failed`, QEMU ended with an error, within an instruction (`isa-debug-exit` does so when the guest asks for it): the
-    /// recording ends before that, as a replay's QEMU ends there too. One that was killed has been ended from outside, within none.
+    /// Where `qemu_failed`, QEMU ended with an error, within an instruction (`isa-debug-exit` does
+    /// so when the guest asks for it): the recording ends before that, as a replay's QEMU ends
+    /// there too. One that was killed has been ended from outside, within none.
     pub fn end(&mut self, duration_ns: u64, qemu_failed: bool) -> Result<Summary> {
         let plain = self.log_path();
         let was_cut = log::mend(&plain)?;
         let mut summary = log::summary(&plain)?;
-        self.meta.ending = if was_cut || !summary.is_complete { Ending::Cut } else { Ending::Complete };
+        self.meta.ending =
+            if was_cut || !summary.is_complete { Ending::Cut } else { Ending::Complete };
         if qemu_failed && self.meta.ending == Ending::Complete {
             summary.instructions = summary.instructions.saturating_sub(1);
         }
@@ -303,8 +317,8 @@ impl Recording {
     /// Compresses the log of one that has ended, which nobody reads as it is any more.
     pub fn pack(&mut self) -> Result<()> {
         let (plain, packed) = (self.log_path(), self.packed_path());
-        let mut new =
-            tempfile::NamedTempFile::new_in(&self.path).map_err(Error::io("make a file in", &self.path))?;
+        let mut new = tempfile::NamedTempFile::new_in(&self.path)
+            .map_err(Error::io("make a file in", &self.path))?;
         let input = BufReader::new(File::open(&plain).map_err(Error::io("open", &plain))?);
         zstd::stream::copy_encode(input, BufWriter::new(&mut new), ZSTD_LEVEL)
             .map_err(Error::io("compress", &plain))?;
@@ -353,10 +367,11 @@ impl Recording {
         let input = File::open(&packed).map_err(Error::io("open", &packed))?;
         let output = File::create(&path).map_err(Error::io("make", &path))?;
         // It says itself how long it is: no log of another size is taken.
-        let mut decoder = zstd::stream::read::Decoder::new(input).map_err(Error::io("unpack", &packed))?;
+        let mut decoder =
+            zstd::stream::read::Decoder::new(input).map_err(Error::io("unpack", &packed))?;
         let mut bounded = std::io::Read::take(&mut decoder, self.meta.log_bytes.saturating_add(1));
-        let unpacked =
-            std::io::copy(&mut bounded, &mut BufWriter::new(output)).map_err(Error::io("unpack", &packed))?;
+        let unpacked = std::io::copy(&mut bounded, &mut BufWriter::new(output))
+            .map_err(Error::io("unpack", &packed))?;
         if unpacked != self.meta.log_bytes {
             return Err(Error::Damaged {
                 path: packed,
@@ -377,7 +392,9 @@ fn is_open_anywhere(path: &Path) -> bool {
     let descriptors = |process: std::fs::DirEntry| {
         std::fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten()
     };
-    processes.flat_map(descriptors).any(|fd| std::fs::read_link(fd.path()).is_ok_and(|target| target == path))
+    processes
+        .flat_map(descriptors)
+        .any(|fd| std::fs::read_link(fd.path()).is_ok_and(|target| target == path))
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@
 //!   the log     ... event │ event │ event │ ev          up to BYTES: all events before that are whole have been by then
 //! ```
 //!
-//! QEMU writes its log in pieces of 4 KiB, when they are full: a time is right to within one look. Looking is done at the file, so that neither QEMU nor
-//! its guest is disturbed. A log whose guest reads the host's clock has times of its own; most have none (`-rtc clock=vm`).
+//! QEMU writes its log in pieces of 4 KiB, when they are full: a time is right to within one look.
+//! Looking is done at the file, so that neither QEMU nor its guest is disturbed. A log whose guest
+//! reads the host's clock has times of its own; most have none (`-rtc clock=vm`).
 
 use crate::log::HEADER_BYTES;
 use crate::{Error, Result};
@@ -40,7 +41,8 @@ impl Keeper {
         let keep = move || {
             let (mut began, mut bytes) = (None, 0);
             loop {
-                let is_last = !matches!(ended.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout));
+                let is_last =
+                    !matches!(ended.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout));
                 if let Ok(found) = std::fs::metadata(&log) {
                     let now = found.len().max(HEADER_BYTES);
                     let since: Instant = *began.get_or_insert_with(Instant::now);
@@ -87,7 +89,9 @@ impl Times {
     /// Those at `path`; none where there is no such file.
     pub fn open(path: &Path) -> Result<Self> {
         match File::open(path) {
-            Ok(file) => Ok(Self { path: path.into(), file: Some(BufReader::new(file)), ..Self::default() }),
+            Ok(file) => {
+                Ok(Self { path: path.into(), file: Some(BufReader::new(file)), ..Self::default() })
+            }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Self::none()),
             Err(e) => Err(Error::io("open", path)(e)),
         }
@@ -98,7 +102,8 @@ impl Times {
         self.file.is_some()
     }
 
-    /// The next one: nanoseconds, and the bytes that had been written by then. None where it has not come.
+    /// The next one: nanoseconds, and the bytes that had been written by then. None where it has
+    /// not come.
     ///
     /// Error: [`Error::Damaged`].
     pub fn peek(&mut self) -> Result<Option<(i64, u64)>> {
@@ -106,7 +111,11 @@ impl Times {
         let room = LINE_BYTES_MAX.saturating_sub(self.line.len() as u64);
         file.take(room).read_until(b'\n', &mut self.line).map_err(Error::io("read", &self.path))?;
         if self.line.last() != Some(&b'\n') {
-            return if self.line.len() as u64 >= LINE_BYTES_MAX { Err(self.damaged()) } else { Ok(None) };
+            return if self.line.len() as u64 >= LINE_BYTES_MAX {
+                Err(self.damaged())
+            } else {
+                Ok(None)
+            };
         }
         let text = std::str::from_utf8(&self.line).ok();
         let numbers = text.and_then(|text| text.trim_end().split_once(' '));
@@ -172,7 +181,9 @@ mod tests {
     fn lines_come_in_pieces_and_what_is_none_is_told() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let mut times = Times::open(file.path()).unwrap();
-        for (piece, found) in [("0 1", None), ("2", None), ("\n5", Some((0, 12))), (" 40\n", Some((5, 40)))] {
+        for (piece, found) in
+            [("0 1", None), ("2", None), ("\n5", Some((0, 12))), (" 40\n", Some((5, 40)))]
+        {
             file.write_all(piece.as_bytes()).unwrap();
             assert_eq!(times.peek().unwrap(), found);
             times.next_before(u64::MAX).unwrap();

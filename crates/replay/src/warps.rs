@@ -1,8 +1,11 @@
-//! Jumps of a halted guest's clock that a recorded VM missed because it stood, and that its replay would make.
+//! Jumps of a halted guest's clock that a recorded VM missed because it stood, and that its replay
+//! would make.
 //!
-//! While its processor has halted, QEMU has a timer make the guest's clock jump to where something is due (a *warp*, `icount_warp_rt`). A turn
-//! of its main loop in which that timer has come to its end, but in which the VM was stopped before that is looked at, ends the timer, and the clock does not
-//! jump. Nothing of the stop is in the log but what is missing: no `W` before `h`, no clock behind it, none behind `A`.
+//! While its processor has halted, QEMU has a timer make the guest's clock jump to where something
+//! is due (a *warp*, `icount_warp_rt`). A turn of its main loop in which that timer has come to its
+//! end, but in which the VM was stopped before that is looked at, ends the timer, and the clock
+//! does not jump. Nothing of the stop is in the log but what is missing: no `W` before `h`, no
+//! clock behind it, none behind `A`.
 //!
 //! ```text
 //!   recorded        W v₁ h v v   W v h v v │stop│ h v₂ │cont│ ... A ...
@@ -10,10 +13,11 @@
 //!   to be replayed  W v₁ h v v   W v h v v        h v₁        ... A ...
 //! ```
 //!
-//! `W`, `A` and `h` are the log's checkpoints of the warp's start and account and of that clock's timers, `v` the clock. A replay does not
-//! stand there: its clock would jump, it would look for a timer's turn that the log has not, and stand still for ever. Where it reads the
-//! clock as it was when the timer was armed, the timer does not end, and `A` takes it away having warped by nothing: the state that the
-//! recorded VM had.
+//! `W`, `A` and `h` are the log's checkpoints of the warp's start and account and of that clock's
+//! timers, `v` the clock. A replay does not stand there: its clock would jump, it would look for a
+//! timer's turn that the log has not, and stand still for ever. Where it reads the clock as it was
+//! when the timer was armed, the timer does not end, and `A` takes it away having warped by
+//! nothing: the state that the recorded VM had.
 //!
 //! Left out: a timer that ended so and was armed anew before `A`. No log seen has that.
 
@@ -75,7 +79,9 @@ impl Warps {
             Event::WarpClock(now) => {
                 // Any other reading says that the timer was still there, or that the VM ran.
                 self.last = match (before, self.armed) {
-                    (Before::Timers, Some(value)) => Some(Correction { at: placed.offset + 1, value }),
+                    (Before::Timers, Some(value)) => {
+                        Some(Correction { at: placed.offset + 1, value })
+                    }
                     _ => None,
                 };
                 if before == Before::Start {
@@ -138,7 +144,8 @@ pub(crate) mod tests {
     use crate::log::tests::bytes;
     use proptest::prelude::*;
 
-    /// A log by its letters: `N`, `W`, `A`, `h`, a disk's answer `B`, `I`; `H` with the host's clock, a number with the other one.
+    /// A log by its letters: `N`, `W`, `A`, `h`, a disk's answer `B`, `I`; `H` with the host's
+    /// clock, a number with the other one.
     pub fn log(letters: &str) -> Vec<u8> {
         let event = |letter: &str| match letter {
             "N" => vec![0, 0, 0, 0, 7],
@@ -150,7 +157,8 @@ pub(crate) mod tests {
             "H" => [&[35, 28][..], &[0; 8]].concat(),
             now => [&[log::WARP_CLOCK][..], &now.parse::<i64>().unwrap().to_be_bytes()].concat(),
         };
-        let events: Vec<Vec<u8>> = letters.split(' ').filter(|one| !one.is_empty()).map(event).collect();
+        let events: Vec<Vec<u8>> =
+            letters.split(' ').filter(|one| !one.is_empty()).map(event).collect();
         bytes(&events.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 

@@ -1,4 +1,5 @@
-//! The replication protocol without I/O: who may run a protected VM, when its output may leave, who takes over.
+//! The replication protocol without I/O: who may run a protected VM, when its output may leave, who
+//! takes over.
 //!
 //! ```text
 //!            epochs, heartbeats ─▶                       each role is a state machine:
@@ -7,14 +8,17 @@
 //!      └───────────▶ Witness ◀──────────┘
 //! ```
 //!
-//! A protected VM is a *group*. Who runs it has the group's *term*; each takeover is a term. What a primary and a standby have from a
-//! Hello to the end of their trust is a *session*. docs/design/replication.md argues why at most one VM runs.
+//! A protected VM is a *group*. Who runs it has the group's *term*; each takeover is a term. What a
+//! primary and a standby have from a Hello to the end of their trust is a *session*.
+//! docs/design/replication.md argues why at most one VM runs.
 //!
-//! Invariants: no two nodes have the right to run the VM at one instant; output of an epoch leaves when the standby holds the epoch, or its
-//! primary runs alone by right; a standby activates once per term, and a whole epoch.
+//! Invariants: no two nodes have the right to run the VM at one instant; output of an epoch leaves
+//! when the standby holds the epoch, or its primary runs alone by right; a standby activates once
+//! per term, and a whole epoch.
 //!
-//! Not here: a clock (`now_ns` is the node's own, monotonic), sockets, the epochs' bytes, QEMU, persistence. The driver does what the outputs
-//! say, in their order, before it hands in the next input.
+//! Not here: a clock (`now_ns` is the node's own, monotonic), sockets, the epochs' bytes, QEMU,
+//! persistence. The driver does what the outputs say, in their order, before it hands in the next
+//! input.
 
 mod message;
 mod note;
@@ -26,7 +30,9 @@ mod wire;
 mod witness;
 
 pub use keyframe_units::Epoch;
-pub use message::{Hello, MESSAGE_BYTES_MAX, Message, PROTOCOL_VERSION, REASON_BYTES_MAX, Refusal, Role};
+pub use message::{
+    Hello, MESSAGE_BYTES_MAX, Message, PROTOCOL_VERSION, REASON_BYTES_MAX, Refusal, Role,
+};
 pub use note::{Note, Why};
 pub use primary::{Guard, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start};
 pub use standby::{Standby, StandbyInput, StandbyOutput, StandbyState};
@@ -100,8 +106,8 @@ pub struct Config {
     pub detection_ns: u64,
     /// From one heartbeat to the next.
     pub heartbeat_ns: u64,
-    /// The primary may run its VM so long after it sent a heartbeat that was answered. Well below `detection_ns`: the difference
-    /// is for the drift of clocks, and for stopping the VM.
+    /// The primary may run its VM so long after it sent a heartbeat that was answered. Well below
+    /// `detection_ns`: the difference is for the drift of clocks, and for stopping the VM.
     pub lease_ns: u64,
     /// From one question, greeting or fencing that failed to the next.
     pub retry_ns: u64,
@@ -148,7 +154,9 @@ impl Config {
         };
         [self.detection_ns, self.lease_ns, self.heartbeat_ns, arbitration]
             .iter()
-            .fold(self.digest, |sum, part| (sum ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
+            .fold(self.digest, |sum, part| {
+                (sum ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+            })
     }
 }
 

@@ -4,7 +4,8 @@
 //!   version u8 │ kind u8 │ fields, little-endian, in the order of their declaration
 //! ```
 //!
-//! Framing is the transport's. The bytes of epochs are no messages: the driver sends them beside, with their session and epoch.
+//! Framing is the transport's. The bytes of epochs are no messages: the driver sends them beside,
+//! with their session and epoch.
 
 use crate::wire::{DecodeError, Reader, put, put_option};
 use crate::{Epoch, GroupId, NodeId, Session, Term};
@@ -89,7 +90,8 @@ pub enum Message {
         term: Term,
         /// `None`: it runs alone.
         session: Option<Session>,
-        /// Not 0: the output is held, so the standby may take over; with a witness, the generation of the pairing.
+        /// Not 0: the output is held, so the standby may take over; with a witness, the generation
+        /// of the pairing.
         pairing: u64,
     },
     /// The standby lives, and will leave the primary its VM for the detection time.
@@ -257,7 +259,8 @@ impl Message {
                 if len > REASON_BYTES_MAX {
                     return Err(DecodeError::Long { field: "reason", len, max: REASON_BYTES_MAX });
                 }
-                let text = std::str::from_utf8(reader.take(len)?).map_err(|_| DecodeError::Text("reason"))?;
+                let text = std::str::from_utf8(reader.take(len)?)
+                    .map_err(|_| DecodeError::Text("reason"))?;
                 Self::Sick { session, reason: text.to_owned() }
             }
             11 => Self::Bye { session: Session(reader.u64()?) },
@@ -316,8 +319,8 @@ mod tests {
             option::of(n()),
             option::of(n()),
         );
-        let hello =
-            hello.prop_map(|(standby, group, (node, instance, term, digest), session, left, complete)| {
+        let hello = hello.prop_map(
+            |(standby, group, (node, instance, term, digest), session, left, complete)| {
                 Message::Hello(Hello {
                     role: if standby { Role::Standby } else { Role::Primary },
                     group: GroupId(group),
@@ -329,7 +332,8 @@ mod tests {
                     left: left.map(Session),
                     complete: complete.map(Epoch),
                 })
-            });
+            },
+        );
         let refusal = prop_oneof![
             Just(Refusal::WrongGroup),
             Just(Refusal::WrongConfig),
@@ -352,12 +356,20 @@ mod tests {
             ),
             (n(), n(), session(), n(), option::of(n())).prop_map(
                 |(sequence, sent_ns, session, pairing, held)| {
-                    Message::HeartbeatAck { sequence, sent_ns, session, pairing, held: held.map(Epoch) }
+                    Message::HeartbeatAck {
+                        sequence,
+                        sent_ns,
+                        session,
+                        pairing,
+                        held: held.map(Epoch),
+                    }
                 }
             ),
-            (session(), n()).prop_map(|(session, epoch)| Message::EpochAck { session, epoch: Epoch(epoch) }),
+            (session(), n())
+                .prop_map(|(session, epoch)| Message::EpochAck { session, epoch: Epoch(epoch) }),
             session().prop_map(|session| Message::WantSwitchOver { session }),
-            (session(), n()).prop_map(|(session, epoch)| Message::HandOver { session, epoch: Epoch(epoch) }),
+            (session(), n())
+                .prop_map(|(session, epoch)| Message::HandOver { session, epoch: Epoch(epoch) }),
             n().prop_map(|term| Message::TookOver { term: Term(term) }),
             (session(), ".{0,100}").prop_map(|(session, reason)| Message::Sick { session, reason }),
             session().prop_map(|session| Message::Bye { session }),

@@ -7,12 +7,15 @@
 //!         └──────────────  Solo  ─────────────┘              each change makes the next generation
 //! ```
 //!
-//! It is a register per group with compare-and-swap: a request names the generation that its sender has seen, and changes nothing
-//! at any other. So a request that was under way for long cannot undo a later one, and an answer, which is always the whole state, is
-//! enough to know what became of every request with an older generation. Whoever asks again learns the same: requests are idempotent.
+//! It is a register per group with compare-and-swap: a request names the generation that its sender
+//! has seen, and changes nothing at any other. So a request that was under way for long cannot undo
+//! a later one, and an answer, which is always the whole state, is enough to know what became of
+//! every request with an older generation. Whoever asks again learns the same: requests are
+//! idempotent.
 //!
-//! Invariants: `TakeOver` is granted only from the pairing that it names, and once; a state that an answer tells is one that the driver has
-//! persisted. Not here: times. A witness never takes a right back, and never knows who lives.
+//! Invariants: `TakeOver` is granted only from the pairing that it names, and once; a state that an
+//! answer tells is one that the driver has persisted. Not here: times. A witness never takes a
+//! right back, and never knows who lives.
 
 use crate::wire::{DecodeError, Reader, put};
 use crate::{GroupId, NodeId, PROTOCOL_VERSION, Session, Term};
@@ -124,11 +127,13 @@ pub struct Witness {
 }
 
 impl Witness {
-    /// The answer, and whether the state has changed: then it is to be persisted before the answer goes out.
+    /// The answer, and whether the state has changed: then it is to be persisted before the answer
+    /// goes out.
     pub fn handle(&mut self, request: WitnessRequest) -> (WitnessReply, bool) {
         let group = request.group();
         let old = self.groups.get(&group).copied();
-        let new = Self::decide(old, request).filter(|_| old.is_some() || self.groups.len() < GROUPS_MAX);
+        let new =
+            Self::decide(old, request).filter(|_| old.is_some() || self.groups.len() < GROUPS_MAX);
         if let Some(new) = new {
             self.groups.insert(group, new);
         }
@@ -152,11 +157,14 @@ impl Witness {
 
     fn decide(old: Option<GroupState>, request: WitnessRequest) -> Option<GroupState> {
         let seen = old.map_or(0, |old| old.generation);
-        let next =
-            |term, owner, mode| Some(GroupState { generation: seen.checked_add(1)?, term, owner, mode });
+        let next = |term, owner, mode| {
+            Some(GroupState { generation: seen.checked_add(1)?, term, owner, mode })
+        };
         let owns = |node, term| old.is_none_or(|old| old.owner == node && old.term == term);
         match request {
-            WitnessRequest::Solo { node, term, generation, .. } if generation == seen && owns(node, term) => {
+            WitnessRequest::Solo { node, term, generation, .. }
+                if generation == seen && owns(node, term) =>
+            {
                 next(term, node, Mode::Solo)
             }
             WitnessRequest::Paired { node, term, generation, standby, session, .. }
@@ -280,7 +288,12 @@ impl WitnessRequest {
         let group = GroupId(reader.u128()?);
         let mut number = || reader.u64();
         let request = match kind {
-            1 => Self::Solo { group, node: NodeId(number()?), term: Term(number()?), generation: number()? },
+            1 => Self::Solo {
+                group,
+                node: NodeId(number()?),
+                term: Term(number()?),
+                generation: number()?,
+            },
             2 => Self::Paired {
                 group,
                 node: NodeId(number()?),
@@ -348,7 +361,14 @@ mod tests {
     }
 
     fn paired(term: u64, generation: u64) -> WitnessRequest {
-        WitnessRequest::Paired { group: GROUP, node: A, term: Term(term), generation, standby: B, session: S }
+        WitnessRequest::Paired {
+            group: GROUP,
+            node: A,
+            term: Term(term),
+            generation,
+            standby: B,
+            session: S,
+        }
     }
 
     fn take_over(term: u64, generation: u64) -> WitnessRequest {

@@ -1,7 +1,9 @@
-//! Pre-copy or stop-and-copy? Whichever makes the pause no longer than it must be, at the least cost to the guest.
+//! Pre-copy or stop-and-copy? Whichever makes the pause no longer than it must be, at the least
+//! cost to the guest.
 //!
-//! `copy in the pause [ns] = dirty pages x ns per page`. Up to a tolerated time no pre-copy is worth its faults: each page
-//! that a round protects and the guest writes again costs the guest about 1 us.
+//! `copy in the pause [ns] = dirty pages x ns per page`. Up to a tolerated time no pre-copy is
+//! worth its faults: each page that a round protects and the guest writes again costs the guest
+//! about 1 us.
 
 use crate::Round;
 
@@ -25,8 +27,11 @@ impl Observed {
             return;
         }
         let measured = (took_ns / pages).max(1);
-        self.copy_ns_per_page =
-            if self.copy_ns_per_page == 0 { measured } else { (3 * self.copy_ns_per_page + measured) / 4 };
+        self.copy_ns_per_page = if self.copy_ns_per_page == 0 {
+            measured
+        } else {
+            (3 * self.copy_ns_per_page + measured) / 4
+        };
     }
 }
 
@@ -59,7 +64,8 @@ impl AutoPolicy {
         match dirty_pages {
             Some(pages)
                 if observed.copy_ns_per_page > 0
-                    && pages.saturating_mul(observed.copy_ns_per_page) <= self.tolerated_copy_ns =>
+                    && pages.saturating_mul(observed.copy_ns_per_page)
+                        <= self.tolerated_copy_ns =>
             {
                 Choice::StopCopy
             }

@@ -1,8 +1,9 @@
 //! A fixed interval that gives way: a checkpoint waits until the one before it is sealed.
 //!
-//! The thesis (Eicher 2015, section 4.1.1) keeps the pause short and lets the interval stretch when processing falls
-//! behind; so do we, and the delay is reported. A late checkpoint moves the grid: the next one is due a whole interval
-//! later, because two checkpoints in a row would hold the guest twice for the work of one.
+//! The thesis (Eicher 2015, section 4.1.1) keeps the pause short and lets the interval stretch when
+//! processing falls behind; so do we, and the delay is reported. A late checkpoint moves the grid:
+//! the next one is due a whole interval later, because two checkpoints in a row would hold the
+//! guest twice for the work of one.
 
 /// When checkpoints are due. Times are nanoseconds on one monotonic clock that the caller chooses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,10 +23,12 @@ impl Cadence {
         self.due_ns
     }
 
-    /// A checkpoint starts at `now_ns`: returns how late it is (the backlog), and sets the next one's time.
+    /// A checkpoint starts at `now_ns`: returns how late it is (the backlog), and sets the next
+    /// one's time.
     pub fn start(&mut self, now_ns: u64) -> u64 {
         let backlog_ns = now_ns.saturating_sub(self.due_ns);
-        // Waking up a little late is not a backlog: keep the grid as long as less than a tenth of it is lost.
+        // Waking up a little late is not a backlog: keep the grid as long as less than a tenth of
+        // it is lost.
         let base = if backlog_ns < self.interval_ns / 10 { self.due_ns } else { now_ns };
         self.due_ns = base.saturating_add(self.interval_ns);
         backlog_ns
@@ -37,7 +40,8 @@ impl Cadence {
         self.interval_ns = interval_ns;
     }
 
-    /// A checkpoint outside the grid (taken by command) began at `now_ns`: the grid starts anew from there.
+    /// A checkpoint outside the grid (taken by command) began at `now_ns`: the grid starts anew
+    /// from there.
     pub fn restart(&mut self, now_ns: u64) {
         self.due_ns = now_ns.saturating_add(self.interval_ns);
     }

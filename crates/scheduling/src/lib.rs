@@ -1,4 +1,5 @@
-//! Pure policy: observations in, decision out. No clock, no I/O, so that every rule is tested by a table.
+//! Pure policy: observations in, decision out. No clock, no I/O, so that every rule is tested by a
+//! table.
 //!
 //! - [`auto`]: whether pre-copy pays at all.
 //! - [`cadence`]: when the next checkpoint is due, and how far behind it is.

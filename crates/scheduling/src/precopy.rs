@@ -1,15 +1,17 @@
-//! Adaptive pre-copy: copy dirty pages while the guest runs, round after round, until so few are left that the pause is
-//! cheap, or another round would not leave fewer.
+//! Adaptive pre-copy: copy dirty pages while the guest runs, round after round, until so few are
+//! left that the pause is cheap, or another round would not leave fewer.
 //!
-//! A round costs the guest one write fault for each page that it protects again (about 1 us), so rounds that save
-//! nothing are not free. Pre-scan (Schötterl-Glausch 2018) is the case of a round whose pages are not copied.
+//! A round costs the guest one write fault for each page that it protects again (about 1 us), so
+//! rounds that save nothing are not free. Pre-scan (Schötterl-Glausch 2018) is the case of a round
+//! whose pages are not copied.
 
 /// What one round found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Round {
     /// Pages that its scan reported.
     pub pages: u64,
-    /// How long scanning and copying them took: the time in which the guest wrote the next round's pages.
+    /// How long scanning and copying them took: the time in which the guest wrote the next round's
+    /// pages.
     pub duration_ns: u64,
 }
 
@@ -25,12 +27,13 @@ pub enum Decision {
 /// When pre-copying ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrecopyPolicy {
-    /// Pages that the pause may copy without being noticed; a round that found no more than this was the last.
+    /// Pages that the pause may copy without being noticed; a round that found no more than this
+    /// was the last.
     pub target_pages: u64,
     /// Rounds at most. 0 is stop-and-copy: everything is copied in the pause.
     pub rounds_max: u32,
-    /// A round must find at most this part of the pages of the round before, in percent; else the guest writes as
-    /// fast as we copy and further rounds only cost it faults.
+    /// A round must find at most this part of the pages of the round before, in percent; else the
+    /// guest writes as fast as we copy and further rounds only cost it faults.
     pub converging_percent: u64,
 }
 
@@ -52,7 +55,9 @@ impl PrecopyPolicy {
             return Decision::Pause;
         }
         let Some(last) = rounds.last() else { return Decision::Again };
-        if last.pages <= self.target_pages || expected_pages(rounds).saturating_mul(4) <= self.target_pages {
+        if last.pages <= self.target_pages
+            || expected_pages(rounds).saturating_mul(4) <= self.target_pages
+        {
             return Decision::Pause;
         }
         match rounds {
@@ -67,8 +72,9 @@ impl PrecopyPolicy {
     }
 }
 
-/// Pages that the guest has written since the last round's scan, if it goes on as fast as it did during the round
-/// before: the last round's pages came up in the duration of the one before it. Unknown after a single round: very many.
+/// Pages that the guest has written since the last round's scan, if it goes on as fast as it did
+/// during the round before: the last round's pages came up in the duration of the one before it.
+/// Unknown after a single round: very many.
 fn expected_pages(rounds: &[Round]) -> u64 {
     match rounds {
         [.., before, last] => {
@@ -106,7 +112,11 @@ mod tests {
     fn a_guest_that_writes_as_fast_as_we_copy_is_not_chased() {
         let policy = PrecopyPolicy::default();
         let steady = [(50_000, 60_000), (49_000, 60_000)];
-        assert_eq!(policy.decide(&rounds(&steady)), Decision::Again, "one flat round may be a burst");
+        assert_eq!(
+            policy.decide(&rounds(&steady)),
+            Decision::Again,
+            "one flat round may be a burst"
+        );
         let steady = [(50_000, 60_000), (49_000, 60_000), (48_000, 60_000)];
         assert_eq!(policy.decide(&rounds(&steady)), Decision::Pause);
         let shrinking: Vec<_> = (0..8).map(|k| (1_000_000 >> k, 1_000_000 >> k)).collect();

@@ -5,9 +5,9 @@
 //!                     prune prune
 //! ```
 //!
-//! A prune reads the map of every checkpoint that is kept. As it waits until a fifth of all is forgotten, each checkpoint is
-//! read some five times in its life, however long that is: the cost of recording does not grow with the time that is kept
-//! (docs/design/flight-recorder.md).
+//! A prune reads the map of every checkpoint that is kept. As it waits until a fifth of all is
+//! forgotten, each checkpoint is read some five times in its life, however long that is: the cost
+//! of recording does not grow with the time that is kept (docs/design/flight-recorder.md).
 //!
 //! Not here: a clock, the store, what is forgotten.
 
@@ -43,22 +43,25 @@ impl Recording {
         self.look_ns
     }
 
-    /// At a look, `forgotten` checkpoints went and `kept` are left. True where a prune should follow.
+    /// At a look, `forgotten` checkpoints went and `kept` are left. True where a prune should
+    /// follow.
     pub fn forgot(&mut self, now_ns: u64, forgotten: u64, kept: u64) -> bool {
         let is_first = self.forgotten.is_none() && forgotten > 0;
         if let Some(sum) = &mut self.forgotten {
             *sum = sum.saturating_add(forgotten);
         }
-        let enough = self
-            .forgotten
-            .is_some_and(|sum| sum >= FORGOTTEN_MIN && sum >= kept.saturating_add(sum).div_ceil(PRUNE_PART));
+        let enough = self.forgotten.is_some_and(|sum| {
+            sum >= FORGOTTEN_MIN && sum >= kept.saturating_add(sum).div_ceil(PRUNE_PART)
+        });
         (is_first || enough) && now_ns >= self.rest_until_ns
     }
 
-    /// Whether what waits for a prune is twice what should, beside the `kept` that are left: the one before was too slow.
+    /// Whether what waits for a prune is twice what should, beside the `kept` that are left: the
+    /// one before was too slow.
     pub fn is_behind(&self, kept: u64) -> bool {
         self.forgotten.is_some_and(|sum| {
-            sum >= FORGOTTEN_MIN * 2 && sum >= kept.saturating_add(sum).div_ceil(PRUNE_PART).saturating_mul(2)
+            sum >= FORGOTTEN_MIN * 2
+                && sum >= kept.saturating_add(sum).div_ceil(PRUNE_PART).saturating_mul(2)
         })
     }
 
@@ -93,7 +96,8 @@ mod tests {
     }
 
     proptest! {
-        /// What is forgotten and not pruned yet stays below a part of what is kept, and each prune has had its due.
+        /// What is forgotten and not pruned yet stays below a part of what is kept, and each prune
+        /// has had its due.
         #[test]
         fn what_waits_is_bounded_and_prunes_are_few(
             looks in prop::collection::vec((0u64..50, 1u64..500), 1..200), within_ns: u64,

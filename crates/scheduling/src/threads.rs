@@ -1,4 +1,5 @@
-//! How many threads to copy with: tries 1, 2, 4, ... and keeps the fastest, with another look at the others now and then.
+//! How many threads to copy with: tries 1, 2, 4, ... and keeps the fastest, with another look at
+//! the others now and then.
 
 /// Copies between two looks at a number of threads that was slower.
 const LOOK_AGAIN_EVERY: u64 = 32;
@@ -14,8 +15,8 @@ pub struct ThreadChoice {
 impl ThreadChoice {
     /// Among 1, 2, 4, ... up to `max`.
     pub fn new(max: usize) -> Self {
-        let numbers =
-            std::iter::successors(Some(1_usize), |n| n.checked_mul(2)).take_while(|n| *n <= max.max(1));
+        let numbers = std::iter::successors(Some(1_usize), |n| n.checked_mul(2))
+            .take_while(|n| *n <= max.max(1));
         Self { tried: numbers.map(|n| (n, None)).collect(), copies: 0 }
     }
 
@@ -29,7 +30,8 @@ impl ThreadChoice {
             let turn = (self.copies / LOOK_AGAIN_EVERY) as usize % self.tried.len();
             return self.tried.get(turn).map_or(1, |(n, _)| *n);
         }
-        let fastest = self.tried.iter().min_by(|a, b| a.1.unwrap_or(0.0).total_cmp(&b.1.unwrap_or(0.0)));
+        let fastest =
+            self.tried.iter().min_by(|a, b| a.1.unwrap_or(0.0).total_cmp(&b.1.unwrap_or(0.0)));
         fastest.map_or(1, |(n, _)| *n)
     }
 

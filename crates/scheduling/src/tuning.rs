@@ -1,5 +1,5 @@
-//! Keeps what a user asks for (a longest pause, a largest part of the guest's time) by what checkpoints measure, in place of
-//! knobs that the papers set by hand.
+//! Keeps what a user asks for (a longest pause, a largest part of the guest's time) by what
+//! checkpoints measure, in place of knobs that the papers set by hand.
 //!
 //! ```text
 //!   cost of a checkpoint [ns] = pause + pages written x first write
@@ -7,15 +7,17 @@
 //!   pause                     = fixed + pages left x copy => pages left <= (asked pause - fixed) / copy
 //! ```
 //!
-//! *Fixed* is what a pause takes without copying: stop, device state, scan, resume. A first write is the guest's write to
-//! a page that the tracker has protected again; what it costs is measured on this host. Averages are exponential with a
-//! weight of 1/4 for the newest, so that one odd checkpoint does not turn the wheel.
+//! *Fixed* is what a pause takes without copying: stop, device state, scan, resume. A first write
+//! is the guest's write to a page that the tracker has protected again; what it costs is measured
+//! on this host. Averages are exponential with a weight of 1/4 for the newest, so that one odd
+//! checkpoint does not turn the wheel.
 
 use std::fmt;
 
 /// The shortest interval that is ever chosen.
 const INTERVAL_NS_MIN: u64 = 10_000_000;
-/// The longest one, however much a checkpoint costs: what a guest writes in a minute it would mostly write in two.
+/// The longest one, however much a checkpoint costs: what a guest writes in a minute it would
+/// mostly write in two.
 const INTERVAL_NS_MAX: u64 = 60_000_000_000;
 /// Fewer pages than this are not worth another round.
 const TARGET_PAGES_MIN: u64 = 32;
@@ -44,7 +46,8 @@ pub struct Measured {
     pub pause_pages: u64,
     /// Pages that scans found since the last checkpoint: each was a first write of the guest.
     pub written_pages: u64,
-    /// Pre-copied, so that the pause can be made shorter by more rounds; else only by a shorter interval.
+    /// Pre-copied, so that the pause can be made shorter by more rounds; else only by a shorter
+    /// interval.
     pub precopied: bool,
 }
 
@@ -87,7 +90,11 @@ impl fmt::Display for Why {
         match self {
             Self::AsAsked => f.write_str("as asked"),
             Self::Overhead { cost_ns } => {
-                write!(f, "a checkpoint costs the guest {:.1} ms, so they are taken less often", ms(*cost_ns))
+                write!(
+                    f,
+                    "a checkpoint costs the guest {:.1} ms, so they are taken less often",
+                    ms(*cost_ns)
+                )
             }
             Self::Pause { copy_ns } => write!(
                 f,
@@ -119,7 +126,8 @@ pub struct Tuner {
 }
 
 impl Tuner {
-    /// Within `budget`, at `interval_ns` where it allows that. `first_write_ns`: what a first write costs on this host.
+    /// Within `budget`, at `interval_ns` where it allows that. `first_write_ns`: what a first write
+    /// costs on this host.
     pub fn new(budget: Budget, interval_ns: u64, first_write_ns: u64) -> Self {
         Self {
             budget,
@@ -134,7 +142,8 @@ impl Tuner {
         }
     }
 
-    /// Takes in a checkpoint. The complete first one of a run says nothing of those that follow: leave it out.
+    /// Takes in a checkpoint. The complete first one of a run says nothing of those that follow:
+    /// leave it out.
     pub fn learn(&mut self, measured: &Measured) {
         average(&mut self.fixed_ns, measured.pause_ns.saturating_sub(measured.copy_ns) as f64);
         average(&mut self.copy_ns, measured.copy_ns as f64);
@@ -142,7 +151,10 @@ impl Tuner {
             average(&mut self.copy_rate, measured.copy_ns as f64 / measured.interval_ns as f64);
         }
         if measured.pause_pages >= 16 {
-            average(&mut self.copy_ns_per_page, measured.copy_ns as f64 / measured.pause_pages as f64);
+            average(
+                &mut self.copy_ns_per_page,
+                measured.copy_ns as f64 / measured.pause_pages as f64,
+            );
         }
         let writes_ns = measured.written_pages.saturating_mul(self.first_write_ns);
         average(&mut self.cost_ns, measured.pause_ns.saturating_add(writes_ns) as f64);
@@ -164,14 +176,20 @@ impl Tuner {
                 why = Why::Pause { copy_ns: copy_ns as u64 };
             }
         }
-        if let (Some(overhead), Some(cost_ns)) = (self.budget.overhead.filter(|o| *o > 0.0), self.cost_ns) {
+        if let (Some(overhead), Some(cost_ns)) =
+            (self.budget.overhead.filter(|o| *o > 0.0), self.cost_ns)
+        {
             let needed_ns = (cost_ns / overhead) as u64;
             if needed_ns > interval_ns {
                 interval_ns = needed_ns.min(INTERVAL_NS_MAX.max(interval_ns));
                 why = Why::Overhead { cost_ns: cost_ns as u64 };
             }
         }
-        Tuned { interval_ns: interval_ns.max(INTERVAL_NS_MIN), target_pages: self.target_pages(), why }
+        Tuned {
+            interval_ns: interval_ns.max(INTERVAL_NS_MIN),
+            target_pages: self.target_pages(),
+            why,
+        }
     }
 
     fn target_pages(&self) -> u64 {
@@ -244,7 +262,10 @@ mod tests {
         assert_eq!((tuner.tuned().target_pages, tuner.tuned().interval_ns), (1500, 1000 * MS));
         let mut slow = Tuner::new(Budget { pause_ns: Some(MS), overhead: None }, 1000 * MS, 1000);
         slow.learn(&measured(3, 1, 1000, 20_000));
-        assert_eq!((slow.tuned().target_pages, slow.tuned().why), (32, Why::Impossible { fixed_ns: 2 * MS }));
+        assert_eq!(
+            (slow.tuned().target_pages, slow.tuned().why),
+            (32, Why::Impossible { fixed_ns: 2 * MS })
+        );
     }
 
     #[test]
@@ -254,11 +275,17 @@ mod tests {
         tuner.learn(&stop_copy);
         assert_eq!(tuner.tuned().interval_ns, 500 * MS);
         for _ in 0..20 {
-            let copied = Measured { interval_ns: 500 * MS, copy_ns: 10 * MS, pause_ns: 12 * MS, ..stop_copy };
+            let copied = Measured {
+                interval_ns: 500 * MS,
+                copy_ns: 10 * MS,
+                pause_ns: 12 * MS,
+                ..stop_copy
+            };
             tuner.learn(&copied);
             assert_eq!(tuner.tuned().interval_ns, 500 * MS, "what was reached is kept");
         }
-        let mut both = Tuner::new(Budget { pause_ns: Some(12 * MS), overhead: Some(0.02) }, 1000 * MS, 1000);
+        let mut both =
+            Tuner::new(Budget { pause_ns: Some(12 * MS), overhead: Some(0.02) }, 1000 * MS, 1000);
         both.learn(&stop_copy);
         assert_eq!(both.tuned().interval_ns, 2100 * MS, "42 ms are 2 % of 2.1 s");
     }

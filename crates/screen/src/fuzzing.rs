@@ -1,6 +1,7 @@
 //! A door for the fuzzer in `fuzz/`: a display from any bytes.
 //!
-//! Not part of the interface. It takes any bytes, and must neither panic nor take memory out of proportion to them.
+//! Not part of the interface. It takes any bytes, and must neither panic nor take memory out of
+//! proportion to them.
 
 use crate::{Bochs, PIXELS_MAX, Registers, Screen, Vga};
 
@@ -65,12 +66,16 @@ pub fn draw(bytes: &[u8]) {
     let pixels = u64::from(screen.width()) * u64::from(screen.height());
     let needs = screen.needs();
     assert!((1..=PIXELS_MAX).contains(&pixels), "{pixels} pixels");
-    assert!(needs.start <= needs.end && needs.end <= memory_bytes, "{needs:?} of {memory_bytes} bytes");
+    assert!(
+        needs.start <= needs.end && needs.end <= memory_bytes,
+        "{needs:?} of {memory_bytes} bytes"
+    );
     if pixels > DRAWN_MAX {
         return;
     }
     let len = (needs.end - needs.start).min(MEMORY_BYTES_MAX) as usize;
-    let memory: Vec<u8> = rest.iter().copied().chain((0..).map(|at: u32| at as u8)).take(len).collect();
+    let memory: Vec<u8> =
+        rest.iter().copied().chain((0..).map(|at: u32| at as u8)).take(len).collect();
     let picture = screen.draw(&memory);
     assert_eq!(picture.rgb.len() as u64, pixels * 3);
     assert_eq!(picture, screen.draw(&memory), "two pictures of the same");

@@ -6,11 +6,13 @@
 //!                                └───────draw◀─────────┘──▶ Picture: RGB
 //! ```
 //!
-//! Invariants: registers and memory are the guest's, any values are fine; sizes are checked before anything is allocated; nothing is
-//! read or written here. The picture is the one that `screendump` of QEMU 10 makes of the VM at the same instant, pixel by pixel. (QEMU
-//! 7.2 leaves the low bits of 15-bit colours at zero, and does not pan graphics.)
+//! Invariants: registers and memory are the guest's, any values are fine; sizes are checked before
+//! anything is allocated; nothing is read or written here. The picture is the one that `screendump`
+//! of QEMU 10 makes of the VM at the same instant, pixel by pixel. (QEMU 7.2 leaves the low bits of
+//! 15-bit colours at zero, and does not pan graphics.)
 //!
-//! Left out: blinking (a cursor is shown), pictures that are not in the display's memory, other bytes than those of x86.
+//! Left out: blinking (a cursor is shown), pictures that are not in the display's memory, other
+//! bytes than those of x86.
 
 #[doc(hidden)]
 pub mod fuzzing;

@@ -1,4 +1,5 @@
-//! Pictures whose pixels lie one behind the other: VBE modes of 8 bits (through the palette), 15, 16, 24 and 32.
+//! Pictures whose pixels lie one behind the other: VBE modes of 8 bits (through the palette), 15,
+//! 16, 24 and 32.
 
 use crate::memory::Memory;
 use crate::registers::{Bochs, Rgb, Vga, vbe};
@@ -59,7 +60,8 @@ impl Linear {
         };
         // QEMU then draws pixel by pixel, and leaves the bits below at zero.
         if linear.needs().end > memory_bytes
-            && let Format::Bits15 { whole_range } | Format::Bits16 { whole_range } = &mut linear.format
+            && let Format::Bits15 { whole_range } | Format::Bits16 { whole_range } =
+                &mut linear.format
         {
             *whole_range = false;
         }
@@ -127,7 +129,8 @@ impl Linear {
             }
             Format::Bits16 { whole_range } => {
                 let word = word();
-                let [r, g, b] = [word >> 8 & 0xf8, word >> 3 & 0xfc, word << 3 & 0xf8].map(|part| part as u8);
+                let [r, g, b] =
+                    [word >> 8 & 0xf8, word >> 3 & 0xfc, word << 3 & 0xf8].map(|part| part as u8);
                 if *whole_range { [r | r >> 5, g | g >> 6, b | b >> 5] } else { [r, g, b] }
             }
             Format::Bits24 | Format::Bits32 => {

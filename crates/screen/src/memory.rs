@@ -20,7 +20,9 @@ impl Memory<'_> {
     pub fn chunk<const N: usize>(&self, address: u64) -> [u8; N] {
         let at = address.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
         let found = at.and_then(|at| self.bytes.get(at..)?.first_chunk());
-        found.copied().unwrap_or_else(|| std::array::from_fn(|k| self.byte(address.saturating_add(k as u64))))
+        found
+            .copied()
+            .unwrap_or_else(|| std::array::from_fn(|k| self.byte(address.saturating_add(k as u64))))
     }
 }
 

@@ -1,4 +1,5 @@
-//! Graphics of the VGA without VBE, and VBE modes of 16 colours: each address of memory has a byte in each of four planes.
+//! Graphics of the VGA without VBE, and VBE modes of 16 colours: each address of memory has a byte
+//! in each of four planes.
 
 use crate::memory::Memory;
 use crate::registers::{Rgb, Shift, Vga, vbe};
@@ -46,8 +47,11 @@ impl Planes {
         let (width, height) = (vga.columns() * 8, vga.lines());
         let mode = vga.crtc_mode();
         let doubles = u32::from(vga.doubles_lines());
-        let repeats =
-            if mode & 1 != 0 { ((u32::from(vga.last_character_line()) + 1) << doubles) - 1 } else { doubles };
+        let repeats = if mode & 1 != 0 {
+            ((u32::from(vga.last_character_line()) + 1) << doubles) - 1
+        } else {
+            doubles
+        };
         let shift = vga.shift();
         // Each byte of 256 colours is two pixels.
         let doubled = shift != Shift::Bytes && vga.doubles_pixels();
@@ -153,7 +157,9 @@ impl Planes {
             return std::array::from_fn(|x| self.colours[usize::from(planes[x / 2])]);
         }
         let planes: [u8; 4] =
-            std::array::from_fn(|plane| if self.shown >> plane & 1 != 0 { planes[plane] } else { 0 });
+            std::array::from_fn(
+                |plane| if self.shown >> plane & 1 != 0 { planes[plane] } else { 0 },
+            );
         std::array::from_fn(|x| {
             let number = match self.shift {
                 Shift::Pairs => {
@@ -161,7 +167,9 @@ impl Planes {
                     let (odd, place) = (x / 4, 6 - x % 4 * 2);
                     (planes[odd] >> place & 3) | (planes[odd + 2] >> place & 3) << 2
                 }
-                _ => (0..4).fold(0, |number, plane| number | (planes[plane] >> (7 - x) & 1) << plane),
+                _ => {
+                    (0..4).fold(0, |number, plane| number | (planes[plane] >> (7 - x) & 1) << plane)
+                }
             };
             self.colours[usize::from(number)]
         })

@@ -237,7 +237,8 @@ impl Vga {
         self.attributes[attribute::PLANES] & 0xf
     }
 
-    /// Pixels that a picture is moved to the left; where the screen is split, above the split alone.
+    /// Pixels that a picture is moved to the left; where the screen is split, above the split
+    /// alone.
     pub(crate) fn panning(&self) -> (u8, bool) {
         (self.attributes[attribute::PANNING] & 7, self.attributes[attribute::MODE] & 0x20 != 0)
     }
@@ -265,7 +266,8 @@ impl Vga {
 
     fn colour(&self, number: u8, whole_bytes: bool) -> Rgb {
         let at = usize::from(number) * 3;
-        let parts = self.palette.get(at..).and_then(<[u8]>::first_chunk).copied().unwrap_or_default();
+        let parts =
+            self.palette.get(at..).and_then(<[u8]>::first_chunk).copied().unwrap_or_default();
         if whole_bytes { parts } else { parts.map(six_bits) }
     }
 }

@@ -76,7 +76,12 @@ impl Screen {
         match registers {
             Registers::Bochs(bochs) => {
                 let linear = Linear::of_bochs(bochs, memory_bytes)?;
-                Self::checked(linear.width, linear.height, memory_bytes, Mode::Linear(Box::new(linear)))
+                Self::checked(
+                    linear.width,
+                    linear.height,
+                    memory_bytes,
+                    Mode::Linear(Box::new(linear)),
+                )
             }
             Registers::Vga(vga) => Self::of_vga(vga, memory_bytes),
         }
@@ -132,9 +137,11 @@ impl Screen {
         self.needs.clone()
     }
 
-    /// The picture; `memory` are the bytes of [`Self::needs`]. Bytes that are missing count as zeros.
+    /// The picture; `memory` are the bytes of [`Self::needs`]. Bytes that are missing count as
+    /// zeros.
     pub fn draw(&self, memory: &[u8]) -> Picture {
-        let memory = Memory { bytes: memory, first: self.needs.start, len_bytes: self.memory_bytes };
+        let memory =
+            Memory { bytes: memory, first: self.needs.start, len_bytes: self.memory_bytes };
         let line_bytes = self.width as usize * PIXEL_BYTES;
         let mut rgb = vec![0; line_bytes * self.height as usize];
         let mut canvas = Canvas { rgb: &mut rgb, line_bytes };

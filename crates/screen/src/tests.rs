@@ -1,4 +1,5 @@
-//! Pictures against what is expected of them, and against drawing that asks for each pixel by itself.
+//! Pictures against what is expected of them, and against drawing that asks for each pixel by
+//! itself.
 
 use crate::fuzzing::draw;
 use crate::registers::vbe;
@@ -17,7 +18,8 @@ fn shown(vga: &Vga, memory: &[u8]) -> Picture {
     screen.draw(&memory[needs.start as usize..needs.end as usize])
 }
 
-/// A VGA that shows something: the colours of the palette are 0, 4, 8, ... in blue, and the colour's number in red.
+/// A VGA that shows something: the colours of the palette are 0, 4, 8, ... in blue, and the
+/// colour's number in red.
 fn vga() -> Vga {
     let mut vga = Vga { attribute_index: 0x20, ..Vga::default() };
     for colour in 0..=255u8 {
@@ -107,7 +109,8 @@ fn a_display_without_vga_is_linear_too() {
     let screen = |bochs| Screen::new(&Registers::Bochs(bochs), 1 << 20);
     assert_eq!(screen(bochs).unwrap_err(), Reason::NoMode);
     (bochs.vbe[vbe::WIDTH], bochs.vbe[vbe::HEIGHT], bochs.vbe[vbe::BITS]) = (64, 64, 32);
-    (bochs.vbe[vbe::VIRTUAL_WIDTH], bochs.vbe[vbe::X_OFFSET], bochs.vbe[vbe::Y_OFFSET]) = (128, 2, 3);
+    (bochs.vbe[vbe::VIRTUAL_WIDTH], bochs.vbe[vbe::X_OFFSET], bochs.vbe[vbe::Y_OFFSET]) =
+        (128, 2, 3);
     assert_eq!(screen(bochs).unwrap().needs(), 3 * 512 + 8..(3 + 63) * 512 + 8 + 256);
     bochs.vbe[vbe::Y_OFFSET] = 0xffff;
     assert_eq!(screen(bochs).unwrap_err(), Reason::Beyond { memory_bytes: 1 << 20 });

@@ -79,8 +79,10 @@ impl Text {
 
     /// The last byte that could be looked at, and one.
     pub fn end(&self) -> u64 {
-        let text = self.start + self.line_bytes * u64::from(self.lines) + u64::from(self.columns) * PLANES;
-        let font = u64::from(self.fonts[0].max(self.fonts[1])) + 256 * u64::from(SHAPE_LINES) * PLANES;
+        let text =
+            self.start + self.line_bytes * u64::from(self.lines) + u64::from(self.columns) * PLANES;
+        let font =
+            u64::from(self.fonts[0].max(self.fonts[1])) + 256 * u64::from(SHAPE_LINES) * PLANES;
         text.max(font)
     }
 
@@ -96,8 +98,11 @@ impl Text {
                 self.character(memory, at, (column * self.wide, line * self.tall), canvas);
             }
             let y = line * self.tall;
-            line_at =
-                if y < self.split && y + self.tall >= self.split { 0 } else { line_at + self.line_bytes };
+            line_at = if y < self.split && y + self.tall >= self.split {
+                0
+            } else {
+                line_at + self.line_bytes
+            };
         }
     }
 
@@ -105,11 +110,13 @@ impl Text {
         let [code, attribute] = memory.chunk(at);
         let font = self.fonts[usize::from(attribute >> 3 & 1)];
         let shape = u64::from(font + u32::from(code) * SHAPE_LINES * PLANES as u32);
-        let [paper, ink] = [attribute >> 4, attribute & 0xf].map(|colour| self.colours[usize::from(colour)]);
+        let [paper, ink] =
+            [attribute >> 4, attribute & 0xf].map(|colour| self.colours[usize::from(colour)]);
         let joins = self.joins_line_drawings && (0xb0..=0xdf).contains(&code);
         let cursor = self.cursor.filter(|cursor| cursor.at == at);
         for row in 0..self.tall {
-            let is_cursor = cursor.is_some_and(|cursor| (cursor.first..=cursor.last).contains(&row));
+            let is_cursor =
+                cursor.is_some_and(|cursor| (cursor.first..=cursor.last).contains(&row));
             let bits = if is_cursor { 0xff } else { memory.byte(shape + u64::from(row) * PLANES) };
             let bits = u16::from(bits) << 1 | u16::from((joins || is_cursor) && bits & 1 != 0);
             let pixels = canvas.line(y + row).iter_mut().skip(x as usize).take(self.wide as usize);

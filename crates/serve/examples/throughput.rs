@@ -1,6 +1,7 @@
-//! What one server feeds: `cargo run --release -p keyframe-serve --example throughput -- [MIB] [SECONDS]`. A pack of noise is read over the
-//! loopback interface by 1, 4 and 16 clients, each without a cache, in one process with the server; prints bytes a second, and the
-//! processor time of all of it.
+//! What one server feeds:
+//! `cargo run --release -p keyframe-serve --example throughput -- [MIB] [SECONDS]`. A pack of noise
+//! is read over the loopback interface by 1, 4 and 16 clients, each without a cache, in one process
+//! with the server; prints bytes a second, and the processor time of all of it.
 
 use keyframe_serve::{Identity, Options, Server};
 use keyframe_store::Store;
@@ -72,7 +73,9 @@ fn measure(url: &str, clients: u64, time: Duration) -> u64 {
 }
 
 fn open(url: &str) -> Arc<dyn Readable> {
-    Served::open_in(Path::new(url), &|_| None).and_then(|served| served.open(PACK)).expect("the pack")
+    Served::open_in(Path::new(url), &|_| None)
+        .and_then(|served| served.open(PACK))
+        .expect("the pack")
 }
 
 /// Bytes that no compression makes fewer.

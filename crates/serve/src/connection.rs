@@ -77,7 +77,8 @@ impl Write for Timed {
 type Stream = StreamOwned<ServerConnection, Timed>;
 
 impl Common {
-    /// Serves one client until it or the network ends that. What a client does wrong ends its connection, nothing else.
+    /// Serves one client until it or the network ends that. What a client does wrong ends its
+    /// connection, nothing else.
     pub fn serve(&self, socket: TcpStream) -> io::Result<()> {
         socket.set_nodelay(true)?;
         socket.set_write_timeout(Some(WRITE_MAX))?;
@@ -122,9 +123,12 @@ impl Common {
         let (kind, code, bytes, is_packed) = match reply {
             Ok(Reply::Data { bytes, is_packed }) => (Kind::Data, Code::None, bytes, is_packed),
             Ok(Reply::Same) => (Kind::Same, Code::None, Vec::new(), true),
-            Err(No(code, said)) => {
-                (Kind::Refused, code, said.chars().take(1000).collect::<String>().into_bytes(), true)
-            }
+            Err(No(code, said)) => (
+                Kind::Refused,
+                code,
+                said.chars().take(1000).collect::<String>().into_bytes(),
+                true,
+            ),
         };
         let len_bytes = bytes.len() as u64;
         let packed = if is_packed || bytes.len() < COMPRESS_MIN {
@@ -136,7 +140,8 @@ impl Common {
             Some(packed) => (Encoding::Zstd, packed),
             None => (Encoding::Plain, bytes),
         };
-        let head = Head { kind, encoding, code, wire_bytes: bytes.len() as u64, len_bytes }.encode();
+        let head =
+            Head { kind, encoding, code, wire_bytes: bytes.len() as u64, len_bytes }.encode();
         stream.write_all(&head)?;
         stream.write_all(&bytes)?;
         stream.flush()?;
@@ -147,7 +152,10 @@ impl Common {
 }
 
 /// The next request, or what is wrong with it; none where the client has closed the connection.
-fn read_request(stream: &mut Stream, len_max: usize) -> io::Result<Option<Result<Request, String>>> {
+fn read_request(
+    stream: &mut Stream,
+    len_max: usize,
+) -> io::Result<Option<Result<Request, String>>> {
     let mut len = [0; 4];
     match stream.read(&mut len) {
         Ok(0) => return Ok(None),
@@ -158,7 +166,9 @@ fn read_request(stream: &mut Stream, len_max: usize) -> io::Result<Option<Result
     }
     let len = u32::from_le_bytes(len) as usize;
     if len > len_max {
-        return Ok(Some(Err(format!("a request of {len} bytes, where at most {len_max} make sense"))));
+        return Ok(Some(Err(format!(
+            "a request of {len} bytes, where at most {len_max} make sense"
+        ))));
     }
     let mut bytes = vec![0; len];
     stream.read_exact(&mut bytes)?;

@@ -1,10 +1,13 @@
 //! What a server answers: files of one store, and nothing beside.
 //!
-//! Packs that somebody looked at stay open for a while, so that who reads one that a prune removes gets on. Invariants: as many as
-//! [`OPEN_MAX`] are open, and answers under way take no more memory than [`MEMORY_BYTES_MAX`], but for one that is larger alone.
+//! Packs that somebody looked at stay open for a while, so that who reads one that a prune removes
+//! gets on. Invariants: as many as [`OPEN_MAX`] are open, and answers under way take no more memory
+//! than [`MEMORY_BYTES_MAX`], but for one that is larger alone.
 
 use keyframe_store::Error;
-use keyframe_store::backend::served::wire::{self, Code, HEAD_BYTES, Hash, LIST_BYTES_MAX, Look, Request};
+use keyframe_store::backend::served::wire::{
+    self, Code, HEAD_BYTES, Hash, LIST_BYTES_MAX, Look, Request,
+};
 use keyframe_store::backend::served::{FOLDERS, State, is_file};
 use keyframe_store::backend::{Backend, Readable, Stamp};
 use std::collections::HashMap;
@@ -78,10 +81,13 @@ impl Files {
             Request::Hello { .. } => plain(wire::welcome(self.store)),
             Request::List { folder } => plain(self.list(folder)?),
             Request::Look { names } => {
-                let looks = names.iter().map(|name| self.look(name)).collect::<Result<Vec<_>, No>>()?;
+                let looks =
+                    names.iter().map(|name| self.look(name)).collect::<Result<Vec<_>, No>>()?;
                 plain(wire::encode_looks(&looks))
             }
-            Request::File { name, len_bytes_max, known } => self.whole(name, *len_bytes_max, known.as_ref()),
+            Request::File { name, len_bytes_max, known } => {
+                self.whole(name, *len_bytes_max, known.as_ref())
+            }
             Request::Range { name, identity, offset, len_bytes, known } => {
                 let file = self.file(name, *identity)?;
                 let mut bytes = vec![0; *len_bytes as usize];
@@ -114,7 +120,10 @@ impl Files {
         let file = self.backend.open(name)?;
         let len = file.len_bytes()?;
         if len > len_bytes_max {
-            return Err(No(Code::TooLong, format!("{len} bytes long; at most {len_bytes_max} make sense")));
+            return Err(No(
+                Code::TooLong,
+                format!("{len} bytes long; at most {len_bytes_max} make sense"),
+            ));
         }
         let _share = self.memory.take(len)?;
         let mut bytes = vec![0; len as usize];
@@ -144,7 +153,8 @@ impl Files {
         let now = Instant::now();
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         if open.len() >= OPEN_MAX && !open.contains_key(name) {
-            let oldest = open.iter().min_by_key(|(_, open)| open.used).map(|(name, _)| name.clone());
+            let oldest =
+                open.iter().min_by_key(|(_, open)| open.used).map(|(name, _)| name.clone());
             open.retain(|name, open| {
                 oldest.as_ref() != Some(name) && now.duration_since(open.used) < OPEN_FOR
             });
@@ -170,7 +180,8 @@ impl Files {
         Ok(file)
     }
 
-    /// Closes files that nobody has read for a while: those that were removed take space until then.
+    /// Closes files that nobody has read for a while: those that were removed take space until
+    /// then.
     pub fn tidy(&self) {
         let now = Instant::now();
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);

@@ -25,8 +25,10 @@ pub struct Identity {
 impl Identity {
     /// One that somebody has made.
     pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
-        let bad =
-            |path: &Path, problem: String| Error::Certificate { object: path.display().to_string(), problem };
+        let bad = |path: &Path, problem: String| Error::Certificate {
+            object: path.display().to_string(),
+            problem,
+        };
         let chain = CertificateDer::pem_file_iter(certificate)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .map_err(|e| bad(certificate, e.to_string()))?;
@@ -50,12 +52,15 @@ impl Identity {
                 .recursive(true)
                 .create(folder)
                 .map_err(failed("make the directory of"))?;
-            // For its owner's eyes alone from its first moment; who else makes one at this moment is first or second.
+            // For its owner's eyes alone from its first moment; who else makes one at this moment
+            // is first or second.
             let written = tempfile::NamedTempFile::new_in(folder).and_then(|mut file| {
                 file.write_all(made()?.as_bytes())?;
                 file.as_file().sync_all()?;
                 match file.persist_noclobber(&path) {
-                    Err(error) if error.error.kind() != io::ErrorKind::AlreadyExists => Err(error.error),
+                    Err(error) if error.error.kind() != io::ErrorKind::AlreadyExists => {
+                        Err(error.error)
+                    }
                     _ => Ok(()),
                 }
             });
@@ -69,7 +74,8 @@ impl Identity {
         let failed = |problem: String| Error::Certificate { object: NAME.into(), problem };
         let pem = made().map_err(|e| failed(e.to_string()))?;
         let chain = CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<Vec<_>, _>>();
-        let key = PrivateKeyDer::from_pem_slice(pem.as_bytes()).map_err(|e| failed(e.to_string()))?;
+        let key =
+            PrivateKeyDer::from_pem_slice(pem.as_bytes()).map_err(|e| failed(e.to_string()))?;
         Ok(Self { chain: chain.map_err(|e| failed(e.to_string()))?, key, is_own: true })
     }
 
@@ -82,7 +88,8 @@ impl Identity {
 /// A new key, and a certificate for it, as PEM.
 fn made() -> io::Result<String> {
     let key = rcgen::KeyPair::generate().map_err(io::Error::other)?;
-    let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).map_err(io::Error::other)?;
+    let mut params =
+        rcgen::CertificateParams::new(vec!["localhost".to_owned()]).map_err(io::Error::other)?;
     params.distinguished_name.push(rcgen::DnType::CommonName, NAME);
     let certificate = params.self_signed(&key).map_err(io::Error::other)?;
     Ok(certificate.pem() + &key.serialize_pem())

@@ -71,8 +71,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens, for the store at `place`: a directory, or in object storage. Refuses to be reached from other machines without
-    /// a token.
+    /// Listens, for the store at `place`: a directory, or in object storage. Refuses to be reached
+    /// from other machines without a token.
     pub fn bind(place: &Path, options: Options) -> Result<Self> {
         let Options { listen, token, identity, connections_max } = options;
         if !listen.ip().is_loopback() && token.is_none() {
@@ -85,12 +85,13 @@ impl Server {
             object: "the certificate".into(),
             problem: e.to_string(),
         };
-        let tls = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(bad)?
-            .with_no_client_auth()
-            .with_single_cert(identity.chain, identity.key)
-            .map_err(bad)?;
+        let tls =
+            ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+                .with_protocol_versions(&[&rustls::version::TLS13])
+                .map_err(bad)?
+                .with_no_client_auth()
+                .with_single_cert(identity.chain, identity.key)
+                .map_err(bad)?;
         let failed = |source| Error::Io { object: listen.to_string(), operation: "listen", source };
         let listener = TcpListener::bind(listen).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
@@ -125,8 +126,11 @@ impl Server {
 
     /// Serves until `stop` is set; then closes all connections.
     pub fn run(&self, stop: &AtomicBool) -> Result<Report> {
-        let failed =
-            |source| Error::Io { object: self.address.to_string(), operation: "accept connections", source };
+        let failed = |source| Error::Io {
+            object: self.address.to_string(),
+            operation: "accept connections",
+            source,
+        };
         let mut tidied = Instant::now();
         let mut number = 0;
         while !stop.load(Ordering::Relaxed) {

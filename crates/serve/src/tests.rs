@@ -1,4 +1,5 @@
-//! Clients that do what no client of ours does. What ours does is tested with it, in `keyframe_store::backend::served`.
+//! Clients that do what no client of ours does. What ours does is tested with it, in
+//! `keyframe_store::backend::served`.
 
 use crate::{Error, Identity, Options, Server};
 use keyframe_store::Store;
@@ -34,14 +35,17 @@ fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::Repo
     let mut roots = RootCertStore::empty();
     roots.add(options.identity.chain[0].clone()).unwrap();
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let client = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let client = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap();
     let client = Arc::new(client.with_root_certificates(roots).with_no_client_auth());
     let server = Server::bind(&place, options).unwrap();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let serving = scope.spawn(|| server.run(&stop).unwrap());
-        let tested =
-            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(server.address(), &client)));
+        let tested = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            test(server.address(), &client)
+        }));
         stop.store(true, Ordering::Relaxed);
         let report = serving.join().unwrap();
         tested.unwrap();
@@ -90,7 +94,8 @@ fn a_server_that_can_be_reached_needs_a_token() {
     let open = Server::bind(&place, options("127.0.0.1:0", None)).unwrap();
     let error = Server::bind(&place, options(&open.address().to_string(), None)).unwrap_err();
     assert!(error.fix().unwrap().contains("another port"), "{error}");
-    let error = Server::bind(Path::new("/no/such/store"), options("127.0.0.1:0", None)).unwrap_err();
+    let error =
+        Server::bind(Path::new("/no/such/store"), options("127.0.0.1:0", None)).unwrap_err();
     assert!(matches!(error, Error::Store(keyframe_store::Error::NoStore { .. })), "{error}");
 }
 
@@ -103,7 +108,8 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
         let mut plain = socket(address);
         plain.write_all(&[0x55; 3000]).unwrap();
         assert!(has_ended(&mut plain) || has_ended(&mut plain));
-        // Before the greeting: a request, a length that nobody has, and the beginning of a greeting.
+        // Before the greeting: a request, a length that nobody has, and the beginning of a
+        // greeting.
         let mut early = link(address, config);
         let mut bytes = Vec::new();
         Request::State.encode(&mut bytes);
@@ -117,7 +123,9 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
             assert!(has_ended(&mut link));
         }
         // Behind it.
-        for bytes in [vec![0xff, 0xff, 0, 0], vec![1, 0, 0, 0, 99], [&[20, 0, 0, 0][..], &[5; 20]].concat()] {
+        for bytes in
+            [vec![0xff, 0xff, 0, 0], vec![1, 0, 0, 0, 99], [&[20, 0, 0, 0][..], &[5; 20]].concat()]
+        {
             let mut link = link(address, config);
             assert!(matches!(say(&mut link, &hello()), Answer::Data(_)));
             link.write_all(&bytes).unwrap();
@@ -133,7 +141,8 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
         // A name that is none is an answer like others.
         let asked = say(&mut good, &Request::List { folder: "../..".into() });
         assert!(matches!(asked, Answer::Refused(Code::Strange, _)), "{asked:?}");
-        let whole = Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known: None };
+        let whole =
+            Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known: None };
         let Answer::Data(bytes) = say(&mut good, &whole) else { panic!("no store.json") };
         let short = Request::File { name: "store.json".into(), len_bytes_max: 5, known: None };
         assert!(matches!(say(&mut good, &short), Answer::Refused(Code::TooLong, _)));
@@ -148,8 +157,13 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
             known: None,
         };
         assert!(matches!(say(&mut good, &behind), Answer::Refused(..)));
-        let other =
-            Request::Range { name: "store.json".into(), identity: 7, offset: 0, len_bytes: 9, known: None };
+        let other = Request::Range {
+            name: "store.json".into(),
+            identity: 7,
+            offset: 0,
+            len_bytes: 9,
+            known: None,
+        };
         assert!(matches!(say(&mut good, &other), Answer::Refused(Code::NotFound, _)));
         assert_eq!(say(&mut good, &whole), Answer::Data(bytes));
     });

@@ -1,5 +1,6 @@
-//! Measures what the store does with each page, alone: `cargo run --release -p keyframe-store --example hashes [MIB]`. On one
-//! thread, all in turns, best of nine; what the store's choice rests on (docs/design/encoding.md).
+//! Measures what the store does with each page, alone:
+//! `cargo run --release -p keyframe-store --example hashes [MIB]`. On one thread, all in turns,
+//! best of nine; what the store's choice rests on (docs/design/encoding.md).
 
 use keyframe_units::PAGE_BYTES;
 use std::hint::black_box;

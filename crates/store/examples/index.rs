@@ -1,8 +1,9 @@
-//! The index of deduplication: what it takes for each page, how fast pages are found in memory and in spills, and how long the store takes
-//! to open.
+//! The index of deduplication: what it takes for each page, how fast pages are found in memory and
+//! in spills, and how long the store takes to open.
 //!
-//! `cargo run --release -p keyframe-store --example index [PAGES [MEMORY_MIB [CHECKPOINTS]]]`; figures for docs/design/index.md. Pages are
-//! small when compressed, so that little but hash and index is measured.
+//! `cargo run --release -p keyframe-store --example index [PAGES [MEMORY_MIB [CHECKPOINTS]]]`;
+//! figures for docs/design/index.md. Pages are small when compressed, so that little but hash and
+//! index is measured.
 
 use jiff::Timestamp;
 use keyframe_store::{Durability, IndexUse, Run, SealRequest, Store, Tuning};
@@ -70,12 +71,14 @@ fn resident_mib() -> Result<u64> {
 }
 
 fn main() -> Result<()> {
-    let (pages, memory_mib, checkpoints) = (argument(1, 1 << 20)?, argument(2, 256)?, argument(3, 100)?);
+    let (pages, memory_mib, checkpoints) =
+        (argument(1, 1 << 20)?, argument(2, 256)?, argument(3, 100)?);
     let dir = tempfile::tempdir()?;
     let place = dir.path().join("s");
     let store = Store::init(&place)?;
     let index_bytes = (memory_mib as usize) << 20;
-    let tuning = Tuning { index_bytes, base_bytes: 0, durability: Durability::Never, ..Tuning::default() };
+    let tuning =
+        Tuning { index_bytes, base_bytes: 0, durability: Durability::Never, ..Tuning::default() };
     let bytes = pages * PAGE_BYTES as u64;
     let ram = RamLayout::new(vec![RamBlock {
         name: "ram".into(),

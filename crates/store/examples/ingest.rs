@@ -1,4 +1,5 @@
-//! Measures how fast pages go in, on one thread: `cargo run --release -p keyframe-store --example ingest [MIB]`. The stream of
+//! Measures how fast pages go in, on one thread:
+//! `cargo run --release -p keyframe-store --example ingest [MIB]`. The stream of
 //! `keyframe bench store`: an image and nine seconds; best of five turns.
 
 use keyframe_bench_feed::{Stream, Words};
@@ -12,13 +13,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mib: u64 = std::env::args().nth(1).and_then(|mib| mib.parse().ok()).unwrap_or(256);
     let (mut image_s, mut steady_s, mut stored) = (f64::MAX, f64::MAX, 0);
     let bytes = mib << 20;
-    let block =
-        RamBlock { name: "pc.ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    let block = RamBlock {
+        name: "pc.ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes,
+        total_bytes: bytes,
+    };
     let ram = RamLayout::new(vec![block])?;
     let mut steady_bytes = 0;
     for _ in 0..TURNS {
         let mut stream = Stream::new(mib << 8, 9, Words::Few);
-        let dir = std::path::PathBuf::from(format!("/dev/shm/keyframe-ingest.{}", std::process::id()));
+        let dir =
+            std::path::PathBuf::from(format!("/dev/shm/keyframe-ingest.{}", std::process::id()));
         let store = Store::init(&dir)?;
         let mut writer = store.lock_writer("ingest")?;
         let started = Instant::now();
@@ -30,8 +36,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut all = 0.0;
         steady_bytes = 0;
         for second in 0..stream.seconds.len() {
-            let pages: Vec<_> =
-                stream.seconds[second].pages.iter().copied().zip(&stream.seconds[second].contents).collect();
+            let pages: Vec<_> = stream.seconds[second]
+                .pages
+                .iter()
+                .copied()
+                .zip(&stream.seconds[second].contents)
+                .collect();
             let started = Instant::now();
             run.put_pages(&pages, &mut |_, _| ())?;
             run.seal(SealRequest::of_pages(&ram, "interval"))?;
@@ -47,7 +57,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         std::fs::remove_dir_all(&dir)?;
     }
     let (image, steady) = (bytes as f64 / image_s / 1e6, steady_bytes as f64 / steady_s / 1e6);
-    println!("image {image:.0} MB/s, steady {steady:.0} MB/s, stored {:.1} MiB", stored as f64 / 1_048_576.0);
+    println!(
+        "image {image:.0} MB/s, steady {steady:.0} MB/s, stored {:.1} MiB",
+        stored as f64 / 1_048_576.0
+    );
     Ok(())
 }
 

@@ -1,6 +1,7 @@
-//! Measures how long a listing takes: `cargo run --release -p keyframe-store --example listing [CHECKPOINTS]`. Checkpoints as those
-//! of a small PC are: a long command line, 90 KB of device state of which a quarter is left when it is compressed. Warm, best of
-//! five turns, and the first one.
+//! Measures how long a listing takes:
+//! `cargo run --release -p keyframe-store --example listing [CHECKPOINTS]`. Checkpoints as those of
+//! a small PC are: a long command line, 90 KB of device state of which a quarter is left when it is
+//! compressed. Warm, best of five turns, and the first one.
 
 use keyframe_store::{Durability, MachineMeta, SealRequest, Store, Timing, Tuning};
 use keyframe_units::{BlockKind, PageIndex, RamBlock, RamLayout};
@@ -10,8 +11,12 @@ const TURNS: usize = 5;
 const DEVICE_BYTES: usize = 90_000;
 
 fn layout() -> RamLayout {
-    let blocks =
-        [("pc.ram", 128 << 20), ("vga.vram", 16 << 20), ("pc.bios", 256 << 10), ("pc.rom", 128 << 10)];
+    let blocks = [
+        ("pc.ram", 128 << 20),
+        ("vga.vram", 16 << 20),
+        ("pc.bios", 256 << 10),
+        ("pc.rom", 128 << 10),
+    ];
     let block = |(name, bytes): (&str, u64)| RamBlock {
         name: name.into(),
         kind: BlockKind::Backend,
@@ -47,8 +52,10 @@ fn fill(store: &Store, count: u64) -> keyframe_store::Result<()> {
         user_command: words.clone(),
         ..MachineMeta::default()
     };
-    let mut writer =
-        store.lock_writer_tuned("listing", Tuning { durability: Durability::Never, ..Tuning::default() })?;
+    let mut writer = store.lock_writer_tuned(
+        "listing",
+        Tuning { durability: Durability::Never, ..Tuning::default() },
+    )?;
     let mut run = writer.begin_run("web", &ram)?;
     for number in 0..count {
         let mut page = [0; 4096];
@@ -79,7 +86,8 @@ fn measure(path: &std::path::Path, count: u64) -> keyframe_store::Result<()> {
         assert_eq!(listing.sealed.len() as u64, count, "{:?}", listing.unreadable.first());
         Ok((opened, began.elapsed()))
     };
-    let turns: Vec<(Duration, Duration)> = (0..TURNS).map(look).collect::<keyframe_store::Result<_>>()?;
+    let turns: Vec<(Duration, Duration)> =
+        (0..TURNS).map(look).collect::<keyframe_store::Result<_>>()?;
     let ms = |time: Option<Duration>| time.unwrap_or_default().as_secs_f64() * 1e3;
     let began = Instant::now();
     let newest = Store::open(path)?.resolve("latest")?;

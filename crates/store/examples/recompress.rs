@@ -1,5 +1,6 @@
-//! What recompression leaves of a stream of pages, and what it costs: `cargo run --release -p keyframe-store --example recompress
-//! [MIB] [DIR]`. The stream is that of `keyframe bench store`, which does the same beside its peers (docs/design/benchmarks.md).
+//! What recompression leaves of a stream of pages, and what it costs:
+//! `cargo run --release -p keyframe-store --example recompress [MIB] [DIR]`. The stream is that of
+//! `keyframe bench store`, which does the same beside its peers (docs/design/benchmarks.md).
 
 use keyframe_bench_feed::{Stream, Words};
 use keyframe_store::{PruneOptions, SealRequest, Store};
@@ -30,10 +31,13 @@ fn read(store: &Store, image: &[Page]) -> Outcome<f64> {
         let started = Instant::now();
         let loaded = store.load(newest)?;
         let mut wrong = 0;
-        loaded.read_pages(PageRange::new(PageIndex(0), image.len() as u64), &mut |page, content| {
-            wrong += usize::from(image.get(page.0 as usize) != Some(content));
-            Ok::<_, keyframe_store::Error>(())
-        })?;
+        loaded.read_pages(
+            PageRange::new(PageIndex(0), image.len() as u64),
+            &mut |page, content| {
+                wrong += usize::from(image.get(page.0 as usize) != Some(content));
+                Ok::<_, keyframe_store::Error>(())
+            },
+        )?;
         if wrong > 0 {
             return Err(format!("{wrong} pages are not what was put").into());
         }
@@ -50,8 +54,12 @@ fn main() -> Outcome<()> {
     let pages = (mib << 20) / PAGE_BYTES as u64;
     let mut stream = Stream::new(pages, SECONDS, Words::Few);
     let bytes = mib << 20;
-    let block =
-        RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    let block = RamBlock {
+        name: "ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes,
+        total_bytes: bytes,
+    };
     let ram = RamLayout::new(vec![block])?;
     let store = Store::init(&dir.path().join("store"))?;
     let mut writer = store.lock_writer("example")?;

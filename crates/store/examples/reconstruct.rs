@@ -1,5 +1,7 @@
-//! Measures how fast an image is read back: `cargo run --release -p keyframe-store --example reconstruct [MIB]`. The stream of
-//! `keyframe bench store`: an image and nine seconds; the last checkpoint, warm, best of five turns.
+//! Measures how fast an image is read back:
+//! `cargo run --release -p keyframe-store --example reconstruct [MIB]`. The stream of
+//! `keyframe bench store`: an image and nine seconds; the last checkpoint, warm, best of five
+//! turns.
 
 use keyframe_bench_feed::{Stream, Words};
 use keyframe_store::{Error, Loaded, SealRequest, Store};
@@ -21,8 +23,12 @@ fn best(work: &mut dyn FnMut()) -> Duration {
 fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(Loaded, Stream)> {
     let mut stream = Stream::new(mib << 8, 9, Words::Few);
     let bytes = mib << 20;
-    let block =
-        RamBlock { name: "pc.ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    let block = RamBlock {
+        name: "pc.ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes,
+        total_bytes: bytes,
+    };
     let ram = RamLayout::new(vec![block]).unwrap_or_else(|e| panic!("{e}"));
     let mut writer = store.lock_writer("reconstruct")?;
     let mut run = writer.begin_run("bench", &ram)?;
@@ -30,8 +36,12 @@ fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(Loaded, Stream)> 
     run.put_pages(&image, &mut |_, _| ())?;
     let mut id = run.seal(SealRequest::of_pages(&ram, "interval"))?.id;
     for second in 0..stream.seconds.len() {
-        let pages: Vec<_> =
-            stream.seconds[second].pages.iter().copied().zip(&stream.seconds[second].contents).collect();
+        let pages: Vec<_> = stream.seconds[second]
+            .pages
+            .iter()
+            .copied()
+            .zip(&stream.seconds[second].contents)
+            .collect();
         run.put_pages(&pages, &mut |_, _| ())?;
         id = run.seal(SealRequest::of_pages(&ram, "interval"))?.id;
         stream.apply(second);
@@ -66,7 +76,9 @@ fn measure(store: &Store, mib: u64) -> keyframe_store::Result<()> {
     say("memcpy", copy, copy);
     let load = best(&mut || drop(std::hint::black_box(store.load(loaded.id))));
     say("load: its maps", load, copy);
-    for (name, way) in [("read, one thread", 1), ("read, all cores", 2), ("read into, all cores", 3)] {
+    for (name, way) in
+        [("read, one thread", 1), ("read, all cores", 2), ("read into, all cores", 3)]
+    {
         out.fill(ZERO_PAGE);
         let all = PageRange::new(PageIndex(0), out.len() as u64);
         let mut failed = None;

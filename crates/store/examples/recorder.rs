@@ -1,7 +1,8 @@
-//! What a flight recorder's prune costs: a run of a 1 GiB guest with 20,000 dirty pages a checkpoint, all of them kept but the
-//! oldest fifth.
+//! What a flight recorder's prune costs: a run of a 1 GiB guest with 20,000 dirty pages a
+//! checkpoint, all of them kept but the oldest fifth.
 //!
-//! `cargo run --release -p keyframe-store --example recorder [CHECKPOINTS]`; figures for docs/design/flight-recorder.md.
+//! `cargo run --release -p keyframe-store --example recorder [CHECKPOINTS]`; figures for
+//! docs/design/flight-recorder.md.
 
 use jiff::Timestamp;
 use keyframe_store::{PruneOptions, SealRequest, Store};
@@ -36,8 +37,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
     let store = Store::init(&dir.path().join("s"))?;
     let bytes = PAGES * PAGE_BYTES as u64;
-    let block =
-        RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    let block = RamBlock {
+        name: "ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes,
+        total_bytes: bytes,
+    };
     let ram = RamLayout::new(vec![block])?;
     let mut writer = store.lock_writer("example")?;
     let mut run = writer.begin_run("vm", &ram)?;

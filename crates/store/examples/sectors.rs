@@ -1,5 +1,6 @@
-//! Measures what looking for the sectors of disk blocks costs and saves: `cargo run --release -p keyframe-store --example
-//! sectors [MIB]`. All figures of a table are of one run of the program, in turns, so that they can be compared.
+//! Measures what looking for the sectors of disk blocks costs and saves:
+//! `cargo run --release -p keyframe-store --example sectors [MIB]`. All figures of a table are of
+//! one run of the program, in turns, so that they can be compared.
 //!
 //! ```text
 //!   RAM    | file: MIB of pages, a third of them noise, the others text |
@@ -7,7 +8,8 @@
 //! ```
 
 use keyframe_store::{
-    BaseMeta, DiskMeta, DiskState, Error, MachineMeta, Result, Run, SealRequest, Store, Timing, Tuning,
+    BaseMeta, DiskMeta, DiskState, Error, MachineMeta, Result, Run, SealRequest, Store, Timing,
+    Tuning,
 };
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, RamBlock, RamLayout};
 use std::time::{Duration, Instant};
@@ -16,11 +18,13 @@ const SECTOR: usize = 512;
 const TURNS: usize = 5;
 
 fn mix(seed: u64) -> u64 {
-    let z = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (seed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (seed >> 29))
+        .wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z ^ (z >> 32)
 }
 
-/// A file of `mib` MiB; every third 32 KiB are noise, the others words that repeat, no two pages alike.
+/// A file of `mib` MiB; every third 32 KiB are noise, the others words that repeat, no two pages
+/// alike.
 fn file(mib: usize, salt: u64) -> Vec<u8> {
     let mut bytes = vec![0; mib << 20];
     for (at, word) in (0u64..).zip(bytes.as_chunks_mut::<8>().0) {
@@ -49,7 +53,8 @@ fn scattered(file: &[u8], part: usize) -> Vec<Page> {
 fn partly(file: &[u8], known: usize, salt: u64) -> Vec<Page> {
     let other = self::file(file.len() >> 20, salt);
     let mut blocks = shifted(&other, 0);
-    for (block, from) in blocks.iter_mut().zip(file.get(SECTOR * 3..).unwrap_or_default().chunks(PAGE_BYTES))
+    for (block, from) in
+        blocks.iter_mut().zip(file.get(SECTOR * 3..).unwrap_or_default().chunks(PAGE_BYTES))
     {
         let len = (known * SECTOR).min(from.len());
         block[..len].copy_from_slice(&from[..len]);
@@ -59,8 +64,12 @@ fn partly(file: &[u8], known: usize, salt: u64) -> Vec<Page> {
 
 fn layout(pages: usize) -> RamLayout {
     let bytes = (pages * PAGE_BYTES) as u64;
-    let block =
-        RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    let block = RamBlock {
+        name: "ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes,
+        total_bytes: bytes,
+    };
     RamLayout::new(vec![block]).expect("a layout")
 }
 
@@ -121,7 +130,13 @@ fn measure(pages: &[Page], blocks: Option<&[Page]>, tuning: Tuning) -> Result<Me
         assert!(page == *block, "block {index} is not what was put");
     }
     let (stored_bytes, composed_blocks) = (counts.stored_bytes, counts.composed_blocks);
-    Ok(Measured { ram: ram_time, disk: disk_time, read: start.elapsed(), stored_bytes, composed_blocks })
+    Ok(Measured {
+        ram: ram_time,
+        disk: disk_time,
+        read: start.elapsed(),
+        stored_bytes,
+        composed_blocks,
+    })
 }
 
 /// The least time of several turns, by each figure; the rest is the same in all.
@@ -187,7 +202,8 @@ fn main() -> Result<(), Error> {
     println!(
         "blocks of which so many sectors are known to RAM, put together from at least one, and not at all\n"
     );
-    let partly: Vec<(usize, Vec<Page>)> = (1..=8).map(|known| (known, partly(&file, known, 9))).collect();
+    let partly: Vec<(usize, Vec<Page>)> =
+        (1..=8).map(|known| (known, partly(&file, known, 9))).collect();
     let mut subjects = Vec::new();
     for (known, blocks) in &partly {
         let one = Tuning { sector_parts_min: 1, ..on };

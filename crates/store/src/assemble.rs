@@ -1,4 +1,5 @@
-//! Reading pages, derived ones (composed blocks, deltas) among them: those are put together behind the others, many at a time.
+//! Reading pages, derived ones (composed blocks, deltas) among them: those are put together behind
+//! the others, many at a time.
 //!
 //! ```text
 //!   wanted, rising ──▶ records, pack by pack ──▶ plain ──────────────────────────────────────────────▶ sink
@@ -6,8 +7,9 @@
 //!                                                             a delta needs no page of its own: it is made when its base comes by
 //! ```
 //!
-//! Invariants: what a derived record stands on must be plain, else it is damaged: one step, whatever a damaged store says.
-//! Its content is compared with its hash, for it comes from several places. [`Waiting`] is bounded.
+//! Invariants: what a derived record stands on must be plain, else it is damaged: one step,
+//! whatever a damaged store says. Its content is compared with its hash, for it comes from several
+//! places. [`Waiting`] is bounded.
 
 use crate::derived::Derivation;
 use crate::identity::{LANES, PageHash, PageRef};
@@ -21,7 +23,8 @@ use std::ops::Range;
 
 /// Composed blocks put together at a time: a MiB of them.
 const COMPOSED_MAX: usize = 256;
-/// Deltas at a time, of at most 2 KiB each. The more, the more of their bases lie next to each other.
+/// Deltas at a time, of at most 2 KiB each. The more, the more of their bases lie next to each
+/// other.
 const DELTAS_MAX: usize = 2048;
 /// And how often all of them may be wanted.
 const WANTED_MAX: usize = 4096;
@@ -55,7 +58,9 @@ impl<T: Copy> Waiting<T> {
     }
 
     fn is_full(&self) -> bool {
-        self.composed >= COMPOSED_MAX || self.blocks.len() >= DELTAS_MAX || self.wanted.len() >= WANTED_MAX
+        self.composed >= COMPOSED_MAX
+            || self.blocks.len() >= DELTAS_MAX
+            || self.wanted.len() >= WANTED_MAX
     }
 
     /// Adds a record. The same one again comes right behind, as references rise.
@@ -75,7 +80,13 @@ impl<T: Copy> Waiting<T> {
         Ok(())
     }
 
-    fn put(&mut self, at: PageRef, hash: PageHash, derivation: Derivation, page: Option<Box<Page>>) {
+    fn put(
+        &mut self,
+        at: PageRef,
+        hash: PageHash,
+        derivation: Derivation,
+        page: Option<Box<Page>>,
+    ) {
         self.composed += usize::from(page.is_some());
         let wanted = self.wanted.len()..self.wanted.len();
         self.blocks.push(Block { at, hash, derivation, page, wanted });
@@ -95,8 +106,8 @@ impl Waiting<()> {
 }
 
 impl Inner {
-    /// Reads the pages at `wanted` (rising references, none of them zero) and gives each to `sink` with what the caller
-    /// attached to it; derived ones a little later than their place.
+    /// Reads the pages at `wanted` (rising references, none of them zero) and gives each to `sink`
+    /// with what the caller attached to it; derived ones a little later than their place.
     pub fn read_pages<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -182,7 +193,8 @@ impl Inner {
         let records = |(number, block): (usize, &Block)| {
             block.derivation.records().into_iter().map(move |record| (record, number))
         };
-        let mut missing: Vec<(PageRef, usize)> = blocks.iter().enumerate().flat_map(records).collect();
+        let mut missing: Vec<(PageRef, usize)> =
+            blocks.iter().enumerate().flat_map(records).collect();
         missing.sort_unstable();
         let mut made = Made::new();
         self.read_records(&missing, &mut |at, number, content| {
@@ -191,7 +203,9 @@ impl Inner {
             };
             let Some(block) = blocks.get_mut(number) else { return Ok(()) };
             let is_whole = block.page.is_none();
-            let Some(into) = block.page.as_deref_mut().or_else(|| made.next(number)) else { return Ok(()) };
+            let Some(into) = block.page.as_deref_mut().or_else(|| made.next(number)) else {
+                return Ok(());
+            };
             block
                 .derivation
                 .fill(at, hash, base, into)

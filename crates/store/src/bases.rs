@@ -1,22 +1,26 @@
-//! The pages that deltas are made on: of each page that was written again, the content of a plain record.
+//! The pages that deltas are made on: of each page that was written again, the content of a plain
+//! record.
 //!
 //! ```text
 //!   page ──mod slots──▶ | page, its base's record and hash, what deltas on it have cost, place ─┐
 //!                                      contents, as slots came into use:   | 0 | 1 | 2 | ... ◀─┘
 //! ```
 //!
-//! One slot for each page that maps to it, the last one wins: where RAM is not larger than the budget, each page has its own,
-//! and nothing has to be kept about what was used when. Contents lie in the order in which their slots were used for the first time, so that
-//! memory is taken a huge page at a time and all of it is used: first touches of small pages, all over the budget, cost more than the deltas.
+//! One slot for each page that maps to it, the last one wins: where RAM is not larger than the
+//! budget, each page has its own, and nothing has to be kept about what was used when. Contents lie
+//! in the order in which their slots were used for the first time, so that memory is taken a huge
+//! page at a time and all of it is used: first touches of small pages, all over the budget, cost
+//! more than the deltas.
 //!
-//! Invariants: memory is bounded by the budget (and taken only as pages come); a base is a plain record whose content is
-//! the one here. When records are lost or move, [`Bases::clear`].
+//! Invariants: memory is bounded by the budget (and taken only as pages come); a base is a plain
+//! record whose content is the one here. When records are lost or move, [`Bases::clear`].
 
 use crate::identity::{PageHash, PageRef};
 use keyframe_kernel::memory::Arena;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex};
 
-/// Deltas that have cost so much more than the first one are worth a new base: about what that costs.
+/// Deltas that have cost so much more than the first one are worth a new base: about what that
+/// costs.
 const DRIFT_BYTES_MAX: u32 = 2048;
 
 /// A base.
@@ -45,7 +49,8 @@ impl Base {
         if self.first_bytes == 0 {
             self.first_bytes = delta_bytes;
         }
-        self.drift_bytes = self.drift_bytes.saturating_add(delta_bytes.saturating_sub(self.first_bytes));
+        self.drift_bytes =
+            self.drift_bytes.saturating_add(delta_bytes.saturating_sub(self.first_bytes));
     }
 }
 
@@ -96,7 +101,8 @@ impl Bases {
         Some(At(at))
     }
 
-    /// Takes a base in for a page; none where another one of this batch is in its place, or there is no memory.
+    /// Takes a base in for a page; none where another one of this batch is in its place, or there
+    /// is no memory.
     pub fn insert(&mut self, page: PageIndex, base: Base, content: &Page) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
         let before = *self.slots.get(at)?;
@@ -107,7 +113,12 @@ impl Bases {
             Some(slot) => slot.place,
             None => self.take_place()?,
         };
-        *self.chunks.get_mut(place / CHUNK_PAGES)?.as_chunks_mut().0.get_mut(place % CHUNK_PAGES)? = *content;
+        *self
+            .chunks
+            .get_mut(place / CHUNK_PAGES)?
+            .as_chunks_mut()
+            .0
+            .get_mut(place % CHUNK_PAGES)? = *content;
         *self.slots.get_mut(at)? = Some(Slot { page, base, batch, place });
         Some(At(at))
     }

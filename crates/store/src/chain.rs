@@ -1,7 +1,9 @@
-//! Which older map each checkpoint builds on, so that writing follows the dirty pages and reading stays short.
+//! Which older map each checkpoint builds on, so that writing follows the dirty pages and reading
+//! stays short.
 //!
-//! Checkpoint k of a chain (k = 0 is complete) takes the largest power b^j that divides k and stores all pages that
-//! changed since checkpoint k - b^j. A merge tree laid out over time, b = 16 on disk, here b = 4:
+//! Checkpoint k of a chain (k = 0 is complete) takes the largest power b^j that divides k and
+//! stores all pages that changed since checkpoint k - b^j. A merge tree laid out over time, b = 16
+//! on disk, here b = 4:
 //!
 //! ```text
 //!   k   0   1   2   3   4   5   6   7   8  ...  15  16  17
@@ -10,9 +12,9 @@
 //!       ◀───────────────────────────────────────────┘◀──┘        level 2: since k - 16
 //! ```
 //!
-//! Reading k follows the parents: at most b - 1 maps for each digit of k written in base b, and the base. Each change is
-//! written once per level, so at most log_b k + 1 times. A map that would be as large as a complete one is written
-//! complete, and the count begins again from there.
+//! Reading k follows the parents: at most b - 1 maps for each digit of k written in base b, and the
+//! base. Each change is written once per level, so at most log_b k + 1 times. A map that would be
+//! as large as a complete one is written complete, and the count begins again from there.
 //!
 //! The rule is the writer's alone: a checkpoint lists its chain, so that a reader needs no rule.
 
@@ -89,8 +91,8 @@ impl Chain {
         Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }
 
-    /// What to store, when `changed` changed since the last checkpoint and a complete map has `complete_pages`: those that
-    /// are not zero, and the blocks of which something is known.
+    /// What to store, when `changed` changed since the last checkpoint and a complete map has
+    /// `complete_pages`: those that are not zero, and the blocks of which something is known.
     pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> Plan<'a> {
         let complete = Plan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {
@@ -110,7 +112,8 @@ impl Chain {
         Plan { changed: Some(pages), below: level.chain.clone() }
     }
 
-    /// Records that the plan made for `changed` was carried out: the checkpoint reads `chain`, newest first.
+    /// Records that the plan made for `changed` was carried out: the checkpoint reads `chain`,
+    /// newest first.
     pub fn commit(&mut self, chain: &[u64], changed: &Changes) {
         if chain.len() == 1 {
             self.levels = vec![self.settled(chain)];
@@ -157,7 +160,8 @@ mod tests {
 
     const SPACE: u64 = 500;
 
-    /// Runs `count` checkpoints, each changing a few pages, and compares what each chain reads with the truth.
+    /// Runs `count` checkpoints, each changing a few pages, and compares what each chain reads with
+    /// the truth.
     fn run(base: u64, count: u64, chain_max: impl Fn(u64) -> usize) -> u64 {
         let mut chain = Chain::new(base, SPACE);
         let mut truth: BTreeMap<u64, u64> = (0..SPACE).map(|p| (p, 1)).collect();
@@ -205,7 +209,8 @@ mod tests {
         // Exactly the sum of the digits, so a wrong parent shows.
         run(16, 600, |k| digits(16, k));
         run(2, 200, |k| digits(2, k));
-        // Each change is written at most once per level; three distinct pages at most change each time.
+        // Each change is written at most once per level; three distinct pages at most change each
+        // time.
         let written = run(3, 300, |k| digits(3, k));
         assert!(written <= 3 * 300 * 6, "{written}");
     }

@@ -49,8 +49,9 @@ impl<'a> DeviceSection<'a> {
 /// The bytes of the file of checkpoint `id`.
 pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
     let disks = !meta.disks.is_empty();
-    let meta = serde_json::to_vec(meta)
-        .map_err(|e| Error::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}")))?;
+    let meta = serde_json::to_vec(meta).map_err(|e| {
+        Error::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}"))
+    })?;
     let mut out = envelope::begin_with(MAGIC, disks);
     out.extend_from_slice(&(if device.coded.is_some() { FLAG_LZ4 } else { 0 }).to_le_bytes());
     out.extend_from_slice(&id.to_le_bytes());
@@ -71,8 +72,8 @@ pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Che
     parsed.map_err(|problem| Error::damaged(object, problem))
 }
 
-/// The same for who wants to know what the checkpoint tells alone: the whole file is checked, and its device state, most of it, is left
-/// compressed.
+/// The same for who wants to know what the checkpoint tells alone: the whole file is checked, and
+/// its device state, most of it, is left compressed.
 pub fn decode_meta(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Meta> {
     let content = envelope::open(bytes, MAGIC, object)?;
     decode_content(content, id, store)
@@ -89,7 +90,11 @@ struct Stored<'a> {
 
 impl Stored<'_> {
     fn restore(&self) -> Result<Vec<u8>, Problem> {
-        if self.is_coded { decompress_section(self.bytes, self.len) } else { Ok(self.bytes.to_vec()) }
+        if self.is_coded {
+            decompress_section(self.bytes, self.len)
+        } else {
+            Ok(self.bytes.to_vec())
+        }
     }
 }
 
@@ -115,8 +120,10 @@ fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<(Meta, Stor
         return Err("has bytes behind its last section".into());
     }
     let meta: Meta = serde_json::from_slice(meta).map_err(|e| format!("its description: {e}"))?;
-    // A map never comes twice and every map is older than the one before it, so that a chain cannot go round.
-    let falls = meta.map_chain.windows(2).all(|pair| matches!(pair, [newer, older] if newer > older));
+    // A map never comes twice and every map is older than the one before it, so that a chain cannot
+    // go round.
+    let falls =
+        meta.map_chain.windows(2).all(|pair| matches!(pair, [newer, older] if newer > older));
     if meta.map_chain.first() != Some(&id) || meta.map_chain.last() == Some(&0) || !falls {
         return Err("its list of maps is impossible".into());
     }
@@ -188,12 +195,19 @@ mod tests {
         };
         let mut meta = meta(vec![9]);
         meta.ram =
-            RamLayout::new(vec![block("a/pc.ram", 5), block("a/pc.bios", 2), block("b/pc.ram", 3)]).unwrap();
-        let member =
-            |name: &str, ram_blocks| MemberMeta { name: name.into(), ram_blocks, ..MemberMeta::default() };
+            RamLayout::new(vec![block("a/pc.ram", 5), block("a/pc.bios", 2), block("b/pc.ram", 3)])
+                .unwrap();
+        let member = |name: &str, ram_blocks| MemberMeta {
+            name: name.into(),
+            ram_blocks,
+            ..MemberMeta::default()
+        };
         meta.members = vec![member("a", 2), member("b", 1)];
         let found = meta.members_ram().unwrap();
-        assert_eq!(found.iter().map(|(_, first)| *first).collect::<Vec<_>>(), [PageIndex(0), PageIndex(7)]);
+        assert_eq!(
+            found.iter().map(|(_, first)| *first).collect::<Vec<_>>(),
+            [PageIndex(0), PageIndex(7)]
+        );
         assert_eq!(found[1].0.blocks()[0].name, "pc.ram");
         for wrong in [
             vec![member("a", 2)],

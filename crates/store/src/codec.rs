@@ -1,8 +1,9 @@
 //! How the content of a page is compressed, and when it is not worth trying.
 //!
-//! A page is stored as its words ([`crate::words`]) where these are few, else as one LZ4 block where that saves at least
-//! an eighth of it, as it is otherwise; when its pack is recompressed, with zstd and a dictionary ([`crate::dictionary`]). Pages of noise
-//! (compressed or encrypted data) are told by a sample of their bytes, so that they cost next to nothing.
+//! A page is stored as its words ([`crate::words`]) where these are few, else as one LZ4 block
+//! where that saves at least an eighth of it, as it is otherwise; when its pack is recompressed,
+//! with zstd and a dictionary ([`crate::dictionary`]). Pages of noise (compressed or encrypted
+//! data) are told by a sample of their bytes, so that they cost next to nothing.
 
 use crate::dictionary::Dictionary;
 use crate::words::{self, WordCoder};
@@ -41,8 +42,8 @@ impl Codec {
     }
 }
 
-/// How hard LZ4 looks for matches, in pages that have to be stored while the guest runs on: 40 to 60 % less time than at 1, for 17 to 25 % more
-/// bytes, which recompression makes up for.
+/// How hard LZ4 looks for matches, in pages that have to be stored while the guest runs on: 40 to
+/// 60 % less time than at 1, for 17 to 25 % more bytes, which recompression makes up for.
 const FAST: Option<CompressionMode> = Some(CompressionMode::FAST(6));
 /// Less than this saved is not worth a decompression at each read.
 pub const SAVING_BYTES_MIN: usize = 64;
@@ -126,8 +127,8 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
         Codec::Raw if stored.len() == out.len() => out.copy_from_slice(stored),
         Codec::Raw => return Err(format!("{} bytes as they are for {}", stored.len(), out.len())),
         Codec::Lz4 => {
-            let len =
-                decompress_to_buffer(stored, Some(out.len() as i32), out).map_err(|e| format!("LZ4: {e}"))?;
+            let len = decompress_to_buffer(stored, Some(out.len() as i32), out)
+                .map_err(|e| format!("LZ4: {e}"))?;
             if len != out.len() {
                 return Err(format!("LZ4 gave {len} bytes for {}", out.len()));
             }
@@ -139,9 +140,15 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
 }
 
 /// Restores a patch of at most `len_bytes_max`.
-pub fn decompress_patch(codec: Codec, stored: &[u8], len_bytes_max: usize) -> Result<Vec<u8>, String> {
+pub fn decompress_patch(
+    codec: Codec,
+    stored: &[u8],
+    len_bytes_max: usize,
+) -> Result<Vec<u8>, String> {
     match codec {
-        Codec::Raw if stored.len() > len_bytes_max => Err(format!("a patch of {} bytes", stored.len())),
+        Codec::Raw if stored.len() > len_bytes_max => {
+            Err(format!("a patch of {} bytes", stored.len()))
+        }
         Codec::Raw => Ok(stored.to_vec()),
         Codec::Lz4 => {
             let mut out = vec![0; len_bytes_max];
@@ -154,8 +161,8 @@ pub fn decompress_patch(codec: Codec, stored: &[u8], len_bytes_max: usize) -> Re
     }
 }
 
-/// Among 512 bytes drawn from noise about 221 of the 256 values occur (standard deviation below 5). Text, code, tables
-/// and pointers stay far below. A wrong guess costs space, nothing else.
+/// Among 512 bytes drawn from noise about 221 of the 256 values occur (standard deviation below 5).
+/// Text, code, tables and pointers stay far below. A wrong guess costs space, nothing else.
 fn looks_like_noise(page: &Page) -> bool {
     const SAMPLES: usize = 4;
     const SAMPLE_BYTES: usize = 128;
@@ -177,7 +184,8 @@ pub fn compress_section(bytes: &[u8]) -> Option<Vec<u8>> {
     (len < bytes.len()).then_some(out)
 }
 
-/// Restores a section of exactly `len_bytes`; refuses lengths that LZ4 cannot reach before it allocates.
+/// Restores a section of exactly `len_bytes`; refuses lengths that LZ4 cannot reach before it
+/// allocates.
 pub fn decompress_section(stored: &[u8], len_bytes: u64) -> Result<Vec<u8>, String> {
     if len_bytes > (stored.len() as u64).saturating_mul(LZ4_EXPANSION_MAX) {
         return Err(format!("{} bytes of LZ4 cannot hold {len_bytes}", stored.len()));

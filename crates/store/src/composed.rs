@@ -11,9 +11,10 @@
 //!             .. all other parts one after the other, as the record's codec says
 //! ```
 //!
-//! Invariants: a reference points to a record that lies before this one and is not composed itself, so that no chain is
-//! longer than one step and none goes round (the first is checked here, the second where the record is read). There is at
-//! least one reference, and every record listed is used. A reader compares the whole with its hash.
+//! Invariants: a reference points to a record that lies before this one and is not composed itself,
+//! so that no chain is longer than one step and none goes round (the first is checked here, the
+//! second where the record is read). There is at least one reference, and every record listed is
+//! used. A reader compares the whole with its hash.
 
 use crate::bytes::{Cursor, Problem};
 use crate::codec::{Codec, PageCompressor, decompress_exactly};
@@ -107,8 +108,14 @@ impl Composition {
         codec
     }
 
-    /// Parses the payload of the record at `place`. `page` gets the parts that are in it, and the zeros.
-    pub fn decode(codec: Codec, payload: &[u8], place: PageRef, page: &mut Page) -> Result<Self, Problem> {
+    /// Parses the payload of the record at `place`. `page` gets the parts that are in it, and the
+    /// zeros.
+    pub fn decode(
+        codec: Codec,
+        payload: &[u8],
+        place: PageRef,
+        page: &mut Page,
+    ) -> Result<Self, Problem> {
         let mut cursor = Cursor::new(payload);
         let [zeros, references, listed] = cursor.array()?;
         if zeros & references != 0 || references == 0 {
@@ -123,8 +130,9 @@ impl Composition {
             } else if references & 1 << at != 0 {
                 let [word] = cursor.array()?;
                 let index = usize::from(word >> 3);
-                let record =
-                    records.get(index).ok_or("a composed block refers to a record that it does not list")?;
+                let record = records
+                    .get(index)
+                    .ok_or("a composed block refers to a record that it does not list")?;
                 used[index] = true;
                 *part = Part::Of(*record, word & 7);
             }
@@ -154,7 +162,11 @@ impl Composition {
     }
 }
 
-fn decode_records(cursor: &mut Cursor<'_>, listed: u8, place: PageRef) -> Result<Vec<PageRef>, Problem> {
+fn decode_records(
+    cursor: &mut Cursor<'_>,
+    listed: u8,
+    place: PageRef,
+) -> Result<Vec<PageRef>, Problem> {
     if !(1..=PARTS).contains(&usize::from(listed)) {
         return Err(format!("a composed block of {listed} records"));
     }
@@ -224,7 +236,8 @@ mod tests {
                         content[from..from + PART_BYTES].copy_from_slice(&page[to..to + PART_BYTES]);
                     }
                 }
-                // Two parts of the block may be one part there: only if they are equal does the page come back.
+                // Two parts of the block may be one part there: only if they are equal does the
+                // page come back.
                 composition.fill(record, &content, &mut back);
             }
             for (at, part) in parts.iter().enumerate() {
@@ -236,7 +249,8 @@ mod tests {
             }
         }
 
-        /// Whatever parses was written in that very form, but for LZ4, and refers only to what lies before it.
+        /// Whatever parses was written in that very form, but for LZ4, and refers only to what lies
+        /// before it.
         #[test]
         fn any_payload_is_one_composition_or_none(
             head in prop::array::uniform3(any::<u8>()), sane in any::<bool>(),
@@ -288,7 +302,8 @@ mod tests {
     #[test]
     fn a_shifted_block_takes_less_than_a_hundred_bytes() {
         let (a, b) = (PageRef::new(1, 64), PageRef::new(1, 4200));
-        let parts: Vec<Part> = (3..8).map(|n| Part::Of(a, n)).chain((0..3).map(|n| Part::Of(b, n))).collect();
+        let parts: Vec<Part> =
+            (3..8).map(|n| Part::Of(a, n)).chain((0..3).map(|n| Part::Of(b, n))).collect();
         let (codec, payload) = encode(&Composition(parts.try_into().unwrap()), &noise(1));
         assert_eq!((codec, payload.len()), (Codec::Raw, 3 + 16 + 8));
     }

@@ -11,10 +11,12 @@
 //!   }
 //! ```
 //!
-//! The store is encrypted where `version` is 4; then `encryption` (`secret`) takes the place of `hash_key`.
+//! The store is encrypted where `version` is 4; then `encryption` (`secret`) takes the place of
+//! `hash_key`.
 //!
-//! Invariant: the checksum line is the same in all versions of the format, so that a file of a later version is told
-//! from a damaged one. The bytes behind the checksum are fixed, so that no byte of the file goes unchecked.
+//! Invariant: the checksum line is the same in all versions of the format, so that a file of a
+//! later version is told from a damaged one. The bytes behind the checksum are fixed, so that no
+//! byte of the file goes unchecked.
 
 use crate::bytes::{from_hex, to_hex};
 use crate::identity::HashKey;
@@ -27,7 +29,8 @@ use zeroize::Zeroizing;
 
 /// The file's name.
 pub const STORE_JSON: &str = "store.json";
-/// The version of the store format (of all its files) that is written, and the highest that is read.
+/// The version of the store format (of all its files) that is written, and the highest that is
+/// read.
 pub const FORMAT_VERSION: u32 = 1;
 /// The version of `store.json` where the store is encrypted, and the highest that is read.
 pub const ENCRYPTED_VERSION: u32 = 5;
@@ -94,14 +97,18 @@ struct AnyVersion {
 }
 
 impl Config {
-    /// A new identity with keys from the system's random source, which are locked with `secret` where there is one.
+    /// A new identity with keys from the system's random source, which are locked with `secret`
+    /// where there is one.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
         let (id, created, key) = (StoreId(random()?), now(), HashKey(random()?));
         let encryption = match secret {
             None => None,
             Some(secret) => {
                 let data_key = DataKey(Zeroizing::new(random()?));
-                Some(Encryption { lock: Lock::close(secret, &key, &data_key, &name(id, created))?, data_key })
+                Some(Encryption {
+                    lock: Lock::close(secret, &key, &data_key, &name(id, created))?,
+                    data_key,
+                })
             }
         };
         Ok(Self { id, created, key, encryption })
@@ -158,7 +165,8 @@ impl Config {
             return Err(Error::LaterVersion { object: object.into(), found, known });
         }
         let body: Body = serde_json::from_str(text).map_err(json)?;
-        let id = from_hex(&body.id).ok_or_else(|| damaged("its id is not 32 hexadecimal digits".into()))?;
+        let id = from_hex(&body.id)
+            .ok_or_else(|| damaged("its id is not 32 hexadecimal digits".into()))?;
         let keys = match (body.encryption, body.hash_key) {
             (Some(lock), None) if body.version >= ENCRYPTED_VERSION => StoredKeys::Locked(lock),
             (None, Some(key)) if body.version < ENCRYPTED_VERSION => from_hex(&key)
@@ -171,14 +179,20 @@ impl Config {
 }
 
 impl Stored {
-    /// The identity, with its keys; `ask` gives what a locked one is opened with. `object` is how errors call the file.
-    pub fn unlock(self, ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>, object: &str) -> Result<Config> {
+    /// The identity, with its keys; `ask` gives what a locked one is opened with. `object` is how
+    /// errors call the file.
+    pub fn unlock(
+        self,
+        ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
+        object: &str,
+    ) -> Result<Config> {
         let Self { id, created, keys } = self;
         let (key, encryption) = match keys {
             StoredKeys::Plain(key) => (key, None),
             StoredKeys::Locked(lock) => {
                 let kind = lock.kind();
-                let secret = ask(kind)?.ok_or_else(|| Error::KeyNeeded { object: object.into(), kind })?;
+                let secret =
+                    ask(kind)?.ok_or_else(|| Error::KeyNeeded { object: object.into(), kind })?;
                 let (key, data_key) = lock.open(&secret, &name(id, created), object)?;
                 (key, Some(Encryption { lock, data_key }))
             }
@@ -196,11 +210,9 @@ fn name(id: StoreId, created: Timestamp) -> String {
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     const SOURCE: &str = "/dev/urandom";
     let mut bytes = [0; N];
-    std::fs::File::open(SOURCE).and_then(|mut f| f.read_exact(&mut bytes)).map_err(|source| Error::Io {
-        object: SOURCE.into(),
-        operation: "read",
-        source,
-    })?;
+    std::fs::File::open(SOURCE)
+        .and_then(|mut f| f.read_exact(&mut bytes))
+        .map_err(|source| Error::Io { object: SOURCE.into(), operation: "read", source })?;
     Ok(bytes)
 }
 
@@ -221,10 +233,15 @@ mod tests {
         let later = text.replace("\"version\": 1", "\"version\": 7,\n  \"novelty\": true");
         assert!(matches!(Config::decode(later.as_bytes(), "x"), Err(Error::Damaged { .. })));
         let covered = &later[..later.rfind(CHECKSUM_FIELD).unwrap()];
-        let sealed =
-            format!("{covered}{CHECKSUM_FIELD}{}{CLOSING}", blake3::hash(covered.as_bytes()).to_hex());
+        let sealed = format!(
+            "{covered}{CHECKSUM_FIELD}{}{CLOSING}",
+            blake3::hash(covered.as_bytes()).to_hex()
+        );
         let error = Config::decode(sealed.as_bytes(), "x").unwrap_err();
-        assert!(matches!(error, Error::LaterVersion { found: 7, known: ENCRYPTED_VERSION, .. }), "{error}");
+        assert!(
+            matches!(error, Error::LaterVersion { found: 7, known: ENCRYPTED_VERSION, .. }),
+            "{error}"
+        );
     }
 
     #[test]

@@ -10,11 +10,13 @@
 //!            └▶ pages in other records than before ─▶ hashed with the target's key, deduplicated ─▶ sealed, with its origin
 //! ```
 //!
-//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and says what that is; the same checkpoint
-//! is copied once, also by way of a third store, or back. Each copy is sealed by itself, so that whatever is interrupted goes
-//! on behind the last one. Tags of the target are never moved. The source is only read.
+//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and says what
+//! that is; the same checkpoint is copied once, also by way of a third store, or back. Each copy is
+//! sealed by itself, so that whatever is interrupted goes on behind the last one. Tags of the
+//! target are never moved. The source is only read.
 //!
-//! Left out: images beneath disks (the target names the same files), working sets, which are advice.
+//! Left out: images beneath disks (the target names the same files), working sets, which are
+//! advice.
 
 use crate::disks::{DiskMeta, LoadedDisks};
 use crate::identity::PageRef;
@@ -140,7 +142,8 @@ struct Open {
     disks: LoadedDisks,
 }
 
-/// What is in the target, by where it comes from and when it was taken: a number that power loss has taken may be given again.
+/// What is in the target, by where it comes from and when it was taken: a number that power loss
+/// has taken may be given again.
 #[derive(Default)]
 struct There(BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>);
 
@@ -186,12 +189,14 @@ impl Copy<'_> {
             (self.writer.begin_run_with(&meta.vm, &meta.ram, meta.disks.clone(), state)?, None)
         };
         self.report.read_pages += put_ram(&mut run, before.as_ref().map(|(ram, _)| ram), &ram)?;
-        self.report.read_pages += put_disks(&mut run, before.as_ref().map(|(_, disks)| disks), &disks)?;
+        self.report.read_pages +=
+            put_disks(&mut run, before.as_ref().map(|(_, disks)| disks), &disks)?;
         run.set_origin(origin.clone());
         let sealed = run.seal(self.request(&ram))?;
         let counts = &sealed.meta.counts;
         let of_disks: u64 = sealed.meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
-        self.report.stored_bytes += counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
+        self.report.stored_bytes +=
+            counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
         self.report.copied.push(Copied { from: id, to: sealed.id });
         self.there.add(origin, ram.meta.taken_at, sealed.id);
         self.open = Some(Open { run, ram, disks });
@@ -202,7 +207,9 @@ impl Copy<'_> {
         let meta = ram.meta.clone();
         // The parent is one of the same store as its child.
         let home = |checkpoint| match &meta.origin {
-            Some(_) => self.source.sealed(checkpoint).ok().map(|s| origin_of(self.source, s.id, &s.meta)),
+            Some(_) => {
+                self.source.sealed(checkpoint).ok().map(|s| origin_of(self.source, s.id, &s.meta))
+            }
             None => Some(Origin { store: self.source.id().into(), checkpoint }),
         };
         let when = |parent| self.source.sealed(parent).ok().map(|sealed| sealed.meta.taken_at);
@@ -311,8 +318,9 @@ fn put_disks(run: &mut Run, before: Option<&LoadedDisks>, now: &LoadedDisks) -> 
     let mut read = 0;
     for (index, disk) in now.meta.disks.iter().enumerate() {
         let Some(blocks) = now.meta.blocks_of(index) else { continue };
-        let other_base =
-            |before: &LoadedDisks| before.meta.disks.get(index).is_none_or(|before| before.base != disk.base);
+        let other_base = |before: &LoadedDisks| {
+            before.meta.disks.get(index).is_none_or(|before| before.base != disk.base)
+        };
         if before.is_some_and(other_base) {
             run.set_base(index, disk.base.clone())?;
         }

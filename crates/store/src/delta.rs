@@ -10,8 +10,9 @@
 //!   patch     docs of keyframe_pages::patch
 //! ```
 //!
-//! Invariants: the base is plain and lies before the record, so that no chain is longer than one step. A patch is at most
-//! [`PATCH_BYTES_MAX`] long, and within the page. That the base is the record that was meant is told by its hash.
+//! Invariants: the base is plain and lies before the record, so that no chain is longer than one
+//! step. A patch is at most [`PATCH_BYTES_MAX`] long, and within the page. That the base is the
+//! record that was meant is told by its hash.
 
 use crate::bytes::{Cursor, Problem};
 use crate::codec::{Codec, decompress_patch};

@@ -5,17 +5,19 @@
 //!   a pack's head ──▶ Dictionary ──payloads──▶ pages
 //! ```
 //!
-//! A page alone has little in it that comes twice; what pages have in common is in the dictionary. So each page stays a record of
-//! its own, read and checked without its neighbours, and takes about what a block of sixteen pages compressed together would
-//! (`docs/design/encoding.md`).
+//! A page alone has little in it that comes twice; what pages have in common is in the dictionary.
+//! So each page stays a record of its own, read and checked without its neighbours, and takes about
+//! what a block of sixteen pages compressed together would (`docs/design/encoding.md`).
 //!
-//! Invariants: what is decompressed is bounded by the memory that is given for it, whatever the bytes say. A dictionary is of
-//! its pack alone, so that packs come and go each by itself.
+//! Invariants: what is decompressed is bounded by the memory that is given for it, whatever the
+//! bytes say. A dictionary is of its pack alone, so that packs come and go each by itself.
 
 use crate::bytes::Problem;
 use keyframe_units::Page;
 use std::cell::RefCell;
-use zstd::zstd_safe::{CCtx, CDict, DCtx, DDict, compress_bound, get_error_name, train_from_buffer};
+use zstd::zstd_safe::{
+    CCtx, CDict, DCtx, DDict, compress_bound, get_error_name, train_from_buffer,
+};
 
 /// No dictionary is longer.
 pub const DICTIONARY_BYTES_MAX: usize = 64 << 10;
@@ -29,7 +31,8 @@ const SAMPLE_PART: usize = 25;
 const LEVEL: i32 = 3;
 /// One in so many of the samples is tried with and without.
 const TRIED_STEP: usize = 13;
-/// Where a dictionary that was trained has its number, which each payload would repeat. A pack has one, so that none is needed.
+/// Where a dictionary that was trained has its number, which each payload would repeat. A pack has
+/// one, so that none is needed.
 const NUMBER: std::ops::Range<usize> = 4..8;
 
 thread_local! {
@@ -51,7 +54,11 @@ impl Dictionary {
         let len = READER
             .with_borrow_mut(|reader| reader.decompress_using_ddict(out, stored, &self.0))
             .map_err(|code| format!("zstd: {}", get_error_name(code)))?;
-        if len == out.len() { Ok(()) } else { Err(format!("zstd gave {len} bytes for {}", out.len())) }
+        if len == out.len() {
+            Ok(())
+        } else {
+            Err(format!("zstd gave {len} bytes for {}", out.len()))
+        }
     }
 }
 
@@ -70,7 +77,8 @@ pub struct Dense {
 }
 
 impl Dense {
-    /// With a dictionary of at most `bytes_max` made of `samples`; with none where they are too few, or take more with it.
+    /// With a dictionary of at most `bytes_max` made of `samples`; with none where they are too
+    /// few, or take more with it.
     pub fn train(samples: &[Page], bytes_max: usize) -> Self {
         let mut alone = Self::with(Vec::new(), None);
         if samples.len() < SAMPLES_MIN {
@@ -78,8 +86,12 @@ impl Dense {
         }
         // It would be too good for those that it was made of.
         let is_tried = |at: &usize| at.is_multiple_of(TRIED_STEP);
-        let taught: Vec<Page> =
-            samples.iter().enumerate().filter(|(at, _)| !is_tried(at)).map(|(_, page)| *page).collect();
+        let taught: Vec<Page> = samples
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| !is_tried(at))
+            .map(|(_, page)| *page)
+            .collect();
         let Some(mut trained) = Self::teach(&taught, bytes_max) else { return alone };
         let all_of = |dense: &mut Self| -> usize {
             let tried = samples.iter().step_by(TRIED_STEP);

@@ -4,9 +4,10 @@
 //!   RAM blocks, disks of one name ─▶ pages in different records, or zero in one ─▶ both contents, some at a time ─▶ counted
 //! ```
 //!
-//! Invariants: contents are compared, not records, so that a page stored twice is no difference. Memory is that of the two maps
-//! and of a few MiB of pages. What an image beneath a disk holds is not known here: a block that one of the two leaves to its
-//! image and the other does not is counted apart.
+//! Invariants: contents are compared, not records, so that a page stored twice is no difference.
+//! Memory is that of the two maps and of a few MiB of pages. What an image beneath a disk holds is
+//! not known here: a block that one of the two leaves to its image and the other does not is
+//! counted apart.
 
 use crate::disks::{BlockContent, LoadedDisks};
 use crate::meta::Meta;
@@ -41,7 +42,8 @@ pub struct RegionDiff {
     pub only_first_pages: u64,
     /// Pages that the second has alone.
     pub only_second_pages: u64,
-    /// Blocks of a disk that one of the two leaves to the image beneath and the other does not: not compared.
+    /// Blocks of a disk that one of the two leaves to the image beneath and the other does not: not
+    /// compared.
     pub unknown_pages: u64,
     /// The image beneath is not the same one: what both leave to it was not compared either.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -87,8 +89,8 @@ impl RegionDiff {
 }
 
 impl Store {
-    /// What differs between two checkpoints, of whichever VMs. `progress` hears how many pages of RAM were looked at, of how
-    /// many.
+    /// What differs between two checkpoints, of whichever VMs. `progress` hears how many pages of
+    /// RAM were looked at, of how many.
     pub fn diff(
         &self,
         first: CheckpointId,
@@ -197,7 +199,9 @@ fn compare(
 fn disks(a: &LoadedDisks, b: &LoadedDisks) -> Result<Vec<RegionDiff>> {
     let blocks = |of: &LoadedDisks| -> Vec<(String, PageRange)> {
         let included = of.meta.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out);
-        included.filter_map(|(at, disk)| Some((disk.name.clone(), of.meta.blocks_of(at)?))).collect()
+        included
+            .filter_map(|(at, disk)| Some((disk.name.clone(), of.meta.blocks_of(at)?)))
+            .collect()
     };
     let (first, second) = (blocks(a), blocks(b));
     let mut found = Vec::new();
@@ -208,7 +212,9 @@ fn disks(a: &LoadedDisks, b: &LoadedDisks) -> Result<Vec<RegionDiff>> {
         region.other_image = region.pages > 0 && base(a) != base(b);
         let mut at = 0;
         // Only blocks of which one of the two knows something.
-        while let Some(next) = next_known(a, of_a, at).into_iter().chain(next_known(b, of_b, at)).min() {
+        while let Some(next) =
+            next_known(a, of_a, at).into_iter().chain(next_known(b, of_b, at)).min()
+        {
             if next >= region.pages {
                 break;
             }

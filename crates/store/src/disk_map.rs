@@ -7,8 +7,8 @@
 //!   in neither: never written, the image beneath holds it
 //! ```
 //!
-//! Invariants: no block is in both. Memory follows what was written, not the size of disks: a range made zero is one
-//! entry however long it is.
+//! Invariants: no block is in both. Memory follows what was written, not the size of disks: a range
+//! made zero is one entry however long it is.
 
 use crate::identity::PageRef;
 use crate::page_map::PageMap;
@@ -37,7 +37,11 @@ pub struct Former {
 impl Former {
     /// As [`DiskMap::repoint`].
     pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
-        self.records.iter_mut().map(|(_, to)| to).filter(|to| **to != PageRef::ZERO).for_each(place);
+        self.records
+            .iter_mut()
+            .map(|(_, to)| to)
+            .filter(|to| **to != PageRef::ZERO)
+            .for_each(place);
     }
 }
 
@@ -52,7 +56,8 @@ pub fn count(set: &RangeSet<u64>) -> u64 {
 }
 
 impl DiskMap {
-    /// Where the content of a block is; [`PageRef::ZERO`]: it is zero; `None`: nothing is known of it.
+    /// Where the content of a block is; [`PageRef::ZERO`]: it is zero; `None`: nothing is known of
+    /// it.
     pub fn get(&self, block: PageIndex) -> Option<PageRef> {
         match self.records.get(block) {
             PageRef::ZERO => self.zeros.contains(&block.0).then_some(PageRef::ZERO),
@@ -67,7 +72,8 @@ impl DiskMap {
         }
         let rest = PageRange::new(from, SPACE_PAGES_MAX - from.0);
         let record = self.records.range(rest).next().map(|(block, _)| block);
-        let zero = self.zeros.overlapping(&numbers(rest)).next().map(|r| PageIndex(r.start.max(from.0)));
+        let zero =
+            self.zeros.overlapping(&numbers(rest)).next().map(|r| PageIndex(r.start.max(from.0)));
         record.into_iter().chain(zero).min()
     }
 

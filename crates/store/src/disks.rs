@@ -1,7 +1,8 @@
 //! A checkpoint's disks: what it tells about them, and reading their blocks.
 //!
-//! A checkpoint holds the blocks that were written to a disk since its run began, above an image that it does not hold.
-//! So it is worth as much as that image: what is told here is enough to see that another is in its place.
+//! A checkpoint holds the blocks that were written to a disk since its run began, above an image
+//! that it does not hold. So it is worth as much as that image: what is told here is enough to see
+//! that another is in its place.
 
 use crate::checkpoint::CheckpointFile;
 use crate::composed::{PART_BYTES, PARTS};
@@ -80,7 +81,8 @@ pub struct BaseFile {
     pub sample_blake3: String,
 }
 
-/// Blocks of a disk in one checkpoint. `written_blocks` is the sum of the four counts that follow it.
+/// Blocks of a disk in one checkpoint. `written_blocks` is the sum of the four counts that follow
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskCounts {
     /// Blocks written since the checkpoint before, of 4096 bytes each.
@@ -98,14 +100,16 @@ pub struct DiskCounts {
     /// Of the stored blocks: put together from parts that the store held already.
     #[serde(default)]
     pub composed_blocks: u64,
-    /// What became of the sectors: eight for each block written. All 0 in checkpoints of early versions.
+    /// What became of the sectors: eight for each block written. All 0 in checkpoints of early
+    /// versions.
     #[serde(default)]
     pub sectors: SectorCounts,
 }
 
-/// Sectors of 512 bytes of a disk, by what became of them. Each block written adds eight. `whole`: as one of a block that
-/// the store held as a whole; `part`: alone, in a composed record. Whether it is of a disk or of RAM is told by what
-/// brought the content into the store first; packs of version 1 know of RAM alone.
+/// Sectors of 512 bytes of a disk, by what became of them. Each block written adds eight. `whole`:
+/// as one of a block that the store held as a whole; `part`: alone, in a composed record. Whether
+/// it is of a disk or of RAM is told by what brought the content into the store first; packs of
+/// version 1 know of RAM alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SectorCounts {
@@ -232,7 +236,9 @@ impl Meta {
 }
 
 pub(crate) fn space_pages(ram_pages: u64, disks: &[DiskMeta]) -> Option<u64> {
-    let add = |sum: u64, disk: &DiskMeta| sum.checked_add(disk.blocks()).filter(|n| *n <= SPACE_PAGES_MAX);
+    let add = |sum: u64, disk: &DiskMeta| {
+        sum.checked_add(disk.blocks()).filter(|n| *n <= SPACE_PAGES_MAX)
+    };
     disks.iter().try_fold(ram_pages, add)
 }
 
@@ -252,8 +258,8 @@ pub enum BlockContent {
     Data,
 }
 
-/// The disks of a sealed checkpoint, with the map of their blocks in memory. Blocks are read from the store as they are
-/// asked for; several threads may do so at once.
+/// The disks of a sealed checkpoint, with the map of their blocks in memory. Blocks are read from
+/// the store as they are asked for; several threads may do so at once.
 #[derive(Debug)]
 pub struct LoadedDisks {
     /// The checkpoint.
@@ -307,8 +313,8 @@ impl LoadedDisks {
         self.map.next(from)
     }
 
-    /// The first block, at or behind `from`, for which this and `other`, of the same VM, do not name one record: it may hold
-    /// something else.
+    /// The first block, at or behind `from`, for which this and `other`, of the same VM, do not
+    /// name one record: it may hold something else.
     pub fn next_differing(&self, other: &Self, mut from: PageIndex) -> Option<PageIndex> {
         loop {
             let next = self.next_block(from).into_iter().chain(other.next_block(from)).min()?;

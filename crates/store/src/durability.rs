@@ -1,4 +1,5 @@
-//! When what a writer seals becomes durable: with each checkpoint, now and then, or when the kernel likes.
+//! When what a writer seals becomes durable: with each checkpoint, now and then, or when the kernel
+//! likes.
 //!
 //! ```text
 //!   each checkpoint    packs synced ─▶ map, synced ─▶ checkpoint, synced
@@ -9,15 +10,18 @@
 //!   unsynced.packs   { "boot": the same, "up_to": unfinished packs up to this number are not relied on: as above }
 //! ```
 //!
-//! What the kernel has been given survives the death of this process. Where the machine went down instead (its boot is another
-//! one), the next writer reads the checkpoints from `from` on whole, and sets those aside that are not: [`Inner::settle`].
+//! What the kernel has been given survives the death of this process. Where the machine went down
+//! instead (its boot is another one), the next writer reads the checkpoints from `from` on whole,
+//! and sets those aside that are not: [`Inner::settle`].
 //!
-//! A sync that fails may have lost what it was for, although it can be read on and a second sync says nothing. So an attempt is marked
-//! before it is made, and who finds that mark in the same life of the machine relies on nothing that the attempt was for: such
-//! checkpoints stay marked until the machine has come up anew, and can be read from the medium.
+//! A sync that fails may have lost what it was for, although it can be read on and a second sync
+//! says nothing. So an attempt is marked before it is made, and who finds that mark in the same
+//! life of the machine relies on nothing that the attempt was for: such checkpoints stay marked
+//! until the machine has come up anew, and can be read from the medium.
 //!
-//! Invariants: `unsynced` is durable before the first checkpoint that it vouches not for, and goes only behind a sync. Packs are
-//! synced before they are closed, whatever the durability: their trailer is trusted.
+//! Invariants: `unsynced` is durable before the first checkpoint that it vouches not for, and goes
+//! only behind a sync. Packs are synced before they are closed, whatever the durability: their
+//! trailer is trusted.
 
 use crate::prune::packs;
 use crate::store::Inner;
@@ -30,7 +34,8 @@ const UNSYNCED: &str = "unsynced";
 const UNSYNCED_PACKS: &str = "unsynced.packs";
 const UNSYNCED_BYTES_MAX: u64 = 4096;
 
-/// When checkpoints become durable. Where a store's place makes all durable at once (object storage), it always is the first.
+/// When checkpoints become durable. Where a store's place makes all durable at once (object
+/// storage), it always is the first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
     /// Before a seal returns.
@@ -95,7 +100,8 @@ impl Syncs {
 }
 
 impl Inner {
-    /// From here on checkpoints from `from` on may not be durable; from an earlier one on, where a sync of that one failed.
+    /// From here on checkpoints from `from` on may not be durable; from an earlier one on, where a
+    /// sync of that one failed.
     pub fn put_mark(&self, from: CheckpointId) -> Result<()> {
         if self.in_doubt()?.is_some() {
             return Ok(());
@@ -107,7 +113,8 @@ impl Inner {
         self.backend.put(UNSYNCED, serde_json::to_string(mark).unwrap_or_default().as_bytes())
     }
 
-    /// `None` where all is durable; what cannot be understood was torn by power loss, and has no boot.
+    /// `None` where all is durable; what cannot be understood was torn by power loss, and has no
+    /// boot.
     fn mark(&self) -> Result<Option<Mark>> {
         let bytes = match self.backend.read(UNSYNCED, UNSYNCED_BYTES_MAX) {
             Err(e) if e.is_not_found() => return Ok(None),
@@ -119,7 +126,8 @@ impl Inner {
         Ok(Some(serde_json::from_slice(&bytes).unwrap_or(torn)))
     }
 
-    /// The first of the checkpoints that a failed sync may have lost, although they can be read until the machine goes down.
+    /// The first of the checkpoints that a failed sync may have lost, although they can be read
+    /// until the machine goes down.
     pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
         match self.mark()? {
             Some(mark) if mark.tried && mark.boot == self.backend.boot()? => Ok(Some(mark.from)),
@@ -127,7 +135,8 @@ impl Inner {
         }
     }
 
-    /// Has `sync` make durable what was written, marked before it is tried; false where an earlier attempt failed: then nobody can know.
+    /// Has `sync` make durable what was written, marked before it is tried; false where an earlier
+    /// attempt failed: then nobody can know.
     fn attempt(&self, sync: impl FnOnce() -> Result<()>) -> Result<bool> {
         let mark = self.mark()?;
         let is_known = mark.as_ref().is_none_or(|mark| !mark.tried);
@@ -148,10 +157,15 @@ impl Inner {
 
     /// All that was written is durable, and nothing else will be.
     pub fn sync_and_unmark(&self) -> Result<()> {
-        if self.attempt(|| self.backend.sync_all())? { self.backend.remove(UNSYNCED) } else { Ok(()) }
+        if self.attempt(|| self.backend.sync_all())? {
+            self.backend.remove(UNSYNCED)
+        } else {
+            Ok(())
+        }
     }
 
-    /// For the next writer: where the machine went down before all was durable, sets what is torn aside.
+    /// For the next writer: where the machine went down before all was durable, sets what is torn
+    /// aside.
     pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
         let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
         let boot = self.backend.boot()?;
@@ -166,7 +180,8 @@ impl Inner {
             return Ok(Vec::new());
         }
         let torn = self.set_torn_aside(mark.from)?;
-        // What was read came from the medium: whatever failed in the life before this one matters no more.
+        // What was read came from the medium: whatever failed in the life before this one matters
+        // no more.
         self.write_mark(&Mark { boot, tried: false, ..mark })?;
         self.sync_and_unmark()?;
         Ok(torn)
@@ -185,8 +200,8 @@ impl Inner {
         Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
     }
 
-    /// Has `sync` make durable what is in unfinished packs. Where that fails, nobody relies on these any more in this life of the
-    /// machine.
+    /// Has `sync` make durable what is in unfinished packs. Where that fails, nobody relies on
+    /// these any more in this life of the machine.
     pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.doubted_packs()?;
         let newest = packs::newest(self)?;
@@ -200,11 +215,12 @@ impl Inner {
 
     fn put_packs_mark(&self, up_to: u32) -> Result<()> {
         let mark = PacksMark { boot: self.backend.boot()?, up_to };
-        self.backend.put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
+        self.backend
+            .put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
     }
 
-    /// Has `sync` make durable what checkpoints have in a pack that did not wait for it. Where that fails, neither they nor the pack are relied
-    /// on in this life of the machine.
+    /// Has `sync` make durable what checkpoints have in a pack that did not wait for it. Where that
+    /// fails, neither they nor the pack are relied on in this life of the machine.
     pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         self.rely_on_packs(|| {
             let before = self.mark()?;
@@ -238,7 +254,9 @@ impl Inner {
             let to = self.read_tag(&tag);
             // Set aside, or gone without a trace.
             let is_lost = |to: &CheckpointId| *to >= from && left.binary_search(to).is_err();
-            if matches!(&to, Ok(Some(to)) if is_lost(to)) || matches!(to, Err(Error::Damaged { .. })) {
+            if matches!(&to, Ok(Some(to)) if is_lost(to))
+                || matches!(to, Err(Error::Damaged { .. }))
+            {
                 self.set_aside(&names::tag(&tag))?;
             }
         }

@@ -4,7 +4,8 @@
 //!   0  8 magic     8  4 version     12 .. content     end-32 32 BLAKE3 of everything before
 //! ```
 //!
-//! Invariant: this much is the same in all versions, so that a file of a later version is told from a damaged one.
+//! Invariant: this much is the same in all versions, so that a file of a later version is told from
+//! a damaged one.
 
 use crate::config::FORMAT_VERSION;
 use crate::{Error, Result};

@@ -1,10 +1,12 @@
-//! What can go wrong with a store: one enum, each variant naming the object and what was done with it.
+//! What can go wrong with a store: one enum, each variant naming the object and what was done with
+//! it.
 
 use crate::secret::SecretKind;
 use keyframe_units::{CheckpointId, PageIndex};
 use std::io;
 
-/// An error of the store. `object` is a path, or the name of a file inside the store with the offset where one applies.
+/// An error of the store. `object` is a path, or the name of a file inside the store with the
+/// offset where one applies.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -79,7 +81,9 @@ pub enum Error {
         holder: String,
     },
     /// A run that goes on builds upon the checkpoint.
-    #[error("checkpoint {id} is the newest, and a run builds upon it: {holder} writes to the store")]
+    #[error(
+        "checkpoint {id} is the newest, and a run builds upon it: {holder} writes to the store"
+    )]
     InUse {
         /// The checkpoint.
         id: CheckpointId,
@@ -166,7 +170,9 @@ pub enum Error {
     #[error("the VM's disks and RAM together are more than a run can hold (2^40 blocks, 4 PiB)")]
     DisksTooLarge,
     /// The RAM layout given at a seal is not the one that the run was begun with.
-    #[error("run {run}: the RAM layout at epoch {epoch} differs from the one the run was begun with")]
+    #[error(
+        "run {run}: the RAM layout at epoch {epoch} differs from the one the run was begun with"
+    )]
     LayoutChanged {
         /// The run.
         run: String,
@@ -183,7 +189,9 @@ pub enum Error {
     #[error("a run is already open on this writer; finish it first")]
     RunOpen,
     /// An earlier put or seal failed, and the puts since the last seal were not given up.
-    #[error("run {run}: an earlier put or seal failed; abandon the checkpoint and put its pages again")]
+    #[error(
+        "run {run}: an earlier put or seal failed; abandon the checkpoint and put its pages again"
+    )]
     Broken {
         /// The run.
         run: String,
@@ -208,12 +216,15 @@ impl Error {
         Self::Damaged { object: object.into(), problem: problem.into() }
     }
 
-    /// True where the medium is full (or a quota is used up): a retry can work once there is space again.
+    /// True where the medium is full (or a quota is used up): a retry can work once there is space
+    /// again.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+                io::ErrorKind::StorageFull
+                    | io::ErrorKind::QuotaExceeded
+                    | io::ErrorKind::FileTooLarge
             ),
             Self::TagNotSet { source, .. } => source.is_disk_full(),
             _ => false,
@@ -274,7 +285,8 @@ mod tests {
             source: io::Error::from_raw_os_error(28),
         };
         assert!(full().is_disk_full());
-        let tag = Error::TagNotSet { id: CheckpointId(1), tag: "a".into(), source: Box::new(full()) };
+        let tag =
+            Error::TagNotSet { id: CheckpointId(1), tag: "a".into(), source: Box::new(full()) };
         assert!(tag.is_disk_full());
         assert!(!Error::RunOpen.is_disk_full());
         assert_eq!(io::Error::from(full()).kind(), io::ErrorKind::StorageFull);

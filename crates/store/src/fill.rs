@@ -1,4 +1,5 @@
-//! Filling memory with an image, by several threads: each page is made in the place where it belongs.
+//! Filling memory with an image, by several threads: each page is made in the place where it
+//! belongs.
 //!
 //! ```text
 //!   zeros            | piece | piece | ...         made zero, while the references are sorted
@@ -7,11 +8,12 @@
 //!                        └─ late, by base          base ──▶ the delta's place ─ changes ─▶ compared with its hash
 //! ```
 //!
-//! A delta lies behind its base. As the newest records are read first, a piece knows of nearly all deltas whose bases lie in it and
-//! makes them beside its own pages: packs are read once. What came too late for its piece is made in the end.
+//! A delta lies behind its base. As the newest records are read first, a piece knows of nearly all
+//! deltas whose bases lie in it and makes them beside its own pages: packs are read once. What came
+//! too late for its piece is made in the end.
 //!
-//! Invariants: no page goes from one thread to another, and none is made elsewhere. The deltas that wait are bounded
-//! ([`LATE_BYTES_MAX`]): where there are more, those are made first.
+//! Invariants: no page goes from one thread to another, and none is made elsewhere. The deltas that
+//! wait are bounded ([`LATE_BYTES_MAX`]): where there are more, those are made first.
 
 use crate::assemble::{DERIVED_OF_DERIVED, NOT_ITS_HASH};
 use crate::delta::Delta;
@@ -25,7 +27,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Stretches of zeros that a thread takes at once.
 const PIECE_ZEROS: usize = 256;
-/// What deltas may take that wait for their bases: those of 2 GiB of pages in which a few words changed.
+/// What deltas may take that wait for their bases: those of 2 GiB of pages in which a few words
+/// changed.
 const LATE_BYTES_MAX: usize = 64 << 20;
 /// Deltas wait by regions of packs that are as large as this: about a piece.
 const REGION_BYTES: u64 = 4 << 20;
@@ -109,8 +112,9 @@ fn region(to: PageRef) -> u64 {
 }
 
 impl Inner {
-    /// Reads the pages at `wanted` (which it sorts) into their places, and makes all of `zeros` zero, by several threads where there is
-    /// much to read. After an error the places hold anything.
+    /// Reads the pages at `wanted` (which it sorts) into their places, and makes all of `zeros`
+    /// zero, by several threads where there is much to read. After an error the places hold
+    /// anything.
     pub fn read_into(&self, wanted: &mut [Wanted<'_>], zeros: Vec<&mut [Page]>) -> Result<()> {
         let threads = if wanted.len() < PAGES_MIN { 1 } else { threads() };
         self.fill(wanted, zeros, threads, LATE_BYTES_MAX)
@@ -165,7 +169,8 @@ impl Inner {
     ) -> Result<()> {
         let Piece { wanted, mut late } = piece;
         late.sort_unstable_by_key(|late| late.delta.base);
-        // Each with whether it is the base of the next one that waited, or itself wanted; wanted ones come first.
+        // Each with whether it is the base of the next one that waited, or itself wanted; wanted
+        // ones come first.
         let mut records: Vec<(PageRef, bool)> = wanted.iter().map(|(to, _)| (*to, false)).collect();
         records.extend(late.iter().map(|late| (late.delta.base, true)));
         records.sort();
@@ -273,7 +278,9 @@ mod tests {
     fn however_many_threads_there_are_and_however_few_deltas_may_wait_the_image_is_the_same() {
         let (_medium, loaded) = subject();
         let expected = expected(0, PAGES);
-        for (threads, late_bytes_max) in [(1, 0), (1, 30_000), (1, usize::MAX), (3, 0), (3, usize::MAX)] {
+        for (threads, late_bytes_max) in
+            [(1, 0), (1, 30_000), (1, usize::MAX), (3, 0), (3, usize::MAX)]
+        {
             let mut out = vec![[0xa5; PAGE_BYTES]; PAGES as usize];
             let (mut wanted, mut zeros) = (Vec::new(), Vec::new());
             for (page, into) in out.iter_mut().enumerate() {

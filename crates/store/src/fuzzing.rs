@@ -1,6 +1,8 @@
-//! Doors for the fuzzers in `fuzz/`: each gives bytes to one parser, behind the checksums that would stop them.
+//! Doors for the fuzzers in `fuzz/`: each gives bytes to one parser, behind the checksums that
+//! would stop them.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of proportion to them.
+//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
+//! proportion to them.
 
 mod memory;
 
@@ -96,7 +98,9 @@ pub fn identity(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
     let field = ",\n  \"checksum\": \"";
     let hash = blake3::hash(text.as_bytes()).to_hex();
-    let Ok(stored) = Config::decode(format!("{text}{field}{hash}\"\n}}\n").as_bytes(), "x") else { return };
+    let Ok(stored) = Config::decode(format!("{text}{field}{hash}\"\n}}\n").as_bytes(), "x") else {
+        return;
+    };
     // Without a secret: deriving a key takes a second.
     let _ = stored.unlock(&|_| Ok(None), "x");
 }
@@ -137,7 +141,8 @@ pub fn small(data: &[u8]) {
                 put_varint(&mut again, value);
             }
             if let Ok(text) = std::str::from_utf8(bytes) {
-                let _ = (names::is_tag(text), names::parse_pack(text), names::parse_checkpoint(text));
+                let _ =
+                    (names::is_tag(text), names::parse_pack(text), names::parse_checkpoint(text));
             }
         }
         _ => {
@@ -177,8 +182,8 @@ pub fn containers(plain: &[u8]) -> [Vec<u8>; 2] {
     ["maps/1", "packs/00000001.pack"].map(|name| memory.read(name, u64::MAX).unwrap_or_default())
 }
 
-/// A store of the golden files, one of which has other bytes, behind true checksums: the first byte of `data` says which one.
-/// It is checked, read, and repaired; and what was repaired is whole.
+/// A store of the golden files, one of which has other bytes, behind true checksums: the first byte
+/// of `data` says which one. It is checked, read, and repaired; and what was repaired is whole.
 pub fn store(files: &Files, data: &[u8]) {
     let Some((which, bytes)) = data.split_first() else { return };
     let Some((name, _)) = files.get(usize::from(*which) % files.len().max(1)) else { return };
@@ -235,6 +240,9 @@ pub fn served_answer(bytes: &[u8]) {
     let Ok((answer, _)) = Answer::read(&mut bytes, len_bytes_max) else { return };
     let Answer::Data(bytes) = answer else { return };
     assert!(bytes.len() as u64 <= len_bytes_max, "more than was asked for");
-    let _ =
-        (wire::decode_names(&bytes), wire::decode_looks(&bytes, usize::from(*asked)), wire::welcomed(&bytes));
+    let _ = (
+        wire::decode_names(&bytes),
+        wire::decode_looks(&bytes, usize::from(*asked)),
+        wire::welcomed(&bytes),
+    );
 }

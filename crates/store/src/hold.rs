@@ -6,9 +6,10 @@
 //!        └───────────────────────────┘
 //! ```
 //!
-//! Which records those of the maps stand on is not known before they are read: some in any pack before theirs. A file that is
-//! open outlives its name. A prune in the same process closes those that it has removed and that no loaded checkpoint holds. Not
-//! here: the disk space of packs removed by another process, which comes back when the last reader has closed its store.
+//! Which records those of the maps stand on is not known before they are read: some in any pack
+//! before theirs. A file that is open outlives its name. A prune in the same process closes those
+//! that it has removed and that no loaded checkpoint holds. Not here: the disk space of packs
+//! removed by another process, which comes back when the last reader has closed its store.
 
 use crate::disk_map::DiskMap;
 use crate::identity::PageRef;
@@ -29,8 +30,8 @@ const ATTEMPTS: u32 = 32;
 pub type Held = Vec<Arc<PackFile>>;
 
 impl Inner {
-    /// Reads the maps of a checkpoint and opens all packs that they name, and those before them. A pack that is not there,
-    /// however often one looks, hurts only who reads its pages.
+    /// Reads the maps of a checkpoint and opens all packs that they name, and those before them. A
+    /// pack that is not there, however often one looks, hurts only who reads its pages.
     pub fn hold_maps(&self, id: CheckpointId, meta: &Meta) -> Result<(PageMap, DiskMap, Held)> {
         for _ in 1..ATTEMPTS {
             let listed = numbers(self)?;
@@ -59,7 +60,8 @@ impl Inner {
         Ok((maps.0, maps.1, held))
     }
 
-    /// The packs that the maps name, and those of `listed` before them; and false where one is not there.
+    /// The packs that the maps name, and those of `listed` before them; and false where one is not
+    /// there.
     fn hold(&self, (ram, disks): &(PageMap, DiskMap), listed: &[u32]) -> (Held, bool) {
         let mut packs = BTreeSet::new();
         let mut last = 0;

@@ -5,8 +5,9 @@
 //!   PageHash, 128 bits: BLAKE3(key = the store's secret key, page)[0..16]
 //! ```
 //!
-//! Invariant: a guest cannot construct two pages of one hash, for the key is random, per store, and never leaves the
-//! host. What is left is chance: with 2^40 distinct pages (4 PiB) the probability of any collision is below 2^-48.
+//! Invariant: a guest cannot construct two pages of one hash, for the key is random, per store, and
+//! never leaves the host. What is left is chance: with 2^40 distinct pages (4 PiB) the probability
+//! of any collision is below 2^-48.
 
 use blake3::IncrementCounter;
 use blake3::platform::Platform;
@@ -24,7 +25,8 @@ impl PageRef {
     /// A page of zeros, which needs no record.
     pub const ZERO: Self = Self(0);
 
-    /// The record at `offset` of pack number `pack`. Both must be in range, which the writer's limits ensure.
+    /// The record at `offset` of pack number `pack`. Both must be in range, which the writer's
+    /// limits ensure.
     pub fn new(pack: u32, offset: u64) -> Self {
         debug_assert!(pack > 0 && pack <= PACK_NUMBER_MAX && offset < 1 << OFFSET_BITS);
         Self(u64::from(pack) << OFFSET_BITS | offset)
@@ -68,9 +70,10 @@ impl PageHash {
         Self::first_of(blake3::keyed_hash(&key.0, page).as_bytes())
     }
 
-    /// The same of up to [`LANES`] pages at once; what is beyond their number means nothing. A page alone has four chunks, which leaves
-    /// most of a wide processor's lanes empty: here the same chunk of all pages is hashed side by side, then their parents.
-    /// The crate has no public way to do that; what it is built on is hidden in its documentation, and compared with
+    /// The same of up to [`LANES`] pages at once; what is beyond their number means nothing. A page
+    /// alone has four chunks, which leaves most of a wide processor's lanes empty: here the same
+    /// chunk of all pages is hashed side by side, then their parents. The crate has no public way
+    /// to do that; what it is built on is hidden in its documentation, and compared with
     /// [`Self::of`] in the tests.
     pub fn of_some(key: &HashKey, pages: &[&Page]) -> [Self; LANES] {
         let platform = Platform::detect();
@@ -80,7 +83,8 @@ impl PageHash {
             *word = u32::from_le_bytes(*bytes);
         }
         let mut values = [0; LANES * CV_BYTES];
-        // Of each page the values of its chunks, one after the other: then both its parents' children.
+        // Of each page the values of its chunks, one after the other: then both its parents'
+        // children.
         let mut children = [[[0; CV_BYTES]; CHUNKS]; LANES];
         let mut chunks = [&[0; CHUNK_BYTES]; LANES];
         for number in 0..CHUNKS {
@@ -89,7 +93,16 @@ impl PageHash {
             }
             let (chunks, out) = (&chunks[..count], &mut values[..count * CV_BYTES]);
             let no = IncrementCounter::No;
-            platform.hash_many(chunks, &words, number as u64, no, KEYED, CHUNK_START, CHUNK_END, out);
+            platform.hash_many(
+                chunks,
+                &words,
+                number as u64,
+                no,
+                KEYED,
+                CHUNK_START,
+                CHUNK_END,
+                out,
+            );
             for (children, value) in children.iter_mut().zip(values.as_chunks().0) {
                 children[number] = *value;
             }
@@ -100,13 +113,24 @@ impl PageHash {
             let blocks_of = from.as_chunks().0;
             blocks.iter_mut().zip(blocks_of).for_each(|(block, from)| *block = from);
             let blocks = &blocks[..blocks_of.len()];
-            platform.hash_many(blocks, &words, 0, IncrementCounter::No, KEYED | PARENT | flags, 0, 0, out);
+            platform.hash_many(
+                blocks,
+                &words,
+                0,
+                IncrementCounter::No,
+                KEYED | PARENT | flags,
+                0,
+                0,
+                out,
+            );
         };
         let children = children.as_flattened().as_flattened();
         parents(&children[..count * CHUNKS * CV_BYTES], 0, &mut roots[..count * 2 * CV_BYTES]);
         parents(&roots[..count * 2 * CV_BYTES], ROOT, &mut values[..count * CV_BYTES]);
         let mut out = [Self([0; 2]); LANES];
-        out.iter_mut().zip(values.as_chunks().0).for_each(|(hash, value)| *hash = Self::first_of(value));
+        out.iter_mut()
+            .zip(values.as_chunks().0)
+            .for_each(|(hash, value)| *hash = Self::first_of(value));
         out
     }
 

@@ -1,4 +1,5 @@
-//! The index of deduplication: where the content of a page is, by its hash. Bounded in memory; what does not fit lies in files.
+//! The index of deduplication: where the content of a page is, by its hash. Bounded in memory; what
+//! does not fit lies in files.
 //!
 //! ```text
 //!                 ┌─ table: the newest entries ─┐  full, or the run ends   ┌─ spills: files, each sorted by hash ─┐
@@ -8,16 +9,19 @@
 //!   value of an entry   | pack number 24 | kind 2 | unproven 1 | copy 1 | offset 36 |
 //! ```
 //!
-//! A spill is a cache. It says which packs it covers, each by the checksum of its trailer: the next writer takes it for those that are
-//! still there as they were, and reads the indexes of the others itself. An entry of a pack that has gone is not given out.
-//! Only records of closed packs are spilled: these stay as they are.
+//! A spill is a cache. It says which packs it covers, each by the checksum of its trailer: the next
+//! writer takes it for those that are still there as they were, and reads the indexes of the others
+//! itself. An entry of a pack that has gone is not given out. Only records of closed packs are
+//! spilled: these stay as they are.
 //!
-//! Invariants: what is given out is an entry that was inserted, of a pack that is there; the full hash is compared. Derived
-//! records out of a spill are unproven: what they stand on may have gone. Whatever happens to the files, nothing but deduplication is
-//! lost, and no caller sees an error. The memory is within the budget: a third of it for the table, which takes half as much more while it
-//! grows, two fifths for the spills, the rest for the merging of a quarter of these.
+//! Invariants: what is given out is an entry that was inserted, of a pack that is there; the full
+//! hash is compared. Derived records out of a spill are unproven: what they stand on may have gone.
+//! Whatever happens to the files, nothing but deduplication is lost, and no caller sees an error.
+//! The memory is within the budget: a third of it for the table, which takes half as much more
+//! while it grows, two fifths for the spills, the rest for the merging of a quarter of these.
 //!
-//! Not here: what a derived record needs to be proven, and which packs are read again ([`crate::pack_writer`]).
+//! Not here: what a derived record needs to be proven, and which packs are read again
+//! ([`crate::pack_writer`]).
 
 mod filter;
 mod folder;
@@ -51,7 +55,8 @@ const SPILLED_ENTRY_BYTES: usize = 2;
 const SPILLS_MAX: usize = 6;
 /// So many at a time,
 const MERGED_AT_ONCE: usize = 4;
-/// and none becomes larger than this part of all, so that what is too much goes in such pieces, without being written anew.
+/// and none becomes larger than this part of all, so that what is too much goes in such pieces,
+/// without being written anew.
 const PIECES: usize = 4;
 /// Fewer entries are as quickly read from the packs.
 const SAVED_MIN: usize = 1 << 16;
@@ -111,14 +116,15 @@ impl Index {
         }
     }
 
-    /// Takes the spills of earlier writers. `seal_of` tells how a pack is closed that is there and may be relied on; with
-    /// `plain_only` no derived record is.
+    /// Takes the spills of earlier writers. `seal_of` tells how a pack is closed that is there and
+    /// may be relied on; with `plain_only` no derived record is.
     pub fn load(&mut self, plain_only: bool, seal_of: &mut dyn FnMut(u32) -> Option<Seal>) {
         let Some(folder) = &self.folder else { return };
         let mut seals = FxHashMap::<u32, Option<Seal>>::default();
         for (path, spill) in folder.spills(self.spilled_max * SPILLED_ENTRY_BYTES) {
             let is_there = |(number, seal): &(u32, Seal)| {
-                (*seals.entry(*number).or_insert_with(|| seal_of(*number)) == Some(*seal)).then_some(*number)
+                (*seals.entry(*number).or_insert_with(|| seal_of(*number)) == Some(*seal))
+                    .then_some(*number)
             };
             let live: FxHashSet<u32> = spill.packs().iter().filter_map(is_there).collect();
             if live.is_empty() || self.spilled() + spill.entries() > self.spilled_max {
@@ -163,8 +169,8 @@ impl Index {
         }
     }
 
-    /// Learns what the index of a pack says, closed with `seal`, or unfinished; what is in the table already stays. Derived records
-    /// are unproven.
+    /// Learns what the index of a pack says, closed with `seal`, or unfinished; what is in the
+    /// table already stays. Derived records are unproven.
     pub fn learn<'a>(
         &mut self,
         pack: u32,
@@ -208,8 +214,8 @@ impl Index {
         self.spills.iter_mut().for_each(|loaded| loaded.source.plain_only = true);
     }
 
-    /// Knows nothing in the packs that go any more, but where their records are now, if these are in the table; of derived records
-    /// only those that have moved.
+    /// Knows nothing in the packs that go any more, but where their records are now, if these are
+    /// in the table; of derived records only those that have moved.
     pub fn follow(&mut self, moves: &Moves) {
         self.table.retain(&mut |_, value| match moves.place(place(*value)) {
             Place::Same => !is_derived(*value),
@@ -249,8 +255,8 @@ impl Index {
         }
     }
 
-    /// Empties the table: what is of closed packs is spilled, the rest forgotten. No pack that is being written may have records in
-    /// it.
+    /// Empties the table: what is of closed packs is spilled, the rest forgotten. No pack that is
+    /// being written may have records in it.
     pub fn make_room(&mut self) {
         // Where it cannot be written it is forgotten.
         let _ = self.spill();
@@ -269,7 +275,8 @@ impl Index {
     pub fn usage(&self) -> IndexUse {
         // Sets and maps of packs: about two slots for each.
         let of_pack = 2 * size_of::<(u32, Seal)>();
-        let of_spill = |Loaded { source, .. }: &Loaded| source.spill.bytes() + source.live.len() * of_pack;
+        let of_spill =
+            |Loaded { source, .. }: &Loaded| source.spill.bytes() + source.live.len() * of_pack;
         let spills = self.spills.iter().map(of_spill).sum::<usize>();
         IndexUse {
             entries: self.table.len() as u64,
@@ -293,8 +300,10 @@ impl Index {
         }
         // The oldest go: those whose newest pack is the oldest.
         while !self.spills.is_empty() && self.spilled() + new > self.spilled_max {
-            let newest = |loaded: &Loaded| loaded.source.spill.packs().iter().map(|(pack, _)| *pack).max();
-            let oldest = (0..self.spills.len()).min_by_key(|at| self.spills.get(*at).and_then(newest));
+            let newest =
+                |loaded: &Loaded| loaded.source.spill.packs().iter().map(|(pack, _)| *pack).max();
+            let oldest =
+                (0..self.spills.len()).min_by_key(|at| self.spills.get(*at).and_then(newest));
             folder::remove(&self.spills.remove(oldest.unwrap_or(0)).path);
         }
         let mut writer = folder.begin(new)?;
@@ -302,11 +311,13 @@ impl Index {
             slot.value &= !UNPROVEN;
             writer.push(slot)?;
         }
-        let mut packs: Vec<(u32, Seal)> = self.closed.iter().map(|(pack, seal)| (*pack, *seal)).collect();
+        let mut packs: Vec<(u32, Seal)> =
+            self.closed.iter().map(|(pack, seal)| (*pack, *seal)).collect();
         packs.sort_unstable();
         let live = self.closed.keys().copied().collect();
         let (path, spill) = folder.finish(writer, packs)?;
-        // Its derived records are as good as when they were inserted; read once more before they are relied on.
+        // Its derived records are as good as when they were inserted; read once more before they
+        // are relied on.
         self.spills.insert(0, Loaded { source: Source { spill, live, plain_only: false }, path });
         self.merge(&folder);
         Ok(())
@@ -324,13 +335,16 @@ impl Index {
                 sum += self.spills.get(*at).map_or(0, entries);
                 sum <= self.spilled_max / PIECES
             };
-            let mut chosen: Vec<usize> = order.into_iter().take(MERGED_AT_ONCE).take_while(fits).collect();
+            let mut chosen: Vec<usize> =
+                order.into_iter().take(MERGED_AT_ONCE).take_while(fits).collect();
             if chosen.len() < 2 {
                 return;
             }
             chosen.sort_unstable();
             let mut sources: Vec<&Source> = Vec::new();
-            sources.extend(chosen.iter().filter_map(|at| self.spills.get(*at)).map(|loaded| &loaded.source));
+            sources.extend(
+                chosen.iter().filter_map(|at| self.spills.get(*at)).map(|loaded| &loaded.source),
+            );
             match merge::merge(&sources, folder) {
                 Ok((path, spill)) => {
                     let live = spill.packs().iter().map(|(pack, _)| *pack).collect();

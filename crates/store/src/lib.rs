@@ -1,5 +1,6 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 8 (2 has disks, 3 composed blocks of them, 4 deltas, 5 is
-//! encrypted, 6 packs with a dictionary, 7 and 8 pages as their words).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 8
+//! (2 has disks, 3 composed blocks of them, 4 deltas, 5 is encrypted, 6 packs with a dictionary, 7
+//! and 8 pages as their words).
 //!
 //! ```text
 //!   STORE/
@@ -18,12 +19,12 @@
 //!     └────forget, prune                                                                 (beside all of them)
 //! ```
 //!
-//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is invisible; a crash at any
-//! instant loses at most the checkpoint in progress. Every byte on disk is covered by a checksum. A guest cannot construct
-//! two pages that the store takes for one.
+//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is
+//! invisible; a crash at any instant loses at most the checkpoint in progress. Every byte on disk
+//! is covered by a checksum. A guest cannot construct two pages that the store takes for one.
 //!
-//! The bytes are described in `docs/formats/store.md`. Not here: when to take a checkpoint, what a page's number means
-//! (see `keyframe-units`).
+//! The bytes are described in `docs/formats/store.md`. Not here: when to take a checkpoint, what a
+//! page's number means (see `keyframe-units`).
 
 mod assemble;
 pub mod backend;
@@ -90,7 +91,9 @@ pub use index::IndexUse;
 pub use keyframe_units::CheckpointId;
 pub use loaded::{Loaded, Unmapped};
 pub use local::{state_folder, store_of as store_of_folder};
-pub use meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Sealed, Timing};
+pub use meta::{
+    Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Sealed, Timing,
+};
 pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};

@@ -10,8 +10,8 @@ use crate::{Error, Result};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, ZERO_PAGE};
 use std::sync::Arc;
 
-/// A sealed checkpoint with its page map in memory. Pages are read from the store as they are asked for; several threads
-/// may do so at once.
+/// A sealed checkpoint with its page map in memory. Pages are read from the store as they are asked
+/// for; several threads may do so at once.
 #[derive(Debug)]
 pub struct Loaded {
     /// Its number.
@@ -26,7 +26,8 @@ pub struct Loaded {
     _held: Held,
 }
 
-/// A sealed checkpoint whose page map was not read yet, which is most of the work where RAM is large.
+/// A sealed checkpoint whose page map was not read yet, which is most of the work where RAM is
+/// large.
 #[derive(Clone, Debug)]
 pub struct Unmapped {
     /// Its number.
@@ -62,14 +63,16 @@ impl Loaded {
         self.map.get(page) == PageRef::ZERO
     }
 
-    /// What stands for the content of a page: two pages of this store with the same token hold the same bytes, and 0
-    /// stands for zeros. (Different tokens may still hold the same bytes, where a store was damaged once.)
+    /// What stands for the content of a page: two pages of this store with the same token hold the
+    /// same bytes, and 0 stands for zeros. (Different tokens may still hold the same bytes, where a
+    /// store was damaged once.)
     pub fn page_ref(&self, page: PageIndex) -> u64 {
         self.map.get(page).0
     }
 
-    /// Gives every page of `range` that is not zero to `sink`, each verified by its record's checksum (its hash is what
-    /// `check` compares: see docs/design/restore.md), mostly in the order in which they lie in the store. Ends with the first error, the sink's own included.
+    /// Gives every page of `range` that is not zero to `sink`, each verified by its record's
+    /// checksum (its hash is what `check` compares: see docs/design/restore.md), mostly in the
+    /// order in which they lie in the store. Ends with the first error, the sink's own included.
     pub fn read_pages<E: From<Error>>(
         &self,
         range: PageRange,
@@ -78,8 +81,8 @@ impl Loaded {
         self.inner.read_pages(&self.wanted(range), sink)
     }
 
-    /// The same by as many threads as there are cores, where there is much to read: for who has no threads of its own. `sink` is
-    /// called on this one, with pages in roughly that order.
+    /// The same by as many threads as there are cores, where there is much to read: for who has no
+    /// threads of its own. `sink` is called on this one, with pages in roughly that order.
     pub fn read_pages_by_all_cores<E: From<Error>>(
         &self,
         range: PageRange,
@@ -88,16 +91,17 @@ impl Loaded {
         self.inner.read_many(&self.wanted(range), sink)
     }
 
-    /// Fills `out` with the image from page `first` on, zeros among it, by as many threads as there are cores: for who has memory
-    /// for it, as each page goes to its place without a stop. Each is verified as in [`Self::read_pages`]; after an error `out` holds
-    /// anything.
+    /// Fills `out` with the image from page `first` on, zeros among it, by as many threads as there
+    /// are cores: for who has memory for it, as each page goes to its place without a stop. Each is
+    /// verified as in [`Self::read_pages`]; after an error `out` holds anything.
     pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
         let range = PageRange::new(first, out.len() as u64);
         let mut wanted = Vec::with_capacity(out.len());
         let mut zeros = Vec::new();
         let (mut rest, mut next) = (out, first.0);
         for (page, to) in self.map.range(range) {
-            let (between, behind) = std::mem::take(&mut rest).split_at_mut((page.0 - next) as usize);
+            let (between, behind) =
+                std::mem::take(&mut rest).split_at_mut((page.0 - next) as usize);
             if !between.is_empty() {
                 zeros.push(between);
             }
@@ -123,7 +127,8 @@ impl Loaded {
         sink: &mut dyn FnMut(PageIndex, &Page) -> Result<(), E>,
     ) -> Result<(), E> {
         let places = pages.iter().map(|page| (self.map.get(*page), *page));
-        let mut wanted: Vec<(PageRef, PageIndex)> = places.filter(|(to, _)| *to != PageRef::ZERO).collect();
+        let mut wanted: Vec<(PageRef, PageIndex)> =
+            places.filter(|(to, _)| *to != PageRef::ZERO).collect();
         wanted.sort_unstable();
         self.inner.read_pages(&wanted, sink)
     }

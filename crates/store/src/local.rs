@@ -1,5 +1,5 @@
-//! What this host keeps for a store that is elsewhere, or encrypted: what runs have written to their disks, which is in plain as the
-//! images beneath are.
+//! What this host keeps for a store that is elsewhere, or encrypted: what runs have written to
+//! their disks, which is in plain as the images beneath are.
 //!
 //! ```text
 //!   STATE/keyframe/stores/ID/store.url     where the store is
@@ -17,8 +17,10 @@ const URL: &str = "store.url";
 
 /// Where this host keeps what belongs to this program; none where there is no place for it.
 pub fn state_folder() -> Option<PathBuf> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")))?;
+    let variable =
+        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state =
+        variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")))?;
     Some(state.join("keyframe"))
 }
 

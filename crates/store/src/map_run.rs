@@ -11,10 +11,12 @@
 //!          then per page of the extents with references: varint zigzag(reference - reference before)
 //! ```
 //!
-//! Pages are appended to a pack in the order in which they are put, mostly rising, so that the step from one reference to
-//! the next is the length of one record: two bytes. Twenty thousand scattered pages take about 80 KB.
+//! Pages are appended to a pack in the order in which they are put, mostly rising, so that the step
+//! from one reference to the next is the length of one record: two bytes. Twenty thousand scattered
+//! pages take about 80 KB.
 //!
-//! Invariants: extents rise, do not overlap and lie inside the space; a decoder allocates in proportion to the file.
+//! Invariants: extents rise, do not overlap and lie inside the space; a decoder allocates in
+//! proportion to the file.
 
 use crate::bytes::{Cursor, Problem, apply_zigzag, put_varint, zigzag_delta};
 use crate::codec::{compress_section, decompress_section};
@@ -27,7 +29,8 @@ use keyframe_units::{PageIndex, PageRange};
 
 const MAGIC: envelope::Magic = *b"KFMAP\r\n\x1a";
 const FLAG_LZ4: u32 = 1;
-/// Larger than the map of 16 TiB of RAM in its worst coding; what is beyond is refused before it is read.
+/// Larger than the map of 16 TiB of RAM in its worst coding; what is beyond is refused before it is
+/// read.
 pub const MAP_BYTES_MAX: u64 = 64 << 30;
 
 /// What identifies a run and ties it to its place.
@@ -64,7 +67,9 @@ impl MapRun {
         for (page, to) in pages {
             let zero = to == PageRef::ZERO;
             match extents.last_mut() {
-                Some(last) if last.range.end() == page && last.zero == zero => last.range.len_pages += 1,
+                Some(last) if last.range.end() == page && last.zero == zero => {
+                    last.range.len_pages += 1
+                }
                 _ => extents.push(Extent { range: PageRange::new(page, 1), zero }),
             }
             if !zero {
@@ -100,11 +105,16 @@ impl MapRun {
 
     /// The pages that have records, rising, and where those are.
     pub fn records(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
-        let pages = self.extents.iter().filter(|extent| !extent.zero).flat_map(|extent| extent.range.iter());
+        let pages = self
+            .extents
+            .iter()
+            .filter(|extent| !extent.zero)
+            .flat_map(|extent| extent.range.iter());
         pages.zip(self.refs.iter().copied())
     }
 
-    /// The same map with records elsewhere: `place` says where each is now. It says nothing any more of a page that has none.
+    /// The same map with records elsewhere: `place` says where each is now. It says nothing any
+    /// more of a page that has none.
     pub fn moved(&self, place: &mut dyn FnMut(PageIndex, PageRef) -> Option<PageRef>) -> Self {
         let mut moved = Self { header: self.header, extents: Vec::new(), refs: Vec::new() };
         let mut refs = self.refs.iter();
@@ -127,7 +137,8 @@ impl MapRun {
         self.extents.iter().flat_map(|extent| extent.range.iter())
     }
 
-    /// Lays the run over what is older: pages below `ram_pages` over `ram`, the blocks behind them over `disks`.
+    /// Lays the run over what is older: pages below `ram_pages` over `ram`, the blocks behind them
+    /// over `disks`.
     pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
         let mut refs = &self.refs[..];
         let ranges = self.extents.iter().map(|extent| {
@@ -227,13 +238,18 @@ impl MapRun {
     }
 }
 
-fn decode_extents(cursor: &mut Cursor<'_>, count: u64, space_pages: u64) -> Result<Vec<Extent>, Problem> {
+fn decode_extents(
+    cursor: &mut Cursor<'_>,
+    count: u64,
+    space_pages: u64,
+) -> Result<Vec<Extent>, Problem> {
     let mut extents = Vec::new();
     let mut end = 0u64;
     for _ in 0..count {
         let (gap, word) = (cursor.varint()?, cursor.varint()?);
         let (len_pages, zero) = (word >> 1, word & 1 == 0);
-        let bounds = end.checked_add(gap).and_then(|first| Some((first, first.checked_add(len_pages)?)));
+        let bounds =
+            end.checked_add(gap).and_then(|first| Some((first, first.checked_add(len_pages)?)));
         let (first, next) = bounds
             .filter(|(_, next)| len_pages > 0 && *next <= space_pages)
             .ok_or("an extent lies outside its page space")?;
@@ -270,7 +286,8 @@ mod tests {
 
     /// A generator that needs no crate: steps of a 64-bit mixer.
     fn mix(seed: u64) -> u64 {
-        let z = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (seed >> 30))
+            .wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z ^ (z >> 27)
     }
 

@@ -1,4 +1,5 @@
-//! What a checkpoint tells about itself: the JSON section of its file, and what `list` and `show` print.
+//! What a checkpoint tells about itself: the JSON section of its file, and what `list` and `show`
+//! print.
 
 use crate::disks::DiskMeta;
 use jiff::Timestamp;
@@ -25,8 +26,9 @@ pub struct Meta {
     pub run: String,
     /// The place in the run; the epochs of the sealed checkpoints of a run are consecutive.
     pub epoch: Epoch,
-    /// The checkpoint that the VM had been brought back to before this one, by a restore, a branch or a rollback; absent
-    /// where it simply had run on since the one before in its run. Perhaps not in the store any more.
+    /// The checkpoint that the VM had been brought back to before this one, by a restore, a branch
+    /// or a rollback; absent where it simply had run on since the one before in its run. Perhaps
+    /// not in the store any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<CheckpointId>,
     /// When the pause of the checkpoint began.
@@ -40,7 +42,8 @@ pub struct Meta {
     pub disks: Vec<DiskMeta>,
     /// The machine, as far as a restore needs it. Empty where the checkpoint is a group's.
     pub machine: MachineMeta,
-    /// The VMs of a group that was checkpointed at one instant, in the order of their RAM blocks; empty for one VM alone.
+    /// The VMs of a group that was checkpointed at one instant, in the order of their RAM blocks;
+    /// empty for one VM alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<MemberMeta>,
     /// How long things took.
@@ -50,13 +53,14 @@ pub struct Meta {
     /// The checkpoint that this one is a copy of, in another store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
-    /// The map runs that together give the page map, newest first; the first one is this checkpoint's own.
+    /// The map runs that together give the page map, newest first; the first one is this
+    /// checkpoint's own.
     pub map_chain: Vec<u64>,
 }
 
 impl Meta {
-    /// Of each member of a group, its own RAM blocks as it calls them, and where its pages begin. `None` where the list of
-    /// members and that of the blocks contradict each other.
+    /// Of each member of a group, its own RAM blocks as it calls them, and where its pages begin.
+    /// `None` where the list of members and that of the blocks contradict each other.
     pub fn members_ram(&self) -> Option<Vec<(RamLayout, PageIndex)>> {
         let mut all = Vec::with_capacity(self.members.len());
         let mut first_block = 0usize;
@@ -69,7 +73,8 @@ impl Meta {
                 Some(RamBlock { name, ..block.clone() })
             };
             let layout = RamLayout::new(blocks.iter().map(own).collect::<Option<_>>()?).ok()?;
-            let first = if blocks.is_empty() { PageIndex(0) } else { self.ram.pages_of(first_block).first };
+            let first =
+                if blocks.is_empty() { PageIndex(0) } else { self.ram.pages_of(first_block).first };
             all.push((layout, first));
             first_block = end;
         }
@@ -94,7 +99,8 @@ pub struct MemberMeta {
     /// Its QEMU's process id: packets in flight name it by that.
     #[serde(default)]
     pub pid: u32,
-    /// How many of the checkpoint's RAM blocks are its own: the first ones that no member before it has.
+    /// How many of the checkpoint's RAM blocks are its own: the first ones that no member before it
+    /// has.
     pub ram_blocks: usize,
     /// Its machine.
     pub machine: MachineMeta,
@@ -119,11 +125,12 @@ pub struct MachineMeta {
     pub user_command: Vec<String>,
     /// The command line as it was run.
     pub full_command: Vec<String>,
-    /// Features of its processor model that the guest was not given, as accelerator or host lack them; `None` in
-    /// checkpoints of versions that did not ask.
+    /// Features of its processor model that the guest was not given, as accelerator or host lack
+    /// them; `None` in checkpoints of versions that did not ask.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_lacks: Option<Vec<String>>,
-    /// Where RAM blocks lie in the guest's physical address space; absent in checkpoints of early versions.
+    /// Where RAM blocks lie in the guest's physical address space; absent in checkpoints of early
+    /// versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_map: Option<Vec<GuestRegion>>,
     /// Where in its recording the machine was; absent where it was not recorded.
@@ -161,7 +168,8 @@ pub struct Timing {
     pub encode_ns: u64,
 }
 
-/// The parts of a pause, in nanoseconds, consecutive but for the order: the device state comes before the scan.
+/// The parts of a pause, in nanoseconds, consecutive but for the order: the device state comes
+/// before the scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PausePhases {
     /// Until QEMU confirmed the stop.
@@ -176,8 +184,8 @@ pub struct PausePhases {
     pub resume: u64,
 }
 
-/// Pages and bytes of one checkpoint. `dirty_pages` is the sum of zero, deduplicated, unchanged and stored pages: a page that
-/// was put more than once counts with its last put.
+/// Pages and bytes of one checkpoint. `dirty_pages` is the sum of zero, deduplicated, unchanged and
+/// stored pages: a page that was put more than once counts with its last put.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Distinct pages put into the checkpoint.
@@ -193,7 +201,8 @@ pub struct Counts {
     pub unchanged_pages: u64,
     /// Of these: content new to the store.
     pub stored_pages: u64,
-    /// Bytes appended to packs for this checkpoint: record headers and contents superseded before the seal included.
+    /// Bytes appended to packs for this checkpoint: record headers and contents superseded before
+    /// the seal included.
     pub stored_bytes: u64,
     /// The size of its map file.
     pub map_bytes: u64,

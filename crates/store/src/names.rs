@@ -88,7 +88,8 @@ pub fn is_file(name: &str) -> bool {
     }
 }
 
-/// True where the text can be a tag: it is never mistaken for a number, for `latest`, or for another file.
+/// True where the text can be a tag: it is never mistaken for a number, for `latest`, or for
+/// another file.
 pub fn is_tag(text: &str) -> bool {
     let chars_fit = text.bytes().all(|c| c.is_ascii_alphanumeric() || b"._-".contains(&c));
     let dots = text.bytes().all(|c| c == b'.');
@@ -101,10 +102,14 @@ pub fn pin(id: CheckpointId) -> String {
     format!("{PIN}{id}")
 }
 
-/// Refuses what a user cannot choose as a tag ([`Error::InvalidTag`]): 1 to 64 letters, digits, dots, dashes or underscores, not
-/// digits or dots alone, not `latest`, not beginning with `pin.`.
+/// Refuses what a user cannot choose as a tag ([`Error::InvalidTag`]): 1 to 64 letters, digits,
+/// dots, dashes or underscores, not digits or dots alone, not `latest`, not beginning with `pin.`.
 pub fn check_tag(text: &str) -> Result<()> {
-    if is_tag(text) && !text.starts_with(PIN) { Ok(()) } else { Err(Error::InvalidTag { tag: text.into() }) }
+    if is_tag(text) && !text.starts_with(PIN) {
+        Ok(())
+    } else {
+        Err(Error::InvalidTag { tag: text.into() })
+    }
 }
 
 #[cfg(test)]
@@ -124,9 +129,13 @@ mod tests {
 
     #[test]
     fn files_of_a_store_are_told_from_paths_to_elsewhere() {
-        for good in
-            ["store.json", "packs/00000001.pack", "maps/0000000001.map", "tags/a", "worksets/0000000001.wset"]
-        {
+        for good in [
+            "store.json",
+            "packs/00000001.pack",
+            "maps/0000000001.map",
+            "tags/a",
+            "worksets/0000000001.wset",
+        ] {
             assert!(is_file(good), "{good}");
         }
         for bad in [

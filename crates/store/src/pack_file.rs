@@ -10,8 +10,8 @@ use crate::dictionary::Dictionary;
 use crate::identity::{PageHash, PageRef};
 use crate::index::Seal;
 use crate::record::{
-    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header, decode_dictionary,
-    decode_trailer, parse_footer,
+    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header,
+    decode_dictionary, decode_trailer, parse_footer,
 };
 use crate::store::Inner;
 use crate::{Error, Result, backend::Readable, names};
@@ -65,10 +65,9 @@ impl PackFile {
     pub fn open(inner: &Inner, number: u32) -> Result<Self> {
         let name = names::pack(number);
         let object = inner.backend.describe(&name);
-        let file = inner
-            .backend
-            .open(&name)
-            .map_err(|e| if e.is_not_found() { Error::damaged(&object, "the pack is missing") } else { e })?;
+        let file = inner.backend.open(&name).map_err(|e| {
+            if e.is_not_found() { Error::damaged(&object, "the pack is missing") } else { e }
+        })?;
         let mut header = [0; PACK_HEADER_BYTES];
         let len = file.len_bytes()?;
         if len < PACK_HEADER_BYTES as u64 {
@@ -142,9 +141,10 @@ impl PackFile {
         Ok(Ending::Closed { entries, records_end: footer.records_end })
     }
 
-    /// Walks the records from `from` on, up to `end` or the first whose bytes are not whole; returns where that is, and
-    /// why. `visit` hears of each verified one, and of those whose bytes are whole but not what they stand for: offset and
-    /// problem. Bytes that the medium does not give are as bad as wrong ones.
+    /// Walks the records from `from` on, up to `end` or the first whose bytes are not whole;
+    /// returns where that is, and why. `visit` hears of each verified one, and of those whose bytes
+    /// are whole but not what they stand for: offset and problem. Bytes that the medium does not
+    /// give are as bad as wrong ones.
     pub fn walk(
         &self,
         inner: &Inner,
@@ -175,7 +175,8 @@ impl PackFile {
                 Ok(record) => record,
                 Err(problem) => return Some((at, problem)),
             };
-            let restored = self.parse(bytes, place).and_then(|whole| inner.restore(&whole, place, &mut page));
+            let restored =
+                self.parse(bytes, place).and_then(|whole| inner.restore(&whole, place, &mut page));
             visit(match restored {
                 Ok(()) => Ok(Entry::new(record.hash, at, record.kind)),
                 Err(problem) => Err((at, problem)),
@@ -185,8 +186,8 @@ impl PackFile {
         None
     }
 
-    /// Reads the records that `wanted` lists (rising references, all of this pack, each with something of the
-    /// caller's), in few large reads, and gives each to `sink`.
+    /// Reads the records that `wanted` lists (rising references, all of this pack, each with
+    /// something of the caller's), in few large reads, and gives each to `sink`.
     pub fn read_records<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -215,8 +216,8 @@ impl PackFile {
         Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
     }
 
-    /// The bytes with which each of these records begins, one after the other, as [`Self::read_records`] reads them: `sink` gets the
-    /// number of each in `wanted`.
+    /// The bytes with which each of these records begins, one after the other, as
+    /// [`Self::read_records`] reads them: `sink` gets the number of each in `wanted`.
     pub fn read_bytes<T, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -253,7 +254,8 @@ impl PackFile {
         Ok(())
     }
 
-    /// Says what will be read of the first of these records; of how many. One read alone needs no hint.
+    /// Says what will be read of the first of these records; of how many. One read alone needs no
+    /// hint.
     fn hint<T>(&self, wanted: &[(PageRef, T)], len_bytes: u64) -> usize {
         let (mut spans, mut bytes, mut count) = (Vec::new(), 0, 0);
         while let Some((first, rest)) = wanted.get(count).zip(wanted.get(count..)) {
@@ -272,8 +274,8 @@ impl PackFile {
         count
     }
 
-    /// Fills the beginning of `buffer` with everything from the record at `first` to the end of the one at `last`; how much that
-    /// is. What the buffer held before is not cleared.
+    /// Fills the beginning of `buffer` with everything from the record at `first` to the end of the
+    /// one at `last`; how much that is. What the buffer held before is not cleared.
     fn read_span(
         &self,
         first: PageRef,

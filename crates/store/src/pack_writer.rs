@@ -8,12 +8,13 @@
 //!              its PageRef  └─▶ a block of a disk: are its sectors known? then composed, where that is smaller
 //! ```
 //!
-//! Invariants: the index holds only records that are verified (an unfinished pack, walked), under a trailer, or in the
-//! open pack and due to become durable with the next sync; a record that failed to get there leaves the index before the
-//! error is returned. Only one pack is open, so that one sync makes all of a checkpoint durable. A derived record (composed,
-//! or a delta) stands only on plain records before it that were read and compared in that moment, or whose content was kept
-//! since; one of an earlier writer, or out of a spill of the index, is read once before it is relied on. Where the run has no disks, no
-//! sector costs anything.
+//! Invariants: the index holds only records that are verified (an unfinished pack, walked), under a
+//! trailer, or in the open pack and due to become durable with the next sync; a record that failed
+//! to get there leaves the index before the error is returned. Only one pack is open, so that one
+//! sync makes all of a checkpoint durable. A derived record (composed, or a delta) stands only on
+//! plain records before it that were read and compared in that moment, or whose content was kept
+//! since; one of an earlier writer, or out of a spill of the index, is read once before it is
+//! relied on. Where the run has no disks, no sector costs anything.
 
 mod keep;
 mod kinds;
@@ -31,8 +32,8 @@ use crate::pack_file::{Ending, PackFile, seal_of};
 use crate::prune::moves::Moves;
 use crate::prune::packs;
 use crate::record::{
-    DENSE_WITH_WORDS, Entry, Kind, PACK_HEADER_BYTES, Record, WITH_WORDS, append_record, encode_dense_header,
-    encode_dictionary, encode_pack_header, encode_trailer,
+    DENSE_WITH_WORDS, Entry, Kind, PACK_HEADER_BYTES, Record, WITH_WORDS, append_record,
+    encode_dense_header, encode_dictionary, encode_pack_header, encode_trailer,
 };
 use crate::sectors::{SectorFinder, Tags};
 use crate::store::Inner;
@@ -81,7 +82,8 @@ pub struct PackWriter {
     open: Option<OpenPack>,
     /// What deltas are made on.
     bases: Bases,
-    /// Packs of this writer of which a sync has failed: no delta stands on what can still be read of them.
+    /// Packs of this writer of which a sync has failed: no delta stands on what can still be read
+    /// of them.
     given_up: FxHashSet<u32>,
     /// One for each thread.
     compressors: Vec<PageCompressor>,
@@ -110,10 +112,11 @@ struct OpenPack {
 }
 
 impl PackWriter {
-    /// Takes the index as an earlier writer left it, and reads the indexes of packs that are not in it, the newest first, as far as
-    /// there is room. Unfinished packs are read whole, and synced: what can be read of them now may still be in memory
-    /// alone. Packs that a prune gives up are left out, and unfinished ones while one is at work, or where a sync of them has
-    /// failed before.
+    /// Takes the index as an earlier writer left it, and reads the indexes of packs that are not in
+    /// it, the newest first, as far as there is room. Unfinished packs are read whole, and synced:
+    /// what can be read of them now may still be in memory alone. Packs that a prune gives up are
+    /// left out, and unfinished ones while one is at work, or where a sync of them has failed
+    /// before.
     pub fn new(inner: Arc<Inner>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
         this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
@@ -139,8 +142,8 @@ impl PackWriter {
         Ok(this)
     }
 
-    /// Learns what is in a pack, but for records that are not relied on: of an unfinished pack, where `closed_only`; derived ones,
-    /// where `plain_only`.
+    /// Learns what is in a pack, but for records that are not relied on: of an unfinished pack,
+    /// where `closed_only`; derived ones, where `plain_only`.
     fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match PackFile::open(&self.inner, number) {
             Ok(pack) => pack,
@@ -177,19 +180,23 @@ impl PackWriter {
             self.finder = None;
         } else if self.finder.is_none() {
             let Tuning { sector_index_bytes, sector_parts_min, .. } = self.tuning;
-            self.finder = SectorFinder::new(&self.inner.config.key, sector_index_bytes, sector_parts_min);
+            self.finder =
+                SectorFinder::new(&self.inner.config.key, sector_index_bytes, sector_parts_min);
             self.learnt_from = self.next_pack;
         }
     }
 
-    /// Makes sure that the store holds a block of a disk, which is not zero. It is durable after the next [`Self::sync`].
+    /// Makes sure that the store holds a block of a disk, which is not zero. It is durable after
+    /// the next [`Self::sync`].
     pub fn put_block(&mut self, page: &Page) -> Result<PlacedBlock> {
         let hash = PageHash::of(&self.inner.config.key, page);
         if let Some(placed) = self.known(hash, page) {
             let whole = PARTS as u64;
             let mut sectors = SectorCounts::default();
             match placed {
-                Placed::Known(_, kind) if kind.is_of_ram() => sectors.against_ram_whole_sectors = whole,
+                Placed::Known(_, kind) if kind.is_of_ram() => {
+                    sectors.against_ram_whole_sectors = whole
+                }
                 _ => sectors.against_disk_whole_sectors = whole,
             }
             return Ok(PlacedBlock { placed, composed: false, sectors });
@@ -240,8 +247,13 @@ impl PackWriter {
         let inner = &self.inner;
         self.finder.as_mut()?.compose(page, tags, &mut |record, into| {
             if record.pack() == pack.number && record.offset() >= pack.flushed {
-                let bytes = pack.buffer.get((record.offset() - pack.flushed) as usize..).unwrap_or_default();
-                return Record::parse(bytes, record).and_then(|record| record.decompress(into)).is_ok();
+                let bytes = pack
+                    .buffer
+                    .get((record.offset() - pack.flushed) as usize..)
+                    .unwrap_or_default();
+                return Record::parse(bytes, record)
+                    .and_then(|record| record.decompress(into))
+                    .is_ok();
             }
             inner.read_plain(record, into).is_ok()
         })
@@ -255,7 +267,12 @@ impl PackWriter {
         (self.composed.len() + SAVING_BYTES_MIN <= plain_len).then_some(codec)
     }
 
-    fn count(&self, page: &Page, composition: Option<&Composition>, pack: &OpenPack) -> SectorCounts {
+    fn count(
+        &self,
+        page: &Page,
+        composition: Option<&Composition>,
+        pack: &OpenPack,
+    ) -> SectorCounts {
         let mut counts = SectorCounts::default();
         for (at, sector) in sectors(page).iter().enumerate() {
             let counted = match composition.and_then(|c| c.0.get(at)) {
@@ -298,9 +315,10 @@ impl PackWriter {
                 Ok(())
             }
             Err(error) => {
-                // The kernel may have dropped the pages and will not say so again: nothing since the last sync counts.
-                // Cutting the file also takes them out of the page cache, where a later reader would find them well. What
-                // checkpoints need that did not wait for a sync stays, for as long as it can be read.
+                // The kernel may have dropped the pages and will not say so again: nothing since
+                // the last sync counts. Cutting the file also takes them out of the page cache,
+                // where a later reader would find them well. What checkpoints need that did not
+                // wait for a sync stays, for as long as it can be read.
                 let keep = pack.synced.max(pack.sealed);
                 let _ = pack.file.truncate(keep);
                 self.retire();
@@ -309,8 +327,8 @@ impl PackWriter {
         }
     }
 
-    /// Closes the open pack with its trailer. Where only the trailer fails, the pack stays behind without one: what it
-    /// holds is durable.
+    /// Closes the open pack with its trailer. Where only the trailer fails, the pack stays behind
+    /// without one: what it holds is durable.
     pub fn close(&mut self) -> Result<()> {
         self.flush()?;
         self.sync_open()?;
@@ -347,7 +365,8 @@ impl PackWriter {
     /// The pack that the next record goes to; [`Self::give_back`] it.
     fn take_pack(&mut self) -> Result<OpenPack> {
         // Records leave the index's memory once their pack is closed.
-        let is_over = |pack: &OpenPack| pack.end() >= self.tuning.pack_bytes_max || self.index.is_full();
+        let is_over =
+            |pack: &OpenPack| pack.end() >= self.tuning.pack_bytes_max || self.index.is_full();
         if self.open.as_ref().is_some_and(is_over) {
             self.close()?;
         }
@@ -372,7 +391,9 @@ impl PackWriter {
         let (number, name, mut file) = loop {
             let number = self.next_pack;
             if number > PACK_NUMBER_MAX {
-                return Err(Error::PacksExhausted { object: self.inner.backend.describe(names::PACKS) });
+                return Err(Error::PacksExhausted {
+                    object: self.inner.backend.describe(names::PACKS),
+                });
             }
             // Never tried twice: a failed attempt may have left a file.
             self.next_pack += 1;
@@ -388,7 +409,10 @@ impl PackWriter {
             Some(dense) => {
                 let dictionary = dense.bytes();
                 let len = dictionary.len() as u64;
-                (encode_dense_header(id, number, DENSE_WITH_WORDS, len), encode_dictionary(dictionary))
+                (
+                    encode_dense_header(id, number, DENSE_WITH_WORDS, len),
+                    encode_dictionary(dictionary),
+                )
             }
         };
         let head = [&header[..], &dictionary].concat();
@@ -398,12 +422,23 @@ impl PackWriter {
         }
         let buffer = Vec::with_capacity(self.tuning.buffer_bytes);
         let flushed = head.len() as u64;
-        Ok(OpenPack { number, file, header, buffer, flushed, synced: 0, sealed: 0, entries: Vec::new() })
+        Ok(OpenPack {
+            number,
+            file,
+            header,
+            buffer,
+            flushed,
+            synced: 0,
+            sealed: 0,
+            entries: Vec::new(),
+        })
     }
 
     /// Brings the buffer into the file; on failure its records are forgotten.
     fn flush(&mut self) -> Result<()> {
-        let Some(pack) = self.open.as_mut().filter(|pack| !pack.buffer.is_empty()) else { return Ok(()) };
+        let Some(pack) = self.open.as_mut().filter(|pack| !pack.buffer.is_empty()) else {
+            return Ok(());
+        };
         let written = pack.file.append(&pack.buffer);
         if written.is_ok() {
             pack.flushed += pack.buffer.len() as u64;

@@ -1,7 +1,7 @@
 //! Which record holds each page of a VM: a sparse array.
 //!
-//! Leaves of 128 pages exist only where a page is not zero, so that memory follows the pages in use, not the size of
-//! the page space (which may come from a damaged file).
+//! Leaves of 128 pages exist only where a page is not zero, so that memory follows the pages in
+//! use, not the size of the page space (which may come from a damaged file).
 
 use crate::identity::PageRef;
 use keyframe_units::{PageIndex, PageRange};
@@ -40,8 +40,8 @@ impl PageMap {
         replace(&mut leaf[(page.0 % LEAF_PAGES) as usize], to, &mut self.nonzero_pages)
     }
 
-    /// Lays ranges of pages, rising, over what there is: each with where its pages are, or zero; at the cost of a search for
-    /// each leaf, however many of them lie in it.
+    /// Lays ranges of pages, rising, over what there is: each with where its pages are, or zero; at
+    /// the cost of a search for each leaf, however many of them lie in it.
     pub fn lay<'a>(&mut self, ranges: impl Iterator<Item = (PageRange, Option<&'a [PageRef]>)>) {
         let mut ranges = ranges.peekable();
         while let Some((range, to)) = ranges.next() {
@@ -114,14 +114,14 @@ impl PageMap {
     /// The pages of a range that are not zero, rising.
     pub fn range(&self, range: PageRange) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         let (first, end) = (range.first.0, range.end().0);
-        self.leaves.range(first / LEAF_PAGES..end.div_ceil(LEAF_PAGES).max(first / LEAF_PAGES)).flat_map(
-            move |(number, leaf)| {
+        self.leaves
+            .range(first / LEAF_PAGES..end.div_ceil(LEAF_PAGES).max(first / LEAF_PAGES))
+            .flat_map(move |(number, leaf)| {
                 (number * LEAF_PAGES..)
                     .zip(leaf.iter())
                     .filter(move |(page, to)| **to != PageRef::ZERO && (first..end).contains(page))
                     .map(|(page, to)| (PageIndex(page), *to))
-            },
-        )
+            })
     }
 
     /// Calls `each` for the record of every page that is not zero, in the order of pages.
@@ -182,7 +182,8 @@ mod tests {
                     map.lay(std::iter::once((PageRange::new(PageIndex(page), value), Some(&to[..]))));
                     oracle[page as usize..].iter_mut().zip(to).for_each(|(entry, to)| *entry = to.0);
                 } else if op == 2 {
-                    // Ranges of one to some pages, gaps of none to some between them; every third one is zero.
+                    // Ranges of one to some pages, gaps of none to some between them; every third
+                    // one is zero.
                     let to: Vec<_> = (0..value).map(|at| PageRef(at + 1)).collect();
                     let mut ranges = Vec::new();
                     let (mut first, mut rest) = (page, &to[..]);

@@ -9,10 +9,12 @@
 //!                            └──────── emptied ─────┘
 //! ```
 //!
-//! Who has memory for all of it gives each page its place instead (`fill`): then a thread puts what it reads there itself.
+//! Who has memory for all of it gives each page its place instead (`fill`): then a thread puts what
+//! it reads there itself.
 //!
-//! Invariants: the sink is called on the caller's thread alone. Memory is bounded by the threads: a few batches for each, and what
-//! [`Inner::read_pages`] takes. Where the sink or a thread fails, the others end with their batch.
+//! Invariants: the sink is called on the caller's thread alone. Memory is bounded by the threads: a
+//! few batches for each, and what [`Inner::read_pages`] takes. Where the sink or a thread fails,
+//! the others end with their batch.
 
 use crate::identity::PageRef;
 use crate::store::Inner;
@@ -24,7 +26,8 @@ use std::sync::{Mutex, PoisonError};
 
 /// Fewer pages, 8 MiB, are read on the caller's thread.
 pub const PAGES_MIN: usize = 2048;
-/// What a thread takes at once: enough for large reads, and for deltas to find their bases next to each other.
+/// What a thread takes at once: enough for large reads, and for deltas to find their bases next to
+/// each other.
 pub const PIECE_RECORDS: usize = 2048;
 /// What it gives on at once: what stays in a core's cache.
 const BATCH_PAGES: usize = 32;
@@ -97,8 +100,8 @@ impl<T: Copy> Shared<'_, T> {
 }
 
 impl Inner {
-    /// As [`Inner::read_pages`], by several threads where there is much to read: then the order of pages is only roughly that of
-    /// `wanted`.
+    /// As [`Inner::read_pages`], by several threads where there is much to read: then the order of
+    /// pages is only roughly that of `wanted`.
     pub fn read_many<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -149,7 +152,8 @@ pub mod tests {
 
     pub const PAGES: u64 = 9000;
 
-    /// Noise, what compresses, what other pages have too, what changes a little from epoch to epoch; and zeros.
+    /// Noise, what compresses, what other pages have too, what changes a little from epoch to
+    /// epoch; and zeros.
     pub fn page_of(page: u64, epoch: u64) -> Page {
         match page % 7 {
             0 => ZERO_PAGE,
@@ -165,7 +169,8 @@ pub mod tests {
 
     pub fn subject() -> (Faulty, Loaded) {
         let medium = Faulty::default();
-        let tuning = Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };
+        let tuning =
+            Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };
         let mut writer = init_on(&medium).unwrap().lock_writer_tuned("test", tuning).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         let mut id = None;
@@ -188,8 +193,10 @@ pub mod tests {
     fn threads_give_each_page_once_and_as_it_was_put() {
         let (_medium, loaded) = subject();
         let all = PageRange::new(PageIndex(0), PAGES);
-        let mut wanted: Vec<_> =
-            all.iter().map(|page| (crate::identity::PageRef(loaded.page_ref(page)), page)).collect();
+        let mut wanted: Vec<_> = all
+            .iter()
+            .map(|page| (crate::identity::PageRef(loaded.page_ref(page)), page))
+            .collect();
         wanted.retain(|(to, _)| to.0 != 0);
         wanted.sort_unstable();
         for threads in [1, 2, 5] {
@@ -228,6 +235,9 @@ pub mod tests {
         medium.overwrite(&name, Some(bytes));
         let loaded = on(&medium).unwrap().load(loaded.id).unwrap();
         let read = loaded.read_pages_by_all_cores(all, &mut |_, _| Ok::<_, Error>(()));
-        assert!(matches!(&read, Err(Error::Damaged { object, .. }) if object.contains(&name)), "{read:?}");
+        assert!(
+            matches!(&read, Err(Error::Damaged { object, .. }) if object.contains(&name)),
+            "{read:?}"
+        );
     }
 }

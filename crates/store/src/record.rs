@@ -14,11 +14,12 @@
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
 //! ```
 //!
-//! All integers are little-endian. The zeros bring the footer to a multiple of 64 bytes, so that it lies in one disk
-//! sector and appears whole or not at all.
+//! All integers are little-endian. The zeros bring the footer to a multiple of 64 bytes, so that it
+//! lies in one disk sector and appears whole or not at all.
 //!
-//! Invariants: the check of a record covers all its bytes and the place it was written for; the hash names its content,
-//! also that of a composed block or a delta, whose payload is not the content ([`crate::composed`], [`crate::delta`]).
+//! Invariants: the check of a record covers all its bytes and the place it was written for; the
+//! hash names its content, also that of a composed block or a delta, whose payload is not the
+//! content ([`crate::composed`], [`crate::delta`]).
 
 use crate::bytes::{Cursor, Problem};
 use crate::codec::{Codec, decompress_page};
@@ -56,7 +57,8 @@ const KIND_SHIFT: u32 = 56;
 pub const WITH_PARTS: u32 = 3;
 /// The version of packs that know of deltas, too.
 pub const WITH_DELTAS: u32 = 4;
-/// The version of packs that begin with a dictionary: of those that were recompressed before there were pages as words.
+/// The version of packs that begin with a dictionary: of those that were recompressed before there
+/// were pages as words.
 pub const WITH_DICTIONARY: u32 = 6;
 /// The version of packs that know of pages as words, too: the one that is written.
 pub const WITH_WORDS: u32 = 7;
@@ -142,7 +144,12 @@ pub fn encode_dense_header(
     encode_header(id, number, version, dictionary_bytes)
 }
 
-fn encode_header(id: StoreId, number: u32, version: u32, dictionary_bytes: u64) -> [u8; PACK_HEADER_BYTES] {
+fn encode_header(
+    id: StoreId,
+    number: u32,
+    version: u32,
+    dictionary_bytes: u64,
+) -> [u8; PACK_HEADER_BYTES] {
     let mut bytes = Vec::with_capacity(PACK_HEADER_BYTES);
     bytes.extend_from_slice(PACK_MAGIC);
     bytes.extend_from_slice(&version.to_le_bytes());
@@ -164,20 +171,23 @@ pub fn encode_dictionary(dictionary: &[u8]) -> Vec<u8> {
 
 /// The dictionary in what [`encode_dictionary`] made.
 pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
-    let (check, dictionary) = bytes.split_at_checked(DICTIONARY_CHECK_BYTES).ok_or("has no dictionary")?;
+    let (check, dictionary) =
+        bytes.split_at_checked(DICTIONARY_CHECK_BYTES).ok_or("has no dictionary")?;
     if blake3::hash(dictionary).as_bytes().get(..DICTIONARY_CHECK_BYTES) != Some(check) {
         return Err("the checksum of its dictionary does not match".into());
     }
     Ok(dictionary)
 }
 
-/// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it. Where the first record is.
+/// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it.
+/// Where the first record is.
 pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<u64> {
     if PLAIN_VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
         return Ok(PACK_HEADER_BYTES as u64);
     }
     let dictionary_bytes = bytes.get(DICTIONARY_LEN_AT..).and_then(|at| Cursor::new(at).u64().ok());
-    if let Some(dictionary_bytes) = dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
+    if let Some(dictionary_bytes) =
+        dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
         && DENSE_VERSIONS
             .iter()
             .any(|version| bytes == encode_dense_header(id, number, *version, dictionary_bytes))
@@ -267,7 +277,8 @@ impl<'a> Record<'a> {
         RECORD_HEADER_BYTES + self.payload.len()
     }
 
-    /// Restores the page of a record that is not derived. Its bytes are those that were written: the record's check held.
+    /// Restores the page of a record that is not derived. Its bytes are those that were written:
+    /// the record's check held.
     pub fn decompress(&self, page: &mut Page) -> Result<(), Problem> {
         if self.kind.is_derived() {
             return Err("a composed block or a delta where only a plain record can be".into());
@@ -279,7 +290,8 @@ impl<'a> Record<'a> {
     pub fn derivation(&self, page: &mut Page) -> Result<Derivation, Problem> {
         match self.delta()? {
             Some(delta) => Ok(Derivation::Delta(delta)),
-            None => Composition::decode(self.codec, self.payload, self.place, page).map(Derivation::Parts),
+            None => Composition::decode(self.codec, self.payload, self.place, page)
+                .map(Derivation::Parts),
         }
     }
 
@@ -305,7 +317,11 @@ impl<'a> Record<'a> {
 
 /// Checks a page against the hash that its record has.
 pub fn verify(hash: PageHash, key: &HashKey, page: &Page) -> Result<(), Problem> {
-    if PageHash::of(key, page) == hash { Ok(()) } else { Err("the page does not match its hash".into()) }
+    if PageHash::of(key, page) == hash {
+        Ok(())
+    } else {
+        Err("the page does not match its hash".into())
+    }
 }
 
 /// One line of a closed pack's index.
@@ -340,8 +356,8 @@ impl Entry {
     }
 }
 
-/// What comes behind the records of a closed pack: first the part to write and sync, then the footer that makes it
-/// valid.
+/// What comes behind the records of a closed pack: first the part to write and sync, then the
+/// footer that makes it valid.
 pub struct Trailer {
     pub index: Vec<u8>,
     pub footer: [u8; FOOTER_BYTES],
@@ -373,8 +389,8 @@ pub struct Footer {
     pub records_end: u64,
 }
 
-/// Parses the last 64 bytes of a pack of `pack_len` bytes: `None` where they are no footer (the pack was not closed),
-/// a problem where they are one that cannot be right.
+/// Parses the last 64 bytes of a pack of `pack_len` bytes: `None` where they are no footer (the
+/// pack was not closed), a problem where they are one that cannot be right.
 pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Problem>> {
     let mut cursor = Cursor::new(bytes);
     if cursor.array::<8>().ok()? != *FOOTER_MAGIC {
@@ -386,7 +402,8 @@ pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Proble
         .and_then(|len| len.checked_add(records_end))
         .and_then(|end| end.checked_next_multiple_of(FOOTER_BYTES as u64))
         .is_some_and(|end| {
-            end.checked_add(FOOTER_BYTES as u64) == Some(pack_len) && records_end >= PACK_HEADER_BYTES as u64
+            end.checked_add(FOOTER_BYTES as u64) == Some(pack_len)
+                && records_end >= PACK_HEADER_BYTES as u64
         });
     Some(if plausible {
         Ok(Footer { entries, records_end })
@@ -395,8 +412,8 @@ pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Proble
     })
 }
 
-/// Checks the index and the footer of a closed pack and returns the entries. `tail` is everything from the end of the
-/// records on.
+/// Checks the index and the footer of a closed pack and returns the entries. `tail` is everything
+/// from the end of the records on.
 pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec<Entry>, Problem> {
     let split = tail.len().checked_sub(32).ok_or("its trailer is too short")?;
     let (covered, hash) = tail.split_at(split);
@@ -404,7 +421,8 @@ pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec
         return Err("the checksum of its trailer does not match".into());
     }
     let mut cursor = Cursor::new(covered);
-    let mut entries = Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
+    let mut entries =
+        Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
     let mut least = PACK_HEADER_BYTES as u64;
     for _ in 0..footer.entries {
         let entry = Entry { hash: PageHash::from_bytes(cursor.array()?), word: cursor.u64()? };
@@ -430,7 +448,13 @@ mod tests {
     fn record(page: &Page, place: PageRef) -> Vec<u8> {
         let mut out = Vec::new();
         let mut compressor = PageCompressor::new();
-        append_record(&mut out, place, PageHash::of(&KEY, page), Kind::Page, compressor.compress(page));
+        append_record(
+            &mut out,
+            place,
+            PageHash::of(&KEY, page),
+            Kind::Page,
+            compressor.compress(page),
+        );
         out
     }
 
@@ -474,12 +498,16 @@ mod tests {
         let never = check_pack_header(&encode_pack_header(id, 7, 2), id, 7, "p");
         assert!(matches!(never, Err(Error::Damaged { .. })));
         let later = check_pack_header(&encode_pack_header(id, 7, 9), id, 7, "p");
-        assert!(matches!(later, Err(Error::LaterVersion { found: 9, known: DENSE_WITH_WORDS, .. })));
+        assert!(matches!(
+            later,
+            Err(Error::LaterVersion { found: 9, known: DENSE_WITH_WORDS, .. })
+        ));
         for version in DENSE_VERSIONS {
             let header = encode_dense_header(id, 7, version, 9);
             assert_eq!(check_pack_header(&header, id, 7, "p").unwrap(), 64 + 16 + 9);
         }
-        let too_long = encode_dense_header(id, 7, DENSE_WITH_WORDS, DICTIONARY_BYTES_MAX as u64 + 1);
+        let too_long =
+            encode_dense_header(id, 7, DENSE_WITH_WORDS, DICTIONARY_BYTES_MAX as u64 + 1);
         assert!(check_pack_header(&too_long, id, 7, "p").is_err());
         let header = encode_pack_header(id, 7, WITH_PARTS);
         assert!(check_pack_header(&header, id, 8, "p").is_err());

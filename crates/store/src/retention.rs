@@ -10,9 +10,10 @@
 //!   forgotten                                      t3
 //! ```
 //!
-//! Invariants: what any rule keeps is kept. The newest checkpoint of a VM is kept whatever the rules say: a run that goes on
-//! builds upon it. So is one that a disk's overlay stands on, and one with a tag (with one of the tags that were named, where
-//! some were), and one that is pinned, in any case.
+//! Invariants: what any rule keeps is kept. The newest checkpoint of a VM is kept whatever the
+//! rules say: a run that goes on builds upon it. So is one that a disk's overlay stands on, and one
+//! with a tag (with one of the tags that were named, where some were), and one that is pinned, in
+//! any case.
 //!
 //! Not here: checkpoints that the user names are forgotten without being asked for reasons.
 
@@ -28,7 +29,8 @@ use std::time::Duration;
 pub struct Retention {
     /// So many of the newest.
     pub last: Option<u64>,
-    /// Those taken no longer than this before the newest of their VM: a VM that has ended loses none by the passing of time.
+    /// Those taken no longer than this before the newest of their VM: a VM that has ended loses
+    /// none by the passing of time.
     pub within: Option<Duration>,
     /// The newest of each such interval, counted from 1970 on.
     pub every: Option<Duration>,
@@ -94,8 +96,8 @@ impl Retention {
         *self == Self::default()
     }
 
-    /// Judges all checkpoints of a store, which are given in any order; the verdicts rise by number. `standing`: those that
-    /// overlays of disks stand on.
+    /// Judges all checkpoints of a store, which are given in any order; the verdicts rise by
+    /// number. `standing`: those that overlays of disks stand on.
     pub fn judge(&self, moments: &[Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
         let mut vms = BTreeMap::<&str, Vec<&Moment>>::new();
         for moment in moments {
@@ -103,7 +105,8 @@ impl Retention {
         }
         let mut verdicts = Vec::with_capacity(moments.len());
         for of_vm in vms.values_mut() {
-            // By number: clocks go back, and the newest checkpoint is what the next one builds upon.
+            // By number: clocks go back, and the newest checkpoint is what the next one builds
+            // upon.
             of_vm.sort_unstable_by_key(|moment| std::cmp::Reverse(moment.id));
             verdicts.extend(self.judge_vm(of_vm, standing));
         }
@@ -127,7 +130,8 @@ impl Retention {
                 (Reason::Pinned, moment.pinned),
                 (Reason::Disk, standing.contains(&moment.id)),
             ];
-            let kept = rules.into_iter().filter(|(_, holds)| *holds).map(|(reason, _)| reason).collect();
+            let kept =
+                rules.into_iter().filter(|(_, holds)| *holds).map(|(reason, _)| reason).collect();
             Verdict { id: moment.id, kept }
         };
         of_vm.iter().enumerate().map(judge).collect()
@@ -175,7 +179,8 @@ mod tests {
     #[test]
     fn each_rule_keeps_what_it_says() {
         let seconds = [0, 10, 3599, 3600, 3700, 7199, 9000];
-        let moments: Vec<_> = (1..).zip(seconds).map(|(id, at)| moment(id, "web", at, &[])).collect();
+        let moments: Vec<_> =
+            (1..).zip(seconds).map(|(id, at)| moment(id, "web", at, &[])).collect();
         let with = |last, within, every| Retention {
             last,
             within: Option::map(within, Duration::from_secs),
@@ -210,19 +215,19 @@ mod tests {
     }
 
     fn moments() -> impl Strategy<Value = Vec<Moment>> {
-        let one = (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2), prop::bool::weighted(0.1));
+        let one =
+            (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2), prop::bool::weighted(0.1));
         prop::collection::vec(one, 0..40).prop_map(|all| {
-            let moment = |(id, (vm, at, tags, pinned)): (u64, (u8, i64, Vec<String>, bool))| Moment {
-                tags,
-                pinned,
-                ..moment(id, &vm.to_string(), at, &[])
+            let moment = |(id, (vm, at, tags, pinned)): (u64, (u8, i64, Vec<String>, bool))| {
+                Moment { tags, pinned, ..moment(id, &vm.to_string(), at, &[]) }
             };
             (1..).zip(all).map(moment).collect()
         })
     }
 
     proptest! {
-        /// Against each rule written once more, the slow way; and in any order that the checkpoints come.
+        /// Against each rule written once more, the slow way; and in any order that the checkpoints
+        /// come.
         #[test]
         fn what_is_kept_has_exactly_these_reasons(
             moments in moments(), last in prop::option::of(0u64..6), within in prop::option::of(0u64..3000),

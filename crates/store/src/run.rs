@@ -8,8 +8,9 @@
 //!   seal:  a prune at work followed ─▶ packs synced ─▶ map file durable ─▶ checkpoint file durable ─▶ in-memory state moves on ─▶ tag
 //! ```
 //!
-//! Invariants: the page map in memory is the last sealed one plus the puts since; `undo` leads back. A checkpoint file is
-//! written only after everything that it needs is durable. Epochs of a run count its sealed checkpoints.
+//! Invariants: the page map in memory is the last sealed one plus the puts since; `undo` leads
+//! back. A checkpoint file is written only after everything that it needs is durable. Epochs of a
+//! run count its sealed checkpoints.
 
 mod follow;
 
@@ -29,7 +30,9 @@ use crate::store::Inner;
 use crate::writer::{Session, Slot};
 use crate::{Error, IndexUse, Result, names};
 use jiff::Timestamp;
-use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, PageSet, RamLayout, ZERO_PAGE};
+use keyframe_units::{
+    CheckpointId, Epoch, Page, PageIndex, PageRange, PageSet, RamLayout, ZERO_PAGE,
+};
 use std::sync::{Arc, PoisonError};
 
 /// What became of a page that was put.
@@ -57,7 +60,8 @@ pub struct SealRequest<'a> {
     pub reason: String,
     /// See [`Meta::parent`].
     pub parent: Option<CheckpointId>,
-    /// The RAM blocks as they are now: the same page space as at [`crate::Writer::begin_run`]; bytes in use may differ.
+    /// The RAM blocks as they are now: the same page space as at [`crate::Writer::begin_run`];
+    /// bytes in use may differ.
     pub ram: RamLayout,
     /// The machine; the default for a group.
     pub machine: MachineMeta,
@@ -114,9 +118,11 @@ pub struct Run {
     changed: Changes,
     /// What the blocks written since held then, oldest first.
     undo_blocks: Vec<Former>,
-    /// For each page of `changed`: where it was at the last seal. Not kept before the first seal, where all was zero.
+    /// For each page of `changed`: where it was at the last seal. Not kept before the first seal,
+    /// where all was zero.
     undo: Vec<(PageIndex, PageRef)>,
-    /// The disks are another checkpoint's: what changed is not known, so that the next map is complete.
+    /// The disks are another checkpoint's: what changed is not known, so that the next map is
+    /// complete.
     taken_over: bool,
     /// What the checkpoint in progress is a copy of.
     origin: Option<Origin>,
@@ -138,7 +144,14 @@ struct Puts {
 impl Puts {
     fn new(space_pages: u64) -> Self {
         let set = || PageSet::new(space_pages);
-        Self { all: set(), zero: set(), unchanged: set(), dedup: set(), dedup_disk: set(), stored_bytes: 0 }
+        Self {
+            all: set(),
+            zero: set(),
+            unchanged: set(),
+            dedup: set(),
+            dedup_disk: set(),
+            stored_bytes: 0,
+        }
     }
 
     fn clear(&mut self) {
@@ -234,15 +247,16 @@ impl Run {
         self.epoch
     }
 
-    /// Puts the content of a page into the checkpoint in progress; the last put of a page wins. Pages never put in a run
-    /// are zero. After an error, [`Run::abandon`].
+    /// Puts the content of a page into the checkpoint in progress; the last put of a page wins.
+    /// Pages never put in a run are zero. After an error, [`Run::abandon`].
     pub fn put_page(&mut self, page: PageIndex, content: &Page) -> Result<Put> {
         let mut became = Put::Zero;
         self.put_pages(&[(page, content)], &mut |_, put| became = put)?;
         Ok(became)
     }
 
-    /// The same for many pages, each once; `became` hears what became of each. Faster, where the writer has several threads.
+    /// The same for many pages, each once; `became` hears what became of each. Faster, where the
+    /// writer has several threads.
     pub fn put_pages(
         &mut self,
         pages: &[(PageIndex, &Page)],
@@ -261,7 +275,9 @@ impl Run {
             let (to, put, of_disk) = match placed {
                 None => (PageRef::ZERO, Put::Zero, false),
                 Some(Placed::New(to, bytes)) => (to, Put::Stored { bytes }, false),
-                Some(Placed::Known(to, _)) if to == self.map.get(*page) => (to, Put::Unchanged, false),
+                Some(Placed::Known(to, _)) if to == self.map.get(*page) => {
+                    (to, Put::Unchanged, false)
+                }
                 Some(Placed::Known(to, kind)) => (to, Put::Dedup, !kind.is_of_ram()),
             };
             self.place(*page, to, put, of_disk);
@@ -277,8 +293,9 @@ impl Run {
         Ok(Put::Zero)
     }
 
-    /// Puts the content of a block of disk `disk` into the checkpoint in progress, each block once. Blocks never put in a
-    /// run are as the disk's image has them. After an error, [`Run::abandon`].
+    /// Puts the content of a block of disk `disk` into the checkpoint in progress, each block once.
+    /// Blocks never put in a run are as the disk's image has them. After an error,
+    /// [`Run::abandon`].
     pub fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<Put> {
         if *content == ZERO_PAGE {
             self.put_zero_blocks(disk, block, 1)?;
@@ -289,7 +306,9 @@ impl Run {
             self.session()?.packs.put_block(content).inspect_err(|_| self.broken = true)?;
         let (to, put) = match placed {
             Placed::New(to, bytes) => (to, Put::Stored { bytes }),
-            Placed::Known(to, _) if Some(to) == self.disk_map.get(range.first) => (to, Put::Unchanged),
+            Placed::Known(to, _) if Some(to) == self.disk_map.get(range.first) => {
+                (to, Put::Unchanged)
+            }
             Placed::Known(to, _) => (to, Put::Dedup),
         };
         if put == Put::Unchanged {
@@ -332,8 +351,8 @@ impl Run {
         Ok(())
     }
 
-    /// The checkpoint in progress has the disks of checkpoint `id` of this store, beneath the blocks that are put from here on.
-    /// Its map is a complete one.
+    /// The checkpoint in progress has the disks of checkpoint `id` of this store, beneath the
+    /// blocks that are put from here on. Its map is a complete one.
     ///
     /// Error: [`Error::LayoutChanged`] where that has other RAM blocks or disks.
     pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
@@ -341,7 +360,8 @@ impl Run {
         let same = |(a, b): (&DiskMeta, &DiskMeta)| {
             (&a.name, a.disk_bytes, &a.base) == (&b.name, b.disk_bytes, &b.base)
         };
-        let same_disks = meta.disks.len() == self.disks.len() && meta.disks.iter().zip(&self.disks).all(same);
+        let same_disks =
+            meta.disks.len() == self.disks.len() && meta.disks.iter().zip(&self.disks).all(same);
         if !same_disks || !meta.ram.same_space(&self.ram) {
             return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
         }
@@ -357,7 +377,8 @@ impl Run {
         Ok(())
     }
 
-    /// The disk's image from the checkpoint in progress on: what it was before stays with the checkpoints that are sealed.
+    /// The disk's image from the checkpoint in progress on: what it was before stays with the
+    /// checkpoints that are sealed.
     pub fn set_base(&mut self, disk: usize, base: BaseMeta) -> Result<()> {
         self.admit_blocks(disk, 0, 0)?;
         if let Some(disk) = self.disks.get_mut(disk) {
@@ -377,14 +398,16 @@ impl Run {
             return Err(Error::Broken { run: self.id() });
         }
         let of_disk = blocks_of(self.ram.len_pages(), &self.disks, disk);
-        let inside = of_disk.filter(|of| block.checked_add(blocks).is_some_and(|end| end <= of.len_pages));
+        let inside =
+            of_disk.filter(|of| block.checked_add(blocks).is_some_and(|end| end <= of.len_pages));
         let inside = inside.ok_or(Error::BlockOutside { disk, block, blocks })?;
         Ok(PageRange::new(PageIndex(inside.first.0 + block), blocks))
     }
 
-    /// Seals the checkpoint in progress: once this returns, it survives power loss (or, as its writer's [`crate::Durability`] has
-    /// it, the death of this process). After an error it does not exist (or, for [`Error::TagNotSet`], exists without its tag;
-    /// where a later sync fails, it may not be durable), all earlier ones are unharmed, and [`Run::abandon`] goes on.
+    /// Seals the checkpoint in progress: once this returns, it survives power loss (or, as its
+    /// writer's [`crate::Durability`] has it, the death of this process). After an error it does
+    /// not exist (or, for [`Error::TagNotSet`], exists without its tag; where a later sync fails,
+    /// it may not be durable), all earlier ones are unharmed, and [`Run::abandon`] goes on.
     pub fn seal(&mut self, request: SealRequest<'_>) -> Result<Sealed> {
         if self.broken {
             return Err(Error::Broken { run: self.id() });
@@ -411,8 +434,9 @@ impl Run {
         Ok(Sealed { id, meta, tags: tag.into_iter().collect() })
     }
 
-    /// Forgets the puts since the last seal: the page map is again that of the last sealed checkpoint. The caller puts
-    /// those pages again next time. What was appended stays in the packs and will be found again if it is needed.
+    /// Forgets the puts since the last seal: the page map is again that of the last sealed
+    /// checkpoint. The caller puts those pages again next time. What was appended stays in the
+    /// packs and will be found again if it is needed.
     pub fn abandon(&mut self) {
         if self.epoch == Epoch(0) {
             self.map = PageMap::default();
@@ -426,7 +450,8 @@ impl Run {
         self.settle();
     }
 
-    /// What the last sealed checkpoint knows of the disks, for a run that goes on with them. Puts since are forgotten.
+    /// What the last sealed checkpoint knows of the disks, for a run that goes on with them. Puts
+    /// since are forgotten.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
         DiskState(self.disk_map.clone())
@@ -437,8 +462,9 @@ impl Run {
         Ok(self.session()?.packs.index_use())
     }
 
-    /// Ends the run: closes the pack with its trailer and gives the session back to the writer. Puts since the last seal
-    /// are forgotten. After an error everything sealed is unharmed all the same.
+    /// Ends the run: closes the pack with its trailer and gives the session back to the writer.
+    /// Puts since the last seal are forgotten. After an error everything sealed is unharmed all the
+    /// same.
     pub fn finish(mut self) -> Result<()> {
         self.session()?.packs.close()?;
         self.session()?.packs.save_index();
@@ -536,8 +562,11 @@ impl Run {
         };
         let file = checkpoint::encode(id, self.inner.config.id, &meta, &device)?;
         let (map_name, name) = (names::map(id), names::checkpoint(CheckpointId(id)));
-        let written =
-            self.inner.backend.put(&map_name, &map_file).and_then(|()| self.inner.backend.put(&name, &file));
+        let written = self
+            .inner
+            .backend
+            .put(&map_name, &map_file)
+            .and_then(|()| self.inner.backend.put(&name, &file));
         if written.is_err() {
             // The checkpoint first: were it to survive without its map, it would be damaged.
             let removed = self.inner.backend.remove(&name);
@@ -557,10 +586,13 @@ impl Run {
         };
         // Checked when the run began.
         let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
-        let header = MapHeader { id, parent: plan.below.first().copied(), run: self.id, space_pages };
+        let header =
+            MapHeader { id, parent: plan.below.first().copied(), run: self.id, space_pages };
         let mut run = match &plan.changed {
             None => MapRun::new(header, self.map.iter()),
-            Some(changed) => MapRun::new(header, changed.pages.iter().map(|page| (page, self.map.get(page)))),
+            Some(changed) => {
+                MapRun::new(header, changed.pages.iter().map(|page| (page, self.map.get(page))))
+            }
         };
         let mut add = |range: PageRange, to| run.extend(range, to);
         match &plan.changed {

@@ -7,8 +7,9 @@
 //!   "keys": hash key (32, finds pages) · data key (32, encrypts files)
 //! ```
 //!
-//! Invariants: both keys are random and made with the store; neither is in `store.json` in plain, nor in any `Debug` form; they
-//! leave memory cleared. What a foreign `store.json` asks of memory and time is bounded.
+//! Invariants: both keys are random and made with the store; neither is in `store.json` in plain,
+//! nor in any `Debug` form; they leave memory cleared. What a foreign `store.json` asks of memory
+//! and time is bounded.
 
 use crate::bytes::{from_hex, to_hex};
 use crate::config::random;
@@ -125,12 +126,14 @@ impl Lock {
             keys: String::new(),
         };
         let keys = Zeroizing::new([key.0, *data.0].concat());
-        let cipher =
-            lock.cipher(secret).ok_or_else(|| Error::damaged(identity, "its keys cannot be locked"))?;
+        let cipher = lock
+            .cipher(secret)
+            .ok_or_else(|| Error::damaged(identity, "its keys cannot be locked"))?;
         let authenticated = lock.authenticated(identity);
         let payload = Payload { msg: keys.as_slice(), aad: authenticated.as_bytes() };
         let locked = cipher.encrypt(&XNonce::from(nonce), payload);
-        lock.keys = to_hex(&locked.map_err(|_| Error::damaged(identity, "its keys cannot be locked"))?);
+        lock.keys =
+            to_hex(&locked.map_err(|_| Error::damaged(identity, "its keys cannot be locked"))?);
         Ok(lock)
     }
 
@@ -139,8 +142,14 @@ impl Lock {
         self.with
     }
 
-    /// The keys; [`Error::WrongKey`] where the secret is another, or the lock was changed. `object` is how errors call the file.
-    pub fn open(&self, secret: &Secret, identity: &str, object: &str) -> Result<(HashKey, DataKey)> {
+    /// The keys; [`Error::WrongKey`] where the secret is another, or the lock was changed. `object`
+    /// is how errors call the file.
+    pub fn open(
+        &self,
+        secret: &Secret,
+        identity: &str,
+        object: &str,
+    ) -> Result<(HashKey, DataKey)> {
         let damaged = |problem: &str| Error::damaged(object, problem);
         if self.cipher != CIPHER {
             return Err(damaged(&format!(
@@ -151,14 +160,17 @@ impl Lock {
         if secret.kind() != self.with {
             return Err(Error::KeyNeeded { object: object.into(), kind: self.with });
         }
-        let nonce: [u8; 24] = from_hex(&self.nonce).ok_or_else(|| damaged("its nonce is not one"))?;
+        let nonce: [u8; 24] =
+            from_hex(&self.nonce).ok_or_else(|| damaged("its nonce is not one"))?;
         let locked: [u8; 80] =
             from_hex(&self.keys).ok_or_else(|| damaged("its keys are not of their length"))?;
-        let cipher = self.cipher(secret).ok_or_else(|| damaged("asks for more than a key may cost"))?;
+        let cipher =
+            self.cipher(secret).ok_or_else(|| damaged("asks for more than a key may cost"))?;
         let authenticated = self.authenticated(identity);
         let payload = Payload { msg: &locked, aad: authenticated.as_bytes() };
         let wrong = || Error::WrongKey { object: object.into(), kind: self.with };
-        let keys = Zeroizing::new(cipher.decrypt(&XNonce::from(nonce), payload).map_err(|_| wrong())?);
+        let keys =
+            Zeroizing::new(cipher.decrypt(&XNonce::from(nonce), payload).map_err(|_| wrong())?);
         let (hash, data) = keys.split_at_checked(32).ok_or_else(wrong)?;
         let hash = HashKey(hash.try_into().map_err(|_| wrong())?);
         Ok((hash, DataKey(Zeroizing::new(data.try_into().map_err(|_| wrong())?))))
@@ -206,7 +218,9 @@ mod tests {
     fn keys_come_back_with_the_right_secret_alone() {
         let (hash, data) = (HashKey([0xab; 32]), DataKey(Zeroizing::new([0xcd; 32])));
         let words = |text: &str| Secret::Passphrase(Zeroizing::new(text.into()));
-        for (right, wrong) in [(key_file(1), key_file(2)), (words("correct horse"), words("correct hors3"))] {
+        for (right, wrong) in
+            [(key_file(1), key_file(2)), (words("correct horse"), words("correct hors3"))]
+        {
             let lock = Lock::close(&right, &hash, &data, "id").unwrap();
             let (a, b) = lock.open(&right, "id", "x").unwrap();
             assert_eq!((a.0, *b.0), (hash.0, *data.0));
@@ -214,8 +228,12 @@ mod tests {
                 let error = lock.open(secret, identity, "x").unwrap_err();
                 assert!(matches!(error, Error::WrongKey { .. }), "{error}");
             }
-            let text = serde_json::to_string(&lock).unwrap() + &format!("{lock:?} {right:?} {data:?}");
-            assert!(!text.contains("abab") && !text.contains("cdcd") && !text.contains("horse"), "{text}");
+            let text =
+                serde_json::to_string(&lock).unwrap() + &format!("{lock:?} {right:?} {data:?}");
+            assert!(
+                !text.contains("abab") && !text.contains("cdcd") && !text.contains("horse"),
+                "{text}"
+            );
         }
     }
 
@@ -242,6 +260,9 @@ mod tests {
         greedy.argon2id = Some(Argon { memory_kib: u32::MAX, ..ARGON });
         assert!(matches!(greedy.open(&words, "id", "x"), Err(Error::Damaged { .. })));
         let short = Secret::KeyFile(Zeroizing::new(vec![0; 31]));
-        assert!(matches!(Lock::close(&short, &hash, &data, "id"), Err(Error::WeakKey { len: 31, .. })));
+        assert!(matches!(
+            Lock::close(&short, &hash, &data, "id"),
+            Err(Error::WeakKey { len: 31, .. })
+        ));
     }
 }

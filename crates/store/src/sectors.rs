@@ -1,4 +1,5 @@
-//! Finding the sectors of disk blocks in what the store holds: an index in memory, and the comparison with what it names.
+//! Finding the sectors of disk blocks in what the store holds: an index in memory, and the
+//! comparison with what it names.
 //!
 //! ```text
 //!   sector ── XXH3-64, secret seed ──▶ bucket of four ──▶ record ── read it ──▶ one of its eight sectors is the same?
@@ -6,9 +7,10 @@
 //!                                      a fifth pushes the oldest out                 yes ─▶ Part::Of(record, number)
 //! ```
 //!
-//! Invariants: the bytes are compared before anything refers to them, so that a false match is impossible, whatever a
-//! guest writes; a collision costs a reading. Memory is bounded: the table doubles up to its limit and then forgets. What
-//! it forgets is a saving missed, nothing else. Nothing of it is on disk.
+//! Invariants: the bytes are compared before anything refers to them, so that a false match is
+//! impossible, whatever a guest writes; a collision costs a reading. Memory is bounded: the table
+//! doubles up to its limit and then forgets. What it forgets is a saving missed, nothing else.
+//! Nothing of it is on disk.
 
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, Sector, sectors};
 use crate::identity::{HashKey, PageRef};
@@ -18,7 +20,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const SLOTS: usize = 4;
 /// A table begins with 2^12 buckets: 256 KiB.
 const BITS_FIRST: u32 = 12;
-/// Pages kept as they were read: a shifted file needs each for two blocks in a row, one with small blocks for more.
+/// Pages kept as they were read: a shifted file needs each for two blocks in a row, one with small
+/// blocks for more.
 const RECENT_PAGES: usize = 32;
 
 /// What stands for each sector of a page; `None`: it is zero.
@@ -64,8 +67,8 @@ impl SectorFinder {
         self.recent.clear();
     }
 
-    /// How the block can be put together; `None` where too few of its parts are found. `read` gives the page of a record,
-    /// and `false` where it cannot be read or is composed itself.
+    /// How the block can be put together; `None` where too few of its parts are found. `read` gives
+    /// the page of a record, and `false` where it cannot be read or is composed itself.
     pub fn compose(
         &mut self,
         block: &Page,
@@ -112,7 +115,11 @@ impl SectorFinder {
     }
 
     /// Reads a record's page in the place of the one that was read longest ago.
-    fn fetch(&mut self, record: PageRef, read: &mut dyn FnMut(PageRef, &mut Page) -> bool) -> Option<usize> {
+    fn fetch(
+        &mut self,
+        record: PageRef,
+        read: &mut dyn FnMut(PageRef, &mut Page) -> bool,
+    ) -> Option<usize> {
         if self.recent.len() < RECENT_PAGES {
             self.recent.push((PageRef::ZERO, ZERO_PAGE));
             self.oldest = self.recent.len() - 1;
@@ -172,7 +179,10 @@ impl Table {
 
     fn find(&self, tag: u64) -> Option<PageRef> {
         let bucket = self.buckets.get(self.bucket(tag))?;
-        bucket.iter().find(|slot| slot.tag == tag && slot.record != PageRef::ZERO).map(|slot| slot.record)
+        bucket
+            .iter()
+            .find(|slot| slot.tag == tag && slot.record != PageRef::ZERO)
+            .map(|slot| slot.record)
     }
 
     /// What is there for the tag stays: it has been there longer, and is as good.
@@ -194,7 +204,9 @@ impl Table {
     fn remove(&mut self, tag: u64) {
         let at = self.bucket(tag);
         let Some(bucket) = self.buckets.get_mut(at) else { return };
-        if let Some(slot) = bucket.iter().position(|slot| slot.tag == tag && slot.record != PageRef::ZERO) {
+        if let Some(slot) =
+            bucket.iter().position(|slot| slot.tag == tag && slot.record != PageRef::ZERO)
+        {
             bucket[slot..].rotate_left(1);
             bucket[SLOTS - 1] = EMPTY;
             self.used -= 1;
@@ -306,9 +318,11 @@ mod tests {
         };
         let composition = finder.compose(&block, &tags, &mut read).unwrap();
         let of = |n| Part::Of(refs[0], n);
-        let expected = [of(3), of(4), of(5), of(6), of(7), Part::Of(refs[1], 0), Part::Zero, Part::Literal];
+        let expected =
+            [of(3), of(4), of(5), of(6), of(7), Part::Of(refs[1], 0), Part::Zero, Part::Literal];
         assert_eq!((composition.0, reads), (expected, 2));
-        // Records that turn out to hold something else, or cannot be read, are no match, and not asked again.
+        // Records that turn out to hold something else, or cannot be read, are no match, and not
+        // asked again.
         finder.recent.clear();
         assert_eq!(
             finder.compose(&block, &tags, &mut |_, page| {
@@ -334,7 +348,11 @@ mod tests {
             let mut block = noise(5);
             block[..parts * 512].copy_from_slice(&page[512..(parts + 1) * 512]);
             let tags = finder.tags(&block);
-            assert_eq!(finder.compose(&block, &tags, &mut read).is_some(), parts >= 3, "{parts} parts");
+            assert_eq!(
+                finder.compose(&block, &tags, &mut read).is_some(),
+                parts >= 3,
+                "{parts} parts"
+            );
         }
     }
 }

@@ -12,8 +12,8 @@ use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// What a store holds. Page and byte counts of checkpoints are sums of their [`crate::Counts`], measured when each was
-/// taken; file sizes are those on disk now.
+/// What a store holds. Page and byte counts of checkpoints are sums of their [`crate::Counts`],
+/// measured when each was taken; file sizes are those on disk now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
     /// Sealed checkpoints that can be read; the sums are over these.
@@ -60,10 +60,11 @@ pub struct Stats {
     pub total_bytes: u64,
     /// Pages put that are not zero, per page stored; absent where none was stored.
     pub dedup_ratio: Option<f64>,
-    /// Bytes of the pages stored, uncompressed, per byte appended to packs; absent where none was stored.
+    /// Bytes of the pages stored, uncompressed, per byte appended to packs; absent where none was
+    /// stored.
     pub compression_ratio: Option<f64>,
-    /// `raw_bytes` per byte of `total_bytes`: how many times smaller than full copies the store is; absent where it is
-    /// empty.
+    /// `raw_bytes` per byte of `total_bytes`: how many times smaller than full copies the store is;
+    /// absent where it is empty.
     pub reduction_ratio: Option<f64>,
 }
 

@@ -22,7 +22,8 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// Threads that read checkpoints for a listing, at most; fewer checkpoints than these are not worth one.
+/// Threads that read checkpoints for a listing, at most; fewer checkpoints than these are not worth
+/// one.
 const LISTING_THREADS_MAX: usize = 8;
 const LISTED_ALONE: usize = 64;
 /// The folder of what the index of deduplication spills.
@@ -46,7 +47,8 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// Where the index of deduplication may be spilled: in the store's directory, or where this host keeps what belongs to it.
+    /// Where the index of deduplication may be spilled: in the store's directory, or where this
+    /// host keeps what belongs to it.
     pub fn index_folder(&self) -> Option<Folder> {
         if !self.backend.stays() {
             return None;
@@ -58,7 +60,10 @@ impl Inner {
             local::path(&to_hex(&self.config.id.0))?
         };
         let mask = self.config.encryption.as_ref().map(|_| {
-            MaskKey(blake3::derive_key("keyframe 2026-11 places in a spilled index", &self.config.key.0))
+            MaskKey(blake3::derive_key(
+                "keyframe 2026-11 places in a spilled index",
+                &self.config.key.0,
+            ))
         });
         Some(Folder { path: path.join(INDEX), bond: Bond { store: self.config.id.0, mask } })
     }
@@ -71,31 +76,37 @@ impl Inner {
 }
 
 impl Store {
-    /// Makes an empty store. Refuses a place that holds anything ([`Error::Exists`]); the directory is made readable by
-    /// its owner alone, for it will hold the memory of guests.
+    /// Makes an empty store. Refuses a place that holds anything ([`Error::Exists`]); the directory
+    /// is made readable by its owner alone, for it will hold the memory of guests.
     pub fn init(path: &Path) -> Result<Self> {
         Self::init_with(path, None)
     }
 
-    /// The same; what goes into the store is encrypted with keys that `secret` opens, where there is one.
+    /// The same; what goes into the store is encrypted with keys that `secret` opens, where there
+    /// is one.
     pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
         // Refused before anything is made.
         let config = Config::fresh(secret)?;
         Self::init_as(backend::create(path)?, path, config)
     }
 
-    /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`], [`Error::LaterVersion`].
+    /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`],
+    /// [`Error::LaterVersion`].
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_with(path, &|_| Ok(None))
     }
 
-    /// The same; where it is encrypted, `ask` is asked for what opens it, of that kind. Errors beside: [`Error::KeyNeeded`],
-    /// [`Error::WrongKey`].
-    pub fn open_with(path: &Path, ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>) -> Result<Self> {
+    /// The same; where it is encrypted, `ask` is asked for what opens it, of that kind. Errors
+    /// beside: [`Error::KeyNeeded`], [`Error::WrongKey`].
+    pub fn open_with(
+        path: &Path,
+        ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
+    ) -> Result<Self> {
         Self::open_on_with(backend::open(path)?, path, ask)
     }
 
-    /// Makes an empty store on any backend, which must be empty; `path` is what [`Store::path`] says.
+    /// Makes an empty store on any backend, which must be empty; `path` is what [`Store::path`]
+    /// says.
     pub fn init_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
         Self::init_as(backend, path, Config::fresh(None)?)
     }
@@ -144,13 +155,17 @@ impl Store {
         if backend::is_remote(self.path()) {
             return Ok(self.path().into());
         }
-        let io =
-            |source| Error::Io { object: self.path().display().to_string(), operation: "resolve", source };
+        let io = |source| Error::Io {
+            object: self.path().display().to_string(),
+            operation: "resolve",
+            source,
+        };
         std::path::absolute(self.path()).map_err(io)
     }
 
-    /// Where this host keeps what belongs to the store but cannot be in it: the store's directory. For one in object storage,
-    /// and for an encrypted one, as this is not encrypted, a directory of the user's, which is made.
+    /// Where this host keeps what belongs to the store but cannot be in it: the store's directory.
+    /// For one in object storage, and for an encrypted one, as this is not encrypted, a directory
+    /// of the user's, which is made.
     pub fn local_folder(&self) -> Result<PathBuf> {
         let place = self.absolute_path()?;
         if backend::is_remote(&place) || self.is_encrypted() {
@@ -175,8 +190,8 @@ impl Store {
         backend::is_remote(self.path())
     }
 
-    /// Bytes in packs that were not recompressed yet and that nobody writes to, as far as their names and heads tell: the newest
-    /// one is not among them.
+    /// Bytes in packs that were not recompressed yet and that nobody writes to, as far as their
+    /// names and heads tell: the newest one is not among them.
     pub fn cold_bytes(&self) -> Result<u64> {
         let numbers = packs::numbers(&self.inner)?;
         let mut cold_bytes = 0;
@@ -196,8 +211,8 @@ impl Store {
         self.inner.config.created
     }
 
-    /// Becomes the one writer; `owner` is what others are told meanwhile ([`Error::Locked`]). Reads the indexes of all
-    /// packs, and whole packs that an earlier writer did not finish.
+    /// Becomes the one writer; `owner` is what others are told meanwhile ([`Error::Locked`]). Reads
+    /// the indexes of all packs, and whole packs that an earlier writer did not finish.
     pub fn lock_writer(&self, owner: &str) -> Result<Writer> {
         self.lock_writer_tuned(owner, Tuning::default())
     }
@@ -207,7 +222,8 @@ impl Store {
         Writer::lock(self.inner.clone(), owner, tuning)
     }
 
-    /// The sealed checkpoints, in rising order, as the store is at this moment. A damaged one hides no other.
+    /// The sealed checkpoints, in rising order, as the store is at this moment. A damaged one hides
+    /// no other.
     pub fn checkpoints(&self) -> Result<Listing> {
         let tags = self.tags_of_checkpoints()?;
         let mut listing = Listing::default();
@@ -234,7 +250,8 @@ impl Store {
     /// What one sealed checkpoint tells about itself.
     pub fn sealed(&self, id: CheckpointId) -> Result<Sealed> {
         let meta = self.inner.read_meta(id)?;
-        let tags = self.tags()?.into_iter().filter(|(_, to)| *to == id).map(|(tag, _)| tag).collect();
+        let tags =
+            self.tags()?.into_iter().filter(|(_, to)| *to == id).map(|(tag, _)| tag).collect();
         Ok(Sealed { id, meta, tags })
     }
 
@@ -265,7 +282,8 @@ impl Store {
         }
     }
 
-    /// Reads a checkpoint: what it tells about itself, its device state and the map of its pages (not the pages).
+    /// Reads a checkpoint: what it tells about itself, its device state and the map of its pages
+    /// (not the pages).
     pub fn load(&self, id: CheckpointId) -> Result<Loaded> {
         self.load_unmapped(id)?.load()
     }
@@ -292,16 +310,18 @@ impl Store {
 
 /// The file that makes a place a store, and how errors call it.
 fn store_json(backend: &dyn Backend, path: &Path) -> Result<(Vec<u8>, String)> {
-    let bytes = backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error.io_kind() {
-        Some(ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            Error::NoStore { object: path.display().to_string() }
-        }
-        _ => error,
-    })?;
+    let bytes =
+        backend.read(STORE_JSON, STORE_JSON_BYTES_MAX).map_err(|error| match error.io_kind() {
+            Some(ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                Error::NoStore { object: path.display().to_string() }
+            }
+            _ => error,
+        })?;
     Ok((bytes, backend.describe(STORE_JSON)))
 }
 
-/// The id of the store on a backend, for who needs nothing else of it: no key, where it is encrypted.
+/// The id of the store on a backend, for who needs nothing else of it: no key, where it is
+/// encrypted.
 pub fn id_on(backend: &dyn Backend, path: &Path) -> Result<[u8; 16]> {
     let (bytes, object) = store_json(backend, path)?;
     Ok(Config::decode(&bytes, &object)?.id.0)
@@ -320,7 +340,8 @@ impl Inner {
     /// The numbers of the sealed checkpoints, rising.
     pub fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
         let files = self.backend.list(names::CHECKPOINTS)?;
-        let mut ids: Vec<CheckpointId> = files.iter().filter_map(|f| names::parse_checkpoint(f)).collect();
+        let mut ids: Vec<CheckpointId> =
+            files.iter().filter_map(|f| names::parse_checkpoint(f)).collect();
         ids.sort_unstable();
         Ok(ids)
     }
@@ -348,16 +369,19 @@ impl Inner {
         }
     }
 
-    /// What checkpoints tell about themselves, in the order of `ids`; where they are many, several are read at a time.
+    /// What checkpoints tell about themselves, in the order of `ids`; where they are many, several
+    /// are read at a time.
     fn read_metas(&self, ids: &[CheckpointId]) -> Vec<(CheckpointId, Result<Meta>)> {
         let read = |id: &CheckpointId| (*id, self.read_meta(*id));
-        let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(LISTING_THREADS_MAX);
+        let threads =
+            std::thread::available_parallelism().map_or(1, NonZero::get).min(LISTING_THREADS_MAX);
         let share = ids.len().div_ceil(threads).max(LISTED_ALONE);
         let mut shares = ids.chunks(share);
         let first = shares.next().unwrap_or_default();
         std::thread::scope(|scope| {
-            let others: Vec<_> =
-                shares.map(|share| scope.spawn(move || share.iter().map(read).collect::<Vec<_>>())).collect();
+            let others: Vec<_> = shares
+                .map(|share| scope.spawn(move || share.iter().map(read).collect::<Vec<_>>()))
+                .collect();
             let mut metas: Vec<_> = first.iter().map(read).collect();
             for other in others {
                 match other.join() {
@@ -372,14 +396,14 @@ impl Inner {
     pub fn read_map(&self, id: u64) -> Result<MapRun> {
         let name = names::map(id);
         let object = self.backend.describe(&name);
-        let bytes = self
-            .backend
-            .read(&name, MAP_BYTES_MAX)
-            .map_err(|e| if e.is_not_found() { Error::damaged(&object, "the map is missing") } else { e })?;
+        let bytes = self.backend.read(&name, MAP_BYTES_MAX).map_err(|e| {
+            if e.is_not_found() { Error::damaged(&object, "the map is missing") } else { e }
+        })?;
         MapRun::decode(&bytes, self.config.id, id, &object)
     }
 
-    /// Reads the maps of a checkpoint, oldest first, and lays each over the ones before: of RAM, and of the disks.
+    /// Reads the maps of a checkpoint, oldest first, and lays each over the ones before: of RAM,
+    /// and of the disks.
     pub fn read_maps(&self, meta: &Meta) -> Result<(PageMap, DiskMap)> {
         let (mut map, mut disks) = (PageMap::default(), DiskMap::default());
         for (at, id) in meta.map_chain.iter().enumerate().rev() {
@@ -390,7 +414,10 @@ impl Inner {
                 && Some(run.header.space_pages) == meta.space_pages();
             if !fits {
                 let object = self.backend.describe(&names::map(*id));
-                return Err(Error::damaged(object, "it does not belong where a checkpoint's chain has it"));
+                return Err(Error::damaged(
+                    object,
+                    "it does not belong where a checkpoint's chain has it",
+                ));
             }
             run.apply(meta.ram.len_pages(), &mut map, &mut disks);
         }

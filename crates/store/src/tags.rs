@@ -1,13 +1,15 @@
 //! Tags: names that point to checkpoints and may be moved.
 //!
-//! `tags/NAME` holds one line: the number in decimal, a space, and the first 16 hexadecimal digits of
-//! `BLAKE3("keyframe tag STORE-ID NAME NUMBER")`, so that neither a flipped bit nor a copied or renamed file passes.
+//! `tags/NAME` holds one line: the number in decimal, a space, and the first 16 hexadecimal digits
+//! of `BLAKE3("keyframe tag STORE-ID NAME NUMBER")`, so that neither a flipped bit nor a copied or
+//! renamed file passes.
 //!
-//! A pin is the tag `pin.NUMBER` of the checkpoint of that number: no rule takes it ([`crate::Retention`]), nor does
-//! [`Store::forget`] unless it is told to.
+//! A pin is the tag `pin.NUMBER` of the checkpoint of that number: no rule takes it
+//! ([`crate::Retention`]), nor does [`Store::forget`] unless it is told to.
 //!
-//! Invariant: who sets a tag looks afterwards whether the checkpoint is still there, and takes the tag back where it is not;
-//! who forgets removes tags before the checkpoint. Tags need no lock: each is put whole.
+//! Invariant: who sets a tag looks afterwards whether the checkpoint is still there, and takes the
+//! tag back where it is not; who forgets removes tags before the checkpoint. Tags need no lock:
+//! each is put whole.
 
 use crate::bytes::to_hex;
 use crate::config::StoreId;
@@ -42,7 +44,8 @@ impl Inner {
         }
     }
 
-    /// Names of all tags, readable or not. Files with other names than tags can have are left alone.
+    /// Names of all tags, readable or not. Files with other names than tags can have are left
+    /// alone.
     pub fn tag_names(&self) -> Result<Vec<String>> {
         let listed = self.backend.list(names::TAGS)?;
         Ok(listed.into_iter().filter(|name| names::is_tag(name)).collect())
@@ -66,7 +69,8 @@ impl Inner {
 }
 
 impl Store {
-    /// Points a tag, new or old, to a checkpoint; returns what it pointed to before. Beside a writer and a prune.
+    /// Points a tag, new or old, to a checkpoint; returns what it pointed to before. Beside a
+    /// writer and a prune.
     ///
     /// Errors: [`Error::InvalidTag`], [`Error::UnknownCheckpoint`].
     pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {

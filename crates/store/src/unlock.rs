@@ -5,7 +5,8 @@ use crate::writer::{describe_holder, is_dead};
 use crate::{Result, Store};
 
 impl Store {
-    /// Removes a stale lock of the writer ([`crate::backend::Backend::unlock`]); holders are described for messages.
+    /// Removes a stale lock of the writer ([`crate::backend::Backend::unlock`]); holders are
+    /// described for messages.
     pub fn unlock(&self, force: bool) -> Result<Unlocked> {
         let backend = &self.inner().backend;
         let unlocked = match backend.unlock(force)? {

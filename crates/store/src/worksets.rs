@@ -1,4 +1,5 @@
-//! Working sets: the pages that a VM touched first after it was restored from a checkpoint, in that order.
+//! Working sets: the pages that a VM touched first after it was restored from a checkpoint, in that
+//! order.
 //!
 //! ```text
 //!   worksets/0000000012.wset   magic "KFWSET\r\n", version, then (see the envelope)
@@ -6,8 +7,9 @@
 //!     52 .. a varint each: zigzag(page - page before)                   end-32 32 BLAKE3
 //! ```
 //!
-//! Advice, nothing else: it says in which order to read ahead. Missing, damaged or of another VM, it is as if there were none,
-//! and no checkpoint depends on it. It is written by whoever restores, without the writer's lock.
+//! Advice, nothing else: it says in which order to read ahead. Missing, damaged or of another VM,
+//! it is as if there were none, and no checkpoint depends on it. It is written by whoever restores,
+//! without the writer's lock.
 //!
 //! Where none was recorded, the pages written until the next checkpoint of the run stand for it.
 
@@ -40,7 +42,12 @@ fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageIndex
     envelope::finish(out)
 }
 
-pub fn decode(bytes: &[u8], store: StoreId, id: CheckpointId, space_pages: u64) -> Option<Vec<PageIndex>> {
+pub fn decode(
+    bytes: &[u8],
+    store: StoreId,
+    id: CheckpointId,
+    space_pages: u64,
+) -> Option<Vec<PageIndex>> {
     let mut cursor = Cursor::new(envelope::open(bytes, MAGIC, "").ok()?);
     let fits = cursor.u64().ok()? == id.0
         && cursor.array::<16>().ok()? == store.0
@@ -57,8 +64,9 @@ pub fn decode(bytes: &[u8], store: StoreId, id: CheckpointId, space_pages: u64) 
 }
 
 impl Loaded {
-    /// The pages that a VM restored from this checkpoint is expected to touch first, in that order: those that one touched,
-    /// or, where none was ever restored lazily, those that it wrote until the next checkpoint. Empty where nothing is known.
+    /// The pages that a VM restored from this checkpoint is expected to touch first, in that order:
+    /// those that one touched, or, where none was ever restored lazily, those that it wrote until
+    /// the next checkpoint. Empty where nothing is known.
     pub fn expected_first(&self) -> Vec<PageIndex> {
         self.working_set().or_else(|| self.inner.written_next(self)).unwrap_or_default()
     }
@@ -86,8 +94,9 @@ impl Loaded {
 }
 
 impl Inner {
-    /// The pages that changed between a checkpoint and the next one of its run, rising; a few more where the next one's map
-    /// reaches further back. `None` where there is no next one, or its map is complete.
+    /// The pages that changed between a checkpoint and the next one of its run, rising; a few more
+    /// where the next one's map reaches further back. `None` where there is no next one, or its map
+    /// is complete.
     fn written_next(&self, of: &Loaded) -> Option<Vec<PageIndex>> {
         let ids = self.checkpoint_ids().ok()?;
         let next = ids.iter().filter(|id| **id > of.id).take(NEXT_MAX).find_map(|id| {

@@ -5,8 +5,8 @@
 //!   unlocked ─────────────▶ Writer ──────────────▶ Run open ─────────────────▶ Writer ──drop both──▶ unlocked
 //! ```
 //!
-//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A run owns what it needs
-//! and may move to another thread; tags can be set meanwhile.
+//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A
+//! run owns what it needs and may move to another thread; tags can be set meanwhile.
 
 use crate::backend::LockGuard;
 use crate::config::{now, random};
@@ -31,20 +31,22 @@ pub struct Tuning {
     pub pack_bytes_max: u64,
     /// Records gather in memory until they reach this size.
     pub buffer_bytes: usize,
-    /// The base of the map chain rule, at least 2: a restore reads at most this many maps per digit of the epoch.
+    /// The base of the map chain rule, at least 2: a restore reads at most this many maps per digit
+    /// of the epoch.
     pub chain_base: u64,
-    /// In a run with disks: at most so much memory for finding the sectors of blocks; too little for anything: none are
-    /// looked for.
+    /// In a run with disks: at most so much memory for finding the sectors of blocks; too little
+    /// for anything: none are looked for.
     pub sector_index_bytes: usize,
-    /// Of the eight sectors of a block, at least so many must be found before it is put together from them. Each saves a
-    /// ninth of the block or so; what it costs, half of the speed at which the block is put and read, is the same for one
-    /// and for eight (`examples/sectors.rs`).
+    /// Of the eight sectors of a block, at least so many must be found before it is put together
+    /// from them. Each saves a ninth of the block or so; what it costs, half of the speed at which
+    /// the block is put and read, is the same for one and for eight (`examples/sectors.rs`).
     pub sector_parts_min: usize,
-    /// At most so much memory for what deltas are made on: the pages written again and again. What is beyond is read from
-    /// the store each time.
+    /// At most so much memory for what deltas are made on: the pages written again and again. What
+    /// is beyond is read from the store each time.
     pub base_bytes: usize,
-    /// At most about so much memory for the index of deduplication. What is beyond lies in files, where the store's place is on this
-    /// host or has a folder on it; what is beyond these, too, is forgotten, oldest first, and is stored again when it comes again.
+    /// At most about so much memory for the index of deduplication. What is beyond lies in files,
+    /// where the store's place is on this host or has a folder on it; what is beyond these, too, is
+    /// forgotten, oldest first, and is stored again when it comes again.
     pub index_bytes: usize,
     /// Threads that hash and compress pages, at least one.
     pub encode_threads: usize,
@@ -109,7 +111,9 @@ impl Writer {
         let torn = inner.settle()?;
         let doubt = inner.in_doubt()?;
         let (inner, tuning) = match inner.backend.relaxed() {
-            Some(relaxed) if tuning.durability != Durability::Checkpoint => (inner.on(relaxed), tuning),
+            Some(relaxed) if tuning.durability != Durability::Checkpoint => {
+                (inner.on(relaxed), tuning)
+            }
             _ => (inner, Tuning { durability: Durability::Checkpoint, ..tuning }),
         };
         // What a prune gives up is not relied on from the beginning.
@@ -122,7 +126,8 @@ impl Writer {
         let newest_map = inner.map_ids()?.last().copied();
         let newest = inner.checkpoint_ids()?.last().copied();
         if let Some(newest) = newest {
-            // Its writer may have died between the rename and the sync of the directory: what is seen as sealed stays.
+            // Its writer may have died between the rename and the sync of the directory: what is
+            // seen as sealed stays.
             inner.backend.sync(&names::checkpoint(newest))?;
         }
         let syncs = Syncs::of(tuning.durability);
@@ -133,21 +138,31 @@ impl Writer {
             // What comes from here on is not to be durable before that is.
             inner.backend.sync_all()?;
         }
-        Ok(Self { inner, lock: lock.into(), slot: Arc::new(Mutex::new(Some(session))), tuning, torn, doubt })
+        Ok(Self {
+            inner,
+            lock: lock.into(),
+            slot: Arc::new(Mutex::new(Some(session))),
+            tuning,
+            torn,
+            doubt,
+        })
     }
 
-    /// When its checkpoints become durable: what was asked for, or with each one, where the store's place knows nothing else.
+    /// When its checkpoints become durable: what was asked for, or with each one, where the store's
+    /// place knows nothing else.
     pub fn durability(&self) -> Durability {
         self.tuning.durability
     }
 
-    /// Checkpoints that power loss took before they were durable ([`Durability`]): set aside when the store was locked.
+    /// Checkpoints that power loss took before they were durable ([`Durability`]): set aside when
+    /// the store was locked.
     pub fn torn(&self) -> &[TornCheckpoint] {
         &self.torn
     }
 
-    /// A sync of the checkpoints from this one on has failed since the machine came up: until it goes down they can be read, and what
-    /// is missing of them then is set aside. New ones do not build on them.
+    /// A sync of the checkpoints from this one on has failed since the machine came up: until it
+    /// goes down they can be read, and what is missing of them then is set aside. New ones do not
+    /// build on them.
     pub fn in_doubt(&self) -> Option<CheckpointId> {
         self.doubt
     }
@@ -158,13 +173,14 @@ impl Writer {
         session.as_ref().map(|session| session.packs.index_use())
     }
 
-    /// Begins a run with a fresh id: its first checkpoint will be complete. One run can be open at a time.
+    /// Begins a run with a fresh id: its first checkpoint will be complete. One run can be open at
+    /// a time.
     pub fn begin_run(&mut self, vm: &str, ram: &RamLayout) -> Result<Run> {
         self.begin_run_with(vm, ram, Vec::new(), DiskState::default())
     }
 
-    /// The same of a VM with disks (their counts are not looked at). `state` is what is known of them already: nothing, or
-    /// that of an earlier run of the same VM with the same disks.
+    /// The same of a VM with disks (their counts are not looked at). `state` is what is known of
+    /// them already: nothing, or that of an earlier run of the same VM with the same disks.
     pub fn begin_run_with(
         &mut self,
         vm: &str,
@@ -187,7 +203,15 @@ impl Writer {
         let mut session = session.ok_or(Error::RunOpen)?;
         session.packs.begin_run(disks.iter().any(|disk| !disk.left_out));
         let home = (self.slot.clone(), self.lock.clone());
-        Ok(Run::new(self.inner.clone(), session, home, self.tuning.chain_base, vm, id, (ram, disks, state)))
+        Ok(Run::new(
+            self.inner.clone(),
+            session,
+            home,
+            self.tuning.chain_base,
+            vm,
+            id,
+            (ram, disks, state),
+        ))
     }
 
     /// Points a tag, new or old, to a checkpoint. Also while a run is open.
@@ -195,7 +219,10 @@ impl Writer {
         names::check_tag(tag)?;
         let ids = self.inner.checkpoint_ids()?;
         if ids.binary_search(&id).is_err() {
-            return Err(Error::UnknownCheckpoint { name: id.to_string(), newest: ids.last().copied() });
+            return Err(Error::UnknownCheckpoint {
+                name: id.to_string(),
+                newest: ids.last().copied(),
+            });
         }
         self.inner.write_tag(tag, id)
     }
@@ -225,7 +252,8 @@ impl Inner {
 
 /// What the lock file tells others.
 fn holder(owner: &str) -> String {
-    let holder = Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
+    let holder =
+        Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
     serde_json::to_string(&holder).unwrap_or_default()
 }
 
@@ -243,13 +271,16 @@ fn named(error: Error) -> Error {
 /// True of a process of this host that is not there any more.
 pub(crate) fn is_dead(holder: &str) -> bool {
     serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
-        holder.host == this_host() && !std::path::Path::new("/proc").join(holder.pid.to_string()).exists()
+        holder.host == this_host()
+            && !std::path::Path::new("/proc").join(holder.pid.to_string()).exists()
     })
 }
 
 pub(crate) fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
-        Ok(Holder { pid, host, since, owner }) => format!("{owner} (process {pid} on {host}, since {since})"),
+        Ok(Holder { pid, host, since, owner }) => {
+            format!("{owner} (process {pid} on {host}, since {since})")
+        }
         Err(_) => "another process".into(),
     }
 }

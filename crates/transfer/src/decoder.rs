@@ -95,18 +95,17 @@ impl Decoder {
             let at = cursor.position();
             let malformed = |problem: String| Error::Malformed { at, problem };
             let head = cursor.varint().map_err(malformed)?;
-            page = page
-                .checked_add(head >> 3)
-                .filter(|page| *page < self.space_pages)
-                .ok_or_else(|| malformed(format!("a page beyond the VM's {} pages", self.space_pages)))?;
-            let kind = Kind::of(head & 7).ok_or_else(|| malformed(format!("no kind {}", head & 7)))?;
+            page = page.checked_add(head >> 3).filter(|page| *page < self.space_pages).ok_or_else(
+                || malformed(format!("a page beyond the VM's {} pages", self.space_pages)),
+            )?;
+            let kind =
+                Kind::of(head & 7).ok_or_else(|| malformed(format!("no kind {}", head & 7)))?;
             let mut content = ZERO_PAGE;
-            self.content(kind, PageIndex(page), &mut cursor, (&*epoch, image), &mut content).map_err(
-                |problem| match problem {
+            self.content(kind, PageIndex(page), &mut cursor, (&*epoch, image), &mut content)
+                .map_err(|problem| match problem {
                     Trouble::Malformed(problem) => Error::Malformed { at, problem },
                     Trouble::Image(page, source) => Error::Image { page: page.0, source },
-                },
-            )?;
+                })?;
             epoch.put(PageIndex(page), &content);
         }
         Ok(())
@@ -150,7 +149,9 @@ impl Decoder {
             Kind::Like => {
                 let like = cursor.varint()?;
                 if like >= self.space_pages {
-                    return Err(Trouble::Malformed(format!("like page {like}, which there is not")));
+                    return Err(Trouble::Malformed(format!(
+                        "like page {like}, which there is not"
+                    )));
                 }
                 standing(PageIndex(like), into)?;
             }
@@ -236,7 +237,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// Against whole images: whatever is sent, abandoned and evicted, the standby ends with the VM's pages.
+        /// Against whole images: whatever is sent, abandoned and evicted, the standby ends with the
+        /// VM's pages.
         #[test]
         fn the_standby_has_what_the_vm_had(steps in prop::collection::vec(step(), 1..80), bases in 0usize..50) {
             let mut vm = vec![ZERO_PAGE; PAGES as usize];

@@ -128,11 +128,21 @@ impl Encoder {
         self.hand = 0;
     }
 
-    fn entry(&mut self, page: PageIndex, content: &Page, last: &mut u64, out: &mut Vec<u8>, sent: &mut Sent) {
+    fn entry(
+        &mut self,
+        page: PageIndex,
+        content: &Page,
+        last: &mut u64,
+        out: &mut Vec<u8>,
+        sent: &mut Sent,
+    ) {
         sent.pages += 1;
         let hash = xxh3_64(content);
         let slot = self.of_page.get(&page).copied();
-        if slot.and_then(|slot| self.bases.get(slot as usize)).is_some_and(|base| *base.content == *content) {
+        if slot
+            .and_then(|slot| self.bases.get(slot as usize))
+            .is_some_and(|base| *base.content == *content)
+        {
             sent.same += 1;
             return;
         }
@@ -150,7 +160,9 @@ impl Encoder {
         } else if self.patch_of(slot, content) {
             sent.patched += 1;
             let packed = (self.patch.len() > PATCH_BYTES_SMALL)
-                .then(|| compress_into_with_table(&self.patch, &mut self.buffer, &mut self.table).ok())
+                .then(|| {
+                    compress_into_with_table(&self.patch, &mut self.buffer, &mut self.table).ok()
+                })
                 .flatten()
                 .filter(|len| len + SAVING_BYTES_MIN <= self.patch.len());
             if let Some(bytes) = packed.and_then(|len| self.buffer.get(..len)) {
@@ -193,7 +205,8 @@ impl Encoder {
         Some(base.page)
     }
 
-    /// Leaves in `patch` what differs from the base in `slot`; false where that is too much, or there is none.
+    /// Leaves in `patch` what differs from the base in `slot`; false where that is too much, or
+    /// there is none.
     fn patch_of(&mut self, slot: Option<u32>, content: &Page) -> bool {
         self.patch.clear();
         let base = slot.and_then(|slot| self.bases.get(slot as usize));

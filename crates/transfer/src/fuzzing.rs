@@ -20,5 +20,8 @@ impl Image for Numbered {
 pub fn batch(bytes: &[u8]) {
     let mut epoch = Epoch::default();
     let _ = Decoder::new(PAGES).decode(bytes, &mut epoch, &Numbered);
-    assert!(epoch.len_pages() <= PAGES && epoch.pages().all(|(page, _)| page.0 < PAGES), "pages of nobody's");
+    assert!(
+        epoch.len_pages() <= PAGES && epoch.pages().all(|(page, _)| page.0 < PAGES),
+        "pages of nobody's"
+    );
 }

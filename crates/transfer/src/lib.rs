@@ -1,5 +1,5 @@
-//! The pages of an epoch as they travel from a protected VM to its standby: as few bytes as its last version, its neighbours or
-//! LZ4 make of them.
+//! The pages of an epoch as they travel from a protected VM to its standby: as few bytes as its
+//! last version, its neighbours or LZ4 make of them.
 //!
 //! ```text
 //!   page space   | RAM, block behind block | disk 0 | disk 1 | ...                       in pages of 4 KiB
@@ -16,7 +16,8 @@
 //! 3. Whatever a batch's bytes are, decoding it ends with pages within the space or with an error, and takes no more memory than
 //!    the space has pages.
 //!
-//! Left out: connections, when an epoch is complete, and what it is acknowledged with (`replication`, the binary).
+//! Left out: connections, when an epoch is complete, and what it is acknowledged with
+//! (`replication`, the binary).
 
 mod batch;
 mod decoder;

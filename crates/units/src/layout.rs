@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BlockKind {
-    /// RAM behind a memory backend: handed to the new QEMU as a backend that already holds its pages.
+    /// RAM behind a memory backend: handed to the new QEMU as a backend that already holds its
+    /// pages.
     Backend,
     /// Video RAM, ROMs, firmware tables: given back inside the device stream.
     Stream,
@@ -131,12 +132,16 @@ impl RamLayout {
         Some((block, page.0 - self.firsts[block]))
     }
 
-    /// True where both describe the same page space: same blocks, kinds and reserved sizes in the same order (the
-    /// bytes in use may differ).
+    /// True where both describe the same page space: same blocks, kinds and reserved sizes in the
+    /// same order (the bytes in use may differ).
     pub fn same_space(&self, other: &Self) -> bool {
         let key = |b: &RamBlock| (b.kind, b.total_bytes);
         self.blocks.len() == other.blocks.len()
-            && self.blocks.iter().zip(&other.blocks).all(|(a, b)| a.name == b.name && key(a) == key(b))
+            && self
+                .blocks
+                .iter()
+                .zip(&other.blocks)
+                .all(|(a, b)| a.name == b.name && key(a) == key(b))
     }
 }
 
@@ -159,7 +164,12 @@ mod tests {
 
     fn block(name: &str, pages: u64) -> RamBlock {
         let bytes = pages * PAGE_BYTES as u64;
-        RamBlock { name: name.into(), kind: BlockKind::Stream, used_bytes: bytes, total_bytes: bytes }
+        RamBlock {
+            name: name.into(),
+            kind: BlockKind::Stream,
+            used_bytes: bytes,
+            total_bytes: bytes,
+        }
     }
 
     #[test]

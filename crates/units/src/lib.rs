@@ -1,4 +1,5 @@
-//! The words that every crate shares: addresses, pages, page sets, the layout of a VM's RAM, and ids.
+//! The words that every crate shares: addresses, pages, page sets, the layout of a VM's RAM, and
+//! ids.
 //!
 //! A VM's RAM is one linear space of 4 KiB pages, made of QEMU's RAM blocks laid end to end:
 //!
@@ -53,7 +54,8 @@ impl fmt::Display for HostVirt {
     }
 }
 
-/// A byte range of the QEMU process: `start` and `len_bytes`, both multiples of [`PAGE_BYTES`] where pages are meant.
+/// A byte range of the QEMU process: `start` and `len_bytes`, both multiples of [`PAGE_BYTES`]
+/// where pages are meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRange {
     /// The first byte.
@@ -74,7 +76,8 @@ impl HostRange {
     }
 }
 
-/// The number of a checkpoint in its store: 1 is the first ever taken there, numbers are never reused.
+/// The number of a checkpoint in its store: 1 is the first ever taken there, numbers are never
+/// reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct CheckpointId(pub u64);
@@ -85,7 +88,8 @@ impl fmt::Display for CheckpointId {
     }
 }
 
-/// The place of a checkpoint in its run: 0 is the complete first one, each further one holds what changed since.
+/// The place of a checkpoint in its run: 0 is the complete first one, each further one holds what
+/// changed since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u64);

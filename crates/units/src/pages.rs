@@ -68,9 +68,15 @@ impl PageSet {
         self.space_pages
     }
 
-    /// Adds a page; true where it was not in the set. Panics outside the space: that is a bug of the caller.
+    /// Adds a page; true where it was not in the set. Panics outside the space: that is a bug of
+    /// the caller.
     pub fn insert(&mut self, page: PageIndex) -> bool {
-        assert!(page.0 < self.space_pages, "page {} outside a space of {}", page.0, self.space_pages);
+        assert!(
+            page.0 < self.space_pages,
+            "page {} outside a space of {}",
+            page.0,
+            self.space_pages
+        );
         let (word, bit) = ((page.0 / 64) as usize, 1u64 << (page.0 % 64));
         let new = self.words[word] & bit == 0;
         self.words[word] |= bit;
@@ -97,7 +103,11 @@ impl PageSet {
 
     /// Adds every page of the range. Panics outside the space.
     pub fn insert_range(&mut self, range: PageRange) {
-        assert!(range.end().0 <= self.space_pages, "{range:?} outside a space of {}", self.space_pages);
+        assert!(
+            range.end().0 <= self.space_pages,
+            "{range:?} outside a space of {}",
+            self.space_pages
+        );
         let (mut page, end) = (range.first.0, range.end().0);
         while page < end {
             let word = (page / 64) as usize;

@@ -95,7 +95,9 @@ pub fn routes() -> Routes {
         .get("/api/v1/openapi.json", async || page::answer("application/json", OPENAPI))
         .get("/api/v1/server", server)
         .get("/api/v1/vms", async |State(app): Shared| ask(&app, |source| Ok(source.vms())).await)
-        .get("/api/v1/stores", async |State(app): Shared| ask(&app, |source| Ok(source.stores())).await)
+        .get("/api/v1/stores", async |State(app): Shared| {
+            ask(&app, |source| Ok(source.stores())).await
+        })
         .get("/api/v1/stores/{store}/timeline", timeline)
         .get("/api/v1/stores/{store}/checkpoints", checkpoints)
         .get("/api/v1/stores/{store}/checkpoints/{id}", checkpoint)
@@ -122,7 +124,8 @@ pub fn router(app: &Arc<App>) -> Router {
     for (path, kind, content) in page::FILES {
         router = router.route(path, get(async move || page::answer(kind, content)));
     }
-    let unknown = || no(StatusCode::NOT_FOUND, "there is nothing here", Some("see /api/v1/openapi.json"));
+    let unknown =
+        || no(StatusCode::NOT_FOUND, "there is nothing here", Some("see /api/v1/openapi.json"));
     router
         .fallback(async move || unknown())
         .layer(middleware::from_fn_with_state(Arc::clone(app), around))
@@ -159,7 +162,8 @@ async fn around(State(app): Shared, request: Request, next: Next) -> Response {
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     }
     if let (Some(format), Some(peer)) = (app.log, peer) {
-        Line::of(method.as_str(), &path, response.status().as_u16(), began.elapsed(), peer).write(format);
+        Line::of(method.as_str(), &path, response.status().as_u16(), began.elapsed(), peer)
+            .write(format);
     }
     response
 }
@@ -218,9 +222,8 @@ async fn answer<B: AsRef<[u8]>>(
     match tokio::task::spawn_blocking(bytes).await {
         Ok(Ok(bytes)) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
         Ok(Err(problem)) => problem.into_response(),
-        Err(_) => {
-            Problem::Failed("it could not be found out: see what the server says".into()).into_response()
-        }
+        Err(_) => Problem::Failed("it could not be found out: see what the server says".into())
+            .into_response(),
     }
 }
 
@@ -281,9 +284,8 @@ async fn server(State(app): Shared) -> Response {
 async fn metrics_text(State(app): Shared) -> Response {
     let source = Arc::clone(&app.source);
     match tokio::task::spawn_blocking(move || metrics::text(&*source)).await {
-        Ok(text) => {
-            ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
-        }
+        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+            .into_response(),
         Err(_) => Problem::Failed("the metrics could not be found out".into()).into_response(),
     }
 }
@@ -296,7 +298,11 @@ struct Range {
     points: Option<usize>,
 }
 
-async fn timeline(State(app): Shared, Path(store): Path<String>, Asked(asked): Asked<Range>) -> Response {
+async fn timeline(
+    State(app): Shared,
+    Path(store): Path<String>,
+    Asked(asked): Asked<Range>,
+) -> Response {
     let range = asked.from.unwrap_or(0)..=asked.to.unwrap_or(u64::MAX);
     let points = asked.points.unwrap_or(POINTS_MAX / 4);
     let question = move |source: &dyn Source| {
@@ -312,7 +318,11 @@ struct Page {
     limit: Option<usize>,
 }
 
-async fn checkpoints(State(app): Shared, Path(store): Path<String>, Asked(asked): Asked<Page>) -> Response {
+async fn checkpoints(
+    State(app): Shared,
+    Path(store): Path<String>,
+    Asked(asked): Asked<Page>,
+) -> Response {
     let question = move |source: &dyn Source| {
         let listing = source.listing(&store)?;
         let limit = asked.limit.unwrap_or(LIST_DEFAULT).clamp(1, LIST_MAX);
@@ -338,7 +348,11 @@ struct Pieces {
     pieces: Option<u64>,
 }
 
-async fn heat(State(app): Shared, at: Place, Asked(asked): Asked<Pieces>) -> Result<Response, Problem> {
+async fn heat(
+    State(app): Shared,
+    at: Place,
+    Asked(asked): Asked<Pieces>,
+) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     let pieces = asked.pieces.unwrap_or(PIECES_DEFAULT).clamp(1, PIECES_MAX);
     Ok(ask_slowly(&app, move |source| source.heat(&store, id, pieces)).await)
@@ -354,7 +368,11 @@ struct Whose {
     member: Option<String>,
 }
 
-async fn screen(State(app): Shared, at: Place, Asked(asked): Asked<Whose>) -> Result<Response, Problem> {
+async fn screen(
+    State(app): Shared,
+    at: Place,
+    Asked(asked): Asked<Whose>,
+) -> Result<Response, Problem> {
     let (store, id) = place(at)?;
     let question = move |source: &dyn Source| source.screen(&store, id, asked.member.as_deref());
     Ok(answer(&app, "image/png", slowly(&app, question).await?).await)

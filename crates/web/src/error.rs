@@ -10,7 +10,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Everybody in the network could see the VMs.
-    #[error("{0} can be reached from other machines, and whoever reaches it could see all VMs and stores")]
+    #[error(
+        "{0} can be reached from other machines, and whoever reaches it could see all VMs and stores"
+    )]
     Open(SocketAddr),
     /// The system refused.
     #[error("{object}: {operation}")]

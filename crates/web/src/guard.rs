@@ -1,4 +1,5 @@
-//! Who may ask for what: the `Host` that a request names, the token that it shows, and what each answer tells the browser.
+//! Who may ask for what: the `Host` that a request names, the token that it shows, and what each
+//! answer tells the browser.
 //!
 //! ```text
 //!                   the page's files    reading (API, metrics)         changing
@@ -6,7 +7,8 @@
 //!   elsewhere       anybody             the token                      the token
 //! ```
 //!
-//! The token comes in `Authorization: Bearer` and never in a cookie: no other site's page can make a browser send it.
+//! The token comes in `Authorization: Bearer` and never in a cookie: no other site's page can make
+//! a browser send it.
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use std::net::IpAddr;
@@ -22,7 +24,10 @@ pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
     (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
     (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
-    (HeaderName::from_static("cross-origin-resource-policy"), HeaderValue::from_static("same-origin")),
+    (
+        HeaderName::from_static("cross-origin-resource-policy"),
+        HeaderValue::from_static("same-origin"),
+    ),
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
 ];
 
@@ -43,7 +48,10 @@ pub struct Guard {
 
 impl Guard {
     pub fn new(listens_at: IpAddr, token: Option<&Zeroizing<Vec<u8>>>) -> Self {
-        Self { is_loopback: listens_at.is_loopback(), token: token.map(|token| blake3::hash(token)) }
+        Self {
+            is_loopback: listens_at.is_loopback(),
+            token: token.map(|token| blake3::hash(token)),
+        }
     }
 
     /// Whether reading needs the token.
@@ -98,9 +106,12 @@ fn is_public(path: &str) -> bool {
     crate::page::file(path).is_some()
 }
 
-/// Whether `Host` is a name of this machine's loopback, with any port. Every HTTP/1.1 request has one.
+/// Whether `Host` is a name of this machine's loopback, with any port. Every HTTP/1.1 request has
+/// one.
 fn names_this_machine(headers: &HeaderMap) -> bool {
-    let Some(host) = headers.get(header::HOST).and_then(|host| host.to_str().ok()) else { return false };
+    let Some(host) = headers.get(header::HOST).and_then(|host| host.to_str().ok()) else {
+        return false;
+    };
     let name = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((address, _)) => address,
         None => host.rsplit_once(':').map_or(host, |(name, _)| name),

@@ -6,8 +6,8 @@
 //!                                                                       └─▶ events ◀── one look a second, while somebody listens
 //! ```
 //!
-//! What is shown comes from a [`Source`]; this crate knows neither stores nor QEMU. Async lives in it and nowhere else: a source is plain
-//! code, called on threads that may block.
+//! What is shown comes from a [`Source`]; this crate knows neither stores nor QEMU. Async lives in
+//! it and nowhere else: a source is plain code, called on threads that may block.
 //!
 //! Invariants:
 //! 1. Reading changes nothing. What changes something needs the token, wherever it comes from.
@@ -18,7 +18,8 @@
 //! 4. Names that come from outside are data: the page sets them as text, metrics and reports escape them.
 //! 5. The page needs nothing from anywhere else, and the browser is told so (CSP).
 //!
-//! The API is described in `docs/api/openapi.json`, which is what is served; a test holds it against the routes.
+//! The API is described in `docs/api/openapi.json`, which is what is served; a test holds it
+//! against the routes.
 
 mod api;
 mod error;
@@ -39,6 +40,7 @@ pub use error::{Error, Result};
 pub use log::LogFormat;
 pub use server::{Options, Server};
 pub use source::{
-    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead, VmState,
+    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead,
+    VmState,
 };
 pub use timeline::{Bucket, POINTS_MAX, Timeline, chunks};

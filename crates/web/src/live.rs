@@ -4,8 +4,8 @@
 //!   a look a second ──▶ compare with the last ──▶ events: vm, vm_gone, store, recordings ──▶ each listener's queue
 //! ```
 //!
-//! Only what is new is sent. A listener that is too slow loses events and is told so (`reload`): it asks for everything again.
-//! Invariant: nobody looks while nobody listens.
+//! Only what is new is sent. A listener that is too slow loses events and is told so (`reload`): it
+//! asks for everything again. Invariant: nobody looks while nobody listens.
 
 use crate::source::{Source, StoreHead, VmState};
 use serde_json::{Value, json};
@@ -74,9 +74,15 @@ impl Live {
 }
 
 impl Told {
-    fn renew(&mut self, vms: Vec<VmState>, stores: Vec<StoreHead>, recordings: Value) -> Vec<Event> {
+    fn renew(
+        &mut self,
+        vms: Vec<VmState>,
+        stores: Vec<StoreHead>,
+        recordings: Value,
+    ) -> Vec<Event> {
         let mut events = Vec::new();
-        let vms: BTreeMap<String, VmState> = vms.into_iter().map(|vm| (vm.name.clone(), vm)).collect();
+        let vms: BTreeMap<String, VmState> =
+            vms.into_iter().map(|vm| (vm.name.clone(), vm)).collect();
         let stores: BTreeMap<String, StoreHead> =
             stores.into_iter().map(|store| (store.id.clone(), store)).collect();
         for (name, vm) in &vms {
@@ -130,7 +136,10 @@ mod tests {
             let events = told.renew(vms, vec![store], json!([]));
             events.into_iter().map(|event| event.name).collect::<Vec<_>>()
         };
-        assert_eq!(look(vec![vm("a", 1, 5), vm("b", 1, 5)], 1), ["vm", "vm", "store", "recordings"]);
+        assert_eq!(
+            look(vec![vm("a", 1, 5), vm("b", 1, 5)], 1),
+            ["vm", "vm", "store", "recordings"]
+        );
         assert_eq!(look(vec![vm("a", 1, 6), vm("b", 1, 6)], 1), [""; 0], "an age alone");
         assert_eq!(look(vec![vm("a", 2, 0), vm("b", 1, 7)], 2), ["vm", "store"]);
         assert_eq!(look(vec![vm("a", 2, 1)], 2), ["vm_gone"]);

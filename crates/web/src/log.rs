@@ -31,7 +31,13 @@ pub struct Line<'a> {
 
 impl<'a> Line<'a> {
     /// One about a request that was answered.
-    pub fn of(method: &'a str, path: &'a str, status: u16, took: Duration, peer: SocketAddr) -> Self {
+    pub fn of(
+        method: &'a str,
+        path: &'a str,
+        status: u16,
+        took: Duration,
+        peer: SocketAddr,
+    ) -> Self {
         let level = if status >= 500 { "error" } else { "info" };
         let duration_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let time = jiff::Timestamp::now();

@@ -1,7 +1,8 @@
-//! What Prometheus gathers: numbers of running VMs from their engines, of stores from their listings.
+//! What Prometheus gathers: numbers of running VMs from their engines, of stores from their
+//! listings.
 //!
-//! Text format 0.0.4. Units are base units (seconds, bytes). A VM whose engine does not answer has `keyframe_vm_up` 0 and nothing else;
-//! a number that is not known is left out, never 0.
+//! Text format 0.0.4. Units are base units (seconds, bytes). A VM whose engine does not answer has
+//! `keyframe_vm_up` 0 and nothing else; a number that is not known is left out, never 0.
 
 use crate::source::{Source, VmState};
 use serde_json::Value;
@@ -37,7 +38,11 @@ impl Family {
             return;
         }
         // Writing to a string does not fail.
-        let _ = writeln!(text, "# HELP {} {}\n# TYPE {} {}", self.name, self.help, self.name, self.kind);
+        let _ = writeln!(
+            text,
+            "# HELP {} {}\n# TYPE {} {}",
+            self.name, self.help, self.name, self.kind
+        );
         for (labels, value) in &self.samples {
             let _ = writeln!(text, "{}{{{labels}}} {value}", self.name);
         }
@@ -91,7 +96,9 @@ impl Reading {
             Self::Is(at, text) => Some(flag(status.pointer(at)?.as_str()? == text)),
             Self::True(at) => Some(flag(status.pointer(at)?.as_bool()?)),
             Self::Some(at) => Some(flag(!status.pointer(at)?.is_null())),
-            Self::Behind(at, behind) => Some((number(status, at)? - number(status, behind)?).max(0.0)),
+            Self::Behind(at, behind) => {
+                Some((number(status, at)? - number(status, behind)?).max(0.0))
+            }
         }
     }
 }
@@ -148,8 +155,10 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
         "counter",
         "Epochs that are on the standby, by why they were taken.",
     );
-    let mut families: Vec<(Family, Reading)> =
-        OF_STATUS.iter().map(|(name, kind, help, value)| (Family::new(name, kind, help), *value)).collect();
+    let mut families: Vec<(Family, Reading)> = OF_STATUS
+        .iter()
+        .map(|(name, kind, help, value)| (Family::new(name, kind, help), *value))
+        .collect();
     for vm in vms {
         let labels = [("vm", vm.name.as_str())];
         up.add(&labels, f64::from(u8::from(vm.problem.is_none())));
@@ -186,7 +195,8 @@ fn reasons(status: &Value) -> impl Iterator<Item = (&String, &Value)> {
 
 fn of_stores(source: &dyn Source) -> Vec<Family> {
     let mut up = Family::new("keyframe_store_up", "gauge", "1 where the store can be read.");
-    let mut count = Family::new("keyframe_store_checkpoints", "gauge", "Sealed checkpoints in the store.");
+    let mut count =
+        Family::new("keyframe_store_checkpoints", "gauge", "Sealed checkpoints in the store.");
     let mut bytes =
         Family::new("keyframe_store_bytes", "gauge", "Size of packs, maps, checkpoints and tags.");
     let mut raw = Family::new(

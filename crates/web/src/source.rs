@@ -1,6 +1,7 @@
 //! What the dashboard needs to know, as who serves it says it.
 //!
-//! A source is asked often and by several threads at once: it keeps what it has found for as long as that is true.
+//! A source is asked often and by several threads at once: it keeps what it has found for as long
+//! as that is true.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -172,7 +173,8 @@ pub struct Sizes {
 pub struct Heat {
     /// The checkpoint.
     pub id: u64,
-    /// What it is compared with; none where it is the first, or that one is gone: then all pages count that are not zero.
+    /// What it is compared with; none where it is the first, or that one is gone: then all pages
+    /// count that are not zero.
     pub parent: Option<u64>,
     /// Pages in a piece; the last of a region may have fewer.
     pub piece_pages: u64,

@@ -1,7 +1,9 @@
-//! A source that is made up: as many VMs and checkpoints as one likes, with names as hostile as they get. For tests.
+//! A source that is made up: as many VMs and checkpoints as one likes, with names as hostile as
+//! they get. For tests.
 
 use crate::{
-    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead, VmState,
+    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead,
+    VmState,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -12,10 +14,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub const PNG: &[u8] = b"\x89PNG\x0d\x0a\x1a\x0a\x00\x00\x00\x0dIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x02\x00\x00\x00\x90wS\xde\x00\x00\x00\x0cIDATx\x9cc\xf8\xcf\xc0\x00\x00\x03\x01\x01\x00\xc9\xfe\x92\xef\x00\x00\x00\x00IEND\xaeB`\x82";
 /// The id of its one store.
 pub const STORE: &str = "00112233445566778899aabbccddeeff";
-/// A name that would do something, were it taken for HTML, for a label of a metric or for a line of a log.
+/// A name that would do something, were it taken for HTML, for a label of a metric or for a line of
+/// a log.
 pub const HOSTILE: &str = "<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;";
 
-/// VMs, and a store with checkpoints of theirs in turn. The first VM and one tag have a hostile name.
+/// VMs, and a store with checkpoints of theirs in turn. The first VM and one tag have a hostile
+/// name.
 pub struct Synthetic {
     vms: usize,
     listing: Arc<Listing>,
@@ -28,7 +32,8 @@ pub struct Synthetic {
 impl Synthetic {
     /// So many.
     pub fn new(vms: usize, checkpoints: u64) -> Self {
-        let checkpoints = (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
+        let checkpoints =
+            (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
         let listing = Arc::new(Listing { generation: 1, checkpoints });
         Self { vms, listing, acted: Mutex::default(), looks: None }
     }
@@ -57,7 +62,8 @@ pub fn name(vm: u64) -> String {
 fn checkpoint(id: u64, vms: u64) -> Checkpoint {
     // Somewhere a pause is long.
     let copy = if id.is_multiple_of(997) { 40_000_000 } else { 300_000 + id % 13 * 20_000 };
-    let pause = Phases { stop: 200_000, device_state: 150_000, scan: 90_000, copy, resume: 110_000 };
+    let pause =
+        Phases { stop: 200_000, device_state: 150_000, scan: 90_000, copy, resume: 110_000 };
     let taken_at = jiff::Timestamp::from_second(1_800_000_000 + id as i64).unwrap_or_default();
     Checkpoint {
         id,

@@ -5,8 +5,9 @@
 //!                        └── all of one VM, or of a range of numbers ──┘
 //! ```
 //!
-//! Invariant: each checkpoint of the range is in one bucket, buckets follow each other, and their number is bounded whatever is asked
-//! for. Of a bucket's pauses the longest is shown, with its own phases: a long pause never disappears in a mean.
+//! Invariant: each checkpoint of the range is in one bucket, buckets follow each other, and their
+//! number is bounded whatever is asked for. Of a bucket's pauses the longest is shown, with its own
+//! phases: a long pause never disappears in a mean.
 
 use crate::source::{Checkpoint, Listing, Phases};
 use serde::Serialize;
@@ -91,7 +92,12 @@ pub struct Timeline {
 
 impl Timeline {
     /// Those of `vm`, or of all VMs, with numbers in `range`, in at most `points` buckets.
-    pub fn of(listing: &Listing, vm: Option<&str>, range: &RangeInclusive<u64>, points: usize) -> Self {
+    pub fn of(
+        listing: &Listing,
+        vm: Option<&str>,
+        range: &RangeInclusive<u64>,
+        points: usize,
+    ) -> Self {
         let is_wanted = |one: &&Arc<Checkpoint>| vm.is_none_or(|vm| one.vm == vm);
         let all: Vec<&Arc<Checkpoint>> = listing.checkpoints.iter().filter(is_wanted).collect();
         let shown: Vec<&Arc<Checkpoint>> =
@@ -99,8 +105,11 @@ impl Timeline {
         let pieces = chunks(shown.len(), points.clamp(1, POINTS_MAX));
         let buckets = pieces.filter_map(|piece| Bucket::of(&shown[piece])).collect();
         let named = shown.iter().rev().filter(|one| one.pinned || !one.tags.is_empty());
-        let tagged =
-            |one: &&Arc<Checkpoint>| Tagged { id: one.id, tags: one.tags.clone(), pinned: one.pinned };
+        let tagged = |one: &&Arc<Checkpoint>| Tagged {
+            id: one.id,
+            tags: one.tags.clone(),
+            pinned: one.pinned,
+        };
         Self {
             generation: listing.generation,
             total: all.len(),
@@ -118,7 +127,8 @@ impl Bucket {
         let (first, last) = (all.first()?, all.last()?);
         let worst = all.iter().max_by_key(|one| one.pause_ns)?;
         let sum = |value: fn(&Checkpoint) -> u64| all.iter().map(|one| value(one)).sum();
-        let most = |value: fn(&Checkpoint) -> u64| all.iter().map(|one| value(one)).max().unwrap_or(0);
+        let most =
+            |value: fn(&Checkpoint) -> u64| all.iter().map(|one| value(one)).max().unwrap_or(0);
         Some(Self {
             first_id: first.id,
             last_id: last.id,

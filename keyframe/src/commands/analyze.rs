@@ -49,16 +49,19 @@ pub struct Analyze {
     /// An argument of the tool; may be given several times
     #[arg(long, value_name = "NAME=VALUE")]
     tool_arg: Vec<String>,
-    /// Directory for the results: one that does not exist yet, or that of the same analysis, to go on
+    /// Directory for the results: one that does not exist yet, or that of the same analysis, to go
+    /// on
     #[arg(long, value_name = "DIR", required_unless_present = "list_tools")]
     out: Option<PathBuf>,
     /// Replays at a time [default: one for each core; one in each pilot]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     jobs: Option<u64>,
-    /// Only intervals that end behind this instruction (with --approximate: from this checkpoint on)
+    /// Only intervals that end behind this instruction (with --approximate: from this checkpoint
+    /// on)
     #[arg(long, value_name = "ICOUNT")]
     from: Option<u64>,
-    /// Only intervals that begin before this instruction (with --approximate: up to this checkpoint)
+    /// Only intervals that begin before this instruction (with --approximate: up to this
+    /// checkpoint)
     #[arg(long, value_name = "ICOUNT")]
     to: Option<u64>,
     /// How often an interval is tried
@@ -67,12 +70,12 @@ pub struct Analyze {
     /// Run it once more, by one replay through all intervals, and compare the results byte by byte
     #[arg(long, conflicts_with = "approximate")]
     check_sequential: bool,
-    /// REC is a store with checkpoints of a run that was not recorded: each interval is simulated under TCG from its checkpoint, without
-    /// a log. Approximate, and not deterministic
+    /// REC is a store with checkpoints of a run that was not recorded: each interval is simulated
+    /// under TCG from its checkpoint, without a log. Approximate, and not deterministic
     #[arg(long)]
     approximate: bool,
-    /// REC may still be recorded: each interval is begun with as soon as its checkpoints are sealed and the log has it, until the
-    /// recording ends
+    /// REC may still be recorded: each interval is begun with as soon as its checkpoints are sealed
+    /// and the log has it, until the recording ends
     #[arg(long, conflicts_with = "approximate")]
     follow: bool,
     /// With --approximate: the VM whose newest run it is [default: that of the newest checkpoint]
@@ -125,7 +128,8 @@ struct Report {
     guest_ns: Option<u64>,
     /// All replays and the merge.
     wall_ns: u64,
-    /// What lies between an interval's end and the begin of the next on the same worker, in the median.
+    /// What lies between an interval's end and the begin of the next on the same worker, in the
+    /// median.
     dispatch_ns: Option<u64>,
     files: Vec<PathBuf>,
     summary: Vec<String>,
@@ -141,7 +145,8 @@ impl Analyze {
         if self.list_tools {
             return list();
         }
-        let (Some(recording), Some(name), Some(out)) = (&self.recording, &self.tool, &self.out) else {
+        let (Some(recording), Some(name), Some(out)) = (&self.recording, &self.tool, &self.out)
+        else {
             return Err(Failure::new("REC, --tool and --out are needed"));
         };
         let tool = tool(name, &self.tool_arg)?;
@@ -164,7 +169,14 @@ impl Analyze {
         })
     }
 
-    fn analyse(&self, tool: &dyn Tool, name: &str, opened: &Opened, order: Order, out: &Path) -> Outcome {
+    fn analyse(
+        &self,
+        tool: &dyn Tool,
+        name: &str,
+        opened: &Opened,
+        order: Order,
+        out: &Path,
+    ) -> Outcome {
         let subject = opened.subject();
         // Of a run, only those are there that were asked for.
         let range = match opened {
@@ -186,7 +198,8 @@ impl Analyze {
         let done = analysis.collect()?;
         let summary = analysis.merge(done.clone())?;
         let wall_ns = output::elapsed_ns(began);
-        let sequential = self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
+        let sequential =
+            self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
         let sequential = sequential.transpose()?;
         if !self.keep_parts {
             analysis.clear()?;
@@ -237,8 +250,9 @@ impl Analyze {
         let began = Instant::now();
         let bar = self.bar(&analysis.intervals());
         let first = analysis.intervals().first().map_or(0, |i| i.from_icount);
-        let sequential = analysis
-            .in_sequence(interrupted, &mut |icount| bar.set_position(icount.saturating_sub(first)))?;
+        let sequential = analysis.in_sequence(interrupted, &mut |icount| {
+            bar.set_position(icount.saturating_sub(first))
+        })?;
         bar.finish_and_clear();
         let wall_ns = output::elapsed_ns(began);
         let mut differing = Vec::new();
@@ -258,7 +272,9 @@ impl Analyze {
             output::json(report)?;
         } else if !self.quiet {
             if report.is_approximate {
-                eprintln!("keyframe: approximate: simulated without a log; another time it may be otherwise");
+                eprintln!(
+                    "keyframe: approximate: simulated without a log; another time it may be otherwise"
+                );
             }
             for line in &report.summary {
                 output::print_line(line)?;
@@ -273,7 +289,8 @@ impl Analyze {
             for file in &report.files {
                 eprintln!("keyframe: {}", file.display());
             }
-            if let (Some(true), Some(took)) = (report.equals_sequential, report.sequential_wall_ns) {
+            if let (Some(true), Some(took)) = (report.equals_sequential, report.sequential_wall_ns)
+            {
                 eprintln!(
                     "keyframe: one replay through all gives the same, byte for byte; it took {}",
                     output::duration(took)

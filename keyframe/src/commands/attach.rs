@@ -37,15 +37,18 @@ pub struct Attach {
     /// Which libvirt [default: virsh's own]
     #[arg(long, value_name = "URI", requires = "libvirt")]
     connect: Option<String>,
-    /// The control socket of the `keyframe switch` that connects several VMs: packets on their way are in the checkpoint
+    /// The control socket of the `keyframe switch` that connects several VMs: packets on their way
+    /// are in the checkpoint
     #[arg(long, value_name = "SOCKET")]
     lan_control: Option<PathBuf>,
-    /// Leave a disk out of the checkpoints, by its id or node name, or `all`: it is not captured, and `restore` says what it lacks
+    /// Leave a disk out of the checkpoints, by its id or node name, or `all`: it is not captured,
+    /// and `restore` says what it lacks
     #[arg(long, value_name = "NAME")]
     leave_out_disk: Vec<String>,
     #[command(flatten)]
     checkpoints: Checkpoints,
-    /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one instant
+    /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one
+    /// instant
     #[arg(value_name = "PID", required = true)]
     pids: Vec<u32>,
 }
@@ -56,8 +59,12 @@ impl Attach {
         let store = self.store.open()?;
         let uri = self.connect;
         let libvirt = |domain| Monitor::Libvirt { domain, uri: uri.clone() };
-        let monitors: Vec<Monitor> =
-            self.qmp.into_iter().map(Monitor::Socket).chain(self.libvirt.into_iter().map(libvirt)).collect();
+        let monitors: Vec<Monitor> = self
+            .qmp
+            .into_iter()
+            .map(Monitor::Socket)
+            .chain(self.libvirt.into_iter().map(libvirt))
+            .collect();
         if monitors.len() != self.pids.len() {
             let (monitors, pids) = (monitors.len(), self.pids.len());
             return Err(Failure::new(format!("{pids} process ids, and monitors for {monitors}"))

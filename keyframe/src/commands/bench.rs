@@ -54,8 +54,9 @@ pub struct Bench {
     /// Fewer repetitions: a look, not a measurement
     #[arg(long)]
     quick: bool,
-    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute 60k_1s compile ..., or
-    /// keyframe kyoto borg ..., or record jobs memtrace compute redis ..., or web failover 1gbit adaptive ..., or compile bonnie stream 500ms 1000ms ...
+    /// Only these parts of it, as its keys name them: 1k 5k 20k 60k 1gib 2gib 4gib disk, or compute
+    /// 60k_1s compile ..., or keyframe kyoto borg ..., or record jobs memtrace compute redis ...,
+    /// or web failover 1gbit adaptive ..., or compile bonnie stream 500ms 1000ms ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// How often each thing is measured [default: what it takes for a stable median]
@@ -70,11 +71,12 @@ pub struct Bench {
     /// The files of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
-    /// The QEMU that `bench replay` and `bench evaluation` record and replay with [default: qemu-system-x86_64]
+    /// The QEMU that `bench replay` and `bench evaluation` record and replay with
+    /// [default: qemu-system-x86_64]
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// The store whose newest run `bench store` feeds: the RAM of its last ten checkpoints, as recorded [default: pages made from a
-    /// fixed seed]
+    /// The store whose newest run `bench store` feeds: the RAM of its last ten checkpoints, as
+    /// recorded [default: pages made from a fixed seed]
     #[arg(long, value_name = "STORE")]
     from: Option<PathBuf>,
     #[command(flatten)]
@@ -94,7 +96,8 @@ impl Bench {
     /// Measures and prints.
     pub fn run(&self) -> Outcome {
         if let Some(job) = &self.job {
-            let line = keyframe_bench::run_job(job).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+            let line = keyframe_bench::run_job(job)
+                .map_err(|e| Failure::new(crate::failure::chain(&e)))?;
             output::print_line(&line)?;
             return Ok(DONE);
         }

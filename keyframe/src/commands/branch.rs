@@ -1,4 +1,5 @@
-//! `keyframe branch`: several VMs from one checkpoint, which share the RAM that none of them has written.
+//! `keyframe branch`: several VMs from one checkpoint, which share the RAM that none of them has
+//! written.
 //!
 //! ```text
 //!   checkpoint ─▶ RAM, filled once ─┬─▶ web-1  QEMU, paused ┐
@@ -116,12 +117,18 @@ struct Place {
     disks: OwnDisks,
 }
 
-/// A clone's disks: the checkpoint's, with an overlay of its own. Dropped, what was written to them is thrown away.
+/// A clone's disks: the checkpoint's, with an overlay of its own. Dropped, what was written to them
+/// is thrown away.
 struct OwnDisks(Option<(Served, DiskServer)>);
 
 impl OwnDisks {
     /// A process of its own for each clone: it ends with it, or outlives this command with it.
-    fn serve(store: &Store, loaded: &Loaded, name: &str, directory: &RunDir) -> Result<Self, Failure> {
+    fn serve(
+        store: &Store,
+        loaded: &Loaded,
+        name: &str,
+        directory: &RunDir,
+    ) -> Result<Self, Failure> {
         if loaded.meta.disks.is_empty() {
             return Ok(Self(None));
         }
@@ -170,8 +177,10 @@ impl Branch {
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         refuse_recorded(&loaded.meta, id)?;
         if !loaded.meta.members.is_empty() {
-            return Err(Failure::new(format!("checkpoint {id} is a group's, which is not branched"))
-                .fix("restore it: all members come to life together"));
+            return Err(Failure::new(format!(
+                "checkpoint {id} is a group's, which is not branched"
+            ))
+            .fix("restore it: all members come to life together"));
         }
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
@@ -219,12 +228,15 @@ impl Branch {
                 .iter()
                 .fold(text.to_owned(), |text, word| text.replace(word, &place.number.to_string()))
                 .replace("{name}", &place.name)),
-            None => Err(Failure::new(format!("an argument for QEMU is not UTF-8: {}", word.display()))),
+            None => {
+                Err(Failure::new(format!("an argument for QEMU is not UTF-8: {}", word.display())))
+            }
         };
         let extra = self.extra.iter().map(of_clone).collect::<Result<Vec<_>, _>>()?;
         let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
         let cloned = Cloned { directory: place.directory.path(), exact: self.exact };
-        let own = apart::line(&source.user_command, &extra, cloned).map_err(|e| Failure::qemu(&e))?;
+        let own =
+            apart::line(&source.user_command, &extra, cloned).map_err(|e| Failure::qemu(&e))?;
         source.user_command = own.words;
         let options = RestoreOptions {
             qemu: self.qemu.clone(),
@@ -316,7 +328,9 @@ impl Branch {
             eprintln!("keyframe: {count} clones of checkpoint {id} are {state} after {after}");
             for clone in clones {
                 let Shown { name, qemu_pid, directory, .. } = shown(clone);
-                eprintln!("keyframe: clone {name}: QEMU {qemu_pid}, sockets and consoles in {directory}");
+                eprintln!(
+                    "keyframe: clone {name}: QEMU {qemu_pid}, sockets and consoles in {directory}"
+                );
             }
         }
         Ok(())
@@ -332,7 +346,10 @@ impl Branch {
                     eprintln!("keyframe: clone {name} runs on: QEMU {pid}");
                 }
                 if let Some(path) = clone.place.disks.leave().filter(|_| !self.quiet) {
-                    eprintln!("keyframe: what clone {name} writes to its disks is in {}", path.display());
+                    eprintln!(
+                        "keyframe: what clone {name} writes to its disks is in {}",
+                        path.display()
+                    );
                 }
             }
             return ended;
@@ -346,7 +363,10 @@ impl Branch {
     fn end_disks(&self, clone: &mut Alive) -> Result<(), Failure> {
         if let Some(path) = clone.place.disks.end(self.keep_disks)?.filter(|_| !self.quiet) {
             let name = &clone.place.name;
-            eprintln!("keyframe: what clone {name} has written to its disks is in {}", path.display());
+            eprintln!(
+                "keyframe: what clone {name} has written to its disks is in {}",
+                path.display()
+            );
         }
         Ok(())
     }

@@ -46,7 +46,9 @@ impl Check {
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}") {
+        if let Ok(style) =
+            ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}")
+        {
             bar.set_style(style);
         }
         bar.set_message("checking");
@@ -109,8 +111,11 @@ impl Check {
             report.saved_records, report.relinked_records
         ))?;
         for lost in &report.lost {
-            let tags =
-                if lost.tags.is_empty() { String::new() } else { format!(" ({})", lost.tags.join(", ")) };
+            let tags = if lost.tags.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", lost.tags.join(", "))
+            };
             output::print_line(&format!("LOST checkpoint {}{tags}: {}", lost.id, lost.problem))?;
         }
         output::print_line(&format!("{} checkpoints lost", report.lost.len()))?;
@@ -133,7 +138,8 @@ fn print(report: &CheckReport, read_data: bool) -> Result<(), Failure> {
         };
         output::print_line(&format!("DAMAGED {}: {}; {hurt}", damage.object, damage.problem))?;
     }
-    let depth = if read_data { "every page read" } else { "structure only; --read-data reads every page" };
+    let depth =
+        if read_data { "every page read" } else { "structure only; --read-data reads every page" };
     let verdict = if report.is_clean() { "whole" } else { "damaged" };
     output::print_line(&format!(
         "{} checkpoints, {} pages in {} packs: {verdict} ({depth})",

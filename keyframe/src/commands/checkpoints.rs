@@ -24,34 +24,42 @@ pub struct Checkpoints {
     /// How dirty pages are found
     #[arg(long, value_enum, default_value = "auto")]
     tracker: TrackerKind,
-    /// Keep pauses below this: fewer pages are left to the pause, or checkpoints are taken more often
+    /// Keep pauses below this: fewer pages are left to the pause, or checkpoints are taken more
+    /// often
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     max_pause: Option<Duration>,
-    /// Keep what checkpoints cost the guest below this part of its time (3%, 0.03): they are taken less often than --interval
+    /// Keep what checkpoints cost the guest below this part of its time (3%, 0.03): they are taken
+    /// less often than --interval
     #[arg(long, value_name = "PART", value_parser = parse_part)]
     max_overhead: Option<f64>,
     /// Threads that copy pages [default: as many as turn out to be fastest]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
     copy_threads: Option<u64>,
-    /// Memory for pages between the copy and the store, in MiB [default: the RAM's size, at most a quarter of the free memory]
+    /// Memory for pages between the copy and the store, in MiB
+    /// [default: the RAM's size, at most a quarter of the free memory]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
     staging: Option<u64>,
-    /// Threads that hash, compare and compress pages behind the pause [default: a quarter of the cores]
+    /// Threads that hash, compare and compress pages behind the pause
+    /// [default: a quarter of the cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
     encode_threads: Option<u64>,
-    /// Memory for the pages that changes are stored against, in MiB: a page written again and again costs its changed words only
+    /// Memory for the pages that changes are stored against, in MiB: a page written again and again
+    /// costs its changed words only
     #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     encode_memory: u64,
-    /// Memory for the index of deduplication, in MiB: with 256 what is in 200 GiB of distinct pages is known. What is beyond its table lies
-    /// in files; what is beyond all is forgotten, oldest first, and stored again when it comes again
+    /// Memory for the index of deduplication, in MiB: with 256 what is in 200 GiB of distinct pages
+    /// is known. What is beyond its table lies in files; what is beyond all is forgotten, oldest
+    /// first, and stored again when it comes again
     #[arg(long, value_name = "MIB", default_value = "256", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     index_memory: u64,
-    /// When checkpoints survive power loss: `checkpoint`, each before it is listed; a time (10s), all with a sync so often; `never`,
-    /// when the kernel writes them. They survive the death of Keyframe in any case. In object storage it is always `checkpoint`,
-    /// as is said when a run starts
+    /// When checkpoints survive power loss: `checkpoint`, each before it is listed; a time (10s),
+    /// all with a sync so often; `never`, when the kernel writes them. They survive the death of
+    /// Keyframe in any case. In object storage it is always `checkpoint`, as is said when a run
+    /// starts
     #[arg(long, value_name = "WHEN", default_value = "checkpoint", value_parser = parse_durability)]
     durability: Durability,
-    /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that checkpoint is dropped
+    /// Longest pause; a VM that stands still for longer is resumed by the watchdog, and that
+    /// checkpoint is dropped
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pause_limit: Duration,
     /// How disks that the guest can write to get into checkpoints
@@ -63,15 +71,17 @@ pub struct Checkpoints {
     /// Say nothing but errors
     #[arg(long, short, conflicts_with = "verbose")]
     quiet: bool,
-    /// Prove exactness: copy all RAM in each pause (which grows by that), write it to DIR, and compare the sealed checkpoint with it; the newest 8 copies are kept
+    /// Prove exactness: copy all RAM in each pause (which grows by that), write it to DIR, and
+    /// compare the sealed checkpoint with it; the newest 8 copies are kept
     #[arg(long, value_name = "DIR")]
     audit: Option<PathBuf>,
-    /// Flight recorder: forget this run's checkpoints that are so much older than its newest, and give their space back, as
-    /// it goes. Tagged and pinned ones stay (keyframe tag, keyframe pin), and all that was in the store before
+    /// Flight recorder: forget this run's checkpoints that are so much older than its newest, and
+    /// give their space back, as it goes. Tagged and pinned ones stay (keyframe tag, keyframe pin),
+    /// and all that was in the store before
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     keep_within: Option<Duration>,
-    /// Whether the run recompresses packs that it does not write to any more, at the lowest priority; never with
-    /// --keep-within or in object storage
+    /// Whether the run recompresses packs that it does not write to any more, at the lowest
+    /// priority; never with --keep-within or in object storage
     #[arg(long, value_enum, default_value = "never", value_name = "WHEN")]
     recompress: session::Recompress,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
@@ -139,7 +149,11 @@ fn parse_part(text: &str) -> Result<f64, String> {
         Some(percent) => number(percent)? / 100.0,
         None => number(text)?,
     };
-    if part > 0.0 && part <= 1.0 { Ok(part) } else { Err("must be more than 0 and at most 100%".into()) }
+    if part > 0.0 && part <= 1.0 {
+        Ok(part)
+    } else {
+        Err("must be more than 0 and at most 100%".into())
+    }
 }
 
 fn parse_interval(text: &str) -> Result<Interval, String> {

@@ -120,7 +120,11 @@ impl Source {
         let meta = disk.meta().clone();
         let source = Self {
             // The store's path may change until an interrupted commit goes on, its id does not.
-            name: one_line(&format!("disk {} of checkpoint {id} of store {}", meta.name, store.id())),
+            name: one_line(&format!(
+                "disk {} of checkpoint {id} of store {}",
+                meta.name,
+                store.id()
+            )),
             base: disk.image(),
             format: disk.format()?,
             layer: Some(disk.layer()?),
@@ -154,11 +158,14 @@ impl Source {
                 let problem = format!("{} lies over checkpoint {id}: {}", source.name, chain(e));
                 Failure::new(problem).fix("put it back into the disks/ directory of its store")
             })?;
-            let own = |(_, overlay): &&(DiskMeta, String)| Path::new(overlay).file_name() == dir.file_name();
+            let own = |(_, overlay): &&(DiskMeta, String)| {
+                Path::new(overlay).file_name() == dir.file_name()
+            };
             let own = info.disks.iter().find(own).ok_or_else(|| {
                 Failure::new(format!("{}: what is said beside it does not name it", source.name))
             })?;
-            let disks = store.load_disks(CheckpointId(id)).map_err(|e| Failure::store(&e, &path))?;
+            let disks =
+                store.load_disks(CheckpointId(id)).map_err(|e| Failure::store(&e, &path))?;
             let disk = StoredDisk::choose(Arc::new(disks), None, Some(&own.0.name))?;
             source.layer = Some(disk.layer()?);
             let is_named = disk.image().canonicalize().ok() == base.canonicalize().ok();
@@ -169,8 +176,8 @@ impl Source {
         Ok(source)
     }
 
-    /// Refuses another image than the one that the blocks lie over. After an interrupted commit it cannot be what it was:
-    /// then its backing files have to be.
+    /// Refuses another image than the one that the blocks lie over. After an interrupted commit it
+    /// cannot be what it was: then its backing files have to be.
     fn require_base(&self) -> Result<(), Failure> {
         let Some(DiskMeta { base: known, .. }) = &self.known else { return Ok(()) };
         if !self.was_interrupted() {
@@ -212,8 +219,11 @@ impl Source {
 
     /// The disk, to be read.
     fn open(self) -> Result<Box<dyn Readable>, Failure> {
-        let base =
-            if self.is_whole() { Base::blank(self.disk_bytes) } else { Base::open(&self.base, self.format) };
+        let base = if self.is_whole() {
+            Base::blank(self.disk_bytes)
+        } else {
+            Base::open(&self.base, self.format)
+        };
         let base = base.map_err(|e| failure(&e))?;
         if base.disk_bytes() != self.disk_bytes {
             let (image, disk) = (base.disk_bytes(), self.disk_bytes);
@@ -278,7 +288,9 @@ impl Commit {
             return Ok(DONE);
         }
         let to = match &self.output {
-            Some(output) => format!("beside all of {} to {}", source.base.display(), output.display()),
+            Some(output) => {
+                format!("beside all of {} to {}", source.base.display(), output.display())
+            }
             None => format!("into {}", source.base.display()),
         };
         let mut lines = vec![format!(
@@ -293,8 +305,10 @@ impl Commit {
             );
         }
         if let Some(standing) = &standing {
-            let running =
-                standing.running.iter().map(|vm| format!("VM {vm} runs over it: it would be refused."));
+            let running = standing
+                .running
+                .iter()
+                .map(|vm| format!("VM {vm} runs over it: it would be refused."));
             lines.extend(running.chain(standing.losses()));
         }
         output::print_line(&lines.join("\n"))?;
@@ -316,7 +330,8 @@ impl Commit {
 
     fn in_place(&self, source: Source) -> Outcome {
         if source.is_whole() {
-            let problem = format!("{} has no image beneath: the checkpoint holds all of it", source.name);
+            let problem =
+                format!("{} has no image beneath: the checkpoint holds all of it", source.name);
             return Err(Failure::new(problem).fix("write a new image: -o FILE"));
         }
         let amount = source.amount()?;
@@ -327,14 +342,19 @@ impl Commit {
         if !self.yes {
             agreed(&source, amount, standing.as_ref())?;
         }
-        let progress =
-            Progress::new("committing", &source.base, amount.data_bytes + amount.zero_bytes, self.quiet)?;
+        let progress = Progress::new(
+            "committing",
+            &source.base,
+            amount.data_bytes + amount.zero_bytes,
+            self.quiet,
+        )?;
         let image = InPlace::begin(&source.base, source.format, source.disk_bytes, &source.name);
         let image = image.map_err(|e| failure(&e))?;
         let written = write_layers(&source, &image, &progress);
         progress.end();
         written.map_err(|e| {
-            let again = "until the same command has finished it, nobody can use the image: run it again";
+            let again =
+                "until the same command has finished it, nobody can use the image: run it again";
             Failure::new(chain(&e)).fix(again)
         })?;
         if let Some((overlay, _)) = source.overlay {
@@ -389,7 +409,9 @@ fn agreed(source: &Source, amount: Amount, standing: Option<&Standing>) -> Resul
     eprint!("Go on? [y/N] ");
     let _ = std::io::stderr().flush();
     let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer).map_err(|e| Failure::new(format!("read the answer: {e}")))?;
+    std::io::stdin()
+        .read_line(&mut answer)
+        .map_err(|e| Failure::new(format!("read the answer: {e}")))?;
     match answer.trim() {
         "y" | "Y" | "yes" => Ok(()),
         _ => Err(refused("writing into it was not agreed to")),

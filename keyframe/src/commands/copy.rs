@@ -71,7 +71,8 @@ impl Copy {
             }
         })?;
         let (ids, mut code) = self.which(&store)?;
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(ids.len() as u64) };
+        let bar =
+            if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(ids.len() as u64) };
         if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}") {
             bar.set_style(style);
         }
@@ -87,7 +88,10 @@ impl Copy {
             code = WARNED;
         }
         for tag in &report.tags_left {
-            eprintln!("keyframe: tag {tag} is another checkpoint's in {}: it stays there", self.to.display());
+            eprintln!(
+                "keyframe: tag {tag} is another checkpoint's in {}: it stays there",
+                self.to.display()
+            );
             code = WARNED;
         }
         if self.json {

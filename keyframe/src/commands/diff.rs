@@ -40,7 +40,9 @@ impl Diff {
         let resolve = |name: &str| store.resolve(name).map_err(|e| self.store.failure(&e));
         let (first, second) = (resolve(&self.first)?, resolve(&self.second)?);
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}") {
+        if let Ok(style) =
+            ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}")
+        {
             bar.set_style(style);
         }
         bar.set_message("comparing");
@@ -62,7 +64,8 @@ impl Diff {
 fn print(diff: &Found) -> Result<(), Failure> {
     let header = ["", "pages", "changed", "from zero", "to zero", "sectors", "bytes"];
     let row = |region: &RegionDiff| {
-        let name = if region.name.is_empty() { "(unnamed)".to_owned() } else { region.name.clone() };
+        let name =
+            if region.name.is_empty() { "(unnamed)".to_owned() } else { region.name.clone() };
         let numbers = [
             region.pages,
             region.changed_pages,
@@ -101,7 +104,9 @@ fn notes(region: &RegionDiff, diff: &Found) -> Vec<String> {
         ));
     }
     if region.other_image {
-        notes.push("the image beneath is not the same one; what both leave to it was not compared".into());
+        notes.push(
+            "the image beneath is not the same one; what both leave to it was not compared".into(),
+        );
     }
     notes
 }

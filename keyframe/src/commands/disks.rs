@@ -1,11 +1,13 @@
-//! `keyframe __disks`: the process that serves a VM's disks, so that they outlive the engine. Not for people.
+//! `keyframe __disks`: the process that serves a VM's disks, so that they outlive the engine. Not
+//! for people.
 
 use crate::disks::layer::Layers;
 use crate::failure::{DONE, Failure, Outcome};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-/// Serve the disks that the engine on standard input orders, until it orders the end, or until the VM is gone
+/// Serve the disks that the engine on standard input orders, until it orders the end, or until the
+/// VM is gone
 #[derive(clap::Args, Debug)]
 pub struct Disks {}
 

@@ -87,6 +87,9 @@ fn qemu() -> Item {
         available: version.is_some(),
         required: false,
         detail: version.unwrap_or_else(|| "not in PATH".into()),
-        fix: Some("install it (Debian: apt-get install qemu-system-x86), or give run the path of one".into()),
+        fix: Some(
+            "install it (Debian: apt-get install qemu-system-x86), or give run the path of one"
+                .into(),
+        ),
     }
 }

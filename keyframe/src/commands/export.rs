@@ -106,8 +106,9 @@ impl Export {
             Format::Migration => None,
             Format::Png => return self.screen(&loaded, &guest),
             Format::Qcow2 => {
-                return Err(Failure::new("qcow2 is a format of disks, not of RAM")
-                    .fix("say which disk with --disk NAME; for RAM choose raw, elf, migration or png"));
+                return Err(Failure::new("qcow2 is a format of disks, not of RAM").fix(
+                    "say which disk with --disk NAME; for RAM choose raw, elf, migration or png",
+                ));
             }
         };
         let interrupted = Arc::new(AtomicBool::new(false));
@@ -117,7 +118,9 @@ impl Export {
         }
         let len_bytes = image.as_ref().map_or(guest.ram.len_bytes(), Image::len_bytes);
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(len_bytes) };
-        if let Ok(style) = ProgressStyle::with_template("exporting {wide_bar} {bytes}/{total_bytes}") {
+        if let Ok(style) =
+            ProgressStyle::with_template("exporting {wide_bar} {bytes}/{total_bytes}")
+        {
             bar.set_style(style);
         }
         let job = Job { pages: StoredPages::new(&loaded, &guest), interrupted, bar };
@@ -153,8 +156,10 @@ impl Export {
             }
             Format::Qcow2 => ImageFormat::Qcow2,
             Format::Elf | Format::Migration | Format::Png => {
-                return Err(Failure::new(format!("disk {name}: a disk is written as raw or qcow2"))
-                    .fix("leave --format out, or leave --disk out for the RAM"));
+                return Err(Failure::new(format!(
+                    "disk {name}: a disk is written as raw or qcow2"
+                ))
+                .fix("leave --format out, or leave --disk out for the RAM"));
             }
         };
         let disks = store.load_disks(id).map_err(|e| self.store.failure(&e))?;
@@ -208,7 +213,8 @@ impl Export {
     fn to_file(&self, job: &Job<'_>, image: Option<&Image>, guest: &Guest) -> Result<(), Failure> {
         self.whole(|file| match image {
             Some(image) => {
-                let fail = |e: io::Error| Failure::new(format!("write {}: {e}", self.output.display()));
+                let fail =
+                    |e: io::Error| Failure::new(format!("write {}: {e}", self.output.display()));
                 job.sparse(image, file).map_err(fail)
             }
             None => job.stream(None, guest, &mut &*file),
@@ -219,9 +225,12 @@ impl Export {
     fn whole(&self, write: impl FnOnce(&File) -> Result<(), Failure>) -> Result<(), Failure> {
         let name = self.output.display();
         let fail = |e: io::Error| Failure::new(format!("write {name}: {e}"));
-        let directory = self.output.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let temporary =
-            tempfile::Builder::new().prefix(".keyframe-export-").tempfile_in(directory).map_err(fail)?;
+        let directory =
+            self.output.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let temporary = tempfile::Builder::new()
+            .prefix(".keyframe-export-")
+            .tempfile_in(directory)
+            .map_err(fail)?;
         write(temporary.as_file())?;
         temporary.as_file().sync_all().map_err(fail)?;
         let kept = if self.force {
@@ -255,7 +264,12 @@ impl Job<'_> {
     }
 
     /// Writes an image, or a migration stream, from its first byte to its last.
-    fn stream(&self, image: Option<&Image>, guest: &Guest, out: &mut dyn Write) -> Result<(), Failure> {
+    fn stream(
+        &self,
+        image: Option<&Image>,
+        guest: &Guest,
+        out: &mut dyn Write,
+    ) -> Result<(), Failure> {
         let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
         let mut out = BufWriter::with_capacity(CHUNK_BYTES as usize, Watched { job: self, out });
         let Some(image) = image else {

@@ -35,7 +35,10 @@ impl Failover {
                 output::print_line(&text)?;
                 Ok(DONE)
             }
-            _ => Err(Failure::new("this is no protected VM and no standby").fix("see keyframe status")),
+            _ => {
+                Err(Failure::new("this is no protected VM and no standby")
+                    .fix("see keyframe status"))
+            }
         }
     }
 }

@@ -103,13 +103,17 @@ impl Find {
         ];
         arguments.extend(self.tool_arg.iter().cloned());
         let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
-        let (head, range) =
-            (Head::of(subject, "watch", &arguments), self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX));
+        let (head, range) = (
+            Head::of(subject, "watch", &arguments),
+            self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
+        );
         let interrupted = jobs::interruption()?;
         let began = std::time::Instant::now();
         let folder = tempfile::Builder::new().prefix("keyframe-find-").tempdir();
-        let folder = folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
-        let mut analysis = Analysis::new(subject, &*tool, head, range, &folder.path().join("watch"))?;
+        let folder =
+            folder.map_err(|e| Failure::new(format!("make a directory for what is found: {e}")))?;
+        let mut analysis =
+            Analysis::new(subject, &*tool, head, range, &folder.path().join("watch"))?;
         let instructions = analysis.intervals().iter().map(Interval::len).sum();
         let bar = jobs::bar("looking", instructions, !self.quiet && !self.json);
         analysis.make_here(self.recorded.jobs, TRIES, &interrupted, &bar)?;

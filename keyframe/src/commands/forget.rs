@@ -4,8 +4,9 @@
 //!   names, or rules ─▶ which ─▶ refused or kept where something stands on them ─▶ forgotten ─▶ clones of images removed
 //! ```
 //!
-//! Invariants: a clone of an image is removed only after the checkpoints that name it are gone, and where what the others name
-//! is known. What was written to a disk since a checkpoint is worth nothing without it: that one stays.
+//! Invariants: a clone of an image is removed only after the checkpoints that name it are gone, and
+//! where what the others name is known. What was written to a disk since a checkpoint is worth
+//! nothing without it: that one stays.
 
 use super::checkpoints::parse_duration;
 use super::{StoreArg, warn_of_unreadable};
@@ -104,8 +105,11 @@ impl Forget {
         } else {
             self.named(&store, &listing, &standing)?
         };
-        let forgotten: BTreeSet<_> =
-            verdicts.iter().filter(|verdict| verdict.kept.is_empty()).map(|verdict| verdict.id).collect();
+        let forgotten: BTreeSet<_> = verdicts
+            .iter()
+            .filter(|verdict| verdict.kept.is_empty())
+            .map(|verdict| verdict.id)
+            .collect();
         let mut code = if self.checkpoints.is_empty() { warn_of_unreadable(&listing) } else { 0 };
         let (clones, unknown) = clones_of(&store, &listing, &forgotten);
         let mut report = report(self.dry_run, &listing, &verdicts);
@@ -135,8 +139,12 @@ impl Forget {
 
     fn judge(&self, listing: &Listing, standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
         let tags = (!self.keep_tag.is_empty()).then(|| self.keep_tag.iter().cloned().collect());
-        let rules =
-            Retention { last: self.keep_last, within: self.keep_within, every: self.keep_every, tags };
+        let rules = Retention {
+            last: self.keep_last,
+            within: self.keep_within,
+            every: self.keep_every,
+            tags,
+        };
         let of_vm = |sealed: &&Sealed| self.vm.as_ref().is_none_or(|vm| *vm == sealed.meta.vm);
         let moments: Vec<Moment> = listing.sealed.iter().filter(of_vm).map(Moment::from).collect();
         rules.judge(&moments, standing)
@@ -159,7 +167,8 @@ impl Forget {
                 ))
                 .fix("save the disk with keyframe commit, or remove that directory, then forget the checkpoint"));
             }
-            let pinned = || listing.sealed.iter().any(|sealed| sealed.id == id && sealed.is_pinned());
+            let pinned =
+                || listing.sealed.iter().any(|sealed| sealed.id == id && sealed.is_pinned());
             if !self.force && pinned() {
                 return Err(self.store.failure(&keyframe_store::Error::Pinned { id }));
             }
@@ -182,7 +191,9 @@ pub fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failur
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
         other => other.map_err(|e| Failure::new(format!("list {}: {e}", folder.display())))?,
     };
-    for path in entries.flatten().map(|entry| entry.path()).filter(|path| !known.contains(path.as_path())) {
+    for path in
+        entries.flatten().map(|entry| entry.path()).filter(|path| !known.contains(path.as_path()))
+    {
         let holds = std::fs::read_dir(&path).is_ok_and(|mut inside| inside.next().is_some());
         // Described in the meantime, or not at all.
         if holds && place::info(&path).is_none() {
@@ -199,8 +210,13 @@ pub fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failur
     Ok(place::all(store).into_iter().filter_map(on).collect())
 }
 
-/// The clones of images that only `forgotten` checkpoints name; and whether some may be that are not known.
-fn clones_of(store: &Store, listing: &Listing, forgotten: &BTreeSet<CheckpointId>) -> (Vec<PathBuf>, bool) {
+/// The clones of images that only `forgotten` checkpoints name; and whether some may be that are
+/// not known.
+fn clones_of(
+    store: &Store,
+    listing: &Listing,
+    forgotten: &BTreeSet<CheckpointId>,
+) -> (Vec<PathBuf>, bool) {
     let mark = format!(".keyframe-{:.8}-", store.id());
     let is_clone = |path: &&str| {
         let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
@@ -211,7 +227,8 @@ fn clones_of(store: &Store, listing: &Listing, forgotten: &BTreeSet<CheckpointId
     let paths = |sealed: &[&Sealed]| {
         let bases = sealed.iter().flat_map(|sealed| &sealed.meta.disks).map(|disk| &disk.base);
         let all = bases.flat_map(|base| {
-            std::iter::once(base.path.clone()).chain(base.files.iter().map(|file| file.path.clone()))
+            std::iter::once(base.path.clone())
+                .chain(base.files.iter().map(|file| file.path.clone()))
         });
         all.collect::<BTreeSet<String>>()
     };
@@ -227,8 +244,8 @@ fn clones_of(store: &Store, listing: &Listing, forgotten: &BTreeSet<CheckpointId
     if hidden && !clones.is_empty() { (Vec::new(), true) } else { (clones, false) }
 }
 
-/// Forgets checkpoints of which none is pinned, and removes the clones of images that none names any more; `warn` hears of
-/// those that cannot be removed.
+/// Forgets checkpoints of which none is pinned, and removes the clones of images that none names
+/// any more; `warn` hears of those that cannot be removed.
 pub fn forget(
     store: &Store,
     ids: &BTreeSet<CheckpointId>,
@@ -236,7 +253,8 @@ pub fn forget(
 ) -> Result<(), Failure> {
     let failure = |e| Failure::store(&e, store.path());
     // Without disks there are no clones, and what the others name needs no look.
-    let has_disks = |id: &CheckpointId| store.sealed(*id).map_or(true, |s| !s.meta.disks.is_empty());
+    let has_disks =
+        |id: &CheckpointId| store.sealed(*id).map_or(true, |s| !s.meta.disks.is_empty());
     let clones = if ids.iter().any(has_disks) {
         clones_of(store, &store.checkpoints().map_err(failure)?, ids).0
     } else {
@@ -272,7 +290,8 @@ fn report(dry_run: bool, listing: &Listing, verdicts: &[Verdict]) -> Report {
             reasons: verdict.kept.clone(),
         }
     };
-    let lines = |kept: bool| verdicts.iter().filter(|v| v.kept.is_empty() != kept).map(line).collect();
+    let lines =
+        |kept: bool| verdicts.iter().filter(|v| v.kept.is_empty() != kept).map(line).collect();
     Report { dry_run, forgotten: lines(false), kept: lines(true), removed_clones: Vec::new() }
 }
 

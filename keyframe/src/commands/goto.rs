@@ -72,8 +72,8 @@ struct To {
 struct Report {
     recording: String,
     icount: u64,
-    /// The log has something at this instruction (at the recording's end: an interrupt): a VM has several states there, one before and
-    /// one behind it.
+    /// The log has something at this instruction (at the recording's end: an interrupt): a VM has
+    /// several states there, one before and one behind it.
     is_ambiguous: bool,
     /// The checkpoint that it was replayed from.
     checkpoint: u64,
@@ -143,14 +143,17 @@ impl Goto {
             let found = cutting::at_time(source.log(), times, time).map_err(failed)?;
             return found.map(standing).ok_or_else(|| {
                 let took = output::duration(source.recording.meta.duration_ns);
-                Failure::new(format!("the recording is shorter than {time:?}")).fix(format!("it took {took}"))
+                Failure::new(format!("the recording is shorter than {time:?}"))
+                    .fix(format!("it took {took}"))
             });
         }
         let marker = self.to.marker.as_deref().unwrap_or_default();
         let console = replaying::console(source, self.recorded.jobs, !self.quiet && !self.json)?;
         let line = console.find(marker).ok_or_else(|| {
-            Failure::new(format!("no line of the console holds {marker:?}"))
-                .fix(format!("see what it holds: keyframe log {}", self.recorded.recording.display()))
+            Failure::new(format!("no line of the console holds {marker:?}")).fix(format!(
+                "see what it holds: keyframe log {}",
+                self.recorded.recording.display()
+            ))
         })?;
         Ok(standing(line.last))
     }
@@ -176,13 +179,18 @@ impl Goto {
                  or behind it"
             );
         }
-        for line in report.registers.lines().filter(|line| line.starts_with("RIP") || line.starts_with("EIP"))
+        for line in report
+            .registers
+            .lines()
+            .filter(|line| line.starts_with("RIP") || line.starts_with("EIP"))
         {
             eprintln!("keyframe: {line}");
         }
         match report.gdb {
             Some(port) => {
-                eprintln!("keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it");
+                eprintln!(
+                    "keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it"
+                );
             }
             None => eprintln!("keyframe: Ctrl-C ends it"),
         }

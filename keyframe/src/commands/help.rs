@@ -25,7 +25,10 @@ impl Help {
         match self.words.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
             [] => {
                 output::print_line(root.render_help().to_string().trim_end())?;
-                output::print_line(&format!("\nTopics (keyframe help TOPIC):\n{}", topics::list()))?;
+                output::print_line(&format!(
+                    "\nTopics (keyframe help TOPIC):\n{}",
+                    topics::list()
+                ))?;
             }
             ["topics"] => output::print_line(&topics::list())?,
             [name] if topics::find(name).is_some() => {

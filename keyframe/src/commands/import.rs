@@ -67,8 +67,9 @@ impl Import {
         let name = self.name.clone();
         let name = name.unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
         let incoming = Incoming::begin(self.input()?).map_err(|e| Failure::qemu(&e))?;
-        let mut writer =
-            store.lock_writer(&format!("keyframe import, VM {name}")).map_err(|e| self.store.failure(&e))?;
+        let mut writer = store
+            .lock_writer(&format!("keyframe import, VM {name}"))
+            .map_err(|e| self.store.failure(&e))?;
         let (machine, layout) = ask(invocation)?;
         let ram = same_machine(&incoming, &machine, &layout)?;
         let run = writer.begin_run(&name, &ram).map_err(|e| self.store.failure(&e))?;
@@ -102,10 +103,12 @@ impl Import {
         let mut failed = None;
         let devices = incoming.finish(&mut |block, offset, page| {
             let first = firsts.get(block).copied().unwrap_or_default();
-            run.put_page(PageIndex(first + offset / PAGE_BYTES as u64), page).map(drop).map_err(|e| {
-                failed = Some(e);
-                io::Error::other("the store does not take it")
-            })
+            run.put_page(PageIndex(first + offset / PAGE_BYTES as u64), page).map(drop).map_err(
+                |e| {
+                    failed = Some(e);
+                    io::Error::other("the store does not take it")
+                },
+            )
         });
         let device_state = devices.map_err(|e| match failed {
             Some(error) => self.store.failure(&error),
@@ -135,8 +138,8 @@ impl Import {
 
 /// Starts the machine, never runs it, and asks what it is.
 fn ask(invocation: Invocation) -> Result<(MachineMeta, RamLayout), Failure> {
-    let directory =
-        std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let directory = std::env::current_dir()
+        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
     let sockets = tempfile::Builder::new()
         .prefix("keyframe-import-")
@@ -152,7 +155,8 @@ fn ask(invocation: Invocation) -> Result<(MachineMeta, RamLayout), Failure> {
     asked.and_then(|asked| ended.map(|()| asked))
 }
 
-/// The machine's RAM blocks with the bytes that the stream uses of each, if stream and machine fit together.
+/// The machine's RAM blocks with the bytes that the stream uses of each, if stream and machine fit
+/// together.
 fn same_machine<R: Read>(
     incoming: &Incoming<R>,
     machine: &MachineMeta,
@@ -170,7 +174,8 @@ fn same_machine<R: Read>(
         let listed = incoming.blocks().iter().find(|l| l.name == block.name);
         // A block that can be resized uses less than it reserves; main RAM cannot.
         let resizable = block.used_bytes < block.total_bytes;
-        let fits = |used: u64| used == block.total_bytes || (resizable && used <= block.total_bytes);
+        let fits =
+            |used: u64| used == block.total_bytes || (resizable && used <= block.total_bytes);
         let Some(listed) = listed.filter(|l| fits(l.used_bytes)) else {
             let what = format!("RAM block {}", block.name);
             let there = listed.map_or("absent".into(), |l| format!("{} bytes", l.used_bytes));

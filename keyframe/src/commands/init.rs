@@ -15,7 +15,8 @@ use std::path::PathBuf;
   keyframe init S --encrypt --key-file FILE   # FILE: (umask 077; head -c 32 /dev/urandom > FILE)
   keyframe init 's3://backups/vms?endpoint=http://127.0.0.1:9000'   # rights: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY")]
 pub struct Init {
-    /// Directory to make, which must not exist or be empty; or s3://BUCKET/PREFIX of a bucket that exists
+    /// Directory to make, which must not exist or be empty; or s3://BUCKET/PREFIX of a bucket that
+    /// exists
     #[arg(value_name = "STORE", env = "KEYFRAME_STORE")]
     store: PathBuf,
     /// Encrypt all that goes into it; without the passphrase or key file nobody reads it again
@@ -33,12 +34,18 @@ impl Init {
                 code: USAGE,
                 ..Failure::new("a key was given for a store that is not to be encrypted")
             }
-            .fix("add --encrypt; or leave out --key-file, KEYFRAME_KEY_FILE and KEYFRAME_PASSPHRASE"));
+            .fix(
+                "add --encrypt; or leave out --key-file, KEYFRAME_KEY_FILE and KEYFRAME_PASSPHRASE",
+            ));
         }
         let made = if self.encrypt { self.key.init(&self.store) } else { Store::init(&self.store) };
         let store = made.map_err(|e| Failure::store(&e, &self.store))?;
         let encrypted = if store.is_encrypted() { ", encrypted" } else { "" };
-        output::print_line(&format!("store {} made in {}{encrypted}", store.id(), self.store.display()))?;
+        output::print_line(&format!(
+            "store {} made in {}{encrypted}",
+            store.id(),
+            self.store.display()
+        ))?;
         if store.is_encrypted() {
             let local = store.local_folder().map_err(|e| Failure::store(&e, &self.store))?;
             eprintln!(

@@ -6,11 +6,13 @@ use std::path::PathBuf;
 
 /// Write the manual pages into a directory
 #[derive(clap::Args, Debug)]
-#[command(after_help = "One page for the program, one for each command: keyframe.1, keyframe-run.1, ...
+#[command(
+    after_help = "One page for the program, one for each command: keyframe.1, keyframe-run.1, ...
 
 Examples:
   keyframe man /usr/local/share/man/man1
-  keyframe man M && man M/keyframe-run.1")]
+  keyframe man M && man M/keyframe-run.1"
+)]
 pub struct Man {
     /// The directory; it is made if it is missing
     #[arg(value_name = "DIR")]

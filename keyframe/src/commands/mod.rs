@@ -62,7 +62,8 @@ use std::path::PathBuf;
 /// Which store: on the command line, or in `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {
-    /// The store's directory, s3://BUCKET/PREFIX, or kf://HOST:PORT where `keyframe serve` runs (to read)
+    /// The store's directory, s3://BUCKET/PREFIX, or kf://HOST:PORT where `keyframe serve` runs (to
+    /// read)
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: PathBuf,
     #[command(flatten)]

@@ -68,7 +68,8 @@ impl Mount {
         ];
         config.n_threads = Some(THREADS);
         let files = Files::new(Tree::new(store));
-        let session = fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
+        let session =
+            fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
         if !self.quiet {
             eprintln!(
                 "keyframe: the checkpoints of {} are in {}; Ctrl-C or umount ends it",
@@ -108,8 +109,8 @@ fn end(session: BackgroundSession, dir: &Path) -> Outcome {
 /// An empty directory, by its absolute path.
 fn check_directory(dir: &Path) -> Result<PathBuf, Failure> {
     let name = dir.display();
-    let entries =
-        std::fs::read_dir(dir).map_err(|e| match e.raw_os_error().map(Errno::from_raw_os_error) {
+    let entries = std::fs::read_dir(dir).map_err(|e| {
+        match e.raw_os_error().map(Errno::from_raw_os_error) {
             Some(Errno::NOTCONN) => {
                 Failure::new(format!("{name} is still mounted, by a keyframe that was killed"))
                     .fix(format!("clear it with: umount {name}"))
@@ -118,7 +119,8 @@ fn check_directory(dir: &Path) -> Result<PathBuf, Failure> {
                 Failure::new(format!("there is no directory {name}")).fix(format!("mkdir {name}"))
             }
             _ => Failure::new(format!("mount on {name}: {e}")),
-        })?;
+        }
+    })?;
     if entries.into_iter().next().is_some() {
         return Err(Failure::new(format!("{name} is not empty: what is in it would be hidden"))
             .fix("mount on an empty directory"));

@@ -46,7 +46,8 @@ impl Pin {
         let store = self.store.open()?;
         let failure = |e| self.store.failure(&e);
         // All names before the first deed.
-        let ids: Result<Vec<_>, _> = self.checkpoints.iter().map(|name| store.resolve(name)).collect();
+        let ids: Result<Vec<_>, _> =
+            self.checkpoints.iter().map(|name| store.resolve(name)).collect();
         let (mut code, mut done) = (DONE, Vec::new());
         for id in ids.map_err(failure)? {
             if !self.remove {

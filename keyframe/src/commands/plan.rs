@@ -118,7 +118,8 @@ impl Plan {
         let measured = self.measured()?;
         let constants = self.constants(measured.as_ref())?;
         let enough = nodes_best(&constants);
-        let with_nodes: Vec<Recommended> = self.nodes.iter().map(|nodes| best(&constants, *nodes)).collect();
+        let with_nodes: Vec<Recommended> =
+            self.nodes.iter().map(|nodes| best(&constants, *nodes)).collect();
         let chosen = with_nodes.last().copied().unwrap_or(enough);
         let table = table(&constants, enough.best.nodes, &self.nodes);
         let simulated = self
@@ -171,32 +172,47 @@ impl Plan {
         let recorded_s = measured.map(|measured| measured.recorded_s / self.s_log);
         let constants = Constants {
             t_vm: given(self.t_vm, recorded_s, "t-vm", "the recording")?,
-            s_sim: given(self.s_sim, fit.map(|fit| fit.slowdown * self.s_log), "s-sim", "the analysis")?,
+            s_sim: given(
+                self.s_sim,
+                fit.map(|fit| fit.slowdown * self.s_log),
+                "s-sim",
+                "the analysis",
+            )?,
             s_log: self.s_log,
-            t_c: given(self.t_c, measured.and_then(|m| m.pause_s), "t-c", "a recording without checkpoints")?,
+            t_c: given(
+                self.t_c,
+                measured.and_then(|m| m.pause_s),
+                "t-c",
+                "a recording without checkpoints",
+            )?,
             t_i: given(self.t_i, fit.map(|fit| fit.t_i), "t-i", "the analysis")?,
             s_cp: self.s_cp,
         };
         constants.check().map_err(|e| {
-            Failure::new(e.to_string()).fix(format!("give another one: --{}", e.name.replace('_', "-")))
+            Failure::new(e.to_string())
+                .fix(format!("give another one: --{}", e.name.replace('_', "-")))
         })?;
         Ok(constants)
     }
 }
 
-/// Powers of two up to the nodes that are enough, these, and those that there are; with each length.
+/// Powers of two up to the nodes that are enough, these, and those that there are; with each
+/// length.
 fn table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Point> {
     let columns = columns(enough, nodes);
     let longest = constants.s_log * constants.t_vm;
     let lengths = LENGTHS.iter().filter(|length| **length <= longest);
-    lengths.flat_map(|length| columns.iter().map(|nodes| Point::at(constants, *nodes, *length))).collect()
+    lengths
+        .flat_map(|length| columns.iter().map(|nodes| Point::at(constants, *nodes, *length)))
+        .collect()
 }
 
 /// At most so many of the powers.
 const COLUMNS_MAX: usize = 8;
 
 fn columns(enough: u64, nodes: &[u64]) -> Vec<u64> {
-    let powers = std::iter::successors(Some(1_u64), |n| n.checked_mul(2)).take_while(|n| *n < enough);
+    let powers =
+        std::iter::successors(Some(1_u64), |n| n.checked_mul(2)).take_while(|n| *n < enough);
     let mut all: Vec<u64> = powers.collect();
     if let Some(more) = all.len().checked_sub(COLUMNS_MAX).filter(|more| *more > 0) {
         // One node stays, and the largest.
@@ -212,8 +228,9 @@ fn columns(enough: u64, nodes: &[u64]) -> Vec<u64> {
 fn why(plan: &Recommended) -> String {
     let Recommended { best, nodes_demanded, .. } = plan;
     let Point { nodes, length_s, formula, .. } = best;
-    let busy =
-        format!("at {length_s:.3} s, {nodes_demanded:.1} nodes would be busy before the first is done");
+    let busy = format!(
+        "at {length_s:.3} s, {nodes_demanded:.1} nodes would be busy before the first is done"
+    );
     match formula {
         Formula::Limited => format!("{busy}: {nodes} are too few, and all are busy to the end"),
         Formula::Enough => format!("{busy}: {nodes} are enough, and no interval waits"),
@@ -245,14 +262,16 @@ fn tell(report: &Report) -> Result<(), Failure> {
     let mut nodes: Vec<u64> = report.table.iter().map(|point| point.nodes).collect();
     nodes.sort_unstable();
     nodes.dedup();
-    let header: Vec<String> =
-        std::iter::once("speed-up at L".into()).chain(nodes.iter().map(|n| format!("N {n}"))).collect();
+    let header: Vec<String> = std::iter::once("speed-up at L".into())
+        .chain(nodes.iter().map(|n| format!("N {n}")))
+        .collect();
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let rows: Vec<Vec<String>> = report
         .table
         .chunks(nodes.len().max(1))
         .map(|points| {
-            let length = points.first().map_or_else(String::new, |point| format!("{} s", point.length_s));
+            let length =
+                points.first().map_or_else(String::new, |point| format!("{} s", point.length_s));
             let cell = |point: &Point| match point.formula {
                 Formula::Limited => format!("{:.2} ", point.speed_up),
                 Formula::Enough => format!("{:.2}*", point.speed_up),
@@ -276,6 +295,9 @@ mod tests {
         assert_eq!(columns(90, &[4]), [1, 2, 4, 8, 16, 32, 64, 90]);
         assert_eq!(columns(90, &[5]), [1, 2, 4, 5, 8, 16, 32, 64, 90]);
         let many = columns(u64::MAX, &[7]);
-        assert!(many.len() <= COLUMNS_MAX + 2 && many.contains(&1) && many.contains(&7), "{many:?}");
+        assert!(
+            many.len() <= COLUMNS_MAX + 2 && many.contains(&1) && many.contains(&7),
+            "{many:?}"
+        );
     }
 }

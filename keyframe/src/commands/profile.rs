@@ -87,7 +87,9 @@ impl ProfileCommand {
         if profile.complete {
             return Ok(DONE);
         }
-        eprintln!("keyframe: the measuring ended early; these are the epochs that were over by then");
+        eprintln!(
+            "keyframe: the measuring ended early; these are the epochs that were over by then"
+        );
         Ok(WARNED)
     }
 
@@ -104,8 +106,11 @@ impl ProfileCommand {
             return Subject::Running { pid, qmp: self.qmp.clone() };
         }
         let settle = if self.when.is_some() { Duration::ZERO } else { Duration::from_secs(5) };
-        let start =
-            Start { when: self.when.clone(), settle: self.settle.unwrap_or(settle), quiet_stdout: self.json };
+        let start = Start {
+            when: self.when.clone(),
+            settle: self.settle.unwrap_or(settle),
+            quiet_stdout: self.json,
+        };
         Subject::Launched { command: self.command.clone(), vcpus: self.vcpus.clone(), start }
     }
 
@@ -138,8 +143,10 @@ fn writable(path: &Path) -> Result<(), Failure> {
     }
 }
 
-const HEADER: [&str; 11] =
-    ["epoch", "vCPUs", "samples", "pages", "+-", "min", "max", "growth", "sectors", "writes", "packets"];
+const HEADER: [&str; 11] = [
+    "epoch", "vCPUs", "samples", "pages", "+-", "min", "max", "growth", "sectors", "writes",
+    "packets",
+];
 
 fn text(profile: &Profile) -> String {
     let rows: Vec<Vec<String>> =
@@ -175,8 +182,9 @@ fn cells(curve: &Curve, row: &Row) -> Vec<String> {
 
 /// One line about where growth ends.
 fn verdict(curve: &Curve) -> String {
-    let who =
-        curve.vcpus.map_or_else(String::new, |n| format!(" ({n} vCPU{})", if n == 1 { "" } else { "s" }));
+    let who = curve
+        .vcpus
+        .map_or_else(String::new, |n| format!(" ({n} vCPU{})", if n == 1 { "" } else { "s" }));
     let (Some(first), Some(last)) = (curve.rows.first(), curve.rows.last()) else {
         return format!("dirty page set{who}: nothing was measured");
     };

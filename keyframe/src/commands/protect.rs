@@ -38,10 +38,12 @@ pub struct Protect {
     /// Where the standby listens (keyframe standby)
     #[arg(long, value_name = "HOST:PORT")]
     standby: String,
-    /// The same standby by a second way, for signs of life: a link that is cut is then no host that is dead
+    /// The same standby by a second way, for signs of life: a link that is cut is then no host that
+    /// is dead
     #[arg(long, value_name = "HOST:PORT")]
     standby_beat: Option<String>,
-    /// Where to listen as the standby, once the VM runs on the other host: the two change roles from then on
+    /// Where to listen as the standby, once the VM runs on the other host: the two change roles
+    /// from then on
     #[arg(long, value_name = "HOST:PORT")]
     listen: Option<String>,
     /// Where what the guest writes to its disks lies [default: ~/.local/state/keyframe/protect]
@@ -67,7 +69,8 @@ impl Protect {
         // Neither a standby's QEMU nor the fence hook.
         let is_last = self.listen.is_none() && setup.fence_with.is_none();
         let name = self.name.clone();
-        let engine = launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)?;
+        let engine =
+            launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)?;
         match (engine.run()?, self.listen) {
             (Finish::Code(code), _) => Ok(code),
             (Finish::Elsewhere, None) => {
@@ -90,9 +93,9 @@ impl Protect {
 pub fn folder(named: Option<PathBuf>, usual: &str) -> Result<PathBuf, Failure> {
     match named {
         Some(named) => paths::absolute(&named),
-        None => keyframe_store::state_folder()
-            .map(|state| state.join(usual))
-            .ok_or_else(|| Failure::new("there is no home directory").fix("name a directory: --dir DIR")),
+        None => keyframe_store::state_folder().map(|state| state.join(usual)).ok_or_else(|| {
+            Failure::new("there is no home directory").fix("name a directory: --dir DIR")
+        }),
     }
 }
 

@@ -39,7 +39,8 @@ pub struct Prune {
     /// Wait so long for the next checkpoint of a run that goes on
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
     wait: Duration,
-    /// Also write every pack anew, with its pages as small as they get: once, for packs that were not yet
+    /// Also write every pack anew, with its pages as small as they get: once, for packs that were
+    /// not yet
     #[arg(long)]
     recompress: bool,
     /// Only say what would be freed
@@ -81,7 +82,9 @@ impl Prune {
         let report = store.prune(&options, &mut progress).map_err(|e| self.failure(&e))?;
         bar.finish_and_clear();
         for damaged in &report.damaged {
-            eprintln!("keyframe: left as it is: {damaged}; see whom it hurts: keyframe check --read-data");
+            eprintln!(
+                "keyframe: left as it is: {damaged}; see whom it hurts: keyframe check --read-data"
+            );
         }
         if report.postponed_packs > 0 {
             eprintln!(
@@ -103,13 +106,12 @@ impl Prune {
         use keyframe_store::Error;
         let failure = self.store.failure(error);
         match error {
-            Error::Unreadable { id, .. } => {
-                failure.fix(format!("if it is lost, forget it (keyframe forget {id}), then prune again"))
-            }
+            Error::Unreadable { id, .. } => failure
+                .fix(format!("if it is lost, forget it (keyframe forget {id}), then prune again")),
             Error::Locked { .. } => failure.fix("wait until the other prune ends"),
-            _ if error.is_disk_full() => {
-                failure.fix("free some space, or allow more to stay unused: --max-unused 100% copies nothing")
-            }
+            _ if error.is_disk_full() => failure.fix(
+                "free some space, or allow more to stay unused: --max-unused 100% copies nothing",
+            ),
             _ => failure,
         }
     }
@@ -120,7 +122,10 @@ fn print(report: &PruneReport) -> Result<(), Failure> {
     let freed_bytes = report.before_bytes.saturating_sub(report.after_bytes);
     let (would, freed) = if report.dry_run { ("would be ", "would free") } else { ("", "freed") };
     let lines = [
-        format!("maps     {} {would}removed, {} rewritten", report.removed_maps, report.rewritten_maps),
+        format!(
+            "maps     {} {would}removed, {} rewritten",
+            report.removed_maps, report.rewritten_maps
+        ),
         format!(
             "packs    {} {would}removed, {} {would}rewritten ({} copied)",
             report.removed_packs,

@@ -49,7 +49,8 @@ pub struct Record {
     /// Take a checkpoint so often (500ms, 1s), while it is recorded
     #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration)]
     checkpoint_every: Option<Duration>,
-    /// Take the checkpoints (1s apart, where --checkpoint-every does not say otherwise) from a second QEMU that follows live
+    /// Take the checkpoints (1s apart, where --checkpoint-every does not say otherwise) from a
+    /// second QEMU that follows live
     #[arg(long)]
     follow: bool,
     /// The store for its checkpoints [default: one in REC]
@@ -77,14 +78,21 @@ impl Record {
         let meta = self.meta()?;
         let command = std::mem::take(&mut self.command);
         let id = meta.id.clone();
-        let mut recording = Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
+        let mut recording =
+            Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
         let kept = self.store(&recording, &recording.store_path(), self.store.is_some())?;
-        // With one that follows, that one has it, and the recording's own engine a place for the first checkpoint.
-        let first = self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
+        // With one that follows, that one has it, and the recording's own engine a place for the
+        // first checkpoint.
+        let first =
+            self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
         let first = first.transpose()?;
         let store = first.as_ref().unwrap_or(&kept);
-        let recorded =
-            Recorded { recording: id.clone(), log: recording.log_path(), machine: None, begin: None };
+        let recorded = Recorded {
+            recording: id.clone(),
+            log: recording.log_path(),
+            machine: None,
+            begin: None,
+        };
         let options = Options {
             name: self.name.clone(),
             verbose: self.verbose,
@@ -94,9 +102,9 @@ impl Record {
         };
         let times = Keeper::begin(recording.log_path(), &recording.times_path());
         let times = times.map_err(|e| Failure::recording(&e))?;
-        let follower = self
-            .follow
-            .then(|| Follower::start(recording.path(), self.follow_every(), &recording.store_path()));
+        let follower = self.follow.then(|| {
+            Follower::start(recording.path(), self.follow_every(), &recording.store_path())
+        });
         let follower = follower.transpose()?;
         let began = Instant::now();
         let ran = session::run(store, Commands::One(command), options);
@@ -104,8 +112,10 @@ impl Record {
         if let Err(e) = times.end() {
             eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");
         }
-        // Its first checkpoint is taken before the first instruction. A store that cannot be read tells nothing.
-        let is_empty = || ran.is_err() && places_in(store, &recording).is_ok_and(|places| places.is_empty());
+        // Its first checkpoint is taken before the first instruction. A store that cannot be read
+        // tells nothing.
+        let is_empty =
+            || ran.is_err() && places_in(store, &recording).is_ok_and(|places| places.is_empty());
         if !recording.log_path().exists() || is_empty() {
             // There is nothing to keep.
             drop(follower);
@@ -113,14 +123,17 @@ impl Record {
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
         recording.meta.images = images(store, &id)?;
-        let summary =
-            recording.end(duration_ns, matches!(ran, Ok(FAILED))).map_err(|e| Failure::recording(&e))?;
-        let has_followed = follower.map(|follower| self.wait_for(follower, &recording, &kept)).transpose()?;
+        let summary = recording
+            .end(duration_ns, matches!(ran, Ok(FAILED)))
+            .map_err(|e| Failure::recording(&e))?;
+        let has_followed =
+            follower.map(|follower| self.wait_for(follower, &recording, &kept)).transpose()?;
         recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;
         let cut = recording.meta.ending == Ending::Cut;
         if !self.quiet {
-            let (log, stored) = (output::bytes(summary.bytes), output::bytes(recording.stored_log_bytes()));
+            let (log, stored) =
+                (output::bytes(summary.bytes), output::bytes(recording.stored_log_bytes()));
             eprintln!(
                 "keyframe: recorded {} instructions in {}: a log of {log}, {stored} compressed, in {}",
                 summary.instructions,
@@ -128,9 +141,14 @@ impl Record {
                 self.out.display()
             );
             if cut {
-                eprintln!("keyframe: QEMU was killed: the recording ends with what it had written by then");
+                eprintln!(
+                    "keyframe: QEMU was killed: the recording ends with what it had written by then"
+                );
             }
-            eprintln!("keyframe: see that it replays exactly: keyframe verify {}", self.out.display());
+            eprintln!(
+                "keyframe: see that it replays exactly: keyframe verify {}",
+                self.out.display()
+            );
         }
         let warns = cut || has_followed == Some(false);
         Ok(if code == DONE && warns { WARNED } else { code })
@@ -154,14 +172,21 @@ impl Record {
         })
     }
 
-    /// Waits for the one that follows, which has all checkpoints then. False where it has not come to the end.
-    fn wait_for(&self, follower: Follower, recording: &Recording, kept: &Store) -> Result<bool, Failure> {
+    /// Waits for the one that follows, which has all checkpoints then. False where it has not come
+    /// to the end.
+    fn wait_for(
+        &self,
+        follower: Follower,
+        recording: &Recording,
+        kept: &Store,
+    ) -> Result<bool, Failure> {
         let interrupted = jobs::interruption()?;
         let ended = Instant::now();
         let has_followed = follower.finish(&interrupted)?;
         adopt_first(recording, kept, &self.key)?;
         if !has_followed {
-            let (out, every) = (self.out.display(), humantime::format_duration(self.follow_every()));
+            let (out, every) =
+                (self.out.display(), humantime::format_duration(self.follow_every()));
             eprintln!(
                 "keyframe: the one that followed has not come to the end: keyframe segment {out} --every {every}"
             );
@@ -178,14 +203,15 @@ impl Record {
         // Before anything is made or opened.
         invocation.clone().record(Path::new("log")).map_err(|e| Failure::qemu(&e))?;
         let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
-        let directory =
-            std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+        let directory = std::env::current_dir()
+            .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
         let store = match &self.store {
             None => OWN_STORE.into(),
             Some(place) => paths::absolute_store(place)?.to_string_lossy().into_owned(),
         };
         // Of what is not there, QEMU tells.
-        let medium = |medium: Medium| ImageMeta::of(&medium.name, &directory.join(&medium.image)).ok();
+        let medium =
+            |medium: Medium| ImageMeta::of(&medium.name, &directory.join(&medium.image)).ok();
         let media = invocation.media().into_iter().filter_map(medium).collect();
         let vm = self.name.as_deref().or(invocation.vm_name()).unwrap_or("vm");
         Ok(RecordingMeta {
@@ -216,6 +242,7 @@ fn images(store: &Store, recording: &str) -> Result<Vec<ImageMeta>, Failure> {
         sealed.meta.machine.recorded.as_ref().is_some_and(|place| place.recording == recording)
     });
     let disks = first.map_or(&[][..], |sealed| &sealed.meta.disks);
-    let image = |disk: &keyframe_store::DiskMeta| ImageMeta::of(&disk.name, Path::new(&disk.base.path));
+    let image =
+        |disk: &keyframe_store::DiskMeta| ImageMeta::of(&disk.name, Path::new(&disk.base.path));
     disks.iter().map(image).collect::<Result<_, _>>().map_err(|e| Failure::recording(&e))
 }

@@ -63,7 +63,10 @@ impl Report {
         ));
         let code = warn_of_unreadable(&listing);
         if !listing.unreadable.is_empty() {
-            page.line(&format!("{} checkpoints cannot be read and are left out.", listing.unreadable.len()));
+            page.line(&format!(
+                "{} checkpoints cannot be read and are left out.",
+                listing.unreadable.len()
+            ));
         }
         let sealed = match &recording {
             Some(recording) => {
@@ -86,7 +89,11 @@ impl Report {
             of_checkpoints::add_store(&mut page, &store.stats().map_err(failed)?);
         }
         page.write(&self.out)?;
-        output::print_line(&format!("report of {} checkpoints: {}", sealed.len(), self.out.display()))?;
+        output::print_line(&format!(
+            "report of {} checkpoints: {}",
+            sealed.len(),
+            self.out.display()
+        ))?;
         Ok(code)
     }
 

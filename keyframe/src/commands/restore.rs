@@ -11,7 +11,9 @@ use crate::rights;
 use crate::rundir::{Kind, RunDir};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_qemu::restore::lazy::Residency;
-use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored};
+use keyframe_qemu::restore::{
+    self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored,
+};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
@@ -65,13 +67,15 @@ pub struct Restore {
     /// Run it under this accelerator, whichever it ran under before
     #[arg(long, value_enum)]
     accel: Option<Accel>,
-    /// Of a group: a network between its VMs is at another socket than it was; may be given several times
+    /// Of a group: a network between its VMs is at another socket than it was; may be given several
+    /// times
     #[arg(long, value_name = "OLD=NEW")]
     lan: Vec<String>,
     /// Keep what the VM writes to its disks when it has ended
     #[arg(long)]
     keep_disks: bool,
-    /// Give the VM disks that were left out of the checkpoint as their images are now, which need not fit its RAM
+    /// Give the VM disks that were left out of the checkpoint as their images are now, which need
+    /// not fit its RAM
     #[arg(long)]
     left_out_as_now: bool,
     /// Say nothing but errors
@@ -153,8 +157,9 @@ impl RamSource for StoredRam {
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
-        let read =
-            self.loaded()?.read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker));
+        let read = self
+            .loaded()?
+            .read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker));
         self.bar.inc(range.len_bytes());
         self.ended(read)
     }
@@ -165,7 +170,8 @@ impl RamSource for StoredRam {
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
         self.ended(
-            self.loaded()?.read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker)),
+            self.loaded()?
+                .read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker)),
         )
     }
 
@@ -187,7 +193,9 @@ impl Restore {
         } else {
             ProgressBar::new(meta.ram.len_bytes())
         };
-        if let Ok(style) = ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}") {
+        if let Ok(style) =
+            ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}")
+        {
             bar.set_style(style);
         }
         let ram = StoredRam::new(head, bar)?;
@@ -236,11 +244,21 @@ impl Restore {
             let after = output::duration(before_ns + restored.ready_ns());
             let qemu = restored.pid();
             let filled = restored.filled_ns().map(output::duration);
-            let filled = filled.map(|filled| format!(", its RAM filled in {filled}")).unwrap_or_default();
-            format!("checkpoint {id} of VM {} is {state} after {after}{filled} (QEMU {qemu})", meta.vm)
+            let filled =
+                filled.map(|filled| format!(", its RAM filled in {filled}")).unwrap_or_default();
+            format!(
+                "checkpoint {id} of VM {} is {state} after {after}{filled} (QEMU {qemu})",
+                meta.vm
+            )
         });
-        let mut watch =
-            Watch { restore: self, restored, ram: Arc::clone(ram), before_ns, told: false, warned: false };
+        let mut watch = Watch {
+            restore: self,
+            restored,
+            ram: Arc::clone(ram),
+            before_ns,
+            told: false,
+            warned: false,
+        };
         let ended = watch.until_the_end(interrupted);
         watch.keep_working_set();
         ended
@@ -323,8 +341,10 @@ impl RestoredDisks {
         let wanted = restored::wanted(store, id, meta)?;
         // Paths of sockets have to be short, so it is not in the store.
         let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
-        let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
-        let served = disks::serve(store, &meta.vm, Some(id.0), wanted, &folder.path().join("disks.sock"))?;
+        let folder =
+            folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
+        let served =
+            disks::serve(store, &meta.vm, Some(id.0), wanted, &folder.path().join("disks.sock"))?;
         Ok(Self(Some((served, folder))))
     }
 
@@ -340,7 +360,8 @@ impl RestoredDisks {
         let kept = served.end(command.keep_disks);
         let outcome = outcome?;
         if let Some(place) = kept? {
-            command.say(|| format!("what the VM has written to its disks is in {}", place.display()));
+            command
+                .say(|| format!("what the VM has written to its disks is in {}", place.display()));
         }
         Ok(outcome)
     }
@@ -366,7 +387,10 @@ impl Place {
     }
 
     fn warn(failure: &Failure) {
-        eprintln!("keyframe: warning: the VM is not among those of keyframe status: {}", failure.message);
+        eprintln!(
+            "keyframe: warning: the VM is not among those of keyframe status: {}",
+            failure.message
+        );
     }
 }
 
@@ -377,7 +401,8 @@ struct Beside<'a> {
     spawned: Option<fn()>,
 }
 
-/// A recorded machine's devices go on only where its instructions are counted and its log is fed to it.
+/// A recorded machine's devices go on only where its instructions are counted and its log is fed to
+/// it.
 pub fn refuse_recorded(meta: &Meta, id: CheckpointId) -> Result<(), Failure> {
     let Some(recorded) = &meta.machine.recorded else { return Ok(()) };
     Err(Failure::new(format!("checkpoint {id} is of a recording, and goes on only in a replay"))
@@ -403,7 +428,9 @@ fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {
     if !under_kvm || !matches!(error, keyframe_qemu::Error::Exited { .. }) {
         return failure;
     }
-    failure.fix("where it is KVM that this host lacks (keyframe doctor), restore it without: --accel tcg")
+    failure.fix(
+        "where it is KVM that this host lacks (keyframe doctor), restore it without: --accel tcg",
+    )
 }
 
 /// A VM that runs, and what is left to say about it.
@@ -473,7 +500,8 @@ impl Watch<'_> {
             self.keep_working_set();
             self.told = true;
         } else if residency.prefetched && residency.unreadable_pages > 0 {
-            let (count, what) = (residency.unreadable_pages, "of the checkpoint's pages cannot be read");
+            let (count, what) =
+                (residency.unreadable_pages, "of the checkpoint's pages cannot be read");
             eprintln!("keyframe: warning: {count} {what}; the VM runs until it needs one of them");
             for (page, why) in &residency.unreadable {
                 eprintln!("keyframe: page {}: {why}", page.0);

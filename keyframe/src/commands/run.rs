@@ -37,11 +37,13 @@ pub struct Run {
     /// What becomes of a VM that still runs when this command ends
     #[arg(long, value_enum, default_value = "kill")]
     on_exit: OnExit,
-    /// Several VMs, their command lines separated by --: each checkpoint is of all of them, at one instant
+    /// Several VMs, their command lines separated by --: each checkpoint is of all of them, at one
+    /// instant
     #[arg(long)]
     group: bool,
-    /// A network between the VMs of a group: a socket that Keyframe makes, and they connect to by -netdev
-    /// stream,server=off,addr.type=unix,addr.path=SOCKET; no packet on it is lost or repeated at a restore. May be given several times
+    /// A network between the VMs of a group: a socket that Keyframe makes, and they connect to by
+    /// -netdev stream,server=off,addr.type=unix,addr.path=SOCKET; no packet on it is lost or
+    /// repeated at a restore. May be given several times
     #[arg(long, value_name = "SOCKET", requires = "group")]
     lan: Vec<PathBuf>,
     /// QEMU's command line
@@ -56,7 +58,8 @@ impl Run {
         let commands = if self.group { group(&self.command)? } else { Commands::One(self.command) };
         let mut options = self.checkpoints.options(self.on_exit);
         if !self.lan.is_empty() {
-            let paths = self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
+            let paths =
+                self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
             options.lans = LanChoice::Own(paths);
         }
         let quiet = options.quiet;

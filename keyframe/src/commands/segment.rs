@@ -72,7 +72,8 @@ impl Segment {
         let there = source.places()?;
         let first = first(&there, &source)?;
         let asked = self.cuts(&source)?;
-        let missing = (0..).zip(&asked).filter(|(n, cut)| !is_there(&there, **cut, asked.get(n + 1)));
+        let missing =
+            (0..).zip(&asked).filter(|(n, cut)| !is_there(&there, **cut, asked.get(n + 1)));
         let cuts: Vec<u64> = missing.map(|(_, cut)| *cut).collect();
         if cuts.is_empty() {
             self.say(&if asked.is_empty() {
@@ -83,7 +84,8 @@ impl Segment {
             return Ok(DONE);
         }
         // From the last checkpoint before what is missing.
-        let before = there.iter().rev().find(|place| cuts.first().is_some_and(|cut| place.icount < *cut));
+        let before =
+            there.iter().rev().find(|place| cuts.first().is_some_and(|cut| place.icount < *cut));
         let begin = before.copied().unwrap_or(first);
         let instructions = source.last_standing()?;
         let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
@@ -92,7 +94,8 @@ impl Segment {
         let code = session::segment(&source, begin, &mut course, self.options(), &mut tell)?;
         bar.finish_and_clear();
         let taken = source.places()?.len().saturating_sub(there.len());
-        let place = self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
+        let place =
+            self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
         let recording = self.recording.display();
         self.say(&match taken {
             0 => format!("all {} checkpoints are there", there.len()),
@@ -104,7 +107,9 @@ impl Segment {
 
     /// The recording with the store for its checkpoints, which has its first one.
     fn source(&self) -> Result<Source, Failure> {
-        let Some(place) = &self.store else { return Source::open(&self.recording, None, &self.key) };
+        let Some(place) = &self.store else {
+            return Source::open(&self.recording, None, &self.key);
+        };
         let mut source = Source::open(&self.recording, None, &self.key)?;
         let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
         if store.id() != source.store.id() {
@@ -119,8 +124,11 @@ impl Segment {
         let failed = |e| Failure::recording(&e);
         let recording = Recording::open(&self.recording).map_err(failed)?;
         if recording.has_ended().map_err(failed)? {
-            return Err(Failure::new(format!("{} is not being recorded any more", self.recording.display()))
-                .fix("take its checkpoints without --follow"));
+            return Err(Failure::new(format!(
+                "{} is not being recorded any more",
+                self.recording.display()
+            ))
+            .fix("take its checkpoints without --follow"));
         }
         // The recording comes first.
         let _ = rustix::process::setpriority_process(None, NICE);
@@ -135,18 +143,27 @@ impl Segment {
         let place = self.store.clone().unwrap_or_else(|| recording.store_path());
         let store = self.key.open(&place).map_err(|e| Failure::store(&e, &place))?;
         if store.id() == own.id() {
-            return Err(Failure::new(format!("{} is written to by the recording itself", place.display()))
-                .fix("name another store: --store"));
+            return Err(Failure::new(format!(
+                "{} is written to by the recording itself",
+                place.display()
+            ))
+            .fix("name another store: --store"));
         }
         copy_places(&own, &[beginning], &store)?;
         let every = self.every()?;
         let (log, times) = (recording.log_path(), recording.times_path());
-        let growing = wait.until("its log", || Growing::open(&log, &times, every).map_err(failed))?;
+        let growing =
+            wait.until("its log", || Growing::open(&log, &times, every).map_err(failed))?;
         let source = Source::growing(&recording, store);
         let options = Options { name: Some(follower_of(&recording)), ..self.options() };
         let mut course = Live::new(growing, recording.clone());
-        let code =
-            session::segment(&source, first(&source.places()?, &source)?, &mut course, options, &mut |_| ())?;
+        let code = session::segment(
+            &source,
+            first(&source.places()?, &source)?,
+            &mut course,
+            options,
+            &mut |_| (),
+        )?;
         let taken = source.places()?.len().saturating_sub(1);
         self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
         Ok(code)
@@ -177,7 +194,8 @@ impl Segment {
     }
 }
 
-/// The name, as `keyframe status` has it, of the VM that follows `recording`. Another one of the same VM may still be followed.
+/// The name, as `keyframe status` has it, of the VM that follows `recording`. Another one of the
+/// same VM may still be followed.
 fn follower_of(recording: &Recording) -> String {
     let first = |text: &str, count| text.chars().take(count).collect::<String>();
     format!("{}-follower-{}", first(&recording.meta.vm, 40), first(&recording.meta.id, 8))
@@ -191,7 +209,11 @@ struct Wait<'a> {
 
 impl Wait<'_> {
     /// Until `find` finds `what`.
-    fn until<T>(&self, what: &str, find: impl Fn() -> Result<Option<T>, Failure>) -> Result<T, Failure> {
+    fn until<T>(
+        &self,
+        what: &str,
+        find: impl Fn() -> Result<Option<T>, Failure>,
+    ) -> Result<T, Failure> {
         loop {
             let has_ended = self.recording.has_ended().map_err(|e| Failure::recording(&e))?;
             if let Some(found) = find()? {

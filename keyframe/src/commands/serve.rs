@@ -104,7 +104,10 @@ impl Serve {
         let served = self.store.as_deref().map(|store| self.bind(store, token)).transpose()?;
         if served.is_none() && dashboard.is_none() {
             let failure = Failure::new("there is nothing to serve: no STORE, and no dashboard");
-            return Err(Failure { code: USAGE, ..failure.fix("name a store, or leave out --http none") });
+            return Err(Failure {
+                code: USAGE,
+                ..failure.fix("name a store, or leave out --http none")
+            });
         }
         let listening = Listening {
             url: served.as_ref().map(|served| format!("kf://{}", served.server.address())),
@@ -128,11 +131,16 @@ impl Serve {
         Ok(DONE)
     }
 
-    fn bind<'a>(&self, store: &'a Path, token: Option<Zeroizing<Vec<u8>>>) -> Result<OfStore<'a>, Failure> {
+    fn bind<'a>(
+        &self,
+        store: &'a Path,
+        token: Option<Zeroizing<Vec<u8>>>,
+    ) -> Result<OfStore<'a>, Failure> {
         let identity = self.identity(store)?;
         let is_own = identity.is_own;
         let listen = self.address()?;
-        let options = Options { listen, token, identity, connections_max: self.connections as usize };
+        let options =
+            Options { listen, token, identity, connections_max: self.connections as usize };
         let server = Server::bind(store, options).map_err(|e| failure(&e, store))?;
         Ok(OfStore { server, store, is_own })
     }
@@ -175,11 +183,14 @@ impl Serve {
         if self.json {
             return line(listening);
         }
-        if let (Some(served), Some(url), Some(fingerprint)) = (served, &listening.url, &listening.fingerprint)
+        if let (Some(served), Some(url), Some(fingerprint)) =
+            (served, &listening.url, &listening.fingerprint)
         {
             output::print_line(&format!("serving {} at {url}", served.store.display()))?;
             let known = if served.is_own { "" } else { " (or KEYFRAME_SERVE_CA=FILE)" };
-            output::print_line(&format!("clients set KEYFRAME_SERVE_FINGERPRINT={fingerprint}{known}"))?;
+            output::print_line(&format!(
+                "clients set KEYFRAME_SERVE_FINGERPRINT={fingerprint}{known}"
+            ))?;
             if listening.needs_token {
                 output::print_line("and KEYFRAME_TOKEN, or KEYFRAME_TOKEN_FILE")?;
             }
@@ -210,7 +221,10 @@ struct OfStore<'a> {
 }
 
 /// Waits until it is to end, or the dashboard has.
-fn wait<T>(stop: &AtomicBool, shown: Option<&std::thread::JoinHandle<T>>) -> Option<Result<Report, Failure>> {
+fn wait<T>(
+    stop: &AtomicBool,
+    shown: Option<&std::thread::JoinHandle<T>>,
+) -> Option<Result<Report, Failure>> {
     while !stop.load(Ordering::Relaxed) && shown.is_some_and(|shown| !shown.is_finished()) {
         std::thread::sleep(LOOK);
     }
@@ -226,6 +240,7 @@ fn failure(error: &keyframe_serve::Error, store: &Path) -> Failure {
 }
 
 fn line<T: Serialize>(value: &T) -> Result<(), Failure> {
-    let text = serde_json::to_string(value).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
+    let text =
+        serde_json::to_string(value).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
     output::print_line(&text)
 }

@@ -112,7 +112,11 @@ fn text(sealed: &Sealed) -> String {
             "copied     {}, {} rounds before the pause, pages {:?}",
             e.strategy, e.precopy_rounds, e.round_pages
         ),
-        format!("interval   {} since the one before, backlog {}", ms(e.interval_ns), ms(e.backlog_ns)),
+        format!(
+            "interval   {} since the one before, backlog {}",
+            ms(e.interval_ns),
+            ms(e.backlog_ns)
+        ),
         format!(
             "pages      {} dirty: {} zero, {} deduplicated, {} unchanged, {} stored in {}",
             e.dirty_pages,
@@ -196,7 +200,10 @@ fn of_ram(ram_bytes: u64, layout: &RamLayout) -> [String; 2] {
 
 fn of_machine(machine: &MachineMeta) -> [String; 2] {
     [
-        format!("machine    {}, {} CPUs, QEMU {}", machine.machine_type, machine.cpus, machine.qemu_version),
+        format!(
+            "machine    {}, {} CPUs, QEMU {}",
+            machine.machine_type, machine.cpus, machine.qemu_version
+        ),
         format!("command    {}", machine.user_command.join(" ")),
     ]
 }

@@ -19,7 +19,8 @@ use std::path::PathBuf;
 pub struct Stats {
     #[command(flatten)]
     store: StoreArg,
-    /// Look who shares what: within an image, across checkpoints and VMs, RAM with disks. Reads every page map
+    /// Look who shares what: within an image, across checkpoints and VMs, RAM with disks. Reads
+    /// every page map
     #[arg(long)]
     sharing: bool,
     /// Show what each hour added; with --json each checkpoint, too
@@ -57,8 +58,11 @@ impl Stats {
         let s = store.stats().map_err(|e| self.store.failure(&e))?;
         let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
         let entries: Vec<Entry> = listing.sealed.iter().map(Entry::of).collect();
-        let sharing =
-            self.sharing.then(|| store.sharing()).transpose().map_err(|e| self.store.failure(&e))?;
+        let sharing = self
+            .sharing
+            .then(|| store.sharing())
+            .transpose()
+            .map_err(|e| self.store.failure(&e))?;
         let growth = (self.growth || self.plot.is_some()).then(|| Growth::of(&listing.sealed));
         if let (Some(path), Some(growth)) = (&self.plot, &growth) {
             figure(growth).write(path).map_err(|e| Failure::new(chain(&e)))?;
@@ -129,8 +133,9 @@ fn of_sectors(sectors: &Breakdown) -> Vec<String> {
             b(found.parts.bytes)
         )
     };
-    let plain =
-        |label: &str, what: &Sectors| format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes));
+    let plain = |label: &str, what: &Sectors| {
+        format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes))
+    };
     let mut lines = vec![
         plain("zero", &sectors.zero),
         plain("unchanged", &sectors.unchanged),
@@ -190,7 +195,8 @@ fn hours(growth: &Growth) -> String {
 /// What was dirty and what was added, summed up over time.
 fn figure(growth: &Growth) -> Figure {
     let first = growth.checkpoints.iter().map(|added| added.taken_at).min();
-    let seconds = |at: jiff::Timestamp| first.map_or(0.0, |first| at.duration_since(first).as_secs_f64());
+    let seconds =
+        |at: jiff::Timestamp| first.map_or(0.0, |first| at.duration_since(first).as_secs_f64());
     let mut dirty_bytes = 0;
     let (mut dirty, mut stored) = (Vec::new(), Vec::new());
     for added in &growth.checkpoints {
@@ -199,8 +205,8 @@ fn figure(growth: &Growth) -> Figure {
         dirty.push(point(dirty_bytes));
         stored.push(point(added.sum_bytes));
     }
-    let series =
-        [("dirty", dirty), ("stored", stored)].map(|(name, points)| Series { name: name.into(), points });
+    let series = [("dirty", dirty), ("stored", stored)]
+        .map(|(name, points)| Series { name: name.into(), points });
     let bytes = |value: f64| output::bytes(value as u64);
     let chart = Chart {
         title: "Sum over all checkpoints that are left".into(),

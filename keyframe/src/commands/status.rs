@@ -68,7 +68,9 @@ impl Status {
         if self.json {
             let others = others.iter().map(|(_, about)| Entry::Other(about));
             let orphans = orphans.iter().map(Entry::Orphan);
-            output::json(&all.iter().map(Entry::Engine).chain(others).chain(orphans).collect::<Vec<_>>())?;
+            output::json(
+                &all.iter().map(Entry::Engine).chain(others).chain(orphans).collect::<Vec<_>>(),
+            )?;
             return Ok(DONE);
         }
         for status in &all {
@@ -112,13 +114,17 @@ fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
     let of = r.protects.as_ref().map_or_else(String::new, |vm| format!(" of VM {vm}"));
     let peer = if r.connected { "connected" } else { "not connected" };
     let mut lines = vec![
-        format!("{}: {}{of}, {} (QEMU {}, engine {})", s.vm, r.role, r.state, s.qemu_pid, s.engine_pid),
+        format!(
+            "{}: {}{of}, {} (QEMU {}, engine {})",
+            s.vm, r.role, r.state, s.qemu_pid, s.engine_pid
+        ),
         format!("  other host  {peer}, term {}", r.term),
     ];
     if !r.note.is_empty() {
         lines.push(format!("  last news   {}", r.note));
     }
-    let number = |epoch: Option<u64>| epoch.map_or_else(|| "none".into(), |epoch| epoch.to_string());
+    let number =
+        |epoch: Option<u64>| epoch.map_or_else(|| "none".into(), |epoch| epoch.to_string());
     if r.epochs > 0 {
         lines.push(format!(
             "  epochs      {}; newest {} ({}): {} pages, {} on the wire",
@@ -173,12 +179,17 @@ fn reasons(counts: &BTreeMap<String, u64>) -> String {
 
 /// For a person, some lines.
 pub fn text(s: &Shown) -> String {
-    let every =
-        s.interval_ns.map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
+    let every = s
+        .interval_ns
+        .map_or("by command only".into(), |ns| format!("every {}", output::duration(ns)));
     let qemu = if s.members.is_empty() {
         s.qemu_pid.to_string()
     } else {
-        s.members.iter().map(|m| format!("{} {}", m.name, m.qemu_pid)).collect::<Vec<_>>().join(", ")
+        s.members
+            .iter()
+            .map(|m| format!("{} {}", m.name, m.qemu_pid))
+            .collect::<Vec<_>>()
+            .join(", ")
     };
     if let Some(replication) = &s.replication {
         return replicated(s, replication);
@@ -268,15 +279,22 @@ mod tests {
             freed_packs: 5,
             last_error: Some("no space left".into()),
         });
-        status.recompressor =
-            Some(RecompressorStatus { recompressed_packs: 7, cold_bytes: 3 << 30, ..Default::default() });
+        status.recompressor = Some(RecompressorStatus {
+            recompressed_packs: 7,
+            cold_bytes: 3 << 30,
+            ..Default::default()
+        });
         let shown = text(&status);
-        for word in
-            ["41 checkpoints kept, 17 forgotten, 5 packs given back", "no space left; it is tried again"]
-        {
+        for word in [
+            "41 checkpoints kept, 17 forgotten, 5 packs given back",
+            "no space left; it is tried again",
+        ] {
             assert!(shown.contains(word), "{shown}");
         }
-        assert!(shown.contains("recompress  rests: 7 packs recompressed, 3.0 GiB to go"), "{shown}");
+        assert!(
+            shown.contains("recompress  rests: 7 packs recompressed, 3.0 GiB to go"),
+            "{shown}"
+        );
         let json = serde_json::to_value(&status).unwrap();
         assert_eq!(
             (&json["recorder"]["forgotten"], &json["recompressor"]["cold_bytes"]),

@@ -13,7 +13,8 @@ use std::time::Duration;
 const ANSWER: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or branched
+/// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or
+/// branched
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "It returns when all has ended, however long checkpoints that wait take to be stored; --no-wait leaves it to that.
@@ -43,10 +44,12 @@ impl Stop {
         let others = rundir::without_engine()?;
         let engine = match &self.name {
             Some(name) => {
-                match (rundir::find(Some(name)), others.iter().find(|(_, about)| about.vm == *name)) {
+                match (rundir::find(Some(name)), others.iter().find(|(_, about)| about.vm == *name))
+                {
                     (Err(_), Some((place, about))) => return self.end(place, about),
                     (Err(none), None) => {
-                        let orphan = rundir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
+                        let orphan =
+                            rundir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
                         return orphan.map_or(Err(none), |orphan| self.end_orphan(&orphan));
                     }
                     (found, _) => found?,
@@ -69,18 +72,21 @@ impl Stop {
         Ok(DONE)
     }
 
-    /// A VM that nobody takes checkpoints of: a clone by its monitor, as others may come from the same command; a restored one by
-    /// its command.
+    /// A VM that nobody takes checkpoints of: a clone by its monitor, as others may come from the
+    /// same command; a restored one by its command.
     fn end(&self, place: &Path, about: &About) -> Outcome {
         if self.on_exit.is_some() {
-            return Err(Failure::new(format!("VM {} has no engine: it ends, or it runs on", about.vm))
-                .fix("leave --on-exit out"));
+            return Err(Failure::new(format!(
+                "VM {} has no engine: it ends, or it runs on",
+                about.vm
+            ))
+            .fix("leave --on-exit out"));
         }
         match about.kind {
             Kind::Clone => {
                 let monitor = place.join("qmp.sock");
-                let quit =
-                    Qmp::connect_running(&monitor, ANSWER).and_then(|mut qmp| qmp.execute("quit", None));
+                let quit = Qmp::connect_running(&monitor, ANSWER)
+                    .and_then(|mut qmp| qmp.execute("quit", None));
                 quit.map_err(|e| Failure::qemu(&e))?;
             }
             Kind::Restored => rundir::end_with(place, about)?,

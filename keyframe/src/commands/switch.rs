@@ -1,5 +1,5 @@
-//! `keyframe switch`: a network between VMs that checkpoints can hold; and `keyframe __switch`, the same started by an
-//! engine for its own VMs.
+//! `keyframe switch`: a network between VMs that checkpoints can hold; and `keyframe __switch`, the
+//! same started by an engine for its own VMs.
 
 use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
@@ -35,7 +35,8 @@ pub struct Switch {
 impl Switch {
     /// Switches until a signal comes.
     pub fn run(&self) -> Outcome {
-        let stop = signalled().map_err(|e| Failure::new(format!("install signal handlers: {e}")))?;
+        let stop =
+            signalled().map_err(|e| Failure::new(format!("install signal handlers: {e}")))?;
         let mut switch = NetSwitch::new().map_err(|e| failure(&e))?;
         for path in &self.listen {
             switch.listen(path).map_err(|e| failure(&e))?;
@@ -68,7 +69,9 @@ impl SwitchProcess {
 /// Can be read from when a signal to end has come.
 fn signalled() -> std::io::Result<UnixStream> {
     let (ours, theirs) = UnixStream::pair()?;
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+    for signal in
+        [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+    {
         signal_hook::low_level::pipe::register(signal, theirs.try_clone()?)?;
     }
     Ok(ours)

@@ -67,7 +67,9 @@ impl Tag {
         output::print_line(&match (checkpoint, moved) {
             (Some(id), Some(before)) => format!("{tag} is checkpoint {id} now; it was {before}"),
             (Some(id), None) => format!("{tag} is checkpoint {id}"),
-            (None, Some(before)) => format!("{tag} is no name any more; it was checkpoint {before}"),
+            (None, Some(before)) => {
+                format!("{tag} is no name any more; it was checkpoint {before}")
+            }
             (None, None) => format!("{tag} is no name any more"),
         })?;
         Ok(DONE)

@@ -52,7 +52,8 @@ impl Top {
             return Err(Failure { code: USAGE, ..failure.fix(fix) });
         }
         let stop = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        for signal in
+            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
         {
             signal_hook::flag::register(signal, Arc::clone(&stop))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
@@ -77,7 +78,9 @@ impl Top {
                 asked = Some(Instant::now());
                 history.take(answers()?);
             }
-            terminal.draw(|frame| view::draw(frame, history, &mut chosen, is_held)).map_err(failed)?;
+            terminal
+                .draw(|frame| view::draw(frame, history, &mut chosen, is_held))
+                .map_err(failed)?;
             if !event::poll(LOOK).map_err(failed)? {
                 continue;
             }

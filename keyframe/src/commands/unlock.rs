@@ -21,7 +21,8 @@ Examples:
 pub struct Unlock {
     #[command(flatten)]
     store: StoreArg,
-    /// Also where it cannot be told whether the holder lives: two writers at once destroy checkpoints in progress
+    /// Also where it cannot be told whether the holder lives: two writers at once destroy
+    /// checkpoints in progress
     #[arg(long)]
     force: bool,
     /// Print JSON
@@ -43,15 +44,17 @@ impl Unlock {
     /// Unlocks, or says who holds it.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
-        let (removed, holder) = match store.unlock(self.force).map_err(|e| self.store.failure(&e))? {
-            Unlocked::Nothing => (false, None),
-            Unlocked::Removed(holder) => (true, Some(holder)),
-            Unlocked::Held(holder) => {
-                let text = format!("{}: locked by {holder}", store.path().display());
-                let failure = Failure::new(text).fix("end it (keyframe stop), or wait until it ends");
-                return Err(Failure { code: LOCKED, ..failure });
-            }
-        };
+        let (removed, holder) =
+            match store.unlock(self.force).map_err(|e| self.store.failure(&e))? {
+                Unlocked::Nothing => (false, None),
+                Unlocked::Removed(holder) => (true, Some(holder)),
+                Unlocked::Held(holder) => {
+                    let text = format!("{}: locked by {holder}", store.path().display());
+                    let failure =
+                        Failure::new(text).fix("end it (keyframe stop), or wait until it ends");
+                    return Err(Failure { code: LOCKED, ..failure });
+                }
+            };
         let text = match &holder {
             Some(holder) => format!("unlocked; it was locked by {holder}"),
             None => "nothing to unlock".into(),

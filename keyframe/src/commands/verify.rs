@@ -1,11 +1,13 @@
-//! `keyframe verify`: each interval of a recording is replayed, and its end compared with the next checkpoint.
+//! `keyframe verify`: each interval of a recording is replayed, and its end compared with the next
+//! checkpoint.
 
 use super::recorded::RecordedArgs;
 use crate::disks::Served;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::replaying::{
-    Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms, jobs,
+    Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms,
+    jobs,
 };
 use indicatif::ProgressBar;
 use keyframe_qemu::restore::Until;
@@ -59,8 +61,8 @@ struct Checked {
     end: u64,
     /// The checkpoint that its end was compared with.
     compared_with: Option<u64>,
-    /// The instruction at which it was, where that is not its end: at some ends something happens besides, and the state there
-    /// is several.
+    /// The instruction at which it was, where that is not its end: at some ends something happens
+    /// besides, and the state there is several.
     compared_at: Option<u64>,
     exact: bool,
     differing_pages: u64,
@@ -96,11 +98,13 @@ impl Verify {
         let intervals = source.intervals()?;
         let interrupted = jobs::interruption()?;
         let bar = self.bar(&intervals);
-        let limits = Limits { interrupted: &interrupted, patience: self.patience, tries: self.tries };
+        let limits =
+            Limits { interrupted: &interrupted, patience: self.patience, tries: self.tries };
         let jobs = self.recorded.jobs;
-        let mut checked = jobs::side_by_side(&source, &intervals, jobs, &interrupted, |interval| {
-            check(&source, interval, limits, &bar)
-        })?;
+        let mut checked =
+            jobs::side_by_side(&source, &intervals, jobs, &interrupted, |interval| {
+                check(&source, interval, limits, &bar)
+            })?;
         bar.finish_and_clear();
         if interrupted.load(Ordering::Relaxed) {
             return Err(Failure::new("interrupted: not all intervals were replayed"));
@@ -127,7 +131,8 @@ impl Verify {
             report.intervals.iter().for_each(say_failed_tries);
             report.intervals.iter().filter(|one| !one.exact).for_each(say_wrong);
             if wrong == 0 && !self.quiet {
-                let compared = report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
+                let compared =
+                    report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
                 output::print_line(&format!(
                     "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages of RAM and 0 blocks of \
                      disks differ",
@@ -189,7 +194,9 @@ fn say_wrong(one: &Checked) {
         return;
     }
     let (pages, blocks) = (one.differing_pages, one.differing_blocks);
-    eprintln!("keyframe: {which}: {pages} pages of RAM and {blocks} blocks of disks differ at its end");
+    eprintln!(
+        "keyframe: {which}: {pages} pages of RAM and {blocks} blocks of disks differ at its end"
+    );
     for (name, offset) in one.first_differing.iter().chain(&one.first_differing_blocks) {
         eprintln!("keyframe:   {name} at {offset:#x}");
     }
@@ -240,7 +247,8 @@ fn replayed(
 ) -> Result<(Differences, Option<u64>), Failure> {
     let with = With { patience: limits.patience, ..With::default() };
     let interrupted = limits.interrupted;
-    let mut replay = Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
+    let mut replay =
+        Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
     let mut told = interval.begin.icount;
     let mut tell = |icount: u64| {
         bar.inc(icount.saturating_sub(told));
@@ -263,9 +271,10 @@ fn replayed(
     }
 }
 
-/// The end is an instruction at which something happens besides: an interrupt, a disk's answer. The checkpoint may lie before that
-/// and the replay's stop behind it, or the other way. So one replay from the interval's beginning and one from the checkpoint
-/// at its end go to the next instruction at which nothing does, without a stop before it, and are compared there.
+/// The end is an instruction at which something happens besides: an interrupt, a disk's answer. The
+/// checkpoint may lie before that and the replay's stop behind it, or the other way. So one replay
+/// from the interval's beginning and one from the checkpoint at its end go to the next instruction
+/// at which nothing does, without a stop before it, and are compared there.
 fn beyond(
     source: &Source,
     interval: &Interval,
@@ -286,7 +295,8 @@ fn beyond(
     }
     let layout = other.loaded.meta.ram.clone();
     let ram = differing_vms(one.restored(), other.restored(), &layout)?;
-    let disks = compare_disks(source, (interval.begin.checkpoint, one.served()), (end, other.served()))?;
+    let disks =
+        compare_disks(source, (interval.begin.checkpoint, one.served()), (end, other.served()))?;
     let difference = Differences { ram, disks };
     one.end().and(other.end())?;
     Ok((difference, at))
@@ -325,12 +335,24 @@ fn differing_from(
 /// The checkpoint that a side began with, and who serves its disks where it is a replay.
 type SideOf<'a> = (CheckpointId, Option<&'a mut Served>);
 
-fn compare_disks(source: &Source, one: SideOf<'_>, other: SideOf<'_>) -> Result<Difference, Failure> {
+fn compare_disks(
+    source: &Source,
+    one: SideOf<'_>,
+    other: SideOf<'_>,
+) -> Result<Difference, Failure> {
     // A replay's disks are served; without any, no maps need be read.
     if one.1.is_none() {
         return Ok(Difference::default());
     }
-    let disks_of =
-        |id| source.store.load_disks(id).map(Arc::new).map_err(|e| Failure::store(&e, source.store.path()));
-    differing_disks(&mut Side::new(disks_of(one.0)?, one.1), &mut Side::new(disks_of(other.0)?, other.1))
+    let disks_of = |id| {
+        source
+            .store
+            .load_disks(id)
+            .map(Arc::new)
+            .map_err(|e| Failure::store(&e, source.store.path()))
+    };
+    differing_disks(
+        &mut Side::new(disks_of(one.0)?, one.1),
+        &mut Side::new(disks_of(other.0)?, other.1),
+    )
 }

@@ -1,4 +1,5 @@
-//! `keyframe __work`: a worker of an analysis that another process wants, on this node. Pilots of Slurm's run it.
+//! `keyframe __work`: a worker of an analysis that another process wants, on this node. Pilots of
+//! Slurm's run it.
 
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::keys::KeyArg;
@@ -28,7 +29,8 @@ pub struct Work {
 const SHOWN_WITHIN: Duration = Duration::from_secs(90);
 
 impl Work {
-    /// Runs it. What came of an interval is said in its directory; the exit code says whether this worker could work.
+    /// Runs it. What came of an interval is said in its directory; the exit code says whether this
+    /// worker could work.
     pub fn run(&self) -> Outcome {
         let out = paths::absolute(&self.out)?;
         keyframe_kernel::malloc::keep_freed_memory();
@@ -48,8 +50,9 @@ impl Work {
         let job = |item: Item| {
             let maker = format!("{}-{:?}", id.as_str(), std::thread::current().id());
             let interval = patiently(|| analysis.interval(item.index), &interrupted);
-            let made =
-                interval.and_then(|one| analysis.make(&one, &maker, order.tries, &interrupted, &mut |_| ()));
+            let made = interval.and_then(|one| {
+                analysis.make(&one, &maker, order.tries, &interrupted, &mut |_| ())
+            });
             if let Err(failure) = made {
                 // It cannot even say so where it should: nor will it with the next.
                 *broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
@@ -57,7 +60,8 @@ impl Work {
             }
         };
         let slots = self.slots as usize;
-        let worker = Worker { id: id.clone(), slots, placement: Placement::Neighbours, lease: self.lease };
+        let worker =
+            Worker { id: id.clone(), slots, placement: Placement::Neighbours, lease: self.lease };
         let count = worker.run(&queue, &interrupted, job).map_err(failed)?;
         eprintln!("keyframe: {} settled {count} intervals", id.as_str());
         match broken.into_inner().unwrap_or_else(PoisonError::into_inner) {
@@ -69,7 +73,10 @@ impl Work {
 }
 
 /// What `find` finds, which may not be seen here as yet.
-fn patiently<T>(find: impl Fn() -> Result<T, Failure>, interrupted: &AtomicBool) -> Result<T, Failure> {
+fn patiently<T>(
+    find: impl Fn() -> Result<T, Failure>,
+    interrupted: &AtomicBool,
+) -> Result<T, Failure> {
     let began = Instant::now();
     loop {
         match find() {

@@ -5,7 +5,8 @@
 //!                 ◀──{"taken":{"id":12,...}}──
 //! ```
 //!
-//! The socket lies in a directory that only its owner may enter; whoever may connect may stop the VM.
+//! The socket lies in a directory that only its owner may enter; whoever may connect may stop the
+//! VM.
 
 pub mod client;
 pub mod server;
@@ -30,7 +31,8 @@ pub enum OnExit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
-    /// Chosen for each checkpoint by what the ones before it measured: pre-copy, or stop-and-copy where little is dirty.
+    /// Chosen for each checkpoint by what the ones before it measured: pre-copy, or stop-and-copy
+    /// where little is dirty.
     Auto,
     /// Most pages are copied while the guest runs, the rest in the pause.
     Precopy,
@@ -38,9 +40,11 @@ pub enum Strategy {
     PreScan,
     /// All dirty pages are found and copied in the pause.
     StopCopy,
-    /// Dirty pages are protected in the pause and copied behind it, each before the guest's first write (needs --tracker sync).
+    /// Dirty pages are protected in the pause and copied behind it, each before the guest's first
+    /// write (needs --tracker sync).
     Cow,
-    /// QEMU is forked in the pause and dirty pages are copied from the child (private RAM, no `-sandbox spawn=deny`).
+    /// QEMU is forked in the pause and dirty pages are copied from the child (private RAM, no
+    /// `-sandbox spawn=deny`).
     Fork,
 }
 
@@ -54,7 +58,8 @@ pub enum TrackerKind {
     WriteProtect,
     /// Synchronous userfaultfd: each first write waits until this process has answered it.
     Sync,
-    /// Every page is read and hashed: needs no kernel feature, and takes as long as reading all of RAM, in the pause too.
+    /// Every page is read and hashed: needs no kernel feature, and takes as long as reading all of
+    /// RAM, in the pause too.
     Compare,
 }
 
@@ -138,7 +143,8 @@ pub struct Status {
     pub engine_pid: u32,
     /// The store.
     pub store: String,
-    /// The interval: as asked, or as a budget has it; absent where checkpoints are taken by command only.
+    /// The interval: as asked, or as a budget has it; absent where checkpoints are taken by command
+    /// only.
     pub interval_ns: Option<u64>,
     /// With a budget: why the interval is what it is.
     pub tuned: Option<String>,
@@ -160,7 +166,8 @@ pub struct Status {
     pub last: Option<crate::report::Entry>,
     /// Its age.
     pub last_age_ns: Option<u64>,
-    /// QEMU's monitor socket that the engine uses, empty where that is libvirt's; free again once the engine has ended.
+    /// QEMU's monitor socket that the engine uses, empty where that is libvirt's; free again once
+    /// the engine has ended.
     pub qmp: String,
     /// The VMs of a group; empty for one VM alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -181,7 +188,8 @@ pub struct Status {
 pub struct ReplicationStatus {
     /// `primary` or `standby`.
     pub role: String,
-    /// A primary: `protected`, `unprotected`, `syncing`, ...; a standby: `ready to take over`, `syncing`, ...
+    /// A primary: `protected`, `unprotected`, `syncing`, ...; a standby: `ready to take over`,
+    /// `syncing`, ...
     pub state: String,
     /// The VM that a standby holds, or has taken over.
     pub protects: Option<String>,

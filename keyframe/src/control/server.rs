@@ -1,4 +1,5 @@
-//! Serves the control socket: status from shared state at once, everything else through the engine's own loop.
+//! Serves the control socket: status from shared state at once, everything else through the
+//! engine's own loop.
 
 use super::{LINE_BYTES_MAX, Request, Response, Status};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -38,12 +39,14 @@ pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> i
             if Arc::strong_count(&clients) > CLIENTS_MAX {
                 continue;
             }
-            let (deliver, status, client) = (deliver.clone(), Arc::clone(&status), Arc::clone(&clients));
-            let served = std::thread::Builder::new().name("control-client".into()).spawn(move || {
-                // A client that went away is its own affair.
-                let _ = serve(&stream, &deliver, &status);
-                drop(client);
-            });
+            let (deliver, status, client) =
+                (deliver.clone(), Arc::clone(&status), Arc::clone(&clients));
+            let served =
+                std::thread::Builder::new().name("control-client".into()).spawn(move || {
+                    // A client that went away is its own affair.
+                    let _ = serve(&stream, &deliver, &status);
+                    drop(client);
+                });
             drop(served);
         }
     })?;

@@ -1,7 +1,8 @@
 //! The image beneath a disk: what it is, and whether it is still that.
 //!
-//! A checkpoint holds what was written above an image. Over another image it would give a disk that never was, so an image
-//! that has changed since is refused: by the length and the time of change of it and of each image that it stands on.
+//! A checkpoint holds what was written above an image. Over another image it would give a disk that
+//! never was, so an image that has changed since is refused: by the length and the time of change
+//! of it and of each image that it stands on.
 
 use crate::failure::Failure;
 use keyframe_disk::{ImageFormat, commit};
@@ -43,7 +44,8 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
     for known in &base.files {
         let path = Path::new(&known.path);
         let put_back = |e: std::io::Error| {
-            failed("open", path, &e).fix("the checkpoint stands on this image: put it back where it was")
+            failed("open", path, &e)
+                .fix("the checkpoint stands on this image: put it back where it was")
         };
         let open = File::open(path).map_err(put_back)?;
         let meta = open.metadata().map_err(|e| failed("look at", path, &e))?;
@@ -54,19 +56,24 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
                 path.display()
             ))
         };
-        let same_time = (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns));
+        let same_time =
+            (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns));
         if len_bytes == known.len_bytes && same_time {
             continue;
         }
         if let Some(source) = commit::interrupted(path) {
-            let problem = format!("{}: a commit of {source} into it was interrupted", path.display());
-            return Err(Failure::new(problem).fix("finish it first: run keyframe commit --in-place again"));
+            let problem =
+                format!("{}: a commit of {source} into it was interrupted", path.display());
+            return Err(
+                Failure::new(problem).fix("finish it first: run keyframe commit --in-place again")
+            );
         }
         if len_bytes != known.len_bytes {
             let how = format!("it had {} bytes and has {len_bytes}", known.len_bytes);
             return Err(changed(how).fix("put the image back as it was"));
         }
-        let same = sample(&open, len_bytes).map_err(|e| failed("read", path, &e))? == known.sample_blake3;
+        let same =
+            sample(&open, len_bytes).map_err(|e| failed("read", path, &e))? == known.sample_blake3;
         return Err(if same {
             changed("its time of change is another, though the parts of it that were compared are the same".into()).fix(
                 format!(
@@ -120,7 +127,9 @@ fn chain(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>, Failure> {
         return Ok(files);
     }
     while let Some(last) = files.last() {
-        let Some(next) = backing(last).map_err(|e| failed("read", last, &e))? else { return Ok(files) };
+        let Some(next) = backing(last).map_err(|e| failed("read", last, &e))? else {
+            return Ok(files);
+        };
         if files.len() >= CHAIN_MAX {
             return Err(Failure::new(format!(
                 "{}: more than {CHAIN_MAX} images stand on each other",
@@ -140,8 +149,9 @@ fn backing(path: &Path) -> std::io::Result<Option<PathBuf>> {
     if file.read_exact_at(&mut header, 0).is_err() || !header.starts_with(b"QFI\xfb") {
         return Ok(None);
     }
-    let number =
-        |at: usize, len: usize| header[at..at + len].iter().fold(0u64, |n, b| n << 8 | u64::from(*b));
+    let number = |at: usize, len: usize| {
+        header[at..at + len].iter().fold(0u64, |n, b| n << 8 | u64::from(*b))
+    };
     let (offset, len) = (number(8, 8), number(16, 4));
     if offset == 0 || len == 0 || len > u64::from(NAME_BYTES_MAX) {
         return Ok(None);

@@ -1,4 +1,5 @@
-//! A checkpoint's blocks of a disk, between the image and the overlay of a VM that was restored from it.
+//! A checkpoint's blocks of a disk, between the image and the overlay of a VM that was restored
+//! from it.
 
 use crate::keys::KeyArg;
 use keyframe_disk::{Block, Content, DiskBlock, Error, Layer, Result};
@@ -45,7 +46,8 @@ impl Layers {
         *self.last.borrow_mut() = Some((source.store, Arc::clone(&disks)));
         let id = disks.id;
         let layer = StoredLayer::of(disks, source.disk);
-        let layer = layer.ok_or_else(|| refused(format!("checkpoint {id} has no disk {}", source.disk)))?;
+        let layer =
+            layer.ok_or_else(|| refused(format!("checkpoint {id} has no disk {}", source.disk)))?;
         Ok(Box::new(layer))
     }
 }

@@ -1,4 +1,5 @@
-//! The media that a recorded guest can only read, served as its disks are: for the speed of the answers alone.
+//! The media that a recorded guest can only read, served as its disks are: for the speed of the
+//! answers alone.
 //!
 //! Nothing of it goes into a checkpoint: the image is the user's, and is not written.
 
@@ -18,21 +19,26 @@ pub struct Media {
 }
 
 impl Media {
-    /// Serves `media`, whose paths hold in `directory`, from a folder of its own in `place`; none where there are none.
+    /// Serves `media`, whose paths hold in `directory`, from a folder of its own in `place`; none
+    /// where there are none.
     ///
     /// Error: one of them cannot be served. QEMU can read it itself.
-    pub fn serve(media: &[Medium], directory: &Path, place: &Path) -> Result<Option<Self>, Failure> {
+    pub fn serve(
+        media: &[Medium],
+        directory: &Path,
+        place: &Path,
+    ) -> Result<Option<Self>, Failure> {
         if media.is_empty() {
             return Ok(None);
         }
         let folder = tempfile::Builder::new().prefix("keyframe-media-").tempdir_in(place);
-        let folder =
-            folder.map_err(|e| Failure::new(format!("make a directory in {}: {e}", place.display())))?;
+        let folder = folder
+            .map_err(|e| Failure::new(format!("make a directory in {}: {e}", place.display())))?;
         let spec = |medium| spec(medium, directory, folder.path());
         let specs = media.iter().map(spec).collect::<Result<Vec<_>, _>>()?;
         let socket = folder.path().join(SOCKET);
-        let disks =
-            Disks::spawn(&mut super::server(), &socket, &specs).map_err(|e| Failure::new(chain(&e)))?;
+        let disks = Disks::spawn(&mut super::server(), &socket, &specs)
+            .map_err(|e| Failure::new(chain(&e)))?;
         Ok(Some(Self { disks: Some(disks), folder }))
     }
 
@@ -43,7 +49,10 @@ impl Media {
 
     /// Requests are answered on `core`, on which the guest runs alone, before it runs on.
     pub fn answer_on(&mut self, core: u32) -> Result<(), Failure> {
-        self.disks.as_mut().map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(chain(&e)))
+        self.disks
+            .as_mut()
+            .map_or(Ok(()), |disks| disks.answer_on(core))
+            .map_err(|e| Failure::new(chain(&e)))
     }
 }
 
@@ -64,9 +73,8 @@ fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<Spec, Failur
         return Err(Failure::new(format!("{name} is no file")));
     }
     let format = match medium.format.as_deref() {
-        Some(word) => {
-            ImageFormat::named(word).ok_or_else(|| Failure::new(format!("{name} is in format {word}")))?
-        }
+        Some(word) => ImageFormat::named(word)
+            .ok_or_else(|| Failure::new(format!("{name} is in format {word}")))?,
         None => ImageFormat::probe(&image).map_err(|e| Failure::new(chain(&e)))?,
     };
     Ok(Spec {

@@ -88,7 +88,8 @@ pub struct Served {
     round: u32,
 }
 
-/// Starts a process that serves `wanted` on `socket`, with overlays in a place of `vm`'s own in `store`.
+/// Starts a process that serves `wanted` on `socket`, with overlays in a place of `vm`'s own in
+/// `store`.
 pub fn serve(
     store: &Store,
     vm: &str,
@@ -107,9 +108,9 @@ pub fn serve_in(
     wanted: Vec<Wanted>,
     socket: &Path,
 ) -> Result<Served, Failure> {
-    start(&place, vm, checkpoint, wanted, socket)
-        .inspect_err(|_| place.remove())
-        .map(|(disks, metas, temporary, info)| Served { disks, place, metas, temporary, info, round: 0 })
+    start(&place, vm, checkpoint, wanted, socket).inspect_err(|_| place.remove()).map(
+        |(disks, metas, temporary, info)| Served { disks, place, metas, temporary, info, round: 0 },
+    )
 }
 
 fn start(
@@ -128,8 +129,8 @@ fn start(
     }
     let mut command = server();
     keys::pass_on(&mut command);
-    let disks =
-        Disks::spawn(&mut command, socket, &specs).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+    let disks = Disks::spawn(&mut command, socket, &specs)
+        .map_err(|e| Failure::new(crate::failure::chain(&e)))?;
     let temporary = wanted.iter().map(|disk| disk.temporary).collect();
     let sized = |(disk, bytes): (Wanted, &u64)| DiskMeta { disk_bytes: *bytes, ..disk.meta };
     let metas: Vec<DiskMeta> = wanted.into_iter().zip(disks.disk_bytes()).map(sized).collect();
@@ -151,17 +152,21 @@ fn server() -> Command {
     command
 }
 
-/// What the server is told of them. `round` tells overlays that follow each other in one place apart.
+/// What the server is told of them. `round` tells overlays that follow each other in one place
+/// apart.
 fn specs(place: &Place, wanted: &[Wanted], round: u32) -> Result<Vec<Spec>, Failure> {
     let spec = |(index, disk): (usize, &Wanted)| {
         let (name, base) = (&disk.meta.name, &disk.meta.base);
         let blank_bytes = base.is_blank().then_some(disk.meta.disk_bytes);
         let format = ImageFormat::named(&base.format).or(blank_bytes.map(|_| ImageFormat::Raw));
-        let format =
-            format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))?;
+        let format = format
+            .ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))?;
         let mut overlay = place.overlay(index, name);
         if round > 0 {
-            overlay.set_file_name(format!("{}.{round}", overlay.file_name().unwrap_or_default().display()));
+            overlay.set_file_name(format!(
+                "{}.{round}",
+                overlay.file_name().unwrap_or_default().display()
+            ));
         }
         Ok(Spec {
             export: name.clone(),
@@ -177,12 +182,14 @@ fn specs(place: &Place, wanted: &[Wanted], round: u32) -> Result<Vec<Spec>, Fail
 }
 
 impl Served {
-    /// Ends the server and removes the place unless the guest has written something that is to last; that is where it is.
+    /// Ends the server and removes the place unless the guest has written something that is to
+    /// last; that is where it is.
     pub fn end(self, keep: bool) -> Result<Option<std::path::PathBuf>, Failure> {
         let Self { mut disks, place, temporary, .. } = self;
         let stats = disks.stats().map_err(|e| Failure::new(crate::failure::chain(&e)))?;
         let ended = disks.end().map_err(|e| Failure::new(crate::failure::chain(&e)));
-        let written = |(disk, temporary): (&keyframe_disk::Stats, &bool)| disk.extents > 0 && !temporary;
+        let written =
+            |(disk, temporary): (&keyframe_disk::Stats, &bool)| disk.extents > 0 && !temporary;
         let lasts = keep && stats.disks.iter().zip(&temporary).any(written);
         if !lasts && ended.is_ok() {
             place.remove();

@@ -6,8 +6,8 @@
 //!     DISK/                     an overlay (docs/formats/disk-overlay.md)
 //! ```
 //!
-//! Invariant: what a guest has written to a disk stays until somebody says what is to become of it; only a place that
-//! nothing was written to, or whose writes were not to last, is removed.
+//! Invariant: what a guest has written to a disk stays until somebody says what is to become of it;
+//! only a place that nothing was written to, or whose writes were not to last, is removed.
 
 use crate::failure::Failure;
 use crate::rundir::name_from;
@@ -53,8 +53,9 @@ impl Place {
 
     /// The same in any folder.
     pub fn claim_in(folder: &Path, vm: &str) -> Result<Self, Failure> {
-        let make =
-            |path: &Path, recursive| std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path);
+        let make = |path: &Path, recursive| {
+            std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
+        };
         make(folder, true).map_err(|e| failed("make", folder, &e))?;
         for number in 1..PLACES_MAX {
             let path = folder.join(format!("{vm}.{number}"));
@@ -64,7 +65,8 @@ impl Place {
                 Err(e) => return Err(failed("make", &path, &e)),
             }
         }
-        Err(Failure::new(format!("{}: too many places of VM {vm}", folder.display())).fix("remove old ones"))
+        Err(Failure::new(format!("{}: too many places of VM {vm}", folder.display()))
+            .fix("remove old ones"))
     }
 
     /// The directory.
@@ -79,8 +81,10 @@ impl Place {
 
     /// Says whose it is.
     pub fn describe(&self, info: &Info) -> Result<(), Failure> {
-        let text = serde_json::to_vec_pretty(info).map_err(|e| Failure::new(format!("{INFO}: {e}")))?;
-        std::fs::write(self.path.join(INFO), text).map_err(|e| failed("write", &self.path.join(INFO), &e))
+        let text =
+            serde_json::to_vec_pretty(info).map_err(|e| Failure::new(format!("{INFO}: {e}")))?;
+        std::fs::write(self.path.join(INFO), text)
+            .map_err(|e| failed("write", &self.path.join(INFO), &e))
     }
 
     /// Removes it with all that it holds.
@@ -102,8 +106,8 @@ pub fn info(path: &Path) -> Option<Info> {
     serde_json::from_slice(&text).ok()
 }
 
-/// What is said of the place in which the overlay in `directory` lies, and where its store would be. None where it is in
-/// no place.
+/// What is said of the place in which the overlay in `directory` lies, and where its store would
+/// be. None where it is in no place.
 pub fn of_overlay(directory: &Path) -> Option<(PathBuf, Info)> {
     let place = directory.parent()?;
     Some((keyframe_store::store_of_folder(place.parent()?.parent()?), info(place)?))
@@ -129,7 +133,11 @@ pub fn is_in_use(directory: &Path) -> bool {
 pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, Info, String)> {
     let mut found = Vec::new();
     for (path, info) in all(store) {
-        let base = info.disks.iter().map(|(disk, _)| &disk.base.path).find(|p| bases.contains(&p.as_str()));
+        let base = info
+            .disks
+            .iter()
+            .map(|(disk, _)| &disk.base.path)
+            .find(|p| bases.contains(&p.as_str()));
         if let Some(base) = base.cloned() {
             found.push((path, info, base));
         }

@@ -1,4 +1,5 @@
-//! The disks of a checkpoint: for VMs that come to life from it, and for one that goes back to it while it runs.
+//! The disks of a checkpoint: for VMs that come to life from it, and for one that goes back to it
+//! while it runs.
 //!
 //! ```text
 //!   rollback:   stage ─▶ image, blocks of the checkpoint, fresh overlay: open beside what is served
@@ -34,14 +35,19 @@ pub fn require_all(id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
     if lacking.is_empty() {
         return Ok(());
     }
-    let named: Vec<_> = lacking.iter().map(|disk| format!("{} ({})", disk.name, disk.base.path)).collect();
-    Err(Failure::new(format!("checkpoint {id} lacks disks, which were left out of it: {}", named.join(", "))))
+    let named: Vec<_> =
+        lacking.iter().map(|disk| format!("{} ({})", disk.name, disk.base.path)).collect();
+    Err(Failure::new(format!(
+        "checkpoint {id} lacks disks, which were left out of it: {}",
+        named.join(", ")
+    )))
 }
 
 /// Whether two lists are the same disks over the same images.
 pub fn are_same(these: &[DiskMeta], those: &[DiskMeta]) -> bool {
-    let same =
-        |(a, b): (&DiskMeta, &DiskMeta)| (&a.name, a.disk_bytes, &a.base) == (&b.name, b.disk_bytes, &b.base);
+    let same = |(a, b): (&DiskMeta, &DiskMeta)| {
+        (&a.name, a.disk_bytes, &a.base) == (&b.name, b.disk_bytes, &b.base)
+    };
     these.len() == those.len() && these.iter().zip(those).all(same)
 }
 
@@ -59,7 +65,8 @@ impl Served {
         })
     }
 
-    /// Says what is served now: the disks of checkpoint `id`, and what has been written to them since.
+    /// Says what is served now: the disks of checkpoint `id`, and what has been written to them
+    /// since.
     pub fn describe(&mut self, id: CheckpointId) -> Result<(), Failure> {
         self.info.checkpoint = Some(id.0);
         for ((_, overlay), spec) in self.info.disks.iter_mut().zip(self.disks.specs()) {

@@ -6,7 +6,8 @@
 //! | writes that a VM left | they lie over an image that is another |
 //! | a checkpoint | its disk lies over an image that is another: it is refused from then on |
 //!
-//! Left out: other stores, and VMs that are not ours. Of those that run, an image's locks tell (`keyframe_disk`).
+//! Left out: other stores, and VMs that are not ours. Of those that run, an image's locks tell
+//! (`keyframe_disk`).
 
 use super::place;
 use crate::failure::Failure;
@@ -62,8 +63,11 @@ impl Standing {
             return Ok(());
         }
         let names = self.running.join(", ");
-        Err(Failure::new(format!("{}: VM {names} runs over it; nothing was changed", image.display()))
-            .fix("end that VM first (keyframe stop), or write a new image with -o FILE"))
+        Err(Failure::new(format!(
+            "{}: VM {names} runs over it; nothing was changed",
+            image.display()
+        ))
+        .fix("end that VM first (keyframe stop), or write a new image with -o FILE"))
     }
 
     /// What is lost by writing to the image, a line each.
@@ -82,7 +86,10 @@ impl Standing {
             ));
         }
         for place in &self.left {
-            lines.push(format!("What a VM has written over it can no longer be used: {}.", place.display()));
+            lines.push(format!(
+                "What a VM has written over it can no longer be used: {}.",
+                place.display()
+            ));
         }
         lines
     }
@@ -140,7 +147,8 @@ mod tests {
         std::fs::write(&image, "x").unwrap();
         std::os::unix::fs::symlink(&image, &link).unwrap();
         let base = |paths: &[&Path]| {
-            let file = |path: &&Path| BaseFile { path: path.display().to_string(), ..BaseFile::default() };
+            let file =
+                |path: &&Path| BaseFile { path: path.display().to_string(), ..BaseFile::default() };
             BaseMeta {
                 path: paths[0].display().to_string(),
                 files: paths.iter().map(file).collect(),

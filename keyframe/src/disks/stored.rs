@@ -31,16 +31,19 @@ impl StoredDisk {
         Some(Self { disks, meta, number })
     }
 
-    /// The disk called `name`; of a group's as `MEMBER/NAME`, or as `NAME` of `member`. It need not be named where there is
-    /// only one.
+    /// The disk called `name`; of a group's as `MEMBER/NAME`, or as `NAME` of `member`. It need not
+    /// be named where there is only one.
     pub fn choose(
         disks: Arc<LoadedDisks>,
         member: Option<&str>,
         name: Option<&str>,
     ) -> Result<Self, Failure> {
         let (id, all) = (disks.id, &disks.meta.disks);
-        if let Some(member) = member.filter(|m| disks.meta.members.iter().all(|known| known.name != **m)) {
-            let names: Vec<&str> = disks.meta.members.iter().map(|known| known.name.as_str()).collect();
+        if let Some(member) =
+            member.filter(|m| disks.meta.members.iter().all(|known| known.name != **m))
+        {
+            let names: Vec<&str> =
+                disks.meta.members.iter().map(|known| known.name.as_str()).collect();
             let fix = if names.is_empty() {
                 "it is of one VM: leave --member out".to_owned()
             } else {
@@ -49,7 +52,8 @@ impl StoredDisk {
             return Err(Failure::new(format!("checkpoint {id} has no member {member}")).fix(fix));
         }
         let prefix = member.map(|member| format!("{member}/")).unwrap_or_default();
-        let candidates: Vec<usize> = (0..all.len()).filter(|i| all[*i].name.starts_with(&prefix)).collect();
+        let candidates: Vec<usize> =
+            (0..all.len()).filter(|i| all[*i].name.starts_with(&prefix)).collect();
         let list = candidates.iter().map(|i| all[*i].name.as_str()).collect::<Vec<_>>().join(", ");
         let of = member.map(|member| format!(" of member {member}")).unwrap_or_default();
         let chosen = match (name, &candidates[..]) {
@@ -61,8 +65,10 @@ impl StoredDisk {
             }
             (None, [only]) => *only,
             (None, _) => {
-                return Err(Failure::new(format!("checkpoint {id} holds several disks{of}: {list}"))
-                    .fix("say which one with --disk NAME"));
+                return Err(Failure::new(format!(
+                    "checkpoint {id} holds several disks{of}: {list}"
+                ))
+                .fix("say which one with --disk NAME"));
             }
             (Some(name), _) => {
                 let is_named = |i: &&usize| {
@@ -75,7 +81,8 @@ impl StoredDisk {
                 })?
             }
         };
-        Self::of(disks, chosen).ok_or_else(|| Failure::new(format!("checkpoint {id} has no such disk")))
+        Self::of(disks, chosen)
+            .ok_or_else(|| Failure::new(format!("checkpoint {id} has no such disk")))
     }
 
     /// What is known of it.
@@ -91,7 +98,8 @@ impl StoredDisk {
     /// How that is encoded.
     pub fn format(&self) -> Result<ImageFormat, Failure> {
         let DiskMeta { name, base, .. } = &self.meta;
-        let format = if base.is_blank() { Some(ImageFormat::Raw) } else { ImageFormat::named(&base.format) };
+        let format =
+            if base.is_blank() { Some(ImageFormat::Raw) } else { ImageFormat::named(&base.format) };
         format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))
     }
 
@@ -107,7 +115,10 @@ impl StoredDisk {
         }
         let layer = StoredLayer::of(Arc::clone(&self.disks), self.number);
         let layer = layer.ok_or_else(|| {
-            Failure::new(format!("checkpoint {}: its disks are larger than they can be", self.disks.id))
+            Failure::new(format!(
+                "checkpoint {}: its disks are larger than they can be",
+                self.disks.id
+            ))
         })?;
         Ok(Box::new(layer))
     }

@@ -1,4 +1,5 @@
-//! What commit and export share in writing a disk: how far it has got, giving up, and what an error means.
+//! What commit and export share in writing a disk: how far it has got, giving up, and what an error
+//! means.
 
 use super::base;
 use crate::failure::{Failure, chain};
@@ -59,7 +60,8 @@ impl Progress {
         Self { image, ..self }
     }
 
-    /// So many bytes are done. Errors: somebody has given it up; at the end, that the image has changed.
+    /// So many bytes are done. Errors: somebody has given it up; at the end, that the image has
+    /// changed.
     pub fn reached(&self, done_bytes: u64) -> Result<()> {
         self.bar.set_position(done_bytes);
         if self.interrupted.load(Ordering::Relaxed) {
@@ -67,10 +69,12 @@ impl Progress {
             return Err(Error::Io { object: self.object.clone(), operation: "write", source });
         }
         match &self.image {
-            Some(image) if done_bytes >= self.bytes => base::require_unchanged(image).map_err(|changed| {
-                let fix = changed.fix.unwrap_or_default();
-                Error::Refused { object: self.object.clone(), problem: changed.message, fix }
-            }),
+            Some(image) if done_bytes >= self.bytes => {
+                base::require_unchanged(image).map_err(|changed| {
+                    let fix = changed.fix.unwrap_or_default();
+                    Error::Refused { object: self.object.clone(), problem: changed.message, fix }
+                })
+            }
             _ => Ok(()),
         }
     }

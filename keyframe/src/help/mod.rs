@@ -1,4 +1,5 @@
-//! What `--help` and `keyframe help` show: commands by what they are for, texts that fit the terminal, topics.
+//! What `--help` and `keyframe help` show: commands by what they are for, texts that fit the
+//! terminal, topics.
 
 pub mod topics;
 
@@ -14,16 +15,23 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ),
     (
         "Use them",
-        &["list", "show", "diff", "restore", "branch", "rollback", "mount", "export", "import", "commit"],
+        &[
+            "list", "show", "diff", "restore", "branch", "rollback", "mount", "export", "import",
+            "commit",
+        ],
     ),
     ("Keep a store", &["stats", "check", "tag", "pin", "forget", "prune", "copy", "unlock"]),
-    ("Record, replay, analyse", &["record", "segment", "verify", "log", "goto", "find", "analyze", "plan"]),
+    (
+        "Record, replay, analyse",
+        &["record", "segment", "verify", "log", "goto", "find", "analyze", "plan"],
+    ),
     ("Survive a host", &["protect", "standby", "witness", "failover"]),
     ("Show and measure", &["serve", "report", "bench"]),
     ("Learn and install", &["help", "completions", "man"]),
 ];
 
-const TEMPLATE: &str = "{about}\n\n{usage-heading} {usage}\n\n{before-help}Options:\n{options}{after-help}";
+const TEMPLATE: &str =
+    "{about}\n\n{usage-heading} {usage}\n\n{before-help}Options:\n{options}{after-help}";
 
 /// An error of the command line, with what to do about it where that is known.
 pub fn explained(mut error: clap::Error) -> clap::Error {
@@ -32,14 +40,16 @@ pub fn explained(mut error: clap::Error) -> clap::Error {
         Some(ContextValue::Strings(words)) => words.iter().any(|word| word.contains(what)),
         _ => false,
     };
-    let tip = if error.kind() == ErrorKind::UnknownArgument && names(ContextKind::InvalidArg, "qemu") {
-        "QEMU's command line stands behind two dashes: keyframe ... -- qemu-system-x86_64 ..."
-    } else if error.kind() == ErrorKind::MissingRequiredArgument && names(ContextKind::InvalidArg, "--store")
-    {
-        "name it once for all that follows: export KEYFRAME_STORE=STORE"
-    } else {
-        return error;
-    };
+    let tip =
+        if error.kind() == ErrorKind::UnknownArgument && names(ContextKind::InvalidArg, "qemu") {
+            "QEMU's command line stands behind two dashes: keyframe ... -- qemu-system-x86_64 ..."
+        } else if error.kind() == ErrorKind::MissingRequiredArgument
+            && names(ContextKind::InvalidArg, "--store")
+        {
+            "name it once for all that follows: export KEYFRAME_STORE=STORE"
+        } else {
+            return error;
+        };
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     error
 }
@@ -54,7 +64,8 @@ pub fn shaped(command: Command) -> Command {
 
 fn groups(command: &Command) -> String {
     let line = |name: &str| {
-        let about = command.find_subcommand(name).and_then(Command::get_about).map(ToString::to_string);
+        let about =
+            command.find_subcommand(name).and_then(Command::get_about).map(ToString::to_string);
         format!("  {name:<12} {}", about.unwrap_or_default())
     };
     let group = |(heading, names): &(&str, &[&str])| {
@@ -64,7 +75,8 @@ fn groups(command: &Command) -> String {
     GROUPS.iter().map(group).collect::<String>().trim_end().to_owned()
 }
 
-/// Takes the line ends out of the paragraphs behind the options, so that they are wrapped to the terminal's width once.
+/// Takes the line ends out of the paragraphs behind the options, so that they are wrapped to the
+/// terminal's width once.
 fn reflowed(mut command: Command) -> Command {
     if let Some(text) = command.get_after_help().map(StyledStr::to_string) {
         command = command.after_help(paragraphs(&text));
@@ -72,8 +84,8 @@ fn reflowed(mut command: Command) -> Command {
     command.mut_subcommands(reflowed)
 }
 
-/// Joins the lines of each paragraph. Lines that are set in, and the ones behind them up to an empty one, stay as they are, as do
-/// headings.
+/// Joins the lines of each paragraph. Lines that are set in, and the ones behind them up to an
+/// empty one, stay as they are, as do headings.
 fn paragraphs(text: &str) -> String {
     let mut joined = String::with_capacity(text.len());
     let mut is_prose = false;
@@ -95,7 +107,8 @@ mod tests {
     #[test]
     fn every_command_for_people_is_in_one_group_and_no_topic_has_its_name() {
         let command = crate::cli();
-        let mut grouped: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        let mut grouped: Vec<&str> =
+            GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
         grouped.sort_unstable();
         let mut shown: Vec<&str> =
             command.get_subcommands().filter(|c| !c.is_hide_set()).map(Command::get_name).collect();
@@ -108,8 +121,7 @@ mod tests {
 
     #[test]
     fn paragraphs_are_joined_and_examples_are_not() {
-        let text =
-            "One goes\nover two lines.\n\nExamples:\n  keyframe a\n  keyframe b \\\n      -c\n\nThe\nend.";
+        let text = "One goes\nover two lines.\n\nExamples:\n  keyframe a\n  keyframe b \\\n      -c\n\nThe\nend.";
         assert_eq!(
             paragraphs(text),
             "One goes over two lines.\n\nExamples:\n  keyframe a\n  keyframe b \\\n      -c\n\nThe end."

@@ -50,8 +50,9 @@ mod tests {
     #[test]
     fn topics_name_commands_and_options_that_there_are() {
         let command = crate::cli();
-        let has =
-            |command: &Command, word: &str| command.get_arguments().any(|arg| arg.get_long() == Some(word));
+        let has = |command: &Command, word: &str| {
+            command.get_arguments().any(|arg| arg.get_long() == Some(word))
+        };
         for topic in &ALL {
             for (at, _) in topic.text.match_indices("keyframe ") {
                 // A path or an address ends in the same word.
@@ -64,10 +65,12 @@ mod tests {
                 assert!(found.is_some(), "{}: keyframe {name}", topic.name);
             }
             for word in topic.text.split(|c: char| !(c.is_ascii_lowercase() || c == '-')) {
-                let Some(option) = word.strip_prefix("--").filter(|option| !option.is_empty()) else {
+                let Some(option) = word.strip_prefix("--").filter(|option| !option.is_empty())
+                else {
                     continue;
                 };
-                let is_known = option == "help" || command.get_subcommands().any(|sub| has(sub, option));
+                let is_known =
+                    option == "help" || command.get_subcommands().any(|sub| has(sub, option));
                 assert!(is_known, "{}: --{option}", topic.name);
             }
         }

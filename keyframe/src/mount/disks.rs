@@ -1,7 +1,8 @@
 //! A checkpoint's disks as files.
 //!
-//! Invariant: what is given of a disk is of the image that the checkpoint stands on. It is looked at before its disk is
-//! opened and again behind each read; from then on it is an error, until it is as it was and is opened anew.
+//! Invariant: what is given of a disk is of the image that the checkpoint stands on. It is looked
+//! at before its disk is opened and again behind each read; from then on it is an error, until it
+//! is as it was and is opened anew.
 
 use super::node::DISKS_MAX;
 use crate::disks::stored::StoredDisk;
@@ -22,7 +23,8 @@ impl OpenDisk {
     /// Disk number `number`; `name` is what messages call it. Error: why it cannot be read.
     pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, String> {
         let problem = |e: Failure| format!("open {name}: {e}");
-        let stored = StoredDisk::of(disks, usize::from(number)).ok_or_else(|| format!("no {name}"))?;
+        let stored =
+            StoredDisk::of(disks, usize::from(number)).ok_or_else(|| format!("no {name}"))?;
         let disk = stored.open().map_err(problem)?;
         Ok(Self { stored, disk, name })
     }
@@ -39,7 +41,10 @@ impl OpenDisk {
 }
 
 /// The disks of `member`, or of the only VM: their numbers, and the names of their files.
-pub fn files<'a>(all: &'a [DiskMeta], member: Option<&str>) -> impl Iterator<Item = (u8, String)> + use<'a> {
+pub fn files<'a>(
+    all: &'a [DiskMeta],
+    member: Option<&str>,
+) -> impl Iterator<Item = (u8, String)> + use<'a> {
     let prefix = member.map(|member| format!("{member}/")).unwrap_or_default();
     (0u8..).zip(all).take(DISKS_MAX).filter_map(move |(number, disk)| {
         let name = disk.name.strip_prefix(&prefix)?;
@@ -47,7 +52,8 @@ pub fn files<'a>(all: &'a [DiskMeta], member: Option<&str>) -> impl Iterator<Ite
     })
 }
 
-/// A name as that of a file: what no file name may hold, and what `further` names, as `%` and two digits.
+/// A name as that of a file: what no file name may hold, and what `further` names, as `%` and two
+/// digits.
 pub fn escaped(name: &str, further: impl Fn(char) -> bool) -> String {
     let hex = |digit: u32| char::from_digit(digit, 16).map_or('0', |c| c.to_ascii_uppercase());
     let mut out = String::with_capacity(name.len());
@@ -70,7 +76,8 @@ mod tests {
         let named = |name: &str| DiskMeta { name: name.into(), ..DiskMeta::default() };
         let alone = ["vda", "#block/1", "100%"].map(named);
         let names: Vec<_> = files(&alone, None).collect();
-        let expected = ["disk-vda.raw", "disk-#block%2F1.raw", "disk-100%25.raw"].map(str::to_owned);
+        let expected =
+            ["disk-vda.raw", "disk-#block%2F1.raw", "disk-100%25.raw"].map(str::to_owned);
         assert_eq!(names, (0..).zip(expected).collect::<Vec<_>>());
         let group = ["web/vda", "db/vda", "web/b/c"].map(named);
         let of = |member| files(&group, Some(member)).collect::<Vec<_>>();

@@ -4,15 +4,16 @@ use super::disks::OpenDisk;
 use super::node::{Kind, Node, Place};
 use super::tree::{Denied, Look, Tree};
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner, OpenFlags,
-    ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, Request,
+    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
+    OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, Request,
 };
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How long the kernel may go by what it was told of names and sizes: a forgotten checkpoint is gone after that.
+/// How long the kernel may go by what it was told of names and sizes: a forgotten checkpoint is
+/// gone after that.
 const TRUSTED: Duration = Duration::from_secs(1);
 /// The most that one read gives.
 const READ_BYTES_MAX: u32 = 1 << 20;
@@ -53,7 +54,8 @@ impl Files {
 
     fn attributes(&self, node: Node) -> Result<(FileAttr, Duration), Errno> {
         let Look { len_bytes, time, lasts } = self.tree.look(node).map_err(errno)?;
-        let (kind, perm) = (kind(node), if kind(node) == FileType::RegularFile { 0o400 } else { 0o500 });
+        let (kind, perm) =
+            (kind(node), if kind(node) == FileType::RegularFile { 0o400 } else { 0o500 });
         let attributes = FileAttr {
             ino: INodeNo(node.number()),
             size: len_bytes,
@@ -144,7 +146,9 @@ impl Filesystem for Files {
     fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         match Node::of(ino.0) {
             // Tags come and go, and with them its length.
-            Some(Node::File(_, Kind::Info)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO),
+            Some(Node::File(_, Kind::Info)) => {
+                reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO)
+            }
             Some(Node::File(..)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE),
             Some(Node::Disk(place, disk)) => match self.open_disk(place, disk) {
                 Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
@@ -210,10 +214,19 @@ impl Filesystem for Files {
         }
     }
 
-    fn readdir(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
         let listings = self.listings();
         let Some(names) = listings.get(&fh.0) else { return reply.error(Errno::EBADF) };
-        for (next, (name, node)) in (1..).zip(names).skip(usize::try_from(offset).unwrap_or(usize::MAX)) {
+        for (next, (name, node)) in
+            (1..).zip(names).skip(usize::try_from(offset).unwrap_or(usize::MAX))
+        {
             if reply.add(INodeNo(node.number()), next, kind(*node), name) {
                 break;
             }

@@ -13,12 +13,13 @@
 //!       MEMBER/               where the checkpoint is a group's: these files but info.json, of each of its VMs
 //! ```
 //!
-//! The store is looked at with each listing and each name, so checkpoints come and go while it is mounted. A checkpoint does not
-//! change, so the kernel may keep what it has read.
+//! The store is looked at with each listing and each name, so checkpoints come and go while it is
+//! mounted. A checkpoint does not change, so the kernel may keep what it has read.
 //!
-//! Invariants: nothing is ever written; a page that cannot be read correctly is an error for those who read it, and for nobody
-//! else; memory is bounded ([`tree::LOADED_MAX`], `files::DISKS_OPEN_MAX`) whatever is read. The image beneath a disk is in
-//! use, and cannot be committed to, for as long as somebody has the disk's file open.
+//! Invariants: nothing is ever written; a page that cannot be read correctly is an error for those
+//! who read it, and for nobody else; memory is bounded ([`tree::LOADED_MAX`],
+//! `files::DISKS_OPEN_MAX`) whatever is read. The image beneath a disk is in use, and cannot be
+//! committed to, for as long as somebody has the disk's file open.
 
 mod disks;
 mod files;

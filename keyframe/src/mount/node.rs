@@ -55,7 +55,8 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All kinds, in the order of listings. The place in it is the inode's low part, so new ones go behind.
+    /// All kinds, in the order of listings. The place in it is the inode's low part, so new ones go
+    /// behind.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
     /// The file's name.
@@ -95,7 +96,9 @@ impl Node {
                 let at = Kind::ALL.iter().position(|k| *k == kind).unwrap_or_default();
                 place.number() | (at as u64 + 1)
             }
-            Self::Disk(place, disk) => place.number() | (Kind::ALL.len() as u64 + 1 + u64::from(disk)),
+            Self::Disk(place, disk) => {
+                place.number() | (Kind::ALL.len() as u64 + 1 + u64::from(disk))
+            }
             Self::Link(n) => LINK | n,
         }
     }

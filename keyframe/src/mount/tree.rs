@@ -94,15 +94,18 @@ impl Tree {
                     (name, link)
                 });
                 let numbered = ids.iter().filter(|id| Node::has_inodes(**id));
-                let checkpoints = numbered.map(|id| (id.to_string(), Node::Directory(Place::of(*id))));
+                let checkpoints =
+                    numbered.map(|id| (id.to_string(), Node::Directory(Place::of(*id))));
                 Ok(links.chain(checkpoints).collect())
             }
             Node::Directory(place) => {
                 let opened = self.open(place.id)?;
                 let files = Kind::ALL.into_iter().filter(|kind| opened.has(place, *kind));
                 let files = files.map(|kind| (kind.name().to_owned(), Node::File(place, kind)));
-                let disks =
-                    opened.disks(place).into_iter().map(|(disk, name)| (name, Node::Disk(place, disk)));
+                let disks = opened
+                    .disks(place)
+                    .into_iter()
+                    .map(|(disk, name)| (name, Node::Disk(place, disk)));
                 Ok(files.chain(disks).chain(opened.directories(place)).collect())
             }
             Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
@@ -126,13 +129,19 @@ impl Tree {
             Node::Directory(place) => {
                 let opened = self.open(place.id)?;
                 let Some(kind) = Kind::ALL.into_iter().find(|k| k.name() == name) else {
-                    if let Some((disk, _)) = opened.disks(place).into_iter().find(|(_, file)| file == name) {
+                    if let Some((disk, _)) =
+                        opened.disks(place).into_iter().find(|(_, file)| file == name)
+                    {
                         return Ok(Node::Disk(place, disk));
                     }
                     let found = opened.directories(place).find(|(directory, _)| directory == name);
                     return found.map(|(_, node)| node).ok_or(Denied::Absent);
                 };
-                if opened.has(place, kind) { Ok(Node::File(place, kind)) } else { Err(Denied::Absent) }
+                if opened.has(place, kind) {
+                    Ok(Node::File(place, kind))
+                } else {
+                    Err(Denied::Absent)
+                }
             }
             Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
         }
@@ -141,10 +150,16 @@ impl Tree {
     /// What a node looks like.
     pub fn look(&self, node: Node) -> Result<Look, Denied> {
         match node {
-            Node::Root => Ok(Look { len_bytes: 0, time: self.store.created().into(), lasts: false }),
+            Node::Root => {
+                Ok(Look { len_bytes: 0, time: self.store.created().into(), lasts: false })
+            }
             Node::Link(n) => {
                 let target = self.target(n)?;
-                Ok(Look { len_bytes: target.len() as u64, time: self.store.created().into(), lasts: false })
+                Ok(Look {
+                    len_bytes: target.len() as u64,
+                    time: self.store.created().into(),
+                    lasts: false,
+                })
             }
             Node::Directory(place) => self.look_at(place, None),
             Node::File(place, kind) => self.look_at(place, Some(kind)),
@@ -160,8 +175,11 @@ impl Tree {
     /// Opens a disk.
     pub fn open_disk(&self, place: Place, disk: u8) -> Result<OpenDisk, Denied> {
         let opened = self.open(place.id)?;
-        let (_, name) =
-            opened.disks(place).into_iter().find(|(number, _)| *number == disk).ok_or(Denied::Absent)?;
+        let (_, name) = opened
+            .disks(place)
+            .into_iter()
+            .find(|(number, _)| *number == disk)
+            .ok_or(Denied::Absent)?;
         let loaded = {
             let mut loaded = lock(&opened.disks);
             if let Some(disks) = &*loaded {
@@ -171,10 +189,12 @@ impl Tree {
                 Arc::clone(loaded.insert(Arc::new(disks)))
             }
         };
-        OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id)).map_err(|problem| {
-            self.say(problem);
-            Denied::Unreadable
-        })
+        OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id)).map_err(
+            |problem| {
+                self.say(problem);
+                Denied::Unreadable
+            },
+        )
     }
 
     /// Reads up to `len` bytes of a disk from `offset` on.
@@ -210,7 +230,13 @@ impl Tree {
     }
 
     /// Up to `len` bytes of a file from `offset` on.
-    pub fn read(&self, place: Place, kind: Kind, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
+    pub fn read(
+        &self,
+        place: Place,
+        kind: Kind,
+        offset: u64,
+        len: usize,
+    ) -> Result<Vec<u8>, Denied> {
         let id = place.id;
         let part = |bytes: &[u8]| {
             let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
@@ -243,9 +269,14 @@ impl Tree {
         if let Some(png) = &*png {
             return Ok(Arc::clone(png));
         }
-        let made = shown.picture(&opened.loaded, &vm.guest).and_then(|picture| screens::png(&picture));
+        let made =
+            shown.picture(&opened.loaded, &vm.guest).and_then(|picture| screens::png(&picture));
         let made = made.map_err(|e| {
-            self.say(format!("read {} of checkpoint {}: {e}", Kind::Screen.name(), opened.loaded.id));
+            self.say(format!(
+                "read {} of checkpoint {}: {e}",
+                Kind::Screen.name(),
+                opened.loaded.id
+            ));
             Denied::Unreadable
         })?;
         Ok(Arc::clone(png.insert(made.into())))
@@ -268,14 +299,17 @@ impl Tree {
     fn open(&self, id: CheckpointId) -> Result<Arc<Opened>, Denied> {
         {
             let mut all = lock(&self.opened);
-            if let Some(opened) = all.iter().position(|o| o.loaded.id == id).and_then(|at| all.remove(at)) {
+            if let Some(opened) =
+                all.iter().position(|o| o.loaded.id == id).and_then(|at| all.remove(at))
+            {
                 all.push_back(Arc::clone(&opened));
                 return Ok(opened);
             }
         }
         let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
-        let made =
-            |image: Result<Image, Failure>, kind: Kind| image.map_err(|e| self.lacks(id, kind, &e)).ok();
+        let made = |image: Result<Image, Failure>, kind: Kind| {
+            image.map_err(|e| self.lacks(id, kind, &e)).ok()
+        };
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
             raw: made(guest.raw(), Kind::Raw),
@@ -377,7 +411,8 @@ impl OpenedVm {
     }
 }
 
-/// A member's name as that of a directory: what no file name may hold, or is a name already, as `%` and two digits.
+/// A member's name as that of a directory: what no file name may hold, or is a name already, as `%`
+/// and two digits.
 fn directory_name(member: &str) -> String {
     let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
     disks::escaped(member, |c| c == '.' && taken)

@@ -1,4 +1,5 @@
-//! What a QEMU command line says about RAM and vCPUs, as far as an outsider needs it; and the same line with other vCPUs.
+//! What a QEMU command line says about RAM and vCPUs, as far as an outsider needs it; and the same
+//! line with other vCPUs.
 //!
 //! | in the line | means |
 //! |---|---|
@@ -7,7 +8,8 @@
 //! | `-machine memory-backend=ID`, `-numa node,memdev=ID` | backends are the main RAM, `-m` is their sum |
 //! | `-smp 4`, `-smp cpus=4`, `-smp sockets=2,cores=2` | vCPUs |
 //!
-//! The line is no proof, only what to look for: the sizes must then be found among the process's mappings.
+//! The line is no proof, only what to look for: the sizes must then be found among the process's
+//! mappings.
 
 use std::ffi::OsString;
 
@@ -17,7 +19,8 @@ const DEFAULT_RAM_BYTES: u64 = 128 << 20;
 /// What a line says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Said {
-    /// Sizes of the blocks of guest RAM, in bytes; a size stands here as often as there are blocks of it.
+    /// Sizes of the blocks of guest RAM, in bytes; a size stands here as often as there are blocks
+    /// of it.
     pub ram_bytes: Vec<u64>,
     /// Virtual CPUs, where it can be told.
     pub vcpus: Option<u32>,
@@ -25,12 +28,15 @@ pub struct Said {
 
 /// Reads the words behind the binary's name. Error: which part cannot be read.
 pub fn read(words: &[String]) -> Result<Said, String> {
-    let (mut main_bytes, mut backends, mut is_main_a_backend) = (DEFAULT_RAM_BYTES, Vec::new(), false);
+    let (mut main_bytes, mut backends, mut is_main_a_backend) =
+        (DEFAULT_RAM_BYTES, Vec::new(), false);
     let mut vcpus = Some(1);
     let mut words = words.iter();
     while let Some(word) = words.next() {
         let name = word.strip_prefix('-').map(|rest| rest.strip_prefix('-').unwrap_or(rest));
-        let Some(name @ ("m" | "object" | "machine" | "M" | "numa" | "smp")) = name else { continue };
+        let Some(name @ ("m" | "object" | "machine" | "M" | "numa" | "smp")) = name else {
+            continue;
+        };
         let Some(value) = words.next() else { continue };
         let keys = keys(value);
         let unread = || format!("-{name} {value}");
@@ -47,7 +53,9 @@ pub fn read(words: &[String]) -> Result<Said, String> {
                 }
             }
             "smp" => vcpus = smp(&keys),
-            _ => is_main_a_backend |= get(&keys, "memory-backend").or(get(&keys, "memdev")).is_some(),
+            _ => {
+                is_main_a_backend |= get(&keys, "memory-backend").or(get(&keys, "memdev")).is_some()
+            }
         }
     }
     if !is_main_a_backend {
@@ -71,7 +79,8 @@ pub fn with_vcpus(command: &[OsString], count: u32) -> Vec<OsString> {
     line
 }
 
-/// `a=b,c` as pairs; a part without `=` has an empty key. JSON objects too, their nested values aside.
+/// `a=b,c` as pairs; a part without `=` has an empty key. JSON objects too, their nested values
+/// aside.
 fn keys(value: &str) -> Vec<(String, String)> {
     if value.trim_start().starts_with('{') {
         let object: serde_json::Map<String, serde_json::Value> =
@@ -97,7 +106,8 @@ fn first(keys: &[(String, String)]) -> Option<&str> {
     keys.first().filter(|(k, v)| k.is_empty() && !v.is_empty()).map(|(_, v)| v.as_str())
 }
 
-/// A size in bytes: a number, maybe with a fraction, and a letter; without a letter in units of `unit_bytes`.
+/// A size in bytes: a number, maybe with a fraction, and a letter; without a letter in units of
+/// `unit_bytes`.
 fn size(text: &str, unit_bytes: u64) -> Option<u64> {
     let text = text.trim();
     let letter = text.chars().next_back()?.to_ascii_uppercase();
@@ -127,7 +137,9 @@ fn smp(keys: &[(String, String)]) -> Option<u32> {
         return cpus.parse().ok();
     }
     let parts = ["drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads"];
-    parts.iter().try_fold(1u32, |all, part| all.checked_mul(get(keys, part).map_or(Ok(1), str::parse).ok()?))
+    parts.iter().try_fold(1u32, |all, part| {
+        all.checked_mul(get(keys, part).map_or(Ok(1), str::parse).ok()?)
+    })
 }
 
 #[cfg(test)]
@@ -158,9 +170,13 @@ mod tests {
             [64 * MIB, 32 * MIB]
         );
         assert_eq!(ram("-m 64 -object iothread,id=x -name a,,m=1"), [64 * MIB]);
-        for line in
-            ["-m lots", "-m -1", "-m 99999999999999999999G", "-object memory-backend-ram,id=a", "-m 0"]
-        {
+        for line in [
+            "-m lots",
+            "-m -1",
+            "-m 99999999999999999999G",
+            "-object memory-backend-ram,id=a",
+            "-m 0",
+        ] {
             assert!(said(line).is_err(), "{line}");
         }
     }

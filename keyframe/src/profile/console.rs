@@ -1,4 +1,5 @@
-//! QEMU's standard output: passed through, or to standard error where standard output is for JSON; watched for a text.
+//! QEMU's standard output: passed through, or to standard error where standard output is for JSON;
+//! watched for a text.
 //!
 //! ```text
 //!   nothing asked    QEMU ───────────────────────────▶ our standard output
@@ -53,13 +54,17 @@ pub fn around<T>(
         return Ok((launch()?, Console { shown, ended: None }));
     }
     let failed = |e: std::io::Error| Failure::new(format!("redirect QEMU's standard output: {e}"));
-    let ours = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).map_err(|e| failed(e.into()))?;
+    let ours =
+        rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).map_err(|e| failed(e.into()))?;
     let (theirs, pipe) = match when {
         Some(_) => {
             let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
             (write, Some(read))
         }
-        None => (rustix::io::fcntl_dupfd_cloexec(std::io::stderr(), 3).map_err(|e| failed(e.into()))?, None),
+        None => (
+            rustix::io::fcntl_dupfd_cloexec(std::io::stderr(), 3).map_err(|e| failed(e.into()))?,
+            None,
+        ),
     };
     rustix::stdio::dup2_stdout(&theirs).map_err(|e| failed(e.into()))?;
     let launched = launch();
@@ -99,7 +104,8 @@ fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) ->
     ended
 }
 
-/// Looks for a text in lines that come in pieces. A prompt has no line end, so each piece is looked at.
+/// Looks for a text in lines that come in pieces. A prompt has no line end, so each piece is looked
+/// at.
 struct Look {
     text: Vec<u8>,
     line: Vec<u8>,

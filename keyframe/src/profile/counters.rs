@@ -1,15 +1,17 @@
-//! What a VM writes besides RAM: sectors to disks, as QEMU counts them, and packets, which we make QEMU dump.
+//! What a VM writes besides RAM: sectors to disks, as QEMU counts them, and packets, which we make
+//! QEMU dump.
 //!
 //! ```text
 //!   disks    query-blockstats ─▶ wr_bytes / 512, wr_operations, summed over all drives
 //!   packets  object-add filter-dump (one byte of each packet the guest sends) ─▶ a memfd of ours ─▶ records counted
 //! ```
 //!
-//! The dump goes into a file in memory that has no name and cannot grow: should we be killed, QEMU stops dumping when it
-//! is full, and the next measurer takes the filter, and with it the memory, away. It is opened through `/proc/PID/fd` of this process.
+//! The dump goes into a file in memory that has no name and cannot grow: should we be killed, QEMU
+//! stops dumping when it is full, and the next measurer takes the filter, and with it the memory,
+//! away. It is opened through `/proc/PID/fd` of this process.
 //!
-//! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest); QEMU refuses to dump them,
-//! and so they are not counted.
+//! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest); QEMU
+//! refuses to dump them, and so they are not counted.
 
 use super::target::Target;
 use crate::failure::{Failure, chain};
@@ -59,7 +61,8 @@ impl Counters {
     /// Finds out what can be counted; what cannot is in the target's notes.
     pub fn new(target: &mut Target) -> Self {
         let Some(qmp) = target.qmp() else { return Self { disks: false, dumps: None } };
-        let (disks, dumps) = (disks(qmp).and_then(|d| d.ok_or("the VM has no disks".into())), dump_all(qmp));
+        let (disks, dumps) =
+            (disks(qmp).and_then(|d| d.ok_or("the VM has no disks".into())), dump_all(qmp));
         target.notes.extend(disks.as_ref().err().map(|why| format!("sectors: not counted: {why}")));
         target.notes.extend(dumps.as_ref().err().map(|why| format!("packets: not counted: {why}")));
         Self { disks: disks.is_ok(), dumps: dumps.ok() }
@@ -75,7 +78,9 @@ impl Counters {
     /// What went to disks so far; `None` where that is not counted.
     pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>, Failure> {
         match target.qmp().filter(|_| self.disks) {
-            Some(qmp) => disks(qmp).map_err(|why| Failure::new(format!("ask QEMU about its disks: {why}"))),
+            Some(qmp) => {
+                disks(qmp).map_err(|why| Failure::new(format!("ask QEMU about its disks: {why}")))
+            }
             None => Ok(None),
         }
     }
@@ -118,7 +123,8 @@ fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
     }
 }
 
-/// Dumps what goes to every network backend. Error: there is none, or one of them cannot be dumped; no dump is left.
+/// Dumps what goes to every network backend. Error: there is none, or one of them cannot be dumped;
+/// no dump is left.
 fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
     remove_left_over(qmp);
     let backends = backends(&qmp.hmp("info network").map_err(|e| chain(&e))?);
@@ -147,7 +153,8 @@ fn remove_left_over(qmp: &mut Qmp) {
     let objects = qmp.execute("qom-list", Some(json!({ "path": "/objects" }))).unwrap_or_default();
     let names = objects.as_array().into_iter().flatten().filter_map(|o| o.get("name")?.as_str());
     for name in names {
-        let owner = name.strip_prefix(FILTER).and_then(|rest| rest.split_once('-')?.0.parse::<u32>().ok());
+        let owner =
+            name.strip_prefix(FILTER).and_then(|rest| rest.split_once('-')?.0.parse::<u32>().ok());
         if owner.is_some_and(|pid| !std::path::Path::new(&format!("/proc/{pid}")).exists()) {
             let _ = qmp.execute("object-del", Some(json!({ "id": name })));
         }
@@ -158,20 +165,23 @@ impl Dump {
     fn begin(qmp: &mut Qmp, index: usize, backend: &str) -> Result<Self, String> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(
-            rustix::fs::memfd_create("keyframe-packets", flags).map_err(|e| format!("make a file: {e}"))?,
+            rustix::fs::memfd_create("keyframe-packets", flags)
+                .map_err(|e| format!("make a file: {e}"))?,
         );
         let filter = format!("{FILTER}{}-{index}", std::process::id());
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-        // To a filter, what a backend receives is what the guest sends. One byte of each packet is the least.
+        // To a filter, what a backend receives is what the guest sends. One byte of each packet is
+        // the least.
         let arguments = json!({
             "qom-type": "filter-dump", "id": filter, "netdev": backend, "file": path, "maxlen": 1, "queue": "rx",
         });
         qmp.execute("object-add", Some(arguments)).map_err(|e| chain(&e))?;
         // QEMU has emptied the file as it opened it, and writes on from its own position.
-        let sealed = file
-            .set_len(DUMP_BYTES)
-            .and_then(|()| Ok(rustix::fs::fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK)?));
-        let dump = Self { filter, file, counter: pcap::Counter::default(), chunk: vec![0; CHUNK_BYTES] };
+        let sealed = file.set_len(DUMP_BYTES).and_then(|()| {
+            Ok(rustix::fs::fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK)?)
+        });
+        let dump =
+            Self { filter, file, counter: pcap::Counter::default(), chunk: vec![0; CHUNK_BYTES] };
         match sealed {
             Ok(()) => Ok(dump),
             Err(e) => {
@@ -188,8 +198,10 @@ impl Dump {
             if before + DUMP_SPARE_BYTES > DUMP_BYTES {
                 return Err("there were more packets than there is room for".into());
             }
-            let len =
-                self.file.read_at(&mut self.chunk, before).map_err(|e| format!("read the dump: {e}"))?;
+            let len = self
+                .file
+                .read_at(&mut self.chunk, before)
+                .map_err(|e| format!("read the dump: {e}"))?;
             self.counter.count(&self.chunk[..len]).map_err(|e| e.to_string())?;
             if self.counter.offset() == before {
                 return Ok(self.counter.packets());
@@ -226,6 +238,9 @@ mod tests {
             backends(" \\ #net1: index=0,type=user,net=a\n \\ #net1: index=1,type=user,net=a\n"),
             ["#net1"]
         );
-        assert!(backends("").is_empty() && backends("no: such\n: index=\nx: index=0,type=nic").is_empty());
+        assert!(
+            backends("").is_empty()
+                && backends("no: such\n: index=\nx: index=0,type=nic").is_empty()
+        );
     }
 }

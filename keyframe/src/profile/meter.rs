@@ -43,7 +43,8 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page in each epoch.
+    /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page
+    /// in each epoch.
     pub fn attach(target: &mut Target) -> Result<Self, Failure> {
         let tracker = match track(target) {
             Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
@@ -81,8 +82,8 @@ impl Meter {
         }
     }
 
-    /// Disks are asked about outside of the two scans, since the answer takes a millisecond; packets, which are counted
-    /// without QEMU, right at them.
+    /// Disks are asked about outside of the two scans, since the answer takes a millisecond;
+    /// packets, which are counted without QEMU, right at them.
     fn try_epoch(
         &mut self,
         target: &mut Target,
@@ -117,7 +118,10 @@ impl Meter {
         let mut found = Vec::new();
         for range in &target.ranges {
             found.clear();
-            let stats = self.tracker.scan_and_protect(*range, &mut found).map_err(|e| Failure::kernel(&e))?;
+            let stats = self
+                .tracker
+                .scan_and_protect(*range, &mut found)
+                .map_err(|e| Failure::kernel(&e))?;
             pages += stats.written_pages;
         }
         Ok(pages)

@@ -11,7 +11,8 @@
 //!     └ epoch: scan and protect ─▶ sleep ─▶ scan: the pages written meanwhile
 //! ```
 //!
-//! Lengths take turns, so that a workload that changes while it is measured changes all of them alike.
+//! Lengths take turns, so that a workload that changes while it is measured changes all of them
+//! alike.
 //!
 //! Invariants:
 //! 1. The VM is never paused for a measurement. Attaching stops QEMU's main thread, not the vCPUs, for some 0.1 ms.
@@ -56,7 +57,8 @@ pub enum Subject {
         /// Its monitor.
         qmp: Option<PathBuf>,
     },
-    /// One that is started for it, once for each number of vCPUs; once as it is where there is none.
+    /// One that is started for it, once for each number of vCPUs; once as it is where there is
+    /// none.
     Launched {
         /// QEMU's command line.
         command: Vec<OsString>,
@@ -101,7 +103,9 @@ pub struct Profile {
 /// Measures `subject`.
 pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result<Profile, Failure> {
     let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+    for signal in
+        [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+    {
         signal_hook::flag::register(signal, Arc::clone(&interrupted))
             .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
     }
@@ -134,11 +138,17 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn launched(&mut self, command: &[OsString], vcpus: &[u32], start: &Start) -> Result<(), Failure> {
+    fn launched(
+        &mut self,
+        command: &[OsString],
+        vcpus: &[u32],
+        start: &Start,
+    ) -> Result<(), Failure> {
         let numbers: Vec<Option<u32>> =
             if vcpus.is_empty() { vec![None] } else { vcpus.iter().copied().map(Some).collect() };
         for number in &numbers {
-            let line = number.map_or_else(|| command.to_vec(), |n| command_line::with_vcpus(command, n));
+            let line =
+                number.map_or_else(|| command.to_vec(), |n| command_line::with_vcpus(command, n));
             let (mut target, console) = Target::launch(line, *number, start)?;
             if self.settle(&mut target, &console, start)? {
                 self.target(target, numbers.len() as u32)?;
@@ -154,7 +164,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits until a VM that was launched is to be measured; false where it has ended before, or Ctrl-C was pressed.
+    /// Waits until a VM that was launched is to be measured; false where it has ended before, or
+    /// Ctrl-C was pressed.
     fn settle(
         &self,
         target: &mut Target,
@@ -170,7 +181,9 @@ impl Run<'_> {
                     "the guest's console did not show {text:?} within {} s",
                     LINE_TIMEOUT.as_secs()
                 ))
-                .fix("--when looks at QEMU's standard output: add -serial stdio, or use --settle"));
+                .fix(
+                    "--when looks at QEMU's standard output: add -serial stdio, or use --settle",
+                ));
             }
             if !self.pause(Duration::from_millis(20), target)? {
                 return Ok(false);
@@ -194,10 +207,13 @@ impl Run<'_> {
 
     /// Measures one VM, one of `count`, and ends it if it was launched.
     fn target(&mut self, mut target: Target, count: u32) -> Result<(), Failure> {
-        let samples =
-            self.options.samples.unwrap_or_else(|| self.options.ladder.samples_within(BUDGET / count.max(1)));
+        let samples = self
+            .options
+            .samples
+            .unwrap_or_else(|| self.options.ladder.samples_within(BUDGET / count.max(1)));
         let measured = std::thread::scope(|scope| {
-            // A thread of its own, because it raises its priority, and what is launched later must not inherit that.
+            // A thread of its own, because it raises its priority, and what is launched later must
+            // not inherit that.
             let worker = scope.spawn(|| {
                 keyframe_kernel::priority::raise();
                 self.epochs(&mut target, samples)

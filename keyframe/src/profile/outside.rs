@@ -1,7 +1,9 @@
-//! Guest RAM of a running QEMU, found without its monitor: mappings of exactly the sizes that its command line names.
+//! Guest RAM of a running QEMU, found without its monitor: mappings of exactly the sizes that its
+//! command line names.
 //!
-//! QEMU maps each block of RAM by itself, between pages that may not be touched. Where the number of writable mappings of
-//! a size is not the number of blocks of that size, nothing is guessed: the monitor knows.
+//! QEMU maps each block of RAM by itself, between pages that may not be touched. Where the number
+//! of writable mappings of a size is not the number of blocks of that size, nothing is guessed: the
+//! monitor knows.
 
 use super::command_line;
 use crate::failure::Failure;
@@ -27,7 +29,8 @@ pub fn find(process: &Process) -> Result<Found, Failure> {
     let words = words(pid)?;
     let said = words.split_first().map_or(Err(String::new()), |(_, rest)| command_line::read(rest));
     let said = said.map_err(|part| {
-        let problem = format!("the RAM of process {pid} cannot be told from its command line: {part:?}");
+        let problem =
+            format!("the RAM of process {pid} cannot be told from its command line: {part:?}");
         Failure::new(problem).fix(ASK_MONITOR)
     })?;
     let maps = process.maps().map_err(|e| Failure::kernel(&e))?;
@@ -51,8 +54,11 @@ fn words(pid: u32) -> Result<Vec<String>, Failure> {
             .is_some_and(|n| ["qemu", "kvm"].iter().any(|word| n.to_string_lossy().contains(word)))
     };
     if !is_qemu(&program) && !is_qemu(Path::new(words.first().map_or("", String::as_str))) {
-        return Err(Failure::new(format!("process {pid} is no QEMU: it runs {}", program.display()))
-            .fix("give the pid of the qemu-system process, or its monitor with --qmp SOCKET"));
+        return Err(Failure::new(format!(
+            "process {pid} is no QEMU: it runs {}",
+            program.display()
+        ))
+        .fix("give the pid of the qemu-system process, or its monitor with --qmp SOCKET"));
     }
     Ok(words)
 }
@@ -105,13 +111,16 @@ mod tests {
             mapping(0x30000, 0x8000, false),
             mapping(0x40000, 0x10000, true),
         ];
-        let chosen =
-            |sizes: &[u64]| choose(7, sizes, &maps).map(|r| r.iter().map(|r| r.start.0).collect::<Vec<_>>());
+        let chosen = |sizes: &[u64]| {
+            choose(7, sizes, &maps).map(|r| r.iter().map(|r| r.start.0).collect::<Vec<_>>())
+        };
         assert_eq!(chosen(&[0x8000]).unwrap(), [0x20000]);
         assert_eq!(chosen(&[0x10000, 0x8000, 0x10000]).unwrap(), [0x1000, 0x20000, 0x40000]);
         for sizes in [&[0x10000][..], &[0x8000, 0x8000], &[0x4000]] {
             let failure = chosen(sizes).unwrap_err();
-            assert!(failure.message.contains("process 7") && failure.fix.unwrap().contains("--qmp"));
+            assert!(
+                failure.message.contains("process 7") && failure.fix.unwrap().contains("--qmp")
+            );
         }
     }
 

@@ -1,11 +1,13 @@
-//! The VM that is measured: launched for it, or running already; with a monitor, or seen from outside alone.
+//! The VM that is measured: launched for it, or running already; with a monitor, or seen from
+//! outside alone.
 
 use super::console::{self, Console};
 use super::{Start, outside};
 use crate::failure::Failure;
 use keyframe_kernel::Process;
 use keyframe_qemu::{
-    Event, HostBlock, Invocation, LaunchOptions, Qmp, Refusal, RunStatus, Severity, Vm, find_ram_blocks,
+    Event, HostBlock, Invocation, LaunchOptions, Qmp, Refusal, RunStatus, Severity, Vm,
+    find_ram_blocks,
 };
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::ffi::OsString;
@@ -68,8 +70,15 @@ impl Target {
                 "RAM: the guest's main memory alone, without video RAM and ROMs".into(),
             ];
             let (ranges, vcpus) = (found.ranges, found.vcpus);
-            return Ok(Self { process, ranges, vcpus, watch_discards: true, notes, access: Access::Outside }
-                .with_page_sizes_noted());
+            return Ok(Self {
+                process,
+                ranges,
+                vcpus,
+                watch_discards: true,
+                notes,
+                access: Access::Outside,
+            }
+            .with_page_sizes_noted());
         };
         let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| {
             Failure::qemu(&e)
@@ -81,8 +90,14 @@ impl Target {
         let answer = qmp.execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
         let vcpus = answer.as_array().and_then(|all| u32::try_from(all.len()).ok());
         let access = Access::Monitor(Box::new(qmp));
-        let target =
-            Self { process, ranges: ranges(&blocks), vcpus, watch_discards: true, notes: vec![], access };
+        let target = Self {
+            process,
+            ranges: ranges(&blocks),
+            vcpus,
+            watch_discards: true,
+            notes: vec![],
+            access,
+        };
         target.noting_a_pause()
     }
 
@@ -100,10 +115,11 @@ impl Target {
             .tempdir()
             .map_err(|e| Failure::new(format!("make a directory for QEMU's monitors: {e}")))?;
         let options = LaunchOptions { run_dir: dir.path().into() };
-        let (mut launched, console) = console::around(start.when.as_deref(), start.quiet_stdout, || {
-            let vm = Vm::launch_mortal(invocation, &options).map_err(|e| Failure::qemu(&e))?;
-            Ok(Box::new(Launched { vm, _dir: dir }))
-        })?;
+        let (mut launched, console) =
+            console::around(start.when.as_deref(), start.quiet_stdout, || {
+                let vm = Vm::launch_mortal(invocation, &options).map_err(|e| Failure::qemu(&e))?;
+                Ok(Box::new(Launched { vm, _dir: dir }))
+            })?;
         let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;
         let Prepared { process, ranges, vcpus, watch_discards, notes } = prepared;
         let access = Access::Launched(launched);
@@ -180,7 +196,8 @@ impl Target {
             None => RunStatus::Running,
         };
         if !status.is_running() {
-            self.notes.push(format!("the VM was not running when the measuring began ({status:?})"));
+            self.notes
+                .push(format!("the VM was not running when the measuring began ({status:?})"));
         }
         Ok(self.with_page_sizes_noted())
     }
@@ -215,7 +232,8 @@ fn ranges(blocks: &[HostBlock]) -> Vec<HostRange> {
     blocks.iter().map(|b| HostRange { start: b.host, len_bytes: b.block.total_bytes }).collect()
 }
 
-/// What stands in the way of exact checkpoints mostly hides writes to RAM; disks that can be written to do not.
+/// What stands in the way of exact checkpoints mostly hides writes to RAM; disks that can be
+/// written to do not.
 fn note(finding: &Refusal) -> Option<String> {
     let about_ram = finding.severity == Severity::Refused
         && !finding.reason.starts_with("disks that the guest can write");

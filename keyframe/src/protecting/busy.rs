@@ -1,4 +1,5 @@
-//! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited for a core.
+//! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited
+//! for a core.
 
 use crate::session::machines::{Machines, Member};
 use keyframe_kernel::cputime;
@@ -16,7 +17,8 @@ pub struct Busy {
 }
 
 impl Busy {
-    /// Of all threads together, since they began; `None` where that cannot be told, or where there are others than before.
+    /// Of all threads together, since they began; `None` where that cannot be told, or where there
+    /// are others than before.
     pub fn ns(&mut self, machines: &mut Machines) -> Option<u64> {
         if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
             let threads = list(machines);
@@ -29,7 +31,8 @@ impl Busy {
         if self.threads.is_empty() {
             return None;
         }
-        let wanted = self.threads.iter().map(|(pid, thread)| cputime::wanted_by_thread(*pid, *thread));
+        let wanted =
+            self.threads.iter().map(|(pid, thread)| cputime::wanted_by_thread(*pid, *thread));
         let Some(all) = wanted.sum::<Option<Duration>>() else {
             self.listed = None;
             return None;

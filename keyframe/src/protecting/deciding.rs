@@ -1,5 +1,5 @@
-//! Who decides which host runs the VM, asked beside what goes on: the witness, or the hook that switches the other host off. The answer
-//! comes to an engine's inbox.
+//! Who decides which host runs the VM, asked beside what goes on: the witness, or the hook that
+//! switches the other host off. The answer comes to an engine's inbox.
 
 use super::settings::Setup;
 use super::witnessing::{self, Asked};

@@ -1,5 +1,5 @@
-//! What a primary and a standby send each other beside the messages of the protocol's core (`keyframe_replication`): who connects for
-//! what, the machine, and epochs.
+//! What a primary and a standby send each other beside the messages of the protocol's core
+//! (`keyframe_replication`): who connects for what, the machine, and epochs.
 //!
 //! ```text
 //!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
@@ -11,7 +11,8 @@
 //!   Epoch     session 8 | epoch 8 | length of the JSON 4 | EpochHead as JSON | device state                      all little-endian
 //! ```
 //!
-//! Batches belong to the epoch whose Mark follows; a Discard drops them. An epoch is whole when its Epoch and the Mark of each data stream have come.
+//! Batches belong to the epoch whose Mark follows; a Discard drops them. An epoch is whole when its
+//! Epoch and the Mark of each data stream have come.
 
 use crate::failure::Failure;
 use keyframe_units::RamLayout;
@@ -141,7 +142,8 @@ pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T, Failur
     if payload.len() > JSON_BYTES_MAX {
         return Err(Failure::new(format!("a message of {} bytes", payload.len())));
     }
-    serde_json::from_slice(payload).map_err(|e| Failure::new(format!("a message that is none: {e}")))
+    serde_json::from_slice(payload)
+        .map_err(|e| Failure::new(format!("a message that is none: {e}")))
 }
 
 /// A frame's JSON.
@@ -168,7 +170,9 @@ pub fn unmarked(payload: &[u8]) -> Option<(u64, u64, &[u8])> {
 pub fn epoch_parts(rest: &[u8]) -> Option<(EpochHead, &[u8])> {
     let (len, rest) = rest.split_first_chunk::<4>()?;
     let (head, devices) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
-    (head.len() <= JSON_BYTES_MAX).then(|| serde_json::from_slice(head).ok())?.map(|head| (head, devices))
+    (head.len() <= JSON_BYTES_MAX)
+        .then(|| serde_json::from_slice(head).ok())?
+        .map(|head| (head, devices))
 }
 
 #[cfg(test)]
@@ -186,7 +190,8 @@ mod tests {
             checks: Vec::new(),
         };
         let json = text(&head).unwrap();
-        let whole = [&marked(3, 4)[..], &(json.len() as u32).to_le_bytes(), &json, b"devices"].concat();
+        let whole =
+            [&marked(3, 4)[..], &(json.len() as u32).to_le_bytes(), &json, b"devices"].concat();
         let (session, epoch, rest) = unmarked(&whole).unwrap();
         assert_eq!((session, epoch), (3, 4));
         assert_eq!(epoch_parts(rest), Some((head, &b"devices"[..])));
@@ -194,6 +199,8 @@ mod tests {
             assert_eq!(epoch_parts(&rest[..len]), None);
         }
         assert!(unmarked(&whole[..15]).is_none());
-        assert!((0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9);
+        assert!(
+            (0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9
+        );
     }
 }

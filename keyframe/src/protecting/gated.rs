@@ -1,4 +1,5 @@
-//! The VM with the gate before its network, as the capture's machine: what the guest has sent is cut into epochs as it is paused.
+//! The VM with the gate before its network, as the capture's machine: what the guest has sent is
+//! cut into epochs as it is paused.
 
 use crate::session::machines::Machines;
 use keyframe_capture::{BoxError, Machine, Resumed, Stopped};

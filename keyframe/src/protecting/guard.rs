@@ -1,5 +1,5 @@
-//! What stops a protected VM should its engine stall, and ends it should its engine die: its right to run lasts no longer than
-//! somebody looks after it.
+//! What stops a protected VM should its engine stall, and ends it should its engine die: its right
+//! to run lasts no longer than somebody looks after it.
 //!
 //! ```text
 //!   engine ──▶ F          free: the VM runs alone by right, and may outlive the engine
@@ -11,8 +11,9 @@
 //!   U passes, or S ─▶ SIGSTOP        F, or a later U ─▶ SIGCONT        end of input without F ─▶ SIGKILL
 //! ```
 //!
-//! Invariant: a VM that is not free runs only while its engine lives and has said until when. The process is one of its own: no
-//! stalled engine holds it up. It knows QEMU by a descriptor (pidfd), which names no other process ever.
+//! Invariant: a VM that is not free runs only while its engine lives and has said until when. The
+//! process is one of its own: no stalled engine holds it up. It knows QEMU by a descriptor (pidfd),
+//! which names no other process ever.
 
 use crate::failure::Failure;
 use keyframe_replication::Guard;
@@ -31,7 +32,9 @@ const LINE_BYTES_MAX: usize = 64;
 /// This host's clock, as the guard and the protocol use it.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    (now.tv_sec.cast_unsigned()).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec.cast_unsigned())
+    (now.tv_sec.cast_unsigned())
+        .saturating_mul(1_000_000_000)
+        .saturating_add(now.tv_nsec.cast_unsigned())
 }
 
 /// The engine's hold of it.
@@ -74,7 +77,8 @@ impl GuardRemote {
     }
 
     fn say(&mut self, line: &str) -> Result<(), Failure> {
-        let failed = |e: std::io::Error| Failure::new(format!("the guard of the VM's right to run: {e}"));
+        let failed =
+            |e: std::io::Error| Failure::new(format!("the guard of the VM's right to run: {e}"));
         self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(failed)?;
         let mut answer = String::new();
         self.stream.read_line(&mut answer).map_err(failed)?;
@@ -98,9 +102,10 @@ impl GuardRemote {
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or_else(|| Failure::new(format!("{qemu} is no process")))?;
-    let qemu =
-        pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
-    // On a host with more to do than it can, the VM is to stand all the same when its right has run out.
+    let qemu = pidfd_open(pid, PidfdFlags::empty())
+        .map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
+    // On a host with more to do than it can, the VM is to stand all the same when its right has run
+    // out.
     keyframe_kernel::priority::raise();
     Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
 }

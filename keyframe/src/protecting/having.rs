@@ -1,10 +1,12 @@
-//! What a standby has already, when a primary begins to send it a VM: a hash for each page, so that what is alike stays at home.
+//! What a standby has already, when a primary begins to send it a VM: a hash for each page, so that
+//! what is alike stays at home.
 //!
 //! ```text
 //!   standby ──Have: session 8 | first page 8 | 16 bytes a page──▶ primary     ... and one whose first page is no page: 0 or 1, blank
 //! ```
 //!
-//! The hash is BLAKE3, keyed with the session, which no guest knows: no content that it makes up passes for other content.
+//! The hash is BLAKE3, keyed with the session, which no guest knows: no content that it makes up
+//! passes for other content.
 //!
 //! Invariant: what is hashed is not changed until the primary has it all, and begins.
 
@@ -99,14 +101,17 @@ impl Having {
 
     /// The next page from `from` to `end` that it has as something else than zeros.
     pub fn next_not_zero(&self, from: u64, end: u64) -> Option<u64> {
-        (from..end).find(|page| self.hashes.get(*page as usize).is_some_and(|hash| *hash != self.hasher.zero))
+        (from..end).find(|page| {
+            self.hashes.get(*page as usize).is_some_and(|hash| *hash != self.hasher.zero)
+        })
     }
 }
 
 /// Tells what `image` has, or that it has nothing. False where the connection broke.
 pub fn tell(image: &dyn Image, pages: u64, blank: bool, session: u64, channel: &Channel) -> bool {
-    let send =
-        |first: u64, bytes: &[u8]| channel.send(Kind::Have as u8, &[&marked(session, first), bytes]).is_ok();
+    let send = |first: u64, bytes: &[u8]| {
+        channel.send(Kind::Have as u8, &[&marked(session, first), bytes]).is_ok()
+    };
     if blank {
         return send(END, &[1]);
     }
@@ -153,7 +158,10 @@ mod tests {
         assert_eq!((having.next_not_zero(0, 3), having.next_not_zero(1, 2)), (Some(0), None));
         assert!(!having.has(PageIndex(3), &page(1)));
         // Another session's hashes say nothing here.
-        assert!(!having.has(PageIndex(2), &page(3)) && Hasher::new(8).of(&page(2)) != hasher.of(&page(2)));
+        assert!(
+            !having.has(PageIndex(2), &page(3))
+                && Hasher::new(8).of(&page(2)) != hasher.of(&page(2))
+        );
     }
 
     #[test]

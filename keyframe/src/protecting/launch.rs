@@ -1,4 +1,5 @@
-//! Everything before a protected VM's first instruction; and before a standby's, once it has taken over.
+//! Everything before a protected VM's first instruction; and before a standby's, once it has taken
+//! over.
 
 use super::frames::{MachineFrame, ReplicatedDisk};
 use super::links::Addresses;
@@ -78,13 +79,13 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
         .collect();
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__gate");
-    let remote =
-        GateRemote::spawn(&mut command, &nics).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+    let remote = GateRemote::spawn(&mut command, &nics)
+        .map_err(|e| Failure::new(crate::failure::chain(&e)))?;
     Ok(Gate::new(Some(remote)))
 }
 
-/// Launches the VM of `command`, with its network behind a gate and its disks served, and protects it. `is_last`: this process starts
-/// no other program later, and gives up the right to.
+/// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
+/// it. `is_last`: this process starts no other program later, and gives up the right to.
 pub fn protect(
     command: Vec<OsString>,
     name: Option<String>,
@@ -97,8 +98,8 @@ pub fn protect(
     sessions::require_kernel(&options)?;
     // From here on: a QEMU that nobody guards yet is not to be left behind.
     let interrupted = interruption()?;
-    let directory =
-        std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let directory = std::env::current_dir()
+        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
     let identity = line.identity().map_err(|e| Failure::qemu(&e))?;
     let name = name.unwrap_or_else(|| crate::rundir::name_from(line.vm_name().unwrap_or("vm")));
@@ -108,7 +109,8 @@ pub fn protect(
     let socket = run_dir.path().join(DISKS_SOCKET);
     let mut served = None;
     if !drives.is_empty() {
-        let wanted = drives.iter().map(|drive| Wanted::of_drive(drive, "")).collect::<Result<_, _>>()?;
+        let wanted =
+            drives.iter().map(|drive| Wanted::of_drive(drive, "")).collect::<Result<_, _>>()?;
         let server = DiskServer { socket: socket.clone(), prefix: String::new() };
         line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
         let place = Place::claim_in(&folder.join("overlays"), &name)?;
@@ -137,7 +139,8 @@ pub fn protect(
         rights::trace_only();
     }
     let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
-    let mut config = Config::new(NodeId(random()?), random()?, group, setup.arbitration, setup.detection_ns);
+    let mut config =
+        Config::new(NodeId(random()?), random()?, group, setup.arbitration, setup.detection_ns);
     config.paths = if addresses.beat.is_some() { 2 } else { 1 };
     let status = first_status(&name, vm.pid(), "primary");
     let found = Found { vm, identity, machine: None, directory, served, gate };
@@ -203,16 +206,22 @@ fn made(
         ram: copying.layout.clone(),
         disks: exports
             .iter()
-            .map(|(name, disk_bytes)| ReplicatedDisk { name: name.clone(), disk_bytes: *disk_bytes })
+            .map(|(name, disk_bytes)| ReplicatedDisk {
+                name: name.clone(),
+                disk_bytes: *disk_bytes,
+            })
             .collect(),
     };
-    let blocks: Vec<u64> = exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
-    let wire = SharedWire::new(setup.streams, setup.wire_bytes, copying.layout.len_pages(), &blocks);
+    let blocks: Vec<u64> =
+        exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
+    let wire =
+        SharedWire::new(setup.streams, setup.wire_bytes, copying.layout.len_pages(), &blocks);
     let watchdog = sessions::spawn_watchdog(&vm)?;
     let qemu = vm.pid();
     let socket = run_dir.path().join(DISKS_SOCKET);
     let has_disks = served.is_some();
-    let storage = served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let storage =
+        served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
     let watches = copying.watches_discards.first().copied().unwrap_or(false);
     let machine = QemuMachine::new(vm, watchdog, options.pause_limit, watches);
     let member = Member::new(name.clone(), machine, true);
@@ -255,8 +264,11 @@ fn made(
 
 /// What is shown of a VM or a standby that nothing is known of yet.
 pub fn first_status(name: &str, qemu_pid: u32, role: &str) -> SharedStatus {
-    let replication =
-        ReplicationStatus { role: role.into(), state: "starting".into(), ..ReplicationStatus::default() };
+    let replication = ReplicationStatus {
+        role: role.into(),
+        state: "starting".into(),
+        ..ReplicationStatus::default()
+    };
     Arc::new(Mutex::new(Status {
         vm: name.into(),
         state: "paused".into(),

@@ -6,7 +6,9 @@
 //!   readers     each a thread: Core messages ─▶ the protocol's inbox
 //! ```
 
-use super::frames::{Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked};
+use super::frames::{
+    Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
+};
 use super::sending::Link;
 use crate::failure::{Failure, chain};
 use keyframe_link::{Channel, Input, Party};
@@ -47,7 +49,8 @@ pub struct Addresses {
     pub beat: Option<SocketAddr>,
 }
 
-/// Starts the threads that connect, again whenever `linked` or `beating` says that what there was is broken.
+/// Starts the threads that connect, again whenever `linked` or `beating` says that what there was
+/// is broken.
 pub fn start(
     party: &Party,
     addresses: Addresses,
@@ -66,7 +69,14 @@ pub fn start(
                 number += 1;
                 // Before it is told: whoever hears that it is broken takes it back.
                 linked.store(true, Ordering::Relaxed);
-                let made = connect(&own_party, addresses.control, &machine, number, &tell_control, &ending);
+                let made = connect(
+                    &own_party,
+                    addresses.control,
+                    &machine,
+                    number,
+                    &tell_control,
+                    &ending,
+                );
                 if made.is_none() {
                     linked.store(false, Ordering::Relaxed);
                 }
@@ -94,7 +104,8 @@ pub fn start(
     std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
 }
 
-/// Connects control and data, and reads from then on. `None` where it could not be, which has been told.
+/// Connects control and data, and reads from then on. `None` where it could not be, which has been
+/// told.
 fn connect(
     party: &Party,
     address: SocketAddr,
@@ -120,12 +131,18 @@ fn connect(
     }
 }
 
-fn made(party: &Party, address: SocketAddr, machine: &MachineFrame, number: u64) -> Result<Link, Failure> {
+fn made(
+    party: &Party,
+    address: SocketAddr,
+    machine: &MachineFrame,
+    number: u64,
+) -> Result<Link, Failure> {
     let control = greeted(party, address, Purpose::Control, number)?;
     control.send(Kind::Machine as u8, &[&text(machine)?]).map_err(|e| failed(&e))?;
     let ready = control.receive(&mut Input::default(), READY_TIMEOUT).map_err(|e| failed(&e))?;
     let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
-    let ready = ready.ok_or_else(|| Failure::new(format!("the standby at {address} does not answer")))?;
+    let ready =
+        ready.ok_or_else(|| Failure::new(format!("the standby at {address} does not answer")))?;
     if let ReadyFrame::Refused { problem, fix } = parse(&ready.payload)? {
         let failure = Failure::new(format!("the standby at {address}: {problem}"));
         return Err(match fix {
@@ -171,9 +188,11 @@ pub fn read(
                         Some(Kind::Core) => Message::decode(&frame.payload)
                             .ok()
                             .map(|message| FromLink::Said { path, number, message }),
-                        Some(Kind::Have) => unmarked(&frame.payload).map(|(session, first, hashes)| {
-                            FromLink::Have { number, session, first, hashes: hashes.to_vec() }
-                        }),
+                        Some(Kind::Have) => {
+                            unmarked(&frame.payload).map(|(session, first, hashes)| {
+                                FromLink::Have { number, session, first, hashes: hashes.to_vec() }
+                            })
+                        }
                         _ => None,
                     };
                     // Whoever cannot be understood is no peer.

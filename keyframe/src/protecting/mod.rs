@@ -9,8 +9,9 @@
 //!                   └───────────────▶ keyframe witness ◀────────────────────────┘
 //! ```
 //!
-//! Who may do what, and when, is `keyframe_replication`'s, which does no I/O; here it is done. When an epoch is taken is a
-//! policy's (`keyframe_scheduling::replication`), how its pages travel `keyframe_transfer`'s.
+//! Who may do what, and when, is `keyframe_replication`'s, which does no I/O; here it is done. When
+//! an epoch is taken is a policy's (`keyframe_scheduling::replication`), how its pages travel
+//! `keyframe_transfer`'s.
 
 pub mod busy;
 mod deciding;

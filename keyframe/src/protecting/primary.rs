@@ -1,10 +1,12 @@
-//! The primary's protocol thread: what the core says is done, at once; what takes time is others' (`vm`, `links`).
+//! The primary's protocol thread: what the core says is done, at once; what takes time is others'
+//! (`vm`, `links`).
 //!
 //! ```text
 //!   links, witness, VM's thread, control socket ──▶ inbox ──▶ core ──▶ guard, gate, orders to the VM's thread, messages
 //! ```
 //!
-//! Invariant: outputs are carried out in their order, before the next input is handed in. Nothing here waits for QEMU or the network.
+//! Invariant: outputs are carried out in their order, before the next input is handed in. Nothing
+//! here waits for QEMU or the network.
 
 use super::deciding;
 use super::frames::MachineFrame;
@@ -21,7 +23,8 @@ use crate::rundir::RunDir;
 use keyframe_link::Channel;
 use keyframe_net::GateRemote;
 use keyframe_replication::{
-    Config, Epoch, Guard, Message, Note, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start, Why,
+    Config, Epoch, Guard, Message, Note, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start,
+    Why,
 };
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{BTreeMap, VecDeque};
@@ -122,14 +125,15 @@ impl Engine {
         };
         let guard = GuardRemote::spawn(parts.qemu)?;
         let qemu = keyframe_kernel::Process::open(parts.qemu).map_err(|e| Failure::kernel(&e))?;
-        let qemu =
-            rustix::io::dup(qemu.pidfd()).map_err(|e| Failure::new(format!("take hold of QEMU: {e}")))?;
+        let qemu = rustix::io::dup(qemu.pidfd())
+            .map_err(|e| Failure::new(format!("take hold of QEMU: {e}")))?;
         let events = sender.clone();
         let vm = VmThread::start(parts.vm, move |event| {
             let _ = events.send(In::Vm(event));
         })?;
         let ends = Arc::new(AtomicBool::new(false));
-        let (linked, beating) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (linked, beating) =
+            (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         if let Some(addresses) = parts.addresses {
             let sent = sender.clone();
             let tell = move |from| {
@@ -307,7 +311,8 @@ impl Engine {
             status.all_transfer_ns += told.transfer_ns;
             status.all_suspended_ns += told.suspended_ns;
             *status.reasons.entry(told.reason.to_owned()).or_default() += 1;
-            status.estimates = told.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
+            status.estimates =
+                told.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
         });
     }
 
@@ -530,7 +535,10 @@ impl Engine {
             if let Some(disks) = beside.disks
                 && let Some(place) = disks.end()?
             {
-                self.setup.say(&format!("what the VM has written to its disks is in {}", place.display()));
+                self.setup.say(&format!(
+                    "what the VM has written to its disks is in {}",
+                    place.display()
+                ));
             }
         }
         self.gate.end();

@@ -5,8 +5,9 @@
 //!                                         stream 1: Encoder ─▶ channel 1          seal: Mark on each, Epoch on the control channel
 //! ```
 //!
-//! Invariants: what the encoders take the standby to have, it has: after an epoch that was given up, and after another session
-//! began, they forget it. A send that fails fails the epoch, and its pages are owed to the next.
+//! Invariants: what the encoders take the standby to have, it has: after an epoch that was given
+//! up, and after another session began, they forget it. A send that fails fails the epoch, and its
+//! pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
 use super::having::Having;
@@ -69,7 +70,8 @@ pub struct SentEpoch {
 }
 
 impl SharedWire {
-    /// `streams` of them, with `memory_bytes` for what the standby has; RAM is `ram_pages`, then come disks of so many blocks.
+    /// `streams` of them, with `memory_bytes` for what the standby has; RAM is `ram_pages`, then
+    /// come disks of so many blocks.
     pub fn new(streams: usize, memory_bytes: usize, ram_pages: u64, disk_blocks: &[u64]) -> Self {
         let mut at = ram_pages;
         let disks = disk_blocks
@@ -103,7 +105,8 @@ impl SharedWire {
         self.lock().link = link;
     }
 
-    /// Another session, whose first epoch will have this number: its standby has what `having` says.
+    /// Another session, whose first epoch will have this number: its standby has what `having`
+    /// says.
     pub fn begin(&self, session: u64, first_epoch: u64, having: Option<Having>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
@@ -145,7 +148,9 @@ impl SharedWire {
         let mut wire = self.lock();
         let begin = *wire.disks.get(disk).ok_or("no such disk")?;
         let (mut from, end) = (begin + first, begin + first + blocks);
-        while let Some(page) = wire.having.as_ref().and_then(|having| having.next_not_zero(from, end)) {
+        while let Some(page) =
+            wire.having.as_ref().and_then(|having| having.next_not_zero(from, end))
+        {
             wire.put_block(disk, page - begin, &ZERO_PAGE)?;
             from = page + 1;
         }
@@ -184,15 +189,21 @@ impl Wire {
             }
             Ok::<Sent, keyframe_link::Error>(all)
         };
-        let jobs =
-            self.encoders.iter_mut().zip(&of_stream).zip(&link.data).filter(|((_, p), _)| !p.is_empty());
+        let jobs = self
+            .encoders
+            .iter_mut()
+            .zip(&of_stream)
+            .zip(&link.data)
+            .filter(|((_, p), _)| !p.is_empty());
         let results: Vec<_> = std::thread::scope(|scope| {
             let mut jobs: Vec<_> = jobs.collect();
             // One of them here.
             let own = jobs.pop();
             let threads: Vec<_> = jobs
                 .into_iter()
-                .map(|((encoder, pages), channel)| scope.spawn(move || work(encoder, pages, channel)))
+                .map(|((encoder, pages), channel)| {
+                    scope.spawn(move || work(encoder, pages, channel))
+                })
                 .collect();
             let own = own.map(|((encoder, pages), channel)| work(encoder, pages, channel));
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -227,7 +238,11 @@ impl Wire {
             taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
             pages: self.sent.pages,
             wire_bytes: self.sent.bytes,
-            checks: label.checks.as_ref().and_then(|checks| checks.get().cloned()).unwrap_or_default(),
+            checks: label
+                .checks
+                .as_ref()
+                .and_then(|checks| checks.get().cloned())
+                .unwrap_or_default(),
         };
         let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
         let len = (json.len() as u32).to_le_bytes();
@@ -248,7 +263,8 @@ impl Wire {
         self.sent = Sent::default();
         let head = marked(self.session, 0);
         for channel in self.link.iter().flat_map(|link| &link.data) {
-            // Where it cannot be said, the connection is at its end, and the standby drops it by itself.
+            // Where it cannot be said, the connection is at its end, and the standby drops it by
+            // itself.
             let _ = channel.send(Kind::Discard as u8, &[&head]);
         }
     }
@@ -290,7 +306,8 @@ impl Sink for WireSink {
 
     fn seal(&mut self, captured: &Captured, label: EpochLabel) -> Result<SentEpoch, BoxError> {
         let mut wire = self.0.lock();
-        // Its pages went with what is in progress now, which has all of them again; as an epoch it would be torn.
+        // Its pages went with what is in progress now, which has all of them again; as an epoch it
+        // would be torn.
         if label.epoch < wire.first_epoch {
             wire.refused = true;
             return Err(format!("epoch {} was given up", label.epoch).into());

@@ -5,7 +5,9 @@ use crate::failure::{Failure, USAGE, chain};
 use crate::replaying::jobs;
 use keyframe_link::{Key, Party};
 use keyframe_replication::Arbitration;
-use keyframe_scheduling::replication::{LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy};
+use keyframe_scheduling::replication::{
+    LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
+};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -21,11 +23,13 @@ const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
 pub struct Settings {
     #[command(flatten)]
     key: HostKey,
-    /// The witness (keyframe witness), which lets at most one host run the VM: failover is automatic
+    /// The witness (keyframe witness), which lets at most one host run the VM: failover is
+    /// automatic
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "fence_with")]
     witness: Option<String>,
-    /// A command that switches the other host off, and succeeds only if that is off for sure: failover is automatic. It finds
-    /// the VM's name in KEYFRAME_VM and its own host's role in KEYFRAME_ROLE
+    /// A command that switches the other host off, and succeeds only if that is off for sure:
+    /// failover is automatic. It finds the VM's name in KEYFRAME_VM and its own host's role in
+    /// KEYFRAME_ROLE
     #[arg(long, value_name = "COMMAND")]
     fence_with: Option<String>,
     /// How long the other host is silent before it is taken as lost
@@ -87,7 +91,8 @@ impl HostKey {
                        (umask 077; head -c 32 /dev/urandom | base64 > KEY)";
             return Err(Failure { code: USAGE, ..failure.fix(fix) });
         };
-        let key = Key::read(path).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
+        let key =
+            Key::read(path).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
         Party::new(&key).map_err(|e| Failure::new(chain(&e)))
     }
 }
@@ -105,7 +110,9 @@ impl Settings {
             return Err(Failure::new("--detection: from 100ms to 5m are possible"));
         }
         let mut parameters = LatencyParameters::default();
-        if self.policy != ReplicationPolicy::Adaptive && (self.latency.is_some() || self.overhead.is_some()) {
+        if self.policy != ReplicationPolicy::Adaptive
+            && (self.latency.is_some() || self.overhead.is_some())
+        {
             return Err(Failure::new(format!(
                 "--latency and --overhead are for --policy adaptive, not {}",
                 self.policy
@@ -167,7 +174,9 @@ impl Setup {
         loop {
             match child.try_wait() {
                 Ok(Some(exit)) => return exit.success(),
-                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+                Ok(None) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5))
+                }
                 _ => {
                     let _ = child.kill();
                     let _ = child.wait();
@@ -190,7 +199,8 @@ pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
 /// A host and a port.
 pub fn address(text: &str) -> Result<SocketAddr, Failure> {
     let bad = |problem: String| {
-        Failure::new(format!("{text}: {problem}")).fix("name a host and a port, as in 192.0.2.7:7430")
+        Failure::new(format!("{text}: {problem}"))
+            .fix("name a host and a port, as in 192.0.2.7:7430")
     };
     let mut found = text.to_socket_addrs().map_err(|e| bad(e.to_string()))?;
     found.next().ok_or_else(|| bad("the name stands for no address".into()))

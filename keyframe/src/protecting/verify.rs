@@ -1,5 +1,6 @@
-//! `protect --verify`: all of RAM is hashed in each pause, and again at the standby once the epoch is applied; where these differ the
-//! epoch is not taken. It makes each pause as long as hashing RAM takes: for tests, and for whoever wants to see it.
+//! `protect --verify`: all of RAM is hashed in each pause, and again at the standby once the epoch
+//! is applied; where these differ the epoch is not taken. It makes each pause as long as hashing
+//! RAM takes: for tests, and for whoever wants to see it.
 
 use keyframe_capture::ports::Observer;
 use keyframe_capture::{BoxError, PageReader};
@@ -21,8 +22,9 @@ pub struct Verifier {
 }
 
 fn batches(pages: u64) -> impl Iterator<Item = PageRange> {
-    (0..pages.div_ceil(BATCH_PAGES))
-        .map(move |n| PageRange::new(PageIndex(n * BATCH_PAGES), BATCH_PAGES.min(pages - n * BATCH_PAGES)))
+    (0..pages.div_ceil(BATCH_PAGES)).map(move |n| {
+        PageRange::new(PageIndex(n * BATCH_PAGES), BATCH_PAGES.min(pages - n * BATCH_PAGES))
+    })
 }
 
 impl Observer for Verifier {

@@ -6,9 +6,11 @@
 //!                                                  gate: cut in the pause
 //! ```
 //!
-//! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not acknowledge are owed to the next.
+//! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
+//! acknowledge are owed to the next.
 //!
-//! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's thread, and the guard).
+//! It may wait for QEMU: nothing that has to be in time is done here (that is the protocol's
+//! thread, and the guard).
 
 mod syncing;
 
@@ -133,7 +135,8 @@ impl VmThread {
         let report = move |report| {
             let _ = reports.send(Order::Report(Box::new(report)));
         };
-        let encoding = Encoding::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
+        let encoding =
+            Encoding::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
         if let Ok(Some(bell)) = parts.gate.ask(|gate| gate.bell()) {
             listen(bell, orders.clone())?;
         }
@@ -174,7 +177,8 @@ impl VmThread {
     }
 }
 
-/// Has the VM looked at as soon as it has sent something: else a packet would wait for the next look by the clock.
+/// Has the VM looked at as soon as it has sent something: else a packet would wait for the next
+/// look by the clock.
 fn listen(mut bell: PipeReader, orders: Sender<Order>) -> Result<(), Failure> {
     let listen = move || {
         let mut rings = [0; 64];
@@ -200,7 +204,8 @@ struct InFlight {
     acknowledged: bool,
     captured_ns: u64,
     reason: &'static str,
-    /// How long the VM stood for it, where it was suspended already, which the capture takes for no pause of its own.
+    /// How long the VM stood for it, where it was suspended already, which the capture takes for no
+    /// pause of its own.
     stood_ns: Option<u64>,
     seq: u64,
 }
@@ -425,7 +430,8 @@ impl Keeper {
         let checks = self.verify.then(Checks::default);
         self.verifier.checks.clone_from(&checks);
         let label = EpochLabel { epoch, reason, cut, checks };
-        let strategy = self.copying.strategies.get(Strategy::Auto).map_err(|failure| failure.to_string())?;
+        let strategy =
+            self.copying.strategies.get(Strategy::Auto).map_err(|failure| failure.to_string())?;
         let captured = self.copying.cycle.capture(
             &mut self.gated,
             &mut self.verifier,
@@ -445,7 +451,8 @@ impl Keeper {
         self.since_ns = captured_ns;
         self.disk_bytes = 0;
         let (report, acknowledged, stood_ns) = (None, false, None);
-        self.in_flight = Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
+        self.in_flight =
+            Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
         Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
     }
 
@@ -470,7 +477,9 @@ impl Keeper {
     }
 
     fn acknowledged(&mut self, epoch: u64) {
-        if let Some(in_flight) = self.in_flight.as_mut().filter(|in_flight| in_flight.epoch <= epoch) {
+        if let Some(in_flight) =
+            self.in_flight.as_mut().filter(|in_flight| in_flight.epoch <= epoch)
+        {
             in_flight.acknowledged = true;
         }
         self.finish();
@@ -478,8 +487,12 @@ impl Keeper {
 
     /// An epoch that is sent and acknowledged is done.
     fn finish(&mut self) {
-        let done = self.in_flight.take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
-        let Some(InFlight { epoch, report: Some(report), captured_ns, reason, stood_ns, .. }) = done else {
+        let done = self
+            .in_flight
+            .take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
+        let Some(InFlight { epoch, report: Some(report), captured_ns, reason, stood_ns, .. }) =
+            done
+        else {
             return;
         };
         let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
@@ -493,7 +506,8 @@ impl Keeper {
             transfer_ns: now_ns().saturating_sub(captured_ns),
             epoch_ns: sent.interval_ns,
         };
-        // Where it was suspended, the look that follows has it run again, or checkpoints it as it stands.
+        // Where it was suspended, the look that follows has it run again, or checkpoints it as it
+        // stands.
         self.policy.acknowledged(&acked);
         let told = Told {
             acknowledged: Some(epoch),
@@ -522,7 +536,8 @@ impl Keeper {
             self.finish();
             return;
         }
-        let report = in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
+        let report =
+            in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
         match report {
             Some(report) => {
                 self.settle(report);

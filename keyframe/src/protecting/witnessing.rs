@@ -82,7 +82,11 @@ impl WitnessServer {
     }
 
     /// Answers until `stop` is set.
-    pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<(), Failure> {
+    pub fn serve(
+        self: &Arc<Self>,
+        listener: &TcpListener,
+        stop: &AtomicBool,
+    ) -> Result<(), Failure> {
         let clients = Arc::new(AtomicUsize::new(0));
         listener.set_nonblocking(true).map_err(|e| Failure::new(format!("listen: {e}")))?;
         while !stop.load(Ordering::Relaxed) {
@@ -95,15 +99,16 @@ impl WitnessServer {
                 continue;
             }
             let (server, counted) = (Arc::clone(self), Arc::clone(&clients));
-            let spawned = std::thread::Builder::new().name("witness-client".into()).spawn(move || {
-                let served = stream.set_nonblocking(false).ok().and_then(|()| {
-                    let channel = server.party.accept(stream, TIMEOUT).ok()?;
-                    server.answer(&channel)
+            let spawned =
+                std::thread::Builder::new().name("witness-client".into()).spawn(move || {
+                    let served = stream.set_nonblocking(false).ok().and_then(|()| {
+                        let channel = server.party.accept(stream, TIMEOUT).ok()?;
+                        server.answer(&channel)
+                    });
+                    // Who is not answered asks again.
+                    let _ = served;
+                    counted.fetch_sub(1, Ordering::Relaxed);
                 });
-                // Who is not answered asks again.
-                let _ = served;
-                counted.fetch_sub(1, Ordering::Relaxed);
-            });
             drop(spawned);
         }
         Ok(())

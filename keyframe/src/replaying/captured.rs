@@ -1,15 +1,17 @@
-//! The intervals of a run that was not recorded: simulated from each of its checkpoints on, without a log.
+//! The intervals of a run that was not recorded: simulated from each of its checkpoints on, without
+//! a log.
 //!
 //! ```text
 //!   run under KVM    ├── 1.0 s ──┼── 1.0 s ──┼── 1.0 s ──┤        checkpoints, and how long the guest ran between them
 //!   simulated        [ 1.0 s of the guest's time ]  [ ... ]  [ ... ]   each by itself, under TCG, side by side
 //! ```
 //!
-//! What comes from outside is not repeated: a simulation begins exactly where its checkpoint was, and from there on does what the
-//! guest might have done. So it is approximate, and nothing else is said of it. (SimuBoost was evaluated so: it captured under KVM,
-//! and simulated without a log.)
+//! What comes from outside is not repeated: a simulation begins exactly where its checkpoint was,
+//! and from there on does what the guest might have done. So it is approximate, and nothing else is
+//! said of it. (SimuBoost was evaluated so: it captured under KVM, and simulated without a log.)
 //!
-//! A guest's second is a thousand million instructions (`-icount shift=0`), less those that it sleeps.
+//! A guest's second is a thousand million instructions (`-icount shift=0`), less those that it
+//! sleeps.
 
 use super::With;
 use super::replay::{Alive, StoredRam, serve, server};
@@ -41,13 +43,19 @@ pub struct Captured {
     pub run: String,
     /// The QEMU that ran.
     pub qemu_version: String,
-    /// From each checkpoint to the next of the run; their instructions are what the guest's time comes to.
+    /// From each checkpoint to the next of the run; their instructions are what the guest's time
+    /// comes to.
     pub intervals: Vec<Interval>,
 }
 
 impl Captured {
     /// The newest run in `store`, or that of VM `vm`, between checkpoints `from` and `to`.
-    pub fn open(store: Store, vm: Option<&str>, from: Option<u64>, to: Option<u64>) -> Result<Self, Failure> {
+    pub fn open(
+        store: Store,
+        vm: Option<&str>,
+        from: Option<u64>,
+        to: Option<u64>,
+    ) -> Result<Self, Failure> {
         let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
         let wanted = |sealed: &&Sealed| {
             vm.is_none_or(|vm| sealed.meta.vm == vm)
@@ -61,9 +69,8 @@ impl Captured {
                 .fix(format!("see what there is: keyframe list --store {place}")));
         };
         if !newest.meta.members.is_empty() {
-            return Err(
-                Failure::new("a group of VMs cannot be simulated").fix("name a VM that ran by itself: --vm")
-            );
+            return Err(Failure::new("a group of VMs cannot be simulated")
+                .fix("name a VM that ran by itself: --vm"));
         }
         let of_run = |sealed: &&&Sealed| sealed.meta.run == newest.meta.run;
         let run: Vec<&Sealed> = all.iter().filter(of_run).copied().collect();
@@ -71,7 +78,8 @@ impl Captured {
         let mut icount = 0u64;
         for pair in run.windows(2) {
             let [begin, end] = pair else { continue };
-            // One that was forgotten in between makes the stretch longer; one that was gone back to makes it none.
+            // One that was forgotten in between makes the stretch longer; one that was gone back to
+            // makes it none.
             if end.meta.parent.is_some() {
                 continue;
             }
@@ -97,7 +105,8 @@ impl Captured {
             ))
             .fix("take some: keyframe run --store S -- qemu-system-x86_64 ..."));
         }
-        let (run, qemu_version) = (newest.meta.run.clone(), newest.meta.machine.qemu_version.clone());
+        let (run, qemu_version) =
+            (newest.meta.run.clone(), newest.meta.machine.qemu_version.clone());
         drop(listing);
         Ok(Self { store, run, qemu_version, intervals })
     }
@@ -107,7 +116,8 @@ impl Captured {
         // One whose guest shuts down stands, so that its tool gets to the end.
         let mut extra = with.extra;
         extra.push("-no-shutdown".into());
-        let loaded = self.store.load(checkpoint).map_err(|e| Failure::store(&e, self.store.path()))?;
+        let loaded =
+            self.store.load(checkpoint).map_err(|e| Failure::store(&e, self.store.path()))?;
         let loaded = Arc::new(loaded);
         let disks = serve(&self.store, &loaded)?;
         let options = RestoreOptions {
@@ -121,13 +131,15 @@ impl Captured {
         let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
         // Its consoles and networks lead nowhere that anybody else is.
         let place = tempfile::Builder::new().prefix("keyframe-simulated-").tempdir();
-        let place = place.map_err(|e| Failure::new(format!("make a directory for consoles: {e}")))?;
+        let place =
+            place.map_err(|e| Failure::new(format!("make a directory for consoles: {e}")))?;
         let own = Apart { directory: place.path(), exact: true };
         let line = apart::line(&machine.user_command, &[], own).map_err(|e| Failure::qemu(&e))?;
         machine.user_command = line.words;
         let plan = Plan::new(machine, extra, options).map_err(|e| Failure::qemu(&e))?;
         let ram = StoredRam(Arc::clone(&loaded));
-        let restored = restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
+        let restored =
+            restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
         Ok(Simulation { alive: Alive { restored, disks }, _place: place })
     }
 }
@@ -139,8 +151,8 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// Lets it run until `interval` is over in the guest's time: by its instructions, and by how long it slept. False where that
-    /// was interrupted.
+    /// Lets it run until `interval` is over in the guest's time: by its instructions, and by how
+    /// long it slept. False where that was interrupted.
     pub fn run(
         &mut self,
         interval: &Interval,
@@ -189,8 +201,12 @@ impl Simulation {
 
     /// The thread that its processors run on.
     fn thread(&mut self) -> Result<u32, Failure> {
-        let threads = self.alive.restored.vm().qmp().cpu_threads().map_err(|e| Failure::qemu(&e))?;
-        threads.first().copied().ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))
+        let threads =
+            self.alive.restored.vm().qmp().cpu_threads().map_err(|e| Failure::qemu(&e))?;
+        threads
+            .first()
+            .copied()
+            .ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.

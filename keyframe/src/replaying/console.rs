@@ -11,8 +11,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// More than any guest says.
 const CONSOLE_BYTES_MAX: u64 = 1 << 30;
 
-/// The console's lines. Where nobody asked before, the recording is replayed for it, `jobs` intervals at a time.
-pub fn console(source: &Source, jobs: Option<u64>, shows_progress: bool) -> Result<Console, Failure> {
+/// The console's lines. Where nobody asked before, the recording is replayed for it, `jobs`
+/// intervals at a time.
+pub fn console(
+    source: &Source,
+    jobs: Option<u64>,
+    shows_progress: bool,
+) -> Result<Console, Failure> {
     let failed = |e| Failure::recording(&e);
     let path = source.recording.console_path();
     if !path.exists() {
@@ -24,7 +29,12 @@ pub fn console(source: &Source, jobs: Option<u64>, shows_progress: bool) -> Resu
 }
 
 /// Has the intervals write what the guest wrote in them, and puts it together at `path`.
-fn replay(source: &Source, path: &Path, jobs: Option<u64>, shows_progress: bool) -> Result<(), Failure> {
+fn replay(
+    source: &Source,
+    path: &Path,
+    jobs: Option<u64>,
+    shows_progress: bool,
+) -> Result<(), Failure> {
     let intervals = source.with_standing_ends(&source.intervals()?)?;
     let interrupted = jobs::interruption()?;
     let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
@@ -49,13 +59,19 @@ fn replay(source: &Source, path: &Path, jobs: Option<u64>, shows_progress: bool)
     let temporary = path.with_extension("part");
     let failed = |e| Failure::new(format!("write {}: {e}", temporary.display()));
     std::fs::write(&temporary, all).map_err(failed)?;
-    std::fs::rename(&temporary, path).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    std::fs::rename(&temporary, path)
+        .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
 }
 
 /// What the guest wrote in `interval`.
-fn part(source: &Source, interval: &Interval, interrupted: &AtomicBool) -> Result<Vec<u8>, Failure> {
+fn part(
+    source: &Source,
+    interval: &Interval,
+    interrupted: &AtomicBool,
+) -> Result<Vec<u8>, Failure> {
     let folder = tempfile::Builder::new().prefix("keyframe-console-").tempdir();
-    let folder = folder.map_err(|e| Failure::new(format!("make a directory for a console: {e}")))?;
+    let folder =
+        folder.map_err(|e| Failure::new(format!("make a directory for a console: {e}")))?;
     let path = folder.path().join("console");
     let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
     let read = || read_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));

@@ -1,4 +1,5 @@
-//! Where a replay that takes checkpoints is to stand: known from the log's whole, or found while it is still being written.
+//! Where a replay that takes checkpoints is to stand: known from the log's whole, or found while it
+//! is still being written.
 
 use crate::failure::Failure;
 use keyframe_replay::interval::Place;
@@ -14,13 +15,19 @@ const ASK_EVERY: Duration = Duration::from_millis(500);
 
 /// The way of such a replay.
 pub trait Course {
-    /// The next cut behind `icount`; none where the log ends before, or somebody has interrupted the wait for it.
+    /// The next cut behind `icount`; none where the log ends before, or somebody has interrupted
+    /// the wait for it.
     fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure>;
 
     /// The first place behind the next answer of a disk, where it can stand; none as above.
-    fn behind_answer(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure>;
+    fn behind_answer(
+        &mut self,
+        icount: u64,
+        interrupted: &AtomicBool,
+    ) -> Result<Option<u64>, Failure>;
 
-    /// Whether there is a checkpoint of `icount` already: a cut that waits for a disk's answer may move beyond the next cut, which has none of its own then.
+    /// Whether there is a checkpoint of `icount` already: a cut that waits for a disk's answer may
+    /// move beyond the next cut, which has none of its own then.
     fn is_there(&self, icount: u64) -> bool;
 }
 
@@ -39,7 +46,11 @@ impl Course for Known<'_> {
         Ok(self.cuts.get(self.cuts.partition_point(|cut| *cut <= icount)).copied())
     }
 
-    fn behind_answer(&mut self, icount: u64, _interrupted: &AtomicBool) -> Result<Option<u64>, Failure> {
+    fn behind_answer(
+        &mut self,
+        icount: u64,
+        _interrupted: &AtomicBool,
+    ) -> Result<Option<u64>, Failure> {
         Ok(self.boundaries.next_behind_answer(icount))
     }
 
@@ -98,7 +109,11 @@ impl Course for Live {
         })
     }
 
-    fn behind_answer(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure> {
+    fn behind_answer(
+        &mut self,
+        icount: u64,
+        interrupted: &AtomicBool,
+    ) -> Result<Option<u64>, Failure> {
         self.wait_for(interrupted, &mut |growing| growing.boundaries().next_behind_answer(icount))
     }
 

@@ -31,8 +31,8 @@ pub struct Followed {
 }
 
 impl Followed {
-    /// The recording at `path`, with the store that it names, or another one. None where that store is not there yet: the recording
-    /// has just begun.
+    /// The recording at `path`, with the store that it names, or another one. None where that store
+    /// is not there yet: the recording has just begun.
     pub fn open(path: &Path, store: Option<&Path>, key: &KeyArg) -> Result<Option<Self>, Failure> {
         let recording = Recording::open(path).map_err(|e| Failure::recording(&e))?;
         let place = store.map_or_else(|| recording.store_path(), Path::to_owned);
@@ -66,7 +66,8 @@ impl Followed {
         Ok(Some(Arc::clone(self.ended.get_or_init(|| Arc::new(source)))))
     }
 
-    /// Its intervals that are whole, with ends where a replay can stand and go on if that is wanted; and whether these are all.
+    /// Its intervals that are whole, with ends where a replay can stand and go on if that is
+    /// wanted; and whether these are all.
     pub fn intervals(&self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
         if let Some(source) = self.ended()? {
             return Ok((source.intervals_for_tool(with_standing)?, true));
@@ -90,7 +91,9 @@ impl Followed {
         if let Some(source) = self.ended()? {
             return source.efforts(intervals);
         }
-        let of = |growing: &Growing| intervals.iter().map(|one| one.effort(growing.boundaries())).collect();
+        let of = |growing: &Growing| {
+            intervals.iter().map(|one| one.effort(growing.boundaries())).collect()
+        };
         let efforts = self.look(of)?;
         Ok(efforts.unwrap_or_else(|| intervals.iter().map(Interval::len).collect()))
     }
@@ -101,7 +104,8 @@ impl Followed {
         let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         if growing.is_none() {
             let (log, times) = (self.recording.log_path(), self.recording.times_path());
-            *growing = Growing::open(&log, &times, Every::Instructions(u64::MAX)).map_err(failed)?;
+            *growing =
+                Growing::open(&log, &times, Every::Instructions(u64::MAX)).map_err(failed)?;
         }
         let Some(growing) = growing.as_mut() else { return Ok(None) };
         growing.refresh().map_err(failed)?;

@@ -1,4 +1,5 @@
-//! A second QEMU that follows a recording while it is made, in a process of its own: `keyframe segment --follow`.
+//! A second QEMU that follows a recording while it is made, in a process of its own:
+//! `keyframe segment --follow`.
 
 use crate::failure::{DONE, Failure};
 use crate::keys;
@@ -11,7 +12,8 @@ use std::time::Duration;
 /// How often it is looked whether it has come to its end.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// That process. It outlives nobody: where the recording's maker is gone, it goes to the log's end and ends.
+/// That process. It outlives nobody: where the recording's maker is gone, it goes to the log's end
+/// and ends.
 pub struct Follower {
     child: Child,
 }
@@ -19,8 +21,9 @@ pub struct Follower {
 impl Follower {
     /// Starts it; a checkpoint `every` so often, into `store`.
     pub fn start(recording: &Path, every: Duration, store: &Path) -> Result<Self, Failure> {
-        let failed =
-            |e: std::io::Error| Failure::new(format!("start a process that follows the recording: {e}"));
+        let failed = |e: std::io::Error| {
+            Failure::new(format!("start a process that follows the recording: {e}"))
+        };
         let mut command = Command::new("/proc/self/exe");
         let every = humantime::format_duration(every).to_string();
         command
@@ -35,10 +38,11 @@ impl Follower {
         Ok(Self { child: command.spawn().map_err(failed)? })
     }
 
-    /// Waits until it has followed a recording that has ended; ends it where the user does not want to wait. True where it has
-    /// come to the recording's end.
+    /// Waits until it has followed a recording that has ended; ends it where the user does not want
+    /// to wait. True where it has come to the recording's end.
     pub fn finish(mut self, interrupted: &AtomicBool) -> Result<bool, Failure> {
-        let failed = |e: std::io::Error| Failure::new(format!("wait for the process that follows: {e}"));
+        let failed =
+            |e: std::io::Error| Failure::new(format!("wait for the process that follows: {e}"));
         let mut told = false;
         loop {
             if let Some(status) = self.child.try_wait().map_err(failed)? {
@@ -52,7 +56,9 @@ impl Follower {
     }
 
     fn signal(&self) {
-        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(rustix::process::Pid::from_raw) {
+        if let Some(pid) =
+            i32::try_from(self.child.id()).ok().and_then(rustix::process::Pid::from_raw)
+        {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }
     }

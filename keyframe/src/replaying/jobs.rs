@@ -21,9 +21,8 @@ pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
 /// An error where the user has asked for an end of what can be gone on with.
 pub fn unless(interrupted: &AtomicBool) -> Result<(), Failure> {
     if interrupted.load(Ordering::Relaxed) {
-        return Err(
-            Failure::new("interrupted").fix("call it again: it goes on with the intervals that are missing")
-        );
+        return Err(Failure::new("interrupted")
+            .fix("call it again: it goes on with the intervals that are missing"));
     }
     Ok(())
 }
@@ -33,9 +32,10 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Has `job` done for each of `intervals` of `source`, `jobs` at a time, or as many as there are cores. Those that were begun before
-/// `interrupted`; in any order. Those with the most effort begin first, so that all jobs end at about the same time (longest processing time
-/// first: Graham, Bounds on multiprocessing timing anomalies, 1969).
+/// Has `job` done for each of `intervals` of `source`, `jobs` at a time, or as many as there are
+/// cores. Those that were begun before `interrupted`; in any order. Those with the most effort
+/// begin first, so that all jobs end at about the same time (longest processing time first: Graham,
+/// Bounds on multiprocessing timing anomalies, 1969).
 pub fn side_by_side<T: Send>(
     source: &Source,
     intervals: &[Interval],
@@ -50,7 +50,9 @@ pub fn side_by_side<T: Send>(
     std::thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
-                while let Some((_, interval)) = longest_first.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some((_, interval)) =
+                    longest_first.get(next.fetch_add(1, Ordering::Relaxed))
+                {
                     if interrupted.load(Ordering::Relaxed) {
                         return;
                     }
@@ -65,7 +67,8 @@ pub fn side_by_side<T: Send>(
     Ok(done.into_inner().unwrap_or_default())
 }
 
-/// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown may be moved all the same.
+/// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown
+/// may be moved all the same.
 pub fn bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
     if !is_shown {
         return ProgressBar::hidden();

@@ -71,7 +71,8 @@ pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>, Failure> 
 }
 
 impl Order {
-    /// Opens what it is about. A recording that is to be followed need not have ended, but must have begun.
+    /// Opens what it is about. A recording that is to be followed need not have ended, but must
+    /// have begun.
     pub fn open(&self, key: &KeyArg) -> Result<Opened, Failure> {
         if self.follow {
             let followed = Followed::open(&self.subject, self.store.as_deref(), key)?;
@@ -83,8 +84,10 @@ impl Order {
         }
         match &self.captured {
             Some(Stretch { vm, from, to }) => {
-                let store = key.open(&self.subject).map_err(|e| Failure::store(&e, &self.subject))?;
-                Captured::open(store, vm.as_deref(), *from, *to).map(|run| Opened::Captured(Box::new(run)))
+                let store =
+                    key.open(&self.subject).map_err(|e| Failure::store(&e, &self.subject))?;
+                Captured::open(store, vm.as_deref(), *from, *to)
+                    .map(|run| Opened::Captured(Box::new(run)))
             }
             None => Source::open(&self.subject, self.store.as_deref(), key)
                 .map(|source| Opened::Recorded(Box::new(source))),
@@ -95,7 +98,8 @@ impl Order {
     pub fn write(&self, out: &Path) -> Result<(), Failure> {
         let path = out.join("order.json");
         let text = serde_json::to_string_pretty(self).unwrap_or_default();
-        std::fs::write(&path, text).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        std::fs::write(&path, text)
+            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
     }
 
     /// The one in `out`.

@@ -12,9 +12,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often its instruction is asked for: each asking takes the lock that the virtual CPU runs under.
+/// How often its instruction is asked for: each asking takes the lock that the virtual CPU runs
+/// under.
 const ASK_EVERY: Duration = Duration::from_millis(500);
-/// How long a replay may stand at one instruction without going on in its log. An idle guest's clock jumps, so that none waits for real time.
+/// How long a replay may stand at one instruction without going on in its log. An idle guest's
+/// clock jumps, so that none waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// How long QEMU may take to end behind the last instruction.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
@@ -71,7 +73,8 @@ pub struct Passage {
     pub holds: Arc<[u64]>,
     /// The log that QEMU reads.
     pub log: PathBuf,
-    /// How long it may stand at one instruction and place in its log before it counts as having come off its log.
+    /// How long it may stand at one instruction and place in its log before it counts as having
+    /// come off its log.
     pub patience: Duration,
 }
 
@@ -86,7 +89,8 @@ impl Passage {
         }
     }
 
-    /// Lets it run on from where it stands to `until`, and waits until it is there, as [`Passage::arrive`] does.
+    /// Lets it run on from where it stands to `until`, and waits until it is there, as
+    /// [`Passage::arrive`] does.
     pub fn go_on(
         &mut self,
         replay: &mut impl Replaying,
@@ -130,7 +134,9 @@ impl Passage {
             if let Some(exit) = replay.ended().map_err(|e| Failure::qemu(&e))? {
                 return self.ended(exit);
             }
-            let Ok(events) = replay.vm().qmp().drain_events() else { return self.gone(replay.vm()) };
+            let Ok(events) = replay.vm().qmp().drain_events() else {
+                return self.gone(replay.vm());
+            };
             let shut_down = events.iter().any(|event| matches!(event, Event::Shutdown { .. }));
             if shut_down || events.contains(&Event::Stop) {
                 if !shut_down && self.is_held(replay.vm())? {
@@ -151,7 +157,8 @@ impl Passage {
                 match replay.vm().qmp().icount() {
                     Ok(icount) => {
                         tell(icount);
-                        if let Verdict::Frozen { icount } = progress.look(began.elapsed(), icount, log_offset)
+                        if let Verdict::Frozen { icount } =
+                            progress.look(began.elapsed(), icount, log_offset)
                         {
                             return Err(self.frozen(replay.vm(), icount, log_offset));
                         }
@@ -187,7 +194,9 @@ impl Passage {
                 self.icount
             ))),
             Until::LogEnd if shut_down => Ok(Reached::LogEnd),
-            Until::LogEnd => Err(Failure::new(format!("the replay stopped at instruction {}", self.icount))),
+            Until::LogEnd => {
+                Err(Failure::new(format!("the replay stopped at instruction {}", self.icount)))
+            }
         }
     }
 
@@ -203,7 +212,9 @@ impl Passage {
     fn ended(&self, exit: ExitStatus) -> Result<Reached, Failure> {
         match self.until {
             Until::LogEnd if exit.success() => Ok(Reached::LogEnd),
-            Until::LogEnd => Err(Failure::new(format!("QEMU ended with {exit} before the log's end"))),
+            Until::LogEnd => {
+                Err(Failure::new(format!("QEMU ended with {exit} before the log's end")))
+            }
             Until::Instruction(wanted) => {
                 Err(Failure::new(format!("QEMU ended ({exit}) before instruction {wanted}")))
             }
@@ -214,11 +225,13 @@ impl Passage {
     fn frozen(&self, vm: &mut Vm, icount: u64, log_offset: Option<u64>) -> Failure {
         let landmark = landmark(vm);
         let left = match self.until {
-            Until::Instruction(wanted) => format!(", {} before its end", wanted.saturating_sub(icount)),
+            Until::Instruction(wanted) => {
+                format!(", {} before its end", wanted.saturating_sub(icount))
+            }
             Until::LogEnd => String::new(),
         };
-        let read =
-            log_offset.map_or_else(String::new, |bytes| format!(", with {bytes} bytes of its log read"));
+        let read = log_offset
+            .map_or_else(String::new, |bytes| format!(", with {bytes} bytes of its log read"));
         Failure::new(format!(
             "the replay has come off its log: it stands still at instruction {icount}{left}{read}{landmark}"
         ))

@@ -7,8 +7,9 @@
 //!   files           one for each backend
 //! ```
 //!
-//! That QEMU counts twice is its own slip (plugins/api.c, `qemu_plugin_hwaddr_phys_addr`); QEMU 10 tells guest-physical addresses. As long as backends are made in
-//! the order of nodes the numbers are still different ones; else they may fall together, and such a machine is refused under 7.2.
+//! That QEMU counts twice is its own slip (plugins/api.c, `qemu_plugin_hwaddr_phys_addr`); QEMU 10
+//! tells guest-physical addresses. As long as backends are made in the order of nodes the numbers
+//! are still different ones; else they may fall together, and such a machine is refused under 7.2.
 //! Memory modules (pc-dimm) are as well: their place among modules is not known from outside.
 
 use crate::failure::Failure;
@@ -31,7 +32,11 @@ struct Backend {
 }
 
 /// The RAM of a checkpoint's machine, whose line and layout `source` has.
-pub fn of(source: &RestoreSource, map: &[GuestRegion], interface: Interface) -> Result<GuestRam, Failure> {
+pub fn of(
+    source: &RestoreSource,
+    map: &[GuestRegion],
+    interface: Interface,
+) -> Result<GuestRam, Failure> {
     let blocks = source.ram.blocks();
     let of_backends: Vec<usize> =
         (0..blocks.len()).filter(|&number| blocks[number].kind == BlockKind::Backend).collect();
@@ -75,8 +80,8 @@ pub fn of(source: &RestoreSource, map: &[GuestRegion], interface: Interface) -> 
         found.map_or(0, |(_, &number)| number)
     };
     let files = (0..).zip(&of_backends);
-    let files =
-        files.map(|(order, &block)| RamFile { number: number_of(block), path: ram_file(order).into() });
+    let files = files
+        .map(|(order, &block)| RamFile { number: number_of(block), path: ram_file(order).into() });
     let ranges = map.iter().filter_map(|region| {
         let &block = of_backends.iter().find(|&&block| blocks[block].name == region.block)?;
         let number = number_of(block) + region.offset_bytes;
@@ -98,7 +103,8 @@ fn apart(made: &[Backend]) -> Vec<u64> {
     made.iter().map(begin).collect()
 }
 
-/// QEMU 7.2's numbers of each backend's first byte, as they are made; `None` where two have one number.
+/// QEMU 7.2's numbers of each backend's first byte, as they are made; `None` where two have one
+/// number.
 fn numbers(made: &[Backend]) -> Option<Vec<u64>> {
     let before = |backend: &Backend| -> u64 {
         made.iter().filter(|other| other.guest < backend.guest).map(|other| other.len_bytes).sum()
@@ -166,13 +172,15 @@ mod tests {
         let line = "qemu -object memory-backend-ram,id=a,size=64M -object memory-backend-ram,id=b,size=96M";
         // QEMU lists the largest first.
         let source = source(line, &[("/objects/b", 96 * MIB), ("/objects/a", 64 * MIB)]);
-        let map = [region("/objects/a", 0, 0, 64 * MIB), region("/objects/b", 64 * MIB, 0, 96 * MIB)];
+        let map =
+            [region("/objects/a", 0, 0, 64 * MIB), region("/objects/b", 64 * MIB, 0, 96 * MIB)];
         let ram = of(&source, &map, Interface::V1).unwrap();
         assert_eq!(ranges(&ram), [(0, 0, 64 * MIB), (64 * MIB, 128 * MIB, 96 * MIB)]);
         let files: Vec<_> = ram.files.iter().map(|file| file.number).collect();
         assert_eq!(files, [128 * MIB, 0], "in the layout's order");
         // The other way round both nodes would begin at 96 MiB.
-        let map = [region("/objects/b", 0, 0, 96 * MIB), region("/objects/a", 96 * MIB, 0, 64 * MIB)];
+        let map =
+            [region("/objects/b", 0, 0, 96 * MIB), region("/objects/a", 96 * MIB, 0, 64 * MIB)];
         let refused = of(&source, &map, Interface::V1).unwrap_err();
         assert!(refused.message.contains("order"), "{}", refused.message);
         let ram = of(&source, &map, Interface::V4).unwrap();

@@ -6,8 +6,9 @@
 //!                                                        └─▶ it has come off the log: stands still and never says so
 //! ```
 //!
-//! A replay that stands takes from the log what QEMU's main loop finds there, also what belongs behind the recording's own going
-//! on. So it never stands at its checkpoint, and goes on only from an instruction at which the log has nothing
+//! A replay that stands takes from the log what QEMU's main loop finds there, also what belongs
+//! behind the recording's own going on. So it never stands at its checkpoint, and goes on only from
+//! an instruction at which the log has nothing
 //! ([`Boundaries::next_unambiguous`](keyframe_replay::log::Boundaries::next_unambiguous)).
 //!
 //! Invariant: a [`Replay`] that is dropped leaves no QEMU behind.
@@ -20,7 +21,9 @@ use crate::disks::{self, Served, restored};
 use crate::failure::Failure;
 use crate::images::Stop;
 use keyframe_qemu::record::{self, Clock, Mode, Wanted};
-use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until};
+use keyframe_qemu::restore::{
+    self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until,
+};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::Place;
 use keyframe_store::{Loaded, Store};
@@ -73,7 +76,9 @@ impl RamSource for StoredRam {
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
-        Ok(self.0.read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
+        Ok(self
+            .0
+            .read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
     }
 
     fn read_some(
@@ -81,7 +86,9 @@ impl RamSource for StoredRam {
         pages: &[PageIndex],
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
-        Ok(self.0.read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
+        Ok(self
+            .0
+            .read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
     }
 
     fn wanted_first(&self) -> Vec<PageIndex> {
@@ -91,7 +98,12 @@ impl RamSource for StoredRam {
 
 impl Replay {
     /// Starts QEMU at `place`, and lets it run to `until`.
-    pub fn start(source: &Source, place: Place, until: Until, with: &With) -> Result<Self, Failure> {
+    pub fn start(
+        source: &Source,
+        place: Place,
+        until: Until,
+        with: &With,
+    ) -> Result<Self, Failure> {
         let passage = Passage {
             icount: place.icount,
             until,
@@ -151,7 +163,8 @@ impl Alive {
     /// Ends QEMU in good order.
     pub fn end(mut self) -> Result<(), Failure> {
         let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
-        let closed = self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
+        let closed =
+            self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
         killed.and(closed)
     }
 }
@@ -178,7 +191,8 @@ pub struct Started {
 
 /// Starts QEMU at `place`, and lets it run to `until`.
 pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result<Started, Failure> {
-    let loaded = source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
+    let loaded =
+        source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
     let loaded = Arc::new(loaded);
     let mut disks = serve(&source.store, &loaded)?;
     let server = server(&disks);
@@ -197,7 +211,8 @@ pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result
     };
     let line = record::line(&words, wanted).map_err(|e| Failure::qemu(&e))?;
     machine.user_command.extend(line.words);
-    let options = RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
+    let options =
+        RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
     let plan = Plan::new(machine, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
     let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
     let restored = if with.lazy {

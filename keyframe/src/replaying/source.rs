@@ -3,7 +3,9 @@
 use crate::failure::Failure;
 use crate::keys::KeyArg;
 use keyframe_qemu::restore::Until;
-use keyframe_replay::interval::{Interval, Place, intervals, with_standing_end, with_standing_ends};
+use keyframe_replay::interval::{
+    Interval, Place, intervals, with_standing_end, with_standing_ends,
+};
 use keyframe_replay::log::Boundaries;
 use keyframe_replay::recording::{ImageMeta, Readable};
 use keyframe_replay::{Ending, Recording};
@@ -53,7 +55,13 @@ impl Source {
     /// One that is still being recorded, with the store for its checkpoints.
     pub fn growing(recording: &Recording, store: Store) -> Self {
         let log = recording.growing_log();
-        Self { recording: recording.clone(), store, log, boundaries: OnceLock::new(), holds: OnceLock::new() }
+        Self {
+            recording: recording.clone(),
+            store,
+            log,
+            boundaries: OnceLock::new(),
+            holds: OnceLock::new(),
+        }
     }
 
     /// One that takes its checkpoints while it is recorded, with what its log has so far.
@@ -83,19 +91,21 @@ impl Source {
         Ok(intervals.iter().map(|interval| interval.effort(boundaries)).collect())
     }
 
-    /// Where a replay must stand on its way ([`Boundaries::holds`]). None of one that is still being recorded: what follows it takes its
-    /// checkpoints, so that the recording stands nowhere.
+    /// Where a replay must stand on its way ([`Boundaries::holds`]). None of one that is still
+    /// being recorded: what follows it takes its checkpoints, so that the recording stands nowhere.
     pub fn holds(&self) -> Result<Arc<[u64]>, Failure> {
         if let Some(holds) = self.holds.get() {
             return Ok(Arc::clone(holds));
         }
         let is_growing = self.recording.meta.ending == Ending::Recording;
-        let found: Arc<[u64]> = if is_growing { Arc::new([]) } else { self.boundaries()?.holds().into() };
+        let found: Arc<[u64]> =
+            if is_growing { Arc::new([]) } else { self.boundaries()?.holds().into() };
         Ok(Arc::clone(self.holds.get_or_init(|| found)))
     }
 
-    /// Whether a replay to its end goes on until QEMU ends with its log. Else it stops at the last instruction that it can stand before: where
-    /// the machine was asked to shut down, or before the log breaks off or an instruction within which QEMU ended, as it would again.
+    /// Whether a replay to its end goes on until QEMU ends with its log. Else it stops at the last
+    /// instruction that it can stand before: where the machine was asked to shut down, or before
+    /// the log breaks off or an instruction within which QEMU ended, as it would again.
     pub fn ends_with_log(&self) -> Result<bool, Failure> {
         let (meta, boundaries) = (&self.recording.meta, self.boundaries()?);
         let is_whole = meta.ending == Ending::Complete && meta.instructions >= boundaries.end();
@@ -105,7 +115,11 @@ impl Source {
     /// The last instruction that a replay can stand before.
     pub fn last_standing(&self) -> Result<u64, Failure> {
         let end = self.recording.meta.instructions;
-        let end = if self.recording.meta.ending == Ending::Complete { end } else { end.saturating_sub(1) };
+        let end = if self.recording.meta.ending == Ending::Complete {
+            end
+        } else {
+            end.saturating_sub(1)
+        };
         Ok(self.boundaries()?.end().min(end))
     }
 
@@ -134,7 +148,8 @@ impl Source {
         let end = self.boundaries()?.end().min(self.recording.meta.instructions);
         let mut all = intervals(self.places()?, end);
         if self.recording.meta.ending == Ending::Cut {
-            // Behind the last checkpoint the log ends in the middle, and a QEMU that reads on there ends too.
+            // Behind the last checkpoint the log ends in the middle, and a QEMU that reads on there
+            // ends too.
             all.retain(|interval| interval.end.is_some());
         }
         if all.is_empty() {
@@ -146,10 +161,12 @@ impl Source {
         Ok(all)
     }
 
-    /// Its intervals for a tool, which is to see the same whenever they are replayed; with ends where a replay can stand and go on if that is wanted.
+    /// Its intervals for a tool, which is to see the same whenever they are replayed; with ends
+    /// where a replay can stand and go on if that is wanted.
     pub fn intervals_for_tool(&self, with_standing: bool) -> Result<Vec<Interval>, Failure> {
         let all = self.intervals()?;
-        let all = if self.ends_with_log()? { all } else { with_standing_end(all, self.boundaries()?) };
+        let all =
+            if self.ends_with_log()? { all } else { with_standing_end(all, self.boundaries()?) };
         if with_standing { self.with_standing_ends(&all) } else { Ok(all) }
     }
 
@@ -183,7 +200,8 @@ pub fn copy_places(from: &Store, places: &[Place], to: &Store) -> Result<(), Fai
     from.copy_to(to, &ids, &mut |_| ()).map(drop).map_err(|e| Failure::store(&e, to.path()))
 }
 
-/// Of a recording that was followed, and that nobody makes any more: its first checkpoint is in the store with the others, and nowhere else.
+/// Of a recording that was followed, and that nobody makes any more: its first checkpoint is in the
+/// store with the others, and nowhere else.
 pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result<(), Failure> {
     let place = recording.first_store_path();
     if !place.exists() {
@@ -193,5 +211,6 @@ pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result
         let first = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
         copy_places(&first, &places_in(&first, recording)?, store)?;
     }
-    std::fs::remove_dir_all(&place).map_err(|e| Failure::new(format!("remove {}: {e}", place.display())))
+    std::fs::remove_dir_all(&place)
+        .map_err(|e| Failure::new(format!("remove {}: {e}", place.display())))
 }

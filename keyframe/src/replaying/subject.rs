@@ -1,4 +1,5 @@
-//! What is analysed: a recording, whose intervals are replayed, or a run that was not recorded, whose intervals are simulated.
+//! What is analysed: a recording, whose intervals are replayed, or a run that was not recorded,
+//! whose intervals are simulated.
 
 use super::{Captured, Followed, Reached, Replay, Source, With};
 use crate::failure::Failure;
@@ -51,8 +52,8 @@ impl<'a> Subject<'a> {
         matches!(self, Self::Captured(_))
     }
 
-    /// Its intervals, with ends where a replay can stand and go on if that is wanted; and whether these are all that it will ever
-    /// have.
+    /// Its intervals, with ends where a replay can stand and go on if that is wanted; and whether
+    /// these are all that it will ever have.
     pub fn intervals(self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
         match self {
             Self::Recorded(source) => Ok((source.intervals_for_tool(with_standing)?, true)),
@@ -70,8 +71,9 @@ impl<'a> Subject<'a> {
         }
     }
 
-    /// Brings one QEMU from `begin` on through `warm_up` instructions, where there are any, and then through `intervals`, which
-    /// follow each other. `cut` is called at the end of each of these.
+    /// Brings one QEMU from `begin` on through `warm_up` instructions, where there are any, and
+    /// then through `intervals`, which follow each other. `cut` is called at the end of each of
+    /// these.
     pub fn go_through(
         self,
         begin: Place,
@@ -81,7 +83,9 @@ impl<'a> Subject<'a> {
         cut: &mut dyn FnMut() -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         match self {
-            Self::Recorded(source) => replay(source, begin, intervals, &with, (interrupted, tell), cut),
+            Self::Recorded(source) => {
+                replay(source, begin, intervals, &with, (interrupted, tell), cut)
+            }
             Self::Followed(followed) => {
                 replay(&*followed.now()?, begin, intervals, &with, (interrupted, tell), cut)
             }
@@ -112,8 +116,10 @@ fn replay(
 ) -> Result<(), Failure> {
     let from = intervals.first().map_or(begin.icount, |first| first.from_icount);
     let of_warm_up = (begin.icount < from).then_some(Until::Instruction(from));
-    let each: Vec<Until> =
-        intervals.iter().map(|interval| source.until(interval.end_icount)).collect::<Result<_, _>>()?;
+    let each: Vec<Until> = intervals
+        .iter()
+        .map(|interval| source.until(interval.end_icount))
+        .collect::<Result<_, _>>()?;
     let mut ends = of_warm_up.into_iter().chain(each);
     let Some(end) = ends.next() else { return Ok(()) };
     let mut replay = Replay::start(source, begin, end, with)?;

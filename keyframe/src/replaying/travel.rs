@@ -6,7 +6,8 @@
 //!   way                                      └────┘  a replay from the nearest checkpoint before it
 //! ```
 //!
-//! A replay never stands at its checkpoint, so that even one that lies at the instruction itself is reached from the one before.
+//! A replay never stands at its checkpoint, so that even one that lies at the instruction itself is
+//! reached from the one before.
 
 use super::{Reached, Replay, Source, With};
 use crate::failure::Failure;
@@ -29,8 +30,8 @@ pub struct Way {
 }
 
 impl Way {
-    /// To `icount`, or, where that is the recording's beginning, to the first instruction that a replay can stand before.
-    /// `places` are the recording's checkpoints.
+    /// To `icount`, or, where that is the recording's beginning, to the first instruction that a
+    /// replay can stand before. `places` are the recording's checkpoints.
     pub fn to(source: &Source, places: &[Place], icount: u64) -> Result<Self, Failure> {
         let last = source.last_standing()?;
         let icount = icount.max(places.first().map_or(0, |place| place.icount) + 1);
@@ -55,7 +56,8 @@ pub struct Standing {
 const STUB: &str = "gdb.sock";
 
 impl Standing {
-    /// Goes `way`; `None` where that was interrupted. `extra` are words for QEMU; with a stub, debuggers can attach.
+    /// Goes `way`; `None` where that was interrupted. `extra` are words for QEMU; with a stub,
+    /// debuggers can attach.
     pub fn at(
         source: &Source,
         way: Way,
@@ -64,11 +66,16 @@ impl Standing {
         tell: &mut dyn FnMut(u64),
     ) -> Result<Option<Self>, Failure> {
         let mut extra = extra.to_vec();
-        let folder = stub.then(|| tempfile::Builder::new().prefix("keyframe-gdb-").tempdir()).transpose();
-        let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
+        let folder =
+            stub.then(|| tempfile::Builder::new().prefix("keyframe-gdb-").tempdir()).transpose();
+        let folder =
+            folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
         if let Some(folder) = &folder {
             let socket = folder.path().join(STUB);
-            extra.extend(["-gdb".into(), format!("unix:{},server=on,wait=off", socket.display()).into()]);
+            extra.extend([
+                "-gdb".into(),
+                format!("unix:{},server=on,wait=off", socket.display()).into(),
+            ]);
         }
         let with = With { extra, lazy: true, ..With::default() };
         let mut replay = Replay::start(source, way.begin, way.until, &with)?;
@@ -87,10 +94,13 @@ impl Standing {
 
     /// A connection to its stub.
     pub fn attach(&self) -> Result<Link<UnixStream>, Failure> {
-        let Some(folder) = &self.stub else { return Err(Failure::new("its QEMU has no stub for debuggers")) };
+        let Some(folder) = &self.stub else {
+            return Err(Failure::new("its QEMU has no stub for debuggers"));
+        };
         let socket = folder.path().join(STUB);
-        let stream = UnixStream::connect(&socket)
-            .map_err(|e| Failure::new(format!("connect to QEMU's stub at {}: {e}", socket.display())))?;
+        let stream = UnixStream::connect(&socket).map_err(|e| {
+            Failure::new(format!("connect to QEMU's stub at {}: {e}", socket.display()))
+        })?;
         Ok(Link::new(stream, "QEMU's stub"))
     }
 }

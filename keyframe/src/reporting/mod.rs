@@ -1,12 +1,14 @@
-//! Reports: one HTML file with tables and plots, that needs nothing else and can be sent to anybody.
+//! Reports: one HTML file with tables and plots, that needs nothing else and can be sent to
+//! anybody.
 //!
 //! ```text
 //!   store ─────▶ entries ──▶ of_checkpoints ─┐
 //!   recording ─▶ intervals ─▶ of_recording ──┴─▶ Page ──▶ report.html      plots: SVG of `keyframe_plot`, within the file
 //! ```
 //!
-//! Invariants: names are escaped wherever they stand, and the file tells the browser to run no script; its size is bounded however many
-//! checkpoints there are (of many, a plot shows the longest pause of each stretch); every number was measured in the runs it is about.
+//! Invariants: names are escaped wherever they stand, and the file tells the browser to run no
+//! script; its size is bounded however many checkpoints there are (of many, a plot shows the
+//! longest pause of each stretch); every number was measured in the runs it is about.
 
 pub mod of_checkpoints;
 pub mod of_recording;
@@ -107,7 +109,8 @@ impl Page {
     /// Writes it, whole or not at all.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let failed = |e: std::io::Error| Failure::new(format!("write {}: {e}", path.display()));
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder =
+            path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mut new = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;
         new.write_all(self.html().as_bytes()).map_err(failed)?;
         new.persist(path).map_err(|e| failed(e.error))?;
@@ -146,7 +149,9 @@ mod tests {
         let html = page.html();
         assert!(!html.contains("<script") && !html.contains("onload='"), "{html}");
         assert!(
-            html.contains("&lt;script&gt;alert(1)&lt;/script&gt;&quot; onload=&#39;x&#39; &amp;amp;"),
+            html.contains(
+                "&lt;script&gt;alert(1)&lt;/script&gt;&quot; onload=&#39;x&#39; &amp;amp;"
+            ),
             "{html}"
         );
         assert!(html.contains("default-src 'none'"));

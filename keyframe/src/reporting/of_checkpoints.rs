@@ -39,13 +39,18 @@ pub fn add(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
         of_vms.entry(&entry.vm).or_default().push(entry);
     }
     summary(page, sealed, &of_vms);
-    let listing =
-        Listing { generation: 1, checkpoints: sealed.iter().map(|one| Arc::new(as_shown(one))).collect() };
+    let listing = Listing {
+        generation: 1,
+        checkpoints: sealed.iter().map(|one| Arc::new(as_shown(one))).collect(),
+    };
     for (vm, entries) in of_vms.iter().take(PLOTTED_MAX) {
         of_vm(page, vm, entries, &listing)?;
     }
     if of_vms.len() > PLOTTED_MAX {
-        page.line(&format!("{} more VMs are in the table above alone.", of_vms.len() - PLOTTED_MAX));
+        page.line(&format!(
+            "{} more VMs are in the table above alone.",
+            of_vms.len() - PLOTTED_MAX
+        ));
     }
     growth(page, sealed)?;
     let disks = DiskSums::of(&entries);
@@ -74,7 +79,8 @@ pub fn add(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
 
 fn summary(page: &mut Page, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entry>>) {
     page.part("VMs");
-    let machines: BTreeMap<&str, &Sealed> = sealed.iter().map(|one| (one.meta.vm.as_str(), one)).collect();
+    let machines: BTreeMap<&str, &Sealed> =
+        sealed.iter().map(|one| (one.meta.vm.as_str(), one)).collect();
     let row = |(vm, entries): (&&str, &Vec<&Entry>)| {
         let (first, last) = (entries.first()?, entries.last()?);
         let machine = &machines.get(vm)?.meta.machine;
@@ -88,7 +94,10 @@ fn summary(page: &mut Page, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entr
             moment(&first.taken_at),
             moment(&last.taken_at),
             output::bytes(last.ram_bytes),
-            format!("{}, {} CPUs, QEMU {}", machine.machine_type, machine.cpus, machine.qemu_version),
+            format!(
+                "{}, {} CPUs, QEMU {}",
+                machine.machine_type, machine.cpus, machine.qemu_version
+            ),
         ])
     };
     let rows: Vec<_> = of_vms.iter().filter_map(row).collect();
@@ -118,7 +127,8 @@ fn of_vm(page: &mut Page, vm: &str, entries: &[&Entry], listing: &Listing) -> Re
     let row = |(name, value): &(&str, NumberOf)| {
         let mut sample: Vec<u64> = entries.iter().map(|entry| value(entry)).collect();
         sample.sort_unstable();
-        let at = [50, 90, 99, 100].map(|percent| output::duration(output::percentile(&sample, percent)));
+        let at =
+            [50, 90, 99, 100].map(|percent| output::duration(output::percentile(&sample, percent)));
         std::iter::once((*name).to_owned()).chain(at).collect::<Vec<_>>()
     };
     let rows: Vec<_> = PHASES.iter().map(row).collect();
@@ -226,9 +236,17 @@ fn plots(buckets: &[Bucket]) -> Figure {
     Figure {
         title: String::new(),
         charts: vec![
-            chart("Pause by phase", Axis { write: decimal, ..Axis::new("ms", Scale::Linear) }, pauses),
+            chart(
+                "Pause by phase",
+                Axis { write: decimal, ..Axis::new("ms", Scale::Linear) },
+                pauses,
+            ),
             chart("Pages of a checkpoint", Axis::new("pages", Scale::Linear), pages),
-            chart("Bytes of a checkpoint", Axis { write: bytes, ..Axis::new("bytes", Scale::Linear) }, added),
+            chart(
+                "Bytes of a checkpoint",
+                Axis { write: bytes, ..Axis::new("bytes", Scale::Linear) },
+                added,
+            ),
         ],
     }
 }
@@ -273,14 +291,19 @@ fn growth(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
             ]
         })
         .collect();
-    page.table("By hour, the newest first", &["Hour (UTC)", "Checkpoints", "Dirty", "Added"], &rows);
+    page.table(
+        "By hour, the newest first",
+        &["Hour (UTC)", "Checkpoints", "Dirty", "Added"],
+        &rows,
+    );
     Ok(())
 }
 
 /// What the whole store holds, and what was saved.
 pub fn add_store(page: &mut Page, stats: &Stats) {
     let b = output::bytes;
-    let times = |ratio: Option<f64>| ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.1}x"));
+    let times =
+        |ratio: Option<f64>| ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.1}x"));
     page.part("Store");
     page.facts(
         "What it holds, and what was saved",
@@ -291,13 +314,20 @@ pub fn add_store(page: &mut Page, stats: &Stats) {
             ("Of these: zero", format!("{} pages", stats.zero_pages)),
             (
                 "Deduplicated",
-                format!("{} pages, {} of them against disks", stats.dedup_pages, stats.dedup_disk_pages),
+                format!(
+                    "{} pages, {} of them against disks",
+                    stats.dedup_pages, stats.dedup_disk_pages
+                ),
             ),
             ("Unchanged", format!("{} pages", stats.unchanged_pages)),
             ("Stored", format!("{} pages in {}", stats.stored_pages, b(stats.stored_bytes))),
             (
                 "Disks",
-                format!("{} written, stored in {}", b(stats.disk_dirty_bytes), b(stats.disk_stored_bytes)),
+                format!(
+                    "{} written, stored in {}",
+                    b(stats.disk_dirty_bytes),
+                    b(stats.disk_stored_bytes)
+                ),
             ),
             (
                 "On disk",

@@ -76,8 +76,11 @@ pub fn add(page: &mut Page, recording: &Recording, places: Vec<Place>) -> Result
         &["Shortest", "Median", "90 %", "Longest"],
         &[vec![at(0), at(50), at(90), at(100)]],
     );
-    let points =
-        all.iter().map(|one| Point { x: f64::from(one.index), y: one.len() as f64 / 1e6, deviation: None });
+    let points = all.iter().map(|one| Point {
+        x: f64::from(one.index),
+        y: one.len() as f64 / 1e6,
+        deviation: None,
+    });
     let chart = Chart {
         title: "Instructions of each interval".into(),
         x: Axis::new("interval", Scale::Linear),
@@ -100,7 +103,11 @@ pub fn add(page: &mut Page, recording: &Recording, places: Vec<Place>) -> Result
     };
     let rows: Vec<_> = all.iter().take(ROWS_MAX).map(row).collect();
     let caption = if all.len() > ROWS_MAX { "The first intervals" } else { "Intervals" };
-    page.table(caption, &["Interval", "From checkpoint", "To", "First instruction", "Instructions"], &rows);
+    page.table(
+        caption,
+        &["Interval", "From checkpoint", "To", "First instruction", "Instructions"],
+        &rows,
+    );
     Ok(())
 }
 
@@ -114,8 +121,11 @@ pub fn add_analysis(page: &mut Page, out: &Path) -> Result<(), Failure> {
     let begin = took.iter().map(|one| one.began_at_ns).min().unwrap_or(0);
     let end = took.iter().map(|one| one.began_at_ns.saturating_add(one.wall_ns)).max().unwrap_or(0);
     let (sum, span) = (each.iter().sum::<u64>(), end.saturating_sub(begin));
-    let at_once =
-        if span > 0 { format!("{:.1} at a time, on average", sum as f64 / span as f64) } else { "-".into() };
+    let at_once = if span > 0 {
+        format!("{:.1} at a time, on average", sum as f64 / span as f64)
+    } else {
+        "-".into()
+    };
     page.facts(
         "How it went",
         &[
@@ -132,11 +142,13 @@ pub fn add_analysis(page: &mut Page, out: &Path) -> Result<(), Failure> {
     if head.is_approximate {
         page.line("It is of a run that was not recorded: nobody can say that what is seen was so.");
     }
-    let results =
-        std::fs::read_dir(out).map_err(|e| Failure::new(format!("read {}: {}", out.display(), chain(&e))))?;
+    let results = std::fs::read_dir(out)
+        .map_err(|e| Failure::new(format!("read {}: {}", out.display(), chain(&e))))?;
     let mut files: Vec<Vec<String>> = results
         .flatten()
-        .filter_map(|file| Some((file.file_name().to_string_lossy().into_owned(), file.metadata().ok()?)))
+        .filter_map(|file| {
+            Some((file.file_name().to_string_lossy().into_owned(), file.metadata().ok()?))
+        })
         .filter(|(name, found)| {
             found.is_file() && !["lock", "analysis.json", "intervals.json"].contains(&name.as_str())
         })

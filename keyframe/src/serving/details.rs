@@ -1,4 +1,5 @@
-//! One checkpoint: all that it tells about itself, its neighbours, and the commands to do something with it.
+//! One checkpoint: all that it tells about itself, its neighbours, and the commands to do something
+//! with it.
 
 use super::listed::Listed;
 use super::of_store;
@@ -10,7 +11,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// All of it. `running` are the VMs that run.
-pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>, starts: bool) -> Result<Value, Problem> {
+pub fn of(
+    listed: &Listed,
+    id: u64,
+    running: &BTreeSet<String>,
+    starts: bool,
+) -> Result<Value, Problem> {
     let failed = |e: keyframe_store::Error| of_store(&e, listed.place());
     let sealed = listed.store().sealed(CheckpointId(id)).map_err(failed)?;
     let mut all = serde_json::to_value(show::shown(&sealed))
@@ -29,11 +35,17 @@ pub fn of(listed: &Listed, id: u64, running: &BTreeSet<String>, starts: bool) ->
         one("tag", command("tag", " NAME"), false),
     ];
     if running.contains(vm) {
-        commands.push(one("rollback", format!("keyframe rollback {id} --name {}", quoted(vm)), true));
+        commands.push(one(
+            "rollback",
+            format!("keyframe rollback {id} --name {}", quoted(vm)),
+            true,
+        ));
     }
     let members = sealed.meta.members_ram().unwrap_or_default();
-    let shown = sealed.meta.members.iter().zip(&members).filter(|(_, (ram, _))| screens::may_be(ram));
-    let mut screens: Vec<Option<&str>> = shown.map(|(member, _)| Some(member.name.as_str())).collect();
+    let shown =
+        sealed.meta.members.iter().zip(&members).filter(|(_, (ram, _))| screens::may_be(ram));
+    let mut screens: Vec<Option<&str>> =
+        shown.map(|(member, _)| Some(member.name.as_str())).collect();
     if sealed.meta.members.is_empty() && screens::may_be(&sealed.meta.ram) {
         screens.push(None);
     }

@@ -1,4 +1,5 @@
-//! What a checkpoint changed: where in memory, and how much of it. Page maps and pages are read for it, so the last few answers are kept.
+//! What a checkpoint changed: where in memory, and how much of it. Page maps and pages are read for
+//! it, so the last few answers are kept.
 
 use super::listed::Listed;
 use super::{locked, of_store};
@@ -30,7 +31,8 @@ impl Differences {
         if let Some(kept) = find(&self.heats, &key) {
             return Ok(kept);
         }
-        let load = |id| listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()));
+        let load =
+            |id| listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()));
         let loaded = load(id)?;
         let before = parent.map(load).transpose()?;
         // Another layout, after RAM was plugged in: page numbers mean something else.
@@ -55,7 +57,8 @@ impl Differences {
             .store()
             .diff(CheckpointId(parent), CheckpointId(id), &mut |_, _| ())
             .map_err(|e| of_store(&e, listed.place()))?;
-        let diff = serde_json::to_value(&diff).map_err(|e| Problem::Failed(format!("write JSON: {e}")))?;
+        let diff =
+            serde_json::to_value(&diff).map_err(|e| Problem::Failed(format!("write JSON: {e}")))?;
         keep(&self.diffs, key, diff.clone());
         Ok(diff)
     }
@@ -63,7 +66,8 @@ impl Differences {
 
 fn parent_of(listed: &Listed, id: u64) -> Result<Option<u64>, Problem> {
     let listing = listed.listing()?;
-    let one = listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
+    let one =
+        listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
     Ok(one.parent.filter(|parent| listing.get(*parent).is_some()))
 }
 

@@ -155,7 +155,8 @@ impl Listed {
 
     fn read(&self, state: &mut State) -> Result<(), Problem> {
         let failed = |e: keyframe_store::Error| of_store(&e, &self.place);
-        let ids: BTreeSet<u64> = self.store.ids().map_err(failed)?.into_iter().map(|id| id.0).collect();
+        let ids: BTreeSet<u64> =
+            self.store.ids().map_err(failed)?.into_iter().map(|id| id.0).collect();
         let before = (state.all.len(), state.unreadable.len());
         state.all.retain(|id, _| ids.contains(id));
         state.recorded.retain(|id, _| ids.contains(id));
@@ -168,7 +169,11 @@ impl Listed {
             let listing = self.store.checkpoints().map_err(failed)?;
             state.unreadable.extend(listing.unreadable.iter().map(|(id, _)| id.0));
             let wanted: BTreeSet<u64> = new.into_iter().collect();
-            listing.sealed.iter().filter(|one| wanted.contains(&one.id.0)).for_each(|one| state.add(one));
+            listing
+                .sealed
+                .iter()
+                .filter(|one| wanted.contains(&one.id.0))
+                .for_each(|one| state.add(one));
         } else {
             for id in new {
                 match self.store.sealed(CheckpointId(id)) {
@@ -182,8 +187,10 @@ impl Listed {
         changed |= state.set_tags(&self.store.tags_of_checkpoints().map_err(failed)?);
         if changed || state.listing.generation == 0 {
             let generation = state.listing.generation + 1;
-            state.listing =
-                Arc::new(Listing { generation, checkpoints: state.all.values().cloned().collect() });
+            state.listing = Arc::new(Listing {
+                generation,
+                checkpoints: state.all.values().cloned().collect(),
+            });
         }
         Ok(())
     }
@@ -202,8 +209,10 @@ impl Listed {
             sizes.stored_bytes += one.stored_bytes;
         }
         let ratio = |part: u64, whole: u64| (whole > 0).then(|| part as f64 / whole as f64);
-        sizes.dedup_ratio =
-            ratio(sizes.dedup_pages + sizes.unchanged_pages + sizes.stored_pages, sizes.stored_pages);
+        sizes.dedup_ratio = ratio(
+            sizes.dedup_pages + sizes.unchanged_pages + sizes.stored_pages,
+            sizes.stored_pages,
+        );
         sizes.compression_ratio = ratio(sizes.stored_pages * 4096, sizes.stored_bytes);
         sizes.reduction_ratio = ratio(sizes.raw_bytes, sizes.total_bytes);
         Ok(sizes)
@@ -268,7 +277,11 @@ impl State {
 
 /// A checkpoint as the dashboard has it; it alone does not know what it grew from.
 pub fn as_shown(sealed: &Sealed) -> Checkpoint {
-    checkpoint(Entry::of(sealed), sealed.meta.parent.map(|id| id.0), sealed.meta.taken_at.as_millisecond())
+    checkpoint(
+        Entry::of(sealed),
+        sealed.meta.parent.map(|id| id.0),
+        sealed.meta.taken_at.as_millisecond(),
+    )
 }
 
 fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> Checkpoint {

@@ -7,9 +7,10 @@
 //!                                                         └────▶ screens: pictures of displays; likewise
 //! ```
 //!
-//! Invariants: everything that is asked again and again is kept for a while, and read anew only where a directory says that it changed;
-//! a store, recording or engine that cannot be read is shown with the reason and hides no other; nothing is written but pins and tags, and
-//! by engines what a rollback takes.
+//! Invariants: everything that is asked again and again is kept for a while, and read anew only
+//! where a directory says that it changed; a store, recording or engine that cannot be read is
+//! shown with the reason and hides no other; nothing is written but pins and tags, and by engines
+//! what a rollback takes.
 
 mod details;
 mod differences;
@@ -130,12 +131,15 @@ impl Source for Served {
             Action::Rollback(id) => return doing::roll_back(&listed, *id),
             Action::Branch(_) | Action::Restore(_) if !self.starts => {
                 return Err(Problem::Bad(
-                    "this server starts no VMs; start it with --allow-start, or run the command".into(),
+                    "this server starts no VMs; start it with --allow-start, or run the command"
+                        .into(),
                 ));
             }
             Action::Branch(id) => return starting::branch(&listed, *id),
             Action::Restore(id) => return starting::restore(&listed, *id),
-            Action::Pin(id) => store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned")),
+            Action::Pin(id) => {
+                store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned"))
+            }
             Action::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
                 if was {
                     format!("checkpoint {id} is not pinned any more")

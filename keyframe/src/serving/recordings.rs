@@ -1,6 +1,7 @@
 //! Recordings with their intervals, and how analyses of them get on.
 //!
-//! A directory that is named is a recording or an analysis itself, or one that has them in it, one level deep.
+//! A directory that is named is a recording or an analysis itself, or one that has them in it, one
+//! level deep.
 
 use super::{locked, said, stores::Stores};
 use crate::failure::Failure;
@@ -72,7 +73,8 @@ fn places(named: &[PathBuf], mark: &str) -> Vec<PathBuf> {
             found.insert(place.clone());
             continue;
         }
-        let inside = std::fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.path());
+        let inside =
+            std::fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.path());
         found.extend(inside.filter(|place| place.join(mark).is_file()));
     }
     found.into_iter().take(SHOWN_MAX).collect()
@@ -88,7 +90,8 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let store = recording.store_path();
     let id = stores.name(BTreeSet::from([store.clone()])).remove(&store);
     let listed = id.as_deref().and_then(|id| stores.get(id));
-    let recorded = listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
+    let recorded =
+        listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
     let place = |one: &super::listed::Recorded| Place {
         icount: one.icount,
         checkpoint: CheckpointId(one.checkpoint),

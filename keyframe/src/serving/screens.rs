@@ -1,4 +1,5 @@
-//! What displays showed. A page map, a device state and a display's memory are read for it, so the last few pictures are kept.
+//! What displays showed. A page map, a device state and a display's memory are read for it, so the
+//! last few pictures are kept.
 
 use super::listed::Listed;
 use super::{locked, of_store, said};
@@ -31,7 +32,8 @@ impl Screens {
         if let Some((_, kept)) = locked(&self.kept).iter().find(|(known, _)| *known == key) {
             return Ok(Arc::clone(kept));
         }
-        let loaded = listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()))?;
+        let loaded =
+            listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()))?;
         let guest = Guest::choose(&loaded, member).map_err(|e| Problem::Bad(said(&e)))?;
         let what = format!("VM {} in checkpoint {id}", member.unwrap_or(&loaded.meta.vm));
         let picture = screens::picture(&loaded, &guest).map_err(|none| match none {

@@ -1,5 +1,5 @@
-//! VMs that the page starts: a clone, by `keyframe branch`; one as it was, by `keyframe restore`. Each is a process of its own that
-//! outlives this one.
+//! VMs that the page starts: a clone, by `keyframe branch`; one as it was, by `keyframe restore`.
+//! Each is a process of its own that outlives this one.
 
 use super::listed::Listed;
 use super::said;
@@ -65,7 +65,8 @@ pub fn restore(listed: &Listed, id: u64) -> Result<String, Problem> {
     })
 }
 
-/// Runs `keyframe WORDS --store STORE ID` until `runs` says that the VM does. What the VM says goes to `out` and `err`.
+/// Runs `keyframe WORDS --store STORE ID` until `runs` says that the VM does. What the VM says goes
+/// to `out` and `err`.
 fn start(
     (listed, id): (&Listed, u64),
     words: &[&str],

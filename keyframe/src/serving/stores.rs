@@ -1,6 +1,8 @@
-//! The stores that are shown: one that was named, those that running VMs write to, those of recordings.
+//! The stores that are shown: one that was named, those that running VMs write to, those of
+//! recordings.
 //!
-//! A store that was shown once stays: its checkpoints outlive the VM. One that cannot be opened is tried again now and then.
+//! A store that was shown once stays: its checkpoints outlive the VM. One that cannot be opened is
+//! tried again now and then.
 
 use super::listed::Listed;
 use super::{locked, said};
@@ -52,9 +54,10 @@ impl Stores {
             if again {
                 let opened = match self.open(&place) {
                     Ok(store) => Known::Open(Arc::new(Listed::new(store))),
-                    Err(e) => {
-                        Known::Closed { tried_at: Instant::now(), why: said(&Failure::store(&e, &place)) }
-                    }
+                    Err(e) => Known::Closed {
+                        tried_at: Instant::now(),
+                        why: said(&Failure::store(&e, &place)),
+                    },
                 };
                 known.insert(place.clone(), opened);
             }

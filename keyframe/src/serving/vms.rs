@@ -28,16 +28,21 @@ impl Vms {
             && at.elapsed() < KEPT
         {
             // One that has ended meanwhile is not shown for a moment longer.
-            let lives = |vm: &&VmState| engines.iter().any(|engine| rundir::name_of(engine) == vm.name);
+            let lives =
+                |vm: &&VmState| engines.iter().any(|engine| rundir::name_of(engine) == vm.name);
             return all.iter().filter(lives).cloned().collect();
         }
         let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
-        let found: Vec<_> = asked.into_iter().filter_map(|(engine, answer)| shown(engine, answer)).collect();
+        let found: Vec<_> =
+            asked.into_iter().filter_map(|(engine, answer)| shown(engine, answer)).collect();
         let places = found.iter().filter_map(|(_, store)| store.clone()).collect();
         let ids = stores.name(places);
         let all: Vec<VmState> = found
             .into_iter()
-            .map(|(vm, store)| VmState { store: store.and_then(|place| ids.get(&place).cloned()), ..vm })
+            .map(|(vm, store)| VmState {
+                store: store.and_then(|place| ids.get(&place).cloned()),
+                ..vm
+            })
             .collect();
         *kept = Some((Instant::now(), all.clone()));
         all
@@ -48,14 +53,24 @@ impl Vms {
 fn shown(engine: &Path, answer: Result<Response, Failure>) -> Option<(VmState, Option<PathBuf>)> {
     let name = rundir::name_of(engine);
     let silent = |problem| {
-        let vm = VmState { name: name.clone(), store: None, problem: Some(problem), status: Value::Null };
+        let vm = VmState {
+            name: name.clone(),
+            store: None,
+            problem: Some(problem),
+            status: Value::Null,
+        };
         Some((vm, None))
     };
     match answer {
         Ok(Response::Status(status)) => {
-            let store = Some(PathBuf::from(&status.store)).filter(|place| !place.as_os_str().is_empty());
-            let vm =
-                VmState { name, store: None, problem: None, status: serde_json::to_value(&*status).ok()? };
+            let store =
+                Some(PathBuf::from(&status.store)).filter(|place| !place.as_os_str().is_empty());
+            let vm = VmState {
+                name,
+                store: None,
+                problem: None,
+                status: serde_json::to_value(&*status).ok()?,
+            };
             Some((vm, store))
         }
         Ok(other) => silent(format!("unexpected answer: {other:?}")),

@@ -1,4 +1,5 @@
-//! Takes hold of VMs that somebody else started: everything up to their first checkpoint. They run on meanwhile.
+//! Takes hold of VMs that somebody else started: everything up to their first checkpoint. They run
+//! on meanwhile.
 
 use super::Options;
 use super::launch::{Found, Parts, Refused, lock, names, open_lans, prepare, require_kernel};
@@ -9,8 +10,13 @@ use crate::rundir::RunDir;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
 
-/// Attaches to the QEMUs with those process ids, each with the way to its monitor; several are a group.
-pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) -> Result<Parts, Failure> {
+/// Attaches to the QEMUs with those process ids, each with the way to its monitor; several are a
+/// group.
+pub fn attach(
+    store: &Store,
+    vms: &[(u32, AttachOptions)],
+    options: &Options,
+) -> Result<Parts, Failure> {
     require_kernel(options)?;
     let mut attached = Vec::with_capacity(vms.len());
     for (pid, monitor) in vms {
@@ -36,7 +42,8 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
         found.push(Found { name, vm, identity, directory, monitor, runs });
     }
     let place = (store, &*name, run_dir.path());
-    let disks = storage::choose::own(place, (&mut found, is_group), options.disk, &options.leave_out)?;
+    let disks =
+        storage::choose::own(place, (&mut found, is_group), options.disk, &options.leave_out)?;
     let beside = Beside { lans, disks };
     // Where it is refused, the VMs are dropped, which is to detach.
     prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {

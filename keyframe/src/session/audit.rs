@@ -1,11 +1,12 @@
-//! `run --audit`: a full copy of RAM taken in the same pause, and the comparison with what was sealed.
+//! `run --audit`: a full copy of RAM taken in the same pause, and the comparison with what was
+//! sealed.
 //!
 //! ```text
 //!   DIR/12.ram       the copy that checkpoint 12 must equal: all RAM blocks end to end, in page order
 //! ```
 //!
-//! The newest copies are kept, and every one that a checkpoint differed from; the others are removed, because each is as
-//! large as RAM.
+//! The newest copies are kept, and every one that a checkpoint differed from; the others are
+//! removed, because each is as large as RAM.
 
 use keyframe_capture::{BoxError, PageReader};
 use keyframe_store::Store;
@@ -45,9 +46,14 @@ impl Audit {
         self.seq = Some(seq);
     }
 
-    /// After the seal: reads the checkpoint back from the store and compares it with the copy, page by page. Returns the
-    /// pages that differ.
-    pub fn compare(&mut self, store: &Store, seq: u64, id: CheckpointId) -> Result<Vec<PageIndex>, BoxError> {
+    /// After the seal: reads the checkpoint back from the store and compares it with the copy, page
+    /// by page. Returns the pages that differ.
+    pub fn compare(
+        &mut self,
+        store: &Store,
+        seq: u64,
+        id: CheckpointId,
+    ) -> Result<Vec<PageIndex>, BoxError> {
         if self.seq != Some(seq) {
             return Err("the copy is that of another checkpoint".into());
         }
@@ -68,10 +74,14 @@ impl Audit {
                 Ok::<_, keyframe_store::Error>(())
             })?;
             let start = next as usize * PAGE_BYTES;
-            let copy =
-                self.copy.get(start..start + image.len()).ok_or("the copy is shorter than the checkpoint")?;
+            let copy = self
+                .copy
+                .get(start..start + image.len())
+                .ok_or("the copy is shorter than the checkpoint")?;
             let pairs = image.chunks_exact(PAGE_BYTES).zip(copy.chunks_exact(PAGE_BYTES));
-            differing.extend((next..).zip(pairs).filter(|(_, (a, b))| a != b).map(|(p, _)| PageIndex(p)));
+            differing.extend(
+                (next..).zip(pairs).filter(|(_, (a, b))| a != b).map(|(p, _)| PageIndex(p)),
+            );
             next += range.len_pages;
         }
         if differing.is_empty() {

@@ -35,16 +35,23 @@ pub struct Copying {
 }
 
 impl Copying {
-    /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those of a group's members where
-    /// `is_group`.
-    pub fn start(vms: &mut [(&str, &mut Vm)], is_group: bool, options: &Options) -> Result<Self, Failure> {
+    /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those
+    /// of a group's members where `is_group`.
+    pub fn start(
+        vms: &mut [(&str, &mut Vm)],
+        is_group: bool,
+        options: &Options,
+    ) -> Result<Self, Failure> {
         let mut ways = Vec::with_capacity(vms.len());
         for (_, vm) in vms.iter_mut() {
             ways.push(Ways::into_ram(vm)?);
         }
         let layout = if is_group {
-            let named: Vec<_> =
-                vms.iter().zip(&ways).map(|((name, _), w)| (*name, w.ram.layout().clone())).collect();
+            let named: Vec<_> = vms
+                .iter()
+                .zip(&ways)
+                .map(|((name, _), w)| (*name, w.ram.layout().clone()))
+                .collect();
             group_layout(&named).map_err(|e| no_layout(&e))?
         } else {
             ways.first().map(|w| w.ram.layout().clone()).ok_or_else(|| Failure::new("no VM"))?
@@ -55,10 +62,12 @@ impl Copying {
         });
         let parallel: Arc<dyn PageReader> = match options.copy_threads {
             Some(1) => plain,
-            Some(threads) => Arc::new(ParallelReader::new(plain, threads).map_err(|e| no_threads(&e))?),
-            None => {
-                Arc::new(ParallelReader::adaptive(plain, copy_threads_max()).map_err(|e| no_threads(&e))?)
+            Some(threads) => {
+                Arc::new(ParallelReader::new(plain, threads).map_err(|e| no_threads(&e))?)
             }
+            None => Arc::new(
+                ParallelReader::adaptive(plain, copy_threads_max()).map_err(|e| no_threads(&e))?,
+            ),
         };
         let reader = faulty(parallel, options.fault.as_ref());
         let (mut cow, mut stopped_ns) = (None, None);
@@ -77,13 +86,15 @@ impl Copying {
                     writes.push((way.len_pages(), told));
                     trackers.push((way.len_pages(), way.tracker(tracker)));
                 }
-                cow = Some(CopyOnWrite::new(one(writes, |all| Arc::new(GroupFirstWrites::new(all)))));
+                cow =
+                    Some(CopyOnWrite::new(one(writes, |all| Arc::new(GroupFirstWrites::new(all)))));
                 one(trackers, |all| Box::new(GroupTracker::new(all)))
             }
             TrackerKind::WriteProtect | TrackerKind::Auto => {
                 let mut trackers = Vec::new();
                 for way in &ways {
-                    let (tracker, ns) = write_tracker(&way.process, &way.ram, way.watches_discards)?;
+                    let (tracker, ns) =
+                        write_tracker(&way.process, &way.ram, way.watches_discards)?;
                     stopped_ns = stopped_ns.max(Some(ns));
                     trackers.push((way.len_pages(), way.tracker(tracker)));
                 }
@@ -125,11 +136,12 @@ impl Ways {
         let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
         let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
         let hosts = blocks.iter().map(|b| b.host).collect();
-        let layout =
-            RamLayout::new(blocks.into_iter().map(|b| b.block).collect()).map_err(|e| no_layout(&e))?;
+        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())
+            .map_err(|e| no_layout(&e))?;
         let ram = Arc::new(GuestRam::new(layout, hosts));
         let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
-        let memory = Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
+        let memory =
+            Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
         Ok(Self { ram, process, memory, watches_discards })
     }
 
@@ -167,7 +179,11 @@ fn take_hold(process: &Process) -> Result<Attached, Failure> {
     Ok(attached)
 }
 
-fn write_tracker(process: &Process, ram: &GuestRam, watches_discards: bool) -> Stopped<WriteTracker> {
+fn write_tracker(
+    process: &Process,
+    ram: &GuestRam,
+    watches_discards: bool,
+) -> Stopped<WriteTracker> {
     let attached = take_hold(process)?;
     let mut tracker = WriteTracker::new(process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
     tracker.set_watch_discards(watches_discards);
@@ -264,14 +280,19 @@ fn staging_pages(options: &Options, layout: &RamLayout) -> u64 {
     const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
     match options.staging_mib {
         Some(mib) => mib.saturating_mul(MIB_PAGES),
-        None => layout.len_pages().min(available_memory_bytes() / 4 / PAGE_BYTES as u64).max(64 * MIB_PAGES),
+        None => layout
+            .len_pages()
+            .min(available_memory_bytes() / 4 / PAGE_BYTES as u64)
+            .max(64 * MIB_PAGES),
     }
 }
 
 fn available_memory_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     text.lines()
-        .find_map(|l| l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .find_map(|l| {
+            l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+        })
         .map_or(1 << 30, |kib| kib.saturating_mul(1024))
 }
 

@@ -6,8 +6,9 @@
 //!   engine     captured ─▶ in flight ─▶ sealed: released      failed: it and all behind it given back
 //! ```
 //!
-//! Invariants: an epoch that was cut is in flight until its checkpoint is sealed or has failed, whoever fails; between
-//! `before_stop` and `resumed` the encoder asks the server nothing, so that the pause does not wait for it.
+//! Invariants: an epoch that was cut is in flight until its checkpoint is sealed or has failed,
+//! whoever fails; between `before_stop` and `resumed` the encoder asks the server nothing, so that
+//! the pause does not wait for it.
 
 use crate::disks::Served;
 use crate::failure::{Failure, chain};
@@ -96,7 +97,8 @@ impl SessionDisks {
         SinkDisks(Arc::clone(&self.shared))
     }
 
-    /// What was written until now is taken as known, while the guest runs: the next cut holds what is written from here on.
+    /// What was written until now is taken as known, while the guest runs: the next cut holds what
+    /// is written from here on.
     pub fn begin_anew(&mut self) -> Result<(), BoxError> {
         self.shared.ask(|disks| {
             let epochs = disks.cut()?;
@@ -200,12 +202,14 @@ impl SessionDisks {
         }
     }
 
-    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back to.
+    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
+    /// to.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
         self.served(|served| served.stage(store, id, meta))
     }
 
-    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in flight.
+    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in
+    /// flight.
     pub fn exchange(&mut self) -> Result<(), BoxError> {
         self.shared.ask(keyframe_disk::Disks::exchange)
     }
@@ -220,9 +224,15 @@ impl SessionDisks {
         self.served(Served::dismiss)
     }
 
-    fn served<T>(&mut self, ask: impl FnOnce(&mut Served) -> Result<T, Failure>) -> Result<T, Failure> {
+    fn served<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Served) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let mut state = self.shared.lock();
-        ask(state.served.as_mut().ok_or_else(|| Failure::new("the disks are not served any more"))?)
+        ask(state
+            .served
+            .as_mut()
+            .ok_or_else(|| Failure::new("the disks are not served any more"))?)
     }
 
     fn give_back(&self, epochs: &[DiskEpoch]) {
@@ -230,7 +240,8 @@ impl SessionDisks {
         report("give the blocks of a failed checkpoint to the next one", given);
     }
 
-    /// The VMs have ended: ends the server too, and tells where what they have written lies, if anything.
+    /// The VMs have ended: ends the server too, and tells where what they have written lies, if
+    /// anything.
     pub fn end(self) -> Result<Option<PathBuf>, Failure> {
         let served = self.shared.lock().served.take();
         served.map_or(Ok(None), |served| served.end(true))
@@ -243,7 +254,8 @@ impl SessionDisks {
     }
 }
 
-/// The server has no more use for the epoch either way once it is gone, which the next capture says too.
+/// The server has no more use for the epoch either way once it is gone, which the next capture says
+/// too.
 fn report(operation: &str, result: Result<(), BoxError>) {
     if let Err(error) = result {
         eprintln!("keyframe: warning: {operation}: {}", chain(&*error));
@@ -282,7 +294,8 @@ impl SinkDisks {
             let slots = self.0.ask_idle(|disks| disks.slot_file(index))?;
             let mut from = Some(DiskBlock(0));
             while let Some(at) = from {
-                let (extents, next) = self.0.ask_idle(|disks| disks.pages_from(index, *epoch, at))?;
+                let (extents, next) =
+                    self.0.ask_idle(|disks| disks.pages_from(index, *epoch, at))?;
                 for extent in extents {
                     put_extent(index, extent, &slots, run, &mut buffer, fault)?;
                 }
@@ -310,7 +323,8 @@ fn put_extent(
     while done < blocks {
         let part = (blocks - done).min(SLOTS);
         let bytes = &mut buffer[..part as usize * PAGE_BYTES];
-        let from = u32::try_from(u64::from(slot.0) + done).map_err(|_| "a slot beyond the overlay")?;
+        let from =
+            u32::try_from(u64::from(slot.0) + done).map_err(|_| "a slot beyond the overlay")?;
         slots.read(keyframe_disk::Slot(from), bytes)?;
         let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
         for (at, page) in (block.0 + done..).zip(pages) {

@@ -1,7 +1,8 @@
-//! The encoder's thread: everything after the capture, at low priority, in the order of the captures.
+//! The encoder's thread: everything after the capture, at low priority, in the order of the
+//! captures.
 //!
-//! Invariant: the thread ends when its queue is closed and worked off; what was captured before that is sealed, or its
-//! failure reported.
+//! Invariant: the thread ends when its queue is closed and worked off; what was captured before
+//! that is sealed, or its failure reported.
 
 use crate::failure::Failure;
 use keyframe_capture::{Encoder, Message, Phase, Report, Sink};
@@ -15,7 +16,8 @@ pub struct Encoding<S: Sink> {
 }
 
 impl<S: Sink + 'static> Encoding<S> {
-    /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes of each capture.
+    /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes
+    /// of each capture.
     pub fn start(
         sink: S,
         space_pages: u64,
@@ -37,7 +39,8 @@ impl<S: Sink + 'static> Encoding<S> {
         &mut self.queue
     }
 
-    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have been given.
+    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have
+    /// been given.
     pub fn finish(self) -> Result<S, Failure> {
         drop(self.queue);
         self.thread.join().map_err(|_| Failure::new("the encoder's thread has failed"))

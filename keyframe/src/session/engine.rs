@@ -1,7 +1,8 @@
-//! The loop: checkpoints when due, requests and the encoder's reports when they come, and an orderly end.
+//! The loop: checkpoints when due, requests and the encoder's reports when they come, and an
+//! orderly end.
 //!
-//! A due checkpoint is captured even where earlier ones are still being encoded, as long as there is memory for its pages:
-//! so intervals stay uniform. Where memory is short it waits, and is late.
+//! A due checkpoint is captured even where earlier ones are still being encoded, as long as there
+//! is memory for its pages: so intervals stay uniform. Where memory is short it waits, and is late.
 
 mod ending;
 mod outcome;
@@ -37,12 +38,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How often a VM's own doings (it exits, it is paused) are looked at, when nothing else wakes the engine.
+/// How often a VM's own doings (it exits, it is paused) are looked at, when nothing else wakes the
+/// engine.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
 
-/// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the same.
+/// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the
+/// same.
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
 /// What wakes the engine.
@@ -86,7 +89,8 @@ pub struct Engine<'a> {
     last_pages: u64,
     /// The newest checkpoint that was sealed.
     newest: Option<CheckpointId>,
-    /// Where the VM was rolled back to, until a checkpoint says so; and the number of that rollback.
+    /// Where the VM was rolled back to, until a checkpoint says so; and the number of that
+    /// rollback.
     came_from: Option<(CheckpointId, u64)>,
     rollbacks: u64,
     interrupted: Arc<AtomicBool>,
@@ -112,23 +116,27 @@ impl<'a> Engine<'a> {
         let (inbox_sender, inbox) = channel();
         let requests = inbox_sender.clone();
         let deliver = move |pending| requests.send(Inbox::Request(pending)).is_ok();
-        let socket = server::listen(parts.run_dir.path(), &status, deliver)
-            .map_err(|e| Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display())))?;
+        let socket = server::listen(parts.run_dir.path(), &status, deliver).map_err(|e| {
+            Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display()))
+        })?;
         let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        for signal in
+            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
         {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))
                 .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
         }
         let audit = match &options.audit {
             Some(dir) => Some(
-                Audit::new(dir.clone()).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))?,
+                Audit::new(dir.clone())
+                    .map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))?,
             ),
             None => None,
         };
         let space_pages = parts.copying.layout.len_pages();
         let fault = options.fault.clone();
-        let encoding = encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
+        let encoding =
+            encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
         let recorder = Recorder::start(store, &parts.name, &options, &status)?;
         let recompressor = Recompressor::start(store, &options, &status)?;
         Ok(Self {
@@ -184,12 +192,15 @@ impl<'a> Engine<'a> {
 
     /// The last interval of a recording is to end at a checkpoint, as the others do.
     fn take_last(&mut self) {
-        let stands = self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
+        let stands =
+            self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
         match stands {
             // What went wrong has been said.
             Ok(()) if !self.given_up => drop(self.capture("end", None, None)),
             Ok(()) => {}
-            Err(error) => eprintln!("keyframe: no checkpoint at the recording's end: {}", chain(&*error)),
+            Err(error) => {
+                eprintln!("keyframe: no checkpoint at the recording's end: {}", chain(&*error))
+            }
         }
     }
 
@@ -206,7 +217,8 @@ impl<'a> Engine<'a> {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
-            // Requests and reports first: where checkpoints take longer than the interval, one is always due.
+            // Requests and reports first: where checkpoints take longer than the interval, one is
+            // always due.
             match self.inbox.recv_timeout(self.patience()) {
                 Ok(Inbox::Request(pending)) => {
                     if let Some(end) = self.answer(pending) {
@@ -224,8 +236,9 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Whether nothing is left to do, as no more checkpoints can be taken: of a VM that is not ours, and where --count was to
-    /// end the run. Any other VM that was launched is watched on to its end.
+    /// Whether nothing is left to do, as no more checkpoints can be taken: of a VM that is not
+    /// ours, and where --count was to end the run. Any other VM that was launched is watched on to
+    /// its end.
     fn is_in_vain(&self) -> bool {
         let ends = self.machines.is_attached() || self.options.count.is_some();
         self.given_up && ends && self.copying.cycle.in_flight() == 0
@@ -246,7 +259,8 @@ impl<'a> Engine<'a> {
         if self.machines.disks.as_ref().is_some_and(Storage::is_busy) {
             return false;
         }
-        // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is exact.
+        // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is
+        // exact.
         let enough = self.options.count.is_some_and(|count| self.sealed + in_flight >= count);
         let pool = self.copying.cycle.pool();
         let wanted = (self.last_pages + self.last_pages / 2 + 8192).min(pool.capacity_pages() / 2);
@@ -256,7 +270,8 @@ impl<'a> Engine<'a> {
     fn patience(&self) -> Duration {
         match &self.cadence {
             Some(cadence) if self.machines.run() && !self.given_up => {
-                let due = Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed())));
+                let due =
+                    Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed())));
                 // A due checkpoint that may not begin waits for a report.
                 if due.is_zero() && !self.may_capture() { LOOK_EVERY } else { due.min(LOOK_EVERY) }
             }
@@ -335,16 +350,22 @@ impl<'a> Engine<'a> {
             (None, _) => 0,
         };
         let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut =
-            cut.map_err(|e| self.failed(&format!("prepare the VM's disks: {}", chain(&*e)), 1, false))?;
+        let cut = cut.map_err(|e| {
+            self.failed(&format!("prepare the VM's disks: {}", chain(&*e)), 1, false)
+        })?;
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|failure| failure.to_string())?;
         let position = self.machines.mark();
         let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from, position };
         let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
-        let result =
-            copying.cycle.capture(&mut self.machines, &mut self.watch, strategy, encoding.queue(), label);
+        let result = copying.cycle.capture(
+            &mut self.machines,
+            &mut self.watch,
+            strategy,
+            encoding.queue(),
+            label,
+        );
         keyframe_kernel::priority::lower();
         if let Some((disks, vms)) = self.machines.storage() {
             disks.captured(result.as_ref().ok().copied(), vms);
@@ -367,10 +388,13 @@ impl<'a> Engine<'a> {
     }
 
     fn greeting(&self) -> String {
-        let replays = self.options.recorded.as_ref().is_some_and(|recorded| recorded.machine.is_some());
+        let replays =
+            self.options.recorded.as_ref().is_some_and(|recorded| recorded.machine.is_some());
         let every = match self.options.interval {
             _ if replays => "replaying its recording: checkpoints".into(),
-            Some(interval) => format!("a checkpoint every {}", humantime::format_duration(interval)),
+            Some(interval) => {
+                format!("a checkpoint every {}", humantime::format_duration(interval))
+            }
             None => "checkpoints by `keyframe take`".into(),
         };
         let attached = match self.copying.stopped_ns {
@@ -431,8 +455,13 @@ fn encode(
 }
 
 fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
-    let members: Vec<_> =
-        parts.machines.members().iter().enumerate().map(|member| member_status(member, parts)).collect();
+    let members: Vec<_> = parts
+        .machines
+        .members()
+        .iter()
+        .enumerate()
+        .map(|member| member_status(member, parts))
+        .collect();
     Status {
         vm: parts.name.clone(),
         state: if parts.machines.run() { "running" } else { "paused" }.into(),

@@ -1,8 +1,9 @@
 //! Faults on purpose: what a run can be told to suffer, so that tests prove that nothing is lost.
 //!
-//! One enum of all of them ([`Kind`]); each has an end-to-end test of the same name in `tests/tests/faults.rs` or
-//! `crash.rs` (`slow-copy`: `budgets.rs`). Those with a phase strike where the checkpoint reaches it for the Nth time, the
-//! others at the Nth call, and slow ones always.
+//! One enum of all of them ([`Kind`]); each has an end-to-end test of the same name in
+//! `tests/tests/faults.rs` or `crash.rs` (`slow-copy`: `budgets.rs`). Those with a phase strike
+//! where the checkpoint reaches it for the Nth time, the others at the Nth call, and slow ones
+//! always.
 //!
 //! ```text
 //!   kill|stall|pause|qmp-lost|qemu-killed : PHASE [:N]
@@ -41,7 +42,8 @@ pub enum Kind {
     SlowEncoder,
     /// Copying takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
-    /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is loaded; it is whole.
+    /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is
+    /// loaded; it is whole.
     KillRollback,
 }
 
@@ -82,11 +84,15 @@ impl FromStr for Fault {
         let mut parts = text.split(':');
         let name = parts.next().unwrap_or_default();
         let kind = Kind::ALL.into_iter().find(|(_, known)| *known == name).map(|(kind, _)| kind);
-        let kind = kind.ok_or_else(|| format!("faults: {}", Kind::ALL.map(|(_, known)| known).join(", ")))?;
+        let kind = kind
+            .ok_or_else(|| format!("faults: {}", Kind::ALL.map(|(_, known)| known).join(", ")))?;
         let phase = if kind.has_phase() {
             let name = parts.next().unwrap_or_default();
             let phase = Phase::ALL.into_iter().find(|p| p.name() == name);
-            Some(phase.ok_or_else(|| format!("phases: {}", Phase::ALL.map(Phase::name).join(", ")))?)
+            Some(
+                phase
+                    .ok_or_else(|| format!("phases: {}", Phase::ALL.map(Phase::name).join(", ")))?,
+            )
         } else {
             None
         };
@@ -164,7 +170,8 @@ fn die() {
     std::thread::sleep(Duration::from_secs(60));
 }
 
-/// A tracker whose scans fail on purpose: what it found is lost, as where the kernel fails half way.
+/// A tracker whose scans fail on purpose: what it found is lost, as where the kernel fails half
+/// way.
 pub struct FaultyTracker(pub Box<dyn Tracker>, pub Fault);
 
 impl Tracker for FaultyTracker {
@@ -217,7 +224,8 @@ mod tests {
     #[test]
     fn a_fault_strikes_once_at_its_turn() {
         let fault: Fault = "disk-full:3".parse().unwrap();
-        let struck: Vec<bool> = (0..6).map(|_| fault.clone().strike(Kind::DiskFull).is_some()).collect();
+        let struck: Vec<bool> =
+            (0..6).map(|_| fault.clone().strike(Kind::DiskFull).is_some()).collect();
         assert_eq!(struck, [false, false, true, false, false, false]);
         assert!(fault.strike(Kind::ShortRead).is_none());
     }

@@ -70,8 +70,8 @@ pub struct Found {
 /// Brings VMs up to just before their first instruction.
 pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Parts, Failure> {
     require_kernel(options)?;
-    let directory =
-        std::env::current_dir().map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let directory = std::env::current_dir()
+        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let (commands, is_group) = match commands {
         Commands::One(command) => (vec![command], false),
         Commands::Group(commands) => (commands, true),
@@ -82,7 +82,8 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
         starting.push((invocation, identity));
     }
-    let wanted: Vec<_> = starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
+    let wanted: Vec<_> =
+        starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "run", &name, options)?;
@@ -98,37 +99,55 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     if let Some(recorded) = &options.recorded {
         media = recorded.prepare(&mut starting, (&directory, run_dir.path()), options.quiet)?;
     }
-    let disks = served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let disks =
+        served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
     let mut beside = Beside { lans, disks };
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
-    let launched =
-        starting.into_iter().zip(members).enumerate().try_for_each(|(number, ((line, identity), name))| {
+    let launched = starting.into_iter().zip(members).enumerate().try_for_each(
+        |(number, ((line, identity), name))| {
             // A number, not the name: paths of sockets have to be short.
-            let run_dir =
-                if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
+            let run_dir = if is_group {
+                run_dir.path().join(number.to_string())
+            } else {
+                run_dir.path().into()
+            };
             let runs = !line.starts_paused();
-            let mut vm = Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
+            let mut vm =
+                Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
             let whole = vm.require_whole_line().map_err(|e| Failure::qemu(&e));
             let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
             if let Some(media) = media.take() {
                 vm.accompany(media);
             }
-            found.push(Found { name, vm, identity, directory: directory.clone(), monitor: None, runs });
+            found.push(Found {
+                name,
+                vm,
+                identity,
+                directory: directory.clone(),
+                monitor: None,
+                runs,
+            });
             answered?;
             match whole {
                 Err(hidden) if options.recorded.is_some() => Err(hidden),
                 Err(hidden) => {
-                    eprintln!("keyframe: note: {}; {}", hidden.message, hidden.fix.unwrap_or_default());
+                    eprintln!(
+                        "keyframe: note: {}; {}",
+                        hidden.message,
+                        hidden.fix.unwrap_or_default()
+                    );
                     Ok(())
                 }
                 Ok(()) => Ok(()),
             }
-        });
+        },
+    );
     // The guests have not run: nothing is lost by ending them.
     let launched = launched.and_then(|()| {
         if way != DiskWay::Served {
             let place = (store, &*name, run_dir.path());
-            beside.disks = storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
+            beside.disks =
+                storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
         }
         Ok(())
     });
@@ -136,11 +155,13 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         Ok(()) => {
             // Before there are threads that copy and encode.
             rights::trace_only();
-            prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
-                let Refused { failure, found, beside } = *refused;
-                end(found, beside);
-                failure
-            })
+            prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
+                |refused| {
+                    let Refused { failure, found, beside } = *refused;
+                    end(found, beside);
+                    failure
+                },
+            )
         }
         Err(failure) => {
             end(found, beside);
@@ -150,18 +171,27 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
 }
 
 /// Has what a recorded guest reads and writes answered on its core, where it has one.
-fn answer_on(core: Option<u32>, disks: Option<&Storage>, media: Option<&mut Media>) -> Result<(), Failure> {
+fn answer_on(
+    core: Option<u32>,
+    disks: Option<&Storage>,
+    media: Option<&mut Media>,
+) -> Result<(), Failure> {
     let Some(core) = core else { return Ok(()) };
     disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(e.to_string()))?;
     media.map_or(Ok(()), |media| media.answer_on(core))
 }
 
 /// The disks of all lines, by paths that hold anywhere.
-fn all_drives(starting: &[(Invocation, QemuIdentity)], directory: &Path) -> Result<Vec<Drive>, Failure> {
+fn all_drives(
+    starting: &[(Invocation, QemuIdentity)],
+    directory: &Path,
+) -> Result<Vec<Drive>, Failure> {
     let mut all = Vec::new();
     for (line, _) in starting {
         let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
-        all.extend(drives.into_iter().map(|drive| Drive { image: directory.join(&drive.image), ..drive }));
+        all.extend(
+            drives.into_iter().map(|drive| Drive { image: directory.join(&drive.image), ..drive }),
+        );
     }
     Ok(all)
 }
@@ -214,7 +244,8 @@ pub fn end(found: Vec<Found>, beside: Beside) {
     }
 }
 
-/// The name of the VM or the group, and those of the members, from those that the VMs have themselves.
+/// The name of the VM or the group, and those of the members, from those that the VMs have
+/// themselves.
 pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
@@ -230,7 +261,9 @@ pub fn names(
         .enumerate()
         .map(|(i, name)| name.as_deref().map_or_else(|| format!("vm{}", i + 1), rundir::name_from))
         .collect();
-    if let Some((_, twice)) = members.iter().enumerate().find(|(i, name)| members[..*i].contains(name)) {
+    if let Some((_, twice)) =
+        members.iter().enumerate().find(|(i, name)| members[..*i].contains(name))
+    {
         return Err(Failure::new(format!("two VMs of the group are named {twice}"))
             .fix("give each a name of its own with QEMU's -name"));
     }
@@ -238,7 +271,12 @@ pub fn names(
 }
 
 /// The right to write into `store`.
-pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer, Failure> {
+pub fn lock(
+    store: &Store,
+    command: &str,
+    name: &str,
+    options: &Options,
+) -> Result<Writer, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
@@ -251,7 +289,8 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
         tuning.pack_bytes_max = recorder::PACK_BYTES_MAX;
     }
     let owner = format!("keyframe {command}, VM {name}");
-    let writer = store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))?;
+    let writer =
+        store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))?;
     for torn in writer.torn() {
         eprintln!(
             "keyframe: checkpoint {} was not durable when the machine went down, and was set aside ({}): {}",
@@ -266,8 +305,8 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
              the next power loss may take them; keep what matters with: keyframe copy --to STORE2"
         );
     }
-    if let Some(note) =
-        no_effect(options.durability, writer.durability(), store.is_remote()).filter(|_| !options.quiet)
+    if let Some(note) = no_effect(options.durability, writer.durability(), store.is_remote())
+        .filter(|_| !options.quiet)
     {
         eprintln!("keyframe: {note}");
     }
@@ -307,8 +346,8 @@ pub struct Refused {
     pub beside: Beside,
 }
 
-/// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the watchdogs. Those that are
-/// refused are given back.
+/// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the
+/// watchdogs. Those that are refused are given back.
 pub fn prepare(
     store: &Store,
     mut writer: Writer,
@@ -325,7 +364,8 @@ pub fn prepare(
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
             let member = |((found, watchdog), watches): ((Found, Watchdog), &bool)| {
-                let mut machine = QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
+                let mut machine =
+                    QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
                 machine.monitor = found.monitor;
                 machine.is_recorded = options.recorded.is_some();
                 Member::new(found.name, machine, found.runs)
@@ -338,7 +378,11 @@ pub fn prepare(
 }
 
 /// Warns of links between the members of a group that cannot be held.
-fn look_at_links(found: &mut [Found], lans: Option<&mut Lans>, options: &Options) -> Result<(), Failure> {
+fn look_at_links(
+    found: &mut [Found],
+    lans: Option<&mut Lans>,
+    options: &Options,
+) -> Result<(), Failure> {
     let held = match (&options.lans, lans) {
         (LanChoice::Own(paths), _) => paths.clone(),
         (_, Some(lans)) => lans.connected()?,
@@ -359,7 +403,8 @@ fn looked_into(
     options: &Options,
 ) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>), Failure> {
     for one in found.iter_mut() {
-        refuse(&mut one.vm).map_err(|failure| if is_group { failure.about(&one.name) } else { failure })?;
+        refuse(&mut one.vm)
+            .map_err(|failure| if is_group { failure.about(&one.name) } else { failure })?;
     }
     let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
     let copying = Copying::start(&mut vms, is_group, options)?;
@@ -379,7 +424,9 @@ fn looked_into(
     let has_disks = !disk_metas.is_empty();
     let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());
     let mut run = run.map_err(|e| Failure::store(&e, store.path()))?;
-    if let Some(begin) = options.recorded.as_ref().and_then(|recorded| recorded.begin).filter(|_| has_disks) {
+    if let Some(begin) =
+        options.recorded.as_ref().and_then(|recorded| recorded.begin).filter(|_| has_disks)
+    {
         run.put_disks_of(begin).map_err(|e| Failure::store(&e, store.path()))?;
     }
     // A group's members come from one checkpoint.
@@ -389,7 +436,10 @@ fn looked_into(
     sink.recording = options.recorded.as_ref().map(|recorded| recorded.recording.clone());
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
-        fault.bind(first.vm.pid(), monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?);
+        fault.bind(
+            first.vm.pid(),
+            monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?,
+        );
     }
     let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm)).collect::<Result<_, _>>()?;
     Ok((copying, sink, meta, watchdogs))
@@ -406,7 +456,8 @@ pub fn require_kernel(options: &Options) -> Result<(), Failure> {
     let Some(first) = missing.first() else { return Ok(()) };
     let names: Vec<_> = missing.iter().map(|f| format!("{} ({})", f.name, f.detail)).collect();
     let fix = first.fix.clone().unwrap_or_else(|| "see keyframe doctor".into());
-    Err(Failure::new(format!("this machine lacks what Keyframe needs: {}", names.join("; "))).fix(fix))
+    Err(Failure::new(format!("this machine lacks what Keyframe needs: {}", names.join("; ")))
+        .fix(fix))
 }
 
 /// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
@@ -431,7 +482,11 @@ pub fn refuse(vm: &mut Vm) -> Result<(), Failure> {
 }
 
 /// The machine as it is now, with what was plugged in since its line was written.
-pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta, Failure> {
+pub fn machine_meta(
+    vm: &mut Vm,
+    identity: &QemuIdentity,
+    directory: &Path,
+) -> Result<MachineMeta, Failure> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
         qemu_path: identity.path.to_string_lossy().into_owned(),
@@ -474,7 +529,10 @@ mod tests {
         assert_eq!(no_effect(Durability::Checkpoint, Durability::Checkpoint, true), None);
         for asked in [every, Durability::Never] {
             let said = no_effect(asked, Durability::Checkpoint, true).unwrap();
-            assert!(said.contains("--durability has no effect") && said.contains("object storage"), "{said}");
+            assert!(
+                said.contains("--durability has no effect") && said.contains("object storage"),
+                "{said}"
+            );
         }
     }
 }

@@ -26,7 +26,8 @@ const RESCUE: Duration = Duration::from_millis(300);
 /// How long a new connection to the monitor may take.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a VM may stand for a rollback without a sign of the engine: longer than a checkpoint may take to be sealed.
+/// How long a VM may stand for a rollback without a sign of the engine: longer than a checkpoint
+/// may take to be sealed.
 const STAND_MAX: Duration = Duration::from_mins(10);
 
 /// The VM and its watchdog.
@@ -49,7 +50,8 @@ pub struct QemuMachine {
 }
 
 impl QemuMachine {
-    /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees discarded RAM.
+    /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees
+    /// discarded RAM.
     pub fn new(vm: Vm, watchdog: Watchdog, pause_limit: Duration, watches_discards: bool) -> Self {
         Self {
             vm,
@@ -67,8 +69,9 @@ impl QemuMachine {
 
 impl Machine for QemuMachine {
     fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        // Looking for discarded pages is half of a scan's time, so it is done only for machines that can discard. The
-        // cycle asks after each pause, before it is sealed, so a device plugged in meanwhile cannot slip through.
+        // Looking for discarded pages is half of a scan's time, so it is done only for machines
+        // that can discard. The cycle asks after each pause, before it is sealed, so a device
+        // plugged in meanwhile cannot slip through.
         if self.watches_discards {
             return Ok(self.vm.ram_layout()?);
         }
@@ -103,7 +106,8 @@ impl Machine for QemuMachine {
                 Ok(Stopped::Already)
             }
             Err(e) => {
-                // The request may have arrived although its answer did not: let the VM run, whichever it is.
+                // The request may have arrived although its answer did not: let the VM run,
+                // whichever it is.
                 let resumed = self.vm.qmp().cont();
                 if resumed.is_ok() {
                     let _ = self.watchdog.disarm()?;
@@ -164,8 +168,8 @@ impl QemuMachine {
         settled
     }
 
-    /// Stops the VM until [`Self::go`]; checkpoints taken meanwhile are of one instant. Whether it ran. Where the engine dies, it
-    /// runs again.
+    /// Stops the VM until [`Self::go`]; checkpoints taken meanwhile are of one instant. Whether it
+    /// ran. Where the engine dies, it runs again.
     pub fn stand(&mut self) -> Result<bool, BoxError> {
         let stopped = Machine::stop(self)?;
         let ran = stopped == Stopped::ByUs;
@@ -173,7 +177,8 @@ impl QemuMachine {
         if ran { Ok(self.watchdog.arm(STAND_MAX).map(|()| ran)?) } else { Ok(ran) }
     }
 
-    /// The VM that stands is about to be neither what it was nor what it is to be. Where the engine dies, so does the VM.
+    /// The VM that stands is about to be neither what it was nor what it is to be. Where the engine
+    /// dies, so does the VM.
     pub fn between(&mut self) -> Result<(), BoxError> {
         if self.watchdog.between()?.0 {
             let _ = self.watchdog.disarm()?;
@@ -208,7 +213,8 @@ impl QemuMachine {
             std::thread::sleep(RESCUE);
         }
         if let Some(path) = &self.monitor {
-            // QEMU takes a new client once ours is gone. Where it does not answer either, nobody can reach it.
+            // QEMU takes a new client once ours is gone. Where it does not answer either, nobody
+            // can reach it.
             let _ = Qmp::connect(path, RECONNECT_TIMEOUT).and_then(|mut qmp| qmp.cont());
         }
     }

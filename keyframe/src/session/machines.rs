@@ -1,4 +1,5 @@
-//! The VMs of a session as the checkpoint cycle's one machine: one VM alone, or a group that is checkpointed at one instant.
+//! The VMs of a session as the checkpoint cycle's one machine: one VM alone, or a group that is
+//! checkpointed at one instant.
 //!
 //! ```text
 //!   before_stop   the disks are ready to be cut; the network between members stands still, and what was sent to them has arrived
@@ -7,10 +8,12 @@
 //!   resume        all, once what their disks promised is durable; then the network
 //! ```
 //!
-//! Every member has been stopped before any runs again, and nothing is delivered meanwhile. So no member has seen a packet
-//! that its sender has not sent yet, and a packet that was sent and not received is in the checkpoint.
+//! Every member has been stopped before any runs again, and nothing is delivered meanwhile. So no
+//! member has seen a packet that its sender has not sent yet, and a packet that was sent and not
+//! received is in the checkpoint.
 //!
-//! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran is left standing.
+//! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran
+//! is left standing.
 
 use super::machine::QemuMachine;
 use super::recorded::Position;
@@ -102,8 +105,11 @@ impl Machines {
 
     /// Of a VM that is recorded: where the next checkpoint's instruction will be told.
     pub fn mark(&mut self) -> Option<Position> {
-        let machine =
-            self.members.first_mut().map(|m| &mut m.machine).filter(|machine| machine.is_recorded)?;
+        let machine = self
+            .members
+            .first_mut()
+            .map(|m| &mut m.machine)
+            .filter(|machine| machine.is_recorded)?;
         let position = Position::default();
         machine.position = Some(Arc::clone(&position));
         Some(position)
@@ -173,7 +179,8 @@ impl Machines {
             return true;
         }
         let deadline = Instant::now() + Duration::from_secs(2);
-        let silent = self.members.iter_mut().filter_map(|m| m.vm().qmp().status().is_err().then_some(m));
+        let silent =
+            self.members.iter_mut().filter_map(|m| m.vm().qmp().status().is_err().then_some(m));
         for member in silent {
             while Instant::now() < deadline {
                 if matches!(member.vm().try_wait(), Ok(Some(_))) {
@@ -226,9 +233,12 @@ impl Machines {
 }
 
 /// The RAM blocks of a group as those of one VM.
-pub fn group_layout(members: &[(&str, RamLayout)]) -> Result<RamLayout, keyframe_units::LayoutError> {
+pub fn group_layout(
+    members: &[(&str, RamLayout)],
+) -> Result<RamLayout, keyframe_units::LayoutError> {
     let of_member = |(name, layout): &(&str, RamLayout)| {
-        let rename = |block: &RamBlock| RamBlock { name: format!("{name}/{}", block.name), ..block.clone() };
+        let rename =
+            |block: &RamBlock| RamBlock { name: format!("{name}/{}", block.name), ..block.clone() };
         layout.blocks().iter().map(rename).collect::<Vec<_>>()
     };
     RamLayout::new(members.iter().flat_map(of_member).collect())
@@ -303,7 +313,8 @@ impl Machine for Machines {
 
     fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
         let settled = self.disks.as_mut().map_or(Ok(()), Storage::settled);
-        // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is worse.
+        // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is
+        // worse.
         let resumed = self.each(|member| match member.stopped {
             Some(stopped) => member.machine.resume(stopped),
             None => Ok(()),

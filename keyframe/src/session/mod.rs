@@ -5,9 +5,10 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at a lowered one. With
-//! --keep-within a third one forgets and prunes, as low as the encoder (`recorder`); else one recompresses packs (`recompressor`). The control socket's threads only hand requests over.
-//! Whatever the engine suffers, the VM outlives it.
+//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at
+//! a lowered one. With --keep-within a third one forgets and prunes, as low as the encoder
+//! (`recorder`); else one recompresses packs (`recompressor`). The control socket's threads only
+//! hand requests over. Whatever the engine suffers, the VM outlives it.
 
 mod attach;
 mod audit;
@@ -162,9 +163,13 @@ pub fn run(store: &Store, commands: Commands, options: Options) -> Outcome {
     engine_over(store, parts, options)?.run()
 }
 
-/// An engine over VMs that end with it where it cannot be made: nobody knows of them, and their guests have not run, or only
-/// replay; nothing is lost.
-fn engine_over(store: &Store, parts: launch::Parts, options: Options) -> Result<engine::Engine<'_>, Failure> {
+/// An engine over VMs that end with it where it cannot be made: nobody knows of them, and their
+/// guests have not run, or only replay; nothing is lost.
+fn engine_over(
+    store: &Store,
+    parts: launch::Parts,
+    options: Options,
+) -> Result<engine::Engine<'_>, Failure> {
     let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
     let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
     engine::Engine::new(store, parts, options).inspect_err(|_| {
@@ -174,8 +179,8 @@ fn engine_over(store: &Store, parts: launch::Parts, options: Options) -> Result<
     })
 }
 
-/// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end or the VMs end. Several are
-/// a group.
+/// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
+/// or the VMs end. Several are a group.
 pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Outcome {
     tuning::check(&options)?;
     let parts = attach::attach(store, vms, &options)?;

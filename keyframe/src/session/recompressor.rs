@@ -1,4 +1,5 @@
-//! Recompression beside a run: packs that are not written to any more are written anew, as small as they get.
+//! Recompression beside a run: packs that are not written to any more are written anew, as small as
+//! they get.
 //!
 //! ```text
 //!   look ─▶ are there enough bytes in cold packs? ─ no ─▶ rest
@@ -7,12 +8,13 @@
 //!    └── rest ◀── one part of them ─▶ new packs ─▶ the writer follows with its next checkpoint ─▶ maps ─▶ old packs gone
 //! ```
 //!
-//! A thread of its own at the lowest priority: it gets the core when nobody else wants it, and rests three times as long as it
-//! has worked. It has nothing in common with the engine but the store's files; the writer follows behind the pause, as it follows
-//! any prune.
+//! A thread of its own at the lowest priority: it gets the core when nobody else wants it, and
+//! rests three times as long as it has worked. It has nothing in common with the engine but the
+//! store's files; the writer follows behind the pause, as it follows any prune.
 //!
-//! Invariants: at most one part is at work, of a pack or so; what is not done when the run ends is left to `keyframe prune
-//! --recompress`, and said. It may be killed at any instant, as a prune may. Not here: what recompression is (the store's prune).
+//! Invariants: at most one part is at work, of a pack or so; what is not done when the run ends is
+//! left to `keyframe prune --recompress`, and said. It may be killed at any instant, as a prune
+//! may. Not here: what recompression is (the store's prune).
 
 use super::Options;
 use crate::control::RecompressorStatus;
@@ -36,7 +38,8 @@ pub enum Recompress {
 
 /// How often it is looked.
 const LOOK: Duration = Duration::from_secs(5);
-/// Fewer bytes are not worth a prune, which the writer has to follow. About so many are recompressed at a time.
+/// Fewer bytes are not worth a prune, which the writer has to follow. About so many are
+/// recompressed at a time.
 const PART_BYTES: u64 = 64 << 20;
 /// It rests so many times as long as it has worked.
 const RESTS: u32 = 3;
@@ -55,9 +58,14 @@ pub struct Recompressor {
 }
 
 impl Recompressor {
-    /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight recorder keeps is soon gone, and
-    /// over a network the old packs would have to be read again. `status` shows it.
-    pub fn start(store: &Store, options: &Options, status: &SharedStatus) -> Result<Option<Self>, Failure> {
+    /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight
+    /// recorder keeps is soon gone, and over a network the old packs would have to be read again.
+    /// `status` shows it.
+    pub fn start(
+        store: &Store,
+        options: &Options,
+        status: &SharedStatus,
+    ) -> Result<Option<Self>, Failure> {
         if options.recompress == Recompress::Never {
             return Ok(None);
         }
@@ -118,7 +126,8 @@ struct Shown {
 impl Shown {
     fn change(&self, change: impl FnOnce(&mut RecompressorStatus)) {
         if let Ok(mut status) = self.status.lock() {
-            let first = || RecompressorStatus { off: self.off.clone(), ..RecompressorStatus::default() };
+            let first =
+                || RecompressorStatus { off: self.off.clone(), ..RecompressorStatus::default() };
             change(status.recompressor.get_or_insert_with(first));
         }
     }
@@ -158,13 +167,19 @@ fn is_taken(error: &Error) -> bool {
 
 fn look(store: &Store, shown: &Shown) -> Result<(), Error> {
     let cold_bytes = store.cold_bytes()?;
-    shown.change(|status| (status.cold_bytes, status.at_work) = (cold_bytes, cold_bytes >= PART_BYTES));
+    shown.change(|status| {
+        (status.cold_bytes, status.at_work) = (cold_bytes, cold_bytes >= PART_BYTES)
+    });
     if cold_bytes < PART_BYTES {
         return Ok(());
     }
     // Nothing is copied for the space alone.
-    let options =
-        PruneOptions { max_unused: 1.0, wait: ANSWER_WAIT, recompress_bytes: PART_BYTES, dry_run: false };
+    let options = PruneOptions {
+        max_unused: 1.0,
+        wait: ANSWER_WAIT,
+        recompress_bytes: PART_BYTES,
+        dry_run: false,
+    };
     let report = store.prune(&options, &mut |_| {})?;
     let cold_bytes = store.cold_bytes()?;
     shown.change(|status| {

@@ -41,7 +41,8 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media, served on a socket in the second one.
+    /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media,
+    /// served on a socket in the second one.
     pub fn prepare(
         &self,
         starting: &mut [(Invocation, QemuIdentity)],
@@ -49,7 +50,9 @@ impl Recorded {
         quiet: bool,
     ) -> Result<Option<Media>, Failure> {
         let [(line, _)] = starting else {
-            return Err(Failure::new("QEMU records one VM, not a group").fix("record each VM by itself"));
+            return Err(
+                Failure::new("QEMU records one VM, not a group").fix("record each VM by itself")
+            );
         };
         let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|failure| {
             if !quiet {

@@ -6,13 +6,15 @@
 //!    └─────────────────────────────────────────────────────────────────────────────────┴────────────────────┘
 //! ```
 //!
-//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where it falls behind. It has
-//! nothing in common with the engine but the store's files and the checkpoints that a rollback holds. The writer follows a prune
-//! with its next checkpoint, behind the pause.
+//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where
+//! it falls behind. It has nothing in common with the engine but the store's files and the
+//! checkpoints that a rollback holds. The writer follows a prune with its next checkpoint, behind
+//! the pause.
 //!
-//! Invariants: only checkpoints of this very run are taken, never what was there before; never the newest, a tagged or a
-//! pinned one, one that a disk's overlay stands on or that a rollback goes to. Whatever fails is said, and tried again at a
-//! later look. It may be killed at any instant, as forgetting and pruning may.
+//! Invariants: only checkpoints of this very run are taken, never what was there before; never the
+//! newest, a tagged or a pinned one, one that a disk's overlay stands on or that a rollback goes
+//! to. Whatever fails is said, and tried again at a later look. It may be killed at any instant, as
+//! forgetting and pruning may.
 
 use super::Options;
 use crate::commands::forget;
@@ -45,8 +47,8 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Starts one over what the run called `vm` puts into `store` from now on, and shows it in `status`; `None` where none was
-    /// asked for.
+    /// Starts one over what the run called `vm` puts into `store` from now on, and shows it in
+    /// `status`; `None` where none was asked for.
     pub fn start(
         store: &Store,
         vm: &str,
@@ -82,7 +84,8 @@ impl Recorder {
         Ok(Some(Self { stop: Some(stop), ended, held }))
     }
 
-    /// Keeps a checkpoint for this run: a rollback goes to it, and the next checkpoint stands on it.
+    /// Keeps a checkpoint for this run: a rollback goes to it, and the next checkpoint stands on
+    /// it.
     pub fn hold(&self, id: CheckpointId) {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
     }
@@ -153,7 +156,8 @@ impl Work {
     }
 
     fn look(&mut self) -> Result<(), Failure> {
-        let now_ns = |work: &Self| u64::try_from(work.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let now_ns =
+            |work: &Self| u64::try_from(work.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
         let gone = self.old()?;
         if !gone.is_empty() {
             forget::forget(&self.store, &gone, &mut |clone, why| {
@@ -166,14 +170,19 @@ impl Work {
         let kept = self.known.len() as u64;
         if self.recording.forgot(began_ns, gone.len() as u64, kept) {
             set_priority(self.recording.is_behind(kept));
-            let options =
-                PruneOptions { max_unused: MAX_UNUSED, wait: ANSWER_WAIT, ..PruneOptions::default() };
+            let options = PruneOptions {
+                max_unused: MAX_UNUSED,
+                wait: ANSWER_WAIT,
+                ..PruneOptions::default()
+            };
             let pruned = self.store.prune(&options, &mut |_| {});
             let all = pruned.as_ref().is_ok_and(|report| report.postponed_packs == 0);
             set_priority(false);
             self.recording.pruned(began_ns, now_ns(self), all);
             match pruned {
-                Ok(report) => self.shown.freed_packs += report.removed_packs + report.rewritten_packs,
+                Ok(report) => {
+                    self.shown.freed_packs += report.removed_packs + report.rewritten_packs
+                }
                 // Somebody else prunes.
                 Err(Error::Locked { .. }) => {}
                 Err(error) => return Err(self.failure(&error)),
@@ -185,7 +194,8 @@ impl Work {
     /// What may go. Only new checkpoints are read for it.
     fn old(&mut self) -> Result<BTreeSet<CheckpointId>, Failure> {
         let ids = self.store.ids().map_err(|e| self.failure(&e))?;
-        let there: BTreeSet<CheckpointId> = ids.into_iter().filter(|id| Some(*id) > self.before).collect();
+        let there: BTreeSet<CheckpointId> =
+            ids.into_iter().filter(|id| Some(*id) > self.before).collect();
         self.known.retain(|id, _| there.contains(id));
         for id in &there {
             if self.known.contains_key(id) {
@@ -205,10 +215,15 @@ impl Work {
             (moment.tags, moment.pinned) = Sealed::split_tags(*id, &of);
         }
         let moments: Vec<Moment> = self.known.values().cloned().collect();
-        let mut standing: BTreeSet<CheckpointId> = forget::standing(&self.store)?.into_keys().collect();
+        let mut standing: BTreeSet<CheckpointId> =
+            forget::standing(&self.store)?.into_keys().collect();
         standing.extend(self.held.lock().unwrap_or_else(PoisonError::into_inner).iter());
         let verdicts = self.rules.judge(&moments, &standing);
-        Ok(verdicts.into_iter().filter(|verdict| verdict.kept.is_empty()).map(|verdict| verdict.id).collect())
+        Ok(verdicts
+            .into_iter()
+            .filter(|verdict| verdict.kept.is_empty())
+            .map(|verdict| verdict.id)
+            .collect())
     }
 
     fn failure(&self, error: &Error) -> Failure {

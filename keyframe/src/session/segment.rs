@@ -13,7 +13,8 @@ use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Place;
 use std::path::PathBuf;
 
-/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each cut of `course` into its store.
+/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each cut of
+/// `course` into its store.
 pub fn segment(
     source: &Source,
     from: Place,
@@ -39,7 +40,8 @@ pub fn segment(
     let Started { mut restored, disks, loaded } = begin(source, from, passage.next_stop(), &with)?;
     let arrived = passage.arrive(&mut restored, &interrupted, tell);
     let socket = disks.as_ref().map(|(_, folder)| folder.path().join(SOCKET));
-    let (served, _folder) = disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
+    let (served, _folder) =
+        disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
     let pause_limit = options.pause_limit;
     let disks = served.map(|served| Storage::Served(SessionDisks::new(served, pause_limit)));
     let mut vm = restored.into_vm();
@@ -71,12 +73,18 @@ pub fn segment(
     });
     let found = Found { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
     let beside = Beside { lans: None, disks };
-    let parts =
-        launch::prepare(&source.store, writer, run_dir, (name, false), (vec![found], beside), &options)
-            .map_err(|refused| {
-                let Refused { failure, found, beside } = *refused;
-                launch::end(found, beside);
-                failure
-            })?;
+    let parts = launch::prepare(
+        &source.store,
+        writer,
+        run_dir,
+        (name, false),
+        (vec![found], beside),
+        &options,
+    )
+    .map_err(|refused| {
+        let Refused { failure, found, beside } = *refused;
+        launch::end(found, beside);
+        failure
+    })?;
     engine_over(&source.store, parts, options)?.run_through(passage, course, tell)
 }

@@ -23,7 +23,8 @@ pub struct Label {
     pub tag: Option<String>,
     /// What its pause cut from the disks.
     pub cut: Option<Cut>,
-    /// The checkpoint that the VM was brought back to since the one before, and how often it has been brought back by then.
+    /// The checkpoint that the VM was brought back to since the one before, and how often it has
+    /// been brought back by then.
     pub parent: Option<(CheckpointId, u64)>,
     /// Of a VM that is recorded: its instruction.
     pub position: Option<Position>,
@@ -86,7 +87,12 @@ pub struct StoreSink {
 
 impl StoreSink {
     /// A sink into `run`, whose VM came from checkpoint `origin`.
-    pub fn new(run: Run, machines: MachinesMeta, fault: Option<Fault>, origin: Option<CheckpointId>) -> Self {
+    pub fn new(
+        run: Run,
+        machines: MachinesMeta,
+        fault: Option<Fault>,
+        origin: Option<CheckpointId>,
+    ) -> Self {
         Self { run, machines, fault, origin, recording: None, went_back: 0 }
     }
 
@@ -120,7 +126,8 @@ impl Sink for StoreSink {
     }
 
     fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
-        // A checkpoint may have been taken before the one behind the rollback was sealed: it follows that one.
+        // A checkpoint may have been taken before the one behind the rollback was sealed: it
+        // follows that one.
         let parent = label.parent.filter(|(_, times)| *times > self.went_back);
         if let Some(cut) = &label.cut {
             if let Some((parent, _)) = parent {
@@ -131,8 +138,11 @@ impl Sink for StoreSink {
             cut.put(&mut self.run, &mut || Self::strike(fault))?;
         }
         let icount = label.position.as_ref().and_then(|position| position.get().copied());
-        let recorded =
-            self.recording.clone().zip(icount).map(|(recording, icount)| Recorded { recording, icount });
+        let recorded = self
+            .recording
+            .clone()
+            .zip(icount)
+            .map(|(recording, icount)| Recorded { recording, icount });
         let t = &captured.timeline;
         let timing = Timing {
             interval_ns: t.interval_ns,
@@ -153,7 +163,9 @@ impl Sink for StoreSink {
         let sealed = self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,
             reason: label.reason.into(),
-            parent: parent.map(|(id, _)| id).or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
+            parent: parent
+                .map(|(id, _)| id)
+                .or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
             ram: captured.ram.clone(),
             machine: MachineMeta { recorded, ..self.machines.machine.clone() },
             members: self.machines.members.clone(),

@@ -103,7 +103,8 @@ impl Storage {
         matches!(self, Self::Fleeced(fleeces) if fleeces.is_busy())
     }
 
-    /// What was written until now is taken as known: the next cut holds what is written from here on.
+    /// What was written until now is taken as known: the next cut holds what is written from here
+    /// on.
     pub fn begin_anew(&mut self) -> Result<(), BoxError> {
         match self {
             Self::Served(disks) => disks.begin_anew(),
@@ -119,7 +120,8 @@ impl Storage {
         }
     }
 
-    /// Requests of the one guest are answered on `core`, where it can be had: see [`keyframe_disk::Disks::answer_on`].
+    /// Requests of the one guest are answered on `core`, where it can be had: see
+    /// [`keyframe_disk::Disks::answer_on`].
     pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
         match self {
             Self::Served(disks) => disks.answer_on(core),
@@ -201,7 +203,8 @@ impl Storage {
         }
     }
 
-    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back to.
+    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
+    /// to.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
         match self {
             Self::Served(disks) => disks.stage(store, id, meta),
@@ -212,7 +215,8 @@ impl Storage {
         }
     }
 
-    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in flight.
+    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in
+    /// flight.
     pub fn exchange(&mut self) -> Result<(), BoxError> {
         match self {
             Self::Served(disks) => disks.exchange(),

@@ -1,4 +1,5 @@
-//! The budgets of a session: `--max-pause` and `--max-overhead`, kept by what each checkpoint measured.
+//! The budgets of a session: `--max-pause` and `--max-overhead`, kept by what each checkpoint
+//! measured.
 
 use super::Options;
 use crate::failure::Failure;
@@ -9,13 +10,17 @@ use keyframe_scheduling::{Budget, Measured, Tuned, Tuner, Why};
 /// A change of the interval smaller than this, in percent, is not worth a message.
 const SAY_PERCENT: u64 = 25;
 
-/// Refuses budgets that nothing could keep, before a VM is there that would have to be ended for it.
+/// Refuses budgets that nothing could keep, before a VM is there that would have to be ended for
+/// it.
 pub fn check(options: &Options) -> Result<(), Failure> {
-    if options.interval.is_some() || (options.max_pause.is_none() && options.max_overhead.is_none()) {
+    if options.interval.is_some() || (options.max_pause.is_none() && options.max_overhead.is_none())
+    {
         return Ok(());
     }
-    Err(Failure::new("a budget is kept by when checkpoints are taken, and --interval none takes none")
-        .fix("give an interval: the shortest that you want"))
+    Err(Failure::new(
+        "a budget is kept by when checkpoints are taken, and --interval none takes none",
+    )
+    .fix("give an interval: the shortest that you want"))
 }
 
 /// Keeps budgets.
@@ -36,7 +41,8 @@ impl Tuning {
         check(options)?;
         let Some(interval) = options.interval else { return Ok(None) };
         let interval_ns = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
-        let first_write_ns = keyframe_kernel::cost::first_write_ns().map_err(|e| Failure::kernel(&e))?;
+        let first_write_ns =
+            keyframe_kernel::cost::first_write_ns().map_err(|e| Failure::kernel(&e))?;
         let tuner = Tuner::new(budget, interval_ns, first_write_ns);
         Ok(Some(Self { tuner, said_ns: interval_ns, said: Why::AsAsked }))
     }

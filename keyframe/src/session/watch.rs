@@ -26,7 +26,8 @@ impl Observer for Watch {
         if phase == Phase::Precopy {
             keyframe_kernel::priority::raise();
         }
-        // Between Stopping and Resumed the guest waits: no lock that a client of the control socket may hold.
+        // Between Stopping and Resumed the guest waits: no lock that a client of the control socket
+        // may hold.
         if phase == Phase::Precopy
             && let Ok(mut status) = self.status.lock()
         {

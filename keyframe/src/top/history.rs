@@ -1,4 +1,5 @@
-//! What is known of each VM: its engine's newest answer, and the checkpoints or epochs that were seen to come.
+//! What is known of each VM: its engine's newest answer, and the checkpoints or epochs that were
+//! seen to come.
 
 use crate::control::Status;
 use std::collections::{BTreeMap, VecDeque};
@@ -69,9 +70,9 @@ impl History {
                         vm.points.clear();
                     }
                     let newest = Point::newest(&status);
-                    if newest
-                        .is_some_and(|point| vm.points.back().is_none_or(|last| last.number != point.number))
-                    {
+                    if newest.is_some_and(|point| {
+                        vm.points.back().is_none_or(|last| last.number != point.number)
+                    }) {
                         vm.points.extend(newest);
                     }
                     vm.points.drain(..vm.points.len().saturating_sub(KEPT));
@@ -93,8 +94,11 @@ mod tests {
     use crate::control::ReplicationStatus;
 
     fn epoch(engine_pid: u32, number: u64) -> Status {
-        let replication =
-            Some(ReplicationStatus { epoch: Some(number), pause_ns: number * 10, ..Default::default() });
+        let replication = Some(ReplicationStatus {
+            epoch: Some(number),
+            pause_ns: number * 10,
+            ..Default::default()
+        });
         Status { engine_pid, replication, ..Default::default() }
     }
 

@@ -31,7 +31,10 @@ pub fn row(name: &str, vm: &Vm) -> Vec<String> {
     let (state, age, what) = match (&vm.silent, &s.replication) {
         (Some(why), _) => ("no answer".into(), none(), why.clone()),
         (None, Some(of)) => {
-            let lag = of.epoch.zip(of.acknowledged).map_or(0, |(newest, there)| newest.saturating_sub(there));
+            let lag = of
+                .epoch
+                .zip(of.acknowledged)
+                .map_or(0, |(newest, there)| newest.saturating_sub(there));
             let what = format!("{}, {lag} behind, {} packets held", of.role, of.held_packets);
             (of.state.clone(), output::duration(of.epoch_ns), what)
         }
@@ -82,7 +85,9 @@ pub fn draw(frame: &mut Frame<'_>, history: &History, chosen: &mut TableState, i
 fn table_of(cells: &[Vec<String>]) -> Table<'static> {
     let width = |column: usize| {
         let widest = cells.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-        Constraint::Length(u16::try_from(widest.max(HEADER[column].len())).unwrap_or(u16::MAX).min(24))
+        Constraint::Length(
+            u16::try_from(widest.max(HEADER[column].len())).unwrap_or(u16::MAX).min(24),
+        )
     };
     let mut widths: Vec<Constraint> = (0..HEADER.len() - 1).map(width).collect();
     widths.push(Constraint::Min(8));
@@ -96,12 +101,14 @@ fn details(frame: &mut Frame<'_>, area: Rect, name: &str, vm: &Vm) {
     let block = Block::new().borders(Borders::TOP).title(format!(" {name} "));
     let inner = block.inner(area);
     frame.render_widget(block, area);
-    let [curves, words] = Layout::vertical([Constraint::Length(4), Constraint::Min(0)]).areas(inner);
+    let [curves, words] =
+        Layout::vertical([Constraint::Length(4), Constraint::Min(0)]).areas(inner);
     let [left, right] = Layout::horizontal([Constraint::Fill(1); 2]).spacing(2).areas(curves);
     let newest = vm.points.back();
     let pause = newest.map_or_else(String::new, |point| output::duration(point.pause_ns));
     let pages = newest.map_or_else(String::new, |point| point.pages.to_string());
-    let of = |get: fn(&super::history::Point) -> u64| vm.points.iter().map(get).collect::<Vec<u64>>();
+    let of =
+        |get: fn(&super::history::Point) -> u64| vm.points.iter().map(get).collect::<Vec<u64>>();
     curve(frame, left, &format!("pause {pause}"), &of(|point| point.pause_ns));
     curve(frame, right, &format!("pages {pages}"), &of(|point| point.pages));
     let words_of = vm.silent.clone().unwrap_or_else(|| status::text(&vm.status));

@@ -1,4 +1,5 @@
-//! QEMU's interface for plugins of its translator (include/qemu/qemu-plugin.h), as far as tools need it, declared by hand.
+//! QEMU's interface for plugins of its translator (include/qemu/qemu-plugin.h), as far as tools
+//! need it, declared by hand.
 //!
 //! ```text
 //!   interface 1 (QEMU 7.2)    inline counters are plain memory          v1
@@ -6,8 +7,8 @@
 //!   none                      without QEMU: nothing is ever called      none
 //! ```
 //!
-//! Handles ([`Block`], [`Instruction`]) are valid in the callback that got them, so they borrow from it. Constants that are part of
-//! the binary interface have the names that QEMU gives them.
+//! Handles ([`Block`], [`Instruction`]) are valid in the callback that got them, so they borrow
+//! from it. Constants that are part of the binary interface have the names that QEMU gives them.
 
 #[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
 mod none;
@@ -35,7 +36,8 @@ pub type MemoryInfo = u32;
 /// Called when an instruction is about to run.
 pub type ExecutedCallback = extern "C" fn(vcpu: c_uint, data: *mut c_void);
 /// Called behind an access to memory.
-pub type MemoryCallback = extern "C" fn(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void);
+pub type MemoryCallback =
+    extern "C" fn(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void);
 type TranslatedCallback = extern "C" fn(PluginId, *mut RawBlock);
 type AtExitCallback = extern "C" fn(PluginId, *mut c_void);
 type VcpuCallback = extern "C" fn(PluginId, c_uint);
@@ -115,17 +117,18 @@ unsafe extern "C" {
 
 #[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
 use none::{
-    qemu_plugin_get_hwaddr, qemu_plugin_hwaddr_is_io, qemu_plugin_hwaddr_phys_addr, qemu_plugin_insn_size,
-    qemu_plugin_insn_vaddr, qemu_plugin_mem_is_store, qemu_plugin_mem_size_shift,
-    qemu_plugin_register_atexit_cb, qemu_plugin_register_vcpu_init_cb,
+    qemu_plugin_get_hwaddr, qemu_plugin_hwaddr_is_io, qemu_plugin_hwaddr_phys_addr,
+    qemu_plugin_insn_size, qemu_plugin_insn_vaddr, qemu_plugin_mem_is_store,
+    qemu_plugin_mem_size_shift, qemu_plugin_register_atexit_cb, qemu_plugin_register_vcpu_init_cb,
     qemu_plugin_register_vcpu_insn_exec_cb, qemu_plugin_register_vcpu_mem_cb,
-    qemu_plugin_register_vcpu_tb_exec_cb, qemu_plugin_register_vcpu_tb_trans_cb, qemu_plugin_tb_get_insn,
-    qemu_plugin_tb_n_insns,
+    qemu_plugin_register_vcpu_tb_exec_cb, qemu_plugin_register_vcpu_tb_trans_cb,
+    qemu_plugin_tb_get_insn, qemu_plugin_tb_n_insns,
 };
 
 /// Has `callback` called for each block that is translated.
 pub fn on_translation(id: PluginId, callback: TranslatedCallback) {
-    // SAFETY: `id` is that of this plugin, and the callback is a function of this library, which stays loaded.
+    // SAFETY: `id` is that of this plugin, and the callback is a function of this library, which
+    // stays loaded.
     unsafe { qemu_plugin_register_vcpu_tb_trans_cb(id, callback) }
 }
 
@@ -155,7 +158,8 @@ impl Block<'_> {
 
     /// Has `callback` called with `data` whenever it is about to run.
     pub fn on_executed(&self, callback: ExecutedCallback, data: *mut c_void) {
-        // SAFETY: the block is alive (`Block::new`); callback and data outlive translated code (`state`).
+        // SAFETY: the block is alive (`Block::new`); callback and data outlive translated code
+        // (`state`).
         unsafe { qemu_plugin_register_vcpu_tb_exec_cb(self.0, callback, CB_NO_REGS, data) }
     }
 
@@ -164,7 +168,9 @@ impl Block<'_> {
         // SAFETY: the block is alive (`Block::new`).
         let count = unsafe { qemu_plugin_tb_n_insns(self.0) };
         // SAFETY: alive, and the index is below the count.
-        (0..count).map(|index| Instruction(unsafe { qemu_plugin_tb_get_insn(self.0, index) }, PhantomData))
+        (0..count).map(|index| {
+            Instruction(unsafe { qemu_plugin_tb_get_insn(self.0, index) }, PhantomData)
+        })
     }
 }
 
@@ -230,7 +236,8 @@ pub fn size_bytes(info: MemoryInfo) -> u32 {
 /// Where an access went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Into memory. Under interface 1 this is QEMU's own number of the byte of RAM, not yet the guest's (`physical`).
+    /// Into memory. Under interface 1 this is QEMU's own number of the byte of RAM, not yet the
+    /// guest's (`physical`).
     Memory(u64),
     /// To a device.
     Device(u64),

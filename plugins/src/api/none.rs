@@ -1,8 +1,14 @@
-//! No QEMU: what the interface would be where the plugin's own code is tested, and where its board is read.
+//! No QEMU: what the interface would be where the plugin's own code is tested, and where its board
+//! is read.
 //!
-//! Nothing is registered anywhere and no callback comes; an access is to the memory at its own address.
+//! Nothing is registered anywhere and no callback comes; an access is to the memory at its own
+//! address.
 
-#![allow(clippy::unused_self, clippy::unnecessary_wraps, reason = "the shape of what it stands for")]
+#![allow(
+    clippy::unused_self,
+    clippy::unnecessary_wraps,
+    reason = "the shape of what it stands for"
+)]
 
 use super::{
     AtExitCallback, ExecutedCallback, Instruction, MemoryCallback, MemoryInfo, PluginId, RawBlock,

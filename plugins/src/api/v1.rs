@@ -30,7 +30,8 @@ impl Counter {
     /// Its value now.
     #[inline]
     pub fn get(self) -> u64 {
-        // SAFETY: it lives for ever, is aligned, and is written by this thread's translated code alone.
+        // SAFETY: it lives for ever, is aligned, and is written by this thread's translated code
+        // alone.
         unsafe { self.0.read_volatile() }
     }
 }
@@ -38,12 +39,18 @@ impl Counter {
 pub(super) fn count(instruction: &Instruction<'_>, counter: Counter) {
     // SAFETY: the handle is valid and the counter lives for ever.
     unsafe {
-        qemu_plugin_register_vcpu_insn_exec_inline(instruction.raw(), INLINE_ADD_U64, counter.0.cast(), 1)
+        qemu_plugin_register_vcpu_insn_exec_inline(
+            instruction.raw(),
+            INLINE_ADD_U64,
+            counter.0.cast(),
+            1,
+        )
     }
 }
 
 pub(super) fn copy_bytes(instruction: &Instruction<'_>, into: &mut [u8]) {
-    // SAFETY: the handle is valid; its data has the instruction's length, of which `into` is no more.
+    // SAFETY: the handle is valid; its data has the instruction's length, of which `into` is no
+    // more.
     unsafe {
         let data = qemu_plugin_insn_data(instruction.raw());
         std::ptr::copy_nonoverlapping(data.cast(), into.as_mut_ptr(), into.len());

@@ -1,14 +1,17 @@
-//! Interface 4, QEMU 10.0: inline counters live in scoreboards, QEMU's own arrays with one entry a vCPU.
+//! Interface 4, QEMU 10.0: inline counters live in scoreboards, QEMU's own arrays with one entry a
+//! vCPU.
 //!
-//! The board's counters must be read by another process while the VM stands still. So the scoreboard's entry has room for a whole
-//! page, and the board's page of counters is mapped in its place:
+//! The board's counters must be read by another process while the VM stands still. So the
+//! scoreboard's entry has room for a whole page, and the board's page of counters is mapped in its
+//! place:
 //!
 //! ```text
 //!   scoreboard, in QEMU's heap  │ entry of vCPU 0: 16 KiB                            │ entry of vCPU 1 ...
 //!                               │ .... │ page: the board's counters, shared │ ...... │
 //! ```
 //!
-//! QEMU allocates entries for more vCPUs than are there and moves them only when still more come; there is one.
+//! QEMU allocates entries for more vCPUs than are there and moves them only when still more come;
+//! there is one.
 
 use super::{Instruction, RawInstruction};
 use crate::board::{Board, COUNTERS_OFFSET_BYTES};
@@ -42,7 +45,11 @@ unsafe extern "C" {
         entry: Entry,
         add: u64,
     );
-    fn qemu_plugin_insn_data(instruction: *const RawInstruction, into: *mut c_void, len: usize) -> usize;
+    fn qemu_plugin_insn_data(
+        instruction: *const RawInstruction,
+        into: *mut c_void,
+        len: usize,
+    ) -> usize;
 }
 
 /// A word of a scoreboard.
@@ -54,8 +61,8 @@ pub struct Counter {
 
 impl Counter {
     fn new(score: *mut Scoreboard, offset: usize) -> Self {
-        // SAFETY: the scoreboard is never freed, vCPU 0 is there (translation and `vcpu_is_there` come after it), and the
-        // offset is inside of the entry.
+        // SAFETY: the scoreboard is never freed, vCPU 0 is there (translation and `vcpu_is_there`
+        // come after it), and the offset is inside of the entry.
         let at = unsafe { qemu_plugin_scoreboard_find(score, 0).byte_add(offset) };
         Self { entry: Entry { score, offset }, at: at.cast() }
     }
@@ -63,13 +70,15 @@ impl Counter {
     /// Its value now.
     #[inline]
     pub fn get(self) -> u64 {
-        // SAFETY: the scoreboard is never freed nor moved with one vCPU, and written by this thread's translated code alone.
+        // SAFETY: the scoreboard is never freed nor moved with one vCPU, and written by this
+        // thread's translated code alone.
         unsafe { self.at.read_volatile() }
     }
 }
 
 pub(super) fn count(instruction: &Instruction<'_>, counter: Counter) {
-    // SAFETY: the handle is valid; the scoreboard is never freed and the offset inside of its entry.
+    // SAFETY: the handle is valid; the scoreboard is never freed and the offset inside of its
+    // entry.
     unsafe {
         qemu_plugin_register_vcpu_insn_exec_inline_per_vcpu(
             instruction.raw(),
@@ -106,7 +115,8 @@ impl BoardCounters {
         self.offset = entry.align_offset(4096);
         let page = entry.wrapping_add(self.offset);
         assert!(self.offset + 4096 <= ENTRY_BYTES, "an entry has room for a page");
-        // SAFETY: the page lies whole inside of the entry, which is this plugin's, zero, and never freed or moved.
+        // SAFETY: the page lies whole inside of the entry, which is this plugin's, zero, and never
+        // freed or moved.
         unsafe { board.map().put_page(COUNTERS_OFFSET_BYTES, page) }
     }
 
@@ -125,7 +135,8 @@ impl SlotCounters {
     /// The counter of a slot.
     pub fn counter(&mut self, slot: usize) -> Counter {
         while self.0.len() <= slot / CHUNK {
-            // SAFETY: called from a translation callback, where QEMU allows it; the size is in bytes.
+            // SAFETY: called from a translation callback, where QEMU allows it; the size is in
+            // bytes.
             self.0.push(unsafe { qemu_plugin_scoreboard_new(CHUNK * 8) });
         }
         Counter::new(self.0[slot / CHUNK], slot % CHUNK * 8)

@@ -1,4 +1,5 @@
-//! What benchmarks compare tools with: nothing at all, a callback for each access that does nothing, and a trace as text.
+//! What benchmarks compare tools with: nothing at all, a callback for each access that does
+//! nothing, and a trace as text.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Accesses, Block, MemoryInfo};

@@ -11,14 +11,16 @@
 //!   hierarchy c                               [ fills      ┼ counted    ]    and no less
 //! ```
 //!
-//! So an interval's counts depend on it and on those that warm it up, and not on where the run began: nothing is drawn from a
-//! longer past, though one run through all intervals would know it.
+//! So an interval's counts depend on it and on those that warm it up, and not on where the run
+//! began: nothing is drawn from a longer past, though one run through all intervals would know it.
 //!
-//! What a hierarchy held before its beginning is unknown. The lines of a set that were used since then are its upper ones, in the same
-//! order as in a cache that was filled before: LRU is a stack algorithm (Mattson et al., 1970). So an access to one of them hits for certain;
-//! once they fill the set (it is "primed": Laha, Patel, Iyer, 1988; Wood, Hill, Kessler, 1991) any other misses for certain; until then it
-//! is open. What is open in one level may or may not ask the next one, whose set then begins anew. It counts as a miss unless the line is there;
-//! the number of certain and of open misses says how wrong that can be.
+//! What a hierarchy held before its beginning is unknown. The lines of a set that were used since
+//! then are its upper ones, in the same order as in a cache that was filled before: LRU is a stack
+//! algorithm (Mattson et al., 1970). So an access to one of them hits for certain; once they fill
+//! the set (it is "primed": Laha, Patel, Iyer, 1988; Wood, Hill, Kessler, 1991) any other misses
+//! for certain; until then it is open. What is open in one level may or may not ask the next one,
+//! whose set then begins anew. It counts as a miss unless the line is there; the number of certain
+//! and of open misses says how wrong that can be.
 //!
 //! Row: level │ reads │ writes │ reads that missed │ writes that missed │ certain misses │ open ones. Instruction fetches, prefetching and
 //! devices are left out.
@@ -81,7 +83,8 @@ enum Asked {
 impl Level {
     /// Of `BYTES:WAYS`.
     fn new(text: &str, line_bytes: u64) -> Result<Self, String> {
-        let wrong = || format!("cache level {text:?} is not BYTES:WAYS with a whole number of sets");
+        let wrong =
+            || format!("cache level {text:?} is not BYTES:WAYS with a whole number of sets");
         let (bytes, ways) = text.split_once(':').ok_or_else(wrong)?;
         let (bytes, ways) = (number(bytes).ok_or_else(wrong)?, number(ways).ok_or_else(wrong)?);
         let whole = (1..=WAYS_MAX).contains(&ways) && (1..=LEVEL_BYTES_MAX).contains(&bytes);
@@ -91,7 +94,13 @@ impl Level {
         let lines = (bytes / line_bytes) as usize;
         let sets = lines as u64 / ways;
         let known = vec![0; sets as usize];
-        Ok(Self { lines: vec![EMPTY; lines], known, ways: ways as usize, sets, counts: Counts::default() })
+        Ok(Self {
+            lines: vec![EMPTY; lines],
+            known,
+            ways: ways as usize,
+            sets,
+            counts: Counts::default(),
+        })
     }
 
     /// An access, after which the line is there; returns what it is to the next level.
@@ -162,7 +171,13 @@ pub struct Table {
 }
 
 impl Table {
-    fn new(places: Places, line_shift: u32, empty: Hierarchy, warm_up: u64, intervals: u64) -> Self {
+    fn new(
+        places: Places,
+        line_shift: u32,
+        empty: Hierarchy,
+        warm_up: u64,
+        intervals: u64,
+    ) -> Self {
         let filled = VecDeque::from([empty.clone()]);
         let last = intervals.saturating_sub(1);
         Self { places, line_shift, empty, filled, warm_up, running: 0, last }
@@ -209,30 +224,47 @@ impl Reducer for Table {
 pub type Cache = Reduced<Table>;
 
 impl Cache {
-    /// Takes `ram`, `parts`, `cuts`, `line` (bytes), `levels` (`BYTES:WAYS/BYTES:WAYS...`), `intervals` (how many there are) and `warmup`
-    /// (how many of them fill the caches for the next one).
+    /// Takes `ram`, `parts`, `cuts`, `line` (bytes), `levels` (`BYTES:WAYS/BYTES:WAYS...`),
+    /// `intervals` (how many there are) and `warmup` (how many of them fill the caches for the next
+    /// one).
     pub fn of(setup: &mut Setup) -> Result<Self, String> {
         let line = setup.arguments.number("line")?;
         if !line.is_power_of_two() || !(8..=4096).contains(&line) {
             return Err(format!("argument line={line} is no power of two from 8 to 4096"));
         }
-        let levels: Result<Vec<_>, _> =
-            setup.arguments.text("levels")?.split('/').map(|level| Level::new(level, line)).collect();
+        let levels: Result<Vec<_>, _> = setup
+            .arguments
+            .text("levels")?
+            .split('/')
+            .map(|level| Level::new(level, line))
+            .collect();
         let levels = levels?;
         if levels.len() > LEVELS_MAX {
             return Err(format!("more than {LEVELS_MAX} cache levels"));
         }
-        let (warm_up, intervals) = (setup.arguments.number("warmup")?, setup.arguments.number("intervals")?);
+        let (warm_up, intervals) =
+            (setup.arguments.number("warmup")?, setup.arguments.number("intervals")?);
         if warm_up > WARM_UP_MAX {
             return Err(format!("argument warmup={warm_up} is more than {WARM_UP_MAX}"));
         }
         let places = Places::new(setup.physical(false)?, setup.board);
-        setup.reduced(Table::new(places, line.trailing_zeros(), Hierarchy(levels), warm_up, intervals))
+        setup.reduced(Table::new(
+            places,
+            line.trailing_zeros(),
+            Hierarchy(levels),
+            warm_up,
+            intervals,
+        ))
     }
 }
 
 /// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
-extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+extern "C" fn on_access<const REMAPS: bool>(
+    _vcpu: c_uint,
+    info: MemoryInfo,
+    vaddr: u64,
+    data: *mut c_void,
+) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let table = &mut unsafe { State::<Cache>::of(data) }.table;
     let store = api::is_store(info);
@@ -246,7 +278,11 @@ impl Tool for Cache {
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         self.watch_cuts(block, data);
         for instruction in block.instructions() {
-            self.table.places.on_memory(&instruction, [on_access::<false>, on_access::<true>], data);
+            self.table.places.on_memory(
+                &instruction,
+                [on_access::<false>, on_access::<true>],
+                data,
+            );
         }
     }
 
@@ -277,7 +313,8 @@ mod tests {
         for line in [0, 1, 0, 2, 0, 1] {
             table.access(line * 64, 8, 0);
         }
-        // 0 and 1 are new; 0 is there; 2 takes the place of 1; 0 is there; 1 is gone. Once the set is full, no doubt is left.
+        // 0 and 1 are new; 0 is there; 2 takes the place of 1; 0 is there; 1 is gone. Once the set
+        // is full, no doubt is left.
         assert_eq!(table.take(), [1, 6, 0, 4, 0, 2, 2]);
         table.access(0, 1, 1);
         assert_eq!(table.take(), [1, 0, 1, 0, 0, 0, 0], "counts begin again, lines stay");
@@ -289,7 +326,8 @@ mod tests {
         table.access(60, 8, 1);
         table.access(0, 1, 0);
         table.access(0, 1, 0);
-        // The first miss is open, and so is whether level 2 was asked; of its four lines it knows two at most.
+        // The first miss is open, and so is whether level 2 was asked; of its four lines it knows
+        // two at most.
         assert_eq!(table.take(), [1, 2, 2, 1, 2, 2, 1, 2, 1, 2, 0, 2, 0, 3]);
     }
 
@@ -297,7 +335,9 @@ mod tests {
     fn numbers(seed: u64) -> impl Iterator<Item = u64> {
         let mut state = seed;
         std::iter::repeat_with(move || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             state >> 33
         })
     }
@@ -322,7 +362,8 @@ mod tests {
                 late.access(line, 0);
             }
             for (truth, late) in truth.0.iter().zip(&late.0) {
-                let (true_misses, Counts { seen, certain, open }) = (truth.counts.seen[2], late.counts);
+                let (true_misses, Counts { seen, certain, open }) =
+                    (truth.counts.seen[2], late.counts);
                 assert!(certain <= true_misses && true_misses <= certain + open, "seed {seed}");
                 assert!(certain <= seen[2] && seen[2] <= certain + open, "seed {seed}");
                 met[0] |= open > 0 && certain > 0;

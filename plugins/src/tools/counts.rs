@@ -1,7 +1,8 @@
-//! `counts`: how often each instruction ran, for `hot` and `coverage`. Translated code counts by itself.
+//! `counts`: how often each instruction ran, for `hot` and `coverage`. Translated code counts by
+//! itself.
 //!
-//! An instruction is named by its virtual address and length: blocks of translation differ between runs, these do not.
-//! Programs at the same address of different processes fall together.
+//! An instruction is named by its virtual address and length: blocks of translation differ between
+//! runs, these do not. Programs at the same address of different processes fall together.
 //!
 //! Row: pc │ length │ times.
 
@@ -44,7 +45,8 @@ pub struct Counts(Reduced<Table>);
 impl Counts {
     /// Takes `parts` and `cuts`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
-        let table = Table { slots: Slots::new(), counters: SlotCounters::default(), seen: Vec::new() };
+        let table =
+            Table { slots: Slots::new(), counters: SlotCounters::default(), seen: Vec::new() };
         Ok(Self(setup.reduced(table)?))
     }
 }
@@ -54,7 +56,9 @@ impl Tool for Counts {
         self.0.watch_cuts(block, data);
         let table = &mut self.0.table;
         for instruction in block.instructions() {
-            let Ok((slot, new)) = table.slots.of((instruction.pc(), instruction.len_bytes() as u32)) else {
+            let Ok((slot, new)) =
+                table.slots.of((instruction.pc(), instruction.len_bytes() as u32))
+            else {
                 fail("the guest has executed too much different code to count it");
             };
             if new {

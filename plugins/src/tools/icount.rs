@@ -1,7 +1,8 @@
-//! `icount`: instructions in each half of the address space. Translated code counts by itself; nothing is called.
+//! `icount`: instructions in each half of the address space. Translated code counts by itself;
+//! nothing is called.
 //!
-//! The first thing that the board counts: addresses in the lower half (user programs, firmware); the second: in the upper half (the kernel
-//! of x86-64).
+//! The first thing that the board counts: addresses in the lower half (user programs, firmware);
+//! the second: in the upper half (the kernel of x86-64).
 
 use super::{Setup, Tool};
 use crate::api::{Block, BoardCounters};

@@ -7,11 +7,13 @@
 //!                 number << 32 | PHYSICAL                                                        where that is now, bit 63: device
 //! ```
 //!
-//! Instructions are numbered as they are translated, and defined before they run. A callback gets its instruction's number in place of a
-//! pointer: what is known of thousands of instructions would not stay in the processor's cache. A *place* is a page, virtual and
-//! physical, and whether it is read or written: an entry of what is known of translations, first those of reads, then those of writes,
-//! defined where the reader does not know it as that. Behind them are one of a read and one of a write, for accesses that no entry tells.
-//! So an access costs four compares, four loads of counters and three stores.
+//! Instructions are numbered as they are translated, and defined before they run. A callback gets
+//! its instruction's number in place of a pointer: what is known of thousands of instructions would
+//! not stay in the processor's cache. A *place* is a page, virtual and physical, and whether it is
+//! read or written: an entry of what is known of translations, first those of reads, then those of
+//! writes, defined where the reader does not know it as that. Behind them are one of a read and one
+//! of a write, for accesses that no entry tells. So an access costs four compares, four loads of
+//! counters and three stores.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Block, MemoryInfo};
@@ -91,7 +93,8 @@ impl Memtrace {
     /// Defines a place, if the reader does not know it as that.
     fn tell(&mut self, place: usize, vaddr: u64, physical: u64) {
         // Of what is unknown there is no page.
-        let is = [vaddr & !PAGE_MASK, if physical == UNKNOWN { UNKNOWN } else { physical & !PAGE_MASK }];
+        let is =
+            [vaddr & !PAGE_MASK, if physical == UNKNOWN { UNKNOWN } else { physical & !PAGE_MASK }];
         if self.told[place] != is {
             self.told[place] = is;
             self.define(place, VIRTUAL, is[0]);
@@ -146,8 +149,8 @@ impl Kinds {
     }
 }
 
-/// Of an instruction that does not remap ([`Places::on_memory`]). What nearly all accesses need is here, without a call; for the others all begins
-/// anew.
+/// Of an instruction that does not remap ([`Places::on_memory`]). What nearly all accesses need is
+/// here, without a call; for the others all begins anew.
 extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: set before any callback is registered; on the vCPU's thread.
     let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };

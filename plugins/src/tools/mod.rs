@@ -50,7 +50,9 @@ impl Setup {
         let mut files = Vec::new();
         if with_file {
             files.push(self.arguments.text(FILE_ARGUMENTS[0])?);
-            files.extend(FILE_ARGUMENTS[1..].iter().map_while(|name| self.arguments.text(name).ok()));
+            files.extend(
+                FILE_ARGUMENTS[1..].iter().map_while(|name| self.arguments.text(name).ok()),
+            );
         }
         Physical::new(&ranges, &files)
     }
@@ -105,10 +107,13 @@ fn make(mut arguments: Arguments) -> Result<(), String> {
     let names = arguments.text("tool")?;
     let path = arguments.text("board")?;
     let file = File::options().read(true).write(true).open(&path);
-    let board = file.and_then(|file| Board::open(&file)).map_err(|error| format!("board {path}: {error}"))?;
+    let board = file
+        .and_then(|file| Board::open(&file))
+        .map_err(|error| format!("board {path}: {error}"))?;
     let board = board.map_err(|_| format!("board {path}: it is none"))?;
     let mut setup = Setup { arguments, board: Box::leak(Box::new(board)) };
-    let tools: Result<Vec<_>, String> = names.split('+').map(|name| by_name(name, &mut setup)).collect();
+    let tools: Result<Vec<_>, String> =
+        names.split('+').map(|name| by_name(name, &mut setup)).collect();
     setup.arguments.done()?;
     assert!(INSTALLED.set(tools?).is_ok(), "installed once");
     Ok(())

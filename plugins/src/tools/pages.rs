@@ -1,4 +1,5 @@
-//! `pages`: reads and writes of each page of the guest's physical memory, for `working-set` and `hot`.
+//! `pages`: reads and writes of each page of the guest's physical memory, for `working-set` and
+//! `hot`.
 //!
 //! Row: page's guest-physical address │ reads │ writes. Accesses to devices are left out.
 
@@ -71,7 +72,12 @@ impl Pages {
 }
 
 /// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
-extern "C" fn on_access<const REMAPS: bool>(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
+extern "C" fn on_access<const REMAPS: bool>(
+    _vcpu: c_uint,
+    info: MemoryInfo,
+    vaddr: u64,
+    data: *mut c_void,
+) {
     // SAFETY: registered with this type's data; on the vCPU's thread.
     let table = &mut unsafe { State::<Pages>::of(data) }.table;
     let store = api::is_store(info);
@@ -85,7 +91,11 @@ impl Tool for Pages {
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         self.watch_cuts(block, data);
         for instruction in block.instructions() {
-            self.table.places.on_memory(&instruction, [on_access::<false>, on_access::<true>], data);
+            self.table.places.on_memory(
+                &instruction,
+                [on_access::<false>, on_access::<true>],
+                data,
+            );
         }
     }
 

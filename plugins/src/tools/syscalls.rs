@@ -9,13 +9,15 @@
 //!   event     instructions begun │ pc │ number │ arguments 0 to 5 │ who: pid │ comm │ comm
 //! ```
 //!
-//! The kernel's entry saves the registers as 8-byte pushes, each 8 bytes below the one before, which since 2.6 has been
-//! their order (`struct pt_regs`). Their values are read from RAM behind each push. Pushes that do not follow each other disarm: then
-//! it was no Linux.
+//! The kernel's entry saves the registers as 8-byte pushes, each 8 bytes below the one before,
+//! which since 2.6 has been their order (`struct pt_regs`). Their values are read from RAM behind
+//! each push. Pushes that do not follow each other disarm: then it was no Linux.
 //!
-//! Who calls is read from RAM as well (`task=`), from where that variable of the CPU lies: its virtual address less the instruction's
-//! own is where the CPU's variables begin, and `current_task` is one of them. They lie in the direct map of physical memory, as tasks do: so the
-//! access's virtual less its physical address is what every pointer to a task has to be lessened by.
+//! Who calls is read from RAM as well (`task=`), from where that variable of the CPU lies: its
+//! virtual address less the instruction's own is where the CPU's variables begin, and
+//! `current_task` is one of them. They lie in the direct map of physical memory, as tasks do: so
+//! the access's virtual less its physical address is what every pointer to a task has to be
+//! lessened by.
 //!
 //! ```text
 //!   push gs:ADDRESS   reads at virtual V, physical P
@@ -39,7 +41,8 @@ pub const NO_DIRECT_MAP: u64 = u64::MAX - 1;
 /// What should be the pointer to the task leads to no RAM.
 pub const NO_TASK: u64 = u64::MAX - 2;
 
-/// The kernel's own half of the address space, and its image in it: what lies between the two has the direct map.
+/// The kernel's own half of the address space, and its image in it: what lies between the two has
+/// the direct map.
 const KERNEL_START: u64 = 1 << 63;
 const IMAGE_START: u64 = 0xffff_ffff_8000_0000;
 
@@ -70,13 +73,14 @@ impl Tasks {
         }
     }
 
-    /// Who runs: thread group and thread in one word, and the name; `variables` are the virtual and the physical address where the CPU's
-    /// variables begin.
+    /// Who runs: thread group and thread in one word, and the name; `variables` are the virtual and
+    /// the physical address where the CPU's variables begin.
     fn running(&self, variables: Option<(u64, u64)>, physical: &Physical) -> [u64; 3] {
         let Some((vaddr, paddr)) = variables else { return [NO_DIRECT_MAP, 0, 0] };
         let found = || {
             let task = physical.read(paddr.wrapping_add(self.current), 8)?;
-            // The pointer less the distance of the direct map's virtual addresses from the physical ones.
+            // The pointer less the distance of the direct map's virtual addresses from the physical
+            // ones.
             let at = task.wrapping_sub(vaddr.wrapping_sub(paddr));
             let read = |offset: u64, len| physical.read(at.wrapping_add(offset), len);
             let who = read(self.tgid, 4)? << 32 | read(self.pid, 4)?;
@@ -187,12 +191,14 @@ extern "C" fn on_push_of_variable(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, d
     tool.accessed(info, vaddr);
 }
 
-/// The address of the CPU's variable that the instruction at `pc` pushes, if it is such a push: absolute, or as those of
-/// Linux from 6.15 on relative to the next instruction.
+/// The address of the CPU's variable that the instruction at `pc` pushes, if it is such a push:
+/// absolute, or as those of Linux from 6.15 on relative to the next instruction.
 fn pushed_variable(bytes: &[u8], pc: u64) -> Option<u64> {
     let (displacement, base) = match bytes {
         [0x65, 0xff, 0x34, 0x25, displacement @ ..] => (displacement, 0),
-        [0x65, 0xff, 0x35, displacement @ ..] => (displacement, pc.wrapping_add(bytes.len() as u64)),
+        [0x65, 0xff, 0x35, displacement @ ..] => {
+            (displacement, pc.wrapping_add(bytes.len() as u64))
+        }
         _ => return None,
     };
     let displacement = i32::from_le_bytes(displacement.try_into().ok()?);
@@ -221,7 +227,8 @@ impl Tool for Syscalls {
             let kernel = instruction.pc() >> 63 == 1;
             if !kernel && bytes[..len] == [0x0f, 0x05] {
                 instruction.on_executed(on_syscall, data);
-            } else if kernel && let Some(address) = pushed_variable(&bytes[..len], instruction.pc()) {
+            } else if kernel && let Some(address) = pushed_variable(&bytes[..len], instruction.pc())
+            {
                 let site = || State::leak(Site { address, tool: data });
                 let site = self.sites.entry(instruction.pc()).or_insert_with(site);
                 instruction.on_memory(Accesses::All, on_push_of_variable, site.data());
@@ -238,7 +245,8 @@ mod tests {
 
     #[test]
     fn pushes_of_the_entry_are_known() {
-        // entry_SYSCALL_64: push $0x2b; push gs:0x6014; push r11; push $0x33; push rcx; push rax; push rdi; push r8
+        // entry_SYSCALL_64: push $0x2b; push gs:0x6014; push r11; push $0x33; push rcx; push rax;
+        // push rdi; push r8
         let entry: [&[u8]; 8] = [
             &[0x6a, 0x2b],
             &[0x65, 0xff, 0x34, 0x25, 0x14, 0x60, 0, 0],
@@ -262,8 +270,14 @@ mod tests {
 
     #[test]
     fn variables_of_the_cpu_are_found_in_a_push() {
-        assert_eq!(pushed_variable(&[0x65, 0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0x9000), Some(0x6014));
-        assert_eq!(pushed_variable(&[0x65, 0xff, 0x35, 0xf8, 0xff, 0xff, 0xff], 0x9000), Some(0x8fff));
+        assert_eq!(
+            pushed_variable(&[0x65, 0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0x9000),
+            Some(0x6014)
+        );
+        assert_eq!(
+            pushed_variable(&[0x65, 0xff, 0x35, 0xf8, 0xff, 0xff, 0xff], 0x9000),
+            Some(0x8fff)
+        );
         assert_eq!(pushed_variable(&[0x65, 0xff, 0x34, 0x25, 0x14], 0), None);
         assert_eq!(pushed_variable(&[0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0), None);
     }
@@ -275,7 +289,8 @@ mod tests {
         bytes[0x2010..0x2014].copy_from_slice(&42_u32.to_le_bytes());
         bytes[0x2014..0x2018].copy_from_slice(&41_u32.to_le_bytes());
         bytes[0x2020..0x2030].copy_from_slice(b"kfguest\0rest....");
-        let path = std::env::temp_dir().join(format!("keyframe-tasks-{}-{task:x}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("keyframe-tasks-{}-{task:x}", std::process::id()));
         std::fs::write(&path, bytes).unwrap();
         let physical = Physical::new("0:0:0x3000", &[format!("0:{}", path.display())]);
         std::fs::remove_file(&path).unwrap();
@@ -290,7 +305,11 @@ mod tests {
         let found = tasks.running(Some((MAP + 0x1000, 0x1000)), &memory(MAP + 0x2000));
         assert_eq!(found, [41 << 32 | 0x2a, words(b"kfguest\0"), words(b"rest....")]);
         for task in [0, MAP + 0x2ff0, u64::MAX, 0xffff_ffff_8200_0000] {
-            assert_eq!(tasks.running(Some((MAP + 0x1000, 0x1000)), &memory(task))[0], NO_TASK, "{task:x}");
+            assert_eq!(
+                tasks.running(Some((MAP + 0x1000, 0x1000)), &memory(task))[0],
+                NO_TASK,
+                "{task:x}"
+            );
         }
         assert_eq!(tasks.running(None, &memory(MAP))[0], NO_DIRECT_MAP);
         assert_eq!(Tasks::new("none"), Ok(None));

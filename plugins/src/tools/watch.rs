@@ -4,8 +4,8 @@
 //!   event, two records   instructions begun │ pc │ virtual address     guest-physical address │ size in bytes │ value
 //! ```
 //!
-//! The value is what stands in RAM behind the write; of a write of more than 8 bytes, the first 8. A write that only begins
-//! or ends in the range counts, too.
+//! The value is what stands in RAM behind the write; of a write of more than 8 bytes, the first 8.
+//! A write that only begins or ends in the range counts, too.
 
 use super::{Setup, Tool};
 use crate::api::{self, Accesses, Block, MemoryInfo};

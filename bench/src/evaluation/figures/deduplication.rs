@@ -1,4 +1,5 @@
-//! What need not be stored, by part of the run and by source: table 6.4, figures 6.6 to 6.8, A.2, A.3.
+//! What need not be stored, by part of the run and by source: table 6.4, figures 6.6 to 6.8, A.2,
+//! A.3.
 
 use super::super::measured::{Checkpoint, Part, Run};
 use super::super::output::{Csv, Outputs};
@@ -17,7 +18,10 @@ fn of_ram(all: &[&Checkpoint]) -> f64 {
 /// Of disks, in percent of sectors.
 fn of_disks(all: &[&Checkpoint]) -> f64 {
     let sum = |of: fn(&Checkpoint) -> f64| all.iter().map(|one| of(one)).sum::<f64>();
-    percent(sum(|one| one.sectors.written - one.sectors.not_deduplicated), sum(|one| one.sectors.written))
+    percent(
+        sum(|one| one.sectors.written - one.sectors.not_deduplicated),
+        sum(|one| one.sectors.written),
+    )
 }
 
 fn of(run: &Run, part: Part) -> Vec<&Checkpoint> {
@@ -69,7 +73,11 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
         format!("RAM {} %, disk {} %", rates(of_ram), rates(of_disks))
     });
     outputs.add(
-        ("T6.4", "t6.4-deduplication", "deduplication by part of the run: boot / first pass / rest"),
+        (
+            "T6.4",
+            "t6.4-deduplication",
+            "deduplication by part of the run: boot / first pass / rest",
+        ),
         &csv,
         &plot,
         ours,
@@ -79,11 +87,16 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
     let ram = |run: &Run| of_ram(&run.working());
     let disk = |run: &Run| of_disks(&run.working());
     let by_length = |of: &dyn Fn(&Run) -> f64| {
-        let all: Vec<String> = runs.iter().map(|run| format!("{} {} %", run.key(), shown(of(run)))).collect();
+        let all: Vec<String> =
+            runs.iter().map(|run| format!("{} {} %", run.key(), shown(of(run)))).collect();
         all.join("; ")
     };
-    let (csv, plot) =
-        over_interval("Pages of RAM that need not be stored", ("ram_percent", "percent"), runs, ram);
+    let (csv, plot) = over_interval(
+        "Pages of RAM that need not be stored",
+        ("ram_percent", "percent"),
+        runs,
+        ram,
+    );
     outputs.add(
         ("6.7", "6.7-deduplication-ram", "deduplication of RAM, by interval"),
         &csv,
@@ -111,12 +124,14 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
 
 /// Figure 6.6: of the first workload, what sectors were found in.
 fn sectors(runs: &[Run], outputs: &mut Outputs) -> Result<(), Error> {
-    let mut csv =
-        Csv::new("workload,interval_s,at_s,written,not_deduplicated,against_disk,against_ram,zero,unchanged");
+    let mut csv = Csv::new(
+        "workload,interval_s,at_s,written,not_deduplicated,against_disk,against_ram,zero,unchanged",
+    );
     for run in in_detail(runs) {
         for one in &run.checkpoints {
             let s = &one.sectors;
-            let counts = [s.written, s.not_deduplicated, s.against_disk, s.against_ram, s.zero, s.unchanged];
+            let counts =
+                [s.written, s.not_deduplicated, s.against_disk, s.against_ram, s.zero, s.unchanged];
             csv.row(&[run.kind.key], &[&[run.every_s, one.at_s][..], &counts].concat());
         }
     }
@@ -124,7 +139,11 @@ fn sectors(runs: &[Run], outputs: &mut Outputs) -> Result<(), Error> {
     let detail = in_detail(runs).into_iter().find(|run| Some(run.kind.key) == first);
     let line = |name: &str, of: fn(&Checkpoint) -> f64| Series {
         name: name.into(),
-        points: detail.iter().flat_map(|run| &run.checkpoints).map(|one| point(one.at_s, of(one))).collect(),
+        points: detail
+            .iter()
+            .flat_map(|run| &run.checkpoints)
+            .map(|one| point(one.at_s, of(one)))
+            .collect(),
     };
     let plot = figure(Chart {
         title: format!("Sectors of {} by what became of them", first.unwrap_or_default()),

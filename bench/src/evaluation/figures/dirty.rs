@@ -1,4 +1,5 @@
-//! What workloads write, and how much they run, in an interval: figures 6.2 to 6.5 and A.1, table 6.3.
+//! What workloads write, and how much they run, in an interval: figures 6.2 to 6.5 and A.1, table
+//! 6.3.
 
 use super::super::measured::{Run, mean};
 use super::super::output::{Csv, Outputs};
@@ -21,15 +22,24 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
     );
     let ours = told(runs, |run| count(pages(run)));
     outputs.add(("6.2", "6.2-dirty-pages", "dirty pages of each checkpoint"), &csv, &plot, ours)?;
-    let (csv, plot) =
-        over_time("Dirty disk sectors per checkpoint", ("sectors", "sectors"), Scale::Linear, runs, |one| {
-            one.sectors.written
-        });
+    let (csv, plot) = over_time(
+        "Dirty disk sectors per checkpoint",
+        ("sectors", "sectors"),
+        Scale::Linear,
+        runs,
+        |one| one.sectors.written,
+    );
     let ours = told(runs, |run| count(sectors(run)));
-    outputs.add(("6.3", "6.3-dirty-sectors", "dirty sectors of each checkpoint"), &csv, &plot, ours)?;
+    outputs.add(
+        ("6.3", "6.3-dirty-sectors", "dirty sectors of each checkpoint"),
+        &csv,
+        &plot,
+        ours,
+    )?;
 
     let by_length = |of: &dyn Fn(&Run) -> f64| {
-        let all: Vec<String> = runs.iter().map(|run| format!("{} {:.0}", run.key(), of(run))).collect();
+        let all: Vec<String> =
+            runs.iter().map(|run| format!("{} {:.0}", run.key(), of(run))).collect();
         all.join("; ")
     };
     let (csv, plot) =
@@ -40,8 +50,12 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
         &plot,
         by_length(&pages),
     )?;
-    let (csv, plot) =
-        over_interval("Dirty sectors over the interval", ("sectors", "sectors, mean"), runs, sectors);
+    let (csv, plot) = over_interval(
+        "Dirty sectors over the interval",
+        ("sectors", "sectors, mean"),
+        runs,
+        sectors,
+    );
     outputs.add(
         ("6.5", "6.5-dirty-sectors-by-interval", "their mean, by interval"),
         &csv,

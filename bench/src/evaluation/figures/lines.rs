@@ -1,4 +1,5 @@
-//! What the figures have in common: a mean over the interval with a line for each workload, a value of each checkpoint over time.
+//! What the figures have in common: a mean over the interval with a line for each workload, a value
+//! of each checkpoint over time.
 
 use super::super::measured::{Checkpoint, Run};
 use super::super::output::Csv;

@@ -8,7 +8,8 @@ use crate::{Error, Report};
 /// Writes them.
 pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
     let encode_ms = |run: &Run| run.mean(|one| one.encode_ns) / 1e6;
-    let (_, plot) = over_interval("Processing behind the pause", ("encode_ms", "ms, mean"), runs, encode_ms);
+    let (_, plot) =
+        over_interval("Processing behind the pause", ("encode_ms", "ms, mean"), runs, encode_ms);
     let mut csv = Csv::new(
         "workload,interval_s,encode_ms,late_ms,again_pages,again_hash_ms,again_look_up_and_store_ms,again_seal_ms,again_checkpoints",
     );
@@ -39,5 +40,10 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
             part(again.seal_s)
         )
     });
-    outputs.add(("6.11", "6.11-processing", "processing behind the pause, by phase (A.7)"), &csv, &plot, ours)
+    outputs.add(
+        ("6.11", "6.11-processing", "processing behind the pause, by phase (A.7)"),
+        &csv,
+        &plot,
+        ours,
+    )
 }

@@ -24,16 +24,24 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
     let mut csv = Csv::new("workload,interval_s,checkpoint,image_bytes,warm_ms,cold_ms");
     for run in runs {
         for read in &run.reads {
-            let numbers =
-                [run.every_s, read.checkpoint as f64, read.image_bytes, read.warm_s * 1e3, read.cold_s * 1e3];
+            let numbers = [
+                run.every_s,
+                read.checkpoint as f64,
+                read.image_bytes,
+                read.warm_s * 1e3,
+                read.cold_s * 1e3,
+            ];
             csv.row(&[run.kind.key], &numbers);
         }
     }
     let mut series = Vec::new();
     for run in in_detail(runs) {
         for (name, of) in [("warm", false), ("cold", true)] {
-            let ms = |one: &super::super::reading::Read| (if of { one.cold_s } else { one.warm_s }) * 1e3;
-            let points = run.reads.iter().map(|one| point(one.checkpoint as f64, ms(one))).collect();
+            let ms = |one: &super::super::reading::Read| {
+                (if of { one.cold_s } else { one.warm_s }) * 1e3
+            };
+            let points =
+                run.reads.iter().map(|one| point(one.checkpoint as f64, ms(one))).collect();
             series.push(Series { name: format!("{}, {name}", run.kind.key), points });
         }
     }
@@ -60,9 +68,14 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
         csv.row(&[run.kind.key], &[run.every_s, whole(run), lacking(run), on_link(lacking(run))]);
     }
     let title = "Computed: what a node lacks of the next checkpoint, over 1 Gbit/s";
-    let (_, plot) = over_interval(title, ("missing_ms", "ms, mean"), runs, |run| on_link(lacking(run)) * 1e3);
+    let (_, plot) =
+        over_interval(title, ("missing_ms", "ms, mean"), runs, |run| on_link(lacking(run)) * 1e3);
     let ours = told(runs, |run| {
-        format!("whole RAM {:.2} s, what is missing {:.0} ms", whole(run), on_link(lacking(run)) * 1e3)
+        format!(
+            "whole RAM {:.2} s, what is missing {:.0} ms",
+            whole(run),
+            on_link(lacking(run)) * 1e3
+        )
     });
     let what = "transfer, *computed* from bytes for 1 Gbit/s";
     outputs.add(("6.13", "6.13-transfer", what), &csv, &plot, ours)?;
@@ -71,7 +84,8 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
         report.figure(format!("{key}_read_warm_ns"), warm(run) * 1e6);
         report.figure(format!("{key}_read_cold_ns"), cold(run) * 1e6);
         report.figure(format!("{key}_transfer_missing_bytes"), lacking(run));
-        report.ratio(format!("{key}_missing_over_ram"), lacking(run) / run.mean(|one| one.ram_bytes));
+        report
+            .ratio(format!("{key}_missing_over_ram"), lacking(run) / run.mean(|one| one.ram_bytes));
     }
     Ok(())
 }

@@ -13,10 +13,13 @@ fn metadata(one: &Checkpoint) -> f64 {
 
 /// Writes them.
 pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
-    let (csv, plot) =
-        over_time("Metadata of each checkpoint (A.4)", ("metadata_bytes", "KiB"), Scale::Log, runs, |one| {
-            metadata(one) / 1024.0
-        });
+    let (csv, plot) = over_time(
+        "Metadata of each checkpoint (A.4)",
+        ("metadata_bytes", "KiB"),
+        Scale::Log,
+        runs,
+        |one| metadata(one) / 1024.0,
+    );
     let ours = told(runs, |run| {
         let kib = |of: fn(&Checkpoint) -> f64| run.mean(of) / 1024.0;
         format!(
@@ -27,14 +30,19 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
         )
     });
     outputs.add(
-        ("T6.5", "t6.5-metadata", "metadata of a checkpoint, in the mean; in KiB (and over time, A.4)"),
+        (
+            "T6.5",
+            "t6.5-metadata",
+            "metadata of a checkpoint, in the mean; in KiB (and over time, A.4)",
+        ),
         &csv,
         &plot,
         ours,
     )?;
     let total = |run: &Run| run.total_bytes / f64::from(1 << 20);
     let (csv, plot) = over_interval("All of the store", ("total_mib", "MiB"), runs, total);
-    let all: Vec<String> = runs.iter().map(|run| format!("{} {:.1} MiB", run.key(), total(run))).collect();
+    let all: Vec<String> =
+        runs.iter().map(|run| format!("{} {:.1} MiB", run.key(), total(run))).collect();
     outputs.add(
         ("6.9", "6.9-total-size", "size of all checkpoints of a run"),
         &csv,

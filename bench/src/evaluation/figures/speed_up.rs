@@ -1,7 +1,8 @@
 //! How long the whole takes, against the model: figures 6.14 and 6.15.
 //!
-//! Measured are: the recording, then its analysis with one job and two. Simulated, from the intervals' measured times: more nodes, and intervals that are given
-//! out while the recording goes on.
+//! Measured are: the recording, then its analysis with one job and two. Simulated, from the
+//! intervals' measured times: more nodes, and intervals that are given out while the recording goes
+//! on.
 
 use super::super::measured::Run;
 use super::super::output::{Csv, Outputs};
@@ -18,13 +19,21 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
     let what = "total run time; measured with 1 and 2 jobs, *simulated* beyond";
     outputs.add(("6.14", "6.14-run-time", what), &run_times(runs), &plot, ours)?;
 
-    let mut csv =
-        Csv::new("workload,interval_s,nodes,speed_up_simulated,speed_up_model,t_i_s,slowdown,r_squared");
+    let mut csv = Csv::new(
+        "workload,interval_s,nodes,speed_up_simulated,speed_up_model,t_i_s,slowdown,r_squared",
+    );
     for run in runs {
         let (t_i, slowdown, r_squared) = run.simulations.fit;
         for row in &run.simulations.immediate {
-            let numbers =
-                [run.every_s, row.nodes as f64, row.speed_up, row.formula_speed_up, t_i, slowdown, r_squared];
+            let numbers = [
+                run.every_s,
+                row.nodes as f64,
+                row.speed_up,
+                row.formula_speed_up,
+                t_i,
+                slowdown,
+                r_squared,
+            ];
             csv.row(&[run.kind.key], &numbers);
         }
     }
@@ -79,7 +88,9 @@ fn by_length(runs: &[Run], title: &str, shown: &Shown) -> Chart {
             name: format!("{key}: {name}"),
             points: group.iter().filter_map(|run| Some(point(run.every_s, value(run)?))).collect(),
         };
-        series.push(line("4 nodes, simulated", &|run| simulated(run, FEW).as_ref().map(shown.simulated)));
+        series.push(line("4 nodes, simulated", &|run| {
+            simulated(run, FEW).as_ref().map(shown.simulated)
+        }));
         series.push(line("4 nodes, model", &|run| simulated(run, FEW).as_ref().map(shown.model)));
         series.push(line("2 jobs, deferred, measured", &|run| {
             let (_, run_time_s) = run.simulations.deferred.iter().find(|(jobs, _)| *jobs == 2)?;
@@ -95,13 +106,17 @@ fn by_length(runs: &[Run], title: &str, shown: &Shown) -> Chart {
 }
 
 fn run_times(runs: &[Run]) -> Csv {
-    let mut csv =
-        Csv::new("workload,how,interval_s,nodes,run_time_s,speed_up,model_run_time_s,model_speed_up");
+    let mut csv = Csv::new(
+        "workload,how,interval_s,nodes,run_time_s,speed_up,model_run_time_s,model_speed_up",
+    );
     for run in runs {
         let all = &run.simulations;
         for (jobs, run_time_s) in &all.deferred {
             let numbers = [run.every_s, *jobs as f64, *run_time_s, all.sequential_s / run_time_s];
-            csv.row(&[run.kind.key, "measured: deferred"], &[&numbers[..], &[f64::NAN; 2]].concat());
+            csv.row(
+                &[run.kind.key, "measured: deferred"],
+                &[&numbers[..], &[f64::NAN; 2]].concat(),
+            );
         }
         for (how, rows) in [
             ("simulated: deferred", &all.deferred_simulated),
@@ -109,9 +124,16 @@ fn run_times(runs: &[Run]) -> Csv {
             ("simulated: immediate over 1 Gbit/s", &all.over_network),
         ] {
             for row in rows {
-                let Simulated { nodes, makespan_s, speed_up, formula_makespan_s, formula_speed_up } = *row;
-                let numbers =
-                    [run.every_s, nodes as f64, makespan_s, speed_up, formula_makespan_s, formula_speed_up];
+                let Simulated { nodes, makespan_s, speed_up, formula_makespan_s, formula_speed_up } =
+                    *row;
+                let numbers = [
+                    run.every_s,
+                    nodes as f64,
+                    makespan_s,
+                    speed_up,
+                    formula_makespan_s,
+                    formula_speed_up,
+                ];
                 csv.row(&[run.kind.key, how], &numbers);
             }
         }
@@ -126,7 +148,10 @@ fn measured_and_simulated(run: &Run) -> String {
         .iter()
         .filter_map(|(jobs, run_time_s)| {
             let row = all.deferred_simulated.iter().find(|row| row.nodes == *jobs)?;
-            Some(format!("with {jobs}: {run_time_s:.1} s measured, {:.1} s simulated", row.makespan_s))
+            Some(format!(
+                "with {jobs}: {run_time_s:.1} s measured, {:.1} s simulated",
+                row.makespan_s
+            ))
         })
         .collect();
     format!("deferred: {}", pairs.join(", "))
@@ -137,7 +162,12 @@ fn over_nodes(runs: &[Run]) -> Chart {
     for run in in_detail(runs) {
         let line = |name: &str, of: fn(&Simulated) -> f64| Series {
             name: format!("{}, {} s: {name}", run.kind.key, run.every_s),
-            points: run.simulations.immediate.iter().map(|row| point(row.nodes as f64, of(row))).collect(),
+            points: run
+                .simulations
+                .immediate
+                .iter()
+                .map(|row| point(row.nodes as f64, of(row)))
+                .collect(),
         };
         series.push(line("simulated", |row| row.speed_up));
         series.push(line("model", |row| row.formula_speed_up));
@@ -158,7 +188,10 @@ fn into_report(run: &Run, report: &mut Report) {
         report.figure(format!("{key}_deferred_{jobs}_jobs_s"), *run_time_s);
         if let Some(row) = all.deferred_simulated.iter().find(|row| row.nodes == *jobs) {
             report.figure(format!("{key}_deferred_{jobs}_nodes_simulated_s"), row.makespan_s);
-            report.ratio(format!("{key}_simulated_over_measured_{jobs}"), row.makespan_s / run_time_s);
+            report.ratio(
+                format!("{key}_simulated_over_measured_{jobs}"),
+                row.makespan_s / run_time_s,
+            );
         }
     }
     for row in &all.immediate {

@@ -10,7 +10,8 @@ use crate::ring::SharedBoard;
 pub enum Baseline {
     /// It is loaded and asks for nothing: what a replay costs by itself.
     Nothing,
-    /// It is called, and does nothing: what any tool with a callback for each access costs at least.
+    /// It is called, and does nothing: what any tool with a callback for each access costs at
+    /// least.
     Callback,
     /// A line of text, into `trace.txt` in the run's directory.
     Text,

@@ -1,7 +1,8 @@
 //! `cache`: hits and misses of a hierarchy of data caches, by interval.
 //!
-//! What the caches hold when an interval begins is found by warm-up: they are empty at the beginning of an interval before it, and filled
-//! from there on, in a run of one interval as in a run of all. What this leaves unknown is counted: for each level, how many misses there are at
+//! What the caches hold when an interval begins is found by warm-up: they are empty at the
+//! beginning of an interval before it, and filled from there on, in a run of one interval as in a
+//! run of all. What this leaves unknown is counted: for each level, how many misses there are at
 //! least and at most, whatever the caches held before (`plugins/src/tools/cache.rs`).
 
 use super::reduced::Reduced;
@@ -53,10 +54,14 @@ pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
             break;
         }
         let wrong = || {
-            arguments.wrong(name, "write BYTES:WAYS, a whole number of sets, at most 1G and 64 ways".into())
+            arguments.wrong(
+                name,
+                "write BYTES:WAYS, a whole number of sets, at most 1G and 64 ways".into(),
+            )
         };
         let (bytes, ways) = text.split_once(':').ok_or_else(wrong)?;
-        let (bytes, ways) = (super::number(bytes).ok_or_else(wrong)?, super::number(ways).ok_or_else(wrong)?);
+        let (bytes, ways) =
+            (super::number(bytes).ok_or_else(wrong)?, super::number(ways).ok_or_else(wrong)?);
         let whole = (1..=1 << 30).contains(&bytes) && (1..=64).contains(&ways);
         if !whole || bytes % (ways * line_bytes) != 0 {
             return Err(wrong());
@@ -89,13 +94,14 @@ impl Tool for Cache {
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let header =
-            "interval,start_icount,level,reads,writes,read_misses,write_misses,misses_least,misses_most";
+        let header = "interval,start_icount,level,reads,writes,read_misses,write_misses,misses_least,misses_most";
         let mut csv = Csv::create(&merge.out, "cache.csv", header)?;
         let mut sums: BTreeMap<u64, [u64; 4]> = BTreeMap::new();
         for part in &merge.parts {
             for row in Rows::read(&part.file(KIND, "part"), KIND, COLUMNS)?.iter() {
-                let &[level, reads, writes, read_misses, write_misses, least, open] = row else { continue };
+                let &[level, reads, writes, read_misses, write_misses, least, open] = row else {
+                    continue;
+                };
                 let most = least.saturating_add(open);
                 let (index, start) = (part.interval.index, part.interval.start.0);
                 csv.line(format_args!(

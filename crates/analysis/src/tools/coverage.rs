@@ -1,4 +1,5 @@
-//! `coverage`: which code ran at all, as ranges of addresses, how much of each function, and lcov's tracefile of lines and functions.
+//! `coverage`: which code ran at all, as ranges of addresses, how much of each function, and lcov's
+//! tracefile of lines and functions.
 
 use super::reduced::Reduced;
 use super::{Arguments, Description, Running, SYMBOLS, Tool};
@@ -18,7 +19,10 @@ pub(super) const DESCRIPTION: Description = Description {
     arguments: &[SYMBOLS[0], SYMBOLS[1]],
     results: &[
         ("coverage.csv", "first address, bytes, instructions, symbol"),
-        ("coverage-functions.csv", "address, bytes of the function, bytes and instructions that ran, symbol"),
+        (
+            "coverage-functions.csv",
+            "address, bytes of the function, bytes and instructions that ran, symbol",
+        ),
         (
             "coverage.info",
             "for lcov and genhtml: times that each function ran, and each line where the symbols are an ELF file with debug information",
@@ -34,7 +38,8 @@ struct Coverage {
 }
 
 pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
-    let mut tool = Coverage { symbols: Symbols::default(), lines: Lines::default(), path: String::new() };
+    let mut tool =
+        Coverage { symbols: Symbols::default(), lines: Lines::default(), path: String::new() };
     if let Some(path) = arguments.text("symbols") {
         let (slide, path) = (arguments.slide()?, Path::new(path));
         let bytes = symbols::contents(path)?;
@@ -70,11 +75,16 @@ impl Tool for Coverage {
         let (mut bytes, mut ranges) = (0, 0_u64);
         for block in counted::blocks(&ran, &self.symbols) {
             let label = cell(&self.symbols.label(block.start));
-            csv.line(format_args!("{:#x},{},{},{label}", block.start, block.len_bytes, block.instructions))?;
+            csv.line(format_args!(
+                "{:#x},{},{},{label}",
+                block.start, block.len_bytes, block.instructions
+            ))?;
             (bytes, ranges) = (bytes + block.len_bytes, ranges + 1);
         }
         summary.files.push(csv.finish()?);
-        summary.lines.push(format!("{} instructions ran, {bytes} bytes in {ranges} ranges", ran.len()));
+        summary
+            .lines
+            .push(format!("{} instructions ran, {bytes} bytes in {ranges} ranges", ran.len()));
         if !self.symbols.is_empty() {
             self.write_functions(merge, &ran, &mut summary)?;
         }
@@ -97,7 +107,12 @@ impl Coverage {
         Ok(())
     }
 
-    fn write_functions(&self, merge: &MergeContext, ran: &Counted, summary: &mut Summary) -> Result<()> {
+    fn write_functions(
+        &self,
+        merge: &MergeContext,
+        ran: &Counted,
+        summary: &mut Summary,
+    ) -> Result<()> {
         let mut functions: BTreeMap<u64, (&str, u64, u64, u64)> = BTreeMap::new();
         for &(pc, len_bytes) in ran.keys() {
             if let Some(found) = self.symbols.find(pc) {
@@ -109,7 +124,10 @@ impl Coverage {
         let header = "address,bytes,bytes_run,instructions_run,symbol";
         let mut csv = Csv::create(&merge.out, "coverage-functions.csv", header)?;
         for (address, (name, len_bytes, bytes, instructions)) in &functions {
-            csv.line(format_args!("{address:#x},{len_bytes},{bytes},{instructions},{}", cell(name)))?;
+            csv.line(format_args!(
+                "{address:#x},{len_bytes},{bytes},{instructions},{}",
+                cell(name)
+            ))?;
         }
         summary.files.push(csv.finish()?);
         summary.lines.push(format!("{} functions ran", functions.len()));

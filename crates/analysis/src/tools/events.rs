@@ -1,7 +1,8 @@
 //! Runs whose plugin sends a few records for each event: `watch` and `syscalls`.
 //!
-//! An event is a fixed number of words in records, of which the first word counts the instructions begun. In the part that word is the
-//! recording's own count of the instruction (`memtrace` says how it is found).
+//! An event is a fixed number of words in records, of which the first word counts the instructions
+//! begun. In the part that word is the recording's own count of the instruction (`memtrace` says
+//! how it is found).
 
 use super::Running;
 use super::ringed::{Counts, Ringed};
@@ -34,7 +35,8 @@ pub(super) fn begin(
         running: None,
         words: Vec::new(),
     };
-    let mut all = vec![("tool", kind.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
+    let mut all =
+        vec![("tool", kind.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
     all.extend(run.ram.file_arguments());
     all.extend(arguments);
     Ok(Box::new(Ringed::new(run, Reader::start(shared, sink.ready())?, all)))

@@ -19,7 +19,10 @@ pub(super) const DESCRIPTION: Description = Description {
         ("top", "lines of each result at most, those with most first (default 10000)"),
     ],
     results: &[
-        ("hot-blocks.csv", "address, bytes, instructions, times it ran, instructions executed, symbol"),
+        (
+            "hot-blocks.csv",
+            "address, bytes, instructions, times it ran, instructions executed, symbol",
+        ),
         ("hot-functions.csv", "address, instructions executed, symbol"),
         ("hot-pages.csv", "guest-physical address, reads, writes"),
     ],
@@ -44,7 +47,12 @@ impl Tool for Hot {
     }
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        Reduced::begin(run, "counts+pages", &[counted::KIND, PAGES], vec![("ram", run.ram.argument())])
+        Reduced::begin(
+            run,
+            "counts+pages",
+            &[counted::KIND, PAGES],
+            vec![("ram", run.ram.argument())],
+        )
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
@@ -62,7 +70,12 @@ impl Tool for Hot {
 const SHOWN: usize = 5;
 
 impl Hot {
-    fn write_blocks(&self, merge: &MergeContext, blocks: &[Block], summary: &mut Summary) -> Result<()> {
+    fn write_blocks(
+        &self,
+        merge: &MergeContext,
+        blocks: &[Block],
+        summary: &mut Summary,
+    ) -> Result<()> {
         let mut hottest: Vec<&Block> = blocks.iter().collect();
         hottest.sort_unstable_by_key(|block| (std::cmp::Reverse(block.executed()), block.start));
         let all: u64 = blocks.iter().map(Block::executed).fold(0, u64::saturating_add);
@@ -77,20 +90,28 @@ impl Hot {
             ))?;
             if place < SHOWN {
                 let percent = 100.0 * executed as f64 / all.max(1) as f64;
-                summary.lines.push(format!("{percent:5.1} % of instructions: block {start:#x} {label}"));
+                summary
+                    .lines
+                    .push(format!("{percent:5.1} % of instructions: block {start:#x} {label}"));
             }
         }
         summary.files.push(csv.finish()?);
         Ok(())
     }
 
-    fn write_functions(&self, merge: &MergeContext, blocks: &[Block], summary: &mut Summary) -> Result<()> {
+    fn write_functions(
+        &self,
+        merge: &MergeContext,
+        blocks: &[Block],
+        summary: &mut Summary,
+    ) -> Result<()> {
         if self.symbols.is_empty() {
             return Ok(());
         }
         let mut functions: BTreeMap<(u64, &str), u64> = BTreeMap::new();
         for block in blocks {
-            let name = self.symbols.find(block.start).map_or((0, ""), |found| (found.address, found.name));
+            let name =
+                self.symbols.find(block.start).map_or((0, ""), |found| (found.address, found.name));
             let sum = functions.entry(name).or_default();
             *sum = sum.saturating_add(block.executed());
         }

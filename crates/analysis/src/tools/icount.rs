@@ -54,16 +54,22 @@ impl Tool for Icount {
         for part in &merge.parts {
             let path = part.file(KIND, "part");
             let rows = Rows::read(&path, KIND, HALVES)?;
-            let [user, kernel] = rows.iter().next().and_then(|row| row.try_into().ok()).ok_or_else(|| {
-                Error::Damaged { path: path.clone(), place: "rows".into(), problem: "there is none".into() }
-            })?;
+            let [user, kernel] =
+                rows.iter().next().and_then(|row| row.try_into().ok()).ok_or_else(|| {
+                    Error::Damaged {
+                        path: path.clone(),
+                        place: "rows".into(),
+                        problem: "there is none".into(),
+                    }
+                })?;
             let (index, start, sum) =
                 (part.interval.index, part.interval.start.0, user.saturating_add(kernel));
             csv.line(format_args!("{index},{start},{sum},{user},{kernel}"))?;
             total = [total[0].saturating_add(user), total[1].saturating_add(kernel)];
         }
         let [user, kernel] = total;
-        let line = format!("{} instructions: {user} user, {kernel} kernel", user.saturating_add(kernel));
+        let line =
+            format!("{} instructions: {user} user, {kernel} kernel", user.saturating_add(kernel));
         Ok(Summary { lines: vec![line], files: vec![csv.finish()?] })
     }
 }
@@ -85,12 +91,14 @@ impl Running for Run {
         check_cuts(&self.context, self.cuts.len())?;
         let warm_ups = usize::from(self.context.warm_up.is_some());
         let dir = &self.context.dir;
-        let parts = self.context.intervals.iter().zip(&self.cuts[warm_ups..]).map(|(&interval, counts)| {
-            let part = Part { interval, dir: dir.clone() };
-            let path = part.file(KIND, "part");
-            keyframe_plugins::write_part(&path, KIND, HALVES, counts).map_err(file("writing", &path))?;
-            Ok(part)
-        });
+        let parts =
+            self.context.intervals.iter().zip(&self.cuts[warm_ups..]).map(|(&interval, counts)| {
+                let part = Part { interval, dir: dir.clone() };
+                let path = part.file(KIND, "part");
+                keyframe_plugins::write_part(&path, KIND, HALVES, counts)
+                    .map_err(file("writing", &path))?;
+                Ok(part)
+            });
         parts.collect()
     }
 }

@@ -1,11 +1,12 @@
 //! `memtrace`: every access to memory, in a Parquet file that is sorted by instruction.
 //!
-//! Records come through the ring (`plugins/src/tools/memtrace.rs` draws them). Columns are gathered, and written a row group at a
-//! time, with one that is cut short where an interval ends.
+//! Records come through the ring (`plugins/src/tools/memtrace.rs` draws them). Columns are
+//! gathered, and written a row group at a time, with one that is cut short where an interval ends.
 //!
-//! Instructions: the plugin counts those begun since QEMU started, of which a record has the low 32 bits. The interval's
-//! start is added to what was counted since the cut before. An instruction that a fault starts again counts twice, which QEMU's own count
-//! does not; so what lies beyond the interval's end is put at its last instruction, and the column never falls.
+//! Instructions: the plugin counts those begun since QEMU started, of which a record has the low 32
+//! bits. The interval's start is added to what was counted since the cut before. An instruction
+//! that a fault starts again counts twice, which QEMU's own count does not; so what lies beyond the
+//! interval's end is put at its last instruction, and the column never falls.
 
 use super::ringed::{Counts, Ringed};
 use super::{Arguments, Description, Running, Tool};
@@ -14,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::ring::{Reader, SharedBoard, Sink};
 use crate::table::{self, Column, Data, GROUP_ROWS, Kind, Layout, Table};
 use keyframe_plugins::board::{Board, Record};
-use keyframe_plugins::trace::{INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL, is_written};
+use keyframe_plugins::trace::{
+    INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL, is_written,
+};
 use keyframe_plugins::{DEVICE, UNKNOWN};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -36,10 +39,20 @@ const fn column(name: &'static str, kind: Kind, layout: Layout, about: &'static 
 
 /// The columns, in order.
 pub const COLUMNS: &[Column] = &[
-    column("icount", Kind::U64, Layout::Delta, "instructions executed before the one that accesses"),
+    column(
+        "icount",
+        Kind::U64,
+        Layout::Delta,
+        "instructions executed before the one that accesses",
+    ),
     column("pc", Kind::U64, Layout::Numbered, "virtual address of the instruction"),
     column("vaddr", Kind::U64, Layout::Split, "virtual address of the first byte"),
-    column("page", Kind::U32, Layout::Numbered, "guest-physical address of the first byte, divided by 4096"),
+    column(
+        "page",
+        Kind::U32,
+        Layout::Numbered,
+        "guest-physical address of the first byte, divided by 4096",
+    ),
     column("size", Kind::U8, Layout::Small, "bytes"),
     column("flags", Kind::U8, Layout::Small, "1 write, 2 device, 4 physical page unknown"),
 ];
@@ -92,7 +105,8 @@ impl Tool for Memtrace {
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let parts: Vec<PathBuf> = merge.parts.iter().map(|part| part.file(KIND, "parquet")).collect();
+        let parts: Vec<PathBuf> =
+            merge.parts.iter().map(|part| part.file(KIND, "parquet")).collect();
         let path = merge.out.join("memtrace.parquet");
         let rows = table::concatenate(&parts, &path, COLUMNS)?;
         let bytes = std::fs::metadata(&path).map_or(0, |found| found.len());
@@ -174,12 +188,14 @@ struct Trace {
     /// Of the interval that runs; none where it is dropped, or all are done.
     table: Option<(Table, Interval)>,
     columns: Columns,
-    /// By the plugin's number: where each is, and what it has in the row group. Thousands run by turns, whose numbers alone fit a cache.
+    /// By the plugin's number: where each is, and what it has in the row group. Thousands run by
+    /// turns, whose numbers alone fit a cache.
     instructions: Vec<u64>,
     numbered: Vec<Numbered>,
     /// By the plugin's number.
     places: Vec<Place>,
-    /// The row group that is being filled, from 1 on, and the instructions and physical pages in it by number.
+    /// The row group that is being filled, from 1 on, and the instructions and physical pages in it
+    /// by number.
     group: u32,
     pcs: Vec<u64>,
     pages: Pages,
@@ -225,7 +241,8 @@ impl Trace {
         Ok(())
     }
 
-    /// Gives an instruction and a place, which there are, their numbers in the row group; in the next one where there are no more.
+    /// Gives an instruction and a place, which there are, their numbers in the row group; in the
+    /// next one where there are no more.
     #[cold]
     fn number(&mut self, instruction: usize, place: usize) -> Result<()> {
         let number = |count: usize| u16::try_from(count).ok();
@@ -294,7 +311,8 @@ impl Sink for Trace {
         }
         let number = (what as u32 >> SIZE_BITS) as usize;
         let place_number = (at >> PAGE_BITS) as usize;
-        let (Some(instruction), Some(place)) = (self.numbered.get(number), self.places.get(place_number))
+        let (Some(instruction), Some(place)) =
+            (self.numbered.get(number), self.places.get(place_number))
         else {
             return Err(senseless(UNDEFINED));
         };

@@ -49,8 +49,8 @@ pub trait Tool: Send + Sync {
     /// Its name, as parts and logs are labelled.
     fn name(&self) -> &str;
 
-    /// How many intervals before one it wants to see, to know the state in which that begins: a run then has them as its first
-    /// intervals, and their parts, which know less, are dropped.
+    /// How many intervals before one it wants to see, to know the state in which that begins: a run
+    /// then has them as its first intervals, and their parts, which know less, are dropped.
     fn warm_up_intervals(&self) -> usize {
         0
     }
@@ -77,10 +77,12 @@ pub trait Running: Send {
     /// The value of QEMU's option `-plugin`.
     fn option(&self) -> String;
 
-    /// An interval (first the warm-up, if there is one) ends; the VM stands still. Also for the last one, before QEMU quits.
+    /// An interval (first the warm-up, if there is one) ends; the VM stands still. Also for the
+    /// last one, before QEMU quits.
     fn cut(&mut self) -> Result<()>;
 
-    /// QEMU has ended by itself (asked to by its monitor), after the last cut. Returns a part for each interval.
+    /// QEMU has ended by itself (asked to by its monitor), after the last cut. Returns a part for
+    /// each interval.
     fn finish(self: Box<Self>) -> Result<Vec<Part>>;
 }
 
@@ -180,7 +182,10 @@ const TOOLS: &[(Description, Make)] = &[
 /// Arguments of the tools that name code.
 const SYMBOLS: [(&str, &str); 2] = [
     ("symbols", "file that names code: vmlinux, System.map or a copy of /proc/kallsyms"),
-    ("slide", "added to each of its addresses, where the kernel placed itself elsewhere (default 0)"),
+    (
+        "slide",
+        "added to each of its addresses, where the kernel placed itself elsewhere (default 0)",
+    ),
 ];
 
 /// What each says of itself, in the order of help.
@@ -188,12 +193,14 @@ pub fn descriptions() -> impl Iterator<Item = &'static Description> {
     TOOLS.iter().map(|(description, _)| description)
 }
 
-/// The tool of this name, with its arguments; also one of those that tools are compared with ([`Baseline`]), which no help lists.
+/// The tool of this name, with its arguments; also one of those that tools are compared with
+/// ([`Baseline`]), which no help lists.
 pub fn by_name(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
     if let (Some(baseline), []) = (Baseline::by_name(name), arguments) {
         return Ok(Box::new(baseline));
     }
-    let Some((description, make)) = TOOLS.iter().find(|(description, _)| description.name == name) else {
+    let Some((description, make)) = TOOLS.iter().find(|(description, _)| description.name == name)
+    else {
         let known: Vec<_> = descriptions().map(|one| one.name).collect();
         return Err(Error::UnknownTool { name: name.into(), known: known.join(", ") });
     };

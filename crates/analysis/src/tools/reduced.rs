@@ -1,4 +1,5 @@
-//! Runs whose plugin keeps tables and writes its own part files: `plugins/src/cut.rs` at the other end.
+//! Runs whose plugin keeps tables and writes its own part files: `plugins/src/cut.rs` at the other
+//! end.
 
 use super::{Running, check_cuts, option};
 use crate::context::{Part, RunContext};
@@ -38,7 +39,8 @@ impl Reduced {
 
 impl Running for Reduced {
     fn option(&self) -> String {
-        let arguments: Vec<_> = self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        let arguments: Vec<_> =
+            self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
         option(&self.context.plugin, &arguments)
     }
 

@@ -1,4 +1,5 @@
-//! What runs have in common whose plugin sends records through a ring: they end alike, and place an event alike.
+//! What runs have in common whose plugin sends records through a ring: they end alike, and place an
+//! event alike.
 
 use super::{Running, check_cuts, option};
 use crate::context::{Interval, Part, RunContext};
@@ -22,7 +23,8 @@ impl Ringed {
 
 impl Running for Ringed {
     fn option(&self) -> String {
-        let arguments: Vec<_> = self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        let arguments: Vec<_> =
+            self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
         option(&self.context.plugin, &arguments)
     }
 
@@ -55,7 +57,8 @@ impl Counts {
         Self { pending: all.into_iter(), base: 0, last: 0 }
     }
 
-    /// The next interval, and whether it is kept; the plugin has counted so many instructions that had begun before it.
+    /// The next interval, and whether it is kept; the plugin has counted so many instructions that
+    /// had begun before it.
     pub fn next_interval(&mut self, begun: u64) -> Option<(Interval, bool)> {
         let (interval, kept) = self.pending.next()?;
         self.base = interval.start.0.wrapping_sub(begun).wrapping_sub(1);

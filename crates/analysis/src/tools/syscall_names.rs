@@ -1,4 +1,5 @@
-//! Names of system calls of x86-64 Linux: the kernel's table (arch/x86/entry/syscalls/syscall_64.tbl), which only grows.
+//! Names of system calls of x86-64 Linux: the kernel's table
+//! (arch/x86/entry/syscalls/syscall_64.tbl), which only grows.
 
 /// The name of a number.
 pub(super) fn name(number: u64) -> Option<&'static str> {

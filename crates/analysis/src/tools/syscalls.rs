@@ -20,7 +20,10 @@ pub(super) const DESCRIPTION: Description = Description {
         "symbols",
         "file that has the kernel's types (BTF): vmlinux or a copy of /sys/kernel/btf/vmlinux; else nobody knows who called",
     )],
-    results: &[("syscalls.csv", "instruction, pc, number, name, six arguments, process, thread, its name")],
+    results: &[(
+        "syscalls.csv",
+        "instruction, pc, number, name, six arguments, process, thread, its name",
+    )],
 };
 
 const KIND: &str = "syscalls";
@@ -61,7 +64,9 @@ impl Caller {
             NOT_ASKED => return Err("the kernel's types are not known"),
             NO_DIRECT_MAP => return Err("the kernel's variables are not in its direct map"),
             NO_TASK => {
-                return Err("what should be its task is no memory; the symbols may be another kernel's");
+                return Err(
+                    "what should be its task is no memory; the symbols may be another kernel's",
+                );
             }
             _ => {}
         }
@@ -103,10 +108,13 @@ impl Tool for Syscalls {
         let mut unknown: BTreeMap<&str, u64> = BTreeMap::new();
         for part in &merge.parts {
             for row in Rows::read(&part.file(KIND, "part"), KIND, WORDS)?.iter() {
-                let &[icount, pc, number, ref arguments @ .., who, name0, name1] = row else { continue };
+                let &[icount, pc, number, ref arguments @ .., who, name0, name1] = row else {
+                    continue;
+                };
                 *calls.entry(number).or_default() += 1;
                 let called = name(number).unwrap_or_default();
-                let arguments: Vec<_> = arguments.iter().map(|argument| format!("{argument:#x}")).collect();
+                let arguments: Vec<_> =
+                    arguments.iter().map(|argument| format!("{argument:#x}")).collect();
                 let by = match Caller::of(who, [name0, name1]) {
                     Ok(caller) => {
                         let text = format!("{},{},{}", caller.process, caller.thread, caller.name);
@@ -118,7 +126,10 @@ impl Tool for Syscalls {
                         ",,".into()
                     }
                 };
-                csv.line(format_args!("{icount},{pc:#x},{number},{called},{},{by}", arguments.join(",")))?;
+                csv.line(format_args!(
+                    "{icount},{pc:#x},{number},{called},{},{by}",
+                    arguments.join(",")
+                ))?;
             }
         }
         let mut most: Vec<_> = calls.into_iter().collect();
@@ -126,7 +137,9 @@ impl Tool for Syscalls {
         let all: u64 = most.iter().map(|(_, times)| times).sum();
         let mut lines = vec![format!("{all} system calls")];
         let shown = most.iter().take(SHOWN);
-        lines.extend(shown.map(|(number, times)| format!("{times} {}", name(*number).unwrap_or("unknown"))));
+        lines.extend(
+            shown.map(|(number, times)| format!("{times} {}", name(*number).unwrap_or("unknown"))),
+        );
         self.tell_callers(callers, &unknown, &mut lines);
         Ok(Summary { lines, files: vec![csv.finish()?] })
     }
@@ -142,16 +155,16 @@ impl Syscalls {
         let mut most: Vec<_> = callers.into_iter().collect();
         most.sort_by_key(|(_, times)| std::cmp::Reverse(*times));
         let shown = most.iter().take(SHOWN);
-        lines.extend(
-            shown.map(|(by, times)| {
-                format!("{times} by {} (thread {} of {})", by.name, by.thread, by.process)
-            }),
-        );
+        lines.extend(shown.map(|(by, times)| {
+            format!("{times} by {} (thread {} of {})", by.name, by.thread, by.process)
+        }));
         match &self.tasks {
             Err(why) => lines.push(format!("who called is not known: {why}")),
             Ok(_) => {
                 lines.extend(
-                    unknown.iter().map(|(why, times)| format!("{times} by nobody knows whom: {why}")),
+                    unknown
+                        .iter()
+                        .map(|(why, times)| format!("{times} by nobody knows whom: {why}")),
                 );
             }
         }
@@ -165,7 +178,8 @@ mod tests {
     #[test]
     fn a_caller_is_believed_where_it_can_be_one() {
         let words = |text: &[u8; 16]| {
-            let [one, other] = [0, 8].map(|at| u64::from_le_bytes(text[at..at + 8].try_into().unwrap()));
+            let [one, other] =
+                [0, 8].map(|at| u64::from_le_bytes(text[at..at + 8].try_into().unwrap()));
             [one, other]
         };
         let caller = Caller::of(7 << 32 | 9, words(b"some,name\0rest..")).unwrap();

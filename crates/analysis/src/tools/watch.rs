@@ -20,7 +20,10 @@ pub(super) const DESCRIPTION: Description = Description {
         SYMBOLS[0],
         SYMBOLS[1],
     ],
-    results: &[("watch.csv", "instruction, pc, virtual and physical address, bytes, value, symbol")],
+    results: &[(
+        "watch.csv",
+        "instruction, pc, virtual and physical address, bytes, value, symbol",
+    )],
 };
 
 const KIND: &str = "watch";
@@ -65,15 +68,22 @@ impl Tool for Watch {
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let mut csv = Csv::create(&merge.out, "watch.csv", "icount,pc,vaddr,paddr,bytes,value,symbol")?;
+        let mut csv =
+            Csv::create(&merge.out, "watch.csv", "icount,pc,vaddr,paddr,bytes,value,symbol")?;
         let mut writers: BTreeMap<u64, u64> = BTreeMap::new();
         for part in &merge.parts {
             for row in Rows::read(&part.file(KIND, "part"), KIND, WORDS)?.iter() {
                 let &[icount, pc, vaddr, paddr, bytes, value] = row else { continue };
                 *writers.entry(pc).or_default() += 1;
                 let label = cell(&self.symbols.label(pc));
-                let known = if paddr == UNKNOWN { String::new() } else { format!("{:#x}", paddr & !DEVICE) };
-                csv.line(format_args!("{icount},{pc:#x},{vaddr:#x},{known},{bytes},{value:#x},{label}"))?;
+                let known = if paddr == UNKNOWN {
+                    String::new()
+                } else {
+                    format!("{:#x}", paddr & !DEVICE)
+                };
+                csv.line(format_args!(
+                    "{icount},{pc:#x},{vaddr:#x},{known},{bytes},{value:#x},{label}"
+                ))?;
             }
         }
         let mut most: Vec<_> = writers.into_iter().collect();
@@ -81,7 +91,9 @@ impl Tool for Watch {
         let all: u64 = most.iter().map(|(_, times)| times).sum();
         let mut lines = vec![format!("{all} writes by {} instructions", most.len())];
         let shown = most.iter().take(10);
-        lines.extend(shown.map(|(pc, times)| format!("{times} by {pc:#x} {}", self.symbols.label(*pc))));
+        lines.extend(
+            shown.map(|(pc, times)| format!("{times} by {pc:#x} {}", self.symbols.label(*pc))),
+        );
         Ok(Summary { lines, files: vec![csv.finish()?] })
     }
 }

@@ -53,7 +53,8 @@ impl Tool for WorkingSet {
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let header = "interval,start_icount,pages,pages_read,pages_written,pages_first_touched,reads,writes";
+        let header =
+            "interval,start_icount,pages,pages_read,pages_written,pages_first_touched,reads,writes";
         let mut csv = Csv::create(&merge.out, "working-set.csv", header)?;
         let path = merge.out.join("working-set.parquet");
         let mut table = Table::create(&path, COLUMNS)?;
@@ -75,7 +76,9 @@ impl Tool for WorkingSet {
                 table.row_is_complete()?;
             }
             let (index, start) = (part.interval.index, part.interval.start.0);
-            csv.line(format_args!("{index},{start},{pages},{read},{written},{first},{reads},{writes}"))?;
+            csv.line(format_args!(
+                "{index},{start},{pages},{read},{written},{first},{reads},{writes}"
+            ))?;
             most = most.max(pages);
         }
         table.finish()?;

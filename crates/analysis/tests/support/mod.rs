@@ -1,13 +1,13 @@
-//! A recording made with stock QEMU, without anything of Keyframe: checkpoints of a recorded guest and replays of the intervals
-//! between them, each with a plugin.
+//! A recording made with stock QEMU, without anything of Keyframe: checkpoints of a recorded guest
+//! and replays of the intervals between them, each with a plugin.
 //!
 //! ```text
 //!   Recording::make    boot ... KF READY │ checkpoint 0 ── run ── │ checkpoint 1 ── run ── │ checkpoint 2     rr=record
 //!   Recording::replay  from a checkpoint to later ones, each stop exact                                    rr=replay
 //! ```
 //!
-//! Intervals begin and end just behind a checkpoint, where the log has nothing: at a checkpoint an interrupt may come before or
-//! after a replay that goes on stops there.
+//! Intervals begin and end just behind a checkpoint, where the log has nothing: at a checkpoint an
+//! interrupt may come before or after a replay that goes on stops there.
 
 #![allow(dead_code, reason = "tests and examples use different parts")]
 
@@ -42,7 +42,9 @@ pub fn qemus() -> Vec<Qemu> {
     let mut all = vec![Qemu { path: "qemu-system-x86_64".into(), interface: Interface::V1 }];
     match std::env::var("KEYFRAME_QEMU10") {
         Ok(path) => all.push(Qemu { path, interface: Interface::V4 }),
-        Err(_) => println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10)"),
+        Err(_) => {
+            println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10)")
+        }
     }
     all
 }
@@ -54,7 +56,11 @@ pub fn guest_dir() -> PathBuf {
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build");
     let output = Command::new(script).arg("small").output().expect("run guests/build");
-    assert!(output.status.success(), "guests/build small: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "guests/build small: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
 }
 
@@ -113,7 +119,8 @@ impl Vm {
 
     #[track_caller]
     fn send(&mut self, message: &Value) {
-        // In one piece: QEMU obeys once the braces are closed, and may have ended before a line feed behind them.
+        // In one piece: QEMU obeys once the braces are closed, and may have ended before a line
+        // feed behind them.
         let sent = self.monitor.get_mut().write_all(format!("{message}\n").as_bytes());
         if let Err(error) = sent {
             panic!("QEMU ended: {error}: {}", self.told());
@@ -156,7 +163,8 @@ impl Vm {
 
     /// CPU time that it has used.
     pub fn cpu(&self) -> Duration {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it runs");
+        let stat =
+            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it runs");
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
         let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
         Duration::from_millis(ticks * 10)
@@ -195,10 +203,12 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Boots the small guest with `work` and takes `count` checkpoints, `apart` from each other, once it is ready.
+    /// Boots the small guest with `work` and takes `count` checkpoints, `apart` from each other,
+    /// once it is ready.
     pub fn make(qemu: &Qemu, work: &str, count: usize, apart: Duration) -> Self {
         let dir = tempfile::Builder::new().prefix("keyframe-analysis-").tempdir().unwrap();
-        let mut recording = Self { dir, qemu: qemu.clone(), checkpoints: Vec::new(), starts: Vec::new() };
+        let mut recording =
+            Self { dir, qemu: qemu.clone(), checkpoints: Vec::new(), starts: Vec::new() };
         let line = recording.line(work, "record", &recording.file("ram"), &[]);
         let mut vm = Vm::start(&line, recording.dir.path());
         let until = Instant::now() + PATIENCE;
@@ -221,13 +231,14 @@ impl Recording {
         vm.quit();
         std::fs::write(recording.file("work"), work).unwrap();
         let boundaries = Boundaries::read(&recording.file("log")).unwrap();
-        let behind = |at: &Icount| Icount(boundaries.next_unambiguous(at.0).expect("the log goes on"));
+        let behind =
+            |at: &Icount| Icount(boundaries.next_unambiguous(at.0).expect("the log goes on"));
         recording.starts = recording.checkpoints.iter().map(behind).collect();
         recording
     }
 
-    /// Stops the VM `apart` from now, or as much later as it needs to do some work since the last checkpoint: on a busy machine a guest
-    /// may stand for long.
+    /// Stops the VM `apart` from now, or as much later as it needs to do some work since the last
+    /// checkpoint: on a busy machine a guest may stand for long.
     fn stopped_behind_some_work(&self, vm: &mut Vm, apart: Duration) -> Icount {
         let least = self.checkpoints.last().map_or(0, |last| last.0 + INSTRUCTIONS_LEAST);
         let until = Instant::now() + PATIENCE;
@@ -253,7 +264,9 @@ impl Recording {
 
     pub fn intervals(&self) -> Vec<Interval> {
         let pairs = self.starts.windows(2).enumerate();
-        pairs.map(|(index, pair)| Interval { index: index as u32, start: pair[0], end: pair[1] }).collect()
+        pairs
+            .map(|(index, pair)| Interval { index: index as u32, start: pair[0], end: pair[1] })
+            .collect()
     }
 
     fn line(&self, work: &str, mode: &str, ram: &Path, extra: &[String]) -> Vec<String> {
@@ -320,10 +333,12 @@ impl Recording {
         vm
     }
 
-    /// What a tool is told of a run from checkpoint `from` over `intervals`, in a directory of its own.
+    /// What a tool is told of a run from checkpoint `from` over `intervals`, in a directory of its
+    /// own.
     pub fn context(&self, dir: &Path, from: usize, intervals: Vec<Interval>) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
-        let warm_up = Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
+        let warm_up =
+            Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
         let range = RamRange { guest: GuestPhys(0), number: 0, len_bytes: RAM_MIB << 20 };
         let file = RamFile { number: 0, path: dir.join("ram") };
         RunContext {
@@ -336,8 +351,13 @@ impl Recording {
         }
     }
 
-    /// Replays what `context` says under `running`; returns the parts and QEMU's CPU time from the start of the first interval.
-    pub fn replay(&self, context: &RunContext, mut running: Box<dyn Running>) -> (Vec<Part>, Duration) {
+    /// Replays what `context` says under `running`; returns the parts and QEMU's CPU time from the
+    /// start of the first interval.
+    pub fn replay(
+        &self,
+        context: &RunContext,
+        mut running: Box<dyn Running>,
+    ) -> (Vec<Part>, Duration) {
         let warm_up = context.warm_up.unwrap();
         let mut vm = self.restored(warm_up.index as usize, &context.dir, Some(running.option()));
         let before = vm.cpu();

@@ -1,5 +1,5 @@
-//! A simulated VM that writes whenever it may, and ports that fail whenever they are told to: every sealed checkpoint
-//! must equal the RAM at its pause, and the VM must run after every cycle.
+//! A simulated VM that writes whenever it may, and ports that fail whenever they are told to: every
+//! sealed checkpoint must equal the RAM at its pause, and the VM must run after every cycle.
 
 use super::*;
 use crate::encoder::Encoder;
@@ -83,8 +83,8 @@ impl World {
 struct Vm(Arc<Mutex<World>>);
 
 impl Vm {
-    /// Tells the hook of the writes that wait, without the world's lock, as a fault handler would; then they happen. The
-    /// hook reads, and meanwhile the guest writes more: those are told too.
+    /// Tells the hook of the writes that wait, without the world's lock, as a fault handler would;
+    /// then they happen. The hook reads, and meanwhile the guest writes more: those are told too.
     fn serve_faults(&self) {
         for _ in 0..2 * PAGES {
             let (hook, faulting) = {
@@ -111,7 +111,8 @@ impl Vm {
 
     fn layout(used_pages: u64) -> RamLayout {
         let [used_bytes, total_bytes] = [used_pages, PAGES].map(|pages| pages * PAGE_BYTES as u64);
-        let block = RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes, total_bytes };
+        let block =
+            RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes, total_bytes };
         RamLayout::new(vec![block]).unwrap()
     }
 }
@@ -196,11 +197,16 @@ impl Machine for Vm {
         world.call("resume")
     }
     fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
-        // The guest runs again: its writes so far reach their pages before anything was copied in the background.
+        // The guest runs again: its writes so far reach their pages before anything was copied in
+        // the background.
         self.serve_faults();
         let mut world = self.world();
         world.call("resumed")?;
-        Ok(if std::mem::take(&mut world.resumed_by_other) { Resumed::ByOther } else { Resumed::ByUs })
+        Ok(if std::mem::take(&mut world.resumed_by_other) {
+            Resumed::ByOther
+        } else {
+            Resumed::ByUs
+        })
     }
 }
 
@@ -242,7 +248,9 @@ impl Freezer for Vm {
 impl PageReader for Child {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
         self.0.world().call("read the child")?;
-        for (page, cell) in ranges.iter().flat_map(|r| r.iter()).zip(dst.chunks_exact_mut(PAGE_BYTES)) {
+        for (page, cell) in
+            ranges.iter().flat_map(|r| r.iter()).zip(dst.chunks_exact_mut(PAGE_BYTES))
+        {
             cell.fill(0);
             cell[..8].copy_from_slice(&self.1[page.0 as usize].to_le_bytes());
         }
@@ -372,7 +380,8 @@ impl Bench {
     fn capture(&mut self, strategy: &mut dyn Strategy) -> Result<u64, CycleError> {
         self.vm.world().at_pause = None;
         let (mut machine, mut observer) = (self.vm.clone(), self.vm.clone());
-        let captured = self.cycle.capture(&mut machine, &mut observer, strategy, &mut self.queue, Vec::new());
+        let captured =
+            self.cycle.capture(&mut machine, &mut observer, strategy, &mut self.queue, Vec::new());
         self.vm.serve_faults();
         assert!(self.vm.world().hook.is_none(), "the guest's writes are still held up");
         if let Ok(seq) = captured {
@@ -381,7 +390,8 @@ impl Bench {
         captured
     }
 
-    /// Lets the encoder work off `messages` of its queue; how many checkpoints were sealed and lost.
+    /// Lets the encoder work off `messages` of its queue; how many checkpoints were sealed and
+    /// lost.
     fn encode(&mut self, messages: usize) -> (usize, usize) {
         let mut counts = (0, 0);
         for _ in 0..messages.min(self.queue.messages.len() + self.queue.reports.len()) {
@@ -398,7 +408,8 @@ impl Bench {
         match self.cycle.settle(report) {
             Settled::Sealed { seq, .. } => {
                 let expected = self.expected.remove(&seq).unwrap();
-                // Reports come one by one, the image may be of a later checkpoint: compared where it is of this one.
+                // Reports come one by one, the image may be of a later checkpoint: compared where
+                // it is of this one.
                 if self.queue.messages.is_empty() && self.expected.is_empty() {
                     let sealed = &self.queue.encoder.image().sealed;
                     let image: Vec<u64> = (0..PAGES).map(|p| sealed[&p]).collect();
@@ -480,7 +491,8 @@ fn a_failure_at_each_single_call_loses_nothing() {
         assert!(bench.vm.world().running);
         bench.vm.world().calls_until_failure = None;
         bench.queue.at_once = true;
-        // One that cannot count what is dirty (copy-on-write) may find memory too small once; it knows the next time.
+        // One that cannot count what is dirty (copy-on-write) may find memory too small once; it
+        // knows the next time.
         let captured = bench.capture(&mut *strategies[which]);
         captured.or_else(|_| bench.capture(&mut *strategies[which])).unwrap();
         assert_eq!(bench.encode(usize::MAX), (1, 0), "after call {call} failed, strategy {which}");
@@ -513,7 +525,10 @@ fn a_block_that_was_resized_since_the_checkpoint_before_is_captured_as_it_is_now
         bench.vm.world().resized_in_pause = Some(PAGES - 1);
         assert!(matches!(bench.capture(&mut StopCopy), Err(CycleError::Resized)));
         bench.capture(&mut StopCopy).unwrap();
-        assert_eq!((bench.encode(usize::MAX), bench.queue.encoder.image().used_pages), ((1, 0), PAGES - 1));
+        assert_eq!(
+            (bench.encode(usize::MAX), bench.queue.encoder.image().used_pages),
+            ((1, 0), PAGES - 1)
+        );
     }
 }
 

@@ -1,9 +1,9 @@
 //! Chooses for each checkpoint by what the ones before it measured.
 //!
-//! Copying in the pause costs `dirty pages x time per page`; a pre-copy round saves that and costs the guest a fault for each
-//! page that it writes again. So few pages are copied in the pause, many before it; which is few, `keyframe-scheduling`
-//! says. Fork and copy-on-write lose to pre-copy at every dirty rate that was measured (`bench pause`), so they are chosen
-//! by hand alone.
+//! Copying in the pause costs `dirty pages x time per page`; a pre-copy round saves that and costs
+//! the guest a fault for each page that it writes again. So few pages are copied in the pause, many
+//! before it; which is few, `keyframe-scheduling` says. Fork and copy-on-write lose to pre-copy at
+//! every dirty rate that was measured (`bench pause`), so they are chosen by hand alone.
 
 use super::{Hands, Precopy, StopCopy, Strategy};
 use crate::cycle::{CycleError, Timeline};
@@ -40,8 +40,11 @@ impl Strategy for Auto {
 
     fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
         let dirty_pages = hands.expected_pages();
-        self.choice =
-            if hands.complete { Choice::Precopy } else { self.policy.choose(dirty_pages, &self.observed) };
+        self.choice = if hands.complete {
+            Choice::Precopy
+        } else {
+            self.policy.choose(dirty_pages, &self.observed)
+        };
         self.chosen().before(hands)
     }
 
@@ -50,6 +53,10 @@ impl Strategy for Auto {
     }
 
     fn learn(&mut self, timeline: &Timeline, _: u64) {
-        self.observed.learn(timeline.rounds.iter().copied(), timeline.pause_pages, timeline.copy_ns);
+        self.observed.learn(
+            timeline.rounds.iter().copied(),
+            timeline.pause_pages,
+            timeline.copy_ns,
+        );
     }
 }

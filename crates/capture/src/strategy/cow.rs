@@ -1,14 +1,15 @@
-//! Fine-grained copy-on-write: in the pause the checkpoint's dirty pages are protected and nothing is copied. The guest
-//! runs again at once; a page that it writes is copied just before, the others in the background.
-//! (Gerofi et al.: only the pages of the checkpoint's own dirty set are held; all others are in an earlier one.)
+//! Fine-grained copy-on-write: in the pause the checkpoint's dirty pages are protected and nothing
+//! is copied. The guest runs again at once; a page that it writes is copied just before, the others
+//! in the background. (Gerofi et al.: only the pages of the checkpoint's own dirty set are held;
+//! all others are in an earlier one.)
 //!
 //! ```text
 //!   freeze: set ──▶ waiting ──first write──▶ copied by the hook, then written
 //!                      └──────background───▶ copied, written later without us
 //! ```
 //!
-//! It needs the tracker that handles faults itself. Where this process stalls, a guest that writes a waiting page stalls
-//! with it; where it dies, the kernel lets the guest go on.
+//! It needs the tracker that handles faults itself. Where this process stalls, a guest that writes
+//! a waiting page stalls with it; where it dies, the kernel lets the guest go on.
 
 use super::{Hands, Strategy, ns};
 use crate::cycle::CycleError;
@@ -33,8 +34,8 @@ enum Pending {
     /// No checkpoint is being copied.
     #[default]
     None,
-    /// The hook is set and the dirty pages are not known yet: pages that were touched meanwhile. (A fault from before the stop
-    /// can be answered as late as that.)
+    /// The hook is set and the dirty pages are not known yet: pages that were touched meanwhile. (A
+    /// fault from before the stop can be answered as late as that.)
     Finding(Vec<PageRange>),
     /// A checkpoint whose pages are being copied while the guest runs.
     Copying(Box<Copying>),
@@ -110,7 +111,8 @@ impl Strategy for CopyOnWrite {
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
         *lock(&self.pending) = Pending::Finding(Vec::new());
         self.writes.set_hook(Some(self.hook()));
-        // The drain protects what it reports; owed pages that it does not report were protected by an earlier one.
+        // The drain protects what it reports; owed pages that it does not report were protected by
+        // an earlier one.
         let set = hands.last_scan()?;
         let copy = Instant::now();
         let mut parcel = std::mem::replace(&mut hands.parcel, Parcel::new(hands.pool));
@@ -118,7 +120,8 @@ impl Strategy for CopyOnWrite {
         hands.held.union_with(&set);
         let by_hook = PageSet::new(set.space_pages());
         let reader = Arc::clone(hands.reader);
-        let mut copying = Box::new(Copying { parcel, waiting: set, by_hook, slots, reader, failed: None });
+        let mut copying =
+            Box::new(Copying { parcel, waiting: set, by_hook, slots, reader, failed: None });
         let mut pending = lock(&self.pending);
         if let Pending::Finding(touched) = &*pending {
             // Their writers have gone on: copied now, while nothing of the VM runs.
@@ -145,11 +148,15 @@ impl Strategy for CopyOnWrite {
                 run = PageRange::new(batch.end(), run.len_pages - batch.len_pages);
             }
         }
-        // Asked before the hook goes: a page that is written from then on is written behind its copy.
+        // Asked before the hook goes: a page that is written from then on is written behind its
+        // copy.
         let unannounced = self.writes.unannounced().map_err(CycleError::Scan)?;
         self.writes.set_hook(None);
-        let Pending::Copying(copying) = std::mem::take(&mut *lock(&self.pending)) else { return Ok(()) };
-        let spoilt = unannounced.iter().filter(|p| hands.held.contains(*p) && !copying.by_hook.contains(*p));
+        let Pending::Copying(copying) = std::mem::take(&mut *lock(&self.pending)) else {
+            return Ok(());
+        };
+        let spoilt =
+            unannounced.iter().filter(|p| hands.held.contains(*p) && !copying.by_hook.contains(*p));
         let spoilt = spoilt.count() as u64;
         let Copying { parcel, failed, .. } = *copying;
         hands.parcel = parcel;

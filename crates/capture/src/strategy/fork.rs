@@ -1,8 +1,9 @@
-//! Fork: in the pause QEMU is forked into a child that never runs. Its memory stays as it was, by the kernel's own
-//! copy-on-write, and the dirty pages are copied from there while the guest runs again.
+//! Fork: in the pause QEMU is forked into a child that never runs. Its memory stays as it was, by
+//! the kernel's own copy-on-write, and the dirty pages are copied from there while the guest runs
+//! again.
 //!
-//! The pause grows with the page tables (5 to 15 ms for 1 GiB), not with the dirty pages; and each first write of the guest
-//! to any page of RAM costs a copy in the kernel while the child lives.
+//! The pause grows with the page tables (5 to 15 ms for 1 GiB), not with the dirty pages; and each
+//! first write of the guest to any page of RAM costs a copy in the kernel while the child lives.
 
 use super::{Hands, Strategy, ns};
 use crate::cycle::CycleError;
@@ -35,10 +36,10 @@ impl Strategy for Fork {
     fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
         let set = hands.last_scan()?;
         let copy = Instant::now();
-        let frozen = self
-            .freezer
-            .freeze()
-            .map_err(|source| CycleError::Machine { operation: "fork QEMU as a snapshot", source })?;
+        let frozen = self.freezer.freeze().map_err(|source| CycleError::Machine {
+            operation: "fork QEMU as a snapshot",
+            source,
+        })?;
         hands.timeline.copy_ns = ns(copy.elapsed());
         self.frozen = Some((set, frozen));
         Ok(())

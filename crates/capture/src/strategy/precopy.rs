@@ -1,5 +1,5 @@
-//! Pre-copy: rounds of scan and copy while the guest runs, until so few pages are left that the pause is cheap. When rounds
-//! end is `keyframe-scheduling`'s policy.
+//! Pre-copy: rounds of scan and copy while the guest runs, until so few pages are left that the
+//! pause is cheap. When rounds end is `keyframe-scheduling`'s policy.
 
 use super::{Hands, Strategy};
 use crate::cycle::CycleError;
@@ -33,8 +33,9 @@ impl Strategy for Precopy {
     }
 }
 
-/// Pre-scan (Schoetterl-Glausch 2018): pre-copy whose one round only finds and protects. The pause copies all dirty pages, and
-/// its scan finds few of them: what it saves is the walk over pages that were written once and not again.
+/// Pre-scan (Schoetterl-Glausch 2018): pre-copy whose one round only finds and protects. The pause
+/// copies all dirty pages, and its scan finds few of them: what it saves is the walk over pages
+/// that were written once and not again.
 #[derive(Debug, Default)]
 pub struct Prescan;
 

@@ -1,4 +1,5 @@
-//! Stop and copy: every dirty page is copied in the pause. The simplest, and the peer of all others.
+//! Stop and copy: every dirty page is copied in the pause. The simplest, and the peer of all
+//! others.
 
 use super::{Hands, Strategy};
 use crate::cycle::CycleError;

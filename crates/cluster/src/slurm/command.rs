@@ -23,7 +23,12 @@ pub struct Programs {
 
 impl Programs {
     /// What `program` says on its standard output; `input` is what it reads.
-    pub fn ask(&self, program: &'static str, args: &[impl AsRef<OsStr>], input: &[u8]) -> Result<String> {
+    pub fn ask(
+        &self,
+        program: &'static str,
+        args: &[impl AsRef<OsStr>],
+        input: &[u8],
+    ) -> Result<String> {
         let failed = |source| Error::NoProgram { program, source };
         let path = self.dir.as_ref().map_or_else(|| program.into(), |dir| dir.join(program));
         let mut command = Command::new(path);

@@ -7,7 +7,8 @@
 //!   all have ended and items are left (time limit, refused nodes): new ones, unless nothing gets done
 //! ```
 //!
-//! What is known of it is in `slurm.json`: whoever comes after a submitter that died goes on with its jobs. It needs no slurmdbd.
+//! What is known of it is in `slurm.json`: whoever comes after a submitter that died goes on with
+//! its jobs. It needs no slurmdbd.
 
 mod command;
 mod tasks;
@@ -105,7 +106,16 @@ impl Slurm {
             Err(e) => return Err(Error::io("read", &path)(e)),
         };
         let standing = Standing::default();
-        Ok(Self { options, programs, state, asked: None, standing, last: None, rounds: 0, settled: 0 })
+        Ok(Self {
+            options,
+            programs,
+            state,
+            asked: None,
+            standing,
+            last: None,
+            rounds: 0,
+            settled: 0,
+        })
     }
 
     /// The ids of its jobs.
@@ -118,7 +128,8 @@ impl Slurm {
         &self.standing
     }
 
-    /// How a pilot calls itself: its job, its task and how often it was started, from the environment that Slurm gives it.
+    /// How a pilot calls itself: its job, its task and how often it was started, from the
+    /// environment that Slurm gives it.
     pub fn worker_id(variable: impl Fn(&str) -> Option<String>) -> WorkerId {
         let of = |name: &str, otherwise: &str| variable(name).unwrap_or_else(|| otherwise.into());
         let job = variable("SLURM_ARRAY_JOB_ID").unwrap_or_else(|| of("SLURM_JOB_ID", "0"));
@@ -147,7 +158,9 @@ impl Slurm {
         match self.programs.ask(SQUEUE, &args, &[]) {
             Ok(text) => Ok(tasks::parse(&text)),
             // It forgets jobs some minutes after their end; asked for one alone it then refuses.
-            Err(Error::Refused { message, .. }) if message.contains("Invalid job id") => Ok(Vec::new()),
+            Err(Error::Refused { message, .. }) if message.contains("Invalid job id") => {
+                Ok(Vec::new())
+            }
             Err(error) => Err(error),
         }
     }
@@ -167,9 +180,9 @@ impl Slurm {
     /// Items of pilots whose task does not run go back.
     fn put_back(&self, queue: &Queue, tasks: &[Task]) -> Result<()> {
         let runs = |worker: &WorkerId| match task_of(worker) {
-            Some((job, index)) if self.state.jobs.contains(&job) => {
-                tasks.iter().any(|task| task.is_running() && task.job == job && task.index == Some(index))
-            }
+            Some((job, index)) if self.state.jobs.contains(&job) => tasks
+                .iter()
+                .any(|task| task.is_running() && task.job == job && task.index == Some(index)),
             // None of ours.
             _ => true,
         };
@@ -199,7 +212,9 @@ impl Slurm {
                     at_once = count / 2;
                 }
                 // The work is done by fewer pilots, too.
-                Err(Error::Refused { message, .. }) if is_too_many(&message) && left < wanted => break,
+                Err(Error::Refused { message, .. }) if is_too_many(&message) && left < wanted => {
+                    break;
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -231,7 +246,8 @@ impl Slurm {
         args.extend(o.more.iter().map(OsString::from));
         let answer = self.programs.ask(SBATCH, &args, &script(&o.command))?;
         // "12" or "12;cluster", behind what a site's plugin may say.
-        let number = answer.lines().last().and_then(|line| line.split(';').next()?.trim().parse().ok());
+        let number =
+            answer.lines().last().and_then(|line| line.split(';').next()?.trim().parse().ok());
         number.ok_or_else(|| Error::Answer { program: SBATCH, message: answer.trim().to_owned() })
     }
 
@@ -277,7 +293,8 @@ impl Slurm {
         args.push("--quiet".into());
         args.extend(self.state.jobs.iter().map(u64::to_string));
         let Err(error) = self.programs.ask(SCANCEL, &args, &[]) else { return Ok(()) };
-        // It fails without a word where one of them has ended already; what counts is whether any is left.
+        // It fails without a word where one of them has ended already; what counts is whether any
+        // is left.
         let limit = Instant::now() + END_WAIT;
         while self.look()?.iter().any(|task| task.is_running() || task.is_waiting()) {
             if !options.is_empty() {

@@ -1,5 +1,6 @@
-//! What squeue says of our tasks: a line each, `ARRAY|TASK|STATE|NODES|REASON` (`--format=%F|%K|%T|%N|%r`; this format has been the
-//! same in all versions, which that of `--json` has not).
+//! What squeue says of our tasks: a line each, `ARRAY|TASK|STATE|NODES|REASON`
+//! (`--format=%F|%K|%T|%N|%r`; this format has been the same in all versions, which that of
+//! `--json` has not).
 
 use std::fmt;
 
@@ -24,14 +25,22 @@ pub struct Task {
 impl Task {
     /// Whether its processes may be there.
     pub fn is_running(&self) -> bool {
-        matches!(&*self.state, "RUNNING" | "SUSPENDED" | "STOPPED" | "SIGNALING" | "STAGE_OUT" | "RESIZING")
+        matches!(
+            &*self.state,
+            "RUNNING" | "SUSPENDED" | "STOPPED" | "SIGNALING" | "STAGE_OUT" | "RESIZING"
+        )
     }
 
     /// Whether it will come to run.
     pub fn is_waiting(&self) -> bool {
         matches!(
             &*self.state,
-            "PENDING" | "CONFIGURING" | "REQUEUED" | "REQUEUE_FED" | "REQUEUE_HOLD" | "SPECIAL_EXIT"
+            "PENDING"
+                | "CONFIGURING"
+                | "REQUEUED"
+                | "REQUEUE_FED"
+                | "REQUEUE_HOLD"
+                | "SPECIAL_EXIT"
         )
     }
 }
@@ -68,7 +77,12 @@ mod tests {
         let text = "12|0|RUNNING|n1|None\nmaintenance tonight\n12|1|PENDING||Resources\n12|2-4|PENDING||Priority\n13|N/A|NODE_FAIL|n2|NodeDown\n|||\n";
         let all = parse(text);
         assert_eq!(all.len(), 4);
-        assert!(all[0].is_running() && !all[0].is_waiting() && all[1].is_waiting() && all[2].index.is_none());
+        assert!(
+            all[0].is_running()
+                && !all[0].is_waiting()
+                && all[1].is_waiting()
+                && all[2].index.is_none()
+        );
         assert!(!all[3].is_running() && !all[3].is_waiting());
         assert_eq!(all[0].to_string(), "job 12_0 RUNNING on n1");
         assert_eq!(all[3].to_string(), "job 13_* NODE_FAIL on n2 (NodeDown)");

@@ -16,7 +16,10 @@ impl Fake {
         fake.program(SQUEUE, "cat tasks 2>/dev/null || true");
         fake.program(SCANCEL, "echo \"$@\" >> cancelled");
         // Job ids from 10 on; what was asked for is kept.
-        fake.program(SBATCH, "echo \"$@\" >> asked; cat > script; n=$(wc -l < asked); echo $((9 + n))");
+        fake.program(
+            SBATCH,
+            "echo \"$@\" >> asked; cat > script; n=$(wc -l < asked); echo $((9 + n))",
+        );
         fake
     }
 
@@ -30,7 +33,8 @@ impl Fake {
 
     fn program(&self, name: &str, body: &str) {
         let path = self.path(name);
-        fs::write(&path, format!("#!/bin/sh\ncd '{}'\n{body}\n", self.dir.path().display())).unwrap();
+        fs::write(&path, format!("#!/bin/sh\ncd '{}'\n{body}\n", self.dir.path().display()))
+            .unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     }
 
@@ -66,12 +70,19 @@ fn arrays_are_split_and_ask_for_what_they_need() {
     slurm.tend(&queue).unwrap();
     assert_eq!(slurm.jobs(), [10, 11, 12]);
     let asked = fake.text("asked");
-    let arrays: Vec<&str> =
-        asked.lines().filter_map(|line| line.split(' ').find(|w| w.starts_with("--array"))).collect();
+    let arrays: Vec<&str> = asked
+        .lines()
+        .filter_map(|line| line.split(' ').find(|w| w.starts_with("--array")))
+        .collect();
     assert_eq!(arrays, ["--array=0-3%3", "--array=0-3%3", "--array=0-1%3"]);
-    for word in
-        ["--parsable", "--requeue", "--mem=700M", "--cpus-per-task=1", "--time=10", "--account=theirs"]
-    {
+    for word in [
+        "--parsable",
+        "--requeue",
+        "--mem=700M",
+        "--cpus-per-task=1",
+        "--time=10",
+        "--account=theirs",
+    ] {
         assert!(asked.contains(word), "{asked}");
     }
     assert_eq!(fake.text("script"), "#!/bin/sh\nexec '/bin/it'\\''s' '__work'\n");
@@ -85,7 +96,10 @@ fn there_are_as_many_pilots_as_nodes_and_no_more_than_items() {
         let fake = Fake::new();
         let queue = fake.queue(items);
         fake.slurm(None).tend(&queue).unwrap();
-        assert!(fake.text("asked").starts_with(&format!("--parsable --job-name=keyframe-icount {array}")));
+        assert!(
+            fake.text("asked")
+                .starts_with(&format!("--parsable --job-name=keyframe-icount {array}"))
+        );
         assert_eq!(fake.text("asked").lines().count(), if items > 4 { 2 } else { 1 });
     }
 }
@@ -96,7 +110,9 @@ fn an_account_that_may_have_few_jobs_gets_few() {
     let refuse = "case \"$*\" in *--array=0-0*) ;; *) echo 'Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user size and/or time limits)' >&2; exit 1;; esac";
     fake.program(
         SBATCH,
-        &format!("{refuse}; [ -e one ] && {{ echo 'submit limit' >&2; exit 1; }}; touch one; echo 7"),
+        &format!(
+            "{refuse}; [ -e one ] && {{ echo 'submit limit' >&2; exit 1; }}; touch one; echo 7"
+        ),
     );
     let mut slurm = fake.slurm(Some(8));
     slurm.tend(&fake.queue(100)).unwrap();

@@ -30,10 +30,11 @@ enum Image {
 }
 
 impl InPlace {
-    /// Begins to write to the image at `path`, of a disk of `disk_bytes`, or goes on after a kill. `source` names what is
-    /// written, without line ends.
+    /// Begins to write to the image at `path`, of a disk of `disk_bytes`, or goes on after a kill.
+    /// `source` names what is written, without line ends.
     ///
-    /// Errors, which leave no mark: somebody uses the image; it is of another size; a commit of something else was interrupted.
+    /// Errors, which leave no mark: somebody uses the image; it is of another size; a commit of
+    /// something else was interrupted.
     pub fn begin(path: &Path, format: ImageFormat, disk_bytes: u64, source: &str) -> Result<Self> {
         let name = path.display().to_string();
         let path = path.canonicalize().map_err(Error::io(&name, "find"))?;
@@ -45,8 +46,9 @@ impl InPlace {
             ImageFormat::Raw => Image::Raw(file.try_clone().map_err(Error::io(&name, "open"))?),
             ImageFormat::Qcow2 => {
                 let builder = Qcow2::<ImageFile>::builder_path(&path).write(true);
-                let image =
-                    builder.open(Gate::for_writing()).map_err(Error::io(&name, "open for writing"))?;
+                let image = builder
+                    .open(Gate::for_writing())
+                    .map_err(Error::io(&name, "open for writing"))?;
                 Image::Qcow2(Box::new(FormatAccess::new(image)))
             }
         };
@@ -61,8 +63,8 @@ impl InPlace {
         self.disk_bytes
     }
 
-    /// Writes what `layer`, of a disk of `disk_bytes`, holds; `watch` hears how many bytes were written. Of several layers
-    /// the lowest goes first.
+    /// Writes what `layer`, of a disk of `disk_bytes`, holds; `watch` hears how many bytes were
+    /// written. Of several layers the lowest goes first.
     pub fn write(&self, layer: &dyn Layer, disk_bytes: u64, watch: Watch<'_>) -> Result<Amount> {
         of_size(&self.name(), self.disk_bytes, disk_bytes)?;
         let mut amount = Amount::default();
@@ -73,7 +75,10 @@ impl InPlace {
             let offset = at.0 * BLOCK;
             let len = BLOCK.min(disk_bytes.saturating_sub(offset));
             if len == 0 {
-                return Err(Error::damaged(self.name(), format!("block {at} lies behind the disk's end")));
+                return Err(Error::damaged(
+                    self.name(),
+                    format!("block {at} lies behind the disk's end"),
+                ));
             }
             match layer.read_block(at, &mut block)? {
                 Content::Data => {
@@ -186,7 +191,11 @@ fn marked_for(path: &Path, source: &str) -> Result<()> {
         // Of a mark that was just being made nothing was written yet.
         Some(other) if !other.is_empty() && other != source => {
             let problem = format!("a commit of {other} into it was interrupted");
-            Err(Error::refused(path.display().to_string(), problem, "finish that one first: run it again"))
+            Err(Error::refused(
+                path.display().to_string(),
+                problem,
+                "finish that one first: run it again",
+            ))
         }
         _ => Ok(()),
     }
@@ -203,6 +212,7 @@ fn mark(path: &Path, source: &str) -> Result<()> {
 }
 
 fn sync_folder(file: &Path) -> io::Result<()> {
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder =
+        file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(folder)?.sync_all()
 }

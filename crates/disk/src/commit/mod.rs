@@ -7,9 +7,9 @@
 //!                 └── killed: what was to be written is still there, and is written again
 //! ```
 //!
-//! Invariants: a new image is there whole and durable, or not at all. What is written in place are whole blocks, which do
-//! not depend on what the base holds: so writing them twice is writing them once, and an overlay is its own journal. An image
-//! with a commit under way is served to nobody.
+//! Invariants: a new image is there whole and durable, or not at all. What is written in place are
+//! whole blocks, which do not depend on what the base holds: so writing them twice is writing them
+//! once, and an overlay is its own journal. An image with a commit under way is served to nobody.
 //!
 //! Left out: whether somebody agreed to it; images whose backing file is the one that is written.
 

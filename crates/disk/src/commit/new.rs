@@ -14,7 +14,8 @@ use std::path::Path;
 /// How many ranges are looked at in one go.
 const RANGES_MAX: usize = 1024;
 
-/// Writes `disk` to a new raw image at `path`, sparse where it is zero. It is there whole and durable, or not at all.
+/// Writes `disk` to a new raw image at `path`, sparse where it is zero. It is there whole and
+/// durable, or not at all.
 ///
 /// Error: also where something is at `path` already.
 pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
@@ -22,7 +23,12 @@ pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
 }
 
 /// The same in either format; `watch` hears how far it has got, of the disk's bytes.
-pub fn to_new(disk: &dyn Readable, path: &Path, format: ImageFormat, watch: Watch<'_>) -> Result<()> {
+pub fn to_new(
+    disk: &dyn Readable,
+    path: &Path,
+    format: ImageFormat,
+    watch: Watch<'_>,
+) -> Result<()> {
     to_file(disk, path, format, false, watch)
 }
 
@@ -38,7 +44,8 @@ pub fn to_file(
     if !replace && path.symlink_metadata().is_ok() {
         return Err(Error::refused(name, "it exists", "name another file"));
     }
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let file = tempfile::Builder::new().prefix(".keyframe-commit-").tempfile_in(folder);
     let file = file.map_err(Error::io(&name, "make a file beside"))?;
     let target = Target::new(file.as_file(), format, disk.disk_bytes());
@@ -66,7 +73,8 @@ pub fn to_stream(disk: &dyn Readable, out: &mut dyn Write, watch: Watch<'_>) -> 
     out.flush().map_err(Error::io("the new image", "write"))
 }
 
-/// Makes an empty qcow2 image of a disk of `disk_bytes` at `path`, for whoever puts another beneath it.
+/// Makes an empty qcow2 image of a disk of `disk_bytes` at `path`, for whoever puts another beneath
+/// it.
 ///
 /// Error: also where something is at `path` already.
 pub fn empty_qcow2(path: &Path, disk_bytes: u64) -> Result<()> {

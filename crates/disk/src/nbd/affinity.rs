@@ -1,4 +1,5 @@
-//! Where requests are answered: wherever the kernel likes, or on the core of the guest that asks, and before it runs on.
+//! Where requests are answered: wherever the kernel likes, or on the core of the guest that asks,
+//! and before it runs on.
 //!
 //! ```text
 //!   anywhere          guest ── request ── runs ── halts            a recorded guest that has halted gets the answer at its next timer only,
@@ -8,16 +9,19 @@
 //!                     server           └─ answer ─┘
 //! ```
 //!
-//! A QEMU that records or replays is on one core, by turns (`keyframe-qemu`, `turns`). A client's thread that is on that core too, and in front of the guest's, takes
-//! the core with the request, and gives it back with the answer: what the guest asked for is there before QEMU looks for it the first time, as long as nothing has to be
-//! waited for. Where the priority is not permitted the thread is an ordinary one, and the kernel most often decides the same.
+//! A QEMU that records or replays is on one core, by turns (`keyframe-qemu`, `turns`). A client's
+//! thread that is on that core too, and in front of the guest's, takes the core with the request,
+//! and gives it back with the answer: what the guest asked for is there before QEMU looks for it
+//! the first time, as long as nothing has to be waited for. Where the priority is not permitted the
+//! thread is an ordinary one, and the kernel most often decides the same.
 
 use keyframe_kernel::{cores, priority};
 use nix::sys::resource::{UsageWho, getrusage};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The core that all clients' threads answer on, and how often that was said: a thread whose priority was changed takes its place anew.
+/// The core that all clients' threads answer on, and how often that was said: a thread whose
+/// priority was changed takes its place anew.
 #[derive(Debug, Default)]
 pub struct Affinity(AtomicU64);
 
@@ -38,8 +42,9 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Whether what nobody knows to be quick (an image that has to be decoded, a checkpoint's blocks) is read by this thread all the same: the guest would have
-    /// it at once. Not while the last of those has waited for a device.
+    /// Whether what nobody knows to be quick (an image that has to be decoded, a checkpoint's
+    /// blocks) is read by this thread all the same: the guest would have it at once. Not while the
+    /// last of those has waited for a device.
     pub fn tries(&mut self) -> bool {
         if core_of(self.said).is_none() {
             return false;

@@ -1,18 +1,20 @@
-//! A reader of exports that somebody else serves: what is allocated or dirty of a disk, and its bytes.
+//! A reader of exports that somebody else serves: what is allocated or dirty of a disk, and its
+//! bytes.
 //!
 //! ```text
 //!   connect ─▶ structured replies ─▶ one metadata context ─▶ go ─▶ status, read, ... ─▶ drop: disconnect
 //! ```
 //!
-//! Invariants: one request is under way at a time; every wait ends; nothing that the server says is allocated or believed
-//! beyond what was asked for.
+//! Invariants: one request is under way at a time; every wait ends; nothing that the server says is
+//! allocated or believed beyond what was asked for.
 //!
 //! Left out: writing, encryption, requests side by side, extended headers.
 
 use super::wire::{
-    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, CMD_BLOCK_STATUS, CMD_DISC, CMD_READ, FIXED_NEWSTYLE,
-    IHAVEOPT, INFO_EXPORT, NBDMAGIC, NO_ZEROES, Numbers, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY,
-    OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT, REQUEST, STRUCTURED_REPLY,
+    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, CMD_BLOCK_STATUS, CMD_DISC, CMD_READ,
+    FIXED_NEWSTYLE, IHAVEOPT, INFO_EXPORT, NBDMAGIC, NO_ZEROES, Numbers, OPT_GO,
+    OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
+    REQUEST, STRUCTURED_REPLY,
 };
 use crate::{BLOCK, BLOCK_BYTES, Block, Error, Result};
 use std::io::{self, Read, Write};
@@ -68,8 +70,9 @@ impl Client {
     pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
         let name = format!("export {export} at {}", socket.display());
         let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
-        let timed =
-            stream.set_read_timeout(Some(TIMEOUT)).and_then(|()| stream.set_write_timeout(Some(TIMEOUT)));
+        let timed = stream
+            .set_read_timeout(Some(TIMEOUT))
+            .and_then(|()| stream.set_write_timeout(Some(TIMEOUT)));
         timed.map_err(Error::io(&name, "set the timeouts of"))?;
         let mut client = Self { stream, name, len_bytes: 0, context: 0, cookie: 0 };
         client.greet()?;
@@ -85,10 +88,11 @@ impl Client {
         let mut asked = string(export);
         asked.extend(0u16.to_be_bytes());
         let answers = client.option(OPT_GO, &asked)?;
-        let len_bytes = answers.iter().filter(|(kind, _)| *kind == REP_INFO).find_map(|(_, bytes)| {
-            let mut at = Numbers(bytes);
-            (at.u16()? == INFO_EXPORT).then(|| at.u64())?
-        });
+        let len_bytes =
+            answers.iter().filter(|(kind, _)| *kind == REP_INFO).find_map(|(_, bytes)| {
+                let mut at = Numbers(bytes);
+                (at.u16()? == INFO_EXPORT).then(|| at.u64())?
+            });
         client.len_bytes = len_bytes.ok_or_else(|| client.wrong("it has no size".into()))?;
         Ok(client)
     }
@@ -98,7 +102,8 @@ impl Client {
         self.len_bytes
     }
 
-    /// What the context says from `offset` on: parts end to end, at least one, perhaps not up to the disk's end.
+    /// What the context says from `offset` on: parts end to end, at least one, perhaps not up to
+    /// the disk's end.
     pub fn status(&mut self, offset: u64) -> Result<Vec<Status>> {
         let len = self.len_bytes.saturating_sub(offset).min(STATUS_BYTES_MAX);
         let mut found = Vec::new();
@@ -133,11 +138,13 @@ impl Client {
 
     /// Fills `into` from byte `offset` on.
     pub fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let len =
-            u32::try_from(into.len()).ok().filter(|_| into.len() <= super::wire::PAYLOAD_BYTES_MAX as usize);
+        let len = u32::try_from(into.len())
+            .ok()
+            .filter(|_| into.len() <= super::wire::PAYLOAD_BYTES_MAX as usize);
         let len = len.ok_or_else(|| self.wrong(format!("a read of {} bytes", into.len())))?;
         self.request(CMD_READ, offset, len)?;
-        // QEMU's chunks come in order. A reply whose chunks overlap would leave bytes out that seem to be there.
+        // QEMU's chunks come in order. A reply whose chunks overlap would leave bytes out that seem
+        // to be there.
         let mut filled = 0;
         self.replies(&mut |_, kind, bytes| {
             let mut at = Numbers(bytes);
@@ -167,8 +174,9 @@ impl Client {
         Err(self.wrong(format!("{filled} of {len} bytes from {offset} on came")))
     }
 
-    /// Gives `take` every block of which a part is `wanted` by its flags: whole, each once, rising, [`BLOCKS_AT_ONCE`] at most, with the first
-    /// one's number. What the server tells of need not begin and end with a block; where the disk ends within its last one, zeros follow.
+    /// Gives `take` every block of which a part is `wanted` by its flags: whole, each once, rising,
+    /// [`BLOCKS_AT_ONCE`] at most, with the first one's number. What the server tells of need not
+    /// begin and end with a block; where the disk ends within its last one, zeros follow.
     pub fn each_block<E: From<Error>>(
         &mut self,
         wanted: fn(u32) -> bool,
@@ -230,7 +238,9 @@ impl Client {
                 REP_ACK => return Ok(answers),
                 refused if refused & 0x8000_0000 != 0 => {
                     let why = String::from_utf8_lossy(&bytes).into_owned();
-                    return Err(self.wrong(format!("it refuses option {option} ({refused:#x}) {why}")));
+                    return Err(
+                        self.wrong(format!("it refuses option {option} ({refused:#x}) {why}"))
+                    );
                 }
                 _ => answers.push((kind, bytes)),
             }

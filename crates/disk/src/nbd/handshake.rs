@@ -3,10 +3,10 @@
 use super::input::Input;
 use super::wire::{
     EXPORT_DONT_FRAGMENT, EXPORT_FLAGS, FIXED_NEWSTYLE, IHAVEOPT, INFO_BLOCK_SIZE, INFO_EXPORT,
-    NAME_BYTES_MAX, NBDMAGIC, NO_ZEROES, Numbers, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
-    OPT_LIST_META_CONTEXT, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_BYTES_MAX, OPTION_REPLY,
-    PAYLOAD_BYTES_MAX, REP_ACK, REP_ERR_INVALID, REP_ERR_TOO_BIG, REP_ERR_UNKNOWN, REP_ERR_UNSUP, REP_INFO,
-    REP_META_CONTEXT, REP_SERVER,
+    NAME_BYTES_MAX, NBDMAGIC, NO_ZEROES, Numbers, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO,
+    OPT_LIST, OPT_LIST_META_CONTEXT, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_BYTES_MAX,
+    OPTION_REPLY, PAYLOAD_BYTES_MAX, REP_ACK, REP_ERR_INVALID, REP_ERR_TOO_BIG, REP_ERR_UNKNOWN,
+    REP_ERR_UNSUP, REP_INFO, REP_META_CONTEXT, REP_SERVER,
 };
 use super::{Export, Shared};
 use crate::{BLOCK_BYTES, Error, Result};
@@ -53,7 +53,8 @@ pub fn negotiate(shared: &Shared, input: &mut Input, output: UnixStream) -> Resu
         return Ok(None);
     }
     let flags = u32::from_be_bytes(flags);
-    if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 || flags & u32::from(FIXED_NEWSTYLE) == 0 {
+    if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 || flags & u32::from(FIXED_NEWSTYLE) == 0
+    {
         return Err(protocol(format!(
             "it answered the greeting with flags {flags:#x}; fixed newstyle is needed"
         )));
@@ -70,7 +71,8 @@ pub fn negotiate(shared: &Shared, input: &mut Input, output: UnixStream) -> Resu
             return Err(protocol("an option does not begin as one does"));
         }
         if len > OPTION_BYTES_MAX {
-            // The largest names fit in less: nothing that makes sense is refused, and nothing is read that does not.
+            // The largest names fit in less: nothing that makes sense is refused, and nothing is
+            // read that does not.
             if option == OPT_EXPORT_NAME || len > PAYLOAD_BYTES_MAX {
                 return Err(protocol(format!("option {option} of {len} bytes")));
             }
@@ -124,7 +126,9 @@ impl Handshake<'_> {
                 self.structured = true;
                 self.reply(option, REP_ACK, b"")?;
             }
-            OPT_LIST | OPT_STRUCTURED_REPLY => self.reply(option, REP_ERR_INVALID, b"it takes no data")?,
+            OPT_LIST | OPT_STRUCTURED_REPLY => {
+                self.reply(option, REP_ERR_INVALID, b"it takes no data")?
+            }
             OPT_LIST_META_CONTEXT | OPT_SET_META_CONTEXT => self.contexts(option, data)?,
             _ => self.reply(option, REP_ERR_UNSUP, b"")?,
         }
@@ -165,10 +169,9 @@ impl Handshake<'_> {
 
     fn go(&mut self, option: u32, data: &[u8]) -> Result<Next> {
         let mut at = Numbers(data);
-        let parsed = at
-            .string()
-            .zip(at.u16())
-            .filter(|(name, count)| name.len() <= NAME_BYTES_MAX && at.0.len() == usize::from(*count) * 2);
+        let parsed = at.string().zip(at.u16()).filter(|(name, count)| {
+            name.len() <= NAME_BYTES_MAX && at.0.len() == usize::from(*count) * 2
+        });
         let Some((name, _)) = parsed else {
             self.reply(option, REP_ERR_INVALID, b"not a name and a list of wishes")?;
             return Ok(Next::Option);
@@ -182,7 +185,8 @@ impl Handshake<'_> {
         info.extend(export.disk.disk_bytes().to_be_bytes());
         info.extend(self.flags().to_be_bytes());
         self.reply(option, REP_INFO, &info)?;
-        // Smallest, preferred, largest. Any byte can be written, which takes reading the rest of its block.
+        // Smallest, preferred, largest. Any byte can be written, which takes reading the rest of
+        // its block.
         let mut sizes = INFO_BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [1, BLOCK_BYTES as u32, PAYLOAD_BYTES_MAX] {
             sizes.extend(size.to_be_bytes());
@@ -206,14 +210,18 @@ impl Handshake<'_> {
             self.context = None;
         }
         let Some((name, queries)) = parse_contexts(data).filter(|_| self.structured) else {
-            return self.reply(option, REP_ERR_INVALID, b"structured replies first, then a name and queries");
+            return self.reply(
+                option,
+                REP_ERR_INVALID,
+                b"structured replies first, then a name and queries",
+            );
         };
         let Some(export) = self.find(name) else {
             return self.reply(option, REP_ERR_UNKNOWN, b"no such export");
         };
         let listing = option == OPT_LIST_META_CONTEXT;
-        let wanted =
-            queries.contains(&CONTEXT) || listing && (queries.is_empty() || queries.contains(&&b"base:"[..]));
+        let wanted = queries.contains(&CONTEXT)
+            || listing && (queries.is_empty() || queries.contains(&&b"base:"[..]));
         if wanted {
             let mut reply = if listing { 0 } else { CONTEXT_ID }.to_be_bytes().to_vec();
             reply.extend(CONTEXT);

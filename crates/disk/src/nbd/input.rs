@@ -1,4 +1,5 @@
-//! What a client sends, through a buffer, so that small requests which came together take one system call.
+//! What a client sends, through a buffer, so that small requests which came together take one
+//! system call.
 
 use crate::{Error, Result};
 use std::io::{self, Read};

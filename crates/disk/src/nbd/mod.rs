@@ -7,14 +7,15 @@
 //!                                                                          └ slow reads: a few threads, out of order
 //! ```
 //!
-//! Requests are served by the thread that reads them, one after the other: with the page cache behind it that is as fast
-//! as the socket. Only what waits for the medium goes to others, so that the rest goes on meanwhile: flushes and FUA, and
-//! reads of what is not in the page cache, or of qcow2 and layers, which may be.
-//! Replies are gathered until the client has nothing more to say.
+//! Requests are served by the thread that reads them, one after the other: with the page cache
+//! behind it that is as fast as the socket. Only what waits for the medium goes to others, so that
+//! the rest goes on meanwhile: flushes and FUA, and reads of what is not in the page cache, or of
+//! qcow2 and layers, which may be. Replies are gathered until the client has nothing more to say.
 //!
-//! Invariants: a length is checked before anything is allocated or done for it; every request is answered or the
-//! connection ends; a request beyond the bounds of the protocol ends the connection. All connections to an export see one disk, and a flush on one covers
-//! what the others were told is done: so several connections are advertised as possible.
+//! Invariants: a length is checked before anything is allocated or done for it; every request is
+//! answered or the connection ends; a request beyond the bounds of the protocol ends the
+//! connection. All connections to an export see one disk, and a flush on one covers what the others
+//! were told is done: so several connections are advertised as possible.
 //!
 //! Left out: TLS (the socket is a file with permissions), resizing, extended headers.
 
@@ -134,7 +135,13 @@ impl Drop for Server {
 impl Shared {
     fn new(exports: Vec<Export>) -> Self {
         let (ending, connections) = (AtomicBool::new(false), Mutex::default());
-        Self { exports, traffic: Traffic::default(), affinity: Affinity::default(), ending, connections }
+        Self {
+            exports,
+            traffic: Traffic::default(),
+            affinity: Affinity::default(),
+            ending,
+            connections,
+        }
     }
 
     fn listen(self: &Arc<Self>, listener: &UnixListener) {
@@ -163,7 +170,8 @@ impl Shared {
                 Err(_) => self.forget(number),
             }
         }
-        for (_, stream) in self.connections.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        for (_, stream) in self.connections.lock().unwrap_or_else(PoisonError::into_inner).drain(..)
+        {
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
         for thread in threads {
@@ -172,7 +180,10 @@ impl Shared {
     }
 
     fn forget(&self, id: u64) {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != id);
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|(other, _)| *other != id);
     }
 }
 

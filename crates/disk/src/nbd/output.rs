@@ -1,17 +1,19 @@
-//! Replies: gathered by the thread that serves requests, sent at once by the one that waits for syncs.
+//! Replies: gathered by the thread that serves requests, sent at once by the one that waits for
+//! syncs.
 //!
 //! Invariant: each reply goes out whole; the stream is written under one lock.
 
 use super::wire::{
-    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_ERROR, CHUNK_NONE, CHUNK_OFFSET_DATA, Request, SIMPLE_REPLY,
-    STRUCTURED_REPLY,
+    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_ERROR, CHUNK_NONE, CHUNK_OFFSET_DATA, Request,
+    SIMPLE_REPLY, STRUCTURED_REPLY,
 };
 use crate::{Error, Result};
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Gathered replies go out at this size: small ones are worth a common system call, large ones are not worth a wait.
+/// Gathered replies go out at this size: small ones are worth a common system call, large ones are
+/// not worth a wait.
 const GATHERED_BYTES: usize = 32 << 10;
 /// The memory that a connection keeps for them.
 const KEPT_BYTES: usize = 2 << 20;
@@ -96,8 +98,8 @@ impl Output {
         self.gathered()
     }
 
-    /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error. `false` where that says that
-    /// it put nothing there: then it is still to be answered.
+    /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error.
+    /// `false` where that says that it put nothing there: then it is still to be answered.
     pub fn data(
         &mut self,
         request: &Request,

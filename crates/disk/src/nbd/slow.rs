@@ -1,4 +1,5 @@
-//! Reads that take waiting for a device: a few threads of a connection, so that what comes behind them does not wait too.
+//! Reads that take waiting for a device: a few threads of a connection, so that what comes behind
+//! them does not wait too.
 //!
 //! Invariant: each read is answered once, as it gets done, or the connection is over.
 
@@ -27,8 +28,11 @@ impl Slow {
         let (orders, requests) = sync_channel(WAITING_MAX);
         let requests = Arc::new(Mutex::new(requests));
         let thread = |_| {
-            let (disk, requests, sender) = (Arc::clone(disk), Arc::clone(&requests), sender.clone());
-            std::thread::Builder::new().name("nbd-slow".into()).spawn(move || serve(&disk, &requests, sender))
+            let (disk, requests, sender) =
+                (Arc::clone(disk), Arc::clone(&requests), sender.clone());
+            std::thread::Builder::new()
+                .name("nbd-slow".into())
+                .spawn(move || serve(&disk, &requests, sender))
         };
         let threads = (0..THREADS).map(thread).collect::<Result<_, _>>();
         Ok(Self {
@@ -58,7 +62,8 @@ fn serve(disk: &Disk, requests: &Mutex<Receiver<Request>>, sender: Sender) {
         // One of them waits in here, the others for the lock.
         let request = requests.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(request) = request else { return };
-        let read = |buf: &mut [u8]| disk.read(request.offset, buf).map(|()| true).map_err(|e| number(&e));
+        let read =
+            |buf: &mut [u8]| disk.read(request.offset, buf).map(|()| true).map_err(|e| number(&e));
         if output.data(&request, read).and_then(|_| output.flush()).is_err() {
             return;
         }

@@ -7,9 +7,9 @@ use super::input::Input;
 use super::output::{Output, Sender};
 use super::slow::Slow;
 use super::wire::{
-    CMD_BLOCK_STATUS, CMD_CACHE, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES,
-    EINVAL, EIO, ENOSPC, EOVERFLOW, FLAG_DONT_FRAGMENT, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_REQ_ONE,
-    PAYLOAD_BYTES_MAX, REQUEST_BYTES, Request, STATE_HOLE_ZERO,
+    CMD_BLOCK_STATUS, CMD_CACHE, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE,
+    CMD_WRITE_ZEROES, EINVAL, EIO, ENOSPC, EOVERFLOW, FLAG_DONT_FRAGMENT, FLAG_FAST_ZERO, FLAG_FUA,
+    FLAG_NO_HOLE, FLAG_REQ_ONE, PAYLOAD_BYTES_MAX, REQUEST_BYTES, Request, STATE_HOLE_ZERO,
 };
 use crate::disk::{Flushed, Now};
 use crate::{Disk, Error, Result};
@@ -87,7 +87,10 @@ impl Transmission {
                 return Ok(());
             }
             let Some(request) = Request::parse(&header) else {
-                return Err(Error::protocol("an NBD client", "a request does not begin as one does"));
+                return Err(Error::protocol(
+                    "an NBD client",
+                    "a request does not begin as one does",
+                ));
             };
             if request.command == CMD_DISC {
                 return Ok(());
@@ -120,7 +123,9 @@ impl Transmission {
         }
         match command {
             CMD_FLUSH if len == 0 && offset == 0 => self.flush(cookie),
-            CMD_READ | CMD_TRIM | CMD_CACHE | CMD_WRITE_ZEROES | CMD_BLOCK_STATUS if !inside || len == 0 => {
+            CMD_READ | CMD_TRIM | CMD_CACHE | CMD_WRITE_ZEROES | CMD_BLOCK_STATUS
+                if !inside || len == 0 =>
+            {
                 // An empty one does nothing; the protocol leaves open what comes of it.
                 let error = if inside && command != CMD_BLOCK_STATUS { 0 } else { EINVAL };
                 if command == CMD_READ && error == 0 {
@@ -182,7 +187,10 @@ impl Transmission {
     fn write(&mut self, request: &Request, inside: bool) -> Result<()> {
         // What follows is its data, which is in the way of the next request.
         if request.len > PAYLOAD_BYTES_MAX {
-            return Err(Error::protocol("an NBD client", format!("a write of {} bytes", request.len)));
+            return Err(Error::protocol(
+                "an NBD client",
+                format!("a write of {} bytes", request.len),
+            ));
         }
         let len = request.len as usize;
         if !self.input.has(len) {

@@ -12,7 +12,8 @@ pub const REQUEST: u32 = 0x2560_9513;
 pub const SIMPLE_REPLY: u32 = 0x6744_6698;
 pub const STRUCTURED_REPLY: u32 = 0x668e_33ef;
 
-/// Handshake flags, of server and client alike: fixed newstyle, and no zeros behind an export's flags.
+/// Handshake flags, of server and client alike: fixed newstyle, and no zeros behind an export's
+/// flags.
 pub const FIXED_NEWSTYLE: u16 = 1;
 pub const NO_ZEROES: u16 = 2;
 
@@ -37,7 +38,8 @@ pub const REP_ERR_TOO_BIG: u32 = 0x8000_0009;
 pub const INFO_EXPORT: u16 = 0;
 pub const INFO_BLOCK_SIZE: u16 = 3;
 
-/// Transmission flags: has flags, flush, FUA, trim, write zeroes, don't fragment, several connections, cache, fast zero.
+/// Transmission flags: has flags, flush, FUA, trim, write zeroes, don't fragment, several
+/// connections, cache, fast zero.
 pub const EXPORT_FLAGS: u16 = 1 | 4 | 8 | 32 | 64 | 256 | 1024 | 2048;
 /// Only with structured replies: an answer can be asked to be in one piece.
 pub const EXPORT_DONT_FRAGMENT: u16 = 128;

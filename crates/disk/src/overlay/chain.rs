@@ -16,7 +16,8 @@
 //! 2. Each cut covers its own map and the blocks owed to it, so that no block written is left out of all checkpoints.
 //! 3. Folding goes from the oldest up, so that newer content stays above older.
 //!
-//! Pure: no I/O. A cut swaps two maps and takes constant time; folding goes in steps of bounded size.
+//! Pure: no I/O. A cut swaps two maps and takes constant time; folding goes in steps of bounded
+//! size.
 
 use crate::extents::{ExtentMap, Piece};
 use crate::{BLOCK, DiskBlock, DiskEpoch, Slot};
@@ -100,8 +101,14 @@ impl Chain {
         self.each_below(0, start, len, show);
     }
 
-    /// Shows where the bytes of a range are now: start in the range, length, place and the first byte in its first block.
-    pub fn parts(&self, offset: u64, len: usize, show: &mut dyn FnMut(usize, usize, Option<(Place, u64)>)) {
+    /// Shows where the bytes of a range are now: start in the range, length, place and the first
+    /// byte in its first block.
+    pub fn parts(
+        &self,
+        offset: u64,
+        len: usize,
+        show: &mut dyn FnMut(usize, usize, Option<(Place, u64)>),
+    ) {
         let end = offset + len as u64;
         let first = offset / BLOCK;
         self.each(first, end.div_ceil(BLOCK) - first, &mut |s, n, place| {
@@ -116,12 +123,23 @@ impl Chain {
     }
 
     /// As [`Self::each`], of the current epoch alone.
-    pub fn each_current(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
+    pub fn each_current(
+        &self,
+        start: u64,
+        len: u64,
+        show: &mut dyn FnMut(u64, u64, Option<Place>),
+    ) {
         self.current.each(start, len, show);
     }
 
     /// `depth` 0 is the current map, then the frozen ones, newest first, then the settled one.
-    fn each_below(&self, depth: usize, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
+    fn each_below(
+        &self,
+        depth: usize,
+        start: u64,
+        len: u64,
+        show: &mut dyn FnMut(u64, u64, Option<Place>),
+    ) {
         let frozen = self.frozen.len();
         let map = match depth {
             0 => &self.current,
@@ -135,7 +153,8 @@ impl Chain {
         });
     }
 
-    /// Blocks were written to a new place; slots of this epoch that this leaves unused go to `unused`.
+    /// Blocks were written to a new place; slots of this epoch that this leaves unused go to
+    /// `unused`.
     pub fn write(&mut self, start: u64, len: u64, place: Place, unused: &mut dyn FnMut(u32, u32)) {
         self.current.insert(start, len, place, &mut |_, n, old| {
             if let Place::Slot(slot) = old {
@@ -152,7 +171,12 @@ impl Chain {
         self.last += 1;
         let epoch = DiskEpoch(self.last);
         let map = std::mem::take(&mut self.current);
-        self.frozen.push_back(Frozen { epoch, map, owed: std::mem::take(&mut self.owed), done: false });
+        self.frozen.push_back(Frozen {
+            epoch,
+            map,
+            owed: std::mem::take(&mut self.owed),
+            done: false,
+        });
         Some(epoch)
     }
 
@@ -160,8 +184,14 @@ impl Chain {
         self.frozen.iter().position(|f| f.epoch == epoch && !f.done)
     }
 
-    /// What an epoch in flight covers, from block `from` on, at most about `max` extents, and where to go on. `None` where it is not in flight.
-    pub fn pages(&self, epoch: DiskEpoch, from: u64, max: usize) -> Option<(Vec<Extent>, Option<u64>)> {
+    /// What an epoch in flight covers, from block `from` on, at most about `max` extents, and where
+    /// to go on. `None` where it is not in flight.
+    pub fn pages(
+        &self,
+        epoch: DiskEpoch,
+        from: u64,
+        max: usize,
+    ) -> Option<(Vec<Extent>, Option<u64>)> {
         let index = self.find(epoch)?;
         let frozen = self.frozen.get(index)?;
         let depth = self.frozen.len() - index;
@@ -175,7 +205,8 @@ impl Chain {
             if extents.len() >= max {
                 return Some((extents, Some(start)));
             }
-            // An extent of its own map is in one piece; what is owed may lie in many, so it goes in short steps.
+            // An extent of its own map is in one piece; what is owed may lie in many, so it goes in
+            // short steps.
             let len = if own == Some((start, len)) { len } else { len.min(OWED_STEP_BLOCKS) };
             self.each_below(depth, start, len, &mut |s, n, place| {
                 let slot = match place {
@@ -199,7 +230,8 @@ impl Chain {
         true
     }
 
-    /// The epoch's checkpoint failed: what it covers is owed to the next. False where it is not in flight.
+    /// The epoch's checkpoint failed: what it covers is owed to the next. False where it is not in
+    /// flight.
     pub fn give_back(&mut self, epoch: DiskEpoch) -> bool {
         let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
             return false;
@@ -219,16 +251,19 @@ impl Chain {
         self.frozen.iter().filter(|f| !f.done).map(|f| f.epoch).collect()
     }
 
-    /// Folds up to `max` extents of what is done; slots that this leaves unused go to `unused`. True where more is left.
+    /// Folds up to `max` extents of what is done; slots that this leaves unused go to `unused`.
+    /// True where more is left.
     pub fn fold(&mut self, max: usize, unused: &mut dyn FnMut(u32, u32)) -> bool {
         for _ in 0..max {
             let Some(oldest) = self.frozen.front_mut().filter(|f| f.done) else { return false };
             match oldest.map.pop_first() {
-                Some((start, len, place)) => self.settled.insert(start, len, place, &mut |_, n, old| {
-                    if let Place::Slot(slot) = old {
-                        unused(slot, n as u32);
-                    }
-                }),
+                Some((start, len, place)) => {
+                    self.settled.insert(start, len, place, &mut |_, n, old| {
+                        if let Place::Slot(slot) = old {
+                            unused(slot, n as u32);
+                        }
+                    })
+                }
                 None => drop(self.frozen.pop_front()),
             }
         }

@@ -10,9 +10,10 @@
 //!
 //! Integers are little-endian; checks are XXH3-64, of batches seeded with salt and number.
 //!
-//! Invariants: a batch is written after the data that it names was synced, and before the next one is; so a batch that
-//! does not hold is the last one that was begun, and was promised to nobody. One that does not hold and has a good one behind it is
-//! damage. A journal that has grown to several times what it says is rewritten aside and renamed into place.
+//! Invariants: a batch is written after the data that it names was synced, and before the next one
+//! is; so a batch that does not hold is the last one that was begun, and was promised to nobody.
+//! One that does not hold and has a good one behind it is damage. A journal that has grown to
+//! several times what it says is rewritten aside and renamed into place.
 
 use super::chain::Place;
 use super::medium::{Folder, Medium};
@@ -71,7 +72,8 @@ fn le64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Journal {
-    /// Opens the journal of `folder`, or begins one for a disk of `disk_bytes`; `None`: it has to be there.
+    /// Opens the journal of `folder`, or begins one for a disk of `disk_bytes`; `None`: it has to
+    /// be there.
     pub fn open(folder: Arc<dyn Folder>, disk_bytes: Option<u64>) -> Result<(Self, Recovered)> {
         let file = folder.open(NAME)?;
         let name = format!("{}/{NAME}", folder.name());
@@ -80,13 +82,15 @@ impl Journal {
         file.read(0, &mut header)?;
         let blank = len < HEADER_BYTES as u64 || header == [0; HEADER_BYTES];
         match disk_bytes {
-            // The first header is synced before anything is promised: without a whole one there is nothing to lose.
+            // The first header is synced before anything is promised: without a whole one there is
+            // nothing to lose.
             Some(disk_bytes) if blank => Self::begin(folder, file, disk_bytes),
             None if blank => Err(Error::damaged(name, "there is no overlay in it")),
             wanted => {
                 let (disk_bytes, salt) = parse_header(&header, &name)?;
                 if let Some(wanted) = wanted.filter(|wanted| *wanted != disk_bytes) {
-                    let problem = format!("it is for a disk of {disk_bytes} bytes, the image has {wanted}");
+                    let problem =
+                        format!("it is for a disk of {disk_bytes} bytes, the image has {wanted}");
                     return Err(Error::refused(
                         name,
                         problem,
@@ -98,7 +102,11 @@ impl Journal {
         }
     }
 
-    fn begin(folder: Arc<dyn Folder>, file: Arc<dyn Medium>, disk_bytes: u64) -> Result<(Self, Recovered)> {
+    fn begin(
+        folder: Arc<dyn Folder>,
+        file: Arc<dyn Medium>,
+        disk_bytes: u64,
+    ) -> Result<(Self, Recovered)> {
         let salt = fresh_salt();
         file.set_len(0)?;
         file.write(0, &header(disk_bytes, salt))?;
@@ -106,8 +114,16 @@ impl Journal {
         folder.sync()?;
         let end = HEADER_BYTES as u64;
         let (rewrite_at, rewrite_bytes_min) = (REWRITE_BYTES_MIN, REWRITE_BYTES_MIN);
-        let journal =
-            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at, rewrite_bytes_min };
+        let journal = Self {
+            folder,
+            file,
+            disk_bytes,
+            salt,
+            next_batch: 1,
+            end,
+            rewrite_at,
+            rewrite_bytes_min,
+        };
         Ok((journal, Recovered { disk_bytes, map: ExtentMap::default() }))
     }
 
@@ -119,10 +135,19 @@ impl Journal {
         len: u64,
     ) -> Result<(Self, Recovered)> {
         let (end, rewrite_bytes_min) = (HEADER_BYTES as u64, REWRITE_BYTES_MIN);
-        let mut this =
-            Self { folder, file, disk_bytes, salt, next_batch: 1, end, rewrite_at: 0, rewrite_bytes_min };
+        let mut this = Self {
+            folder,
+            file,
+            disk_bytes,
+            salt,
+            next_batch: 1,
+            end,
+            rewrite_at: 0,
+            rewrite_bytes_min,
+        };
         let map = this.replay(len)?;
-        // What lies behind was promised to nobody, and must not look like a batch once others are written over it.
+        // What lies behind was promised to nobody, and must not look like a batch once others are
+        // written over it.
         if len > this.end {
             this.file.set_len(this.end)?;
         }
@@ -145,7 +170,8 @@ impl Journal {
     /// Reads batches up to the first that does not hold.
     fn replay(&mut self, len: u64) -> Result<ExtentMap<Place>> {
         let mut map = ExtentMap::default();
-        while let Some(body) = self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch)
+        while let Some(body) =
+            self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch)
         {
             for record in body.1.chunks_exact(RECORD_BYTES) {
                 let record = self.parse_record(record)?;
@@ -190,7 +216,8 @@ impl Journal {
             1 => Some(Place::Zero),
             _ => None,
         };
-        let inside = block.checked_add(blocks).is_some_and(|end| end <= self.disk_bytes.div_ceil(BLOCK));
+        let inside =
+            block.checked_add(blocks).is_some_and(|end| end <= self.disk_bytes.div_ceil(BLOCK));
         match place.filter(|_| inside && blocks > 0) {
             Some(place) => Ok(Record { block, blocks, place }),
             None => Err(Error::damaged(
@@ -214,8 +241,10 @@ impl Journal {
                 }
                 let good = self.batch_at(at + place as u64, len)?;
                 if good.is_some_and(|(number, _)| number > self.next_batch) {
-                    let problem =
-                        format!("batch {} at {} does not hold, and later ones do", self.next_batch, self.end);
+                    let problem = format!(
+                        "batch {} at {} does not hold, and later ones do",
+                        self.next_batch, self.end
+                    );
                     return Err(Error::damaged(self.name(), problem));
                 }
             }
@@ -270,7 +299,8 @@ impl Journal {
         self.end >= self.rewrite_at
     }
 
-    /// Writes what it says anew, without what was superseded. A failure that can be tried again leaves it as it is.
+    /// Writes what it says anew, without what was superseded. A failure that can be tried again
+    /// leaves it as it is.
     pub fn rewrite(&mut self) -> Result<(), AppendError> {
         // Looked at again only after it has grown as much once more, whatever happens now.
         self.rewrite_at = self.end.saturating_mul(2);
@@ -335,7 +365,8 @@ fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<(u64, u64)> {
     }
     let version = le32(header, 8);
     if version > VERSION {
-        let problem = format!("it has format version {version}; this program knows versions up to {VERSION}");
+        let problem =
+            format!("it has format version {version}; this program knows versions up to {VERSION}");
         return Err(Error::refused(name, problem, "use the keyframe that wrote it"));
     }
     if xxh3_64(&header[..56]) != le64(header, 56) || le32(header, 12) as usize != BLOCK_BYTES {
@@ -365,7 +396,8 @@ fn check_of(salt: u64, number: u64, records: &[u8]) -> u64 {
     xxh3_64_with_seed(records, salt ^ number.rotate_left(17) ^ count.rotate_left(47))
 }
 
-/// Not secret: it keeps what an older journal left on the medium from being taken for part of this one.
+/// Not secret: it keeps what an older journal left on the medium from being taken for part of this
+/// one.
 fn fresh_salt() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     std::collections::hash_map::RandomState::new().build_hasher().finish()

@@ -1,4 +1,5 @@
-//! The few operations that the overlay needs of a file system, so that tests can crash it at any of them.
+//! The few operations that the overlay needs of a file system, so that tests can crash it at any of
+//! them.
 
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -46,7 +47,8 @@ pub trait Folder: Send + Sync {
 pub enum Lasting {
     /// A sync makes it durable.
     Durable,
-    /// It is thrown away at the end: a sync does nothing. What was written survives the process, as the page cache does.
+    /// It is thrown away at the end: a sync does nothing. What was written survives the process, as
+    /// the page cache does.
     Temporary,
 }
 
@@ -103,7 +105,8 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
     Ok(())
 }
 
-/// The same, of what lies in the page cache: `false` where a part does not, whose reading has begun then.
+/// The same, of what lies in the page cache: `false` where a part does not, whose reading has begun
+/// then.
 pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<bool> {
     let mut done = 0;
     while done < buf.len() {
@@ -126,8 +129,8 @@ pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<boo
     Ok(true)
 }
 
-/// Locks a file. A process that was just started holds its parent's locks too, until its `exec`: so one that is taken is
-/// tried again for a moment.
+/// Locks a file. A process that was just started holds its parent's locks too, until its `exec`: so
+/// one that is taken is tried again for a moment.
 pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<()> {
     for _ in 0..LOCK_TRIES {
         match rustix::fs::flock(&file, operation) {
@@ -162,7 +165,8 @@ impl RealFolder {
     pub fn open(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::io(&name, "open"))?;
+        let folder =
+            rustix::fs::open(path, flags, Mode::empty()).map_err(Error::io(&name, "open"))?;
         match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Self { path: path.into(), folder: folder.into(), lasting }),
             Err(Errno::WOULDBLOCK) => Err(Error::Locked { object: name }),
@@ -187,7 +191,8 @@ impl Folder for RealFolder {
 
     fn replace(&self, from: &str, to: &str) -> Result<()> {
         let name = self.path.join(to).display().to_string();
-        std::fs::rename(self.path.join(from), self.path.join(to)).map_err(Error::io(name, "replace"))
+        std::fs::rename(self.path.join(from), self.path.join(to))
+            .map_err(Error::io(name, "replace"))
     }
 
     fn sync(&self) -> Result<()> {
@@ -205,7 +210,8 @@ mod tests {
     #[test]
     fn what_is_temporary_waits_for_no_medium() {
         // A device that cannot be synced tells whether it is asked to.
-        let file = |lasting| RealFolder::open(Path::new("/dev"), lasting).unwrap().open("null").unwrap();
+        let file =
+            |lasting| RealFolder::open(Path::new("/dev"), lasting).unwrap().open("null").unwrap();
         assert!(file(Lasting::Durable).sync().is_err());
         file(Lasting::Temporary).sync().unwrap();
     }

@@ -12,15 +12,17 @@
 //!
 //! Invariants:
 //! 1. What was written before a sync began is there after it succeeded, whatever happens. So a record reaches the journal
-//!    only after the data that it names is durable, and a slot is used again only once no journal can name it.
+//! only after the data that it names is durable, and a slot is used again only once no journal can
+//! name it.
 //! 2. A block's content at the cut of an epoch in flight is not touched until that epoch is released or given back.
 //! 3. After a sync that failed for another reason than want of space nothing more is accepted: the kernel may have
 //!    dropped what was written.
 //! 4. A slot that somebody reads is not taken for another block: readers hold the map, which is for what needs no
 //!    waiting, or have entered a generation of slots.
 //!
-//! Memory: 50 bytes at most for each extent (blocks written side by side are one), in each epoch in flight and in the
-//! settled map, and 32 bytes for each record that waits for a sync, of which there are at most [`WAITING_MAX`].
+//! Memory: 50 bytes at most for each extent (blocks written side by side are one), in each epoch in
+//! flight and in the settled map, and 32 bytes for each record that waits for a sync, of which
+//! there are at most [`WAITING_MAX`].
 
 mod chain;
 pub(crate) mod fuzzing;
@@ -104,8 +106,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Overlay {
-    /// Opens the overlay in `dir`, or begins one, for a disk of `disk_bytes`. Everything in it counts as written since
-    /// the last cut.
+    /// Opens the overlay in `dir`, or begins one, for a disk of `disk_bytes`. Everything in it
+    /// counts as written since the last cut.
     pub fn create(dir: &Path, disk_bytes: u64, lasting: Lasting) -> Result<Self> {
         Self::on(Arc::new(RealFolder::create(dir, lasting)?), Some(disk_bytes))
     }
@@ -182,7 +184,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Fills `buf` with what the overlay holds from byte `offset` on; the other parts are returned, unchanged.
+    /// Fills `buf` with what the overlay holds from byte `offset` on; the other parts are returned,
+    /// unchanged.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<Missing> {
         let mut missing = Missing::new();
         let (mut zero, mut slots) = (Missing::new(), Vec::new());
@@ -202,7 +205,8 @@ impl Overlay {
         }
         // Without the map: it may take waiting for a device.
         let mut parts = slots.into_iter();
-        let result = parts.try_for_each(|(start, len, at)| self.data.read(at, &mut buf[start..start + len]));
+        let result =
+            parts.try_for_each(|(start, len, at)| self.data.read(at, &mut buf[start..start + len]));
         self.map_alone().slots.leave(entered);
         result.map(|()| missing)
     }
@@ -223,16 +227,22 @@ impl Overlay {
         Ok(result?.then_some(missing))
     }
 
-    /// Shows, of the blocks of a range, what the overlay knows: `Some(true)` zero, `Some(false)` data, `None` not here.
-    pub fn status(&self, block: DiskBlock, blocks: u64, show: &mut dyn FnMut(DiskBlock, u64, Option<bool>)) {
+    /// Shows, of the blocks of a range, what the overlay knows: `Some(true)` zero, `Some(false)`
+    /// data, `None` not here.
+    pub fn status(
+        &self,
+        block: DiskBlock,
+        blocks: u64,
+        show: &mut dyn FnMut(DiskBlock, u64, Option<bool>),
+    ) {
         let state = self.map();
         state.chain.each(block.0, blocks, &mut |s, n, place| {
             show(DiskBlock(s), n, place.map(|place| place == Place::Zero));
         });
     }
 
-    /// Writes `data` from byte `offset` on. Of a block that is written in part the rest comes from `beneath`, unless the
-    /// overlay holds it.
+    /// Writes `data` from byte `offset` on. Of a block that is written in part the rest comes from
+    /// `beneath`, unless the overlay holds it.
     pub fn write(&self, offset: u64, data: &[u8], beneath: Beneath<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.sound()?;
@@ -255,7 +265,13 @@ impl Overlay {
         self.relieve()
     }
 
-    fn write_part(&self, block: u64, within: usize, part: &[u8], beneath: Beneath<'_>) -> Result<()> {
+    fn write_part(
+        &self,
+        block: u64,
+        within: usize,
+        part: &[u8],
+        beneath: Beneath<'_>,
+    ) -> Result<()> {
         let mut here = None;
         self.map().chain.each_current(block, 1, &mut |_, _, place| here = place);
         if let Some(Place::Slot(slot)) = here {
@@ -272,9 +288,13 @@ impl Overlay {
     /// Whole blocks. Where it fails half way some of them are written, as on any disk.
     fn write_whole(&self, block: u64, data: &[u8]) -> Result<()> {
         let mut pieces = Vec::new();
-        self.map().chain.each_current(block, (data.len() / BLOCK_BYTES) as u64, &mut |s, n, place| {
-            pieces.push((s, n, place));
-        });
+        self.map().chain.each_current(
+            block,
+            (data.len() / BLOCK_BYTES) as u64,
+            &mut |s, n, place| {
+                pieces.push((s, n, place));
+            },
+        );
         for (s, n, place) in pieces {
             let start = ((s - block) * BLOCK) as usize;
             let part = &data[start..start + (n * BLOCK) as usize];
@@ -291,7 +311,8 @@ impl Overlay {
         while !rest.is_empty() {
             let taken = self.map_alone().slots.take((rest.len() / BLOCK_BYTES) as u64);
             let Some((slot, count)) = taken else {
-                let problem = "its data file has reached 16 TiB; commit the disk, and begin anew".into();
+                let problem =
+                    "its data file has reached 16 TiB; commit the disk, and begin anew".into();
                 return Err(Error::Limit { object: self.name.clone(), problem });
             };
             let (part, behind) = rest.split_at(count as usize * BLOCK_BYTES);
@@ -319,7 +340,8 @@ impl Overlay {
         chain.write(block, blocks, place, &mut |slot, n| slots.supersede(slot, n));
         match records.last_mut() {
             Some(last)
-                if last.block + last.blocks == block && extents_continue(last.place, last.blocks, place) =>
+                if last.block + last.blocks == block
+                    && extents_continue(last.place, last.blocks, place) =>
             {
                 last.blocks += blocks;
             }
@@ -336,7 +358,12 @@ impl Overlay {
             let within = at % BLOCK;
             let part = if within > 0 || end - at < BLOCK {
                 let part = (end - at).min(BLOCK - within);
-                self.write_part(at / BLOCK, within as usize, &[0; BLOCK_BYTES][..part as usize], beneath)?;
+                self.write_part(
+                    at / BLOCK,
+                    within as usize,
+                    &[0; BLOCK_BYTES][..part as usize],
+                    beneath,
+                )?;
                 part
             } else {
                 let blocks = (end - at) / BLOCK;
@@ -349,7 +376,8 @@ impl Overlay {
         self.relieve()
     }
 
-    /// Whole blocks in the range are no longer needed: they become zero. The ends of a range are left alone.
+    /// Whole blocks in the range are no longer needed: they become zero. The ends of a range are
+    /// left alone.
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let alone = locked(&self.writing);
         self.sound()?;
@@ -416,17 +444,20 @@ impl Overlay {
         error
     }
 
-    /// Ends the current epoch, in constant time: what was written since the cut before is what [`Self::pages`] gives.
+    /// Ends the current epoch, in constant time: what was written since the cut before is what
+    /// [`Self::pages`] gives.
     pub fn cut(&self) -> Result<DiskEpoch> {
         let _alone = locked(&self.writing);
         self.sound()?;
         self.map_alone().chain.cut().ok_or_else(|| {
-            let problem = format!("{EPOCHS_MAX} epochs are in flight; release or give back the oldest first");
+            let problem =
+                format!("{EPOCHS_MAX} epochs are in flight; release or give back the oldest first");
             Error::Limit { object: self.name.clone(), problem }
         })
     }
 
-    /// What an epoch in flight covers, from `from` on: rising extents, some `max` of them, and the block to go on from.
+    /// What an epoch in flight covers, from `from` on: rising extents, some `max` of them, and the
+    /// block to go on from.
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -447,7 +478,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// The epoch's checkpoint failed: the next cut covers its blocks too, with what they hold by then.
+    /// The epoch's checkpoint failed: the next cut covers its blocks too, with what they hold by
+    /// then.
     pub fn give_back(&self, epoch: DiskEpoch) -> Result<()> {
         if !self.map_alone().chain.give_back(epoch) {
             return Err(self.no_epoch(epoch));
@@ -527,14 +559,16 @@ fn disjoint(name: &str, used: &[(u32, u32)]) -> Result<()> {
         seen.insert(slot.into(), n.into(), (), &mut |slot, _, ()| twice = Some(slot));
     }
     match twice {
-        Some(slot) => {
-            Err(Error::damaged(format!("{name}/journal"), format!("slot {slot} belongs to two blocks")))
-        }
+        Some(slot) => Err(Error::damaged(
+            format!("{name}/journal"),
+            format!("slot {slot} belongs to two blocks"),
+        )),
         None => Ok(()),
     }
 }
 
-/// The data file of an overlay that another process serves, to read the slots of an epoch in flight.
+/// The data file of an overlay that another process serves, to read the slots of an epoch in
+/// flight.
 #[derive(Debug)]
 pub struct SlotFile {
     file: File,
@@ -552,6 +586,7 @@ impl SlotFile {
     /// Fills `buf`, a multiple of 4096 bytes, with slots from `slot` on.
     pub fn read(&self, slot: Slot, buf: &mut [u8]) -> Result<()> {
         let at = u64::from(slot.0) * BLOCK;
-        read_or_zero(&self.file, at, buf).map_err(Error::io(format!("{} at {at}", self.name), "read"))
+        read_or_zero(&self.file, at, buf)
+            .map_err(Error::io(format!("{} at {at}", self.name), "read"))
     }
 }

@@ -4,9 +4,10 @@
 //!   tail, or free ──take──▶ written ──published──▶ in a map ──superseded──▶ waiting ──sync──▶ free
 //! ```
 //!
-//! Invariants: a slot that the journal on disk may still name is not free. So a superseded one waits for the sync that
-//! makes its successor durable. Nor is one that somebody may still be reading: who reads without holding the map enters a
-//! generation, and what becomes free meanwhile is parked until all who entered that one or the one before have left.
+//! Invariants: a slot that the journal on disk may still name is not free. So a superseded one
+//! waits for the sync that makes its successor durable. Nor is one that somebody may still be
+//! reading: who reads without holding the map enters a generation, and what becomes free meanwhile
+//! is parked until all who entered that one or the one before have left.
 //!
 //! ```text
 //!   generation 7  ──readers── ──▶ 8 begins once nobody is left in 6; what was parked in 6 is free then
@@ -14,7 +15,8 @@
 
 use crate::extents::ExtentMap;
 
-/// How many slots there can be: 16 TiB of blocks. The numbers above mean other things in the journal.
+/// How many slots there can be: 16 TiB of blocks. The numbers above mean other things in the
+/// journal.
 const SLOTS_MAX: u32 = u32::MAX - 1;
 
 /// The slots of one overlay.

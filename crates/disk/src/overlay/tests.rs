@@ -46,7 +46,11 @@ impl SimFile {
                 at += len;
             }
         }
-        Arc::new(Self { now: Mutex::new(bytes.clone()), durable: Mutex::new(bytes), since: Mutex::default() })
+        Arc::new(Self {
+            now: Mutex::new(bytes.clone()),
+            durable: Mutex::new(bytes),
+            since: Mutex::default(),
+        })
     }
 }
 
@@ -121,7 +125,8 @@ impl Medium for SimHandle {
 
     fn set_len(&self, len_bytes: u64) -> Result<()> {
         locked(&self.file.now).resize(len_bytes as usize, 0);
-        // Lengths are taken for durable with the next sync; until then both are possible, and the longer is the harder.
+        // Lengths are taken for durable with the next sync; until then both are possible, and the
+        // longer is the harder.
         Ok(())
     }
 }
@@ -133,7 +138,11 @@ impl Folder for SimFolder {
 
     fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
         let file = Arc::clone(locked(&self.files).entry(name.into()).or_default());
-        Ok(Arc::new(SimHandle { file, budget: Arc::clone(&self.budget), full: Arc::clone(&self.full) }))
+        Ok(Arc::new(SimHandle {
+            file,
+            budget: Arc::clone(&self.budget),
+            full: Arc::clone(&self.full),
+        }))
     }
 
     fn replace(&self, from: &str, to: &str) -> Result<()> {
@@ -200,9 +209,9 @@ fn base_byte(at: u64) -> u8 {
 }
 
 fn beneath(at: u64, buf: &mut [u8]) -> Result<()> {
-    buf.iter_mut()
-        .enumerate()
-        .for_each(|(i, byte)| *byte = if at + (i as u64) < BYTES { base_byte(at + i as u64) } else { 0 });
+    buf.iter_mut().enumerate().for_each(|(i, byte)| {
+        *byte = if at + (i as u64) < BYTES { base_byte(at + i as u64) } else { 0 }
+    });
     Ok(())
 }
 
@@ -260,7 +269,9 @@ fn apply(step: &Step, overlay: &Overlay, naive: &mut Naive) -> Result<()> {
         Step::Release(which) if which < naive.epochs.len() => {
             let (epoch, _, _) = naive.epochs.remove(which);
             overlay.release(epoch)?;
-            assert!(overlay.release(epoch).is_err() && overlay.pages(epoch, DiskBlock(0), 1).is_err());
+            assert!(
+                overlay.release(epoch).is_err() && overlay.pages(epoch, DiskBlock(0), 1).is_err()
+            );
         }
         Step::GiveBack(which) if which < naive.epochs.len() => {
             let (epoch, _, dirty) = naive.epochs.remove(which);
@@ -281,14 +292,20 @@ fn check_epochs(overlay: &Overlay, naive: &Naive) {
             for extent in extents {
                 for i in 0..extent.blocks {
                     let block = (extent.block.0 + i) as usize;
-                    assert!(!std::mem::replace(&mut seen[block], true), "block {block} of {epoch} twice");
+                    assert!(
+                        !std::mem::replace(&mut seen[block], true),
+                        "block {block} of {epoch} twice"
+                    );
                     let mut page = [0u8; BLOCK_BYTES];
                     if let Some(slot) = extent.slot {
                         overlay.read_slot(Slot(slot.0 + i as u32), &mut page).unwrap();
                     }
                     let start = block * BLOCK_BYTES;
                     let end = then.len().min(start + BLOCK_BYTES);
-                    assert!(page[..end - start] == then[start..end], "block {block} of epoch {epoch}");
+                    assert!(
+                        page[..end - start] == then[start..end],
+                        "block {block} of epoch {epoch}"
+                    );
                 }
             }
             from = next;
@@ -351,7 +368,8 @@ proptest! {
         prop_assert_eq!(size.data_bytes - size.free_bytes, held * BLOCK);
     }
 
-    /// Each sector holds, after a power loss at any operation, something that it held at the last good sync or later.
+    /// Each sector holds, after a power loss at any operation, something that it held at the last
+    /// good sync or later.
     #[test]
     fn keeps_what_was_synced(
         steps in prop::collection::vec(step(), 1..40), budget in 0u64..120, seed in any::<u64>(),
@@ -366,7 +384,8 @@ proptest! {
             let before = naive.now.clone();
             let done = apply(step, &overlay, &mut naive);
             if done.is_err() {
-                // Of a step that failed each sector may be there: as if it had been done, on a disk that works.
+                // Of a step that failed each sector may be there: as if it had been done, on a disk
+                // that works.
                 let (_, healthy, mut after) = fresh();
                 after.now = before;
                 let _ = healthy.write(0, &after.now, &beneath);
@@ -461,7 +480,8 @@ fn a_journal_torn_at_any_byte_gives_the_last_whole_state() {
         let torn = folder.with_journal(journal[..len].to_vec());
         let (_, expected) = states.iter().rev().find(|(end, _)| *end <= len).unwrap();
         let overlay = Overlay::on(torn.clone(), Some(BYTES)).unwrap();
-        // The slots of states before the last are in use again by none: content is exact where slots were not reused.
+        // The slots of states before the last are in use again by none: content is exact where
+        // slots were not reused.
         assert!(content(&overlay) == *expected, "torn at {len}");
         overlay.write(0, &[9; 4096], &beneath).unwrap();
         overlay.sync().unwrap();
@@ -485,9 +505,14 @@ fn a_flipped_byte_is_damage_or_the_torn_end_and_never_other_content() {
         bytes[at] ^= 0x40;
         match Overlay::on(folder.with_journal(bytes), Some(BYTES)) {
             // The last batch cannot be told from one that was being written.
-            Ok(overlay) => assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}"),
+            Ok(overlay) => {
+                assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}")
+            }
             Err(error) => {
-                assert!(at < *last_start && error.to_string().contains("journal"), "byte {at}: {error}");
+                assert!(
+                    at < *last_start && error.to_string().contains("journal"),
+                    "byte {at}: {error}"
+                );
             }
         }
     }

@@ -18,8 +18,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the process may take to be gone after its last answer.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The engine's hold of the process that serves its disks. Dropped without [`Self::end`], it leaves the guest its disks:
-/// the server goes on until its last client is gone.
+/// The engine's hold of the process that serves its disks. Dropped without [`Self::end`], it leaves
+/// the guest its disks: the server goes on until its last client is gone.
 ///
 /// A checkpoint, in this order:
 ///
@@ -56,12 +56,14 @@ enum Begun {
 type CutAnswers = (Result<Vec<DiskEpoch>>, Result<()>);
 
 impl Disks {
-    /// Starts the server as `command`, whose standard input is the connection, and waits until it listens on `socket`.
+    /// Starts the server as `command`, whose standard input is the connection, and waits until it
+    /// listens on `socket`.
     ///
     /// Errors: what a spec names cannot be served.
     pub fn spawn(command: &mut Command, socket: &Path, specs: &[Spec]) -> Result<Self> {
         let name = || command_name(command);
-        let (control, theirs) = UnixStream::pair().map_err(Error::io(name(), "make a connection to"))?;
+        let (control, theirs) =
+            UnixStream::pair().map_err(Error::io(name(), "make a connection to"))?;
         let failed = Error::io(name(), "start");
         // Ctrl-C is not to end it together with the engine.
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).process_group(0);
@@ -110,7 +112,8 @@ impl Disks {
         self.done(&Order::Prepare, SYNC_TIMEOUT)
     }
 
-    /// From now on, and for at most `limit`, flushes are acknowledged before their sync. `limit` must be no longer than the watchdog's.
+    /// From now on, and for at most `limit`, flushes are acknowledged before their sync. `limit`
+    /// must be no longer than the watchdog's.
     pub fn pause(&mut self, limit: Duration) -> Result<()> {
         self.done(&Order::Pause { limit_ms: limit.as_millis() as u64 }, ANSWER_TIMEOUT)
     }
@@ -128,7 +131,8 @@ impl Disks {
         }
     }
 
-    /// Asks for [`Self::cut`] and [`Self::settled`], and waits for neither: the server is done before the rest of the pause is.
+    /// Asks for [`Self::cut`] and [`Self::settled`], and waits for neither: the server is done
+    /// before the rest of the pause is.
     pub fn begin_cut(&mut self) -> Result<()> {
         if let Some((Ok(epochs), _)) = self.finish_cut() {
             // Nobody took them: this cut has their blocks.
@@ -139,7 +143,8 @@ impl Disks {
         self.send(&Order::Settled, SYNC_TIMEOUT)
     }
 
-    /// The answers to [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` where it was not called.
+    /// The answers to [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` where it
+    /// was not called.
     pub fn finish_cut(&mut self) -> Option<CutAnswers> {
         self.wait_for_cut();
         match std::mem::replace(&mut self.begun, Begun::Nothing) {
@@ -156,29 +161,33 @@ impl Disks {
         }
     }
 
-    /// Waits until what was acknowledged since [`Self::pause`] is durable, and ends the pause. Before `cont`, also after
-    /// a checkpoint that failed. Where this fails the VM must not run; it can be tried again once there is space.
+    /// Waits until what was acknowledged since [`Self::pause`] is durable, and ends the pause.
+    /// Before `cont`, also after a checkpoint that failed. Where this fails the VM must not run; it
+    /// can be tried again once there is space.
     pub fn settled(&mut self) -> Result<()> {
         self.done(&Order::Settled, SYNC_TIMEOUT)
     }
 
-    /// The VM runs, or was not stopped after all: the server's threads are no more urgent than others.
+    /// The VM runs, or was not stopped after all: the server's threads are no more urgent than
+    /// others.
     pub fn resumed(&mut self) -> Result<()> {
         self.done(&Order::Resumed, ANSWER_TIMEOUT)
     }
 
-    /// Has requests answered on `core`, on which the guest runs alone, before it runs on: see the server's `affinity`.
+    /// Has requests answered on `core`, on which the guest runs alone, before it runs on: see the
+    /// server's `affinity`.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
         self.done(&Order::AnswerOn { core }, ANSWER_TIMEOUT)
     }
 
-    /// All blocks that `epoch` of the disk at `index` covers, rising: those written since the cut before, and those of
-    /// epochs that were given back.
+    /// All blocks that `epoch` of the disk at `index` covers, rising: those written since the cut
+    /// before, and those of epochs that were given back.
     pub fn pages(&mut self, index: usize, epoch: DiskEpoch) -> Pages<'_> {
         Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
     }
 
-    /// Some thousand extents of the same, from `from` on, and where to go on: for one who shares this hold with others.
+    /// Some thousand extents of the same, from `from` on, and where to go on: for one who shares
+    /// this hold with others.
     pub fn pages_from(
         &mut self,
         index: usize,
@@ -187,15 +196,19 @@ impl Disks {
     ) -> Result<(Vec<Extent>, Option<DiskBlock>)> {
         match self.ask(&Order::Pages { disk: index, epoch, from }, ANSWER_TIMEOUT)? {
             // One that goes backwards would never end.
-            Answer::Pages { extents, next } if next.is_none_or(|next| next > from) => Ok((extents, next)),
+            Answer::Pages { extents, next } if next.is_none_or(|next| next > from) => {
+                Ok((extents, next))
+            }
             other => Err(unexpected(&other)),
         }
     }
 
     /// Reads slots of the disk at `index`, without asking the server.
     pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
-        let spec =
-            self.specs.get(index).ok_or_else(|| Error::protocol("the engine", format!("no disk {index}")))?;
+        let spec = self
+            .specs
+            .get(index)
+            .ok_or_else(|| Error::protocol("the engine", format!("no disk {index}")))?;
         SlotFile::open(&spec.overlay)
     }
 
@@ -216,8 +229,8 @@ impl Disks {
         Ok(())
     }
 
-    /// Serves what is open beside in place of what is served, which is then beside: clients notice nothing but the content.
-    /// While the VM stands, and no epoch is in flight. All disks, or none.
+    /// Serves what is open beside in place of what is served, which is then beside: clients notice
+    /// nothing but the content. While the VM stands, and no epoch is in flight. All disks, or none.
     pub fn exchange(&mut self) -> Result<()> {
         self.done(&Order::Exchange, ANSWER_TIMEOUT)?;
         std::mem::swap(&mut self.specs, &mut self.staged);
@@ -238,7 +251,8 @@ impl Disks {
         }
     }
 
-    /// Ends the server: clients that are left are cut off, everything is synced. After it the overlays are free.
+    /// Ends the server: clients that are left are cut off, everything is synced. After it the
+    /// overlays are free.
     pub fn end(mut self) -> Result<()> {
         let ended = self.done(&Order::End, SYNC_TIMEOUT);
         let deadline = Instant::now() + EXIT_TIMEOUT;
@@ -274,8 +288,12 @@ impl Disks {
 
     fn receive(&mut self) -> Result<Answer> {
         match frame::receive(&self.control) {
-            Ok(Some(Answer::Failed { problem, disk_full: true })) => Err(Error::ServerFull { problem }),
-            Ok(Some(Answer::Failed { problem, disk_full: false })) => Err(Error::Server { problem }),
+            Ok(Some(Answer::Failed { problem, disk_full: true })) => {
+                Err(Error::ServerFull { problem })
+            }
+            Ok(Some(Answer::Failed { problem, disk_full: false })) => {
+                Err(Error::Server { problem })
+            }
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(Error::Server { problem: "it has ended".into() }),
             Err(error) => Err(self.lost(error)),

@@ -13,9 +13,11 @@ const OBJECT: &str = "the engine's connection to its disks";
 /// Sends one message.
 pub fn send(mut stream: &UnixStream, message: &impl Serialize) -> Result<()> {
     let mut bytes = vec![0; 4];
-    serde_json::to_writer(&mut bytes, message).map_err(|e| Error::protocol(OBJECT, e.to_string()))?;
+    serde_json::to_writer(&mut bytes, message)
+        .map_err(|e| Error::protocol(OBJECT, e.to_string()))?;
     let len = u32::try_from(bytes.len() - 4).ok().filter(|len| *len <= MESSAGE_BYTES_MAX);
-    let len = len.ok_or_else(|| Error::protocol(OBJECT, format!("a message of {} bytes", bytes.len())))?;
+    let len =
+        len.ok_or_else(|| Error::protocol(OBJECT, format!("a message of {} bytes", bytes.len())))?;
     bytes[..4].copy_from_slice(&len.to_le_bytes());
     stream.write_all(&bytes).map_err(Error::io(OBJECT, "write to"))
 }
@@ -25,7 +27,12 @@ pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>
     let mut len = [0u8; 4];
     match stream.read_exact(&mut len) {
         Ok(()) => {}
-        Err(e) if matches!(e.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => {
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset
+            ) =>
+        {
             return Ok(None);
         }
         Err(e) => return Err(Error::io(OBJECT, "read from")(e)),

@@ -13,8 +13,9 @@
 //!
 //! It is a process of its own so that the guest keeps its disk when the engine dies.
 //!
-//! Invariants: what an order says is bounded and checked; each order has one answer, in order. A server without an engine
-//! holds no epoch, so that its overlay does not grow, and acknowledges no flush before its sync.
+//! Invariants: what an order says is bounded and checked; each order has one answer, in order. A
+//! server without an engine holds no epoch, so that its overlay does not grow, and acknowledges no
+//! flush before its sync.
 //!
 //! Left out: taking hold of a server whose engine died.
 

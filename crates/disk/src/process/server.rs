@@ -20,19 +20,25 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Opens the layer that a spec names.
 type OpenLayer<'a> = &'a dyn Fn(&str) -> Result<Box<dyn Layer>>;
 
-/// Serves disks as `control` orders, until it orders the end; or, once it is gone, until the last client is.
+/// Serves disks as `control` orders, until it orders the end; or, once it is gone, until the last
+/// client is.
 ///
 /// `open_layer` opens the layer that a [`Spec`] names.
-pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>) -> Result<()> {
+pub fn serve(
+    control: &UnixStream,
+    open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>,
+) -> Result<()> {
     let Some(order) = frame::receive(control)? else { return Ok(()) };
     let opened = match order {
-        Order::Open { socket, specs } => open(&specs, &open_layer)
-            .and_then(|(exports, locks)| Ok((Server::start(&socket, exports.clone())?, exports, locks))),
+        Order::Open { socket, specs } => open(&specs, &open_layer).and_then(|(exports, locks)| {
+            Ok((Server::start(&socket, exports.clone())?, exports, locks))
+        }),
         _ => Err(Error::protocol("the engine", "its first order is not to open the disks")),
     };
     match opened {
         Ok((server, exports, locks)) => {
-            let served = Serving { server, exports, staged: None, open_layer: &open_layer }.run(control);
+            let served =
+                Serving { server, exports, staged: None, open_layer: &open_layer }.run(control);
             drop(locks);
             served
         }
@@ -43,10 +49,14 @@ pub fn serve(control: &UnixStream, open_layer: impl Fn(&str) -> Result<Box<dyn L
     }
 }
 
-fn open(specs: &[Spec], open_layer: OpenLayer<'_>) -> Result<(Vec<Export>, Vec<Option<ImageLock>>)> {
+fn open(
+    specs: &[Spec],
+    open_layer: OpenLayer<'_>,
+) -> Result<(Vec<Export>, Vec<Option<ImageLock>>)> {
     let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
     if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
-        let problem = format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
+        let problem =
+            format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
         return Err(Error::protocol("the engine", problem));
     }
     let open = |spec: &Spec| {
@@ -114,7 +124,8 @@ impl Serving<'_> {
         let traffic = self.server.traffic();
         let began = Instant::now();
         loop {
-            let begun = traffic.served.load(Ordering::Acquire) > 0 || began.elapsed() >= FIRST_CLIENT;
+            let begun =
+                traffic.served.load(Ordering::Acquire) > 0 || began.elapsed() >= FIRST_CLIENT;
             if begun && traffic.clients.load(Ordering::Acquire) == 0 {
                 return self.end(None);
             }
@@ -126,9 +137,12 @@ impl Serving<'_> {
         match order {
             Order::Prepare => each(&self.exports, Disk::sync)?,
             Order::Pause { limit_ms } => {
-                // The pause waits for flushes of QEMU's: a thread that is not run at once makes it longer by milliseconds.
+                // The pause waits for flushes of QEMU's: a thread that is not run at once makes it
+                // longer by milliseconds.
                 priority::raise_all();
-                self.exports.iter().for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
+                self.exports
+                    .iter()
+                    .for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
             }
             Order::Settled => each(&self.exports, Disk::settled)?,
             Order::Resumed => {
@@ -139,9 +153,10 @@ impl Serving<'_> {
             Order::Cut => return self.cut(),
             Order::Pages { disk, epoch, from } => {
                 let export = self.exports.get(*disk);
-                let export =
-                    export.ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
-                let (extents, next) = export.disk.stack().overlay.pages(*epoch, *from, EXTENTS_MAX)?;
+                let export = export
+                    .ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
+                let (extents, next) =
+                    export.disk.stack().overlay.pages(*epoch, *from, EXTENTS_MAX)?;
                 return Ok(Answer::Pages { extents, next });
             }
             Order::Release { epochs } => {
@@ -165,7 +180,10 @@ impl Serving<'_> {
         let names = |of: &mut dyn Iterator<Item = &str>| of.map(str::to_owned).collect::<Vec<_>>();
         let served = names(&mut self.exports.iter().map(|export| export.name.as_str()));
         if names(&mut specs.iter().map(|spec| spec.export.as_str())) != served {
-            return Err(Error::protocol("the engine", "the disks beside are not those that are served"));
+            return Err(Error::protocol(
+                "the engine",
+                "the disks beside are not those that are served",
+            ));
         }
         let open = |(spec, export): (&Spec, &Export)| {
             let base = match spec.blank_bytes {
@@ -187,7 +205,8 @@ impl Serving<'_> {
     fn exchange(&mut self) -> Result<()> {
         let in_flight = self.exports.iter().any(|export| export.disk.size().in_flight > 0);
         let Some(staged) = self.staged.as_mut().filter(|_| !in_flight) else {
-            let problem = if in_flight { "epochs of the disks are in flight" } else { "no disks are beside" };
+            let problem =
+                if in_flight { "epochs of the disks are in flight" } else { "no disks are beside" };
             return Err(Error::protocol("the engine", problem));
         };
         for (export, stack) in self.exports.iter().zip(staged) {

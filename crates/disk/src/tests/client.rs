@@ -29,7 +29,8 @@ fn serve(socket: &Path, script: Vec<u8>) -> std::thread::JoinHandle<()> {
 
 fn answer(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u32).to_be_bytes();
-    [&OPTION_REPLY.to_be_bytes()[..], &option.to_be_bytes(), &kind.to_be_bytes(), &len, data].concat()
+    [&OPTION_REPLY.to_be_bytes()[..], &option.to_be_bytes(), &kind.to_be_bytes(), &len, data]
+        .concat()
 }
 
 fn greeting() -> Vec<u8> {
@@ -43,7 +44,8 @@ fn handshake() -> Vec<u8> {
 
 /// The same for a disk of so many bytes.
 fn handshake_of(disk_bytes: u64) -> Vec<u8> {
-    let info = [&INFO_EXPORT.to_be_bytes()[..], &disk_bytes.to_be_bytes(), &1u16.to_be_bytes()].concat();
+    let info =
+        [&INFO_EXPORT.to_be_bytes()[..], &disk_bytes.to_be_bytes(), &1u16.to_be_bytes()].concat();
     [
         greeting(),
         answer(OPT_STRUCTURED_REPLY, REP_ACK, b""),
@@ -57,7 +59,8 @@ fn handshake_of(disk_bytes: u64) -> Vec<u8> {
 
 fn chunk(cookie: u64, flags: u16, kind: u16, data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u32).to_be_bytes();
-    let header = [&STRUCTURED_REPLY.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
+    let header =
+        [&STRUCTURED_REPLY.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
     [&header, &cookie.to_be_bytes()[..], &len, data].concat()
 }
 
@@ -100,10 +103,15 @@ fn what_is_allocated_is_told_and_read() {
     assert!(told(64 << 10) && told((72 << 10) - 1) && told(900 << 10), "{data:?}");
     let mut bytes = vec![1; 16 << 10];
     client.read(60 << 10, &mut bytes).unwrap();
-    assert!(bytes[..4096] == [0; 4096] && bytes[4096..12288] == [7; 8192] && bytes[12288..] == [0; 4096]);
+    assert!(
+        bytes[..4096] == [0; 4096]
+            && bytes[4096..12288] == [7; 8192]
+            && bytes[12288..] == [0; 4096]
+    );
     assert!(client.read(DISK_BYTES, &mut bytes).is_err(), "behind its end");
     drop(client);
-    let unknown = Client::connect(&bed.path("s"), "d", "qemu:dirty-bitmap:none").unwrap_err().to_string();
+    let unknown =
+        Client::connect(&bed.path("s"), "d", "qemu:dirty-bitmap:none").unwrap_err().to_string();
     assert!(unknown.contains("qemu:dirty-bitmap:none"), "{unknown}");
     disks.end().unwrap();
 }
@@ -138,13 +146,17 @@ fn replies_that_leave_bytes_out_are_none() {
 #[test]
 fn a_status_is_cut_to_the_disk() {
     let bed = Bed::new();
-    let server =
-        serve(&bed.path("s"), [handshake(), status(1, &[(4096, 3), (u32::MAX, 0), (9, 1)])].concat());
+    let server = serve(
+        &bed.path("s"),
+        [handshake(), status(1, &[(4096, 3), (u32::MAX, 0), (9, 1)])].concat(),
+    );
     let mut client = connect(&bed).unwrap();
     let found = client.status(8192).unwrap();
     let rest = DISK_BYTES - 12288;
-    let expected =
-        [Status { offset: 8192, len: 4096, flags: 3 }, Status { offset: 12288, len: rest, flags: 0 }];
+    let expected = [
+        Status { offset: 8192, len: 4096, flags: 3 },
+        Status { offset: 12288, len: rest, flags: 0 },
+    ];
     assert_eq!(found, expected);
     drop(client);
     server.join().unwrap();
@@ -154,7 +166,8 @@ fn a_status_is_cut_to_the_disk() {
 #[test]
 fn blocks_are_given_whole_and_once_however_the_server_cuts_them() {
     let bed = Bed::new();
-    let parts = [(1024, 3), (512, 0), (512, 2), (1024, 0), (9216, 3), (5120, 0), (3072, 2), (512, 0)];
+    let parts =
+        [(1024, 3), (512, 0), (512, 2), (1024, 0), (9216, 3), (5120, 0), (3072, 2), (512, 0)];
     let script = [
         handshake_of(5 * 4096 + 512),
         status(1, &parts),
@@ -195,12 +208,14 @@ fn a_server_that_answers_without_end_is_left() {
 fn junk() -> impl Strategy<Value = Vec<u8>> {
     let tail = || prop::collection::vec(any::<u8>(), 0..100);
     let number = || prop_oneof![Just(0u64), Just(u64::MAX), any::<u64>(), 0u64..1 << 20];
-    let option = (0u32..12, any::<u32>(), 0u32..6, tail(), any::<bool>())
-        .prop_map(|(option, any, kind, tail, odd)| answer(option, if odd { any } else { kind }, &tail));
-    let reply =
-        (0u64..3, 0u16..2, 0u16..8, number(), tail()).prop_map(|(cookie, flags, kind, number, tail)| {
+    let option = (0u32..12, any::<u32>(), 0u32..6, tail(), any::<bool>()).prop_map(
+        |(option, any, kind, tail, odd)| answer(option, if odd { any } else { kind }, &tail),
+    );
+    let reply = (0u64..3, 0u16..2, 0u16..8, number(), tail()).prop_map(
+        |(cookie, flags, kind, number, tail)| {
             chunk(cookie, flags, kind, &[&number.to_be_bytes()[..], &tail].concat())
-        });
+        },
+    );
     let parts = prop::collection::vec((any::<u32>(), 0u32..4), 0..20);
     let told = (0u64..3, parts).prop_map(|(cookie, parts)| status(cookie, &parts));
     prop_oneof![option, reply, told, tail()]
@@ -209,7 +224,8 @@ fn junk() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(100) })]
 
-    /// Whatever a server says: an answer or an error, never a panic or a wait without end; a status stays in the disk.
+    /// Whatever a server says: an answer or an error, never a panic or a wait without end; a status
+    /// stays in the disk.
     #[test]
     fn a_hostile_server_is_no_danger(shaken in any::<bool>(), said in prop::collection::vec(junk(), 0..8)) {
         let bed = Bed::new();

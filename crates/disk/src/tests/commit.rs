@@ -1,4 +1,5 @@
-//! Disks written back: new images as QEMU reads them, and bases that are written while somebody kills the writer.
+//! Disks written back: new images as QEMU reads them, and bases that are written while somebody
+//! kills the writer.
 
 use super::{Bed, Stamp, img, run};
 use crate::commit::{self, InPlace};
@@ -93,13 +94,20 @@ fn a_new_image_is_what_the_disk_was() {
         let words = ["convert", "-f", &format.to_string(), "-O", "raw"];
         img(&[&words[..], &[path.to_str().unwrap(), raw.to_str().unwrap()]].concat());
         assert!(std::fs::read(raw).unwrap() == expected, "{format} as QEMU reads it");
-        assert!(commit::to_new(&disk, &path, format, &mut |_| Ok(())).is_err(), "nothing is overwritten");
+        assert!(
+            commit::to_new(&disk, &path, format, &mut |_| Ok(())).is_err(),
+            "nothing is overwritten"
+        );
     }
     img(&["check", "-q", "-f", "qcow2", bed.path("new.qcow2").to_str().unwrap()]);
     let mut stop = |_| Err(Error::protocol("a person", "gave up"));
     assert!(commit::to_new(&disk, &bed.path("never"), ImageFormat::Raw, &mut stop).is_err());
-    let left: Vec<_> = std::fs::read_dir(bed.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-    assert!(left.iter().all(|name| name != "never" && !name.to_string_lossy().starts_with('.')), "{left:?}");
+    let left: Vec<_> =
+        std::fs::read_dir(bed.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(
+        left.iter().all(|name| name != "never" && !name.to_string_lossy().starts_with('.')),
+        "{left:?}"
+    );
 }
 
 /// A checkpoint's disk: a layer over an image, without an overlay.
@@ -169,10 +177,14 @@ fn a_commit_in_place_that_is_killed_goes_on_and_nobody_reads_half() {
     }
 }
 
-/// `qemu-img check` ends with 3 where clusters are lost, which costs space, and with 2 where content is in danger.
+/// `qemu-img check` ends with 3 where clusters are lost, which costs space, and with 2 where
+/// content is in danger.
 fn no_corruption(path: &Path) {
-    let output =
-        Command::new("timeout").args(["60", "qemu-img", "check", "-f", "qcow2"]).arg(path).output().unwrap();
+    let output = Command::new("timeout")
+        .args(["60", "qemu-img", "check", "-f", "qcow2"])
+        .arg(path)
+        .output()
+        .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(matches!(output.status.code(), Some(0 | 3)), "{}: {text}", output.status);
 }
@@ -183,8 +195,9 @@ fn an_image_in_use_is_not_written() {
     base(&bed, ImageFormat::Raw);
     overlay(&bed, ImageFormat::Raw);
     let before = std::fs::read(bed.path("base")).unwrap();
-    let begin_with =
-        |bytes: u64| InPlace::begin(&bed.path("base"), ImageFormat::Raw, bytes, "the overlay").map(drop);
+    let begin_with = |bytes: u64| {
+        InPlace::begin(&bed.path("base"), ImageFormat::Raw, bytes, "the overlay").map(drop)
+    };
     let begin = || begin_with(DISK_BYTES as u64);
     // Another VM of ours that runs over it.
     let served = Base::open(&bed.path("base"), ImageFormat::Raw).unwrap();
@@ -208,13 +221,17 @@ fn an_image_in_use_is_not_written() {
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     holder.wait().unwrap();
     assert!(matches!(locked, Err(Error::Locked { .. })), "{locked:?}");
-    assert!(!bed.path("base.keyframe-commit").exists() && std::fs::read(bed.path("base")).unwrap() == before);
+    assert!(
+        !bed.path("base.keyframe-commit").exists()
+            && std::fs::read(bed.path("base")).unwrap() == before
+    );
     // One that is of another disk is neither written nor marked.
     assert!(matches!(begin_with(512), Err(Error::Refused { .. })));
     assert!(!bed.path("base.keyframe-commit").exists());
     // And while we write, nobody else of ours reads.
     let image =
-        InPlace::begin(&bed.path("base"), ImageFormat::Raw, DISK_BYTES as u64, "the overlay").unwrap();
+        InPlace::begin(&bed.path("base"), ImageFormat::Raw, DISK_BYTES as u64, "the overlay")
+            .unwrap();
     let error = Base::open(&bed.path("base"), ImageFormat::Raw).unwrap_err().to_string();
     assert!(error.contains("under way"), "{error}");
     let wrong = image.write(&Overlay::open(&bed.path("overlay")).unwrap(), 512, &mut |_| Ok(()));

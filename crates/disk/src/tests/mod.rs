@@ -17,8 +17,10 @@ const CHILD: &str = "KEYFRAME_TEST_DISKS";
 fn child() {
     if std::env::var_os(CHILD).is_some() {
         let control = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap();
-        crate::serve(&control.into(), |name| Ok(Box::new(Stamp(name.parse().unwrap())) as Box<dyn Layer>))
-            .unwrap();
+        crate::serve(&control.into(), |name| {
+            Ok(Box::new(Stamp(name.parse().unwrap())) as Box<dyn Layer>)
+        })
+        .unwrap();
     }
 }
 
@@ -74,7 +76,9 @@ impl Bed {
     fn start(&self, spec: &Spec) -> Disks {
         let _ = std::fs::remove_file(self.path("s"));
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["tests::child", "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+        command
+            .args(["tests::child", "--exact", "--nocapture", "--test-threads=1"])
+            .env(CHILD, "1");
         Disks::spawn(&mut command, &self.path("s"), std::slice::from_ref(spec)).unwrap()
     }
 
@@ -98,7 +102,8 @@ impl Bed {
         let out = self.path("out.raw");
         run(
             "qemu-img",
-            &["convert", "-f", "raw", "-O", "raw", &self.url(), out.to_str().unwrap()].map(String::from),
+            &["convert", "-f", "raw", "-O", "raw", &self.url(), out.to_str().unwrap()]
+                .map(String::from),
         );
         std::fs::read(out).unwrap()
     }
@@ -106,8 +111,8 @@ impl Bed {
 
 fn run(program: &str, words: &[String]) -> String {
     let output = Command::new("timeout").arg("60").arg(program).args(words).output().unwrap();
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && !text.contains("failed"), "{program} {words:?}: {text}");
     text
 }
@@ -168,7 +173,8 @@ fn qcow2_with_backing_files_and_compressed_clusters_reads_as_qemu_reads_it() {
     img(&["create", "-q", "-f", "qcow2", "-b", &path(&mid), "-F", "qcow2", &path(&top), "5M"]);
     run(
         "qemu-io",
-        &["-f", "qcow2", "-c", "write -P 3 1M 300k", "-c", "write -z 2M 128k", &path(&top)].map(String::from),
+        &["-f", "qcow2", "-c", "write -P 3 1M 300k", "-c", "write -z 2M 128k", &path(&top)]
+            .map(String::from),
     );
     let disks = bed.start(&bed.spec("c.qcow2", ImageFormat::Qcow2));
     img(&["compare", "-f", "qcow2", "-F", "raw", &path(&top), &bed.url()]);
@@ -221,7 +227,9 @@ fn epochs_come_over_the_connection_and_failed_ones_come_again() {
                 (0..extent.blocks)
                     .map(|i| {
                         let mut page = [0u8; BLOCK_BYTES];
-                        slots.read(crate::Slot(extent.slot.unwrap().0 + i as u32), &mut page).unwrap();
+                        slots
+                            .read(crate::Slot(extent.slot.unwrap().0 + i as u32), &mut page)
+                            .unwrap();
                         (extent.block.0 + i, page[0], page[4095])
                     })
                     .collect::<Vec<_>>()
@@ -236,7 +244,10 @@ fn epochs_come_over_the_connection_and_failed_ones_come_again() {
     let third = disks.cut().unwrap();
     assert_eq!(content(&mut disks, third[0]), [(0, 1, 1), (1, 2, 2)]);
     let stats = disks.stats().unwrap();
-    assert!(stats.flushes > 0 && stats.written_bytes == 16384 && stats.disks[0].in_flight == 1, "{stats:?}");
+    assert!(
+        stats.flushes > 0 && stats.written_bytes == 16384 && stats.disks[0].in_flight == 1,
+        "{stats:?}"
+    );
     disks.end().unwrap();
 }
 
@@ -327,22 +338,31 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
         std::thread::sleep(Duration::from_millis(5));
     }
     drop(disks);
-    std::io::Write::write_all(&mut input, b"write -P 66 8192 4096\nflush\nread -P 66 8192 4096\nquit\n")
-        .unwrap();
+    std::io::Write::write_all(
+        &mut input,
+        b"write -P 66 8192 4096\nflush\nread -P 66 8192 4096\nquit\n",
+    )
+    .unwrap();
     drop(input);
     let output = client.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && !text.contains("failed") && text.contains("read 4096/4096"), "{text}");
+    assert!(
+        output.status.success() && !text.contains("failed") && text.contains("read 4096/4096"),
+        "{text}"
+    );
     // Then the server ends by itself, and leaves the overlay free.
     let deadline = std::time::Instant::now() + Duration::from_mins(2);
     let overlay = loop {
         match crate::Overlay::open(&bed.path("overlay")) {
             Ok(overlay) => break overlay,
-            Err(_) if std::time::Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
+            Err(_) if std::time::Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20))
+            }
             Err(error) => panic!("{error}"),
         }
     };
-    let disk = Disk::new(overlay, Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap(), None);
+    let disk =
+        Disk::new(overlay, Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap(), None);
     let mut block = [0u8; BLOCK_BYTES];
     disk.read(8192, &mut block).unwrap();
     assert_eq!(block, [66; BLOCK_BYTES]);
@@ -366,7 +386,8 @@ fn disks_are_exchanged_under_a_client_and_come_back() {
         block[0]
     };
     disk.write(8192, &[2; BLOCK_BYTES]).unwrap();
-    let other = crate::disk::Stack::create(&bed.path("second"), base(), None, Lasting::Durable).unwrap();
+    let other =
+        crate::disk::Stack::create(&bed.path("second"), base(), None, Lasting::Durable).unwrap();
     let mut other = std::sync::Arc::new(other);
     disk.exchange(&mut other);
     assert_eq!(block(), 1);

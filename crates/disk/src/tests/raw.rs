@@ -1,13 +1,16 @@
-//! The protocol byte by byte: old and new ways to choose an export, slow reads, and clients that send anything.
+//! The protocol byte by byte: old and new ways to choose an export, slow reads, and clients that
+//! send anything.
 
 use super::Bed;
 use crate::nbd::wire::{
-    CMD_BLOCK_STATUS, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, EINVAL, IHAVEOPT, NBDMAGIC,
-    Numbers, OPT_EXPORT_NAME, OPT_GO, OPT_LIST, OPTION_REPLY, REP_ACK, REP_ERR_UNKNOWN, REP_SERVER, REQUEST,
-    SIMPLE_REPLY,
+    CMD_BLOCK_STATUS, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, EINVAL, IHAVEOPT,
+    NBDMAGIC, Numbers, OPT_EXPORT_NAME, OPT_GO, OPT_LIST, OPTION_REPLY, REP_ACK, REP_ERR_UNKNOWN,
+    REP_SERVER, REQUEST, SIMPLE_REPLY,
 };
 use crate::nbd::{Export, Server};
-use crate::{BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result};
+use crate::{
+    BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result,
+};
 use keyframe_kernel::cores;
 use proptest::prelude::*;
 use std::io::{Read, Write};
@@ -98,7 +101,8 @@ fn serve(bed: &Bed, names: &[&str], layer: impl Fn() -> Option<Box<dyn Layer>>) 
     let export = |name: &&str| {
         let base = Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap();
         let disk =
-            Disk::create(&bed.path(&format!("overlay-{name}")), base, layer(), Lasting::Durable).unwrap();
+            Disk::create(&bed.path(&format!("overlay-{name}")), base, layer(), Lasting::Durable)
+                .unwrap();
         Export { name: (*name).into(), disk: Arc::new(disk) }
     };
     Server::start(&bed.path("s"), names.iter().map(export).collect()).unwrap()
@@ -112,7 +116,10 @@ fn exports_are_listed_and_chosen_by_name_the_old_way_too() {
     let mut raw = Raw::connect(&bed, 1);
     raw.option(OPT_LIST, b"");
     let names: Vec<_> = (0..2).map(|_| raw.answer()).collect();
-    assert_eq!(names, [(REP_SERVER, b"\0\0\0\x01a".to_vec()), (REP_SERVER, b"\0\0\0\x01b".to_vec())]);
+    assert_eq!(
+        names,
+        [(REP_SERVER, b"\0\0\0\x01a".to_vec()), (REP_SERVER, b"\0\0\0\x01b".to_vec())]
+    );
     assert_eq!(raw.answer().0, REP_ACK);
     // Of several none is the default.
     for name in [&b"\0\0\0\0\0\0"[..], b"\0\0\0\x01c\0\0"] {
@@ -186,7 +193,8 @@ fn cores_of(process: u32, name: &str) -> Vec<Vec<usize>> {
     cores::threads_of(process).into_iter().filter(is_called).map(cores::of_thread).collect()
 }
 
-/// As for a VM that records: all that a client asks for, of an image that has to be decoded and of a layer, is answered by its own thread, on that core.
+/// As for a VM that records: all that a client asks for, of an image that has to be decoded and of
+/// a layer, is answered by its own thread, on that core.
 #[test]
 fn clients_are_answered_on_the_core_that_was_said() {
     let bed = Bed::new();
@@ -276,7 +284,8 @@ fn a_slow_read_holds_nothing_up() {
 
 /// Something that looks like a request, an option, or like nothing.
 fn junk() -> impl Strategy<Value = Vec<u8>> {
-    let number = || prop_oneof![Just(0u64), Just(u64::MAX), Just(1 << 20), any::<u64>(), 0u64..1 << 21];
+    let number =
+        || prop_oneof![Just(0u64), Just(u64::MAX), Just(1 << 20), any::<u64>(), 0u64..1 << 21];
     let len = || prop_oneof![Just(0u32), Just(u32::MAX), Just(32 << 20), any::<u32>(), 0u32..9000];
     let tail = || prop::collection::vec(any::<u8>(), 0..200);
     let asked = (0u16..9, number(), len(), tail())
@@ -290,7 +299,8 @@ fn junk() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
 
-    /// Whatever a client sends, before and after it has an export: the others are served, and the disk is what they made it.
+    /// Whatever a client sends, before and after it has an export: the others are served, and the
+    /// disk is what they made it.
     #[test]
     fn a_hostile_client_hurts_itself_alone(chosen in any::<bool>(), sent in prop::collection::vec(junk(), 1..12)) {
         let bed = Bed::new();

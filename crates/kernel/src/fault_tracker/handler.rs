@@ -7,11 +7,11 @@
 //!   failed: end the tracking of everything (wakes all), then only read on, so that no discard waits
 //! ```
 //!
-//! Messages are read under the lock, so that a drain that holds it knows: no page loses its protection now, and no
-//! discard can have got past that was not noted.
+//! Messages are read under the lock, so that a drain that holds it knows: no page loses its
+//! protection now, and no discard can have got past that was not noted.
 //!
-//! A fault can come late, for a page that was opened meanwhile, by another thread's fault: what was opened since the last
-//! drain is noted (one bit a page), and told to no hook again.
+//! A fault can come late, for a page that was opened meanwhile, by another thread's fault: what was
+//! opened since the last drain is noted (one bit a page), and told to no hook again.
 
 use super::{BUSY_MAX, BUSY_SLEEP, Hook, Touch};
 use crate::abi::{self, MESSAGE_BYTES, Message};
@@ -66,7 +66,8 @@ impl Segment {
         Self { stretch, opened: vec![0; pages.div_ceil(64) as usize] }
     }
 
-    /// The part of this segment in `range`, which lies in it. What was opened is forgotten: its pages can be told again.
+    /// The part of this segment in `range`, which lies in it. What was opened is forgotten: its
+    /// pages can be told again.
     pub fn part(&self, range: HostRange) -> Self {
         Self::new(Stretch { range, ..self.stretch })
     }
@@ -114,20 +115,22 @@ impl State {
             let (_, first) = segment.page(part.start.0);
             let (_, last) = segment.page(part.end().0 - 1);
             for number in (first..=last).filter(|number| !segment.is_opened(*number)) {
-                let (page, _) =
-                    segment.page(segment.stretch.range.start.0 + number * segment.stretch.page_bytes);
+                let (page, _) = segment
+                    .page(segment.stretch.range.start.0 + number * segment.stretch.page_bytes);
                 each(page);
             }
         }
     }
 
     fn segment_at(&mut self, address: u64) -> Option<&mut Segment> {
-        let index = self.segments.partition_point(|segment| segment.stretch.range.end().0 <= address);
+        let index =
+            self.segments.partition_point(|segment| segment.stretch.range.end().0 <= address);
         self.segments.get_mut(index).filter(|segment| segment.stretch.range.start.0 <= address)
     }
 
     fn note_discard(&mut self, start: u64, end: u64) {
-        // Also of memory that is registered no more: what is under way says nothing of when it ends.
+        // Also of memory that is registered no more: what is under way says nothing of when it
+        // ends.
         self.has_discarded = true;
         let parts = self.segments.iter().filter_map(|segment| {
             let part = intersection(segment.stretch.range, between(start, end))?;
@@ -184,14 +187,16 @@ impl Shared {
         if let Some(hook) = hook.filter(|_| !segment.is_opened(number)) {
             hook(Touch::Write(page));
         }
-        let Err(error) = abi::uffd_remove_protection(self.uffd.as_fd(), page.start.0, page.len_bytes) else {
+        let Err(error) =
+            abi::uffd_remove_protection(self.uffd.as_fd(), page.start.0, page.len_bytes)
+        else {
             segment.set_opened(number, true);
             return Ok(Answer::Done);
         };
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Ok(Answer::Later),
-            // No memory is registered there any more: unmapped, or unregistered by a tracker that is being dropped. Whoever
-            // waits looks again.
+            // No memory is registered there any more: unmapped, or unregistered by a tracker that
+            // is being dropped. Whoever waits looks again.
             Some(libc::ENOENT | libc::EINVAL) => {
                 let _ = abi::uffd_wake(self.uffd.as_fd(), page.start.0, page.len_bytes);
                 Ok(Answer::Done)
@@ -223,8 +228,8 @@ impl Shared {
     fn serve(&self, stop: &OwnedFd) -> io::Result<()> {
         let mut faults = VecDeque::new();
         let mut busy_since: Option<Instant> = None;
-        // Looking for the next fault without sleeping in between was tried: it takes a CPU from the guest, which costs more
-        // than it saves.
+        // Looking for the next fault without sleeping in between was tried: it takes a CPU from the
+        // guest, which costs more than it saves.
         while !self.wait(stop, faults.is_empty())? {
             if !self.answer(&mut faults)? {
                 busy_since = None;
@@ -232,7 +237,10 @@ impl Shared {
             }
             // The thread that discards has to run before anything is opened.
             if busy_since.get_or_insert_with(Instant::now).elapsed() > BUSY_MAX {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, "a discard of memory does not end"));
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "a discard of memory does not end",
+                ));
             }
             std::thread::sleep(BUSY_SLEEP);
         }
@@ -253,10 +261,12 @@ impl Shared {
         Ok(!fds[0].revents().is_empty())
     }
 
-    /// Ends the tracking of everything, because of `why`: nobody waits any more, and each drain from here on fails.
+    /// Ends the tracking of everything, because of `why`: nobody waits any more, and each drain
+    /// from here on fails.
     fn release(&self, why: &io::Error) {
         let mut state = self.lock();
-        state.failure = Some((why.kind(), format!("the handler of first writes has failed: {why}")));
+        state.failure =
+            Some((why.kind(), format!("the handler of first writes has failed: {why}")));
         state.hook = None;
         for segment in &state.segments {
             // The mapping may be gone: then there is nothing to end.
@@ -264,7 +274,8 @@ impl Shared {
         }
     }
 
-    /// Ends the tracking of `range`, and wakes the threads that wait to write there, which then find nothing in their way.
+    /// Ends the tracking of `range`, and wakes the threads that wait to write there, which then
+    /// find nothing in their way.
     pub fn end_tracking(&self, range: HostRange) -> io::Result<()> {
         let ended = abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes);
         let woken = abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes);
@@ -286,7 +297,8 @@ impl Handler {
         let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
         let (shared, told) = (Arc::clone(shared), stop.try_clone()?);
         let thread = std::thread::Builder::new().name("first-writes".into()).spawn(move || {
-            // The guest's threads wait for this one. Where it is not permitted, they wait a little longer.
+            // The guest's threads wait for this one. Where it is not permitted, they wait a little
+            // longer.
             priority::raise();
             let served = catch_unwind(AssertUnwindSafe(|| shared.serve(&told)));
             let why = match served {
@@ -323,14 +335,17 @@ mod tests {
 
     #[test]
     fn what_was_opened_is_known_until_it_is_protected() {
-        let segment =
-            |range, page_bytes| Segment::new(Stretch { range, page_bytes, shared: true, has_file: true });
+        let segment = |range, page_bytes| {
+            Segment::new(Stretch { range, page_bytes, shared: true, has_file: true })
+        };
         let segments = vec![
             segment(between(0x10_0000, 0x18_0000), 0x1000),
             segment(between(0x20_0000, 0x80_0000), 0x20_0000),
         ];
         let mut state = State { segments, ..State::default() };
-        for (address, page) in [(0x10_5123, 0x10_5000), (0x17_ffff, 0x17_f000), (0x3f_ffff, 0x20_0000)] {
+        for (address, page) in
+            [(0x10_5123, 0x10_5000), (0x17_ffff, 0x17_f000), (0x3f_ffff, 0x20_0000)]
+        {
             let segment = state.segment_at(address).unwrap();
             let (range, number) = segment.page(address);
             assert_eq!(range.start.0, page);

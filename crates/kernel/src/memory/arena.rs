@@ -1,7 +1,7 @@
 //! Page-aligned scratch memory that is there before it is needed.
 //!
-//! Copying into fresh memory takes a page fault every 4 KiB, in the pause. An arena is populated when it is made, with
-//! huge pages where the kernel has them.
+//! Copying into fresh memory takes a page fault every 4 KiB, in the pause. An arena is populated
+//! when it is made, with huge pages where the kernel has them.
 
 use crate::{Error, Result};
 use std::io;
@@ -15,7 +15,8 @@ pub struct Arena {
     len_bytes: usize,
 }
 
-// SAFETY: an arena is plain memory that nobody else has a pointer to, like the buffer of a `Vec<u8>`.
+// SAFETY: an arena is plain memory that nobody else has a pointer to, like the buffer of a
+// `Vec<u8>`.
 unsafe impl Send for Arena {}
 // SAFETY: a shared arena can only be read.
 unsafe impl Sync for Arena {}
@@ -23,44 +24,52 @@ unsafe impl Sync for Arena {}
 impl Arena {
     /// `len_bytes` bytes of zeros, populated. Errors: no memory.
     pub fn new(len_bytes: usize) -> Result<Self> {
-        let failed = |operation, source| Error::Arena { len_bytes: len_bytes as u64, operation, source };
+        let failed =
+            |operation, source| Error::Arena { len_bytes: len_bytes as u64, operation, source };
         if len_bytes == 0 {
             return Ok(Self { start: NonNull::dangling(), len_bytes });
         }
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: no address is given, so that no mapping of ours is replaced; anonymous memory needs no descriptor.
+        let (access, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: no address is given, so that no mapping of ours is replaced; anonymous memory
+        // needs no descriptor.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), len_bytes, access, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return Err(failed("mmap", io::Error::last_os_error()));
         }
-        let start =
-            NonNull::new(start.cast()).ok_or_else(|| failed("mmap", io::ErrorKind::AddrInUse.into()))?;
+        let start = NonNull::new(start.cast())
+            .ok_or_else(|| failed("mmap", io::ErrorKind::AddrInUse.into()))?;
         let arena = Self { start, len_bytes };
         // Huge pages are a matter of speed: refused, small ones do.
         let _ = arena.advise(libc::MADV_HUGEPAGE);
         match arena.advise(libc::MADV_POPULATE_WRITE) {
             // Linux before 5.14 populates on first use.
-            Err(source) if source.raw_os_error() != Some(libc::EINVAL) => Err(failed("populate", source)),
+            Err(source) if source.raw_os_error() != Some(libc::EINVAL) => {
+                Err(failed("populate", source))
+            }
             _ => Ok(arena),
         }
     }
 
     fn advise(&self, advice: i32) -> io::Result<()> {
-        // SAFETY: the range is the arena's own mapping, whole; neither advice used changes its content.
+        // SAFETY: the range is the arena's own mapping, whole; neither advice used changes its
+        // content.
         let code = unsafe { libc::madvise(self.start.as_ptr().cast(), self.len_bytes, advice) };
         if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     /// Its bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: `start` is `len_bytes` bytes of initialised memory (the kernel's zeros, or dangling for none), less than
-        // isize::MAX as mmap gave them, mapped while `self` lives, and not written while `self` is borrowed.
+        // SAFETY: `start` is `len_bytes` bytes of initialised memory (the kernel's zeros, or
+        // dangling for none), less than isize::MAX as mmap gave them, mapped while `self` lives,
+        // and not written while `self` is borrowed.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len_bytes) }
     }
 
     /// Its bytes.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: as for `as_slice`; and `self` is borrowed mutably, so that this is the only way to the bytes.
+        // SAFETY: as for `as_slice`; and `self` is borrowed mutably, so that this is the only way
+        // to the bytes.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len_bytes) }
     }
 }
@@ -81,7 +90,8 @@ impl DerefMut for Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         if self.len_bytes > 0 {
-            // SAFETY: the mapping is ours, whole, made in `new`; no reference to it can outlive `self`.
+            // SAFETY: the mapping is ours, whole, made in `new`; no reference to it can outlive
+            // `self`.
             unsafe { libc::munmap(self.start.as_ptr().cast(), self.len_bytes) };
         }
     }

@@ -14,7 +14,9 @@ use crate::ranges::{between, clip, push_joined, union};
 use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result, abi};
 use keyframe_units::{HostRange, PAGE_BYTES};
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat, fstat, openat, seek, statat};
+use rustix::fs::{
+    AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat, fstat, openat, seek, statat,
+};
 use rustix::io::Errno;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -29,16 +31,19 @@ pub(super) struct File {
 }
 
 impl File {
-    /// Opens the file behind `mapping`: by `map_files`, or, where that takes a capability we lack, by a descriptor
-    /// that the process has of it. `None` where there is no file, or neither way leads to it.
+    /// Opens the file behind `mapping`: by `map_files`, or, where that takes a capability we lack,
+    /// by a descriptor that the process has of it. `None` where there is no file, or neither way
+    /// leads to it.
     pub fn open(process: &Process, mapping: &Mapping) -> Option<Self> {
         if mapping.inode == 0 {
             return None;
         }
-        // Only a regular file can be opened without a side effect, and tells of its holes. The device is no test where
-        // the name is the mapping's own: some filesystems show another one in maps than in stat.
-        let is_it =
-            |stat: &Stat| stat.st_ino == mapping.inode && FileType::from_raw_mode(stat.st_mode).is_file();
+        // Only a regular file can be opened without a side effect, and tells of its holes. The
+        // device is no test where the name is the mapping's own: some filesystems show another one
+        // in maps than in stat.
+        let is_it = |stat: &Stat| {
+            stat.st_ino == mapping.inode && FileType::from_raw_mode(stat.st_mode).is_file()
+        };
         let opened = |fd: OwnedFd| {
             fstat(&fd).is_ok_and(|stat| is_it(&stat)).then(|| Self { fd, seeking: Mutex::new(()) })
         };
@@ -50,7 +55,8 @@ impl File {
         for entry in Dir::read_from(&fds).ok()?.flatten() {
             let stat = statat(&fds, entry.file_name(), AtFlags::empty());
             if stat.is_ok_and(|stat| is_it(&stat) && stat.st_dev == mapping.dev) {
-                let fd = openat(&fds, entry.file_name(), flags | OFlags::CLOEXEC, Mode::empty()).ok();
+                let fd =
+                    openat(&fds, entry.file_name(), flags | OFlags::CLOEXEC, Mode::empty()).ok();
                 if let Some(file) = fd.and_then(opened) {
                     return Some(file);
                 }
@@ -71,7 +77,8 @@ impl File {
                 Ok(_) | Err(Errno::NXIO) => break,
                 Err(error) => return Err(error),
             };
-            // The file may have changed in between: an extent that is gone is not one, and each step goes forward.
+            // The file may have changed in between: an extent that is gone is not one, and each
+            // step goes forward.
             let end = match seek(&self.fd, SeekFrom::Hole(start)) {
                 Ok(end) => end.clamp(start + 1, to),
                 Err(Errno::NXIO) => break,
@@ -91,12 +98,12 @@ impl AsFd for File {
 }
 
 impl GuestReader {
-    /// The pages of `range` that can hold anything but zeros, rising, joined: for shared and file memory also what is in
-    /// the file but not in the process's page table. Errors: `range` is in no region; the page table or the file
-    /// cannot be read.
+    /// The pages of `range` that can hold anything but zeros, rising, joined: for shared and file
+    /// memory also what is in the file but not in the process's page table. Errors: `range` is in
+    /// no region; the page table or the file cannot be read.
     ///
-    /// Where the file cannot be opened (see [`super::memory`](crate::memory)), or does not tell (hugetlbfs), all of it is
-    /// data.
+    /// Where the file cannot be opened (see [`super::memory`](crate::memory)), or does not tell
+    /// (hugetlbfs), all of it is data.
     pub fn data_extents(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let mut out: Vec<HostRange> = Vec::new();
         let mut buffer = Pagemap::buffer();
@@ -105,7 +112,9 @@ impl GuestReader {
             let in_file = match &part.file {
                 _ if part.mapping.is_private_anonymous() => Vec::new(),
                 None => vec![piece],
-                Some(file) => file_extents(file, part, piece).map_err(|source| failed(source.into()))?,
+                Some(file) => {
+                    file_extents(file, part, piece).map_err(|source| failed(source.into()))?
+                }
             };
             let own = if part.mapping.shared {
                 Vec::new()
@@ -141,7 +150,10 @@ fn entries(
 ) -> io::Result<Vec<HostRange>> {
     let (mut present, mut swapped) = (Vec::new(), Vec::new());
     pagemap.scan(Query::ENTRY, piece, buffer, |range, categories| {
-        push_joined(if categories & abi::PAGE_PRESENT == 0 { &mut swapped } else { &mut present }, range);
+        push_joined(
+            if categories & abi::PAGE_PRESENT == 0 { &mut swapped } else { &mut present },
+            range,
+        );
     })?;
     let swapped = pagemap.entries(&swapped)?;
     Ok(union(&[&present, &swapped.held, &swapped.hidden]))

@@ -7,12 +7,12 @@
 //!        └─ ProcessVm    all else: process_vm_readv, up to 1024 ranges a call
 //! ```
 //!
-//! Invariants: a mapping of ours never faults for a file that got shorter (sealed, and long enough when mapped); a
-//! read fills all of the destination or fails.
+//! Invariants: a mapping of ours never faults for a file that got shorter (sealed, and long enough
+//! when mapped); a read fills all of the destination or fails.
 //!
 //! Reading memory that was never touched makes the kernel allocate it where it is shared: ask
-//! [`GuestReader::data_extents`] first. Left out: writing; following the process when it maps other memory in place of
-//! a region.
+//! [`GuestReader::data_extents`] first. Left out: writing; following the process when it maps other
+//! memory in place of a region.
 
 mod arena;
 mod extents;
@@ -56,13 +56,15 @@ pub struct GuestReader {
 }
 
 impl GuestReader {
-    /// A reader of `regions` (in any order, without overlap), each of which may cover several mappings without a gap.
-    /// Errors: a region is not wholly mapped; the process may not be inspected.
+    /// A reader of `regions` (in any order, without overlap), each of which may cover several
+    /// mappings without a gap. Errors: a region is not wholly mapped; the process may not be
+    /// inspected.
     pub fn new(process: &Process, regions: &[HostRange]) -> Result<Self> {
         let mut sorted = regions.to_vec();
         sorted.sort_unstable_by_key(|range| range.start);
-        let bad =
-            |range: HostRange| range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none();
+        let bad = |range: HostRange| {
+            range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none()
+        };
         if let Some(range) = sorted.iter().find(|range| bad(**range)) {
             return Err(Error::BadRegion { range: *range });
         }
@@ -89,13 +91,15 @@ impl GuestReader {
         Ok(Self { process: process.try_clone()?, pagemap, regions: sorted, parts })
     }
 
-    /// Reads `ranges`, in order, one behind the other, into `dst`, whose length must be their sum. Errors: a range is in no
-    /// region; the lengths differ; the process is gone or the memory cannot be read. `dst` then holds an unspecified
-    /// mixture.
+    /// Reads `ranges`, in order, one behind the other, into `dst`, whose length must be their sum.
+    /// Errors: a range is in no region; the lengths differ; the process is gone or the memory
+    /// cannot be read. `dst` then holds an unspecified mixture.
     ///
-    /// The process may write meanwhile: what is read then is a mixture of old and new, as any copy of running memory.
+    /// The process may write meanwhile: what is read then is a mixture of old and new, as any copy
+    /// of running memory.
     pub fn read(&self, ranges: &[HostRange], dst: &mut [u8]) -> Result<()> {
-        let ranges_bytes = ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.len_bytes));
+        let ranges_bytes =
+            ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.len_bytes));
         if ranges_bytes != dst.len() as u64 {
             return Err(Error::Length { ranges_bytes, dst_bytes: dst.len() as u64 });
         }
@@ -149,7 +153,9 @@ impl GuestReader {
 
     /// How each part of the regions is read, by rising address.
     pub fn methods(&self) -> Vec<(HostRange, Method)> {
-        let method = |part: &Part| if part.window.is_some() { Method::OwnMapping } else { Method::ProcessVm };
+        let method = |part: &Part| {
+            if part.window.is_some() { Method::OwnMapping } else { Method::ProcessVm }
+        };
         self.parts.iter().map(|part| (part.range, method(part))).collect()
     }
 }

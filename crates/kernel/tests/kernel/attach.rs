@@ -1,4 +1,5 @@
-//! Attaching disturbs nothing: the process computes, waits and takes signals as if nobody had been there.
+//! Attaching disturbs nothing: the process computes, waits and takes signals as if nobody had been
+//! there.
 
 use crate::target::Target;
 use keyframe_kernel::attach::inject_userfaultfd;
@@ -28,7 +29,8 @@ fn the_descriptor_is_ours_and_the_process_keeps_none() {
     target.ok("count");
 }
 
-/// Each call is restarted by the kernel in a way of its own (by its number, by a restart block, by a deadline).
+/// Each call is restarted by the kernel in a way of its own (by its number, by a restart block, by
+/// a deadline).
 #[test]
 fn an_interrupted_system_call_goes_on() {
     let mut target = Target::start();
@@ -106,7 +108,8 @@ fn stops_and_continues_meanwhile_do_no_harm() {
     let mut target = Target::start();
     let pid = target.process.pid().to_string();
     let script = format!("for i in $(seq 100); do kill -STOP {pid}; kill -CONT {pid}; done");
-    let sender = std::thread::spawn(move || Command::new("bash").args(["-c", &script]).status().unwrap());
+    let sender =
+        std::thread::spawn(move || Command::new("bash").args(["-c", &script]).status().unwrap());
     while !sender.is_finished() {
         inject_userfaultfd(&target.process).unwrap();
     }
@@ -125,8 +128,8 @@ fn no_stop_is_lost() {
         let deadline = std::time::Instant::now() + std::time::Duration::from_mins(2);
         let pid = rustix::process::Pid::from_raw(target.process.pid().cast_signed()).unwrap();
         let attaching = std::thread::scope(|scope| {
-            let attaching =
-                scope.spawn(|| (0..4).try_for_each(|_| inject_userfaultfd(&target.process).map(drop)));
+            let attaching = scope
+                .spawn(|| (0..4).try_for_each(|_| inject_userfaultfd(&target.process).map(drop)));
             // Somewhere in these four.
             std::thread::sleep(std::time::Duration::from_micros(round % 50 * 20));
             rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
@@ -162,9 +165,12 @@ fn a_process_that_exits_meanwhile_gives_an_error_and_keeps_its_status() {
 #[test]
 fn another_tracer_is_named() {
     let target = Target::start();
-    let attach = format!("exec 2>/dev/null; exec strace -qq -o /dev/null -p {}", target.process.pid());
-    let Ok(true) =
-        Command::new("sh").args(["-c", "command -v strace >/dev/null"]).status().map(|s| s.success())
+    let attach =
+        format!("exec 2>/dev/null; exec strace -qq -o /dev/null -p {}", target.process.pid());
+    let Ok(true) = Command::new("sh")
+        .args(["-c", "command -v strace >/dev/null"])
+        .status()
+        .map(|s| s.success())
     else {
         println!("skipped: another_tracer_is_named: no strace");
         return;
@@ -210,8 +216,9 @@ fn how_long_it_is_stopped() {
         target.tell(state);
         assert_eq!(target.answer(), "waiting");
         let begun = std::time::Instant::now();
-        let mut stopped: Vec<u64> =
-            (0..300).map(|_| inject_userfaultfd(&target.process).unwrap().stopped_ns / 1000).collect();
+        let mut stopped: Vec<u64> = (0..300)
+            .map(|_| inject_userfaultfd(&target.process).unwrap().stopped_ns / 1000)
+            .collect();
         let each_us = begun.elapsed().as_micros() / 300;
         stopped.sort_unstable();
         println!(

@@ -1,5 +1,5 @@
-//! A frozen copy of the memory of a process that writes on: what a hook copies before it is written, and the rest at
-//! leisure.
+//! A frozen copy of the memory of a process that writes on: what a hook copies before it is
+//! written, and the rest at leisure.
 
 use crate::target::{HUGE, HugePages, PAGE, Target, part};
 use keyframe_kernel::fault_tracker::Touch;
@@ -37,7 +37,8 @@ impl Image {
     }
 }
 
-/// Each round is a checkpoint of the dirty pages; the image must be the memory at the instant of the stop, each time.
+/// Each round is a checkpoint of the dirty pages; the image must be the memory at the instant of
+/// the stop, each time.
 fn run(kind: &str, len_bytes: u64) {
     let mut target = Target::start();
     let ram = target.map(kind, len_bytes);
@@ -70,7 +71,8 @@ fn run(kind: &str, len_bytes: u64) {
         tracker.drain(ram, &mut set).unwrap();
         target.thaw();
         for written in &set {
-            // A page at a time, so that writers come in between; the last first, as they write the first most.
+            // A page at a time, so that writers come in between; the last first, as they write the
+            // first most.
             for page in (0..written.range.len_bytes / PAGE).rev() {
                 image.lock().unwrap().copy(part(written.range, page, 1));
             }
@@ -93,7 +95,10 @@ fn run(kind: &str, len_bytes: u64) {
         "{kind}: {} pages copied by the hook, {frozen_while_writing} checkpoints while it wrote",
         image.by_hook
     );
-    assert!(image.by_hook > 0, "{kind}: nothing was written while it was frozen, so nothing was tested");
+    assert!(
+        image.by_hook > 0,
+        "{kind}: nothing was written while it was frozen, so nothing was tested"
+    );
 }
 
 #[test]
@@ -105,7 +110,8 @@ fn the_copy_is_the_memory_at_the_stop() {
 
 #[test]
 fn the_copy_of_huge_pages_is_the_memory_at_the_stop() {
-    let Some(_pool) = HugePages::reserve(24, "the_copy_of_huge_pages_is_the_memory_at_the_stop") else {
+    let Some(_pool) = HugePages::reserve(24, "the_copy_of_huge_pages_is_the_memory_at_the_stop")
+    else {
         return;
     };
     for kind in ["hugetlb", "hugeanon"] {

@@ -1,4 +1,5 @@
-//! First writes against a naive oracle: a copy kept up to date by nothing but what drains report must equal the memory.
+//! First writes against a naive oracle: a copy kept up to date by nothing but what drains report
+//! must equal the memory.
 
 use crate::oracle::Random;
 use crate::target::{HUGE, HugePages, PAGE, Target};
@@ -58,8 +59,11 @@ fn run(kind: &str, seed: u64, exact: bool) {
         let context = format!("{kind}, seed {seed}, round {round}");
         for _ in 0..random.below(12) {
             let byte = 1 + random.below(255);
-            let first =
-                if random.below(4) == 0 { random.below(pages / 512) * 512 } else { random.below(pages) };
+            let first = if random.below(4) == 0 {
+                random.below(pages / 512) * 512
+            } else {
+                random.below(pages)
+            };
             let some = |most: u64, random: &mut Random| (1 + random.below(most)).min(pages - first);
             let count = match random.below(8) {
                 0 if !kind.starts_with("huge") => {
@@ -80,7 +84,10 @@ fn run(kind: &str, seed: u64, exact: bool) {
                     count
                 }
                 _ => {
-                    target.ok(&format!("write {} 1 {byte}", ram.start.0 + first * PAGE + random.below(PAGE)));
+                    target.ok(&format!(
+                        "write {} 1 {byte}",
+                        ram.start.0 + first * PAGE + random.below(PAGE)
+                    ));
                     1
                 }
             };
@@ -98,7 +105,11 @@ fn run(kind: &str, seed: u64, exact: bool) {
             assert!(lost.is_empty(), "{context}: pages lost: {lost:?}");
         }
     }
-    assert_eq!(lost(&target.content(ram), &image), [] as [usize; 0], "{kind}, seed {seed}, at the end");
+    assert_eq!(
+        lost(&target.content(ram), &image),
+        [] as [usize; 0],
+        "{kind}, seed {seed}, at the end"
+    );
 }
 
 /// Threads write, and another discards, while it is drained and copied.

@@ -1,4 +1,5 @@
-//! First writes: what is reported for each kind of memory, what a hook is told, and that nobody is left waiting.
+//! First writes: what is reported for each kind of memory, what a hook is told, and that nobody is
+//! left waiting.
 
 use crate::target::{
     HUGE, HugePages, PAGE, Target, drain, part, role_arguments, sees_markers, start_role, try_drain,
@@ -56,7 +57,8 @@ fn the_first_drain_reports_all_and_each_further_one_what_was_written() {
         target.write(ram, 3, 2, 1);
         let first = drain(&tracker, ram);
         assert_eq!(numbers(&first), (0..PAGES).collect::<Vec<_>>(), "{kind}");
-        let there: Vec<_> = first.iter().filter(|(_, present)| *present).map(|(page, _)| *page).collect();
+        let there: Vec<_> =
+            first.iter().filter(|(_, present)| *present).map(|(page, _)| *page).collect();
         assert_eq!(there, [3, 4], "{kind}");
         assert_eq!(drain(&tracker, ram), [], "{kind}: nothing was written");
         // Reading is not writing.
@@ -71,7 +73,11 @@ fn the_first_drain_reports_all_and_each_further_one_what_was_written() {
         }
         target.write(ram, 100, 1000, 3);
         assert_eq!(drain(&tracker, part(ram, 0, 600)).len(), 500, "{kind}");
-        assert_eq!(drain(&tracker, ram).len(), 500, "{kind}: the rest is reported by the next drain");
+        assert_eq!(
+            drain(&tracker, ram).len(),
+            500,
+            "{kind}: the rest is reported by the next drain"
+        );
     }
 }
 
@@ -88,7 +94,8 @@ fn huge_pages_are_tracked_whole() {
         let told = recorder(&tracker);
         target.write(ram, 700, 1, 2);
         target.write(ram, 3 * 512 + 5, 2, 2);
-        let written: Vec<_> = (512..1024).chain(3 * 512..4 * 512).map(|page| (page, true)).collect();
+        let written: Vec<_> =
+            (512..1024).chain(3 * 512..4 * 512).map(|page| (page, true)).collect();
         assert_eq!(drain(&tracker, ram), written, "{kind}");
         let pages = [part(ram, 512, 512), part(ram, 3 * 512, 512)].map(Touch::Write);
         assert_eq!(*told.lock().unwrap(), pages, "{kind}");
@@ -141,8 +148,10 @@ fn a_hook_sees_each_page_once_before_it_is_written() {
         }
         // Page 7 was written before: nothing to see there.
         let expected = [(5, 1), (6, 1), (600, 1), (601, 1)];
-        let expected: Vec<_> =
-            expected.iter().map(|(page, byte)| (part(ram, *page, 1), vec![*byte; PAGE as usize])).collect();
+        let expected: Vec<_> = expected
+            .iter()
+            .map(|(page, byte)| (part(ram, *page, 1), vec![*byte; PAGE as usize]))
+            .collect();
         assert_eq!(*seen.lock().unwrap(), expected, "{kind}");
         tracker.set_hook(None);
         assert_eq!(numbers(&drain(&tracker, ram)), [5, 6, 7, 600, 601], "{kind}");
@@ -151,7 +160,8 @@ fn a_hook_sees_each_page_once_before_it_is_written() {
     }
 }
 
-/// Private memory that is discarded is reported once, as often as it happens; other memory from then on always.
+/// Private memory that is discarded is reported once, as often as it happens; other memory from
+/// then on always.
 #[test]
 fn discarded_pages_are_reported_and_told() {
     const PAGES: u64 = 4 * 512;
@@ -220,7 +230,11 @@ fn protection_lost_unseen_is_found() {
     // Where it had been announced as written, it was lost before.
     assert_eq!(tracker.unannounced(ram).unwrap(), [part(ram, 100, 900)]);
     target.write(ram, 200, 1, 3);
-    assert_eq!(tracker.unannounced(ram).unwrap(), [part(ram, 100, 900)], "it is there again, as another");
+    assert_eq!(
+        tracker.unannounced(ram).unwrap(),
+        [part(ram, 100, 900)],
+        "it is there again, as another"
+    );
     assert_eq!(drain(&tracker, ram).len(), 9 + 900 + 9);
     assert_eq!(tracker.unannounced(ram).unwrap(), []);
 }
@@ -236,16 +250,25 @@ fn what_cannot_be_watched_is_refused_by_name() {
     for kind in ["file", "copy"] {
         let on_disk = target.map(kind, 8 * PAGE);
         let error = tracker.register(on_disk).unwrap_err();
-        assert!(matches!(error, Error::NotWatchable { range, .. } if range == on_disk), "{error:?}");
+        assert!(
+            matches!(error, Error::NotWatchable { range, .. } if range == on_disk),
+            "{error:?}"
+        );
         assert!(error.fix().is_some());
     }
     target.ok(&format!("unmap {} {}", ram.start.0 + 4 * PAGE, PAGE));
     let error = tracker.register(ram).unwrap_err();
-    assert!(matches!(error, Error::Unmapped { hole, .. } if hole == part(ram, 4, 1).start), "{error:?}");
+    assert!(
+        matches!(error, Error::Unmapped { hole, .. } if hole == part(ram, 4, 1).start),
+        "{error:?}"
+    );
     tracker.register(part(ram, 0, 4)).unwrap();
     assert!(matches!(tracker.register(part(ram, 3, 1)), Err(Error::Registered { .. })));
     let error = try_drain(&tracker, part(ram, 0, 5)).unwrap_err();
-    assert!(matches!(error, Error::NotRegistered { hole, .. } if hole == part(ram, 4, 1).start), "{error:?}");
+    assert!(
+        matches!(error, Error::NotRegistered { hole, .. } if hole == part(ram, 4, 1).start),
+        "{error:?}"
+    );
     // A second tracker of the same memory.
     let error = target.watcher().register(part(ram, 0, 4)).unwrap_err();
     assert!(error.fix().is_some_and(|fix| fix.contains("another userfaultfd")), "{error:?}");
@@ -268,7 +291,9 @@ fn a_descriptor_for_user_mode_faults_is_refused() {
     }
     let attached = inject_userfaultfd(&target.process).unwrap();
     if !attached.user_mode_only {
-        println!("skipped: a_descriptor_for_user_mode_faults_is_refused: the host permits all users more");
+        println!(
+            "skipped: a_descriptor_for_user_mode_faults_is_refused: the host permits all users more"
+        );
     }
     let error = FaultTracker::new(&target.process, attached.uffd, true).unwrap_err();
     assert!(matches!(error, Error::UserModeOnly { .. }), "{error:?}");
@@ -308,7 +333,8 @@ fn a_drain_of_a_process_that_is_gone_is_an_error() {
     assert!(matches!(error, Error::Gone { .. } | Error::ScanBroken { .. }), "{error:?}");
 }
 
-/// A hook that fails ends the tracking: the writer goes on, and no later drain passes for an answer.
+/// A hook that fails ends the tracking: the writer goes on, and no later drain passes for an
+/// answer.
 #[test]
 fn a_hook_that_panics_blocks_nobody_and_is_told() {
     let mut target = Target::start();
@@ -316,7 +342,8 @@ fn a_hook_that_panics_blocks_nobody_and_is_told() {
     target.write(ram, 0, 64, 1);
     let tracker = target.watch(ram);
     drain(&tracker, ram);
-    tracker.set_hook(Some(Arc::new(|_| std::panic::resume_unwind(Box::new("a failure on purpose")))));
+    tracker
+        .set_hook(Some(Arc::new(|_| std::panic::resume_unwind(Box::new("a failure on purpose")))));
     target.write(ram, 3, 1, 2);
     target.write(ram, 0, 64, 3);
     target.on("zap", ram, 0, 8, "");

@@ -30,7 +30,8 @@ fn trace(target: &Target) -> (Vec<String>, Vec<String>, usize, Vec<String>) {
         .filter(|line| line.starts_with("VmFlags") || line.contains("-p ") || line.contains("-s "));
     // Memory of the C library comes and goes with the commands.
     let layout = layout.map(str::to_owned).collect();
-    let fields = ["State", "TracerPid", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt", "Threads"];
+    let fields =
+        ["State", "TracerPid", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt", "Threads"];
     let signals = fields.map(|field| target.status(field)).into_iter().skip(1).collect();
     let files = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
     (children(target), layout, files, signals)
@@ -39,8 +40,12 @@ fn trace(target: &Target) -> (Vec<String>, Vec<String>, usize, Vec<String>) {
 /// Everything whose parent the target is, zombies included.
 fn children(target: &Target) -> Vec<String> {
     let parent = format!("PPid:\t{}\n", target.process.pid());
-    let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path().join("status"));
-    processes.filter_map(|path| fs::read_to_string(path).ok()).filter(|text| text.contains(&parent)).collect()
+    let processes =
+        fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path().join("status"));
+    processes
+        .filter_map(|path| fs::read_to_string(path).ok())
+        .filter(|text| text.contains(&parent))
+        .collect()
 }
 
 #[test]
@@ -78,7 +83,9 @@ fn the_copy_stands_still_and_holds_no_file() {
     let file = target.map("memfd", 64 * PAGE);
     target.write(file, 0, 64, 1);
     let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
-    let proc = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", snapshot.process().pid())).unwrap();
+    let proc = |file: &str| {
+        fs::read_to_string(format!("/proc/{}/{file}", snapshot.process().pid())).unwrap()
+    };
     assert!(proc("status").contains("State:\tt (tracing stop)"), "{}", proc("status"));
     assert_eq!(fs::read_dir(format!("/proc/{}/fd", snapshot.process().pid())).unwrap().count(), 0);
     // A signal that would end it, a continuation of its group: it stands.
@@ -124,7 +131,8 @@ fn each_of_several_holds_its_own_time() {
     assert_eq!(children(&target), [] as [&str; 0]);
 }
 
-/// What asynchronous write protection finds is as exact as without forks, whether pages are shared with a copy or not.
+/// What asynchronous write protection finds is as exact as without forks, whether pages are shared
+/// with a copy or not.
 #[test]
 fn writes_are_tracked_across_forks() {
     for kind in KINDS {
@@ -147,13 +155,16 @@ fn writes_are_tracked_across_forks() {
                         _ => target.write(ram, first, pages, 1 + random.below(255) as u8),
                     }
                     if random.below(4) == 0 {
-                        snapshots
-                            .push((Snapshot::fork(&target.process, &[ram]).unwrap(), target.content(ram)));
+                        snapshots.push((
+                            Snapshot::fork(&target.process, &[ram]).unwrap(),
+                            target.content(ram),
+                        ));
                     }
                 }
                 let mut out: Vec<Written> = Vec::new();
                 tracker.scan_and_protect(ram, &mut out).unwrap();
-                // Read from the frozen copy, as a checkpoint would; from the memory itself where there is none.
+                // Read from the frozen copy, as a checkpoint would; from the memory itself where
+                // there is none.
                 let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
                 for written in &out {
                     let at = (written.range.start.0 - ram.start.0) as usize;
@@ -172,7 +183,8 @@ fn writes_are_tracked_across_forks() {
     }
 }
 
-/// The process goes on with its system calls, its signals and its stops as if nobody had been there.
+/// The process goes on with its system calls, its signals and its stops as if nobody had been
+/// there.
 #[test]
 fn the_process_is_not_disturbed() {
     let mut target = Target::start();
@@ -186,7 +198,9 @@ fn the_process_is_not_disturbed() {
     }
     target.ok("count");
     let pid = target.process.pid().to_string();
-    let script = format!("for i in $(seq 60); do kill -STOP {pid}; kill -s 36 {pid}; kill -CONT {pid}; done");
+    let script = format!(
+        "for i in $(seq 60); do kill -STOP {pid}; kill -s 36 {pid}; kill -CONT {pid}; done"
+    );
     let sender = std::thread::spawn(move || {
         std::process::Command::new("bash").args(["-c", &script]).status().unwrap()
     });
@@ -236,7 +250,10 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
     for kind in ["memfd", "sealed", "file"] {
         let shared = target.map(kind, 64 * PAGE);
         let error = Snapshot::fork(&target.process, &[ram, shared]).unwrap_err();
-        assert!(matches!(&error, Error::NotForkable { range, .. } if *range == shared), "{error:?}");
+        assert!(
+            matches!(&error, Error::NotForkable { range, .. } if *range == shared),
+            "{error:?}"
+        );
         assert!(error.to_string().contains("shared") && error.fix().is_some());
     }
     let odd = HostRange { start: ram.start, len_bytes: PAGE - 1 };
@@ -245,14 +262,19 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
     let wiped = target.map("anon", 64 * PAGE);
     target.on("wipe", wiped, 8, 8, "");
     let error = refused(&target, wiped);
-    assert!(matches!(error, Error::NotForkable { range, .. } if range == part(wiped, 8, 8)), "{error:?}");
+    assert!(
+        matches!(error, Error::NotForkable { range, .. } if range == part(wiped, 8, 8)),
+        "{error:?}"
+    );
     target.ok(&format!("unmap {} {}", wiped.start.0 + 16 * PAGE, PAGE));
     assert!(
         matches!(refused(&target, wiped), Error::Unmapped { hole, .. } if hole == part(wiped, 16, 1).start)
     );
     if let Some(_pool) = HugePages::reserve(4, "what_a_fork_does_not_freeze_is_refused_by_name") {
         let huge = target.map("hugeanon", 2 * HUGE);
-        assert!(matches!(refused(&target, huge), Error::NotForkable { range, .. } if range == huge));
+        assert!(
+            matches!(refused(&target, huge), Error::NotForkable { range, .. } if range == huge)
+        );
     }
     let plan = ForkPlan::new(&target.process, &[ram]).unwrap();
     target.ok("filter");
@@ -264,8 +286,8 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
     assert!(Snapshot::fork(&target.process, &[ram]).is_err());
 }
 
-/// A limit of processes, as the kernel enforces it: the call fails, the process goes on, its memory is kept out of children
-/// as before.
+/// A limit of processes, as the kernel enforces it: the call fails, the process goes on, its memory
+/// is kept out of children as before.
 #[test]
 fn a_fork_that_fails_in_the_process_is_undone() {
     if !rustix::process::geteuid().is_root() {
@@ -300,7 +322,8 @@ fn role_that_holds_a_snapshot() {
     std::thread::sleep(Duration::from_mins(1));
 }
 
-/// Where the keeper of a snapshot is killed, the copy dies; what is left is a zombie, until the next snapshot.
+/// Where the keeper of a snapshot is killed, the copy dies; what is left is a zombie, until the
+/// next snapshot.
 #[test]
 fn the_copy_dies_with_its_keeper() {
     let mut target = Target::start();

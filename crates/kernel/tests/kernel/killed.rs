@@ -1,8 +1,9 @@
 //! Whoever attaches may be killed at any instant: the process runs on as if nobody had been there.
 //!
-//! Another process of this test program attaches to a target over and over until it is killed. A good part of its time
-//! falls into the session, so that many of the kills meet the target with registers that are not its own. Where there is
-//! `strace`, the kill also comes at each single step, one after the other.
+//! Another process of this test program attaches to a target over and over until it is killed. A
+//! good part of its time falls into the session, so that many of the kills meet the target with
+//! registers that are not its own. Where there is `strace`, the kill also comes at each single
+//! step, one after the other.
 
 use crate::oracle::Random;
 use crate::target::{PAGE, Target, role_arguments, start_role, start_role_under};
@@ -30,7 +31,8 @@ fn arguments() -> Option<(Process, Vec<HostRange>)> {
     // The process may have died, which is another's to find.
     let Ok(process) = Process::open(number(&arguments[0]) as u32) else { std::process::exit(1) };
     let ranges = arguments[1..].chunks(2);
-    let ranges = ranges.map(|r| HostRange { start: HostVirt(number(&r[0])), len_bytes: number(&r[1]) });
+    let ranges =
+        ranges.map(|r| HostRange { start: HostVirt(number(&r[0])), len_bytes: number(&r[1]) });
     Some((process, ranges.collect()))
 }
 
@@ -56,7 +58,8 @@ fn role_that_forks() {
     again_and_again(|| Snapshot::fork(&process, &ranges).is_ok());
 }
 
-/// One session of either kind. Not the test program's exit, which would write to whoever listens no more.
+/// One session of either kind. Not the test program's exit, which would write to whoever listens no
+/// more.
 #[test]
 #[ignore = "a role of another test"]
 fn role_of_one_session() {
@@ -74,7 +77,8 @@ fn descriptors(process: &Process) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", process.pid())).unwrap().count()
 }
 
-/// Kills `role` again and again while the target computes; what it computes, its signal mask and its signals stay right.
+/// Kills `role` again and again while the target computes; what it computes, its signal mask and
+/// its signals stay right.
 fn kill_again_and_again(role: &str, seed: u64) {
     let mut random = Random(seed);
     let mut left_behind = 0;
@@ -118,25 +122,29 @@ fn a_killed_keeper_of_snapshots_leaves_the_process_running() {
     kill_again_and_again("killed::role_that_forks", 12);
 }
 
-/// A session on a target that does `state` meanwhile, killed at its first, second, third ... step that touches the target,
-/// until it has no further one. The target answers as ever, each time.
+/// A session on a target that does `state` meanwhile, killed at its first, second, third ... step
+/// that touches the target, until it has no further one. The target answers as ever, each time.
 fn kill_at_each_step(state: &str, expected: &str, of_fork: bool) {
     let mut target = Target::start();
     let mask = target.status("SigBlk");
     let ram = target.map("anon", 64 * PAGE);
     target.on("advise", ram, 0, 64, "");
-    let arguments = if of_fork { format!("{} {}", ram.start.0, ram.len_bytes) } else { String::new() };
+    let arguments =
+        if of_fork { format!("{} {}", ram.start.0, ram.len_bytes) } else { String::new() };
     for step in 1..STEPS_MAX {
         let context = format!("{state}, fork: {of_fork}, killed at step {step}");
         target.tell(state);
         assert_eq!(target.answer(), "waiting");
-        let (trace, kill) = (format!("trace={STEPS}"), format!("inject={STEPS}:signal=KILL:when={step}"));
+        let (trace, kill) =
+            (format!("trace={STEPS}"), format!("inject={STEPS}:signal=KILL:when={step}"));
         let strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", &trace, "-e", &kill];
-        let mut role = start_role_under(&strace, "killed::role_of_one_session", &target.process, &arguments);
+        let mut role =
+            start_role_under(&strace, "killed::role_of_one_session", &target.process, &arguments);
         let finished = role.wait();
         let answer = target.answer();
         assert!(answer.starts_with(expected), "{context}: {answer}");
-        // The answer may be older than the kill: then the thread has yet to run to where it puts its mask back.
+        // The answer may be older than the kill: then the thread has yet to run to where it puts
+        // its mask back.
         let since = Instant::now();
         while target.status("SigBlk") != mask && since.elapsed() < SETTLES_WITHIN {
             std::thread::sleep(Duration::from_millis(1));
@@ -160,7 +168,8 @@ fn has_strace(test: &str) -> bool {
     found
 }
 
-/// In code of its own, and in each kind of system call that the kernel restarts in a way of its own.
+/// In code of its own, and in each kind of system call that the kernel restarts in a way of its
+/// own.
 #[test]
 fn a_kill_at_each_step_leaves_the_process_running() {
     if has_strace("a_kill_at_each_step_leaves_the_process_running") {
@@ -179,7 +188,8 @@ fn a_kill_at_each_step_of_a_snapshot_leaves_the_process_running() {
     }
 }
 
-/// A wait that was interrupted and let go on is the kernel's alone to go on with: who comes next waits for its end, if that is near.
+/// A wait that was interrupted and let go on is the kernel's alone to go on with: who comes next
+/// waits for its end, if that is near.
 #[test]
 fn a_wait_that_was_let_go_on_is_not_stopped_again() {
     for (kind, expected) in [("sleep", "0 0"), ("futex", "-1 110")] {
@@ -189,7 +199,8 @@ fn a_wait_that_was_let_go_on_is_not_stopped_again() {
             for _ in 0..3 {
                 assert!(inject_userfaultfd(&target.process).unwrap().guarded, "{kind}");
             }
-            let call = std::fs::read_to_string(format!("/proc/{}/syscall", target.process.pid())).unwrap();
+            let call =
+                std::fs::read_to_string(format!("/proc/{}/syscall", target.process.pid())).unwrap();
             call.starts_with(&format!("{} ", libc::SYS_restart_syscall))
         };
         target.tell(&format!("{kind} 150"));

@@ -1,7 +1,8 @@
 //! This crate against real processes: attach, track, read.
 //!
-//! Each test starts a process of its own (`testing/target.rs`) and tells it what to do with its memory. Tests need the
-//! right to trace it and Linux 6.7; what a host or user lacks besides (huge pages, swap, `CAP_SYS_ADMIN`) is printed as skipped.
+//! Each test starts a process of its own (`testing/target.rs`) and tells it what to do with its
+//! memory. Tests need the right to trace it and Linux 6.7; what a host or user lacks besides (huge
+//! pages, swap, `CAP_SYS_ADMIN`) is printed as skipped.
 
 mod attach;
 mod copy_on_write;

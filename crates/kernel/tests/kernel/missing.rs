@@ -1,5 +1,5 @@
-//! Memory whose pages come when they are touched: what is placed and what stays, faults of the kernel, and whoever serves
-//! being killed.
+//! Memory whose pages come when they are touched: what is placed and what stays, faults of the
+//! kernel, and whoever serves being killed.
 
 use crate::target::{PAGE, Target, part, role_arguments, start_role};
 use keyframe_kernel::missing::MissingPages;
@@ -149,8 +149,8 @@ fn role_that_serves() {
     std::thread::sleep(Duration::from_mins(1));
 }
 
-/// Whatever instant we are killed at: what came is right, and who touches what did not come waits, for ever. It never
-/// reads zeros.
+/// Whatever instant we are killed at: what came is right, and who touches what did not come waits,
+/// for ever. It never reads zeros.
 #[test]
 fn whoever_serves_is_killed_and_the_process_never_reads_what_did_not_come() {
     for kill in 0..KILLS {

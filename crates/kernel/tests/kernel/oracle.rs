@@ -1,7 +1,8 @@
-//! The tracker against a naive oracle: a copy kept up to date by nothing but what scans report must equal the memory.
+//! The tracker against a naive oracle: a copy kept up to date by nothing but what scans report must
+//! equal the memory.
 //!
-//! A process writes, discards, receives from the kernel, at random, in memory of each kind; scans come in between. Where
-//! tracking is exact, what is reported must have been touched, too.
+//! A process writes, discards, receives from the kernel, at random, in memory of each kind; scans
+//! come in between. Where tracking is exact, what is reported must have been touched, too.
 
 use crate::target::{HUGE, HugePages, PAGE, Target};
 use keyframe_kernel::memory::GuestReader;
@@ -102,8 +103,10 @@ impl Run {
                 let at = (page * PAGE) as usize;
                 let bytes = &mut self.image[at..at + PAGE as usize];
                 if written.present || !self.absent_is_zero {
-                    let range =
-                        HostRange { start: HostVirt(self.ram.start.0 + page * PAGE), len_bytes: PAGE };
+                    let range = HostRange {
+                        start: HostVirt(self.ram.start.0 + page * PAGE),
+                        len_bytes: PAGE,
+                    };
                     self.reader.read(&[range], bytes).unwrap();
                 } else {
                     bytes.fill(0);
@@ -149,7 +152,8 @@ fn run(kind: &str, seed: u64, exact: bool) {
         absent_is_zero: ["anon", "thp", "hugeanon"].contains(&kind),
         // Discarding part of a huge page of hugetlbfs is refused.
         discards: private && !kind.starts_with("huge"),
-        // Reading may bring a file's pages as a huge one; split at a write, all of it counts as written.
+        // Reading may bring a file's pages as a huge one; split at a write, all of it counts as
+        // written.
         reads: !(exact && ["copy", "memcopy"].contains(&kind)),
         image: vec![0xee; ram.len_bytes as usize],
         touched: (0..ram.len_bytes / PAGE).collect(),
@@ -172,8 +176,9 @@ fn run(kind: &str, seed: u64, exact: bool) {
     run.compare(&format!("{kind}, seed {seed}, at the end"));
 }
 
-/// The process writes while it is scanned and copied, as in a pre-copy round; each page once, so that one that a scan
-/// lost stays lost. Each scan has more runs to tell than the kernel's own buffer holds.
+/// The process writes while it is scanned and copied, as in a pre-copy round; each page once, so
+/// that one that a scan lost stays lost. Each scan has more runs to tell than the kernel's own
+/// buffer holds.
 #[test]
 fn nothing_is_lost_of_what_is_written_meanwhile() {
     for (kind, trusting) in
@@ -195,7 +200,10 @@ fn nothing_is_lost_of_what_is_written_meanwhile() {
                 ended = target.try_answer().is_some();
                 let mut out: Vec<Written> = Vec::new();
                 tracker.scan_and_protect(ram, &mut out).unwrap();
-                assert!(out.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start), "they rise");
+                assert!(
+                    out.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start),
+                    "they rise"
+                );
                 let ranges: Vec<HostRange> = out.iter().map(|written| written.range).collect();
                 let mut copied = vec![0; ranges.iter().map(|range| range.len_bytes as usize).sum()];
                 reader.read(&ranges, &mut copied).unwrap();

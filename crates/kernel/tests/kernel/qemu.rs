@@ -1,5 +1,5 @@
-//! Forks, first writes and our own death on QEMU itself, where there is one. Mostly no guest runs: QEMU waits for its start, so
-//! that its memory stands still.
+//! Forks, first writes and our own death on QEMU itself, where there is one. Mostly no guest runs:
+//! QEMU waits for its start, so that its memory stands still.
 
 use crate::oracle::Random;
 use crate::target::{PAGE, start_role_under};
@@ -26,7 +26,18 @@ impl Qemu {
     /// `None`, and a line that says so, where that program is not there.
     fn start(program: &str, options: &[&str], test: &str) -> Option<Self> {
         let mut command = Command::new(program);
-        command.args(["-M", "pc", "-m", "192", "-S", "-nodefaults", "-display", "none", "-qmp", "stdio"]);
+        command.args([
+            "-M",
+            "pc",
+            "-m",
+            "192",
+            "-S",
+            "-nodefaults",
+            "-display",
+            "none",
+            "-qmp",
+            "stdio",
+        ]);
         let child = command.args(options).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let Ok(mut child) = child else {
             println!("skipped: {test}: no {program}");
@@ -43,7 +54,10 @@ impl Qemu {
     /// The next answer. QEMU answers or ends: either ends the wait.
     fn line(&mut self) -> String {
         let mut line = String::new();
-        assert!((&mut self.answers).take(1 << 20).read_line(&mut line).unwrap() > 0, "QEMU has ended");
+        assert!(
+            (&mut self.answers).take(1 << 20).read_line(&mut line).unwrap() > 0,
+            "QEMU has ended"
+        );
         line
     }
 
@@ -96,10 +110,13 @@ fn page(ram: HostRange, number: u64) -> HostVirt {
 #[test]
 fn a_fork_of_qemu_freezes_its_ram() {
     for program in programs() {
-        let Some(mut qemu) = Qemu::start(&program, &[], "a_fork_of_qemu_freezes_its_ram") else { continue };
+        let Some(mut qemu) = Qemu::start(&program, &[], "a_fork_of_qemu_freezes_its_ram") else {
+            continue;
+        };
         let ram = qemu.ram();
         for number in 0..500 {
-            write_memory(&qemu.process, page(ram, number * 97), &[(number % 255) as u8 + 1; 64]).unwrap();
+            write_memory(&qemu.process, page(ram, number * 97), &[(number % 255) as u8 + 1; 64])
+                .unwrap();
         }
         let (before, flags) = (read(&qemu.process, ram), qemu.flags());
         let snapshot = Snapshot::fork(&qemu.process, &[ram]).unwrap();
@@ -108,7 +125,10 @@ fn a_fork_of_qemu_freezes_its_ram() {
             write_memory(&qemu.process, page(ram, number * 31), &[0xcc; 4096]).unwrap();
         }
         assert!(read(snapshot.process(), ram) == before, "{program}");
-        assert_eq!(std::fs::read_dir(format!("/proc/{}/fd", snapshot.process().pid())).unwrap().count(), 0);
+        assert_eq!(
+            std::fs::read_dir(format!("/proc/{}/fd", snapshot.process().pid())).unwrap().count(),
+            0
+        );
         println!("{program}: stopped for {} us", snapshot.stopped_ns() / 1000);
         snapshot.end().unwrap();
         assert_eq!(qemu.flags(), flags, "{program}");
@@ -121,7 +141,8 @@ fn a_fork_of_qemu_freezes_its_ram() {
 fn a_qemu_under_seccomp_is_not_forked() {
     for program in programs() {
         let options = ["-sandbox", "on,spawn=deny"];
-        let Some(mut qemu) = Qemu::start(&program, &options, "a_qemu_under_seccomp_is_not_forked") else {
+        let Some(mut qemu) = Qemu::start(&program, &options, "a_qemu_under_seccomp_is_not_forked")
+        else {
             continue;
         };
         let error = Snapshot::fork(&qemu.process, &[qemu.ram()]).unwrap_err();
@@ -136,7 +157,8 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
     for program in programs() {
         for backend in ["ram", "memfd", "memfd,share=off"] {
             let backend = format!("memory-backend-{backend},id=m,size=192M");
-            let options = ["-object", backend.as_str(), "-machine", "memory-backend=m", "-sandbox", "on"];
+            let options =
+                ["-object", backend.as_str(), "-machine", "memory-backend=m", "-sandbox", "on"];
             let test = "first_writes_to_the_ram_of_qemu_are_watched";
             let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
             let ram = qemu.ram();
@@ -152,11 +174,8 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
             write_memory(&qemu.process, page(ram, 777), &[1; 64]).unwrap();
             let found = tracker.drain(ram, &mut out).unwrap();
             assert!((1..1000).contains(&found.written_pages), "{backend}: {found:?}");
-            assert!(
-                out.iter()
-                    .any(|written| written.range.start <= page(ram, 777)
-                        && written.range.end() > page(ram, 777))
-            );
+            assert!(out.iter().any(|written| written.range.start <= page(ram, 777)
+                && written.range.end() > page(ram, 777)));
             assert_eq!(tracker.unannounced(ram).unwrap(), []);
             drop(tracker);
             qemu.ask("query-status");
@@ -164,8 +183,8 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
     }
 }
 
-/// Has processes attach to `qemu`, and fork it where it permits that, and kills them anywhere in between; QEMU answers after
-/// each.
+/// Has processes attach to `qemu`, and fork it where it permits that, and kills them anywhere in
+/// between; QEMU answers after each.
 fn kill_attachers(qemu: &mut Qemu, kills: u64, forks: bool, context: &str) {
     let mut random = Random(99);
     let ram = qemu.ram();
@@ -221,9 +240,19 @@ fn whoever_attaches_to_a_running_qemu_may_be_killed() {
         let said = || std::fs::read_to_string(console.path()).unwrap_or_default();
         let (kernel, initrd) = (format!("{guest}/vmlinux"), format!("{guest}/initramfs.cpio.gz"));
         let serial = format!("file:{}", console.path().display());
-        let append = "console=ttyS0 quiet panic=-1 tsc=unstable kf.work=dirty kf.rate=20000 kf.mib=64";
-        let options =
-            ["-serial", &serial, "-kernel", &kernel, "-initrd", &initrd, "-append", append, "-no-reboot"];
+        let append =
+            "console=ttyS0 quiet panic=-1 tsc=unstable kf.work=dirty kf.rate=20000 kf.mib=64";
+        let options = [
+            "-serial",
+            &serial,
+            "-kernel",
+            &kernel,
+            "-initrd",
+            &initrd,
+            "-append",
+            append,
+            "-no-reboot",
+        ];
         let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
         qemu.ask("cont");
         kill_attachers(&mut qemu, 60, true, &format!("{program}, booting"));

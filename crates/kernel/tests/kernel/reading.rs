@@ -32,11 +32,16 @@ fn each_kind_of_memory_is_read_by_the_way_that_suits_it() {
         fill(&mut target, ram);
         let reader = GuestReader::new(&target.process, &[ram]).unwrap();
         assert_eq!(reader.methods(), [(ram, method)], "{kind}");
-        let ranges =
-            [at(ram, 5 * PAGE, PAGE), at(ram, 2 * PAGE + 100, 50), at(ram, 0, 0), at(ram, 31 * PAGE, PAGE)];
+        let ranges = [
+            at(ram, 5 * PAGE, PAGE),
+            at(ram, 2 * PAGE + 100, 50),
+            at(ram, 0, 0),
+            at(ram, 31 * PAGE, PAGE),
+        ];
         let mut bytes = vec![0xff; 2 * PAGE as usize + 50];
         reader.read(&ranges, &mut bytes).unwrap();
-        let expected: Vec<u8> = [vec![5; PAGE as usize], vec![2; 50], vec![31; PAGE as usize]].concat();
+        let expected: Vec<u8> =
+            [vec![5; PAGE as usize], vec![2; 50], vec![31; PAGE as usize]].concat();
         assert_eq!(bytes, expected, "{kind}");
         // What is written later is seen.
         target.write(ram, 5, 1, 99);
@@ -89,12 +94,24 @@ fn what_cannot_be_read_is_an_error_and_never_part_of_an_answer() {
     target.ok(&format!("unmap {} {}", ram.start.0 + 8 * PAGE, PAGE));
     let mut all = vec![0; 16 * PAGE as usize];
     let error = reader.read(&[ram], &mut all).unwrap_err();
-    assert!(matches!(error, Error::Transfer { at, .. } if at.0 == ram.start.0 + 8 * PAGE), "{error:?}");
+    assert!(
+        matches!(error, Error::Transfer { at, .. } if at.0 == ram.start.0 + 8 * PAGE),
+        "{error:?}"
+    );
     let error = GuestReader::new(&target.process, &[ram]).unwrap_err();
-    assert!(matches!(error, Error::Unmapped { hole, .. } if hole.0 == ram.start.0 + 8 * PAGE), "{error:?}");
+    assert!(
+        matches!(error, Error::Unmapped { hole, .. } if hole.0 == ram.start.0 + 8 * PAGE),
+        "{error:?}"
+    );
     let overlapping = [at(ram, 0, 2 * PAGE), at(ram, PAGE, PAGE)];
-    assert!(matches!(GuestReader::new(&target.process, &overlapping), Err(Error::BadRegion { .. })));
-    assert!(matches!(GuestReader::new(&target.process, &[at(ram, 0, 0)]), Err(Error::BadRegion { .. })));
+    assert!(matches!(
+        GuestReader::new(&target.process, &overlapping),
+        Err(Error::BadRegion { .. })
+    ));
+    assert!(matches!(
+        GuestReader::new(&target.process, &[at(ram, 0, 0)]),
+        Err(Error::BadRegion { .. })
+    ));
     target.end();
     assert!(matches!(reader.read(&[at(ram, 0, PAGE)], &mut page), Err(Error::Gone { .. })));
 }
@@ -123,8 +140,14 @@ fn memory_is_read_and_written_across_pages() {
     read_memory(&target.process, HostVirt(8), &mut []).unwrap();
     let mut beyond = vec![0; 5 * PAGE as usize];
     // The page behind may be mapped: ask from an address that never is.
-    assert!(matches!(read_memory(&target.process, HostVirt(8), &mut beyond), Err(Error::Transfer { .. })));
-    assert!(matches!(write_memory(&target.process, HostVirt(8), &bytes), Err(Error::Transfer { .. })));
+    assert!(matches!(
+        read_memory(&target.process, HostVirt(8), &mut beyond),
+        Err(Error::Transfer { .. })
+    ));
+    assert!(matches!(
+        write_memory(&target.process, HostVirt(8), &bytes),
+        Err(Error::Transfer { .. })
+    ));
 }
 
 /// Everything that is not zero lies in the extents, and where the kernel tells, little else does.
@@ -151,7 +174,9 @@ fn data_extents_hold_all_data_and_few_zeros() {
         assert!(clipped.iter().all(|extent| part.contains(*extent)), "{kind}: {clipped:?}");
         assert_eq!(clipped.last().unwrap().end(), part.end(), "{kind}");
         // Protecting fills the holes with markers, which are not data.
-        if (kind == "anon" || kind == "memcopy") && sees_markers("markers in data_extents_hold_all_data") {
+        if (kind == "anon" || kind == "memcopy")
+            && sees_markers("markers in data_extents_hold_all_data")
+        {
             let tracker = target.track(ram);
             tracker.scan_and_protect(ram, &mut Vec::new()).unwrap();
             assert_eq!(reader.data_extents(ram).unwrap(), expected, "{kind}, with markers");
@@ -190,7 +215,10 @@ fn huge_pages_are_read_by_calls_alone() {
         let reader = GuestReader::new(&target.process, &[ram]).unwrap();
         assert_eq!(reader.methods(), [(ram, Method::ProcessVm)]);
         let extents = reader.data_extents(ram).unwrap();
-        assert!(extents.iter().any(|extent| extent.contains(at(ram, HUGE, HUGE))), "{kind}: {extents:?}");
+        assert!(
+            extents.iter().any(|extent| extent.contains(at(ram, HUGE, HUGE))),
+            "{kind}: {extents:?}"
+        );
         let mut bytes = vec![0xff; 5 * PAGE as usize];
         reader.read(&[at(ram, 599 * PAGE, 5 * PAGE)], &mut bytes).unwrap();
         let page = |byte: u8| vec![byte; PAGE as usize];
@@ -212,7 +240,8 @@ fn threads_read_at_once() {
             let reader = &reader;
             scope.spawn(move || {
                 for step in 0..500 {
-                    let (ram, page) = (regions[(step % 2) as usize], (step * 7 + thread * 31) % 256);
+                    let (ram, page) =
+                        (regions[(step % 2) as usize], (step * 7 + thread * 31) % 256);
                     let mut bytes = vec![0; PAGE as usize];
                     reader.read(&[at(ram, page * PAGE, PAGE)], &mut bytes).unwrap();
                     assert!(bytes.iter().all(|byte| u64::from(*byte) == page));
@@ -231,7 +260,9 @@ fn mappings_are_found_with_their_flags() {
     let maps = target.process.maps().unwrap();
     let find = |range: HostRange| maps.iter().find(|m| m.range.contains(range)).unwrap();
     assert!(find(anon).is_private_anonymous() && find(anon).writable && find(anon).path.is_empty());
-    assert!(find(shared).shared && find(shared).path.contains("guest-ram") && find(shared).inode != 0);
+    assert!(
+        find(shared).shared && find(shared).path.contains("guest-ram") && find(shared).inode != 0
+    );
     assert!(!find(file).shared && !find(file).is_private_anonymous() && find(file).offset == 0);
     assert!(maps.iter().all(|m| m.page_bytes == PAGE));
     assert!(maps.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start));

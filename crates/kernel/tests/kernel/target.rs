@@ -132,7 +132,8 @@ impl Target {
         let threads = format!("/proc/{}/task", self.process.pid());
         let deadline = Instant::now() + ANSWER_MAX;
         let stopped = |entry: std::io::Result<std::fs::DirEntry>| {
-            let status = std::fs::read_to_string(entry.unwrap().path().join("status")).unwrap_or_default();
+            let status =
+                std::fs::read_to_string(entry.unwrap().path().join("status")).unwrap_or_default();
             status.contains("State:\tT (stopped)")
         };
         while !std::fs::read_dir(&threads).unwrap().all(stopped) {
@@ -146,8 +147,10 @@ impl Target {
     }
 
     pub fn signal(&mut self, signal: &str) {
-        let status =
-            Command::new("kill").args([format!("-{signal}"), self.child.id().to_string()]).status().unwrap();
+        let status = Command::new("kill")
+            .args([format!("-{signal}"), self.child.id().to_string()])
+            .status()
+            .unwrap();
         assert!(status.success());
     }
 
@@ -163,8 +166,8 @@ impl Target {
     }
 }
 
-/// Starts this test program again as a process of its own that does only `role`, an ignored test, on `target`; gives it
-/// back when it has said `ready`. It is the caller's to end.
+/// Starts this test program again as a process of its own that does only `role`, an ignored test,
+/// on `target`; gives it back when it has said `ready`. It is the caller's to end.
 pub fn start_role(role: &str, target: &Target, arguments: &str) -> Role {
     start_role_under(&[], role, &target.process, arguments)
 }
@@ -172,7 +175,8 @@ pub fn start_role(role: &str, target: &Target, arguments: &str) -> Role {
 /// The same, started by another program, which is given the command line behind its own arguments.
 pub fn start_role_under(wrapper: &[&str], role: &str, process: &Process, arguments: &str) -> Role {
     let own = std::env::current_exe().unwrap();
-    let mut words = wrapper.iter().map(|word| (*word).to_owned()).chain([own.to_str().unwrap().to_owned()]);
+    let mut words =
+        wrapper.iter().map(|word| (*word).to_owned()).chain([own.to_str().unwrap().to_owned()]);
     let mut child = Command::new(words.next().unwrap())
         .args(words)
         .args([role, "--exact", "--ignored", "--nocapture"])
@@ -258,7 +262,10 @@ pub fn try_scan(tracker: &WriteTracker, range: HostRange) -> Result<Vec<(u64, bo
 }
 
 pub fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
-    assert!(written.windows(2).all(|w| w[0].range.end() <= w[1].range.start), "rising: {written:?}");
+    assert!(
+        written.windows(2).all(|w| w[0].range.end() <= w[1].range.start),
+        "rising: {written:?}"
+    );
     assert!(written.iter().all(|w| range.contains(w.range)), "inside {range:?}: {written:?}");
     let page = |address: u64| (address - range.start.0) / PAGE;
     written
@@ -282,7 +289,8 @@ pub fn try_drain(tracker: &FaultTracker, range: HostRange) -> Result<Vec<(u64, b
     Ok(pages)
 }
 
-/// True where we may see swap entries, so can tell a marker from a page on swap; otherwise a line that says so.
+/// True where we may see swap entries, so can tell a marker from a page on swap; otherwise a line
+/// that says so.
 pub fn sees_markers(test: &str) -> bool {
     const CAP_SYS_ADMIN: u64 = 1 << 21;
     let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -20,12 +20,13 @@ fn numbers(pages: &[(u64, bool)]) -> Vec<u64> {
 /// A first scan of `pages` pages, of which `present` are there.
 fn assert_first(found: &[(u64, bool)], pages: u64, present: &[u64], context: &str) {
     assert_eq!(numbers(found), (0..pages).collect::<Vec<_>>(), "{context}");
-    let there: Vec<u64> = found.iter().filter(|(_, present)| *present).map(|(page, _)| *page).collect();
+    let there: Vec<u64> =
+        found.iter().filter(|(_, present)| *present).map(|(page, _)| *page).collect();
     assert_eq!(there, present, "{context}");
 }
 
-/// Never-touched pages are reported once; then what is written and nothing else. The memory is larger than a page
-/// table covers, so that some tables do not exist.
+/// Never-touched pages are reported once; then what is written and nothing else. The memory is
+/// larger than a page table covers, so that some tables do not exist.
 #[test]
 fn the_first_scan_reports_all_and_each_further_one_what_was_written() {
     const PAGES: u64 = 2000;
@@ -47,9 +48,14 @@ fn the_first_scan_reports_all_and_each_further_one_what_was_written() {
         let found = scan(&tracker, ram);
         let written: Vec<u64> = [4, 9, 10, 1999].into();
         if ["anon", "copy"].contains(&kind) {
-            assert_eq!(found, written.iter().map(|page| (*page, true)).collect::<Vec<_>>(), "{kind}");
+            assert_eq!(
+                found,
+                written.iter().map(|page| (*page, true)).collect::<Vec<_>>(),
+                "{kind}"
+            );
         } else {
-            // Shared memory keeps its holes: touching a page reports its neighbours that were never touched, absent.
+            // Shared memory keeps its holes: touching a page reports its neighbours that were never
+            // touched, absent.
             let there: Vec<u64> =
                 found.iter().filter(|(_, present)| *present).map(|(page, _)| *page).collect();
             assert_eq!(there, written, "{kind}");
@@ -58,7 +64,8 @@ fn the_first_scan_reports_all_and_each_further_one_what_was_written() {
     }
 }
 
-/// By two threads: each page written is found once, in order, and protected, in memory that is large enough to be shared out.
+/// By two threads: each page written is found once, in order, and protected, in memory that is
+/// large enough to be shared out.
 #[test]
 fn a_scan_by_two_threads_finds_what_one_does() {
     const PAGES: u64 = 5 << 18;
@@ -106,7 +113,8 @@ fn a_page_that_is_only_read_is_not_reported() {
         scan(&tracker, ram);
         target.content(part(ram, 0, PAGES / 2));
         assert_eq!(scan(&tracker, ram), [], "{kind}");
-        // Private memory was given markers where nothing is; reading through them keeps the protection.
+        // Private memory was given markers where nothing is; reading through them keeps the
+        // protection.
         if kind == "anon" || kind == "copy" {
             target.content(ram);
             assert_eq!(scan(&tracker, ram), [], "{kind}");
@@ -173,7 +181,10 @@ fn discarded_pages_that_are_read_before_the_scan_are_reported() {
                 // Never written since, but once more nothing.
                 target.on("zap", ram, 3, 1, "");
                 let again = numbers(&scan(&tracker, ram));
-                assert!(again.is_empty() || (kind != "copy" && again == [3]), "{context}: {again:?}");
+                assert!(
+                    again.is_empty() || (kind != "copy" && again == [3]),
+                    "{context}: {again:?}"
+                );
                 target.write(ram, 4, 1, 8);
                 assert_eq!(scan(&tracker, ram), [(4, true)], "{context}");
                 target.on("zap", ram, 0, PAGES, "");
@@ -197,7 +208,10 @@ fn private_huge_pages_that_can_be_discarded_are_refused() {
         let ram = target.map(kind, 2 * HUGE);
         let mut tracker = target.tracker();
         let error = tracker.register(ram).unwrap_err();
-        assert!(matches!(error, Error::DiscardsUnseen { range, .. } if range == ram), "{kind}: {error:?}");
+        assert!(
+            matches!(error, Error::DiscardsUnseen { range, .. } if range == ram),
+            "{kind}: {error:?}"
+        );
         assert!(error.fix().unwrap().contains("balloon"));
         tracker.set_watch_discards(false);
         tracker.register(ram).unwrap();
@@ -205,14 +219,18 @@ fn private_huge_pages_that_can_be_discarded_are_refused() {
         // Told only now: no scan passes over them.
         tracker.set_watch_discards(true);
         let error = try_scan(&tracker, ram).unwrap_err();
-        assert!(matches!(error, Error::DiscardsUnseen { operation: "scan", .. }), "{kind}: {error:?}");
+        assert!(
+            matches!(error, Error::DiscardsUnseen { operation: "scan", .. }),
+            "{kind}: {error:?}"
+        );
         tracker.set_watch_discards(false);
         target.write(ram, 512, 1, 1);
         assert_eq!(numbers(&scan(&tracker, ram)), (512..1024).collect::<Vec<_>>(), "{kind}");
     }
 }
 
-/// Touched and discarded again between two scans, reported all the same: whoever copied it meanwhile holds old data.
+/// Touched and discarded again between two scans, reported all the same: whoever copied it
+/// meanwhile holds old data.
 #[test]
 fn a_page_touched_and_discarded_between_scans_is_reported() {
     const PAGES: u64 = 3 * 512;
@@ -267,7 +285,8 @@ fn huge_pages_are_tracked_whole() {
         assert_eq!(scan(&tracker, ram), [], "{kind}");
         target.write(ram, 700, 1, 2);
         target.write(ram, 3 * 512, 1, 2);
-        let written: Vec<_> = (512..1024).chain(3 * 512..4 * 512).map(|page| (page, true)).collect();
+        let written: Vec<_> =
+            (512..1024).chain(3 * 512..4 * 512).map(|page| (page, true)).collect();
         assert_eq!(scan(&tracker, ram), written, "{kind}");
         assert_eq!(scan(&tracker, ram), [], "{kind}");
         let error = try_scan(&tracker, part(ram, 0, 1)).unwrap_err();
@@ -275,8 +294,8 @@ fn huge_pages_are_tracked_whole() {
     }
 }
 
-/// The kernel writes the memory, by copying and by DMA: as tracked as any write, also through a descriptor that the
-/// process was only permitted for user-mode faults.
+/// The kernel writes the memory, by copying and by DMA: as tracked as any write, also through a
+/// descriptor that the process was only permitted for user-mode faults.
 #[test]
 fn writes_by_the_kernel_are_tracked() {
     for (kind, demoted) in [("anon", false), ("memfd", false), ("anon", true), ("memfd", true)] {
@@ -294,7 +313,8 @@ fn writes_by_the_kernel_are_tracked() {
         if demoted {
             assert_eq!(attached.user_mode_only, !anybody_may());
         }
-        let mut tracker = keyframe_kernel::track::WriteTracker::new(&target.process, attached.uffd).unwrap();
+        let mut tracker =
+            keyframe_kernel::track::WriteTracker::new(&target.process, attached.uffd).unwrap();
         tracker.register(ram).unwrap();
         scan(&tracker, ram);
         target.on("receive", ram, 3, 2, "5");
@@ -309,7 +329,8 @@ fn writes_by_the_kernel_are_tracked() {
 }
 
 fn anybody_may() -> bool {
-    std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|text| text.trim() == "1")
+    std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd")
+        .is_ok_and(|text| text.trim() == "1")
 }
 
 /// More runs than one call can answer.
@@ -334,7 +355,8 @@ fn no_run_is_lost_where_they_are_many() {
     assert_eq!(scan(&tracker, ram), []);
 }
 
-/// A documented limit: the page in memory changes, the protection does not. What is left in the file tells.
+/// A documented limit: the page in memory changes, the protection does not. What is left in the
+/// file tells.
 #[test]
 fn a_hole_punched_into_shared_memory_shows_in_the_file_alone() {
     let mut target = Target::start();
@@ -366,7 +388,11 @@ fn ranges_over_several_mappings_and_parts_of_them() {
     assert_eq!(scan(&tracker, ram).len(), 64);
     target.write(ram, 14, 4, 1);
     assert_eq!(numbers(&scan(&tracker, part(ram, 0, 15))), [14]);
-    assert_eq!(numbers(&scan(&tracker, ram)), [15, 16, 17], "the rest is reported by the next scan");
+    assert_eq!(
+        numbers(&scan(&tracker, ram)),
+        [15, 16, 17],
+        "the rest is reported by the next scan"
+    );
 
     let error = tracker.register(part(ram, 63, 1)).unwrap_err();
     assert!(matches!(error, Error::Registered { .. }), "{error:?}");
@@ -391,7 +417,10 @@ fn what_cannot_be_tracked_is_refused_by_name() {
     assert!(matches!(tracker.register(part(ram, 0, 0)), Err(Error::Unaligned { .. })));
     target.ok(&format!("unmap {} {}", ram.start.0 + 4 * PAGE, PAGE));
     let error = tracker.register(ram).unwrap_err();
-    assert!(matches!(error, Error::Unmapped { hole, .. } if hole == part(ram, 4, 1).start), "{error:?}");
+    assert!(
+        matches!(error, Error::Unmapped { hole, .. } if hole == part(ram, 4, 1).start),
+        "{error:?}"
+    );
     tracker.register(part(ram, 0, 4)).unwrap();
     // A second tracker of the same memory.
     let mut second = target.tracker();
@@ -399,7 +428,8 @@ fn what_cannot_be_tracked_is_refused_by_name() {
     assert!(error.fix().is_some_and(|fix| fix.contains("another userfaultfd")), "{error:?}");
 }
 
-/// Memory that is mapped anew under the tracker has lost its protection, and what was found before is lost with it.
+/// Memory that is mapped anew under the tracker has lost its protection, and what was found before
+/// is lost with it.
 #[test]
 fn a_broken_scan_says_so_and_adds_nothing() {
     for remap in [true, false] {
@@ -420,8 +450,8 @@ fn a_broken_scan_says_so_and_adds_nothing() {
     }
 }
 
-/// What a broken scan knew of a page is forgotten: it may have protected the page, and a discard then leaves no trace
-/// but that the page is gone.
+/// What a broken scan knew of a page is forgotten: it may have protected the page, and a discard
+/// then leaves no trace but that the page is gone.
 #[test]
 fn a_page_discarded_after_a_broken_scan_is_reported() {
     let mut target = Target::start();

@@ -9,7 +9,8 @@ const MOST: f64 = 1e18;
 /// A stretch of a run. Intervals follow each other in the order in which they are given.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
-    /// When it can be simulated: its end is recorded, its checkpoint sealed. Seconds since the recording began.
+    /// When it can be simulated: its end is recorded, its checkpoint sealed. Seconds since the
+    /// recording began.
     pub ready_s: f64,
     /// How long its simulation takes on a node of speed 1, once all is there.
     pub work_s: f64,
@@ -24,7 +25,8 @@ pub struct Interval {
 pub struct Node {
     /// Intervals at a time.
     pub slots: usize,
-    /// Until it takes its first interval, after it is demanded and each time it comes back, in seconds: a job of a batch system begins.
+    /// Until it takes its first interval, after it is demanded and each time it comes back, in
+    /// seconds: a job of a batch system begins.
     pub start_s: f64,
     /// How many times as fast it is as the one on which the intervals' times were measured.
     pub speed: f64,
@@ -33,7 +35,8 @@ pub struct Node {
 /// The link of the server that has all checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Network {
-    /// Bits a second that it sends, to all nodes together. Without a number: no transfer takes time.
+    /// Bits a second that it sends, to all nodes together. Without a number: no transfer takes
+    /// time.
     pub bits_per_s: Option<f64>,
     /// From a request to its first byte, in seconds.
     pub latency_s: f64,
@@ -57,7 +60,8 @@ pub enum Policy {
     InOrder,
     /// The one that takes longest.
     LongestFirst,
-    /// The one of which a free node lacks least; a node that has nothing begins in the middle of the longest stretch that is left.
+    /// The one of which a free node lacks least; a node that has nothing begins in the middle of
+    /// the longest stretch that is left.
     Near,
 }
 
@@ -116,7 +120,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// `count` equal nodes of one slot that start at once and never fail, a network that costs nothing.
+    /// `count` equal nodes of one slot that start at once and never fail, a network that costs
+    /// nothing.
     pub fn of(count: usize) -> Self {
         Self {
             nodes: vec![Node { slots: 1, start_s: 0.0, speed: 1.0 }; count],
@@ -159,7 +164,9 @@ impl Cluster {
             positive(|| "the network's rate".into(), rate)?;
         }
         match &self.failures {
-            Failures::Listed(failures) => failures.iter().try_for_each(|failure| self.check_failure(failure)),
+            Failures::Listed(failures) => {
+                failures.iter().try_for_each(|failure| self.check_failure(failure))
+            }
             Failures::Random { mtbf_s, repair_s, .. } => {
                 positive(|| "the time between failures".into(), *mtbf_s)?;
                 not_negative(|| "the time until a node is back".into(), repair_s.unwrap_or(0.0))
@@ -179,7 +186,11 @@ impl Cluster {
 
 fn not_negative(what: impl FnOnce() -> String, value: f64) -> Result<(), Error> {
     let must = "0 or more, and at most 1e18";
-    if (0.0..=MOST).contains(&value) { Ok(()) } else { Err(Error::Number { what: what(), value, must }) }
+    if (0.0..=MOST).contains(&value) {
+        Ok(())
+    } else {
+        Err(Error::Number { what: what(), value, must })
+    }
 }
 
 fn positive(what: impl FnOnce() -> String, value: f64) -> Result<(), Error> {

@@ -11,7 +11,8 @@ pub struct Free<'a> {
     pub holdings: &'a Holdings,
 }
 
-/// The next pair of interval and node; `free` is in the order of the nodes. None where there is none.
+/// The next pair of interval and node; `free` is in the order of the nodes. None where there is
+/// none.
 pub fn choose(
     policy: Policy,
     (intervals, sizes): (&[Interval], &Sizes),
@@ -19,7 +20,8 @@ pub fn choose(
     free: &[Free<'_>],
 ) -> Option<(usize, usize)> {
     // Of equally fast ones the first.
-    let fastest = free.iter().reduce(|best, one| if one.speed > best.speed { one } else { best })?;
+    let fastest =
+        free.iter().reduce(|best, one| if one.speed > best.speed { one } else { best })?;
     let first = *waiting.first()?;
     match policy {
         Policy::InOrder => Some((first, fastest.node)),
@@ -38,13 +40,20 @@ fn near(sizes: &Sizes, waiting: &BTreeSet<usize>, free: &[Free<'_>]) -> Option<(
     let pairs = having.flat_map(|one| waiting.iter().map(move |interval| (one, *interval)));
     // Of equal ones the one that goes on: who goes back takes what another one comes to.
     let costs = pairs.map(|(one, interval)| {
-        (sizes.missing(interval, one.holdings), !one.holdings.has_before(interval), interval, one.node)
+        (
+            sizes.missing(interval, one.holdings),
+            !one.holdings.has_before(interval),
+            interval,
+            one.node,
+        )
     });
-    let least = costs.min_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
+    let least =
+        costs.min_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
     if let Some((_, _, interval, node)) = least {
         return Some((interval, node));
     }
-    // All of them have nothing. The beginning has nobody before it; elsewhere somebody comes from the front.
+    // All of them have nothing. The beginning has nobody before it; elsewhere somebody comes from
+    // the front.
     let (from, len) = longest_stretch(waiting)?;
     let interval = if from == 0 { 0 } else { from + len / 2 };
     Some((interval, free.first()?.node))

@@ -320,8 +320,9 @@ impl<'a> Run<'a> {
     /// Gives intervals to free slots while there are both.
     fn give_out(&mut self) -> Result<(), Error> {
         loop {
-            let is_free =
-                |machine: &Machine| machine.phase == Phase::Up && machine.slots.iter().any(Option::is_none);
+            let is_free = |machine: &Machine| {
+                machine.phase == Phase::Up && machine.slots.iter().any(Option::is_none)
+            };
             let free: Vec<Free<'_>> = self
                 .machines
                 .iter()
@@ -334,7 +335,8 @@ impl<'a> Run<'a> {
                 })
                 .collect();
             let all = (self.intervals, &self.sizes);
-            let Some((interval, node)) = choose(self.cluster.policy, all, &self.waiting, &free) else {
+            let Some((interval, node)) = choose(self.cluster.policy, all, &self.waiting, &free)
+            else {
                 return Ok(());
             };
             let bytes = self.sizes.missing(interval, &self.machines[node].holdings);

@@ -26,7 +26,9 @@ pub enum Error {
         nodes: usize,
     },
     /// All nodes are gone for good.
-    #[error("all nodes have failed for good after {at_s:.1} s, with {done} of {intervals} intervals done")]
+    #[error(
+        "all nodes have failed for good after {at_s:.1} s, with {done} of {intervals} intervals done"
+    )]
     Lost {
         /// When the last one did.
         at_s: f64,

@@ -20,7 +20,8 @@ impl Failing {
             Failures::Random { mtbf_s, repair_s, seed } => {
                 // One for each node: what happens to one is the same however many others there are.
                 let of_node = |node: usize| {
-                    let mixed = seed.wrapping_add((node as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+                    let mixed =
+                        seed.wrapping_add((node as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
                     fastrand::Rng::with_seed(mixed)
                 };
                 let generators = (0..nodes).map(of_node).collect();
@@ -29,7 +30,8 @@ impl Failing {
         }
     }
 
-    /// All that are known at the beginning; of random ones the first of each node, which is demanded at `demanded_s`.
+    /// All that are known at the beginning; of random ones the first of each node, which is
+    /// demanded at `demanded_s`.
     pub fn begin(&mut self, demanded_s: f64) -> Vec<Failure> {
         match self {
             Self::Listed(failures) => std::mem::take(failures),

@@ -25,20 +25,25 @@ impl Sizes {
             sum += interval.new_bytes;
             sums.push(sum);
         }
-        Self { transfer, images: intervals.iter().map(|interval| interval.image_bytes).collect(), sums }
+        Self {
+            transfer,
+            images: intervals.iter().map(|interval| interval.image_bytes).collect(),
+            sums,
+        }
     }
 
     /// Bytes that are sent of `interval` to a node that has `holdings`.
     ///
-    /// What is written between two checkpoints is all in which they differ, whichever of them comes first; so the nearest on either side
-    /// says most, and no node lacks more than all.
+    /// What is written between two checkpoints is all in which they differ, whichever of them comes
+    /// first; so the nearest on either side says most, and no node lacks more than all.
     pub fn missing(&self, interval: usize, holdings: &Holdings) -> f64 {
         let all = self.images[interval];
         if self.transfer == Transfer::Whole {
             return all;
         }
         let between = |a: usize, b: usize| self.sums[b + 1] - self.sums[a + 1];
-        let before = holdings.held.range(..=interval).next_back().map(|held| between(*held, interval));
+        let before =
+            holdings.held.range(..=interval).next_back().map(|held| between(*held, interval));
         let behind = holdings.held.range(interval..).next().map(|held| between(interval, *held));
         before.into_iter().chain(behind).fold(all, f64::min)
     }

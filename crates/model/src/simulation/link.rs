@@ -21,7 +21,11 @@ pub struct Link {
 
 impl Link {
     pub fn new(network: &Network) -> Self {
-        Self { bytes_per_s: network.bits_per_s.map(|bits| bits / 8.0), flows: Vec::new(), at_s: 0.0 }
+        Self {
+            bytes_per_s: network.bits_per_s.map(|bits| bits / 8.0),
+            flows: Vec::new(),
+            at_s: 0.0,
+        }
     }
 
     /// What each transfer gets.

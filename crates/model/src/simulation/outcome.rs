@@ -19,7 +19,8 @@ pub struct Ran {
     pub tries: u32,
 }
 
-/// What became of a node's time, in seconds, over all its slots: the sum is the makespan for each slot.
+/// What became of a node's time, in seconds, over all its slots: the sum is the makespan for each
+/// slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Used {
     /// It simulated. What a failure undid counts, too.

@@ -6,7 +6,10 @@ use proptest::prelude::*;
 const CLOSE: f64 = 1e-9;
 
 fn near(found: f64, expected: f64) {
-    assert!((found - expected).abs() <= CLOSE * expected.abs().max(1.0), "{found}, expected {expected}");
+    assert!(
+        (found - expected).abs() <= CLOSE * expected.abs().max(1.0),
+        "{found}, expected {expected}"
+    );
 }
 
 fn interval(ready_s: f64, work_s: f64) -> Interval {
@@ -15,7 +18,10 @@ fn interval(ready_s: f64, work_s: f64) -> Interval {
 
 /// Intervals that are ready at once, of which each has so many bytes in all and so many new ones.
 fn sized(work_s: &[f64], image_bytes: f64, new_bytes: f64) -> Vec<Interval> {
-    work_s.iter().map(|work_s| Interval { ready_s: 0.0, work_s: *work_s, image_bytes, new_bytes }).collect()
+    work_s
+        .iter()
+        .map(|work_s| Interval { ready_s: 0.0, work_s: *work_s, image_bytes, new_bytes })
+        .collect()
 }
 
 /// 1 byte a second.
@@ -34,8 +40,10 @@ fn nodes(outcome: &Outcome) -> Vec<usize> {
 /// Sections 2.4.2 and 6.3.4 of the paper, and figure 3.4.
 #[test]
 fn the_regular_case_is_that_of_the_formulas() {
-    let paper = Constants { t_vm: 3600.0, s_sim: 100.0, s_log: 1.08, t_c: 0.1, t_i: 1.0, s_cp: None };
-    let measured = Constants { t_vm: 600.0, s_sim: 31.0, s_log: 1.0, t_c: 0.0, t_i: 3.7, s_cp: Some(1.024) };
+    let paper =
+        Constants { t_vm: 3600.0, s_sim: 100.0, s_log: 1.08, t_c: 0.1, t_i: 1.0, s_cp: None };
+    let measured =
+        Constants { t_vm: 600.0, s_sim: 31.0, s_log: 1.0, t_c: 0.0, t_i: 3.7, s_cp: Some(1.024) };
     let figure = Constants { s_sim: 41.25, s_cp: Some(1.2), ..paper };
     let mut seen = Vec::new();
     for (constants, count, length) in [
@@ -61,7 +69,10 @@ fn the_regular_case_is_that_of_the_formulas() {
             found.makespan_s
         );
         let sequential_s = constants.s_sim * constants.t_vm;
-        near(found.efficiency(sequential_s, count as usize), sequential_s / found.makespan_s / count as f64);
+        near(
+            found.efficiency(sequential_s, count as usize),
+            sequential_s / found.makespan_s / count as f64,
+        );
         seen.push(formula);
     }
     assert!(seen.contains(&Formula::Enough) && seen.contains(&Formula::Limited));
@@ -70,15 +81,20 @@ fn the_regular_case_is_that_of_the_formulas() {
 /// The formula fills the last round with a part of an interval; a cluster cannot.
 #[test]
 fn where_the_nodes_do_not_divide_the_intervals_a_part_of_one_is_added() {
-    let measured = Constants { t_vm: 600.0, s_sim: 31.0, s_log: 1.0, t_c: 0.0, t_i: 3.7, s_cp: Some(1.024) };
+    let measured =
+        Constants { t_vm: 600.0, s_sim: 31.0, s_log: 1.0, t_c: 0.0, t_i: 3.7, s_cp: Some(1.024) };
     let found = simulate(&regular(&measured, 8.0), &Cluster::of(4)).unwrap().makespan_s;
     // 75 intervals: 19 rounds in place of 18.75.
-    near(found, measured.run_time(Formula::Limited, 4, 8.0) - 1.024 * 8.0 + 0.25 * (3.7 + 31.0 * 8.0));
+    near(
+        found,
+        measured.run_time(Formula::Limited, 4, 8.0) - 1.024 * 8.0 + 0.25 * (3.7 + 31.0 * 8.0),
+    );
 }
 
 #[test]
 fn unequal_intervals_wait_for_each_other() {
-    // Ready at 1, 2, 3; node 0 has the first until 11, node 1 the second until 4 and the third until 5.
+    // Ready at 1, 2, 3; node 0 has the first until 11, node 1 the second until 4 and the third
+    // until 5.
     let intervals = [interval(1.0, 10.0), interval(2.0, 2.0), interval(3.0, 1.0)];
     let outcome = simulate(&intervals, &Cluster::of(2)).unwrap();
     assert_eq!((ends(&outcome), nodes(&outcome)), (vec![11.0, 4.0, 5.0], vec![0, 1, 1]));
@@ -91,7 +107,8 @@ fn unequal_intervals_wait_for_each_other() {
 #[test]
 fn the_longest_first_is_better_where_it_comes_last() {
     let intervals = sized(&[1.0, 1.0, 1.0, 3.0], 0.0, 0.0);
-    let of = |policy| simulate(&intervals, &Cluster { policy, ..Cluster::of(2) }).unwrap().makespan_s;
+    let of =
+        |policy| simulate(&intervals, &Cluster { policy, ..Cluster::of(2) }).unwrap().makespan_s;
     near(of(Policy::InOrder), 4.0);
     near(of(Policy::LongestFirst), 3.0);
 }
@@ -119,10 +136,12 @@ fn deferred_nothing_begins_before_all_is_ready() {
 
 #[test]
 fn transfers_share_the_servers_link() {
-    // Two at half a byte a second: each of 4 bytes is there at 8; then each node alone lacks 1 byte of the next.
+    // Two at half a byte a second: each of 4 bytes is there at 8; then each node alone lacks 1 byte
+    // of the next.
     let mut intervals = sized(&[1.0, 3.0, 1.0, 1.0], 4.0, 1.0);
     let outcome = simulate(&intervals, &slow(Cluster::of(2))).unwrap();
-    // Node 0: 0 until 9; interval 2 lacks the new bytes of 1 and 2: until 11, done at 12. Node 1: 1 until 11; 3 lacks 2 bytes: until 13, done at 14.
+    // Node 0: 0 until 9; interval 2 lacks the new bytes of 1 and 2: until 11, done at 12. Node 1: 1
+    // until 11; 3 lacks 2 bytes: until 13, done at 14.
     assert_eq!((ends(&outcome), nodes(&outcome)), (vec![9.0, 11.0, 12.0, 14.0], vec![0, 1, 0, 1]));
     near(outcome.sent_bytes, 4.0 + 4.0 + 2.0 + 2.0);
     // One of 2 bytes and one of 4: both have half until 4, the rest of 2 alone until 6.
@@ -144,8 +163,12 @@ fn latency_comes_before_each_transfer() {
 fn what_is_there_is_not_sent_again_unless_all_is() {
     let intervals = sized(&[1.0, 1.0, 1.0], 10.0, 4.0);
     let missing = simulate(&intervals, &Cluster::of(1)).unwrap();
-    assert_eq!(missing.intervals.iter().map(|ran| ran.sent_bytes).collect::<Vec<_>>(), [10.0, 4.0, 4.0]);
-    let whole = simulate(&intervals, &Cluster { transfer: Transfer::Whole, ..Cluster::of(1) }).unwrap();
+    assert_eq!(
+        missing.intervals.iter().map(|ran| ran.sent_bytes).collect::<Vec<_>>(),
+        [10.0, 4.0, 4.0]
+    );
+    let whole =
+        simulate(&intervals, &Cluster { transfer: Transfer::Whole, ..Cluster::of(1) }).unwrap();
     near(whole.sent_bytes, 30.0);
 }
 
@@ -169,16 +192,21 @@ fn what_a_failed_node_did_is_done_elsewhere() {
     let fails = |back_s| Failures::Listed(vec![Failure { node: 0, at_s: 3.0, back_s }]);
     // Node 0 is lost in the middle of the first; node 1 has it from 4 on.
     let intervals = sized(&[5.0, 4.0], 0.0, 0.0);
-    let outcome = simulate(&intervals, &Cluster { failures: fails(None), ..Cluster::of(2) }).unwrap();
+    let outcome =
+        simulate(&intervals, &Cluster { failures: fails(None), ..Cluster::of(2) }).unwrap();
     assert_eq!((ends(&outcome), nodes(&outcome)), (vec![9.0, 4.0], vec![1, 1]));
-    assert_eq!((outcome.intervals[0].tries, outcome.intervals[1].tries, outcome.failures()), (2, 1, 1));
+    assert_eq!(
+        (outcome.intervals[0].tries, outcome.intervals[1].tries, outcome.failures()),
+        (2, 1, 1)
+    );
     let Used { busy_s, lost_s, down_s, intervals: done, .. } = outcome.nodes[0];
     assert_eq!((busy_s, lost_s, down_s, done), (3.0, 3.0, 6.0, 0));
     // Alone it comes back at 4, starts until 5, and begins anew with nothing.
     let mut cluster = slow(Cluster { failures: fails(Some(4.0)), ..Cluster::of(1) });
     cluster.nodes[0].start_s = 1.0;
     let outcome = simulate(&sized(&[0.5, 4.0], 1.0, 0.5), &cluster).unwrap();
-    // Interval 0: 1 to 2.5. Interval 1 lacks half a byte, is there at 3 and lost then; from 5 on all of its byte is sent.
+    // Interval 0: 1 to 2.5. Interval 1 lacks half a byte, is there at 3 and lost then; from 5 on
+    // all of its byte is sent.
     assert_eq!(ends(&outcome), [2.5, 10.0]);
     near(outcome.nodes[0].start_s, 2.0);
     near(outcome.nodes[0].down_s, 1.0);
@@ -217,7 +245,12 @@ fn what_says_nothing_is_refused() {
 
 fn intervals() -> impl Strategy<Value = Vec<Interval>> {
     let one = (0.0..50.0_f64, 0.0..20.0_f64, 0.0..100.0_f64, 0.0..100.0_f64).prop_map(
-        |(ready_s, work_s, image_bytes, new_bytes)| Interval { ready_s, work_s, image_bytes, new_bytes },
+        |(ready_s, work_s, image_bytes, new_bytes)| Interval {
+            ready_s,
+            work_s,
+            image_bytes,
+            new_bytes,
+        },
     );
     prop::collection::vec(one, 1..30)
 }

@@ -54,8 +54,9 @@ impl Model {
     fn send(&mut self, from: usize, to: u8, frame: &Frame) {
         let Some((_, lan)) = self.ports[from] else { return };
         self.learnt.insert((lan, from as u8), from);
-        let others: Vec<usize> =
-            (0..SLOTS).filter(|s| *s != from && self.ports[*s].is_some_and(|(_, l)| l == lan)).collect();
+        let others: Vec<usize> = (0..SLOTS)
+            .filter(|s| *s != from && self.ports[*s].is_some_and(|(_, l)| l == lan))
+            .collect();
         match self.learnt.get(&(lan, to)) {
             Some(known) => {
                 if *known != from {
@@ -134,7 +135,8 @@ proptest! {
                 let pending: Vec<Frame> = fabric.pending(key).cloned().collect();
                 prop_assert_eq!(&pending, &model.queues[slot]);
                 prop_assert_eq!(fabric.dropped(key), model.dropped[slot]);
-                // One frame beyond the bound for each sender that had one under way; held, what a test sends.
+                // One frame beyond the bound for each sender that had one under way; held, what a
+                // test sends.
                 let bytes: usize = pending.iter().map(cost).sum();
                 prop_assert!(model.held || bytes < LIMITS.port_bytes_max + 52 * 200);
             }
@@ -159,7 +161,9 @@ fn a_full_queue_stalls_who_writes_to_it_and_nobody_else() {
     let ports: Vec<PortKey> = (0..3).map(|_| fabric.connect(lan)).collect();
     for (slot, port) in ports.iter().enumerate() {
         assert_eq!(fabric.receive(*port, &frame(slot, SLOTS as u8, 0)), None);
-        while fabric.next(ports[(slot + 1) % 3]).is_some() || fabric.next(ports[(slot + 2) % 3]).is_some() {}
+        while fabric.next(ports[(slot + 1) % 3]).is_some()
+            || fabric.next(ports[(slot + 2) % 3]).is_some()
+        {}
     }
     let mut sent = 0;
     while fabric.may_read(ports[0]) {

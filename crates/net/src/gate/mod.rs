@@ -1,5 +1,5 @@
-//! The gate before a protected VM's network: what the guest sends is held until the state that sent it is safe elsewhere (output
-//! commit). What is sent to the guest is not touched.
+//! The gate before a protected VM's network: what the guest sends is held until the state that sent
+//! it is safe elsewhere (output commit). What is sent to the guest is not touched.
 //!
 //! ```text
 //!   guest ─▶ NIC ─▶ filter-redirector ──socket──▶ Gate ──socket──▶ filter-redirector ─▶ netdev (tap, user, bridge, ...)
@@ -118,7 +118,8 @@ impl Queue {
         Self { open: true, nics: (0..nics).map(|_| VecDeque::new()).collect(), ..Self::default() }
     }
 
-    /// A frame of the guest's, on NIC number `nic`. True where it is the first of its epoch that is held.
+    /// A frame of the guest's, on NIC number `nic`. True where it is the first of its epoch that is
+    /// held.
     pub fn take(&mut self, nic: usize, frame: Frame, at_ns: u64) -> bool {
         let bytes = frame.wire().len();
         if self.held_bytes + bytes > HELD_BYTES_MAX {
@@ -203,7 +204,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list of who was sent in which epoch: nothing passes early, all pass in order once they may.
+        /// Against a list of who was sent in which epoch: nothing passes early, all pass in order
+        /// once they may.
         #[test]
         fn no_frame_passes_before_its_epoch_is_released(steps in prop::collection::vec(0u8..6, 1..200)) {
             let mut queue = Queue::new(1);

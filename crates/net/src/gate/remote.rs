@@ -14,8 +14,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The control of a gate. Dropped while the gate holds, what it holds never passes; while it is open, it goes on for as long as
-/// the VM is connected.
+/// The control of a gate. Dropped while the gate holds, what it holds never passes; while it is
+/// open, it goes on for as long as the VM is connected.
 pub struct GateRemote {
     stream: UnixStream,
     input: Messages,
@@ -24,9 +24,11 @@ pub struct GateRemote {
 }
 
 impl GateRemote {
-    /// Starts a gate as `command`, which calls [`super::serve_gate`] with its standard input and output. It listens for `nics`, and is open.
+    /// Starts a gate as `command`, which calls [`super::serve_gate`] with its standard input and
+    /// output. It listens for `nics`, and is open.
     pub fn spawn(command: &mut Command, nics: &[GateNic]) -> Result<Self> {
-        let (ours, theirs) = UnixStream::pair().map_err(Error::io("create a control connection"))?;
+        let (ours, theirs) =
+            UnixStream::pair().map_err(Error::io("create a control connection"))?;
         let (bell, rings) = std::io::pipe().map_err(Error::io("create a pipe"))?;
         command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::from(rings));
         // Ctrl-C is not to end it together with the engine.
@@ -65,7 +67,8 @@ impl GateRemote {
         self.ask(&Order::Open, ANSWER_TIMEOUT).map(drop)
     }
 
-    /// While the VM stands: the number of the epoch that ends. What the guest has sent belongs to it or to those before.
+    /// While the VM stands: the number of the epoch that ends. What the guest has sent belongs to
+    /// it or to those before.
     pub fn cut(&mut self) -> Result<u64> {
         match self.ask(&Order::Cut, ANSWER_TIMEOUT)? {
             Answer::Cut { epoch } => Ok(epoch),
@@ -121,14 +124,18 @@ impl GateRemote {
             if let Some((answer, _)) = self.input.next()? {
                 return Ok(answer);
             }
-            let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+            let left =
+                deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
             self.stream.set_read_timeout(Some(left)).map_err(Error::io("set a timeout"))?;
             match self.stream.read(&mut chunk) {
                 Ok(0) => return Err(Error::control("the gate has ended")),
                 Ok(len) => self.input.push(chunk.get(..len).unwrap_or_default()),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(_) if Instant::now() >= deadline => {
-                    return Err(Error::control(format!("no answer within {} ms", timeout.as_millis())));
+                    return Err(Error::control(format!(
+                        "no answer within {} ms",
+                        timeout.as_millis()
+                    )));
                 }
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
                 Err(e) => return Err(Error::io("read from the gate")(e)),

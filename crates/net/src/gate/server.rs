@@ -15,12 +15,15 @@ const READ_BYTES: usize = 64 << 10;
 /// How long a controller may take to read an answer; they are short.
 const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// Runs a gate for the controller at the other end of `control`, until both that and the VM have ended; or, where the gate holds,
-/// until the controller has. A byte is written to `bell` when the first frame of an epoch is held.
+/// Runs a gate for the controller at the other end of `control`, until both that and the VM have
+/// ended; or, where the gate holds, until the controller has. A byte is written to `bell` when the
+/// first frame of an epoch is held.
 pub fn serve_gate(control: UnixStream, bell: OwnedFd) -> Result<()> {
     // Who does not hear it looks by himself.
     rustix::io::ioctl_fionbio(&bell, true).map_err(Error::io("prepare the bell"))?;
-    control.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(Error::io("prepare the control connection"))?;
+    control
+        .set_write_timeout(Some(ANSWER_TIMEOUT))
+        .map_err(Error::io("prepare the control connection"))?;
     Gate {
         control: Some(control),
         bell,
@@ -51,7 +54,11 @@ impl End {
     fn greet(&mut self) {
         let Self::Waiting(listener) = self else { return };
         if let Ok((stream, _)) = listener.accept() {
-            *self = if stream.set_nonblocking(true).is_ok() { Self::Connected(stream) } else { Self::Gone };
+            *self = if stream.set_nonblocking(true).is_ok() {
+                Self::Connected(stream)
+            } else {
+                Self::Gone
+            };
         }
     }
 }
@@ -85,7 +92,8 @@ impl Gate {
     fn run(mut self) -> Result<()> {
         loop {
             // Held frames end with who could have released them.
-            let guest_there = self.nics.iter().any(|nic| matches!(nic.from_guest, End::Connected(_)));
+            let guest_there =
+                self.nics.iter().any(|nic| matches!(nic.from_guest, End::Connected(_)));
             if self.control.is_none() && !(self.queue.is_open() && guest_there) {
                 return Ok(());
             }
@@ -120,7 +128,8 @@ impl Gate {
             match &nic.to_network {
                 End::Waiting(listener) => fds.push(PollFd::new(listener, PollFlags::IN)),
                 End::Connected(stream) => {
-                    let wanted = if nic.writing.is_some() { PollFlags::OUT } else { PollFlags::empty() };
+                    let wanted =
+                        if nic.writing.is_some() { PollFlags::OUT } else { PollFlags::empty() };
                     fds.push(PollFd::new(stream, wanted));
                 }
                 End::Gone => {}
@@ -164,7 +173,8 @@ impl Gate {
             match rustix::net::recv(stream, &mut chunk[..], RecvFlags::DONTWAIT) {
                 Ok((_, len)) if len > 0 => {
                     // A stream that cannot be understood any more is none.
-                    if nic.deframer.push(chunk.get(..len).unwrap_or_default(), &mut frames).is_err() {
+                    if nic.deframer.push(chunk.get(..len).unwrap_or_default(), &mut frames).is_err()
+                    {
                         nic.from_guest = End::Gone;
                     }
                 }
@@ -281,7 +291,8 @@ impl Gate {
                     let End::Connected(_) = &nic.to_network else { break };
                     nic.writing = self.queue.pass(number).map(|frame| (frame, 0));
                 }
-                let (Some((frame, done)), End::Connected(stream)) = (&mut nic.writing, &nic.to_network)
+                let (Some((frame, done)), End::Connected(stream)) =
+                    (&mut nic.writing, &nic.to_network)
                 else {
                     break;
                 };
@@ -303,6 +314,7 @@ impl Gate {
 }
 
 fn failed(error: &Error) -> Answer {
-    let source = std::error::Error::source(error).map_or_else(String::new, |source| format!(": {source}"));
+    let source =
+        std::error::Error::source(error).map_or_else(String::new, |source| format!(": {source}"));
     Answer::Failed { problem: format!("{error}{source}") }
 }

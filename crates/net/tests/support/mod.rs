@@ -114,12 +114,14 @@ impl Peer {
     /// How much waits to be read.
     pub fn waits_bytes(&self) -> usize {
         let mut bytes = vec![0; 1 << 16];
-        let peeked = rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        let peeked =
+            rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
         peeked.map_or(0, |(_, len)| len)
     }
 
     pub fn has_nothing(&self) -> bool {
-        self.reader.as_ref().is_some_and(|reader| reader.try_recv().is_err()) && self.waits_bytes() <= 1
+        self.reader.as_ref().is_some_and(|reader| reader.try_recv().is_err())
+            && self.waits_bytes() <= 1
     }
 }
 

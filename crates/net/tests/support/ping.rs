@@ -1,4 +1,5 @@
-//! ARP and ICMP echo between 10.0.2.9 (02:00:00:00:00:09) and the small guest (10.0.2.15, 02:00:00:00:00:01).
+//! ARP and ICMP echo between 10.0.2.9 (02:00:00:00:00:09) and the small guest (10.0.2.15,
+//! 02:00:00:00:00:01).
 
 const OURS: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const THEIRS: [u8; 6] = [2, 0, 0, 0, 0, 1];
@@ -27,7 +28,8 @@ pub fn request(sequence: u16) -> Vec<u8> {
 /// The sequence number of an echo reply.
 pub fn answer(frame: &[u8]) -> Option<u16> {
     let icmp = frame.get(34..42)?;
-    let is_reply = frame[12..14] == [8, 0] && frame[23] == 1 && icmp[0] == 0 && icmp[4..6] == IDENTIFIER;
+    let is_reply =
+        frame[12..14] == [8, 0] && frame[23] == 1 && icmp[0] == 0 && icmp[4..6] == IDENTIFIER;
     is_reply.then(|| u16::from_be_bytes([icmp[6], icmp[7]]))
 }
 

@@ -43,7 +43,8 @@ impl Running {
 
     /// libvirt gives each QEMU its domain's name. A domain named by its UUID is known by that.
     pub fn check_domain(&self, pid: u32, domain: &str) -> Result<()> {
-        let uuid = self.words.windows(2).any(|w| w[0] == "-uuid" && w[1].eq_ignore_ascii_case(domain));
+        let uuid =
+            self.words.windows(2).any(|w| w[0] == "-uuid" && w[1].eq_ignore_ascii_case(domain));
         if uuid || self.vm_name.as_deref() == Some(domain) {
             return Ok(());
         }
@@ -61,7 +62,10 @@ fn words(bytes: &[u8]) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Ok(Vec::new());
     }
-    bytes.split(|b| *b == 0).map(|word| invocation::text(OsString::from_vec(word.to_vec()))).collect()
+    bytes
+        .split(|b| *b == 0)
+        .map(|word| invocation::text(OsString::from_vec(word.to_vec())))
+        .collect()
 }
 
 fn binary(pid: u32) -> std::io::Result<PathBuf> {
@@ -73,7 +77,9 @@ fn binary(pid: u32) -> std::io::Result<PathBuf> {
 
 /// True where `pid` runs something by QEMU's name.
 pub fn is_qemu(pid: u32) -> bool {
-    binary(pid).is_ok_and(|path| path.file_name().is_some_and(|name| name.to_string_lossy().contains("qemu")))
+    binary(pid).is_ok_and(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().contains("qemu"))
+    })
 }
 
 /// Which QEMU `pid` behind `qmp` is.
@@ -116,7 +122,10 @@ mod tests {
 
     #[test]
     fn a_line_is_read_word_by_word() {
-        assert_eq!(words(b"qemu\0-append\0a b\0-name\0\0").unwrap(), ["qemu", "-append", "a b", "-name", ""]);
+        assert_eq!(
+            words(b"qemu\0-append\0a b\0-name\0\0").unwrap(),
+            ["qemu", "-append", "a b", "-name", ""]
+        );
         assert!(words(b"").unwrap().is_empty());
         assert!(words(b"qemu\0\xff\0").is_err(), "not UTF-8");
     }

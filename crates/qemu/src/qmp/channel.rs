@@ -7,7 +7,8 @@ use serde_json::Value;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// A way to a monitor. Both take requests as QMP words them and give answers with the request's id, and events.
+/// A way to a monitor. Both take requests as QMP words them and give answers with the request's id,
+/// and events.
 pub enum Channel {
     /// Its socket: what comes, comes in the order in which it happened.
     Socket(Transport),

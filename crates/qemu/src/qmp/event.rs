@@ -37,7 +37,11 @@ impl Event {
             "RESET" => Self::Reset,
             "SHUTDOWN" => Self::Shutdown {
                 guest: data.and_then(|d| d.get("guest")).and_then(Value::as_bool).unwrap_or(false),
-                reason: data.and_then(|d| d.get("reason")).and_then(Value::as_str).unwrap_or_default().into(),
+                reason: data
+                    .and_then(|d| d.get("reason"))
+                    .and_then(Value::as_str)
+                    .unwrap_or_default()
+                    .into(),
             },
             "POWERDOWN" => Self::Powerdown,
             "GUEST_PANICKED" => Self::GuestPanicked,
@@ -46,7 +50,8 @@ impl Event {
     }
 }
 
-/// When an event happened by QEMU's wall clock, in microseconds since 1970; `None` where it says none.
+/// When an event happened by QEMU's wall clock, in microseconds since 1970; `None` where it says
+/// none.
 pub(super) fn timestamp_us(message: &Value) -> Option<u64> {
     let stamp = message.get("timestamp")?;
     let part = |key: &str| stamp.get(key)?.as_i64().and_then(|v| u64::try_from(v).ok());
@@ -66,7 +71,8 @@ pub enum RunStatus {
     InMigrate,
     /// Shut down, QEMU kept alive by `-no-shutdown`.
     Shutdown,
-    /// Another state in which the CPUs stand still, in QEMU's word (`io-error`, `guest-panicked`, `suspended`, ...).
+    /// Another state in which the CPUs stand still, in QEMU's word (`io-error`, `guest-panicked`,
+    /// `suspended`, ...).
     Other(String),
 }
 

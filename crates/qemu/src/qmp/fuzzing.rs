@@ -30,5 +30,8 @@ pub fn libvirt(said: &str) {
     let _ = virsh::answer(said);
     said.lines().filter_map(virsh::event).for_each(|message| event(&message));
     let plain = virsh::plain(said);
-    assert!(plain.bytes().all(|b| matches!(b, b' '..=b'~') && b != b'\''), "virsh would read this otherwise");
+    assert!(
+        plain.bytes().all(|b| matches!(b, b' '..=b'~') && b != b'\''),
+        "virsh would read this otherwise"
+    );
 }

@@ -5,8 +5,8 @@
 //!   ... ─▶ cont ─▶ its RESUME event; on the same way each RESUME of somebody else came before it
 //! ```
 //!
-//! Both clocks are the host's. An event that never comes fails the checkpoint: without events nobody knows whether the
-//! VM stood still.
+//! Both clocks are the host's. An event that never comes fails the checkpoint: without events
+//! nobody knows whether the VM stood still.
 
 use super::{Pause, Qmp, Stopped, now_us};
 use crate::{Error, Result};
@@ -40,13 +40,15 @@ impl Qmp {
     pub(super) fn await_resume(&mut self) -> Result<()> {
         let Some(pause) = &self.pause else { return Ok(()) };
         if pause.cont_us.is_some() {
-            let known = |qmp: &Self| qmp.pause.as_ref().is_none_or(|p| p.resumed || p.resumed_by_us);
+            let known =
+                |qmp: &Self| qmp.pause.as_ref().is_none_or(|p| p.resumed || p.resumed_by_us);
             if !self.wait_until(EVENT_TIMEOUT, known)? {
                 return Err(self.no_event("RESUME"));
             }
             return Ok(());
         }
-        // Somebody else's pause, or ours before its end: no event of ours tells that the others have arrived.
+        // Somebody else's pause, or ours before its end: no event of ours tells that the others
+        // have arrived.
         self.wait_until(EVENT_GRACE, |qmp| qmp.pause.as_ref().is_none_or(|p| p.resumed))?;
         let runs = self.status()?.is_running();
         if let Some(pause) = &mut self.pause {

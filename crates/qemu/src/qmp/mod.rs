@@ -1,4 +1,5 @@
-//! QEMU's monitor: the commands that Keyframe needs, with bounded answers, and the events in between.
+//! QEMU's monitor: the commands that Keyframe needs, with bounded answers, and the events in
+//! between.
 //!
 //! ```text
 //!   connect ─▶ greeting ─▶ qmp_capabilities ─▶ idle ──command──▶ waits for the answer with its id ─▶ idle
@@ -9,12 +10,12 @@
 //! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU has ended.
 //! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken for another's.
 //! 3. Whether anybody else let the VM run between our `stop` and our `cont` is known: each RESUME event met before our
-//!    `cont` was sent, or stamped before it, is somebody else's. One that comes later does no harm, for what was to be
-//!    captured in the pause has been captured when `cont` is sent.
+//! `cont` was sent, or stamped before it, is somebody else's. One that comes later does no harm,
+//! for what was to be captured in the pause has been captured when `cont` is sent.
 //!
-//! The messages are read as plain JSON and not with a library's generated types: those are made from one QEMU's schema,
-//! while 7.2 lacks fields that 10.0 requires, and the library's synchronous client neither bounds a wait nor splits a
-//! command from its answer.
+//! The messages are read as plain JSON and not with a library's generated types: those are made
+//! from one QEMU's schema, while 7.2 lacks fields that 10.0 requires, and the library's synchronous
+//! client neither bounds a wait nor splits a command from its answer.
 //!
 //! Left out: out-of-band commands.
 
@@ -53,7 +54,8 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 /// What our `stop` found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
-    /// It was our `stop` that stopped the VM; else somebody else had paused it, and must be the one to resume it.
+    /// It was our `stop` that stopped the VM; else somebody else had paused it, and must be the one
+    /// to resume it.
     pub was_running: bool,
 }
 
@@ -64,7 +66,8 @@ struct Pause {
     resumed: bool,
     /// When our `cont` was sent.
     cont_us: Option<u64>,
-    /// Where events lag: when our `stop` was sent. What happened before belongs to an earlier pause.
+    /// Where events lag: when our `stop` was sent. What happened before belongs to an earlier
+    /// pause.
     stop_us: Option<u64>,
     /// Our own `cont` has shown its effect.
     resumed_by_us: bool,
@@ -98,7 +101,8 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Connects to the monitor at `path` and greets it. The socket may be about to appear: at most `wait` for it.
+    /// Connects to the monitor at `path` and greets it. The socket may be about to appear: at most
+    /// `wait` for it.
     pub fn connect(path: &Path, wait: Duration) -> Result<Self> {
         Self::connect_while(path, wait, &mut || Ok(()))
     }
@@ -111,10 +115,15 @@ impl Qmp {
     ) -> Result<Self> {
         let started = Instant::now();
         let transport = Transport::connect(path, wait, alive)?;
-        Self::greet(transport, wait.saturating_sub(started.elapsed()).max(Duration::from_secs(1)), alive)
+        Self::greet(
+            transport,
+            wait.saturating_sub(started.elapsed()).max(Duration::from_secs(1)),
+            alive,
+        )
     }
 
-    /// Connects to a monitor that is there already. Error: [`Error::MonitorBusy`] where it serves another client.
+    /// Connects to a monitor that is there already. Error: [`Error::MonitorBusy`] where it serves
+    /// another client.
     pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
@@ -129,9 +138,13 @@ impl Qmp {
         })
     }
 
-    /// Connects to the monitor of `domain` through libvirt at `uri` or, without one, at virsh's default. `passed` are
-    /// the descriptors that commands may pass.
-    pub(crate) fn connect_libvirt(domain: &str, uri: Option<&str>, passed: &[&OwnedFd]) -> Result<Self> {
+    /// Connects to the monitor of `domain` through libvirt at `uri` or, without one, at virsh's
+    /// default. `passed` are the descriptors that commands may pass.
+    pub(crate) fn connect_libvirt(
+        domain: &str,
+        uri: Option<&str>,
+        passed: &[&OwnedFd],
+    ) -> Result<Self> {
         let mut qmp = Self::new(Channel::Libvirt(Box::new(Virsh::connect(domain, uri, passed)?)));
         // The first answer tells whether libvirt lets us.
         qmp.execute("query-version", None)?;
@@ -176,7 +189,11 @@ impl Qmp {
         Self::greet(Transport::over(socket, name.into()), wait, alive)
     }
 
-    fn greet(transport: Transport, wait: Duration, alive: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+    fn greet(
+        transport: Transport,
+        wait: Duration,
+        alive: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
         let mut qmp = Self::new(Channel::Socket(transport));
         let started = Instant::now();
         let greeting = loop {
@@ -190,14 +207,17 @@ impl Qmp {
                         operation: GREETING.into(),
                     });
                 }
-                // Before it greets, QEMU takes a new client for the one before, who was told of events.
+                // Before it greets, QEMU takes a new client for the one before, who was told of
+                // events.
                 Ok(message) if message.get("event").is_some() && started.elapsed() < wait => {}
                 other => break other?,
             }
         };
         if greeting.get("QMP").is_none() {
             let start: String = greeting.to_string().chars().take(80).collect();
-            return Err(qmp.channel.protocol(GREETING, format!("this is no QMP monitor: it says {start}")));
+            return Err(qmp
+                .channel
+                .protocol(GREETING, format!("this is no QMP monitor: it says {start}")));
         }
         qmp.execute("qmp_capabilities", None)?;
         Ok(qmp)
@@ -225,9 +245,13 @@ impl Qmp {
         self.answer(id, command, self.timeout)
     }
 
-    /// The answers to several commands that only ask. Over a socket all are sent before the first answer is waited for, so that the
-    /// way there and back, and QEMU's wait for its lock, are paid once.
-    pub(crate) fn ask_all<const N: usize>(&mut self, commands: [(&str, Value); N]) -> Result<[Value; N]> {
+    /// The answers to several commands that only ask. Over a socket all are sent before the first
+    /// answer is waited for, so that the way there and back, and QEMU's wait for its lock, are paid
+    /// once.
+    pub(crate) fn ask_all<const N: usize>(
+        &mut self,
+        commands: [(&str, Value); N],
+    ) -> Result<[Value; N]> {
         let mut answers = [const { Value::Null }; N];
         if self.channel.events_lag() {
             for (answer, (command, arguments)) in answers.iter_mut().zip(commands) {
@@ -267,15 +291,15 @@ impl Qmp {
         self.execute("cont", None).map(drop)
     }
 
-    /// Lets the VM run after our [`Qmp::stop`]. True where somebody else had let it run in between: what was captured
-    /// in the pause is torn.
+    /// Lets the VM run after our [`Qmp::stop`]. True where somebody else had let it run in between:
+    /// what was captured in the pause is torn.
     pub fn cont_after_stop(&mut self) -> Result<bool> {
         self.cont()?;
         self.resumed_by_other()
     }
 
-    /// Whether somebody else (a user's monitor, the watchdog) let the VM run after our last [`Qmp::stop`] and before our
-    /// `cont`, or, where there was none yet, before now.
+    /// Whether somebody else (a user's monitor, the watchdog) let the VM run after our last
+    /// [`Qmp::stop`] and before our `cont`, or, where there was none yet, before now.
     pub fn resumed_by_other(&mut self) -> Result<bool> {
         self.drain("look for events")?;
         if self.channel.events_lag() {
@@ -287,8 +311,9 @@ impl Qmp {
     /// Has the state of all devices written to `target` (a path or `/dev/fdset/N`).
     pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
-        // All that `live` does to a VM that stands still is to give its images away, as if another host took them over: that
-        // fails beside a job on them, and a second time before it runs again QEMU aborts.
+        // All that `live` does to a VM that stands still is to give its images away, as if another
+        // host took them over: that fails beside a job on them, and a second time before it runs
+        // again QEMU aborts.
         let id = self.send(operation, Some(json!({ "filename": target, "live": false })), None)?;
         self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
     }
@@ -302,12 +327,15 @@ impl Qmp {
         }
     }
 
-    /// The threads that its virtual CPUs run on, rising: one for all of them where the accelerator has no more.
+    /// The threads that its virtual CPUs run on, rising: one for all of them where the accelerator
+    /// has no more.
     pub fn cpu_threads(&mut self) -> Result<Vec<u32>> {
         let answer = self.execute("query-cpus-fast", None)?;
-        let thread =
-            |cpu: &Value| cpu.get("thread-id")?.as_u64().and_then(|thread| u32::try_from(thread).ok());
-        let threads = answer.as_array().and_then(|cpus| cpus.iter().map(thread).collect::<Option<Vec<_>>>());
+        let thread = |cpu: &Value| {
+            cpu.get("thread-id")?.as_u64().and_then(|thread| u32::try_from(thread).ok())
+        };
+        let threads =
+            answer.as_array().and_then(|cpus| cpus.iter().map(thread).collect::<Option<Vec<_>>>());
         let mut threads = threads
             .filter(|all| !all.is_empty())
             .ok_or_else(|| self.unexpected("query-cpus-fast", &answer))?;
@@ -319,7 +347,10 @@ impl Qmp {
     /// Instructions that the VM has run since it began, where it is recorded or replayed.
     pub fn icount(&mut self) -> Result<u64> {
         let answer = self.execute("query-replay", None)?;
-        answer.get("icount").and_then(Value::as_u64).ok_or_else(|| self.unexpected("query-replay", &answer))
+        answer
+            .get("icount")
+            .and_then(Value::as_u64)
+            .ok_or_else(|| self.unexpected("query-replay", &answer))
     }
 
     /// Has a replay stop at instruction `icount`, which lies before it.
@@ -339,7 +370,8 @@ impl Qmp {
 
     /// A line for the human monitor: what it prints.
     pub fn hmp(&mut self, line: &str) -> Result<String> {
-        let answer = self.execute("human-monitor-command", Some(json!({ "command-line": line })))?;
+        let answer =
+            self.execute("human-monitor-command", Some(json!({ "command-line": line })))?;
         match answer {
             Value::String(text) => Ok(text),
             other => Err(self.unexpected(line, &other)),
@@ -388,7 +420,8 @@ impl Qmp {
             })?;
             if self.keep_event(&message) {
                 if matches!(self.events.back(), Some(Event::Shutdown { .. })) {
-                    // A QEMU on its way out may never answer, and not end for that: see `Vm::finish_shutdown`.
+                    // A QEMU on its way out may never answer, and not end for that: see
+                    // `Vm::finish_shutdown`.
                     deadline = deadline.min(Instant::now() + SHUTDOWN_TIMEOUT);
                 }
                 continue;
@@ -396,12 +429,19 @@ impl Qmp {
             let ours = message.get("id").and_then(Value::as_u64) == Some(id);
             match (message.get("return"), message.get("error")) {
                 (Some(value), None) if ours => return Ok(value.clone()),
-                // An error without an id is about a line that QEMU could not read: ours, as only one is under way.
+                // An error without an id is about a line that QEMU could not read: ours, as only
+                // one is under way.
                 (None, Some(error)) if ours || message.get("id").is_none() => {
-                    let reason = error.get("desc").and_then(Value::as_str).unwrap_or("for no reason given");
-                    return Err(Error::Refused { operation: operation.into(), reason: reason.into() });
+                    let reason =
+                        error.get("desc").and_then(Value::as_str).unwrap_or("for no reason given");
+                    return Err(Error::Refused {
+                        operation: operation.into(),
+                        reason: reason.into(),
+                    });
                 }
-                (None, None) | (Some(_), Some(_)) => return Err(self.unexpected(operation, &message)),
+                (None, None) | (Some(_), Some(_)) => {
+                    return Err(self.unexpected(operation, &message));
+                }
                 // The late answer of a command that was given up.
                 _ => {}
             }

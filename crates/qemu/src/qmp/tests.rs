@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 
 const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": ["oob"]}}"#;
 
-/// A monitor that greets, takes the capabilities, and then answers each command with the lines that `answer` gives for
-/// its name and id, until it gives `None`.
+/// A monitor that greets, takes the capabilities, and then answers each command with the lines that
+/// `answer` gives for its name and id, until it gives `None`.
 fn monitor(
     answer: impl Fn(&str, u64) -> Option<Vec<String>> + Send + 'static,
 ) -> (tempfile::TempDir, std::path::PathBuf, JoinHandle<()>) {
@@ -74,7 +74,8 @@ fn a_stop_that_stopped_nothing_is_told_from_one_that_did() {
 #[test]
 fn a_resume_by_somebody_else_is_seen_wherever_its_event_comes() {
     // When the RESUME of somebody else happens and arrives; `None`: there is none.
-    for (other, expected) in [(None, false), (Some("before cont"), true), (Some("with cont"), true)] {
+    for (other, expected) in [(None, false), (Some("before cont"), true), (Some("with cont"), true)]
+    {
         let (_dir, path, _) = monitor(move |name, id| {
             let early = event("RESUME", now_us() - 1_000_000);
             Some(match (name, other) {
@@ -98,7 +99,8 @@ fn a_resume_by_somebody_else_is_seen_wherever_its_event_comes() {
 #[test]
 fn a_resume_of_an_earlier_pause_does_not_tear_this_one() {
     let (_dir, path, _) = monitor(|name, id| {
-        let first = if name == "stop" { event("STOP", now_us()) } else { event("RESUME", now_us() + 1) };
+        let first =
+            if name == "stop" { event("STOP", now_us()) } else { event("RESUME", now_us() + 1) };
         Some(vec![first, ok(id)])
     });
     let mut qmp = connect(&path);
@@ -133,7 +135,8 @@ fn no_answer_is_a_timeout_and_the_late_one_is_not_taken_for_another() {
 fn a_refusal_carries_qemus_words() {
     let (_dir, path, _) = monitor(|_, id| {
         Some(vec![
-            json!({ "error": { "class": "GenericError", "desc": "no such thing" }, "id": id }).to_string(),
+            json!({ "error": { "class": "GenericError", "desc": "no such thing" }, "id": id })
+                .to_string(),
         ])
     });
     let error = connect(&path).execute("query-x", None).unwrap_err();
@@ -148,13 +151,18 @@ fn the_end_of_qemu_is_told_and_the_events_before_it_are_kept() {
     qmp.execute("query-x", None).unwrap();
     assert!(matches!(qmp.execute("query-last", None), Err(Error::Gone { .. })));
     thread.join().unwrap();
-    assert_eq!(qmp.drain_events().unwrap(), [Event::Shutdown { guest: false, reason: String::new() }]);
+    assert_eq!(
+        qmp.drain_events().unwrap(),
+        [Event::Shutdown { guest: false, reason: String::new() }]
+    );
     assert!(matches!(qmp.drain_events(), Err(Error::Gone { .. })));
 }
 
 #[test]
 fn answers_that_are_none_are_errors() {
-    for answer in ["no json", "{}", "[]", r#"{"id": 2}"#, r#"{"return": 1, "error": {}, "id": 2}"#, "\u{0}"] {
+    for answer in
+        ["no json", "{}", "[]", r#"{"id": 2}"#, r#"{"return": 1, "error": {}, "id": 2}"#, "\u{0}"]
+    {
         let (_dir, path, _) = monitor(move |_, _| Some(vec![answer.into()]));
         let error = connect(&path).execute("query-x", None).unwrap_err();
         assert!(
@@ -176,8 +184,9 @@ fn what_greets_otherwise_is_no_monitor() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
-    let thread =
-        std::thread::spawn(move || listener.accept().unwrap().0.write_all(b"{\"hello\": 1}\n").unwrap());
+    let thread = std::thread::spawn(move || {
+        listener.accept().unwrap().0.write_all(b"{\"hello\": 1}\n").unwrap()
+    });
     let error = Qmp::connect(&path, Duration::from_secs(5)).err().unwrap();
     assert!(error.to_string().contains("no QMP monitor"), "{error}");
     thread.join().unwrap();
@@ -185,7 +194,8 @@ fn what_greets_otherwise_is_no_monitor() {
 
 #[test]
 fn a_socket_that_never_appears_is_an_error_that_names_it() {
-    let error = Qmp::connect(Path::new("/no/such/dir/qmp.sock"), Duration::from_millis(10)).err().unwrap();
+    let error =
+        Qmp::connect(Path::new("/no/such/dir/qmp.sock"), Duration::from_millis(10)).err().unwrap();
     assert!(error.to_string().contains("/no/such/dir/qmp.sock"), "{error}");
 }
 

@@ -1,7 +1,8 @@
 //! Lines of JSON over a unix socket: written and read with a deadline, without blocking calls.
 //!
-//! A reader sleeps in `poll` and never spins: on a host with few cores a spinning reader of raised priority takes the
-//! core that QEMU's main loop needs to answer, and made each answer of a pause a millisecond or two later.
+//! A reader sleeps in `poll` and never spins: on a host with few cores a spinning reader of raised
+//! priority takes the core that QEMU's main loop needs to answer, and made each answer of a pause a
+//! millisecond or two later.
 
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -34,16 +35,21 @@ pub struct Transport {
 }
 
 impl Transport {
-    /// Connects to the socket at `path`, which may not exist yet, trying for at most `wait`. `alive` is asked between
-    /// attempts and ends them with its error.
-    pub fn connect(path: &Path, wait: Duration, alive: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+    /// Connects to the socket at `path`, which may not exist yet, trying for at most `wait`.
+    /// `alive` is asked between attempts and ends them with its error.
+    pub fn connect(
+        path: &Path,
+        wait: Duration,
+        alive: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
         let operation = || format!("connect to QEMU's monitor {}", path.display());
         let address = SocketAddrUnix::new(path).map_err(Error::io(operation()))?;
         let deadline = Instant::now() + wait;
         loop {
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-                .map_err(Error::io(operation()))?;
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+                    .map_err(Error::io(operation()))?;
             match rustix::net::connect(&socket, &address) {
                 Ok(()) => return Ok(Self::over(socket, path.display().to_string())),
                 // Not there yet; there, but nobody listens yet; its queue is full (EAGAIN).
@@ -101,7 +107,10 @@ impl Transport {
                 Err(Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.gone(operation)),
                 Err(e) => {
-                    return Err(Error::io(format!("write to QEMU's monitor {} ({operation})", self.name))(e));
+                    return Err(Error::io(format!(
+                        "write to QEMU's monitor {} ({operation})",
+                        self.name
+                    ))(e));
                 }
             }
         }
@@ -135,7 +144,9 @@ impl Transport {
             }
             self.scanned = self.buffer.len();
             if self.buffer.len() > LINE_BYTES_MAX {
-                return Err(self.protocol(operation, format!("a line of more than {LINE_BYTES_MAX} bytes")));
+                return Err(
+                    self.protocol(operation, format!("a line of more than {LINE_BYTES_MAX} bytes"))
+                );
             }
             let mut chunk = [0u8; 16 << 10];
             match rustix::net::recv(&self.socket, &mut chunk[..], RecvFlags::empty()) {
@@ -144,9 +155,10 @@ impl Transport {
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
                 Err(e) => {
-                    return Err(Error::io(format!("read from QEMU's monitor {} ({operation})", self.name))(
-                        e,
-                    ));
+                    return Err(Error::io(format!(
+                        "read from QEMU's monitor {} ({operation})",
+                        self.name
+                    ))(e));
                 }
             }
         }
@@ -168,7 +180,13 @@ impl Transport {
         Error::Gone { monitor: self.name.clone(), operation: operation.into() }
     }
 
-    fn sleep(&self, flags: PollFlags, started: Instant, timeout: Duration, operation: &str) -> Result<()> {
+    fn sleep(
+        &self,
+        flags: PollFlags,
+        started: Instant,
+        timeout: Duration,
+        operation: &str,
+    ) -> Result<()> {
         let left = timeout.saturating_sub(started.elapsed());
         if left.is_zero() {
             let waited_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
@@ -178,7 +196,8 @@ impl Transport {
                 waited_ms,
             });
         }
-        let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let limit =
+            Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(&self.socket, flags)], Some(&limit)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(e) => Err(Error::io(format!("wait for QEMU's monitor {}", self.name))(e)),
@@ -187,7 +206,11 @@ impl Transport {
 }
 
 /// Sends what the socket takes of `bytes`.
-fn send_some(socket: &OwnedFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> Result<usize, Errno> {
+fn send_some(
+    socket: &OwnedFd,
+    bytes: &[u8],
+    passed: Option<BorrowedFd<'_>>,
+) -> Result<usize, Errno> {
     let Some(fd) = passed else { return rustix::net::send(socket, bytes, SendFlags::NOSIGNAL) };
     let fds = [fd];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

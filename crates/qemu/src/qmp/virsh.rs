@@ -1,4 +1,5 @@
-//! The monitor of a VM that libvirt runs, through `virsh`: libvirt holds the socket itself and passes commands on.
+//! The monitor of a VM that libvirt runs, through `virsh`: libvirt holds the socket itself and
+//! passes commands on.
 //!
 //! ```text
 //!   requests ──▶ virsh ──▶ libvirt ──▶ QEMU           one virsh for all requests: a start costs tens of ms
@@ -9,18 +10,18 @@
 //!   events   ◀── virsh qemu-monitor-event --loop ◀── libvirt ◀── QEMU         with QEMU's own time stamps
 //! ```
 //!
-//! Fed through a pipe, virsh repeats its input and its prompt in its output (readline does), and says of a command that
-//! failed in libvirt why on its standard error. So an answer is the one line of JSON before the mark; the mark has a token
-//! that no guest can know and is written so that its repetition does not match it. libvirt puts in the ids of requests,
-//! so ours are kept here.
+//! Fed through a pipe, virsh repeats its input and its prompt in its output (readline does), and
+//! says of a command that failed in libvirt why on its standard error. So an answer is the one line
+//! of JSON before the mark; the mark has a token that no guest can know and is written so that its
+//! repetition does not match it. libvirt puts in the ids of requests, so ours are kept here.
 //!
 //! Invariants:
 //! 1. Answers are matched by their mark: the late answer of a request that was given up is not taken for another's.
 //! 2. Both children end with us, however we end: the one sees the end of its input, the other is ended by a shell
 //!    that does.
 //!
-//! Left out: libvirt's library, which would have to be there at build time; connections to other hosts, for the VM's
-//! memory must be here.
+//! Left out: libvirt's library, which would have to be there at build time; connections to other
+//! hosts, for the VM's memory must be here.
 
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -41,10 +42,16 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long a child may take to end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Runs its arguments until its input ends.
-const UNTIL_INPUT_ENDS: &str = r#""$@" </dev/null & exec >&-; read -r _; kill $! 2>/dev/null; wait"#;
+const UNTIL_INPUT_ENDS: &str =
+    r#""$@" </dev/null & exec >&-; read -r _; kill $! 2>/dev/null; wait"#;
 /// How libvirt says that there is no VM any more.
-const ENDED: &[&str] =
-    &["not running", "no longer running", "failed to get domain", "Domain not found", "End of file"];
+const ENDED: &[&str] = &[
+    "not running",
+    "no longer running",
+    "failed to get domain",
+    "Domain not found",
+    "End of file",
+];
 
 /// A child with pipes that do not block.
 struct Piped {
@@ -75,11 +82,15 @@ pub struct Virsh {
 }
 
 impl Virsh {
-    /// Connects to `domain` (its name or UUID) at libvirt's `uri`, or at virsh's default. `passed` are the descriptors
-    /// that requests may pass later.
+    /// Connects to `domain` (its name or UUID) at libvirt's `uri`, or at virsh's default. `passed`
+    /// are the descriptors that requests may pass later.
     pub fn connect(domain: &str, uri: Option<&str>, passed: &[&OwnedFd]) -> Result<Self> {
         if domain.is_empty() || domain.contains(['\'', '\\']) || domain.contains(char::is_control) {
-            return Err(refused(domain, "its name cannot be given to virsh", "name it by its UUID"));
+            return Err(refused(
+                domain,
+                "its name cannot be given to virsh",
+                "name it by its UUID",
+            ));
         }
         let shell = Piped::start(&mut virsh(uri), passed, domain)?;
         let mut watching = Command::new("sh");
@@ -107,9 +118,18 @@ impl Virsh {
     }
 
     /// Sends a request, and `passed` along with it.
-    pub fn send(&mut self, message: &Value, passed: Option<BorrowedFd<'_>>, operation: &str) -> Result<()> {
+    pub fn send(
+        &mut self,
+        message: &Value,
+        passed: Option<BorrowedFd<'_>>,
+        operation: &str,
+    ) -> Result<()> {
         let mut request = message.clone();
-        let id = request.as_object_mut().and_then(|o| o.remove("id")).and_then(|id| id.as_u64()).unwrap_or(0);
+        let id = request
+            .as_object_mut()
+            .and_then(|o| o.remove("id"))
+            .and_then(|id| id.as_u64())
+            .unwrap_or(0);
         self.marks += 1;
         let mark = self.marks;
         let passed = passed.map_or(String::new(), |fd| format!("--pass-fds {} ", fd.as_raw_fd()));
@@ -120,15 +140,19 @@ impl Virsh {
             self.token
         );
         let stdin = self.shell.stdin.as_mut();
-        let written =
-            stdin.map_or(Err(std::io::ErrorKind::BrokenPipe.into()), |i| i.write_all(line.as_bytes()));
+        let written = stdin
+            .map_or(Err(std::io::ErrorKind::BrokenPipe.into()), |i| i.write_all(line.as_bytes()));
         match written {
             Ok(()) => {
                 self.asked.push_back((mark, id));
                 Ok(())
             }
-            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(self.broken("virsh has ended")),
-            Err(e) => Err(Error::io(format!("write to virsh for {} ({operation})", self.domain))(e)),
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => {
+                Err(self.broken("virsh has ended"))
+            }
+            Err(e) => {
+                Err(Error::io(format!("write to virsh for {} ({operation})", self.domain))(e))
+            }
         }
     }
 
@@ -168,7 +192,8 @@ impl Virsh {
             self.ready.extend(event(&String::from_utf8_lossy(&line)));
         }
         if self.events.out.ended && self.ready.is_empty() {
-            // Without events, a VM that somebody else let run in a pause of ours would go unnoticed.
+            // Without events, a VM that somebody else let run in a pause of ours would go
+            // unnoticed.
             let why = self.events.errors.text(&self.name);
             return Err(self.broken(&format!("virsh no longer tells of events {why}")));
         }
@@ -180,7 +205,9 @@ impl Virsh {
         while let Some((mark, id)) = self.asked.front().copied() {
             let end = format!("KFEND-{:x}-{mark}.", self.token);
             let bytes = &self.shell.out.bytes;
-            let Some(at) = bytes.windows(end.len()).position(|w| w == end.as_bytes()) else { break };
+            let Some(at) = bytes.windows(end.len()).position(|w| w == end.as_bytes()) else {
+                break;
+            };
             self.asked.pop_front();
             let said: Vec<u8> = self.shell.out.bytes.drain(..at + end.len()).collect();
             let complaint = self.shell.errors.text(&self.name);
@@ -190,7 +217,10 @@ impl Virsh {
                     self.ready.push_back(Value::Object(answer));
                 }
                 None if ENDED.iter().any(|words| complaint.contains(words)) => {
-                    return Err(Error::Gone { monitor: self.name.clone(), operation: operation.into() });
+                    return Err(Error::Gone {
+                        monitor: self.name.clone(),
+                        operation: operation.into(),
+                    });
                 }
                 None => self.ready.push_back(json!({ "error": { "desc": complaint }, "id": id })),
             }
@@ -301,7 +331,11 @@ impl Pipe {
             }
             if self.bytes.len() > BYTES_MAX {
                 let problem = format!("virsh said more than {BYTES_MAX} bytes at once");
-                return Err(Error::Protocol { monitor: monitor.into(), operation: "read".into(), problem });
+                return Err(Error::Protocol {
+                    monitor: monitor.into(),
+                    operation: "read".into(),
+                    problem,
+                });
             }
         }
         Ok(())
@@ -312,8 +346,10 @@ impl Pipe {
         // Of a complaint that cannot be read, nothing.
         let _ = self.fill(monitor);
         let text = String::from_utf8_lossy(&std::mem::take(&mut self.bytes)).into_owned();
-        let lines =
-            text.lines().map(|line| line.trim().trim_start_matches("error: ")).filter(|l| !l.is_empty());
+        let lines = text
+            .lines()
+            .map(|line| line.trim().trim_start_matches("error: "))
+            .filter(|l| !l.is_empty());
         lines.collect::<Vec<_>>().join("; ").chars().take(400).collect()
     }
 }
@@ -324,7 +360,8 @@ fn virsh(uri: Option<&str>) -> Command {
     if let Some(uri) = uri {
         command.args(["-c", uri]);
     }
-    // Our commands are not to appear in the user's history, nor the user's habits in how our lines are read.
+    // Our commands are not to appear in the user's history, nor the user's habits in how our lines
+    // are read.
     command
         .env("XDG_CACHE_HOME", "/dev/null")
         .env("INPUTRC", "/dev/null")
@@ -339,7 +376,8 @@ fn unblock(fd: impl AsFd) -> Result<()> {
 
 fn wait_until(fds: &[&OwnedFd], deadline: Instant, monitor: &str) -> Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
-    let limit = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+    let limit =
+        Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
     let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
     match poll(&mut fds, Some(&limit)) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -355,7 +393,9 @@ pub(super) fn plain(json: &str) -> String {
         match c {
             ' '..='~' if c != '\'' => text.push(c),
             // Only strings hold such characters.
-            _ => text.extend(c.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}"))),
+            _ => {
+                text.extend(c.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")))
+            }
         }
     }
     text
@@ -369,15 +409,16 @@ pub(super) fn answer(said: &str) -> Option<serde_json::Map<String, Value>> {
         .find(|object| object.contains_key("return") || object.contains_key("error"))
 }
 
-/// `event STOP at 1795246259.264615 for domain 'kf': <null>` as QMP words it; `None` for another line.
+/// `event STOP at 1795246259.264615 for domain 'kf': <null>` as QMP words it; `None` for another
+/// line.
 pub(super) fn event(line: &str) -> Option<Value> {
     let (name, rest) = line.trim().strip_prefix("event ")?.split_once(" at ")?;
     let (time, rest) = rest.split_once(" for domain ")?;
     let (seconds, micros) = time.split_once('.')?;
-    let stamp =
-        json!({ "seconds": seconds.parse::<i64>().ok()?, "microseconds": micros.parse::<i64>().ok()? });
+    let stamp = json!({ "seconds": seconds.parse::<i64>().ok()?, "microseconds": micros.parse::<i64>().ok()? });
     let mut event = json!({ "event": name, "timestamp": stamp });
-    let data = rest.split_once("': ").and_then(|(_, data)| serde_json::from_str::<Value>(data).ok());
+    let data =
+        rest.split_once("': ").and_then(|(_, data)| serde_json::from_str::<Value>(data).ok());
     if let (Some(data), Some(object)) = (data, event.as_object_mut()) {
         object.insert("data".into(), data);
     }
@@ -409,9 +450,13 @@ mod tests {
             "event SHUTDOWN at 1.000002 for domain 'a b': {\"guest\":true,\"reason\":\"guest-shutdown\"}",
         );
         assert_eq!(down.unwrap()["data"]["reason"], "guest-shutdown");
-        for line in
-            ["", "3", "event loop interrupted", "event X at y.z for domain 'a': <null>", "events received: 1"]
-        {
+        for line in [
+            "",
+            "3",
+            "event loop interrupted",
+            "event X at y.z for domain 'a': <null>",
+            "events received: 1",
+        ] {
             assert_eq!(event(line), None, "{line}");
         }
     }

@@ -1,11 +1,13 @@
-//! Each medium of a line behind `blkreplay`, which has requests complete at the instruction at which they did.
+//! Each medium of a line behind `blkreplay`, which has requests complete at the instruction at
+//! which they did.
 //!
 //! ```text
 //!   -drive file=a,if=virtio,id=d        ─▶  -drive file=a,if=none,id=d-image  -drive driver=blkreplay,image=d-image,if=virtio,id=d
 //!   -blockdev driver=D,node-name=n,...  ─▶  -blockdev driver=D,node-name=n-image,...  -blockdev driver=blkreplay,node-name=n,image=n-image
 //! ```
 //!
-//! The upper one has the name that devices use, and is read-only where the lower one is: else QEMU asks that one for the right to write. Of nodes only those are layered that are no other's file.
+//! The upper one has the name that devices use, and is read-only where the lower one is: else QEMU
+//! asks that one for the right to write. Of nodes only those are layered that are no other's file.
 
 use super::option;
 use crate::drives::is_read_only;
@@ -53,16 +55,28 @@ fn drive(argument: &Argument, unnamed: &mut usize, out: &mut Vec<Argument>) {
     upper.extend(is_read_only(&lower).then(|| ("readonly".into(), "on".into())));
     lower.extend([("if".into(), "none".into()), ("id".into(), image.clone())]);
     upper.splice(0..0, [("driver".into(), "blkreplay".into()), ("image".into(), image)]);
-    out.extend([option("drive", options::joined(&lower)), option("drive", options::joined(&upper))]);
+    out.extend([
+        option("drive", options::joined(&lower)),
+        option("drive", options::joined(&upper)),
+    ]);
 }
 
 fn cdrom(argument: &Argument, out: &mut Vec<Argument>) {
-    let lower =
-        [("file", argument.value()), ("if", "none"), ("id", "keyframe-cdrom-image"), ("readonly", "on")];
-    let upper =
-        [("driver", "blkreplay"), ("image", "keyframe-cdrom-image"), ("index", "2"), ("media", "cdrom")];
+    let lower = [
+        ("file", argument.value()),
+        ("if", "none"),
+        ("id", "keyframe-cdrom-image"),
+        ("readonly", "on"),
+    ];
+    let upper = [
+        ("driver", "blkreplay"),
+        ("image", "keyframe-cdrom-image"),
+        ("index", "2"),
+        ("media", "cdrom"),
+    ];
     for keys in [lower, upper] {
-        let keys: Vec<_> = keys.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        let keys: Vec<_> =
+            keys.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         out.push(option("drive", options::joined(&keys)));
     }
 }
@@ -138,7 +152,11 @@ mod tests {
             "-drive file=/a,,b,readonly=on,if=none,id=keyframe-1-image -drive driver=blkreplay,image=keyframe-1-image,readonly=on"
         );
         assert_eq!(layered("-drive if=pflash,file=x"), "-drive if=pflash,file=x");
-        assert_eq!(layered("-drive if=ide,media=cdrom"), "-drive if=ide,media=cdrom", "an empty one");
+        assert_eq!(
+            layered("-drive if=ide,media=cdrom"),
+            "-drive if=ide,media=cdrom",
+            "an empty one"
+        );
     }
 
     #[test]
@@ -149,7 +167,9 @@ mod tests {
             r#"-blockdev {"driver":"file","filename":"/a","node-name":"f"} -blockdev driver=raw,file=f,node-name=r-image -blockdev driver=blkreplay,node-name=r,image=r-image"#
         );
         assert_eq!(
-            layered(r#"-blockdev {"driver":"file","filename":"/a","node-name":"f","read-only":true}"#),
+            layered(
+                r#"-blockdev {"driver":"file","filename":"/a","node-name":"f","read-only":true}"#
+            ),
             r#"-blockdev {"driver":"file","filename":"/a","node-name":"f-image","read-only":true} -blockdev driver=blkreplay,node-name=f,image=f-image,read-only=on"#
         );
         let words = vec!["-blockdev".to_owned(), "driver=null-co".to_owned()];

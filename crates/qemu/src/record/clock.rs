@@ -6,11 +6,12 @@
 //!   replay    the words of the recorded line
 //! ```
 //!
-//! By the host's, as QEMU has it, each turn of its main loop reads the host's clock, and all of these are in the log: a replay's guest stands at each until
-//! the main loop has come by. And it is given what it begins with: QEMU 10 does not record that.
+//! By the host's, as QEMU has it, each turn of its main loop reads the host's clock, and all of
+//! these are in the log: a replay's guest stands at each until the main loop has come by. And it is
+//! given what it begins with: QEMU 10 does not record that.
 //!
-//! A machine with a network keeps the clock that it has: its replays stand where they send packets when their main loop is late
-//! (docs/design/record-replay.md).
+//! A machine with a network keeps the clock that it has: its replays stand where they send packets
+//! when their main loop is late (docs/design/record-replay.md).
 //!
 //! Lines that were recorded before have no such words, and their replays none either.
 
@@ -51,7 +52,8 @@ fn has_network(line: &[Argument]) -> bool {
     line.iter().any(|a| a.name() == "netdev")
 }
 
-/// Whether the main loop of a QEMU with this line may be late: its clock goes by the guest's time, and it has no network.
+/// Whether the main loop of a QEMU with this line may be late: its clock goes by the guest's time,
+/// and it has no network.
 pub fn may_be_late(line: &[Argument]) -> bool {
     value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm") && !has_network(line)
 }
@@ -98,7 +100,10 @@ mod tests {
         for (user, recorded) in [
             ("-m 64", "base=2026-11-24T19:02:00,clock=vm"),
             ("-rtc utc", "base=2026-11-24T19:02:00,clock=vm"),
-            ("-rtc base=localtime,driftfix=slew", "base=2026-11-24T21:02:00,clock=vm,driftfix=slew"),
+            (
+                "-rtc base=localtime,driftfix=slew",
+                "base=2026-11-24T21:02:00,clock=vm,driftfix=slew",
+            ),
             ("-rtc driftfix=slew -rtc base=2001-01-01", "base=2001-01-01,clock=vm,driftfix=slew"),
             ("-rtc clock=host", "clock=host"),
             ("-rtc base=utc,clock=host", "base=utc,clock=host"),

@@ -8,8 +8,9 @@
 //!   replay   the same with rr=replay; the network leads nowhere, consoles lead nowhere, no monitors of the user's
 //! ```
 //!
-//! Both lines make the same machine: they are made by one function from the same words. What a replay could not repeat is
-//! refused before anything is recorded, with the reason and the fix (`refuse`).
+//! Both lines make the same machine: they are made by one function from the same words. What a
+//! replay could not repeat is refused before anything is recorded, with the reason and the fix
+//! (`refuse`).
 //!
 //! Left out: which images there are (`drives`), and the checkpoints.
 
@@ -27,9 +28,10 @@ use crate::options::{self, Argument, escape, keys, properties, value_of};
 use crate::{Error, Result};
 use std::path::Path;
 
-/// Virtual nanoseconds an instruction, as a power of two: 8, which is what `shift=auto` begins with. That one is refused: it
-/// bounds the jumps of a halted guest's clock by how the host's and the guest's stand to each other just then, and replays of
-/// such guests stop in one interval of seven (docs/design/record-replay.md).
+/// Virtual nanoseconds an instruction, as a power of two: 8, which is what `shift=auto` begins
+/// with. That one is refused: it bounds the jumps of a halted guest's clock by how the host's and
+/// the guest's stand to each other just then, and replays of such guests stop in one interval of
+/// seven (docs/design/record-replay.md).
 const SHIFT: u32 = 3;
 
 /// What QEMU is to do with the log.
@@ -79,9 +81,13 @@ pub fn line(words: &[String], wanted: Wanted<'_>) -> Result<Line> {
 }
 
 /// The same over a line that was taken apart.
-pub(crate) fn made(arguments: &[Argument], wanted: Wanted<'_>) -> Result<(Vec<Argument>, Vec<String>)> {
+pub(crate) fn made(
+    arguments: &[Argument],
+    wanted: Wanted<'_>,
+) -> Result<(Vec<Argument>, Vec<String>)> {
     refuse::check(arguments, wanted.version)?;
-    let mut making = Making { wanted, notes: Vec::new(), icount: None, out: Vec::new(), consoles: 0 };
+    let mut making =
+        Making { wanted, notes: Vec::new(), icount: None, out: Vec::new(), consoles: 0 };
     let served = match wanted.disks {
         Some(server) => drives::rewrite(arguments, server)?,
         None => arguments.to_vec(),
@@ -121,8 +127,8 @@ impl Making<'_> {
             "no-hpet" | "rtc" => {}
             "icount" => self.icount = Some(argument.value().into()),
             "netdev" => self.netdev(argument),
-            "monitor" | "qmp" | "qmp-pretty" | "mon" | "gdb" | "s" | "vnc" | "spice" | "display"
-            | "pidfile"
+            "monitor" | "qmp" | "qmp-pretty" | "mon" | "gdb" | "s" | "vnc" | "spice"
+            | "display" | "pidfile"
                 if replays => {}
             "nographic" if replays => self.nographic(),
             "serial" | "parallel" | "debugcon" if replays => {
@@ -138,7 +144,8 @@ impl Making<'_> {
     fn accelerator(&mut self, argument: &Argument) {
         let keys = keys(argument.value(), "accel");
         if value_of(&keys, "accel") != Some("tcg") {
-            self.notes.push(format!("{} is left out: a recording runs under TCG", argument.display()));
+            self.notes
+                .push(format!("{} is left out: a recording runs under TCG", argument.display()));
         }
     }
 
@@ -161,7 +168,9 @@ impl Making<'_> {
         match self.wanted.mode {
             Mode::Record => self.out.push(argument.clone()),
             // All that came is in the log; what is sent goes nowhere.
-            Mode::Replay => self.out.push(option("netdev", format!("user,id={},restrict=on", escape(id)))),
+            Mode::Replay => {
+                self.out.push(option("netdev", format!("user,id={},restrict=on", escape(id))))
+            }
         }
         self.out.push(option(
             "object",
@@ -208,7 +217,10 @@ impl Making<'_> {
                 self.out.push(Argument::Flag("no-shutdown".into()));
             }
             self.out.push(option("display", "none"));
-            if !has("serial") && !has("nodefaults") && (has("nographic") || is_without_display(user)) {
+            if !has("serial")
+                && !has("nodefaults")
+                && (has("nographic") || is_without_display(user))
+            {
                 let console = self.console("");
                 self.out.push(option("serial", console));
             }
@@ -227,7 +239,8 @@ impl Making<'_> {
         if !is_microvm(user) {
             self.out.push(option("machine", "hpet=off"));
         }
-        self.out.extend(self.wanted.clock.values(user).into_iter().map(|value| option("rtc", value)));
+        self.out
+            .extend(self.wanted.clock.values(user).into_iter().map(|value| option("rtc", value)));
         if clock::is_hosts(user) {
             self.notes.push(
                 "the guest's real-time clock follows the host's, as -rtc has it: replays take twice as long"
@@ -292,7 +305,8 @@ mod tests {
 
     #[test]
     fn a_line_under_kvm_becomes_one_that_is_recorded() {
-        let user = "-machine q35,accel=kvm -enable-kvm -m 1G -smp 1 -nic none -serial stdio -monitor none";
+        let user =
+            "-machine q35,accel=kvm -enable-kvm -m 1G -smp 1 -nic none -serial stdio -monitor none";
         assert_eq!(
             text(user, Mode::Record),
             "-machine type=q35 -m 1G -smp 1 -nic none -serial stdio -monitor none -machine hpet=off -accel tcg -icount shift=3,rr=record,rrfile=/r/log,,1"
@@ -315,7 +329,10 @@ mod tests {
     fn disks_and_networks_stand_behind_the_log() {
         let user = "-nodefaults -blockdev driver=file,filename=/a,node-name=n,read-only=on -device virtio-blk-pci,drive=n -netdev tap,id=x,fd=3 -device e1000,netdev=x";
         let record = text(user, Mode::Record);
-        assert!(record.contains("driver=file,filename=/a,node-name=n-image,read-only=on"), "{record}");
+        assert!(
+            record.contains("driver=file,filename=/a,node-name=n-image,read-only=on"),
+            "{record}"
+        );
         assert!(record.contains("driver=blkreplay,node-name=n,image=n-image"), "{record}");
         assert!(
             record.contains("-netdev tap,id=x,fd=3 -object filter-replay,id=keyframe-x,netdev=x"),
@@ -323,7 +340,9 @@ mod tests {
         );
         let replay = text(user, Mode::Replay);
         assert!(
-            replay.contains("-netdev user,id=x,restrict=on -object filter-replay,id=keyframe-x,netdev=x"),
+            replay.contains(
+                "-netdev user,id=x,restrict=on -object filter-replay,id=keyframe-x,netdev=x"
+            ),
             "{replay}"
         );
     }
@@ -352,7 +371,10 @@ mod tests {
     #[test]
     fn the_implied_network_is_said_to_be_left_out() {
         let made = line(&words("-m 64"), wanted(Mode::Record)).unwrap();
-        assert!(made.words.join(" ").contains("-nic none") && made.notes[0].contains("network"), "{made:?}");
+        assert!(
+            made.words.join(" ").contains("-nic none") && made.notes[0].contains("network"),
+            "{made:?}"
+        );
         assert!(line(&words("-m 64 -nodefaults"), wanted(Mode::Record)).unwrap().notes.is_empty());
     }
 }

@@ -102,7 +102,11 @@ fn smp(argument: &Argument) -> Result<()> {
         .map(|key| number(key).unwrap_or(1))
         .fold(1, u64::saturating_mul);
     if number("cpus").unwrap_or(product) > 1 || number("maxcpus").unwrap_or(1) > 1 {
-        return Err(refused(argument, "QEMU records machines with one virtual CPU only", "use -smp 1"));
+        return Err(refused(
+            argument,
+            "QEMU records machines with one virtual CPU only",
+            "use -smp 1",
+        ));
     }
     Ok(())
 }
@@ -146,7 +150,11 @@ fn icount(argument: &Argument) -> Result<()> {
 
 fn accelerator(argument: &Argument) -> Result<()> {
     if value_of(&keys(argument.value(), "accel"), "thread") == Some("multi") {
-        return Err(refused(argument, "QEMU records with one thread only", "leave thread=multi out"));
+        return Err(refused(
+            argument,
+            "QEMU records with one thread only",
+            "leave thread=multi out",
+        ));
     }
     Ok(())
 }

@@ -1,21 +1,24 @@
-//! Requests under way: of disks, and packets that the guest sends. Record/replay does not wait for them when the VM stops, and a
-//! checkpoint between a request and its answer makes a replay that hangs.
+//! Requests under way: of disks, and packets that the guest sends. Record/replay does not wait for
+//! them when the VM stops, and a checkpoint between a request and its answer makes a replay that
+//! hangs.
 //!
 //! ```text
 //!   guest puts it into the ring, kicks ─▶ QEMU's main loop takes it ─▶ in use ─▶ answered
 //!   └ avail.idx in guest RAM ─────────┘   └ last-avail-idx ────────┘
 //! ```
 //!
-//! Both stretches count: a kick that nobody has seen yet is in no device's state. A card that has seen one sends what there is in a bottom half, which
-//! the log orders: one that the recording had scheduled before it was stopped is one too many for a replay that begins there.
+//! Both stretches count: a kick that nobody has seen yet is in no device's state. A card that has
+//! seen one sends what there is in a bottom half, which the log orders: one that the recording had
+//! scheduled before it was stopped is one too many for a replay that begins there.
 
 use crate::{Error, Qmp, Result};
 use serde_json::{Value, json};
 
 /// Virtio devices all of whose queues have requests.
 const DISKS: &[&str] = &["virtio-blk", "virtio-scsi"];
-/// Virtio devices with pairs of queues: of one the device takes buffers for packets to come, as long as there are none; the other one has packets
-/// to be sent. A last one, without a partner, has commands.
+/// Virtio devices with pairs of queues: of one the device takes buffers for packets to come, as
+/// long as there are none; the other one has packets to be sent. A last one, without a partner, has
+/// commands.
 const CARDS: &[&str] = &["virtio-net"];
 /// More queues than any device has.
 const QUEUES_MAX: u64 = 1024;
@@ -30,7 +33,9 @@ impl Queues {
         let devices = match qmp.execute("x-query-virtio", None) {
             Ok(devices) => devices,
             // QEMU 10's way of saying that there is none.
-            Err(Error::Refused { reason, .. }) if reason.contains("No virtio devices") => Value::Null,
+            Err(Error::Refused { reason, .. }) if reason.contains("No virtio devices") => {
+                Value::Null
+            }
             Err(other) => return Err(other),
         };
         let mut queues = Vec::new();
@@ -40,11 +45,13 @@ impl Queues {
             if !is_card && !DISKS.contains(&text("name")) {
                 continue;
             }
-            let status = qmp.execute("x-query-virtio-status", Some(json!({ "path": text("path") })))?;
+            let status =
+                qmp.execute("x-query-virtio-status", Some(json!({ "path": text("path") })))?;
             match status.get("num-vqs").and_then(Value::as_u64) {
                 Some(count) => {
                     let all = 0..count.min(QUEUES_MAX);
-                    let requests = all.filter(|queue| !is_card || queue % 2 == 1 || queue + 1 == count);
+                    let requests =
+                        all.filter(|queue| !is_card || queue % 2 == 1 || queue + 1 == count);
                     queues.extend(requests.map(|queue| (text("path").to_owned(), queue)));
                 }
                 None => return Err(qmp.unexpected("x-query-virtio-status", &status)),
@@ -53,11 +60,14 @@ impl Queues {
         Ok(Self(queues))
     }
 
-    /// Whether a request is under way in one of them; of a VM that runs, whether one was a moment ago.
+    /// Whether a request is under way in one of them; of a VM that runs, whether one was a moment
+    /// ago.
     pub fn are_busy(&self, qmp: &mut Qmp) -> Result<bool> {
         for (path, queue) in &self.0 {
-            let status =
-                qmp.execute("x-query-virtio-queue-status", Some(json!({ "path": path, "queue": queue })))?;
+            let status = qmp.execute(
+                "x-query-virtio-queue-status",
+                Some(json!({ "path": path, "queue": queue })),
+            )?;
             let number = |key: &str| status.get(key).and_then(Value::as_u64);
             let (Some(in_use), Some(taken), Some(ring)) =
                 (number("inuse"), number("last-avail-idx"), number("vring-avail"))

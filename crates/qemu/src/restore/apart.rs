@@ -1,4 +1,5 @@
-//! What several VMs from one checkpoint cannot have in common: each clone's own line, made from the one that was kept.
+//! What several VMs from one checkpoint cannot have in common: each clone's own line, made from the
+//! one that was kept.
 //!
 //! | word | in a clone |
 //! |---|---|
@@ -12,11 +13,13 @@
 //! | `-nic`, `-net` | refused: they make device and network at once |
 //! | `-device vmgenid` | a fresh id, unless it is to be the checkpoint's exactly |
 //!
-//! Words that the user adds himself win: a `-netdev` or `-chardev` of the same id takes the place of the kept one.
+//! Words that the user adds himself win: a `-netdev` or `-chardev` of the same id takes the place
+//! of the kept one.
 //!
-//! Left out: the MAC addresses. A guest that runs keeps the address that its driver has read, so that another one in the
-//! device would only make it deaf; clones are kept apart by their networks instead.
-//! Disks: the line names the same ones, and each clone has them served by a server of its own.
+//! Left out: the MAC addresses. A guest that runs keeps the address that its driver has read, so
+//! that another one in the device would only make it deaf; clones are kept apart by their networks
+//! instead. Disks: the line names the same ones, and each clone has them served by a server of its
+//! own.
 
 use crate::options::{self, Argument, escape, properties, value_of};
 use crate::{Error, Result};
@@ -40,12 +43,15 @@ pub struct Apart {
     pub notes: Vec<String>,
 }
 
-/// The line of `clone` from the kept one (`words`, the binary first), to which `extra` will be added.
+/// The line of `clone` from the kept one (`words`, the binary first), to which `extra` will be
+/// added.
 ///
-/// Error: [`Error::CommandLine`] for what cannot be had twice and not be replaced either, with what to do.
+/// Error: [`Error::CommandLine`] for what cannot be had twice and not be replaced either, with what
+/// to do.
 pub fn line(words: &[String], extra: &[String], clone: Clone<'_>) -> Result<Apart> {
     let kept = options::parse(words.get(1..).unwrap_or_default())?;
-    let mut making = Making { clone, extra: options::parse(extra)?, notes: Vec::new(), consoles: 0, hubs: 0 };
+    let mut making =
+        Making { clone, extra: options::parse(extra)?, notes: Vec::new(), consoles: 0, hubs: 0 };
     let monitors = monitors(&kept);
     let mut out: Vec<String> = words.first().cloned().into_iter().collect();
     for argument in &kept {
@@ -60,7 +66,9 @@ pub fn line(words: &[String], extra: &[String], clone: Clone<'_>) -> Result<Apar
 fn monitors(kept: &[Argument]) -> Vec<String> {
     let of_mon = kept.iter().filter(|a| a.name() == "mon");
     of_mon
-        .filter_map(|a| value_of(&options::keys(a.value(), "chardev"), "chardev").map(str::to_owned))
+        .filter_map(|a| {
+            value_of(&options::keys(a.value(), "chardev"), "chardev").map(str::to_owned)
+        })
         .collect()
 }
 
@@ -106,13 +114,18 @@ impl Making<'_> {
     /// A socket in the clone's directory, as a chardev of that id, and what it is called.
     fn console(&mut self, id: &str) -> Argument {
         self.consoles += 1;
-        let name = if self.consoles == 1 { "console".into() } else { format!("console{}", self.consoles) };
-        let path =
-            |suffix: &str| escape(&self.clone.directory.join(format!("{name}.{suffix}")).to_string_lossy());
+        let name =
+            if self.consoles == 1 { "console".into() } else { format!("console{}", self.consoles) };
+        let path = |suffix: &str| {
+            escape(&self.clone.directory.join(format!("{name}.{suffix}")).to_string_lossy())
+        };
         let (socket, log) = (path("sock"), path("log"));
         option(
             "chardev",
-            format!("socket,id={},path={socket},server=on,wait=off,logfile={log},logappend=on", escape(id)),
+            format!(
+                "socket,id={},path={socket},server=on,wait=off,logfile={log},logappend=on",
+                escape(id)
+            ),
         )
     }
 
@@ -151,7 +164,9 @@ impl Making<'_> {
             return Vec::new();
         }
         match value_of(&keys, "backend").unwrap_or_default() {
-            "null" | "vc" | "ringbuf" | "memory" | "pty" | "spicevmc" | "spiceport" => vec![argument.clone()],
+            "null" | "vc" | "ringbuf" | "memory" | "pty" | "spicevmc" | "spiceport" => {
+                vec![argument.clone()]
+            }
             _ => vec![self.console(&id)],
         }
     }
@@ -169,18 +184,24 @@ impl Making<'_> {
         }
         let forwards = |key: &str| key == "hostfwd" || key == "guestfwd";
         match value_of(&keys, "type") {
-            Some("user") if argument.value().trim_start().starts_with('{') => vec![argument.clone()],
+            Some("user") if argument.value().trim_start().starts_with('{') => {
+                vec![argument.clone()]
+            }
             Some("user") => {
-                let (gone, stay): (Vec<_>, Vec<_>) = keys.iter().partition(|(key, _)| forwards(key));
+                let (gone, stay): (Vec<_>, Vec<_>) =
+                    keys.iter().partition(|(key, _)| forwards(key));
                 if !gone.is_empty() {
-                    self.notes.push(format!("network {id}: the host's ports are not forwarded to clones"));
+                    self.notes.push(format!(
+                        "network {id}: the host's ports are not forwarded to clones"
+                    ));
                 }
                 let word = |(key, value): &(String, String)| match key.as_str() {
                     "type" => escape(value),
                     _ => format!("{key}={}", escape(value)),
                 };
                 // The type stands first, in whichever place it was.
-                let mut words: Vec<_> = stay.iter().filter(|(k, _)| k == "type").map(|kv| word(kv)).collect();
+                let mut words: Vec<_> =
+                    stay.iter().filter(|(k, _)| k == "type").map(|kv| word(kv)).collect();
                 words.extend(stay.iter().filter(|(k, _)| k != "type").map(|kv| word(kv)));
                 vec![option("netdev", words.join(","))]
             }
@@ -227,7 +248,9 @@ impl Making<'_> {
         let drivers: Vec<_> = kept
             .iter()
             .filter(|a| a.name() == "device")
-            .filter_map(|a| value_of(&properties(a.value(), "driver")?, "driver").map(str::to_owned))
+            .filter_map(|a| {
+                value_of(&properties(a.value(), "driver")?, "driver").map(str::to_owned)
+            })
             .collect();
         let has = |prefix: &str| drivers.iter().any(|driver| driver.starts_with(prefix));
         if !self.clone.exact && !has("vmgenid") {
@@ -240,7 +263,10 @@ impl Making<'_> {
                 "the guest is not told that it is a clone: {rng} (start the VM with `-device vmgenid` and it is told)"
             ));
         }
-        if drivers.iter().any(|d| d.contains("-net") || d.starts_with("e1000") || d.starts_with("rtl")) {
+        if drivers
+            .iter()
+            .any(|d| d.contains("-net") || d.starts_with("e1000") || d.starts_with("rtl"))
+        {
             self.notes.push(
                 "MAC and IP addresses, host name and machine id are the checkpoint's in all clones; what shares a network \
                  has to be given others by its guest"
@@ -260,7 +286,8 @@ mod tests {
 
     fn made(kept: &str, extra: &str, exact: bool) -> (String, String) {
         let extra = if extra.is_empty() { Vec::new() } else { words(extra) };
-        let apart = line(&words(kept), &extra, Clone { directory: Path::new("/r/c,1"), exact }).unwrap();
+        let apart =
+            line(&words(kept), &extra, Clone { directory: Path::new("/r/c,1"), exact }).unwrap();
         (apart.words.join(" "), apart.notes.join("\n"))
     }
 
@@ -269,15 +296,19 @@ mod tests {
 
     #[test]
     fn consoles_move_into_the_clones_directory_and_monitors_go() {
-        let (line, _) = made("q -m 1G -serial stdio -monitor none -qmp unix:/q,server=on -s", "", false);
+        let (line, _) =
+            made("q -m 1G -serial stdio -monitor none -qmp unix:/q,server=on -s", "", false);
         assert_eq!(
             line,
             format!(
                 "q -m 1G -chardev socket,id=keyframe-serial-0,{CONSOLE} -serial chardev:keyframe-serial-0"
             )
         );
-        let (line, _) =
-            made("q -chardev stdio,id=a -serial chardev:a -chardev socket,id=m,fd=3 -mon m", "", false);
+        let (line, _) = made(
+            "q -chardev stdio,id=a -serial chardev:a -chardev socket,id=m,fd=3 -mon m",
+            "",
+            false,
+        );
         assert_eq!(line, format!("q -chardev socket,id=a,{CONSOLE} -serial chardev:a"));
         let (line, _) = made("q -nographic", "", false);
         assert!(line.starts_with("q -display none -monitor none -chardev socket"), "{line}");
@@ -285,7 +316,8 @@ mod tests {
         let (line, _) = made("q -nographic -parallel none", "", false);
         assert!(line.contains("-parallel none") && !line.contains("-parallel null"), "{line}");
         assert!(!made("q -nographic -nodefaults", "", false).0.contains("serial"));
-        let (line, _) = made("q -chardev file,id=a,path=/x -serial chardev:a", "-chardev null,id=a", false);
+        let (line, _) =
+            made("q -chardev file,id=a,path=/x -serial chardev:a", "-chardev null,id=a", false);
         assert_eq!(line, "q -serial chardev:a");
     }
 
@@ -294,12 +326,17 @@ mod tests {
         let (line, notes) = made("q -netdev user,id=n,hostfwd=tcp::1-:2,net=10.0.0.0/8", "", false);
         assert_eq!(line, "q -netdev user,id=n,net=10.0.0.0/8");
         assert!(notes.contains("ports"));
-        let (line, notes) = made("q -netdev tap,id=n,ifname=t0 -netdev stream,id=o,addr.path=/s", "", false);
+        let (line, notes) =
+            made("q -netdev tap,id=n,ifname=t0 -netdev stream,id=o,addr.path=/s", "", false);
         assert_eq!(line, "q -netdev hubport,id=n,hubid=1000001 -netdev hubport,id=o,hubid=1000002");
         assert!(notes.contains("network n") && notes.contains("network o"));
         let (line, _) = made("q -netdev tap,id=n,ifname=t0", "-netdev tap,id=n,ifname=t1", false);
         assert_eq!(line, "q");
-        let error = super::line(&words("q -nic tap"), &[], Clone { directory: Path::new("/"), exact: true });
+        let error = super::line(
+            &words("q -nic tap"),
+            &[],
+            Clone { directory: Path::new("/"), exact: true },
+        );
         assert!(error.unwrap_err().fix().is_some());
     }
 

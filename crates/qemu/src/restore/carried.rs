@@ -27,10 +27,16 @@ const DROPPED: &[(&str, Option<&str>)] = &[
     ("incoming", None),
     ("loadvm", None),
     ("add-fd", None),
-    ("daemonize", Some("-daemonize is left out: put `keyframe restore` itself into the background")),
+    (
+        "daemonize",
+        Some("-daemonize is left out: put `keyframe restore` itself into the background"),
+    ),
     ("pidfile", Some("-pidfile is left out: the file is the first run's")),
     ("mem-path", Some("-mem-path is left out: the restored RAM lies in memory of its own")),
-    ("mem-prealloc", Some("-mem-prealloc is left out: the restored RAM holds what the checkpoint holds")),
+    (
+        "mem-prealloc",
+        Some("-mem-prealloc is left out: the restored RAM holds what the checkpoint holds"),
+    ),
 ];
 
 /// Keys whose value is the number of a descriptor.
@@ -48,7 +54,11 @@ const LIBVIRT_MONITOR: &str = "charmonitor";
 /// The line `kept` as it can be run once more, with the words `extra` behind it.
 ///
 /// Error: [`Error::CommandLine`] for what cannot, with what to do.
-pub fn carry(kept: &[Argument], extra: &[Argument], notes: &mut Vec<String>) -> Result<Vec<Argument>> {
+pub fn carry(
+    kept: &[Argument],
+    extra: &[Argument],
+    notes: &mut Vec<String>,
+) -> Result<Vec<Argument>> {
     let line = Line { all: kept, extra };
     let mut carried = Vec::new();
     for argument in kept {
@@ -111,8 +121,9 @@ impl Line<'_> {
     fn chardev(&self, argument: &Argument) -> Fate {
         let id = id(argument);
         let monitors = self.all.iter().filter(|a| a.name() == "mon");
-        let is_monitors =
-            |a: &Argument| value_of(&options::keys(a.value(), "chardev"), "chardev") == Some(id.as_str());
+        let is_monitors = |a: &Argument| {
+            value_of(&options::keys(a.value(), "chardev"), "chardev") == Some(id.as_str())
+        };
         if monitors.clone().any(is_monitors) || self.is_given_again("chardev", &id) {
             return Fate::Goes(None);
         }
@@ -125,14 +136,19 @@ impl Line<'_> {
 
     /// A console of a clone.
     fn console(&self, argument: &Argument) -> Fate {
-        let is_first = self.all.iter().find(|a| a.name() == "chardev" && of_gone_clone(a)) == Some(argument);
-        let (backend, place) = if is_first { ("stdio", "the terminal") } else { ("null", "nowhere") };
+        let is_first =
+            self.all.iter().find(|a| a.name() == "chardev" && of_gone_clone(a)) == Some(argument);
+        let (backend, place) =
+            if is_first { ("stdio", "the terminal") } else { ("null", "nowhere") };
         let id = id(argument);
         let note = format!(
             "console {id} was a socket in the directory of a clone, which is gone: it is on {place} now (elsewhere with \
              `-- -chardev ...,id={id}`)"
         );
-        Fate::Becomes(Argument::Option("chardev".into(), format!("{backend},id={}", escape(&id))), note)
+        Fate::Becomes(
+            Argument::Option("chardev".into(), format!("{backend},id={}", escape(&id))),
+            note,
+        )
     }
 
     fn netdev(&self, argument: &Argument) -> Result<Fate> {
@@ -153,7 +169,8 @@ impl Line<'_> {
     fn config(&self, argument: &Argument) -> Result<Fate> {
         let descriptor =
             ["/proc/self/fd/", "/dev/fd/", FDSET].iter().any(|p| argument.value().starts_with(p));
-        let ours = self.all.iter().any(|a| a.name() == "add-fd" && a.value().contains("opaque=keyframe"));
+        let ours =
+            self.all.iter().any(|a| a.name() == "add-fd" && a.value().contains("opaque=keyframe"));
         match (descriptor, ours) {
             (false, _) => Ok(Fate::Stays),
             // The monitors that Keyframe itself had added.
@@ -204,7 +221,9 @@ impl Line<'_> {
     }
 
     fn is_libvirts(&self) -> bool {
-        self.all.iter().any(|a| a.name() == "chardev" && by_descriptor(a) && has_id(a, LIBVIRT_MONITOR))
+        self.all
+            .iter()
+            .any(|a| a.name() == "chardev" && by_descriptor(a) && has_id(a, LIBVIRT_MONITOR))
     }
 }
 
@@ -212,7 +231,8 @@ fn refused(argument: &Argument, reason: &str, fix: &str) -> Error {
     Error::CommandLine { argument: argument.display(), reason: reason.into(), fix: fix.into() }
 }
 
-/// Whether a chardev or netdev was given as the number of a descriptor, or lies in a descriptor set.
+/// Whether a chardev or netdev was given as the number of a descriptor, or lies in a descriptor
+/// set.
 fn by_descriptor(argument: &Argument) -> bool {
     let keys = properties(argument.value(), "type").unwrap_or_default();
     keys.iter().any(|(key, value)| DESCRIPTORS.contains(&key.as_str()) || value.starts_with(FDSET))
@@ -222,7 +242,9 @@ fn by_descriptor(argument: &Argument) -> bool {
 fn of_gone_clone(argument: &Argument) -> bool {
     let keys = properties(argument.value(), "type").unwrap_or_default();
     let place = value_of(&keys, "path").map(Path::new).and_then(Path::parent);
-    place.is_some_and(|place| place.parent().is_some_and(|all| all.ends_with(CLONES)) && !place.is_dir())
+    place.is_some_and(|place| {
+        place.parent().is_some_and(|all| all.ends_with(CLONES)) && !place.is_dir()
+    })
 }
 
 fn id(argument: &Argument) -> String {
@@ -236,7 +258,8 @@ fn has_id(argument: &Argument, wanted: &str) -> bool {
 
 /// Whether `word` stands in `text` as a word of its own.
 fn mentions(text: &str, word: &str) -> bool {
-    text.split(|c: char| !c.is_alphanumeric() && !matches!(c, '_' | '-' | '.')).any(|part| part == word)
+    text.split(|c: char| !c.is_alphanumeric() && !matches!(c, '_' | '-' | '.'))
+        .any(|part| part == word)
 }
 
 #[cfg(test)]
@@ -281,9 +304,17 @@ mod tests {
         assert!(fix.contains("-netdev tap,id=hostnet0,"), "{fix}");
         let (carried, notes) =
             carried(LIBVIRT, "-netdev tap,id=hostnet0,ifname=t,script=no,downscript=no").unwrap();
-        for gone in
-            ["masterKey0", "charmonitor", "-mon", "fd=", "\"fd\"", "-S ", "fdset", "no-shutdown", "add-fd"]
-        {
+        for gone in [
+            "masterKey0",
+            "charmonitor",
+            "-mon",
+            "fd=",
+            "\"fd\"",
+            "-S ",
+            "fdset",
+            "no-shutdown",
+            "add-fd",
+        ] {
             assert!(!carried.contains(gone), "{gone} in {carried}");
         }
         for kept in [
@@ -317,11 +348,16 @@ mod tests {
     #[test]
     fn the_console_of_a_clone_that_has_gone_is_the_terminal() {
         let console = |dir: &str, n: u32| {
-            format!("-chardev socket,id=keyframe-serial-{n},path={dir}/console{n}.sock,server=on,wait=off")
+            format!(
+                "-chardev socket,id=keyframe-serial-{n},path={dir}/console{n}.sock,server=on,wait=off"
+            )
         };
         let gone = "/no/such/.clones/c-1";
-        let kept =
-            format!("-m 64 {} {} -serial chardev:keyframe-serial-0", console(gone, 0), console(gone, 1));
+        let kept = format!(
+            "-m 64 {} {} -serial chardev:keyframe-serial-0",
+            console(gone, 0),
+            console(gone, 1)
+        );
         let (text, notes) = carried(&kept, "").unwrap();
         let expected = "-m 64 -chardev stdio,id=keyframe-serial-0 -chardev null,id=keyframe-serial-1 -serial chardev:keyframe-serial-0";
         assert_eq!(text, expected);
@@ -377,7 +413,10 @@ mod tests {
         let secret = |file: &str| format!("-object secret,id=sec0,file={file}");
         assert_eq!(carried(&secret("/dev/null"), "").unwrap().0, secret("/dev/null"));
         assert_eq!(carried(&secret("/no/such"), "").unwrap().0, "");
-        let user = format!("{} -blockdev driver=luks,file=f,key-secret=sec0,node-name=n", secret("/no/such"));
+        let user = format!(
+            "{} -blockdev driver=luks,file=f,key-secret=sec0,node-name=n",
+            secret("/no/such")
+        );
         let error = carried(&user, "").unwrap_err();
         assert!(error.to_string().contains("key-secret=sec0"), "{error}");
         assert!(carried(&user.replace("key-secret=sec0", "key-secret=sec01"), "").is_ok());

@@ -5,9 +5,10 @@
 //!                                                                                  └─▶ pwrite   where one is
 //! ```
 //!
-//! A fresh memfd reads as zeros, so only pages that are not zero come into it. QEMU has the file mapped already and may have
-//! touched pages as it started: those are overwritten. Where placing is not to be had (`keyframe_kernel::fresh`), all
-//! pages are written, with one thread at a time in the file.
+//! A fresh memfd reads as zeros, so only pages that are not zero come into it. QEMU has the file
+//! mapped already and may have touched pages as it started: those are overwritten. Where placing is
+//! not to be had (`keyframe_kernel::fresh`), all pages are written, with one thread at a time in
+//! the file.
 
 use super::RamSource;
 use crate::{Error, Result};
@@ -47,10 +48,16 @@ impl Memory {
     }
 
     /// The same as a file with those flags.
-    pub fn with_flags(block: &RamBlock, number: usize, pages: PageRange, flags: MemfdFlags) -> Result<Self> {
-        let operation = format!("make {} bytes of memory for RAM block {}", block.total_bytes, block.name);
-        let fd: OwnedFd =
-            rustix::fs::memfd_create("keyframe-ram", flags).map_err(Error::io(operation.clone()))?;
+    pub fn with_flags(
+        block: &RamBlock,
+        number: usize,
+        pages: PageRange,
+        flags: MemfdFlags,
+    ) -> Result<Self> {
+        let operation =
+            format!("make {} bytes of memory for RAM block {}", block.total_bytes, block.name);
+        let fd: OwnedFd = rustix::fs::memfd_create("keyframe-ram", flags)
+            .map_err(Error::io(operation.clone()))?;
         rustix::fs::ftruncate(&fd, block.total_bytes).map_err(Error::io(operation))?;
         Ok(Self { file: fd.into(), block: number, pages, name: block.name.clone() })
     }
@@ -62,19 +69,24 @@ struct Target<'a> {
     fresh: Option<FreshMemory>,
 }
 
-/// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`. Gives back how long it took, in
-/// nanoseconds. Our mappings of them may outlive this by a moment.
+/// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`. Gives back how
+/// long it took, in nanoseconds. Our mappings of them may outlive this by a moment.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
     let placing = fill_all(memories.iter().map(Target::new).collect(), source, cancelled)?;
     let filled_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    // Taking hundreds of thousands of pages out of our page tables is nothing that the VM should wait for.
+    // Taking hundreds of thousands of pages out of our page tables is nothing that the VM should
+    // wait for.
     let _ = std::thread::Builder::new().name("unmap-ram".into()).spawn(move || drop(placing));
     Ok(filled_ns)
 }
 
 /// As [`fill`], and no mapping of ours is left: they would keep the memories from being sealed.
-pub fn fill_and_unmap(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {
+pub fn fill_and_unmap(
+    memories: &[Memory],
+    source: &dyn RamSource,
+    cancelled: &AtomicBool,
+) -> Result<()> {
     fill_all(memories.iter().map(Target::new).collect(), source, cancelled).map(drop)
 }
 
@@ -89,8 +101,10 @@ fn fill_all(
 }
 
 fn copy(targets: &[Target<'_>], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<()> {
-    let pieces: Vec<(&Target<'_>, PageRange)> =
-        targets.iter().flat_map(|t| pieces(t.memory.pages, PIECE_PAGES).map(move |p| (t, p))).collect();
+    let pieces: Vec<(&Target<'_>, PageRange)> = targets
+        .iter()
+        .flat_map(|t| pieces(t.memory.pages, PIECE_PAGES).map(move |p| (t, p)))
+        .collect();
     let next = AtomicUsize::new(0);
     let work = || -> Result<()> {
         while let Some((target, piece)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -148,7 +162,10 @@ fn is_cancellation(result: &Result<()>) -> bool {
 pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
     (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
         let skipped = k * piece_pages;
-        PageRange::new(PageIndex(pages.first.0 + skipped), piece_pages.min(pages.len_pages - skipped))
+        PageRange::new(
+            PageIndex(pages.first.0 + skipped),
+            piece_pages.min(pages.len_pages - skipped),
+        )
     })
 }
 
@@ -237,15 +254,19 @@ mod tests {
 
     fn memory(first: u64, len_pages: u64) -> Memory {
         let bytes = len_pages * PAGE_BYTES as u64;
-        let block =
-            RamBlock { name: "b".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+        let block = RamBlock {
+            name: "b".into(),
+            kind: BlockKind::Backend,
+            used_bytes: bytes,
+            total_bytes: bytes,
+        };
         Memory::new(&block, 0, PageRange::new(PageIndex(first), len_pages)).unwrap()
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(40))]
-        /// Against the naive oracle: pages written one by one into a plain vector. Some pages are there before, as QEMU
-        /// leaves them.
+        /// Against the naive oracle: pages written one by one into a plain vector. Some pages are
+        /// there before, as QEMU leaves them.
         #[test]
         fn memory_holds_the_sources_pages(
             mut pages in prop::collection::btree_map(0u64..200, 1u8.., 0..120),
@@ -288,7 +309,8 @@ mod tests {
     #[test]
     fn pieces_cover_every_page_once() {
         for len in [0, 1, PIECE_PAGES, PIECE_PAGES + 1, 3 * PIECE_PAGES - 1] {
-            let all: Vec<PageRange> = pieces(PageRange::new(PageIndex(7), len), PIECE_PAGES).collect();
+            let all: Vec<PageRange> =
+                pieces(PageRange::new(PageIndex(7), len), PIECE_PAGES).collect();
             assert_eq!(all.iter().map(|p| p.len_pages).sum::<u64>(), len);
             assert!(
                 all.windows(2).all(|w| w[0].end() == w[1].first)

@@ -1,4 +1,5 @@
-//! Gives a restored VM its RAM while it runs already: each page when the VM touches it, and all others behind its back.
+//! Gives a restored VM its RAM while it runs already: each page when the VM touches it, and all
+//! others behind its back.
 //!
 //! ```text
 //!   QEMU -S, empty memfds ─▶ attach: RAM is missing ─▶ devices are loaded ─▶ cont ─▶ all is there ─▶ settle: on its own
@@ -9,13 +10,14 @@
 //!
 //! Invariants:
 //! 1. The VM never sees a page that is neither the checkpoint's nor written by itself: pages are placed only where none
-//!    is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits for it for ever and is
-//!    ended (`keyframe_kernel::missing`).
+//! is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits
+//! for it for ever and is ended (`keyframe_kernel::missing`).
 //! 2. A page is taken from the checkpoint once. One that was there and is missing again was discarded (balloon), and
 //!    comes back as zeros.
 //! 3. A page that cannot be read ends the VM only when the VM needs it.
 //!
-//! Left out: pages of zeros are not placed before they are touched; small blocks (ROMs), which come by the stream.
+//! Left out: pages of zeros are not placed before they are touched; small blocks (ROMs), which come
+//! by the stream.
 
 use super::RamSource;
 use super::fill::{Memory, Run, check_within, pieces};
@@ -74,8 +76,8 @@ pub struct Residency {
     pub held_by: Option<String>,
 }
 
-/// The serving of a VM's RAM. Dropped before all is there, it leaves the VM waiting for pages that never come, and to be
-/// ended with the thread that started it.
+/// The serving of a VM's RAM. Dropped before all is there, it leaves the VM waiting for pages that
+/// never come, and to be ended with the thread that started it.
 pub struct Lazy {
     shared: Arc<Shared>,
     stop: OwnedFd,
@@ -122,9 +124,14 @@ enum Job {
 }
 
 impl Lazy {
-    /// Makes the RAM of QEMU (`pid`, our child, started by this thread, with the empty `memories` as its backends) missing, and
-    /// begins to serve it.
-    pub fn attach(pid: u32, memories: &[Memory], source: SharedSource, started: Instant) -> Result<Self> {
+    /// Makes the RAM of QEMU (`pid`, our child, started by this thread, with the empty `memories`
+    /// as its backends) missing, and begins to serve it.
+    pub fn attach(
+        pid: u32,
+        memories: &[Memory],
+        source: SharedSource,
+        started: Instant,
+    ) -> Result<Self> {
         let process = Process::open(pid)?;
         let places = memories.iter().map(|m| place(&process, m)).collect::<Result<Vec<_>>>()?;
         let mut missing = MissingPages::inject(&process)?;
@@ -151,7 +158,8 @@ impl Lazy {
         let told = stop.try_clone().map_err(Error::io("duplicate an eventfd"))?;
         let serving = Arc::clone(&shared);
         let server = spawn("missing-pages", move || {
-            // The VM's threads wait for this one. Where it is not permitted, they wait a little longer.
+            // The VM's threads wait for this one. Where it is not permitted, they wait a little
+            // longer.
             priority::raise();
             if let Err(error) = serving.serve(&told) {
                 serving.fail(error);
@@ -178,7 +186,8 @@ impl Lazy {
             });
             match worker {
                 Ok(worker) => self.prefetchers.push(worker),
-                // Those that did not start count as done; without any, the VM is served page by page only.
+                // Those that did not start count as done; without any, the VM is served page by
+                // page only.
                 Err(error) if number == 0 => return Err(error),
                 Err(_) => drop(self.shared.busy.fetch_sub(1, Ordering::SeqCst)),
             }
@@ -186,8 +195,9 @@ impl Lazy {
         Ok(())
     }
 
-    /// To be called now and then, by the thread that also waits for QEMU's end: takes leave of a VM whose RAM is all there.
-    /// Errors: [`Error::PageLost`] and whatever else ended the serving; QEMU has been ended then.
+    /// To be called now and then, by the thread that also waits for QEMU's end: takes leave of a VM
+    /// whose RAM is all there. Errors: [`Error::PageLost`] and whatever else ended the serving;
+    /// QEMU has been ended then.
     pub fn settle(&mut self) -> Result<()> {
         let mut state = self.shared.state();
         if let Some(failure) = state.failure.take() {
@@ -210,7 +220,9 @@ impl Lazy {
             && self.shared.process_lives()
         {
             self.shared.missing.end_process()?;
-            return Err(Error::io("serve the VM's memory")(io::Error::other("the serving thread panicked")));
+            return Err(Error::io("serve the VM's memory")(io::Error::other(
+                "the serving thread panicked",
+            )));
         }
         Ok(())
     }
@@ -250,12 +262,19 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 fn place(process: &Process, memory: &Memory) -> Result<Place> {
     let stat = fstat(&memory.file).map_err(Error::io("look at the VM's memory"))?;
     let maps = process.maps()?;
-    let found: Vec<_> = maps.iter().filter(|m| m.inode == stat.st_ino && m.dev == stat.st_dev).collect();
+    let found: Vec<_> =
+        maps.iter().filter(|m| m.inode == stat.st_ino && m.dev == stat.st_dev).collect();
     let name = memory.name.clone();
     let len_bytes = memory.pages.len_bytes();
     match found[..] {
-        [mapping] if mapping.offset == 0 && mapping.shared && mapping.range.len_bytes >= len_bytes => {
-            Ok(Place { name, pages: memory.pages, host: HostRange { start: mapping.range.start, len_bytes } })
+        [mapping]
+            if mapping.offset == 0 && mapping.shared && mapping.range.len_bytes >= len_bytes =>
+        {
+            Ok(Place {
+                name,
+                pages: memory.pages,
+                host: HostRange { start: mapping.range.start, len_bytes },
+            })
         }
         _ => Err(Error::RamAddress {
             block: name,
@@ -265,7 +284,8 @@ fn place(process: &Process, memory: &Memory) -> Result<Place> {
     }
 }
 
-/// What QEMU may have touched before it was missing is taken out again: the checkpoint's pages are to come.
+/// What QEMU may have touched before it was missing is taken out again: the checkpoint's pages are
+/// to come.
 fn empty(memory: &Memory) -> Result<()> {
     let operation = || format!("empty the memory of RAM block {}", memory.name);
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -306,7 +326,8 @@ impl Shared {
     }
 
     fn page_at(&self, address: HostVirt) -> Option<(&Place, PageIndex)> {
-        let place = self.places.iter().find(|p| p.host.start <= address && address < p.host.end())?;
+        let place =
+            self.places.iter().find(|p| p.host.start <= address && address < p.host.end())?;
         let page = (address.0 - place.host.start.0) / PAGE_BYTES as u64;
         Some((place, PageIndex(place.pages.first.0 + page)))
     }
@@ -340,7 +361,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Gives the page at `address` to the threads that wait for it; tells which one, where it had not come before.
+    /// Gives the page at `address` to the threads that wait for it; tells which one, where it had
+    /// not come before.
     fn answer(&self, address: HostVirt) -> Result<Option<(&Place, PageIndex)>> {
         let Some((place, page)) = self.page_at(address) else { return Ok(None) };
         let range = HostRange { start: address, len_bytes: PAGE_BYTES as u64 };
@@ -378,7 +400,12 @@ impl Shared {
                 }
                 Err(source) => {
                     let offset = (page.0 - place.pages.first.0) * PAGE_BYTES as u64;
-                    return Err(Error::PageLost { page, block: place.name.clone(), offset, source });
+                    return Err(Error::PageLost {
+                        page,
+                        block: place.name.clone(),
+                        offset,
+                        source,
+                    });
                 }
             }
         }
@@ -405,10 +432,12 @@ impl Shared {
         *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = listed.chain(ranges).collect();
     }
 
-    /// The pages, then those around each, once each: only the first of a window was waited for the last time.
+    /// The pages, then those around each, once each: only the first of a window was waited for the
+    /// last time.
     fn with_neighbours(&self, pages: &[PageIndex]) -> Vec<PageIndex> {
         let mut seen = PageSet::new(self.there.len() as u64 * 64);
-        let around = pages.iter().filter_map(|page| Some(window(self.place_of(*page)?.pages, *page)));
+        let around =
+            pages.iter().filter_map(|page| Some(window(self.place_of(*page)?.pages, *page)));
         let all = pages.iter().copied().chain(around.flat_map(PageRange::iter));
         all.filter(|page| seen.insert(*page)).collect()
     }
@@ -438,7 +467,8 @@ impl Shared {
         }
         match self.missing.complete() {
             Ok(()) => {
-                let resident_ns = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let resident_ns =
+                    u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
                 state.residency.resident_ns = Some(resident_ns);
             }
             Err(error) => {
@@ -453,7 +483,8 @@ impl Shared {
             Job::Range(range) => self.place_of(range.first),
             Job::Listed(pages) => pages.first().and_then(|page| self.place_of(*page)),
         };
-        let write = |offset: u64, bytes: &[u8]| self.put(PageIndex(offset / PAGE_BYTES as u64), bytes);
+        let write =
+            |offset: u64, bytes: &[u8]| self.put(PageIndex(offset / PAGE_BYTES as u64), bytes);
         let mut run = Run::new(&write);
         let mut take = |page: PageIndex, content: &Page| {
             if self.stopped.load(Ordering::Relaxed) {
@@ -473,7 +504,8 @@ impl Shared {
             Job::Range(range) if range.iter().all(|page| self.is_there(page)) => {}
             Job::Range(range) => self.source.read(*range, &mut take)?,
             Job::Listed(pages) => {
-                let missing: Vec<_> = pages.iter().copied().filter(|page| !self.is_there(*page)).collect();
+                let missing: Vec<_> =
+                    pages.iter().copied().filter(|page| !self.is_there(*page)).collect();
                 self.source.read_some(&missing, &mut take)?;
             }
         }
@@ -518,12 +550,15 @@ impl Shared {
     }
 }
 
-/// False where nothing is mapped any more, as in a QEMU that ends in good order: nobody waits for the page then.
+/// False where nothing is mapped any more, as in a QEMU that ends in good order: nobody waits for
+/// the page then.
 fn was_placed(placed: std::result::Result<u64, keyframe_kernel::Error>) -> Result<bool> {
     let gone = Some(rustix::io::Errno::NOENT.raw_os_error());
     match placed {
         Ok(_) => Ok(true),
-        Err(keyframe_kernel::Error::TrackRange { source, .. }) if source.raw_os_error() == gone => Ok(false),
+        Err(keyframe_kernel::Error::TrackRange { source, .. }) if source.raw_os_error() == gone => {
+            Ok(false)
+        }
         Err(error) => Err(error.into()),
     }
 }
@@ -538,7 +573,10 @@ mod tests {
             let within = PageRange::new(PageIndex(first), len);
             for page in within.iter() {
                 let found = window(within, page);
-                assert!(found.first <= page && page < found.end(), "{page:?} of {within:?}: {found:?}");
+                assert!(
+                    found.first <= page && page < found.end(),
+                    "{page:?} of {within:?}: {found:?}"
+                );
                 assert!(
                     within.first <= found.first
                         && found.end() <= within.end()

@@ -4,7 +4,8 @@
 //!   -add-fd fd=N,set=19270,opaque=keyframe-from:STORE:CHECKPOINT
 //! ```
 //!
-//! QEMU carries the word along and knows nothing of it; `restore::carried` leaves it out of what is run again.
+//! QEMU carries the word along and knows nothing of it; `restore::carried` leaves it out of what is
+//! run again.
 
 use crate::Vm;
 use crate::options::{self, keys, value_of};
@@ -50,7 +51,9 @@ mod tests {
     fn what_is_written_is_read_again_and_nothing_else() {
         let lineage = Lineage { store: "0af3".into(), checkpoint: CheckpointId(12) };
         assert_eq!(Lineage::parse(&lineage.mark()), Some(lineage));
-        for other in ["keyframe", "keyframe-engine:1:2:3", "keyframe-from:x", "keyframe-from:x:y", "web"] {
+        for other in
+            ["keyframe", "keyframe-engine:1:2:3", "keyframe-from:x", "keyframe-from:x:y", "web"]
+        {
             assert_eq!(Lineage::parse(other), None, "{other}");
         }
     }

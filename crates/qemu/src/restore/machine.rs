@@ -20,7 +20,8 @@ pub(super) fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
 
 /// Both have the same blocks of the same kinds and sizes, in any order.
 pub(super) fn same_blocks(expected: &RamLayout, found: &RamLayout) -> Result<()> {
-    let find = |layout: &RamLayout, name: &str| layout.blocks().iter().find(|b| b.name == name).cloned();
+    let find =
+        |layout: &RamLayout, name: &str| layout.blocks().iter().find(|b| b.name == name).cloned();
     let names = expected.blocks().iter().chain(found.blocks()).map(|b| b.name.as_str());
     for name in names {
         let (a, b) = (find(expected, name), find(found, name));

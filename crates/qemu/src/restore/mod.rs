@@ -6,8 +6,8 @@
 //!              └─ pages from the store, a thread each core
 //! ```
 //!
-//! Lazily, the memfds stay empty: once QEMU answers, its RAM becomes missing, and pages come as they are touched
-//! ([`lazy`]).
+//! Lazily, the memfds stay empty: once QEMU answers, its RAM becomes missing, and pages come as
+//! they are touched ([`lazy`]).
 //!
 //! Invariants:
 //! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
@@ -67,8 +67,8 @@ const STREAM_PAGES: u64 = 1024;
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
 const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 
-/// In a word that is added to the line, stands for a file that holds the guest's RAM: of the `backend`-th of those RAM blocks of the
-/// layout that lie behind a backend, from 0.
+/// In a word that is added to the line, stands for a file that holds the guest's RAM: of the
+/// `backend`-th of those RAM blocks of the layout that lie behind a backend, from 0.
 pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
 }
@@ -90,7 +90,8 @@ pub struct RestoreSource {
     pub working_directory: PathBuf,
     /// The RAM blocks.
     pub ram: RamLayout,
-    /// Features of its processor model that the guest was not given ([`Vm::cpu_lacks`]); `None` where that is not known.
+    /// Features of its processor model that the guest was not given ([`Vm::cpu_lacks`]); `None`
+    /// where that is not known.
     pub cpu_lacks: Option<Vec<String>>,
 }
 
@@ -101,11 +102,12 @@ pub struct RestoreOptions {
     pub qemu: Option<PathBuf>,
     /// Leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
-    /// It replays a recording, up to there. QEMU is told so before it has its devices: a replay that stood at its checkpoint
-    /// could take from the log what belongs behind the recording's own going on.
+    /// It replays a recording, up to there. QEMU is told so before it has its devices: a replay
+    /// that stood at its checkpoint could take from the log what belongs behind the recording's own
+    /// going on.
     pub replays: Option<Until>,
-    /// Count its instructions, each of which takes two to this power nanoseconds of the guest's time (`-icount shift=N`). Under TCG
-    /// only.
+    /// Count its instructions, each of which takes two to this power nanoseconds of the guest's
+    /// time (`-icount shift=N`). Under TCG only.
     pub icount_shift: Option<u32>,
     /// Another accelerator than the line names. The device state is converted.
     pub accelerator: Option<Accelerator>,
@@ -115,11 +117,13 @@ pub struct RestoreOptions {
     pub lineage: Option<Lineage>,
     /// Where a socket for one more monitor is made.
     pub monitor: Option<PathBuf>,
-    /// The file that what QEMU says on its standard error is added to; our own standard error without one.
+    /// The file that what QEMU says on its standard error is added to; our own standard error
+    /// without one.
     pub log: Option<PathBuf>,
     /// Words behind all others, which make no other machine: those of a gate ([`crate::gate`]).
     pub added: Vec<String>,
-    /// Called as soon as QEMU is started, in the thread that the rest comes of: who needs no right but to start it gives it up here.
+    /// Called as soon as QEMU is started, in the thread that the rest comes of: who needs no right
+    /// but to start it gives it up here.
     pub spawned: Option<fn()>,
 }
 
@@ -134,8 +138,8 @@ pub enum Until {
 
 /// Where a checkpoint's pages come from.
 pub trait RamSource: Sync {
-    /// Gives `sink` each page of `range` that is not zero, once, in any order, and ends with the sink's error where it
-    /// gives one.
+    /// Gives `sink` each page of `range` that is not zero, once, in any order, and ends with the
+    /// sink's error where it gives one.
     fn read(
         &self,
         range: PageRange,
@@ -167,12 +171,14 @@ pub struct Restored {
 }
 
 impl Restored {
-    /// From the beginning of [`start`] until the VM ran, or with `paused` until it could, in nanoseconds.
+    /// From the beginning of [`start`] until the VM ran, or with `paused` until it could, in
+    /// nanoseconds.
     pub fn ready_ns(&self) -> u64 {
         self.ready_ns
     }
 
-    /// How long copying its RAM out of the store took, in nanoseconds, QEMU's start beside it; `None` of a lazy restore.
+    /// How long copying its RAM out of the store took, in nanoseconds, QEMU's start beside it;
+    /// `None` of a lazy restore.
     pub fn filled_ns(&self) -> Option<u64> {
         self.filled_ns
     }
@@ -182,8 +188,8 @@ impl Restored {
         self.vm.pid()
     }
 
-    /// How QEMU ended, if it has. Of a lazy restore this is also what takes leave of it once all pages are there, so
-    /// that it is to be asked now and then. Errors: those of [`Lazy::settle`].
+    /// How QEMU ended, if it has. Of a lazy restore this is also what takes leave of it once all
+    /// pages are there, so that it is to be asked now and then. Errors: those of [`Lazy::settle`].
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         if let Some(lazy) = &mut self.lazy {
             lazy.settle()?;
@@ -212,16 +218,19 @@ impl Restored {
     }
 }
 
-/// Starts QEMU as planned, gives it RAM from `ram` and devices from `device_state`, and lets it run.
+/// Starts QEMU as planned, gives it RAM from `ram` and devices from `device_state`, and lets it
+/// run.
 ///
 /// Errors: [`Error::Exited`] where QEMU ends on the way (it has said why on its standard error),
-/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`. No process is left then.
+/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`. No
+/// process is left then.
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     start_with(plan, &Ram::Eager(ram), device_state)
 }
 
-/// As [`start`], but the VM runs before its RAM is there, and waits for each page that it touches before it came. The calling
-/// thread must live until all is there ([`lazy::Residency`]): the kernel ends QEMU with it before.
+/// As [`start`], but the VM runs before its RAM is there, and waits for each page that it touches
+/// before it came. The calling thread must live until all is there ([`lazy::Residency`]): the
+/// kernel ends QEMU with it before.
 ///
 /// Errors: those of [`start`]; [`Error::Memory`] where the kernel does not let us serve its memory.
 pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
@@ -257,7 +266,8 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
     match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
         Ok(Loaded { qmp, lazy, turns, ready_ns, filled_ns }) => {
             let lines = (plan.source.user_command, full_command);
-            let mut vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
+            let mut vm =
+                Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
             vm.take_turns(turns);
             Ok(Restored { vm, lazy, ready_ns, filled_ns })
         }
@@ -277,7 +287,8 @@ struct Crossing {
 }
 
 impl Crossing {
-    /// `None` where the VM stays under its accelerator. Errors: those of a change that cannot be right.
+    /// `None` where the VM stays under its accelerator. Errors: those of a change that cannot be
+    /// right.
     fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
         let Some(to) = plan.accelerator else { return Ok(None) };
         let from = accel::of_checkpoint(&plan.arguments, device_state)?;
@@ -327,7 +338,8 @@ struct Starting {
 impl Starting {
     fn new(plan: &Plan, ram: &Ram<'_>, started: Instant) -> Result<Self> {
         let layout = &plan.source.ram;
-        let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
+        let of_backend =
+            layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = match ram {
             Ram::Shared(shared, _) => shared.memories(plan)?,
             Ram::Eager(_) | Ram::Lazy(_) => of_backend
@@ -345,7 +357,8 @@ impl Starting {
         crossing: Option<&Crossing>,
     ) -> Result<(Child, Vec<String>)> {
         let monitor = self.monitor.theirs.take().ok_or_else(|| started_twice("monitor"))?;
-        let incoming = self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
+        let incoming =
+            self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
         let number = spawn::number(&monitor).to_string();
         let mut config = monitor_config("keyframe-qmp", &[("fd", &number)]);
         if let Some(path) = &plan.monitor {
@@ -363,10 +376,12 @@ impl Starting {
         for word in &plan.words {
             match word {
                 Word::Plain(word) => {
-                    let named =
-                        memories.iter().enumerate().fold(word.clone(), |word, (number, (_, file))| {
+                    let named = memories.iter().enumerate().fold(
+                        word.clone(),
+                        |word, (number, (_, file))| {
                             word.replace(&ram_file(number), &inherited_path(file))
-                        });
+                        },
+                    );
                     words.push(named);
                 }
                 Word::Backend(number) => {
@@ -381,7 +396,8 @@ impl Starting {
                 .map(String::from),
         );
         if plan.replays.is_some() {
-            // A network card that has come to another host tells the guest, which tells the network: nothing that was recorded.
+            // A network card that has come to another host tells the guest, which tells the
+            // network: nothing that was recorded.
             words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
         }
         words.extend(state.arguments_of(plan.lineage.as_ref().map(Lineage::mark)));
@@ -414,8 +430,8 @@ impl Starting {
 
     /// All that follows the start, up to the VM running; tells when it did.
     ///
-    /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say first that its stream
-    /// broke off.
+    /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say
+    /// first that its stream broke off.
     fn load(
         &self,
         plan: &Plan,
@@ -424,7 +440,8 @@ impl Starting {
         device_state: &[u8],
         crossing: Option<&Crossing>,
     ) -> Result<Loaded> {
-        let incoming = self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let incoming =
+            self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
         let (mut qmp, mut lazy, filled_ns) = match ram {
             Ram::Eager(source) => {
                 let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
@@ -434,7 +451,8 @@ impl Starting {
             Ram::Lazy(source) => {
                 let qmp = self.meet(plan, child, crossing)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
-                let lazy = Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
+                let lazy =
+                    Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
                 (qmp, Some(lazy), None)
             }
         };
@@ -487,7 +505,8 @@ impl Starting {
 
     /// Waits until QEMU answers, and compares it with the checkpoint's machine.
     fn meet(&self, plan: &Plan, child: &mut Child, crossing: Option<&Crossing>) -> Result<Qmp> {
-        let monitor = self.monitor.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let monitor =
+            self.monitor.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
         let mut qmp = connect(monitor, child)?;
         check_machine(&mut qmp, plan)?;
         if let Some(to) = crossing.map(|c| c.to) {
@@ -521,7 +540,8 @@ fn backend_words(
 }
 
 fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
-    rustix::io::ioctl_fionbio(&ours, true).map_err(Error::io("make QEMU's monitor non-blocking"))?;
+    rustix::io::ioctl_fionbio(&ours, true)
+        .map_err(Error::io("make QEMU's monitor non-blocking"))?;
     let name = format!("of pid {}", child.id());
     Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
         .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
@@ -535,14 +555,20 @@ fn send(socket: &UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u
     let of_stream = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Stream);
     let mut readers: Vec<_> = of_stream
         .map(|(number, block)| {
-            let range = PageRange::new(layout.pages_of(number).first, block.used_bytes / PAGE_BYTES as u64);
-            let reader = move |sink: &mut dyn FnMut(u64, &Page) -> io::Result<()>| rising(ram, range, sink);
+            let range =
+                PageRange::new(layout.pages_of(number).first, block.used_bytes / PAGE_BYTES as u64);
+            let reader =
+                move |sink: &mut dyn FnMut(u64, &Page) -> io::Result<()>| rising(ram, range, sink);
             (block, reader)
         })
         .collect();
     let mut blocks: Vec<StreamBlock<'_>> = readers
         .iter_mut()
-        .map(|(block, reader)| StreamBlock { name: &block.name, used_bytes: block.used_bytes, pages: reader })
+        .map(|(block, reader)| StreamBlock {
+            name: &block.name,
+            used_bytes: block.used_bytes,
+            pages: reader,
+        })
         .collect();
     let mut out = BufWriter::with_capacity(256 << 10, socket);
     stream::splice_ram(device_state, &mut blocks, &mut out)?;

@@ -1,4 +1,5 @@
-//! From a checkpoint's command line to the one that brings it to life: a value that is complete before anything starts.
+//! From a checkpoint's command line to the one that brings it to life: a value that is complete
+//! before anything starts.
 //!
 //! ```text
 //!   kept:   qemu -m 1G -object memory-backend-ram,id=a,size=512M,prealloc=on ...  -S  -mem-prealloc
@@ -6,7 +7,8 @@
 //!                -S -global migration.send-configuration=off -machine suppress-vmdesc=on -incoming fd:N ...
 //! ```
 //!
-//! Invariant: each block of the layout that lies behind a memory backend is given back by exactly one backend of ours.
+//! Invariant: each block of the layout that lies behind a memory backend is given back by exactly
+//! one backend of ours.
 
 use super::{Lineage, RestoreOptions, RestoreSource, Until, carried};
 use crate::accel::{self, Accelerator};
@@ -117,9 +119,14 @@ pub struct Plan {
 impl Plan {
     /// Plans the restore of `source` with `extra` words added to its line.
     ///
-    /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary; [`Error::CommandLine`] for a word of
-    /// `extra` that would change the machine; [`Error::Source`] where line and RAM layout do not fit together.
-    pub fn new(source: RestoreSource, extra: Vec<OsString>, options: RestoreOptions) -> Result<Self> {
+    /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary;
+    /// [`Error::CommandLine`] for a word of `extra` that would change the machine;
+    /// [`Error::Source`] where line and RAM layout do not fit together.
+    pub fn new(
+        source: RestoreSource,
+        extra: Vec<OsString>,
+        options: RestoreOptions,
+    ) -> Result<Self> {
         let RestoreOptions {
             qemu,
             paused,
@@ -146,7 +153,9 @@ impl Plan {
             Some(_) => rewrite(&accel::without_accelerator(&kept), &source.ram, &mut notes)?,
             None => rewrite(&kept, &source.ram, &mut notes)?,
         };
-        words.extend(accelerator.iter().flat_map(|a| ["-accel".into(), a.to_string()]).map(Word::Plain));
+        words.extend(
+            accelerator.iter().flat_map(|a| ["-accel".into(), a.to_string()]).map(Word::Plain),
+        );
         let counted = icount_shift.map(|shift| ["-icount".into(), format!("shift={shift}")]);
         words.extend(counted.into_iter().flatten().map(Word::Plain));
         words.extend(extra.iter().flat_map(Argument::words).map(Word::Plain));
@@ -193,7 +202,11 @@ impl Plan {
     }
 }
 
-fn find_binary(source: &RestoreSource, chosen: Option<&Path>, notes: &mut Vec<String>) -> Result<PathBuf> {
+fn find_binary(
+    source: &RestoreSource,
+    chosen: Option<&Path>,
+    notes: &mut Vec<String>,
+) -> Result<PathBuf> {
     let path = match chosen {
         Some(path) => {
             let name = path.to_str().ok_or_else(|| Error::Binary {
@@ -249,7 +262,8 @@ fn check_extra(extra: Vec<OsString>) -> Result<Vec<Argument>> {
             return Err(Error::CommandLine {
                 argument: argument.display(),
                 reason: "this would change the machine, which must be the checkpoint's own".into(),
-                fix: "leave it out; consoles, monitors, displays and network backends may be added".into(),
+                fix: "leave it out; consoles, monitors, displays and network backends may be added"
+                    .into(),
             });
         }
     }
@@ -272,28 +286,32 @@ fn rewrite(kept: &[Argument], ram: &RamLayout, notes: &mut Vec<String>) -> Resul
             None => words.extend(argument.words().into_iter().map(Word::Plain)),
         }
     }
-    let mut left = ram
-        .blocks()
-        .iter()
-        .enumerate()
-        .filter(|(number, block)| block.kind == BlockKind::Backend && given.get(*number) == Some(&false));
+    let mut left = ram.blocks().iter().enumerate().filter(|(number, block)| {
+        block.kind == BlockKind::Backend && given.get(*number) == Some(&false)
+    });
     if let Some((number, block)) = left.next() {
         // RAM made from `-m` alone: QEMU names the block after the machine's default backend.
         let by_path = block.name.starts_with("/objects/");
         if by_path || left.next().is_some() {
             return Err(Error::Source {
                 what: "RAM layout".into(),
-                problem: format!("RAM block {} has no -object in the kept command line", block.name),
+                problem: format!(
+                    "RAM block {} has no -object in the kept command line",
+                    block.name
+                ),
             });
         }
         words.push(Word::Backend(number));
-        words.extend(["-machine".into(), format!("memory-backend={}", escape(&block.name))].map(Word::Plain));
+        words.extend(
+            ["-machine".into(), format!("memory-backend={}", escape(&block.name))].map(Word::Plain),
+        );
     }
     Ok(words)
 }
 
 impl RestoreSource {
-    /// The numbers of the RAM blocks behind backends, in the order in which a restored QEMU makes them.
+    /// The numbers of the RAM blocks behind backends, in the order in which a restored QEMU makes
+    /// them.
     pub fn backends_as_made(&self) -> Result<Vec<usize>> {
         let kept = options::parse(self.user_command.get(1..).unwrap_or_default())?;
         let words = rewrite(&kept, &self.ram, &mut Vec::new())?;
@@ -312,20 +330,28 @@ fn backend(argument: &Argument, ram: &RamLayout) -> Result<Option<(usize, Object
         return Ok(None);
     }
     let ids = [object.id.clone()];
-    let is_its =
-        |block: &RamBlock| block.kind == BlockKind::Backend && backend_of(&block.name, &ids).is_some();
+    let is_its = |block: &RamBlock| {
+        block.kind == BlockKind::Backend && backend_of(&block.name, &ids).is_some()
+    };
     match ram.blocks().iter().position(is_its) {
         Some(number) => Ok(Some((number, object))),
         None => Err(Error::Source {
             what: "RAM layout".into(),
-            problem: format!("memory backend {} of the kept command line has no RAM block in it", object.id),
+            problem: format!(
+                "memory backend {} of the kept command line has no RAM block in it",
+                object.id
+            ),
         }),
     }
 }
 
 fn note_dropped(object: &Object, notes: &mut Vec<String>) {
-    let dropped: Vec<&str> =
-        object.properties.iter().map(|(k, _)| k.as_str()).filter(|k| !REPLACED.contains(k)).collect();
+    let dropped: Vec<&str> = object
+        .properties
+        .iter()
+        .map(|(k, _)| k.as_str())
+        .filter(|k| !REPLACED.contains(k))
+        .collect();
     if !dropped.is_empty() {
         notes.push(format!(
             "memory backend {}: {} not applied to the restored RAM",
@@ -376,7 +402,8 @@ mod tests {
     fn ram_from_m_alone_becomes_a_backend_of_the_same_name() {
         let ram = ram(&[("pc.ram", BlockKind::Backend), ("pc.bios", BlockKind::Stream)]);
         let mut notes = Vec::new();
-        let line = carried::carry(&kept("-m 64 -S -mem-path /dev/shm -smp 2"), &[], &mut notes).unwrap();
+        let line =
+            carried::carry(&kept("-m 64 -S -mem-path /dev/shm -smp 2"), &[], &mut notes).unwrap();
         let words = rewrite(&line, &ram, &mut notes).unwrap();
         let mut expected = plain("-m 64 -smp 2");
         expected.push(Word::Backend(0));
@@ -407,7 +434,10 @@ mod tests {
     #[test]
     fn a_line_that_does_not_fit_the_layout_is_refused() {
         let two = ram(&[("/objects/a", BlockKind::Backend), ("pc.ram", BlockKind::Backend)]);
-        assert!(rewrite(&kept("-m 64"), &two, &mut Vec::new()).is_err(), "nothing gives /objects/a");
+        assert!(
+            rewrite(&kept("-m 64"), &two, &mut Vec::new()).is_err(),
+            "nothing gives /objects/a"
+        );
         let one = ram(&[("pc.ram", BlockKind::Backend)]);
         let line = "-object memory-backend-ram,id=zz,size=8K";
         assert!(rewrite(&kept(line), &one, &mut Vec::new()).is_err(), "zz has no block");

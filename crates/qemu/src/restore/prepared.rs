@@ -1,5 +1,5 @@
-//! A QEMU that waits for its VM: started and met before there is a state that it is to have, so that a failover costs what loading
-//! the devices costs.
+//! A QEMU that waits for its VM: started and met before there is a state that it is to have, so
+//! that a failover costs what loading the devices costs.
 //!
 //! ```text
 //!   prepare(plan) ─▶ QEMU -S -incoming, RAM in memfds that both map ─▶ write pages, epoch after epoch ─▶ activate(devices) ─▶ runs
@@ -7,7 +7,9 @@
 //!
 //! Invariant: dropping it ends QEMU; nothing but [`Prepared::activate`] lets the guest run.
 
-use super::{Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded};
+use super::{
+    Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded,
+};
 use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
@@ -48,8 +50,14 @@ pub fn prepare(plan: Plan) -> Result<Prepared> {
     let mut starting = Starting::new(&plan, &Ram::Eager(&no_ram), Instant::now())?;
     let state = StateFile::new(&plan.arguments)?;
     let (child, full_command) = starting.spawn(&plan, &state, None)?;
-    let mut prepared =
-        Prepared { plan, starting, state: Some(state), child: Some(child), qmp: None, full_command };
+    let mut prepared = Prepared {
+        plan,
+        starting,
+        state: Some(state),
+        child: Some(child),
+        qmp: None,
+        full_command,
+    };
     if let Some(child) = &mut prepared.child {
         prepared.qmp = Some(prepared.starting.meet(&prepared.plan, child, None)?);
     }
@@ -62,7 +70,8 @@ pub struct PreparedRam {
 }
 
 impl PreparedRam {
-    /// Where `page` of the layout lies; `None` of one in a small block, which comes with the devices.
+    /// Where `page` of the layout lies; `None` of one in a small block, which comes with the
+    /// devices.
     fn place(&self, page: PageIndex) -> Option<(&File, u64)> {
         let (pages, file) =
             self.parts.iter().find(|(pages, _)| (pages.first..pages.end()).contains(&page))?;
@@ -86,7 +95,11 @@ impl PreparedRam {
 struct Nothing;
 
 impl RamSource for Nothing {
-    fn read(&self, _: PageRange, _: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>) -> io::Result<()> {
+    fn read(
+        &self,
+        _: PageRange,
+        _: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
         Ok(())
     }
 }
@@ -112,7 +125,8 @@ impl Prepared {
             .map_err(Error::io("duplicate a descriptor of the VM's memory"))
     }
 
-    /// Gives it its devices, and from `small` the blocks that are not main RAM, and lets it run unless the plan has it paused.
+    /// Gives it its devices, and from `small` the blocks that are not main RAM, and lets it run
+    /// unless the plan has it paused.
     ///
     /// Errors: those of [`super::start`]. No process is left then.
     pub fn activate(mut self, small: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
@@ -126,8 +140,10 @@ impl Prepared {
         match self.load(&mut qmp, &mut child, small, device_state) {
             Ok(()) => {
                 let ready_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                let lines = (self.plan.source.user_command.clone(), std::mem::take(&mut self.full_command));
-                let vm = Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
+                let lines =
+                    (self.plan.source.user_command.clone(), std::mem::take(&mut self.full_command));
+                let vm =
+                    Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
                 Ok(Restored { vm, lazy: None, ready_ns, filled_ns: None })
             }
             Err(error) => {
@@ -144,8 +160,12 @@ impl Prepared {
         small: &dyn RamSource,
         device_state: &[u8],
     ) -> Result<()> {
-        let incoming =
-            self.starting.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let incoming = self
+            .starting
+            .incoming
+            .ours
+            .try_clone()
+            .map_err(Error::io("duplicate a socket to QEMU"))?;
         send(&UnixStream::from(incoming), &self.plan, small, device_state)
             .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
         wait_until_loaded(qmp, child)?;

@@ -5,9 +5,11 @@
 //!                                           ◀── MAP_PRIVATE ── QEMU 2   its own: the pages that it wrote
 //! ```
 //!
-//! Invariant: nobody writes the memfd after it was filled; the kernel refuses it (`F_SEAL_WRITE`), QEMU's included.
+//! Invariant: nobody writes the memfd after it was filled; the kernel refuses it (`F_SEAL_WRITE`),
+//! QEMU's included.
 //!
-//! Left out: small blocks (ROMs, video memory), which each QEMU gets by its stream; they are its own.
+//! Left out: small blocks (ROMs, video memory), which each QEMU gets by its stream; they are its
+//! own.
 
 use super::fill::{self, Memory};
 use super::{Plan, Ram, RamSource, Restored, start_with};
@@ -24,8 +26,13 @@ pub struct SharedRam {
 
 impl SharedRam {
     /// Fills it from `source`, as [`super::start`] would; ends early where `cancelled` is set.
-    pub fn fill(layout: &RamLayout, source: &dyn RamSource, cancelled: &AtomicBool) -> Result<Self> {
-        let of_backend = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
+    pub fn fill(
+        layout: &RamLayout,
+        source: &dyn RamSource,
+        cancelled: &AtomicBool,
+    ) -> Result<Self> {
+        let of_backend =
+            layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = of_backend
             .map(|(number, block)| {
                 let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -56,8 +63,8 @@ impl SharedRam {
     }
 }
 
-/// As [`super::start`], with main RAM that other VMs have too: its pages are this VM's own once it writes them. `ram` gives the small
-/// blocks.
+/// As [`super::start`], with main RAM that other VMs have too: its pages are this VM's own once it
+/// writes them. `ram` gives the small blocks.
 pub fn start_shared(
     plan: Plan,
     shared: &SharedRam,

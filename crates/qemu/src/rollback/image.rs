@@ -1,4 +1,5 @@
-//! A qcow2 image with one internal snapshot and no disk: the form in which a running QEMU takes a machine's state.
+//! A qcow2 image with one internal snapshot and no disk: the form in which a running QEMU takes a
+//! machine's state.
 //!
 //! ```text
 //!   cluster  0 header │ 1 refcount table │ 2 refcounts │ 3 L1, active │ 4 L1 of the snapshot │ 5 L2 │ 6 snapshot │ 7.. state
@@ -6,8 +7,8 @@
 //!                                                                         [1] ──────────────────┘ ──▶ 7, 8, 9 ...
 //! ```
 //!
-//! With clusters of 2 MiB one table of each kind is enough for 512 GiB. The state lies behind the (empty) disk of one
-//! cluster, as qcow2 has it: at the second entry of L1.
+//! With clusters of 2 MiB one table of each kind is enough for 512 GiB. The state lies behind the
+//! (empty) disk of one cluster, as qcow2 has it: at the second entry of L1.
 
 use crate::{Error, Result};
 use std::fs::File;
@@ -40,7 +41,10 @@ pub fn write(file: &mut File, state: impl FnOnce(&mut dyn Write) -> Result<()>) 
 fn finish(file: &File, state_bytes: u64) -> io::Result<()> {
     let clusters = state_bytes.div_ceil(CLUSTER_BYTES);
     if clusters > STATE_CLUSTERS_MAX {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "the state is larger than 512 GiB"));
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            "the state is larger than 512 GiB",
+        ));
     }
     let all = HEAD_CLUSTERS + clusters;
     file.set_len(all * CLUSTER_BYTES)?;
@@ -49,7 +53,8 @@ fn finish(file: &File, state_bytes: u64) -> io::Result<()> {
     let refcounts: Vec<u8> = (0..all).flat_map(|_| 1_u16.to_be_bytes()).collect();
     file.write_all_at(&refcounts, 2 * CLUSTER_BYTES)?;
     file.write_all_at(&(5 * CLUSTER_BYTES).to_be_bytes(), 4 * CLUSTER_BYTES + 8)?;
-    let state: Vec<u8> = (HEAD_CLUSTERS..all).flat_map(|n| (n * CLUSTER_BYTES).to_be_bytes()).collect();
+    let state: Vec<u8> =
+        (HEAD_CLUSTERS..all).flat_map(|n| (n * CLUSTER_BYTES).to_be_bytes()).collect();
     file.write_all_at(&state, 5 * CLUSTER_BYTES)?;
     file.write_all_at(&snapshot(state_bytes), 6 * CLUSTER_BYTES)
 }
@@ -116,7 +121,11 @@ mod tests {
             .unwrap();
             let qemu_img = |args: &[&str]| {
                 let output = Command::new("qemu-img").args(args).arg(file.path()).output().unwrap();
-                assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+                assert!(
+                    output.status.success(),
+                    "{args:?}: {}",
+                    String::from_utf8_lossy(&output.stderr)
+                );
                 String::from_utf8_lossy(&output.stdout).into_owned()
             };
             qemu_img(&["check", "-q"]);

@@ -1,6 +1,7 @@
 //! Device state of one accelerator, made into that of the other.
 //!
-//! QEMU writes the same sections under both, but part of what they say means something else, and part is only kept by one:
+//! QEMU writes the same sections under both, but part of what they say means something else, and
+//! part is only kept by one:
 //!
 //! ```text
 //!                        kvm -> tcg                            tcg -> kvm
@@ -14,10 +15,11 @@
 //!   i8254                next edge no earlier than now
 //! ```
 //!
-//! Invariant: what the other accelerator cannot go on with is refused with its reason; nothing is dropped in silence.
+//! Invariant: what the other accelerator cannot go on with is refused with its reason; nothing is
+//! dropped in silence.
 //!
-//! Left out: whether the processors have the same features (`accel` compares those), and the inside of other devices: they
-//! are QEMU's own under both.
+//! Left out: whether the processors have the same features (`accel` compares those), and the inside
+//! of other devices: they are QEMU's own under both.
 
 use super::registers::{
     APIC, Body, CPU, CPU_COMMON, Layout, PIC, PIT, TIMER, apic, cpu, cpu_common, pic, pit, timer,
@@ -42,9 +44,11 @@ const WAITS_FOR_SIPI: &[u8] = b"\x05\x09apic_sipi\0\0\0\x01\0\0\0\0\0\0\0\x01";
 const ANOTHER: &str = "restore the checkpoint before or after this one";
 const PARAVIRTUAL: &str = "restore it under KVM; a VM that is to move to TCG must be started with kvm=off behind its -cpu model \
                            (-cpu qemu64,kvm=off), so that its guest does not use what only KVM has";
-const NESTED: &str = "restore it under the accelerator that it ran under, or end the guest's own VMs first";
+const NESTED: &str =
+    "restore it under the accelerator that it ran under, or end the guest's own VMs first";
 
-/// Optional parts of a processor that stand in the way: the beginning of the name, what the guest does, the way out.
+/// Optional parts of a processor that stand in the way: the beginning of the name, what the guest
+/// does, the way out.
 const IN_THE_WAY: &[(&str, &str, &str)] = &[
     ("cpu/steal_time_msr", "the guest uses KVM's steal time", PARAVIRTUAL),
     ("cpu/async_pf", "the guest uses KVM's asynchronous page faults", PARAVIRTUAL),
@@ -81,7 +85,8 @@ pub(crate) fn written_by(state: &[u8]) -> Result<Option<Accelerator>> {
 
 /// Makes `state`, written under the other accelerator, into one for `to`.
 ///
-/// Errors: [`Error::Conversion`] where it cannot be right; [`Error::DeviceStream`] for a state that is not understood.
+/// Errors: [`Error::Conversion`] where it cannot be right; [`Error::DeviceStream`] for a state that
+/// is not understood.
 pub(crate) fn convert(state: &[u8], to: Accelerator) -> Result<Vec<u8>> {
     super::check(state)?;
     let all = sections(state)?;
@@ -146,7 +151,8 @@ impl<'a> Parts<'a> {
         let timer = of(&TIMER)?.pop().ok_or_else(|| lacks("timer"))?;
         let (cpus, commons, apics) = (of(&CPU)?, of(&CPU_COMMON)?, of(&APIC)?);
         // Each processor's sections follow each other, but its APIC counts by another number.
-        let is_complete = cpus.len() == commons.len() && (apics.is_empty() || apics.len() == cpus.len());
+        let is_complete =
+            cpus.len() == commons.len() && (apics.is_empty() || apics.len() == cpus.len());
         if cpus.is_empty() || !is_complete {
             return Err(lacks("for every part of every processor"));
         }
@@ -155,7 +161,12 @@ impl<'a> Parts<'a> {
             .into_iter()
             .zip(commons)
             .zip(apics)
-            .map(|((cpu, common), apic)| Processor { number: cpu.section.instance, common, cpu, apic })
+            .map(|((cpu, common), apic)| Processor {
+                number: cpu.section.instance,
+                common,
+                cpu,
+                apic,
+            })
             .collect();
         let parts = Self { timer, processors, pics: of(&PIC)?, pits: of(&PIT)? };
         parts.known()?;
@@ -170,11 +181,17 @@ impl<'a> Parts<'a> {
         }
         for processor in &self.processors {
             let parts = [Some(&processor.cpu), Some(&processor.common), processor.apic.as_ref()];
-            if let Some(part) = parts.into_iter().flatten().find_map(|body| body.unknown.as_deref()) {
+            if let Some(part) = parts.into_iter().flatten().find_map(|body| body.unknown.as_deref())
+            {
                 let known = IN_THE_WAY.iter().find(|(name, ..)| part.starts_with(name));
-                let what = known.map_or("its state holds what the other accelerator may lack", |k| k.1);
-                let fix = known.map_or("restore it under the accelerator that it ran under", |k| k.2);
-                return Err(refused(format!("processor {}: {what} ({part})", processor.number), fix));
+                let what =
+                    known.map_or("its state holds what the other accelerator may lack", |k| k.1);
+                let fix =
+                    known.map_or("restore it under the accelerator that it ran under", |k| k.2);
+                return Err(refused(
+                    format!("processor {}: {what} ({part})", processor.number),
+                    fix,
+                ));
             }
         }
         match self.pics.iter().chain(&self.pits).find_map(|body| body.unknown.as_deref()) {
@@ -199,7 +216,8 @@ impl<'a> Parts<'a> {
         let now = self.timer.u64(timer::CLOCK);
         for body in &self.pits {
             let next = body.u64(pit::NEXT_TRANSITION) as i64;
-            // KVM says when the current period began, which may be long ago; TCG would make up for every edge since.
+            // KVM says when the current period began, which may be long ago; TCG would make up for
+            // every edge since.
             if next != -1 && next < now as i64 {
                 edits.push(set(body, pit::NEXT_TRANSITION, &now.to_be_bytes()));
             }
@@ -219,13 +237,15 @@ impl<'a> Parts<'a> {
         edits.push(set(&processor.common, cpu_common::INTERRUPT_REQUEST, &request.to_be_bytes()));
         match processor.cpu.u32(cpu::MP_STATE) {
             MP_SIPI_RECEIVED => {
-                let reason = format!("processor {} was being started at that instant", processor.number);
+                let reason =
+                    format!("processor {} was being started at that instant", processor.number);
                 Err(refused(reason, ANOTHER))
             }
             1 | MP_INIT_RECEIVED => {
                 edits.push(set(&processor.common, cpu_common::HALTED, &1u32.to_be_bytes()));
                 edits.push(set(&processor.cpu, cpu::MP_STATE, &0u32.to_be_bytes()));
-                let Some(apic) = processor.apic.as_ref().filter(|a| a.part("apic_sipi").is_none()) else {
+                let Some(apic) = processor.apic.as_ref().filter(|a| a.part("apic_sipi").is_none())
+                else {
                     return Err(refused(
                         format!("processor {} cannot be started", processor.number),
                         ANOTHER,
@@ -238,8 +258,8 @@ impl<'a> Parts<'a> {
             _ => Ok(()),
         }
     }
-    /// A controller has an interrupt that this processor takes once it permits any. KVM finds out by itself, TCG was told
-    /// when it came in.
+    /// A controller has an interrupt that this processor takes once it permits any. KVM finds out
+    /// by itself, TCG was told when it came in.
     fn interrupt_waits(&self, processor: &Processor<'_>) -> bool {
         let Some(local) = &processor.apic else { return self.pic_waits() };
         let base = local.u32(apic::BASE);
@@ -271,10 +291,14 @@ impl<'a> Parts<'a> {
         for processor in &self.processors {
             processor.without_nested()?;
             edits.push(set(&processor.cpu, cpu::TSC, &counter.to_be_bytes()));
-            // TCG does not keep which parts of the floating-point state are in use; x87 and SSE need no bit in XCR0.
+            // TCG does not keep which parts of the floating-point state are in use; x87 and SSE
+            // need no bit in XCR0.
             let parts = processor.cpu.u64(cpu::XCR0) | 3;
             edits.push(set(&processor.cpu, cpu::XSTATE_BV, &parts.to_be_bytes()));
-            let waits = processor.apic.as_ref().and_then(|a| a.part("apic_sipi")?.last_chunk::<4>().copied());
+            let waits = processor
+                .apic
+                .as_ref()
+                .and_then(|a| a.part("apic_sipi")?.last_chunk::<4>().copied());
             let state = if waits.is_some_and(|w| w != [0; 4]) {
                 MP_INIT_RECEIVED
             } else if processor.common.u32(cpu_common::HALTED) != 0 {
@@ -299,16 +323,19 @@ impl Processor<'_> {
             ));
         }
         if self.cpu.u64(cpu::CR4) & 3 != 0 {
-            let fix = "restore it under KVM; for TCG, start the VM with vme=off behind its -cpu model";
+            let fix =
+                "restore it under KVM; for TCG, start the VM with vme=off behind its -cpu model";
             return Err(refused(
                 format!("processor {number}: the guest uses virtual 8086 mode's extensions"),
                 fix,
             ));
         }
         if self.apic.as_ref().is_some_and(|a| a.u32(apic::BASE) & 0x400 != 0) {
-            let fix =
-                "restore it under KVM; for TCG, start the VM with kvm=off,x2apic=off behind its -cpu model";
-            return Err(refused(format!("processor {number}: the guest uses its local APIC as x2APIC"), fix));
+            let fix = "restore it under KVM; for TCG, start the VM with kvm=off,x2apic=off behind its -cpu model";
+            return Err(refused(
+                format!("processor {number}: the guest uses its local APIC as x2APIC"),
+                fix,
+            ));
         }
         let on_the_way = self.cpu.u32(cpu::EXCEPTION_NR) != NONE
             || cpu::EVENTS.iter().any(|offset| self.cpu.u8(*offset) != 0);
@@ -326,18 +353,26 @@ impl Processor<'_> {
         let vmx = self.cpu.u64(cpu::CR4) & 1 << 13 != 0;
         let svm = self.cpu.u64(cpu::EFER) & 1 << 12 != 0;
         if vmx || svm {
-            return Err(refused(format!("processor {}: the guest runs VMs of its own", self.number), NESTED));
+            return Err(refused(
+                format!("processor {}: the guest runs VMs of its own", self.number),
+                NESTED,
+            ));
         }
         Ok(())
     }
 
-    /// Gives an interrupt that was acknowledged, but had not reached the guest, back to the local APIC.
+    /// Gives an interrupt that was acknowledged, but had not reached the guest, back to the local
+    /// APIC.
     fn take_back(&self, vector: u32, edits: &mut Vec<Edit>) -> Result<()> {
         let reason = format!(
             "processor {}: interrupt {vector:#x} was on its way to the guest at that instant",
             self.number
         );
-        let local = self.apic.as_ref().filter(|_| vector < 256).ok_or_else(|| refused(&*reason, ANOTHER))?;
+        let local = self
+            .apic
+            .as_ref()
+            .filter(|_| vector < 256)
+            .ok_or_else(|| refused(&*reason, ANOTHER))?;
         let (word, bit) = (vector as usize / 32 * 4, 1 << (vector % 32));
         let in_service = local.u32(apic::ISR + word);
         if in_service & bit == 0 {
@@ -356,7 +391,10 @@ impl Processor<'_> {
 fn apic_waits(local: &Body<'_>) -> bool {
     let highest = |offset: usize| {
         let words = (0..8).rev().map(|w| (w, local.u32(offset + w as usize * 4)));
-        words.into_iter().find(|(_, bits)| *bits != 0).map(|(w, bits)| w * 32 + 31 - bits.leading_zeros())
+        words
+            .into_iter()
+            .find(|(_, bits)| *bits != 0)
+            .map(|(w, bits)| w * 32 + 31 - bits.leading_zeros())
     };
     let class = |vector: Option<u32>| vector.unwrap_or(0) >> 4;
     let at = class(highest(apic::ISR)).max(u32::from(local.u8(apic::TPR)) >> 4);

@@ -1,4 +1,5 @@
-//! States made by hand, with the fields that a conversion touches; the real ones are in the end-to-end tests.
+//! States made by hand, with the fields that a conversion touches; the real ones are in the
+//! end-to-end tests.
 
 use super::convert::{convert, written_by};
 use super::counted::counted;
@@ -24,10 +25,17 @@ impl State {
         if kvmclock {
             all.push(("kvmclock", 1, vec![9; 8]));
         }
-        all.extend([("i8259", 1, vec![0; 16]), ("i8254", 3, vec![0; 108]), ("disk", 1, vec![7; 300])]);
+        all.extend([
+            ("i8259", 1, vec![0; 16]),
+            ("i8254", 3, vec![0; 108]),
+            ("disk", 1, vec![7; 300]),
+        ]);
         let state = Self(all);
-        let state =
-            state.with("cpu", cpu::INTERRUPT_INJECTED, &[0xff; 4]).with("cpu", cpu::EXCEPTION_NR, &[0xff; 4]);
+        let state = state.with("cpu", cpu::INTERRUPT_INJECTED, &[0xff; 4]).with(
+            "cpu",
+            cpu::EXCEPTION_NR,
+            &[0xff; 4],
+        );
         state.with("apic", apic::BASE, &0xfee0_0900_u32.to_be_bytes()).with(
             "apic",
             apic::SPURIOUS,
@@ -153,8 +161,12 @@ fn an_interrupt_that_waits_wakes_tcg_and_no_other_does() {
     let idle = State::new(true);
     assert_eq!(asked(&idle), 0);
     // A request left over from before is none.
-    assert_eq!(asked(&idle.clone().with("cpu_common", cpu_common::INTERRUPT_REQUEST, &[0, 0, 0, 2])), 0);
-    // Vector 0x30 of the local APIC, then masked by the task's priority, then behind one in service.
+    assert_eq!(
+        asked(&idle.clone().with("cpu_common", cpu_common::INTERRUPT_REQUEST, &[0, 0, 0, 2])),
+        0
+    );
+    // Vector 0x30 of the local APIC, then masked by the task's priority, then behind one in
+    // service.
     let local = idle.clone().with("apic", apic::IRR + 4, &0x1_0000u32.to_be_bytes());
     assert_eq!(asked(&local), 2);
     assert_eq!(asked(&local.clone().with("apic", apic::TPR, &[0x40])), 0);
@@ -174,7 +186,10 @@ fn an_interrupt_on_its_way_is_given_back() {
     assert!(reason(&on_its_way, Tcg).contains("0x31"), "no controller knows of it");
     let known = on_its_way.with("apic", apic::ISR + 4, &0x2_0000u32.to_be_bytes());
     let out = convert(&known.bytes(), Tcg).unwrap();
-    assert_eq!((u32_of(&out, "apic", apic::ISR + 4), u32_of(&out, "apic", apic::IRR + 4)), (0, 0x2_0000));
+    assert_eq!(
+        (u32_of(&out, "apic", apic::ISR + 4), u32_of(&out, "apic", apic::IRR + 4)),
+        (0, 0x2_0000)
+    );
     assert_eq!(u32_of(&out, "cpu", cpu::INTERRUPT_INJECTED), u32::MAX);
     assert_eq!(u32_of(&out, "cpu_common", cpu_common::INTERRUPT_REQUEST), 2);
 }
@@ -185,7 +200,9 @@ fn a_processor_that_was_not_started_waits_for_that() {
     let out = convert(&state.bytes(), Tcg).unwrap();
     assert_eq!(u32_of(&out, "cpu_common", cpu_common::HALTED), 1);
     assert_eq!(body(&out, "apic")[181..], *b"\x05\x09apic_sipi\0\0\0\x01\0\0\0\0\0\0\0\x01");
-    assert!(reason(&state.with("cpu", cpu::MP_STATE, &4u32.to_be_bytes()), Tcg).contains("started"));
+    assert!(
+        reason(&state.with("cpu", cpu::MP_STATE, &4u32.to_be_bytes()), Tcg).contains("started")
+    );
 }
 
 #[test]
@@ -203,7 +220,11 @@ fn what_only_one_accelerator_has_is_refused_by_name() {
         (plain.clone().with_part("cpu", "cpu/msr_hyperv_time", &[0; 16]), Tcg, "Hyper-V"),
         (plain.clone().with_part("cpu", "cpu/kvm_nested_state", &[0; 9]), Tcg, "VMs of its own"),
         (plain.clone().with_part("cpu", "cpu/svm_guest", &[0; 9]), Kvm, "VMs of its own"),
-        (plain.clone().with_part("cpu", "cpu/what_comes_next", &[0; 9]), Kvm, "cpu/what_comes_next"),
+        (
+            plain.clone().with_part("cpu", "cpu/what_comes_next", &[0; 9]),
+            Kvm,
+            "cpu/what_comes_next",
+        ),
         (plain.with_part("timer", "timer/icount", &[0; 16]), Kvm, "counts instructions"),
     ];
     for (state, to, word) in cases {
@@ -224,7 +245,8 @@ fn the_state_tells_who_wrote_it() {
 fn a_forged_end_of_a_section_is_not_believed() {
     let mut state = State::new(true);
     // The disk's number is 3 * 7 + 1; behind its forged end a section of its own making.
-    state.body("disk")[100..122].copy_from_slice(b"\x7e\0\0\0\x16\x04\0\0\0\x63\x04fake\0\0\0\0\0\0\0");
+    state.body("disk")[100..122]
+        .copy_from_slice(b"\x7e\0\0\0\x16\x04\0\0\0\x63\x04fake\0\0\0\0\0\0\0");
     let error = convert(&state.bytes(), Tcg).unwrap_err().to_string();
     assert!(error.contains("could end at"), "{error}");
 }
@@ -234,7 +256,10 @@ fn formats_that_are_not_known_are_refused() {
     for name in ["timer", "cpu_common", "cpu", "apic", "i8259", "i8254"] {
         let mut other = State::new(true);
         other.0.iter_mut().find(|s| s.0 == name).unwrap().1 += 1;
-        assert!(convert(&other.bytes(), Tcg).unwrap_err().to_string().contains("version"), "{name}");
+        assert!(
+            convert(&other.bytes(), Tcg).unwrap_err().to_string().contains("version"),
+            "{name}"
+        );
         let mut short = State::new(true);
         short.body(name).pop();
         assert!(matches!(convert(&short.bytes(), Tcg), Err(Error::DeviceStream { .. })), "{name}");
@@ -246,7 +271,8 @@ fn formats_that_are_not_known_are_refused() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
-    /// Whatever is in a state: an answer, and where one comes back it can be read again and is as long as it should be.
+    /// Whatever is in a state: an answer, and where one comes back it can be read again and is as
+    /// long as it should be.
     #[test]
     fn no_state_panics(hits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6), cut in 0usize..40) {
         let good = State::new(true).with_part("cpu", "cpu/tsc_khz", &[0; 8]).bytes();

@@ -1,12 +1,13 @@
-//! What a device state tells about the VM's display: its registers, where those are enough to draw what it shows.
+//! What a device state tells about the VM's display: its registers, where those are enough to draw
+//! what it shows.
 //!
 //! ```text
 //!   vga:            PCI 276 (not of an ISA card) │ 5 sr │ 14 gr │ 30 ar │ 57 cr │ 324 palette │ 1099 VBE registers, start, line │ "vga.endian"
 //!   bochs-display:  PCI 276 or 4116 │ 0 VBE registers │ 20 highest byte first
 //! ```
 //!
-//! Left out: displays whose picture is elsewhere than in their RAM block, and those with registers of their own (cirrus, qxl, vmware):
-//! they are named, with the reason.
+//! Left out: displays whose picture is elsewhere than in their RAM block, and those with registers
+//! of their own (cirrus, qxl, vmware): they are named, with the reason.
 
 use super::sections::{Section, sections, u32_at};
 use crate::{Error, Result};
@@ -20,7 +21,8 @@ const VGA_BYTES: usize = 1131;
 const VGA_VERSION: u32 = 2;
 const BOCHS_BYTES: usize = 21;
 const BOCHS_VERSION: u32 = 0;
-/// The optional part of a VGA that says which byte of a pixel comes first: mark, name, version, and one byte.
+/// The optional part of a VGA that says which byte of a pixel comes first: mark, name, version, and
+/// one byte.
 const ENDIAN: &[u8] = b"\x05\x0avga.endian\0\0\0\x01";
 
 /// A VM's display: the first one that can be drawn, or else the first one.
@@ -46,7 +48,8 @@ pub enum Display {
     },
 }
 
-/// Devices that show something else than what is in a VGA's memory: the end of a section's name, the kind, why.
+/// Devices that show something else than what is in a VGA's memory: the end of a section's name,
+/// the kind, why.
 const ELSEWHERE: [(&str, &str, &str); 7] = [
     ("virtio-vga", "virtio-vga", "its picture is in QEMU, and not in RAM of the VM"),
     ("virtio-gpu", "virtio-gpu", "its picture is in QEMU, and not in RAM of the VM"),
@@ -80,8 +83,8 @@ pub fn display(state: &[u8]) -> Result<Display> {
     Ok(other.map_or(Display::None, |(_, kind, why)| Display::Elsewhere { kind, why }))
 }
 
-/// The fields of a section behind what it has as a PCI function: `len` bytes, and what follows them. `ends` says whether the
-/// latter can be that.
+/// The fields of a section behind what it has as a PCI function: `len` bytes, and what follows
+/// them. `ends` says whether the latter can be that.
 fn fields<'a>(
     state: &'a [u8],
     section: &Section,
@@ -101,7 +104,9 @@ fn fields<'a>(
         let (fields, behind) = body.get(*head..)?.split_at_checked(len)?;
         ends(behind).then_some((fields, behind))
     });
-    found.ok_or_else(|| fail(format!("its {} bytes are laid out in a way that is not known", body.len())))
+    found.ok_or_else(|| {
+        fail(format!("its {} bytes are laid out in a way that is not known", body.len()))
+    })
 }
 
 /// A block of the device whose section this is: on a bus, its name begins with the device's place.
@@ -178,7 +183,8 @@ mod tests {
     /// A body whose fields begin behind `head` bytes.
     fn vga_body(head: usize) -> Vec<u8> {
         let mut body = vec![0; head + VGA_BYTES];
-        for (at, value) in [(5, 1), (14 + 6, 5), (30, 0x20), (31 + 0x10, 0x0c), (57 + 0x12, 0x8f), (324, 63)]
+        for (at, value) in
+            [(5, 1), (14 + 6, 5), (30, 0x20), (31 + 0x10, 0x0c), (57 + 0x12, 0x8f), (324, 63)]
         {
             body[head + at] = value;
         }
@@ -196,7 +202,8 @@ mod tests {
 
     #[test]
     fn a_vgas_registers_are_where_the_drawing_says() {
-        let on_pci = state(&[("timer", 2, &[0; 24]), ("0000:00:02.0/vga", 2, &vga_body(PCI_BYTES))]);
+        let on_pci =
+            state(&[("timer", 2, &[0; 24]), ("0000:00:02.0/vga", 2, &vga_body(PCI_BYTES))]);
         let (block, found) = registers(display(&on_pci).unwrap());
         let Registers::Vga(vga) = found.clone() else { panic!("{found:?}") };
         assert_eq!(block, "0000:00:02.0/vga.vram");
@@ -223,11 +230,16 @@ mod tests {
         let both = state(&[gpu, ("0000:00:03.0/bochs-display", 0, &body)]);
         let (block, found) = registers(display(&both).unwrap());
         assert_eq!(block, "0000:00:03.0/bochs-display-vram");
-        assert!(matches!(found, Registers::Bochs(bochs) if bochs.vbe[3] == 32 && !bochs.is_big_endian));
+        assert!(
+            matches!(found, Registers::Bochs(bochs) if bochs.vbe[3] == 32 && !bochs.is_big_endian)
+        );
         let alone = display(&state(&[gpu])).unwrap();
         assert!(matches!(alone, Display::Elsewhere { kind: "virtio-gpu", .. }));
         let vmware = state(&[("vga", 2, &vga_body(0)), ("0000:00:02.0/vmware_vga", 0, &[0; 9])]);
-        assert!(matches!(display(&vmware).unwrap(), Display::Elsewhere { kind: "vmware-svga", .. }));
+        assert!(matches!(
+            display(&vmware).unwrap(),
+            Display::Elsewhere { kind: "vmware-svga", .. }
+        ));
         assert_eq!(display(&state(&[("timer", 2, &[0; 24])])).unwrap(), Display::None);
     }
 

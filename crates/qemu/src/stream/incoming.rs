@@ -1,23 +1,24 @@
-//! Reads a migration stream that QEMU wrote by itself (`migrate exec:cat>FILE`): RAM pages, and the state of the devices.
+//! Reads a migration stream that QEMU wrote by itself (`migrate exec:cat>FILE`): RAM pages, and the
+//! state of the devices.
 //!
 //! ```text
 //!   QEVM 3 │ 07 machine type │ 01 "ram": blocks │ 02 pages ... │ 03 pages │ 04 device │ 04 device ... │ 00 │ 06 description
 //!            └ unless off ─┘                     └ again and again           └─ kept, byte for byte ───┘    └ dropped
 //! ```
 //!
-//! A page may come more than once: the last one counts. Devices carry no length, so their end is found from the stream's:
-//! the description behind the end mark has one and reaches up to the end.
+//! A page may come more than once: the last one counts. Devices carry no length, so their end is
+//! found from the stream's: the description behind the end mark has one and reaches up to the end.
 //!
-//! Invariant: the stream is hostile until read. Every length is bounded before memory is taken for it, every page lies in a
-//! block of the list, every loop ends.
+//! Invariant: the stream is hostile until read. Every length is bounded before memory is taken for
+//! it, every page lies in a block of the list, every loop ends.
 //!
-//! Left out: whether the blocks are the machine's (the caller compares them with a fresh QEMU's), and streams of other
-//! forms, which are refused by the name of the feature.
+//! Left out: whether the blocks are the machine's (the caller compares them with a fresh QEMU's),
+//! and streams of other forms, which are refused by the name of the feature.
 
 use super::{
     FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, MAGIC, RAM_VERSION,
-    SECTION_CONFIGURATION, SECTION_DESCRIPTION, SECTION_END, SECTION_EOF, SECTION_FOOTER, SECTION_FULL,
-    SECTION_START, VERSION,
+    SECTION_CONFIGURATION, SECTION_DESCRIPTION, SECTION_END, SECTION_EOF, SECTION_FOOTER,
+    SECTION_FULL, SECTION_START, VERSION,
 };
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
@@ -65,11 +66,15 @@ pub struct Incoming<R> {
 impl<R: Read> Incoming<R> {
     /// Reads up to the list of RAM blocks.
     ///
-    /// Errors: [`Error::Migration`] where this is no such stream, [`Error::MigrationFeature`] for one of another form.
+    /// Errors: [`Error::Migration`] where this is no such stream, [`Error::MigrationFeature`] for
+    /// one of another form.
     pub fn begin(input: R) -> Result<Self> {
         let mut input = Input { inner: input, at: 0 };
         if input.array::<4>()? != MAGIC {
-            return Err(Error::Migration { offset: 0, problem: "it does not begin with QEVM".into() });
+            return Err(Error::Migration {
+                offset: 0,
+                problem: "it does not begin with QEVM".into(),
+            });
         }
         let version = input.u32()?;
         if version != VERSION {
@@ -87,13 +92,16 @@ impl<R: Read> Incoming<R> {
         let section = input.u32()?;
         let name = input.name()?;
         if name != "ram" {
-            let problem =
-                format!("it begins with section {name}, which is not taken; only RAM and devices are");
+            let problem = format!(
+                "it begins with section {name}, which is not taken; only RAM and devices are"
+            );
             return Err(input.problem(problem));
         }
         let (_instance, version) = (input.u32()?, input.u32()?);
         if version != RAM_VERSION {
-            return Err(input.problem(format!("section ram of version {version}; known is {RAM_VERSION}")));
+            return Err(
+                input.problem(format!("section ram of version {version}; known is {RAM_VERSION}"))
+            );
         }
         let blocks = blocks(&mut input)?;
         input.footer(section)?;
@@ -110,7 +118,8 @@ impl<R: Read> Incoming<R> {
         &self.blocks
     }
 
-    /// Gives every page to `sink`, in the stream's order, and returns the devices as `xen-save-devices-state` writes them.
+    /// Gives every page to `sink`, in the stream's order, and returns the devices as
+    /// `xen-save-devices-state` writes them.
     pub fn finish(mut self, sink: IncomingSink<'_>) -> Result<Vec<u8>> {
         let pages: u64 = self.blocks.iter().map(|b| b.used_bytes / PAGE_BYTES as u64).sum();
         let mut words_left = pages.saturating_mul(ROUNDS_MAX).saturating_add(1 << 20);
@@ -120,9 +129,9 @@ impl<R: Read> Incoming<R> {
             let kind = self.input.u8()?;
             if kind == SECTION_COMMAND {
                 command(&mut self.input)?;
-                words_left = words_left
-                    .checked_sub(1)
-                    .ok_or_else(|| self.input.problem("it sends commands again and again".into()))?;
+                words_left = words_left.checked_sub(1).ok_or_else(|| {
+                    self.input.problem("it sends commands again and again".into())
+                })?;
                 continue;
             }
             if !matches!(kind, SECTION_PART | SECTION_END) {
@@ -130,7 +139,9 @@ impl<R: Read> Incoming<R> {
             }
             let section = self.input.u32()?;
             if section != self.section {
-                return Err(self.input.problem(format!("a part of section {section}, which did not begin")));
+                return Err(self
+                    .input
+                    .problem(format!("a part of section {section}, which did not begin")));
             }
             self.pages(sink, &mut words_left, &mut block)?;
             self.input.footer(section)?;
@@ -172,14 +183,17 @@ impl<R: Read> Incoming<R> {
                 return Err(self.input.problem("a page of no block".into()));
             };
             if offset >= listed.used_bytes {
-                let problem = format!("a page at {offset:#x} of RAM block {}, behind its end", listed.name);
+                let problem =
+                    format!("a page at {offset:#x} of RAM block {}, behind its end", listed.name);
                 return Err(self.input.problem(problem));
             }
             let page = match flags & !FLAG_CONTINUE {
                 FLAG_PAGE => self.input.array::<PAGE_BYTES>()?,
                 FLAG_ZERO => match self.input.u8()? {
                     0 => ZERO_PAGE,
-                    byte => return Err(self.input.problem(format!("a page filled with {byte:#04x}"))),
+                    byte => {
+                        return Err(self.input.problem(format!("a page filled with {byte:#04x}")));
+                    }
                 },
                 other => return Err(self.input.problem(format!("a page with flags {other:#x}"))),
             };
@@ -188,7 +202,8 @@ impl<R: Read> Incoming<R> {
         }
     }
 
-    /// All that follows, from the first device up to the end mark, behind the header that the store's form has.
+    /// All that follows, from the first device up to the end mark, behind the header that the
+    /// store's form has.
     fn devices(mut self) -> Result<Vec<u8>> {
         let mut state = [&MAGIC[..], &VERSION.to_be_bytes()].concat();
         let from = self.input.at;
@@ -200,12 +215,17 @@ impl<R: Read> Incoming<R> {
         }
         match state.get(HEADER_BYTES) {
             Some(&SECTION_FULL) => {}
-            Some(&SECTION_COMMAND) => return Err(Error::MigrationFeature { feature: "postcopy-ram".into() }),
+            Some(&SECTION_COMMAND) => {
+                return Err(Error::MigrationFeature { feature: "postcopy-ram".into() });
+            }
             Some(kind) => {
-                let problem = format!("section type {kind:#04x} behind RAM, where devices were expected");
+                let problem =
+                    format!("section type {kind:#04x} behind RAM, where devices were expected");
                 return Err(Error::Migration { offset: from, problem });
             }
-            None => return Err(Error::Migration { offset: from, problem: "it ends behind RAM".into() }),
+            None => {
+                return Err(Error::Migration { offset: from, problem: "it ends behind RAM".into() });
+            }
         }
         let Some(end) = end_mark(&state) else {
             let problem = "it lacks its end mark: it is cut short, or was not finished".into();
@@ -228,7 +248,9 @@ fn end_mark(state: &[u8]) -> Option<usize> {
         let Some((&[SECTION_DESCRIPTION, a, b, c, d], text)) = rest.split_first_chunk::<5>() else {
             return false;
         };
-        is_end(*at) && u32::from_be_bytes([a, b, c, d]) as usize == text.len() && text.first() == Some(&b'{')
+        is_end(*at)
+            && u32::from_be_bytes([a, b, c, d]) as usize == text.len()
+            && text.first() == Some(&b'{')
     };
     // The description is JSON without a zero byte, so the last place that fits is the one.
     let last = state.len().checked_sub(1)?;
@@ -280,7 +302,9 @@ fn blocks<R: Read>(input: &mut Input<R>) -> Result<Vec<IncomingBlock>> {
         let (name, used_bytes) = (input.name()?, input.u64()?);
         let sane = used_bytes > 0 && used_bytes.is_multiple_of(page) && used_bytes <= left;
         if !sane || blocks.len() == BLOCKS_MAX || blocks.iter().any(|b| b.name == name) {
-            return Err(input.problem(format!("RAM block {name} of {used_bytes} bytes in its list")));
+            return Err(
+                input.problem(format!("RAM block {name} of {used_bytes} bytes in its list"))
+            );
         }
         left -= used_bytes;
         blocks.push(IncomingBlock { name, used_bytes });
@@ -293,7 +317,8 @@ fn blocks<R: Read>(input: &mut Input<R>) -> Result<Vec<IncomingBlock>> {
     }
 }
 
-/// Passes over a command that changes nothing, and refuses others: they belong to postcopy and return paths.
+/// Passes over a command that changes nothing, and refuses others: they belong to postcopy and
+/// return paths.
 fn command<R: Read>(input: &mut Input<R>) -> Result<()> {
     let (command, len) = (u16::from_be_bytes(input.array()?), u16::from_be_bytes(input.array()?));
     if (command, len) == (COMMAND_SWITCHOVER_START, 0) {
@@ -315,7 +340,9 @@ fn unexpected<R: Read>(input: &mut Input<R>, kind: u8) -> Error {
             Err(error) => error,
         },
         SECTION_START | SECTION_FULL => match named(input) {
-            Ok(name) => input.problem(format!("section {name} before the end of RAM, which is not taken")),
+            Ok(name) => {
+                input.problem(format!("section {name} before the end of RAM, which is not taken"))
+            }
             Err(error) => error,
         },
         SECTION_EOF => input.problem("it ends before the end of RAM".into()),
@@ -403,7 +430,9 @@ mod tests {
     fn stream(fill: &[(u64, u8)]) -> Vec<u8> {
         let pages: Vec<(u64, u8)> = fill.to_vec();
         let mut first = move |sink: super::super::PageSink<'_>| -> io::Result<()> {
-            pages.iter().try_for_each(|(page, byte)| sink(page * PAGE_BYTES as u64, &[*byte; PAGE_BYTES]))
+            pages
+                .iter()
+                .try_for_each(|(page, byte)| sink(page * PAGE_BYTES as u64, &[*byte; PAGE_BYTES]))
         };
         let mut second = |_: super::super::PageSink<'_>| Ok(());
         let mut blocks = [
@@ -421,7 +450,8 @@ mod tests {
         let mut ram = vec![0; 18 * PAGE_BYTES];
         let state = incoming.finish(&mut |block, offset, page| {
             let at = block * 16 * PAGE_BYTES + offset as usize;
-            let place = ram.get_mut(at..at + PAGE_BYTES).ok_or_else(|| io::Error::other("outside"))?;
+            let place =
+                ram.get_mut(at..at + PAGE_BYTES).ok_or_else(|| io::Error::other("outside"))?;
             place.copy_from_slice(page);
             Ok(())
         })?;
@@ -442,7 +472,8 @@ mod tests {
             prop_assert_eq!(state, devices());
         }
 
-        /// A stream that is cut or has bytes changed is read to an error or to pages inside its blocks.
+        /// A stream that is cut or has bytes changed is read to an error or to pages inside its
+        /// blocks.
         #[test]
         fn no_stream_panics(cut in 0usize..8000, edits in prop::collection::vec((0usize..9000, any::<u8>()), 0..6)) {
             let mut bytes = stream(&[(0, 1), (3, 2)]);

@@ -111,15 +111,17 @@ pub struct Shadow {
     pub is_ram: bool,
 }
 
-/// A chip set's PCI function: the section's name ends with this, vendor and device, and where its PAM registers lie.
-const CHIP_SETS: [(&str, u32, usize); 2] = [("/I440FX", 0x1237_8086, 0x59), ("/mch", 0x29c0_8086, 0x90)];
+/// A chip set's PCI function: the section's name ends with this, vendor and device, and where its
+/// PAM registers lie.
+const CHIP_SETS: [(&str, u32, usize); 2] =
+    [("/I440FX", 0x1237_8086, 0x59), ("/mch", 0x29c0_8086, 0x90)];
 /// Bytes before the PCI configuration in such a section: the version of its format.
 const CONFIG: usize = 4;
 const SHADOW_START: u64 = 0xc_0000;
 const PART_BYTES: u64 = 0x4000;
 
-/// What the guest sees from 768 KiB to 1 MiB, part by part: the chip set's PAM registers say whether it reads RAM or ROM.
-/// `None` for machines that have none (`microvm`).
+/// What the guest sees from 768 KiB to 1 MiB, part by part: the chip set's PAM registers say
+/// whether it reads RAM or ROM. `None` for machines that have none (`microvm`).
 ///
 /// Errors: [`Error::DeviceStream`] for a state that is not understood.
 pub fn shadowed(state: &[u8]) -> Result<Option<Vec<Shadow>>> {
@@ -148,7 +150,8 @@ fn chip_set(offset: usize, name: &str, problem: &str) -> Error {
     Error::DeviceStream { offset: offset as u64, problem: format!("the chip set {name} {problem}") }
 }
 
-/// Twelve parts of 16 KiB, two in each register from the second on, and 64 KiB in the upper half of the first.
+/// Twelve parts of 16 KiB, two in each register from the second on, and 64 KiB in the upper half of
+/// the first.
 fn parts([first, others @ ..]: [u8; 7]) -> Vec<Shadow> {
     let halves = others.iter().flat_map(|r| [r & 0xf, r >> 4]);
     let mut all: Vec<Shadow> = halves

@@ -1,11 +1,13 @@
-//! The bodies that a change of accelerator touches: where their fields lie, and which optional parts a processor has.
+//! The bodies that a change of accelerator touches: where their fields lie, and which optional
+//! parts a processor has.
 //!
 //! ```text
 //!   cpu body:  1817 bytes of fields │ 05 len "cpu/tsc_khz" version, fields │ 05 ... │
 //! ```
 //!
-//! The layouts are those of QEMU 7.2 and 10.0 (docs/formats/device-stream.md). Another version of a format, another length
-//! or an optional part that is not known is an error: nothing is read at a place that was not checked.
+//! The layouts are those of QEMU 7.2 and 10.0 (docs/formats/device-stream.md). Another version of a
+//! format, another length or an optional part that is not known is an error: nothing is read at a
+//! place that was not checked.
 
 use super::sections::{Section, u32_at, u64_at};
 use crate::{Error, Result};
@@ -23,7 +25,8 @@ pub(super) struct Layout {
     optional: &'static [(&'static str, usize)],
 }
 
-pub(super) const TIMER: Layout = Layout { name: "timer", version: 2, fields_bytes: 24, optional: &[] };
+pub(super) const TIMER: Layout =
+    Layout { name: "timer", version: 2, fields_bytes: 24, optional: &[] };
 pub(super) const CPU_COMMON: Layout = Layout {
     name: "cpu_common",
     version: 1,
@@ -34,7 +37,8 @@ pub(super) const APIC: Layout =
     Layout { name: "apic", version: 3, fields_bytes: 181, optional: &[("apic_sipi", 8)] };
 pub(super) const PIC: Layout =
     Layout { name: "i8259", version: 1, fields_bytes: 16, optional: &[("i8259/ltim", 1)] };
-pub(super) const PIT: Layout = Layout { name: "i8254", version: 3, fields_bytes: 108, optional: &[] };
+pub(super) const PIT: Layout =
+    Layout { name: "i8254", version: 3, fields_bytes: 108, optional: &[] };
 
 /// Every optional part that both accelerators take.
 pub(super) const CPU: Layout = Layout {
@@ -131,20 +135,23 @@ impl<'a> Body<'a> {
             return Err(fail(format!("version {}; known is {}", section.version, layout.version)));
         }
         let bytes = state.get(section.body.clone()).unwrap_or_default();
-        let (fields, mut rest) = bytes
-            .split_at_checked(layout.fields_bytes)
-            .ok_or_else(|| fail(format!("{} bytes; known are {}", bytes.len(), layout.fields_bytes)))?;
+        let (fields, mut rest) = bytes.split_at_checked(layout.fields_bytes).ok_or_else(|| {
+            fail(format!("{} bytes; known are {}", bytes.len(), layout.fields_bytes))
+        })?;
         let mut body = Self { section, fields, optional: Vec::new(), unknown: None };
         while !rest.is_empty() {
             let (name, behind) = subsection(rest).ok_or_else(|| {
                 fail(format!("{} bytes behind its fields are no optional part", rest.len()))
             })?;
-            let Some((name, len)) = layout.optional.iter().find(|(known, _)| known.as_bytes() == name) else {
+            let Some((name, len)) =
+                layout.optional.iter().find(|(known, _)| known.as_bytes() == name)
+            else {
                 body.unknown = Some(String::from_utf8_lossy(name).into_owned());
                 return Ok(body);
             };
-            let (fields, next) =
-                behind.split_at_checked(*len).ok_or_else(|| fail(format!("{name} is cut short")))?;
+            let (fields, next) = behind
+                .split_at_checked(*len)
+                .ok_or_else(|| fail(format!("{name} is cut short")))?;
             body.optional.push((name, fields));
             rest = next;
         }

@@ -5,8 +5,8 @@
 //!                               └ ends where `7e id` is followed by a section or by the end mark
 //! ```
 //!
-//! A guest can put anything into a body, a forged end too. So a section whose end could lie in two places is not
-//! guessed at: the state is refused.
+//! A guest can put anything into a body, a forged end too. So a section whose end could lie in two
+//! places is not guessed at: the state is refused.
 //!
 //! Left out: what the bodies mean (`registers`).
 
@@ -56,12 +56,16 @@ pub(super) fn sections(state: &[u8]) -> Result<Vec<Section>> {
         if all.len() == SECTIONS_MAX || !seen.insert(header.id) {
             return Err(fail(format!("section {} ({}) is one too many", header.id, header.name)));
         }
-        let mut behind = ends.get(&header.id).into_iter().flatten().filter(|end| **end >= header.body);
+        let mut behind =
+            ends.get(&header.id).into_iter().flatten().filter(|end| **end >= header.body);
         let body = match (behind.next(), behind.next()) {
             (Some(end), None) => header.body..*end,
             (None, _) => return Err(fail(format!("section {} has no end", header.name))),
             (Some(a), Some(b)) => {
-                return Err(fail(format!("section {} could end at byte {a} and at {b}", header.name)));
+                return Err(fail(format!(
+                    "section {} could end at byte {a} and at {b}",
+                    header.name
+                )));
             }
         };
         let whole = at..body.end + FOOTER_BYTES;
@@ -72,7 +76,10 @@ pub(super) fn sections(state: &[u8]) -> Result<Vec<Section>> {
     if at + 1 == state.len() {
         return Ok(all);
     }
-    Err(Error::DeviceStream { offset: at as u64, problem: "more follows behind the end mark".into() })
+    Err(Error::DeviceStream {
+        offset: at as u64,
+        problem: "more follows behind the end mark".into(),
+    })
 }
 
 /// For each section's number, where its body could end.

@@ -1,9 +1,9 @@
 //! A stream for a machine that has most of its RAM already: only the pages that are to change.
 
 use super::{
-    FLAG_CONTINUE, FLAG_EOS, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, MigrationHead, RAM_SECTION_ID, SECTION_END,
-    StreamBlock, check, check_block, put_footer, put_name, put_u32, put_u64, write_configuration,
-    write_description, write_start,
+    FLAG_CONTINUE, FLAG_EOS, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, MigrationHead, RAM_SECTION_ID,
+    SECTION_END, StreamBlock, check, check_block, put_footer, put_name, put_u32, put_u64,
+    write_configuration, write_description, write_start,
 };
 use crate::restore::RamSource;
 use crate::{Error, Result};
@@ -13,8 +13,8 @@ use std::io::{self, Write};
 /// Pages that are held in memory at once: 4 MiB.
 const PAGES_AT_ONCE: usize = 1024;
 
-/// Writes a stream with the given pages (rising) of RAM laid out as `layout`, and with `device_state`; `head` as in a whole
-/// migration stream, or none.
+/// Writes a stream with the given pages (rising) of RAM laid out as `layout`, and with
+/// `device_state`; `head` as in a whole migration stream, or none.
 ///
 /// Errors: as [`super::write_migration`].
 pub(crate) fn write_some(
@@ -25,7 +25,8 @@ pub(crate) fn write_some(
     out: &mut dyn Write,
 ) -> Result<()> {
     check(device_state)?;
-    let (header, devices) = device_state.split_at_checked(HEADER_BYTES).unwrap_or((device_state, &[]));
+    let (header, devices) =
+        device_state.split_at_checked(HEADER_BYTES).unwrap_or((device_state, &[]));
     out.write_all(header).map_err(Error::io("write the stream's header"))?;
     if let Some(head) = head {
         write_configuration(head, out).map_err(Error::io("write the stream's configuration"))?;
@@ -33,7 +34,8 @@ pub(crate) fn write_some(
     let mut nothing = |_: super::PageSink<'_>| Ok(());
     let used: Vec<_> = layout.blocks().iter().filter(|block| block.used_bytes > 0).collect();
     for block in &used {
-        let block = StreamBlock { name: &block.name, used_bytes: block.used_bytes, pages: &mut nothing };
+        let block =
+            StreamBlock { name: &block.name, used_bytes: block.used_bytes, pages: &mut nothing };
         check_block(&block)?;
     }
     let sizes = used.iter().map(|block| (&*block.name, block.used_bytes));
@@ -80,8 +82,9 @@ fn write_pages(
 fn read(ram: &dyn RamSource, wanted: &[PageIndex]) -> io::Result<Vec<Page>> {
     let mut contents = vec![ZERO_PAGE; wanted.len()];
     ram.read_some(wanted, &mut |page, content| {
-        let at =
-            wanted.binary_search(&page).map_err(|_| io::Error::other("a page that was not asked for"))?;
+        let at = wanted
+            .binary_search(&page)
+            .map_err(|_| io::Error::other("a page that was not asked for"))?;
         if let Some(place) = contents.get_mut(at) {
             *place = *content;
         }
@@ -90,7 +93,8 @@ fn read(ram: &dyn RamSource, wanted: &[PageIndex]) -> io::Result<Vec<Page>> {
     Ok(contents)
 }
 
-/// The block that `page` lies in, and where in it, in bytes. Pages behind what the block uses are none.
+/// The block that `page` lies in, and where in it, in bytes. Pages behind what the block uses are
+/// none.
 fn place(layout: &RamLayout, page: PageIndex) -> Option<(usize, u64)> {
     layout.blocks().iter().enumerate().find_map(|(number, block)| {
         let range = layout.pages_of(number);
@@ -114,7 +118,10 @@ mod tests {
             sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
         ) -> io::Result<()> {
             // Each third page is zero.
-            range.iter().filter(|p| p.0 % 3 != 0).try_for_each(|p| sink(p, &[p.0 as u8; PAGE_BYTES]))
+            range
+                .iter()
+                .filter(|p| p.0 % 3 != 0)
+                .try_for_each(|p| sink(p, &[p.0 as u8; PAGE_BYTES]))
         }
     }
 

@@ -44,7 +44,10 @@ impl<'a> Reader<'a> {
 fn load(stream: &[u8]) -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
     let mut r = Reader(stream);
     assert_eq!(r.take(8), b"QEVM\0\0\0\x03");
-    assert_eq!((r.take(1), r.u32(), r.name(), r.u32(), r.u32()), (&[1][..], 0x7000, "ram".into(), 0, 4));
+    assert_eq!(
+        (r.take(1), r.u32(), r.name(), r.u32(), r.u32()),
+        (&[1][..], 0x7000, "ram".into(), 0, 4)
+    );
     let total = r.u64();
     assert_eq!(total & 0xfff, 4);
     let mut blocks = BTreeMap::new();

@@ -1,4 +1,5 @@
-//! Against a monitor made here that knows `stop`, `cont` and `query-status`, and against pipes in place of an engine.
+//! Against a monitor made here that knows `stop`, `cont` and `query-status`, and against pipes in
+//! place of an engine.
 
 use super::*;
 use serde_json::{Value, json};
@@ -35,7 +36,9 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
             let message: Value = serde_json::from_str(&line).unwrap();
             let mut machine = shared.lock().unwrap();
             let answer = match message["execute"].as_str().unwrap() {
-                "query-status" => json!({ "status": if machine.running { "running" } else { "paused" } }),
+                "query-status" => {
+                    json!({ "status": if machine.running { "running" } else { "paused" } })
+                }
                 "cont" => {
                     machine.running = true;
                     machine.conts += 1;

@@ -12,11 +12,13 @@
 //!                                                                 └──▶ the watchdog's, once the engine is gone
 //! ```
 //!
-//! While the engine lives, the watchdog only writes: a `cont` in one piece, with an id that no engine waits for. It cannot
-//! see whether the VM is paused, nor by whom; so it writes only a few, all within [`SEND_FOR`] behind the deadline, since a
-//! pause that is found later may be a user's. The engine sees the RESUME as one that it did not ask for.
+//! While the engine lives, the watchdog only writes: a `cont` in one piece, with an id that no
+//! engine waits for. It cannot see whether the VM is paused, nor by whom; so it writes only a few,
+//! all within [`SEND_FOR`] behind the deadline, since a pause that is found later may be a user's.
+//! The engine sees the RESUME as one that it did not ask for.
 //!
-//! Left out: an engine that stalls before its `stop` for longer than that, and after it a second time.
+//! Left out: an engine that stalls before its `stop` for longer than that, and after it a second
+//! time.
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
 use crate::{Error, Qmp, Result, RunStatus, spawn, statefile};
@@ -57,12 +59,17 @@ pub enum Watched {
 }
 
 impl Watched {
-    /// The words of a command line that [`Watched::parse`] reads in a child that has inherited [`Watched::inherited`].
+    /// The words of a command line that [`Watched::parse`] reads in a child that has inherited
+    /// [`Watched::inherited`].
     pub(super) fn words(&self) -> Vec<OsString> {
         match self {
             Self::Monitor(path) => vec!["monitor".into(), path.into()],
             Self::Shared { socket, set } => {
-                vec!["shared".into(), spawn::number(socket).to_string().into(), set.to_string().into()]
+                vec![
+                    "shared".into(),
+                    spawn::number(socket).to_string().into(),
+                    set.to_string().into(),
+                ]
             }
             Self::Libvirt { domain, uri, set } => {
                 let mut words = vec!["libvirt".into(), domain.into()];
@@ -88,7 +95,10 @@ impl Watched {
             ["monitor", _] => Ok(Self::Monitor(words.get(1).ok_or_else(bad)?.into())),
             ["shared", number, set] => {
                 let number = number.parse().map_err(|_| bad())?;
-                Ok(Self::Shared { socket: inherited(number)?, set: set.parse().map_err(|_| bad())? })
+                Ok(Self::Shared {
+                    socket: inherited(number)?,
+                    set: set.parse().map_err(|_| bad())?,
+                })
             }
             ["libvirt", domain, set, uri @ ..] if uri.len() < 2 => Ok(Self::Libvirt {
                 domain: (*domain).into(),
@@ -105,7 +115,8 @@ fn inherited(number: i32) -> Result<OwnedFd> {
     let operation = || format!("take hold of inherited descriptor {number}");
     let ourselves = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
         .map_err(Error::io(operation()))?;
-    rustix::process::pidfd_getfd(&ourselves, number, PidfdGetfdFlags::empty()).map_err(Error::io(operation()))
+    rustix::process::pidfd_getfd(&ourselves, number, PidfdGetfdFlags::empty())
+        .map_err(Error::io(operation()))
 }
 
 /// How a watchdog's process reaches QEMU.
@@ -127,7 +138,9 @@ pub(super) struct Shared {
 impl Reach {
     pub fn to(watched: Watched) -> Result<Self> {
         Ok(match watched {
-            Watched::Monitor(path) => Self::Own(Box::new(Qmp::connect(&path, CONNECT_TIMEOUT)?), None),
+            Watched::Monitor(path) => {
+                Self::Own(Box::new(Qmp::connect(&path, CONNECT_TIMEOUT)?), None)
+            }
             Watched::Shared { socket, set } => Self::Shared(Shared { socket, set, sending: None }),
             Watched::Libvirt { domain, uri, set } => {
                 Self::Own(Box::new(Qmp::connect_libvirt(&domain, uri.as_deref(), &[])?), set)
@@ -210,7 +223,8 @@ impl Shared {
         self.sending = Some((since, now + gap, gap * 2));
         match rustix::net::send(&self.socket, CONT, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) if sent == CONT.len() => Ok(true),
-            // So little that it goes or does not: QEMU reads nothing, and the next attempt is not far.
+            // So little that it goes or does not: QEMU reads nothing, and the next attempt is not
+            // far.
             Ok(_) | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Err(gone()),
             Err(e) => Err(Error::io("write to the engine's monitor")(e)),
@@ -233,8 +247,10 @@ mod tests {
             matches!(Watched::parse(&monitor).unwrap(), Watched::Monitor(path) if path.as_os_str() == "/a b")
         );
         for uri in [None, Some("qemu:///session".to_owned())] {
-            let words = Watched::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }.words();
-            let Watched::Libvirt { domain, uri: read, set } = Watched::parse(&words).unwrap() else {
+            let words =
+                Watched::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }.words();
+            let Watched::Libvirt { domain, uri: read, set } = Watched::parse(&words).unwrap()
+            else {
                 panic!()
             };
             assert_eq!((domain.as_str(), read, set), ("web", uri, Some(7)));
@@ -243,10 +259,17 @@ mod tests {
         let shared = Watched::Shared { socket: socket.into(), set: 9 };
         // The child finds it under the same number; so do we.
         assert!(matches!(Watched::parse(&shared.words()).unwrap(), Watched::Shared { set: 9, .. }));
-        for bad in
-            [&["monitor"][..], &["shared", "x", "1"], &["shared", "99999", "1"], &[], &["libvirt", "a"]]
-        {
-            assert!(Watched::parse(&bad.iter().map(OsString::from).collect::<Vec<_>>()).is_err(), "{bad:?}");
+        for bad in [
+            &["monitor"][..],
+            &["shared", "x", "1"],
+            &["shared", "99999", "1"],
+            &[],
+            &["libvirt", "a"],
+        ] {
+            assert!(
+                Watched::parse(&bad.iter().map(OsString::from).collect::<Vec<_>>()).is_err(),
+                "{bad:?}"
+            );
         }
     }
 
@@ -256,8 +279,9 @@ mod tests {
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut shared = Shared { socket: ours.into(), set: 0, sending: None };
         let start = Instant::now();
-        let sent =
-            (0..100_000u64).filter(|ms| shared.resume(start + Duration::from_millis(*ms)).unwrap()).count();
+        let sent = (0..100_000u64)
+            .filter(|ms| shared.resume(start + Duration::from_millis(*ms)).unwrap())
+            .count();
         assert!((2..20).contains(&sent), "{sent}");
         drop(shared);
         let mut text = String::new();

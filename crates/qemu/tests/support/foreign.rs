@@ -20,7 +20,9 @@ impl Foreign {
         let mut command = Command::new(qemu);
         command.args(line);
         for name in ["a", "b"] {
-            command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", dir.join(name).display()));
+            command
+                .arg("-qmp")
+                .arg(format!("unix:{},server=on,wait=off", dir.join(name).display()));
         }
         let child = command.stdin(Stdio::null()).spawn().unwrap();
         let foreign = Self { child, dir: dir.into() };
@@ -65,7 +67,8 @@ impl Foreign {
         let sets = self.other().execute("query-fdsets", None).unwrap().to_string();
         let files = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
         let ours = files.filter_map(|f| std::fs::read_link(f.unwrap().path()).ok());
-        let ours: Vec<_> = ours.filter(|f| f.to_string_lossy().contains("keyframe-devices")).collect();
+        let ours: Vec<_> =
+            ours.filter(|f| f.to_string_lossy().contains("keyframe-devices")).collect();
         if sets == "[]" && ours.is_empty() { String::new() } else { format!("{sets} {ours:?}") }
     }
 }
@@ -86,8 +89,8 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// This test program as another process that runs only `test`, which finds `value` in the variable `KEYFRAME_PART`. Its
-/// descriptor 3 is the pipe that is its standard output here.
+/// This test program as another process that runs only `test`, which finds `value` in the variable
+/// `KEYFRAME_PART`. Its descriptor 3 is the pipe that is its standard output here.
 pub fn part(test: &str, value: &str) -> Command {
     let mut command = Command::new("sh");
     let script = r#"exec 3>&1 >/dev/null; part=$2; shift 2; KEYFRAME_WORDS="$*" KEYFRAME_PART=$part exec "$0" --exact "$part_test" --ignored --nocapture"#;

@@ -1,4 +1,5 @@
-//! A libvirt of the test's own: `libvirtd` in a mount namespace in which all that it writes lies in the test's directory.
+//! A libvirt of the test's own: `libvirtd` in a mount namespace in which all that it writes lies in
+//! the test's directory.
 
 use super::foreign::until;
 use keyframe_qemu::{AttachOptions, Monitor};
@@ -9,9 +10,9 @@ use std::process::{Child, Command, Output, Stdio};
 const CONFIG: &str = "user = \"root\"\ngroup = \"root\"\ndynamic_ownership = 0\nremember_owner = 0\n\
                       security_driver = \"none\"\ncgroup_controllers = []\nnamespaces = []\nstdio_handler = \"file\"\n";
 
-/// Puts the test's directory in place of libvirt's own, then becomes libvirtd. Of the machine's modules for QEMU only
-/// accelerators are left: a QEMU of another version, asked for all its types as libvirt asks, loads those that it has not
-/// itself, and aborts.
+/// Puts the test's directory in place of libvirt's own, then becomes libvirtd. Of the machine's
+/// modules for QEMU only accelerators are left: a QEMU of another version, asked for all its types
+/// as libvirt asks, loads those that it has not itself, and aborts.
 const START: &str = r#"
     set -e
     mount --make-rprivate /
@@ -37,9 +38,12 @@ impl Libvirt {
     pub fn start(dir: &Path) -> Option<Self> {
         let skip = |why: &str| eprintln!("skipped: {why}");
         for program in ["libvirtd", "virsh", "unshare"] {
-            let found = Command::new("sh").args(["-c", "command -v \"$0\" >/dev/null", program]).status();
+            let found =
+                Command::new("sh").args(["-c", "command -v \"$0\" >/dev/null", program]).status();
             if !found.is_ok_and(|status| status.success()) {
-                skip(&format!("there is no {program} (Debian: libvirt-daemon-driver-qemu, libvirt-clients)"));
+                skip(&format!(
+                    "there is no {program} (Debian: libvirt-daemon-driver-qemu, libvirt-clients)"
+                ));
                 return None;
             }
         }
@@ -63,9 +67,10 @@ impl Libvirt {
         std::fs::create_dir(dir.join("modules")).unwrap();
         std::fs::write(dir.join("etc/qemu.conf"), CONFIG).unwrap();
         // libvirt wants its user to be there although nothing runs as it.
-        for (name, line) in
-            [("passwd", "libvirt-qemu:x:64055:64055::/:/bin/false\n"), ("group", "libvirt-qemu:x:64055:\n")]
-        {
+        for (name, line) in [
+            ("passwd", "libvirt-qemu:x:64055:64055::/:/bin/false\n"),
+            ("group", "libvirt-qemu:x:64055:\n"),
+        ] {
             let text = std::fs::read_to_string(Path::new("/etc").join(name)).unwrap();
             std::fs::write(dir.join(name), text + line).unwrap();
         }
@@ -86,7 +91,10 @@ impl Libvirt {
         });
         if ended {
             let log = std::fs::read_to_string(dir.join("daemon.log")).unwrap_or_default();
-            skip(&format!("libvirtd does not start here: {}", log.lines().last().unwrap_or_default()));
+            skip(&format!(
+                "libvirtd does not start here: {}",
+                log.lines().last().unwrap_or_default()
+            ));
             return None;
         }
         Some(libvirt)
@@ -107,7 +115,8 @@ impl Libvirt {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts a domain with TCG: `inside` is the part of its definition that tells what it boots and has.
+    /// Starts a domain with TCG: `inside` is the part of its definition that tells what it boots
+    /// and has.
     pub fn create(&self, name: &str, qemu: &str, inside: &str, devices: &str) -> u32 {
         let xml = format!(
             "<domain type='qemu'><name>{name}</name><memory unit='MiB'>128</memory><vcpu>1</vcpu>{inside}\

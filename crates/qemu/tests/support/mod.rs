@@ -35,12 +35,17 @@ pub fn payload(dir: &Path, pages: u32) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/payload.S");
     let (object, firmware) = (dir.join("payload.o"), dir.join("payload.bin"));
     let run = |program: &str, arguments: &[&str]| {
-        let output =
-            Command::new(program).args(arguments).output().unwrap_or_else(|e| panic!("run {program}: {e}"));
+        let output = Command::new(program)
+            .args(arguments)
+            .output()
+            .unwrap_or_else(|e| panic!("run {program}: {e}"));
         assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
     };
     let text = |path: &Path| path.to_str().unwrap().to_owned();
-    run("as", &["--32", "--defsym", &format!("NPAGES={pages}"), "-o", &text(&object), &text(&source)]);
+    run(
+        "as",
+        &["--32", "--defsym", &format!("NPAGES={pages}"), "-o", &text(&object), &text(&source)],
+    );
     run("objcopy", &["-O", "binary", "-j", ".text", &text(&object), &text(&firmware)]);
     assert_eq!(std::fs::metadata(&firmware).unwrap().len(), 0x10000);
     firmware
@@ -60,7 +65,8 @@ impl Drop for Guest {
 
 /// Launches `line`, paused.
 pub fn launch(qemu: &str, line: &[String], run_dir: &Path) -> keyframe_qemu::Result<Guest> {
-    let words = std::iter::once(qemu.to_owned()).chain(line.iter().cloned()).map(OsString::from).collect();
+    let words =
+        std::iter::once(qemu.to_owned()).chain(line.iter().cloned()).map(OsString::from).collect();
     let options = LaunchOptions { run_dir: run_dir.into() };
     Ok(Guest { vm: Vm::launch(Invocation::parse(words)?, &options)?, run_dir: run_dir.into() })
 }
@@ -142,7 +148,8 @@ pub fn wait_for(path: &Path, what: &str, done: impl Fn(&str) -> bool) -> String 
         if done(&text) {
             return text;
         }
-        let tail: String = text.chars().rev().take(60).collect::<Vec<_>>().into_iter().rev().collect();
+        let tail: String =
+            text.chars().rev().take(60).collect::<Vec<_>>().into_iter().rev().collect();
         assert!(Instant::now() < deadline, "the guest never came to {what}; it said ...{tail:?}");
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -17,15 +17,19 @@ impl Primary {
     pub(super) fn watch(&mut self) {
         let Some(peer) = &self.peer else { return };
         let silent = self.now_ns.saturating_sub(peer.heard_ns) >= self.config.detection_ns;
-        let no_data =
-            peer.no_data_ns.is_some_and(|since| self.now_ns.saturating_sub(since) >= self.config.data_ns);
+        let no_data = peer
+            .no_data_ns
+            .is_some_and(|since| self.now_ns.saturating_sub(since) >= self.config.data_ns);
         if let Phase::Handing(Handing::Handed { since_ns, .. }) = self.phase {
             if self.now_ns.saturating_sub(since_ns) >= self.config.detection_ns {
                 self.begin_asking(Why::HandOver);
             }
             return;
         }
-        if self.asking == Some(Why::Silence) && self.has_lease() && !self.exposure.solo_sent && !self.fencing
+        if self.asking == Some(Why::Silence)
+            && self.has_lease()
+            && !self.exposure.solo_sent
+            && !self.fencing
         {
             self.asking = None;
         }
@@ -56,7 +60,9 @@ impl Primary {
         if matches!(self.phase, Phase::Handing(Handing::Stopping | Handing::Last(_))) {
             self.abort_switch_over();
         }
-        if self.config.arbitration == Arbitration::Fencing && !matches!(why, Why::Silence | Why::HandOver) {
+        if self.config.arbitration == Arbitration::Fencing
+            && !matches!(why, Why::Silence | Why::HandOver)
+        {
             self.pairing = 0;
             self.disarm = Some(self.sequence + 1);
             self.heartbeat_at_ns = self.now_ns;
@@ -90,7 +96,9 @@ impl Primary {
             return;
         }
         match self.config.arbitration {
-            Arbitration::Fencing if self.pairing == 0 && self.has_lease() && self.asking.is_none() => {
+            Arbitration::Fencing
+                if self.pairing == 0 && self.has_lease() && self.asking.is_none() =>
+            {
                 self.pairing = 1;
                 self.exposure.exposed = true;
                 self.heartbeat_at_ns = self.now_ns;
@@ -117,12 +125,17 @@ impl Primary {
         let (group, node, term) = (self.config.group, self.config.node, self.term);
         let generation = self.generation;
         if self.unrecorded {
-            return Some(WitnessRequest::Forced { group, node, term: crate::Term(term.0.saturating_sub(1)) });
+            return Some(WitnessRequest::Forced {
+                group,
+                node,
+                term: crate::Term(term.0.saturating_sub(1)),
+            });
         }
         if self.asking.is_some() || self.unsettled {
             return Some(WitnessRequest::Solo { group, node, term, generation });
         }
-        let peer = self.peer.as_ref().filter(|_| self.phase == Phase::Pairing && self.has_lease())?;
+        let peer =
+            self.peer.as_ref().filter(|_| self.phase == Phase::Pairing && self.has_lease())?;
         let (standby, session) = (peer.node, peer.session);
         Some(WitnessRequest::Paired { group, node, term, generation, standby, session })
     }
@@ -174,14 +187,20 @@ impl Primary {
             if reply.state.is_none() {
                 self.generation = 0;
             }
-            self.ask_at_ns =
-                self.now_ns.saturating_add(if seen == self.generation { self.config.retry_ns } else { 0 });
+            self.ask_at_ns = self.now_ns.saturating_add(if seen == self.generation {
+                self.config.retry_ns
+            } else {
+                0
+            });
             self.note(Note::WitnessRefused);
             return;
         };
         self.generation = state.generation;
-        self.ask_at_ns =
-            self.now_ns.saturating_add(if state.generation == seen { self.config.retry_ns } else { 0 });
+        self.ask_at_ns = self.now_ns.saturating_add(if state.generation == seen {
+            self.config.retry_ns
+        } else {
+            0
+        });
         if state.term > self.term || (state.term == self.term && state.owner != self.config.node) {
             return self.deposed(state.term);
         }
@@ -228,7 +247,8 @@ impl Primary {
             return;
         }
         if !off {
-            let wait_ns = self.config.retry_ns.saturating_mul(1 << self.fence_failed.min(BACKOFF_MAX));
+            let wait_ns =
+                self.config.retry_ns.saturating_mul(1 << self.fence_failed.min(BACKOFF_MAX));
             self.fence_at_ns = self.now_ns.saturating_add(wait_ns);
             self.fence_failed = self.fence_failed.saturating_add(1);
             self.note(Note::FenceFailed(self.fence_failed));

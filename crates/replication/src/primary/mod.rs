@@ -11,12 +11,14 @@
 //!                                                                    └───────────────▶ Ended ◀─────────────────┘ TookOver
 //! ```
 //!
-//! *Exposed*: somebody may let the standby take over. From then on the VM runs only while the lease lasts, which answers of the standby renew;
-//! it ends when the primary knows that nobody can take over any more. Asking goes on beside a lease that still holds, or holds again: the VM
-//! runs meanwhile. Once the VM is handed over, no lease makes it run here.
+//! *Exposed*: somebody may let the standby take over. From then on the VM runs only while the lease
+//! lasts, which answers of the standby renew; it ends when the primary knows that nobody can take
+//! over any more. Asking goes on beside a lease that still holds, or holds again: the VM runs
+//! meanwhile. Once the VM is handed over, no lease makes it run here.
 //!
-//! Invariants: `Guard` precedes what exposes the primary; what is held is released by an acknowledgement or with the right to run alone; a
-//! primary that is deposed never releases what is held. Each `AskWitness` is answered by one `Witness` or `WitnessLost`.
+//! Invariants: `Guard` precedes what exposes the primary; what is held is released by an
+//! acknowledgement or with the right to run alone; a primary that is deposed never releases what is
+//! held. Each `AskWitness` is answered by one `Witness` or `WitnessLost`.
 
 mod arbitration;
 mod peer;
@@ -47,7 +49,8 @@ pub enum Start {
     },
 }
 
-/// What may be without the engine. A process beside it keeps to this should the engine die or stall, and stops the VM else.
+/// What may be without the engine. A process beside it keeps to this should the engine die or
+/// stall, and stops the VM else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guard {
     /// The VM runs alone by right: it may outlive the engine.
@@ -131,7 +134,8 @@ pub enum PrimaryOutput {
     },
     /// Let go what is held, and hold no more.
     ReleaseAll,
-    /// Take an epoch with all of the VM, for this session. An earlier one that is not complete is void.
+    /// Take an epoch with all of the VM, for this session. An earlier one that is not complete is
+    /// void.
     BeginSync {
         /// For the data.
         session: Session,
@@ -249,7 +253,8 @@ pub struct Primary {
     exposure: Exposure,
     /// As heartbeats say.
     pairing: u64,
-    /// From this heartbeat on an answer with pairing 0 means that the standby has no right any more.
+    /// From this heartbeat on an answer with pairing 0 means that the standby has no right any
+    /// more.
     disarm: Option<u64>,
     asking: Option<Why>,
     generation: u64,
@@ -338,7 +343,8 @@ impl Primary {
             }
             PrimaryInput::VmEnded => self.ended_in_order(),
         }
-        let steps = [Self::watch, Self::pair, Self::ask, Self::fence, Self::heartbeat, Self::settle];
+        let steps =
+            [Self::watch, Self::pair, Self::ask, Self::fence, Self::heartbeat, Self::settle];
         for step in steps {
             if self.phase != Phase::Ended {
                 step(self);
@@ -352,9 +358,12 @@ impl Primary {
         if self.phase == Phase::Ended {
             return u64::MAX;
         }
-        let mut at = if self.paths.any() || self.peer.is_some() { self.heartbeat_at_ns } else { u64::MAX };
+        let mut at =
+            if self.paths.any() || self.peer.is_some() { self.heartbeat_at_ns } else { u64::MAX };
         if let Some(peer) = &self.peer {
-            at = at.min(peer.no_data_ns.map_or(u64::MAX, |since| since.saturating_add(self.config.data_ns)));
+            at = at.min(
+                peer.no_data_ns.map_or(u64::MAX, |since| since.saturating_add(self.config.data_ns)),
+            );
             at = at.min(peer.heard_ns.saturating_add(self.config.detection_ns));
         }
         if self.exposure.exposed && self.running {
@@ -415,7 +424,8 @@ impl Primary {
         }
     }
 
-    /// What follows from the state: the guard first, then whether the VM runs, and whether it is captured.
+    /// What follows from the state: the guard first, then whether the VM runs, and whether it is
+    /// captured.
     fn settle(&mut self) {
         let guard = match () {
             () if !self.may_run() => Guard::Stopped,
@@ -481,7 +491,9 @@ impl Primary {
             (Phase::Syncing { first: None }, Some(session)) => {
                 self.out.push(PrimaryOutput::BeginSync { session });
             }
-            (Phase::Closing { gate: None }, _) => self.out.push(PrimaryOutput::Capture { last: false }),
+            (Phase::Closing { gate: None }, _) => {
+                self.out.push(PrimaryOutput::Capture { last: false })
+            }
             (Phase::Handing(Handing::Last(None)), _) => self.abort_switch_over(),
             _ => {}
         }
@@ -502,7 +514,8 @@ impl Primary {
             Phase::Syncing { first: Some(first) } if first <= epoch => {
                 self.phase = Phase::Closing { gate: None };
                 self.holding = true;
-                self.out.extend([PrimaryOutput::HoldOutput, PrimaryOutput::Capture { last: false }]);
+                self.out
+                    .extend([PrimaryOutput::HoldOutput, PrimaryOutput::Capture { last: false }]);
             }
             Phase::Closing { gate: Some(gate) } if gate <= epoch => self.phase = Phase::Pairing,
             Phase::Handing(Handing::Last(Some(last))) if last <= epoch => {
@@ -515,7 +528,12 @@ impl Primary {
 
     fn switch_over(&mut self) {
         let data = self.peer.as_ref().is_some_and(|peer| peer.no_data_ns.is_none());
-        if self.phase == Phase::Protected && self.asking.is_none() && self.running && data && !self.vm_ended {
+        if self.phase == Phase::Protected
+            && self.asking.is_none()
+            && self.running
+            && data
+            && !self.vm_ended
+        {
             self.phase = Phase::Handing(Handing::Stopping);
         } else if !matches!(self.phase, Phase::Handing(_)) {
             self.note(Note::CannotSwitchOver);

@@ -112,7 +112,9 @@ impl Primary {
 
     /// A sign of life, if it is of this session.
     fn hears(&mut self, session: Session) -> bool {
-        let Some(peer) = self.peer.as_mut().filter(|peer| peer.session == session) else { return false };
+        let Some(peer) = self.peer.as_mut().filter(|peer| peer.session == session) else {
+            return false;
+        };
         peer.heard_ns = self.now_ns;
         true
     }
@@ -139,7 +141,9 @@ impl Primary {
             _ if hello.group != self.config.group => Refusal::WrongGroup,
             _ if hello.digest != self.config.agreed() => Refusal::WrongConfig,
             _ if hello.term > self.term => return self.deposed(hello.term),
-            Hello { role: Role::Primary, term, .. } if term < self.term => Refusal::StaleTerm(self.term),
+            Hello { role: Role::Primary, term, .. } if term < self.term => {
+                Refusal::StaleTerm(self.term)
+            }
             Hello { role: Role::Primary, .. } => Refusal::SameRole,
             _ => return self.standby(path, &hello),
         };
@@ -163,7 +167,8 @@ impl Primary {
         if path != DATA {
             return;
         }
-        let free = self.phase == Phase::Solo && !self.unsettled && !self.unrecorded && !self.vm_ended;
+        let free =
+            self.phase == Phase::Solo && !self.unsettled && !self.unrecorded && !self.vm_ended;
         if free {
             self.accept(hello);
         } else {
@@ -171,7 +176,8 @@ impl Primary {
         }
     }
 
-    /// The standby's process of this session is no more, or has given it up: it does not take over in it.
+    /// The standby's process of this session is no more, or has given it up: it does not take over
+    /// in it.
     fn forsaken(&mut self) {
         let handed = matches!(self.phase, Phase::Handing(Handing::Handed { .. }));
         if self.config.arbitration == Arbitration::Witness || handed {
@@ -222,7 +228,8 @@ impl Primary {
             }
             Phase::Handing(Handing::Last(last @ Some(_))) if *last > after => {
                 *last = None;
-                self.out.extend([PrimaryOutput::Owe { after }, PrimaryOutput::Capture { last: true }]);
+                self.out
+                    .extend([PrimaryOutput::Owe { after }, PrimaryOutput::Capture { last: true }]);
             }
             Phase::Syncing { .. }
             | Phase::Closing { .. }

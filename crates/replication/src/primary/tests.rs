@@ -58,7 +58,13 @@ impl Test {
         self.hear(Message::HeartbeatAck { sequence, sent_ns, session, pairing, held })
     }
 
-    fn reply(&mut self, generation: u64, term: u64, owner: NodeId, mode: Mode) -> Vec<PrimaryOutput> {
+    fn reply(
+        &mut self,
+        generation: u64,
+        term: u64,
+        owner: NodeId,
+        mode: Mode,
+    ) -> Vec<PrimaryOutput> {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
         self.after(1, PrimaryInput::Witness(WitnessReply { group: GROUP, state }))
     }
@@ -68,7 +74,10 @@ impl Test {
         self.greet(None, None);
         self.after(1, PrimaryInput::Captured { epoch: Epoch(1) });
         let closing = self.answer(0, Some(1));
-        assert!(closing.starts_with(&[PrimaryOutput::HoldOutput, PrimaryOutput::Capture { last: false }]));
+        assert!(
+            closing
+                .starts_with(&[PrimaryOutput::HoldOutput, PrimaryOutput::Capture { last: false }])
+        );
         self.after(1, PrimaryInput::Captured { epoch: Epoch(2) });
         self.answer(0, Some(2))
     }
@@ -95,9 +104,10 @@ fn the_guard_knows_before_the_witness_is_asked() {
     let outputs = test.pair();
     assert!(matches!(outputs[0], PrimaryOutput::Guard(Guard::Until(_))), "{outputs:?}");
     assert!(
-        outputs
-            .iter()
-            .any(|output| matches!(output, PrimaryOutput::AskWitness(WitnessRequest::Paired { .. })))
+        outputs.iter().any(|output| matches!(
+            output,
+            PrimaryOutput::AskWitness(WitnessRequest::Paired { .. })
+        ))
     );
     assert_eq!(test.primary.state(), PrimaryState::Pairing);
 }
@@ -129,7 +139,8 @@ fn a_lease_that_ends_stops_the_vm_and_an_answer_in_time_resumes_it() {
     // The hook may have been as fast.
     let outputs = test.after(1, PrimaryInput::Fenced(true));
     assert!(
-        outputs.contains(&PrimaryOutput::Guard(Guard::Free)) || test.primary.state() == PrimaryState::Solo
+        outputs.contains(&PrimaryOutput::Guard(Guard::Free))
+            || test.primary.state() == PrimaryState::Solo
     );
 }
 
@@ -153,7 +164,9 @@ fn only_a_state_newer_than_the_pairing_lets_it_run_alone() {
     assert_eq!(test.primary.state(), PrimaryState::Stopped);
     let outputs = test.reply(2, 1, ME, Mode::Solo);
     assert_eq!(outputs[0], PrimaryOutput::Guard(Guard::Free));
-    assert!(outputs.contains(&PrimaryOutput::ReleaseAll) && outputs.contains(&PrimaryOutput::ResumeVm));
+    assert!(
+        outputs.contains(&PrimaryOutput::ReleaseAll) && outputs.contains(&PrimaryOutput::ResumeVm)
+    );
 }
 
 #[test]
@@ -177,9 +190,10 @@ fn who_is_deposed_releases_nothing() {
     assert!(outputs.contains(&PrimaryOutput::KillVm));
     assert!(outputs.ends_with(&[PrimaryOutput::Ended { deposed_by: Some(Term(2)) }]));
     assert!(
-        !outputs
-            .iter()
-            .any(|output| matches!(output, PrimaryOutput::ReleaseAll | PrimaryOutput::Release { .. }))
+        !outputs.iter().any(|output| matches!(
+            output,
+            PrimaryOutput::ReleaseAll | PrimaryOutput::Release { .. }
+        ))
     );
     assert_eq!(test.hear(Message::TookOver { term: Term(3) }), []);
 }
@@ -208,7 +222,8 @@ fn what_a_broken_data_path_swallowed_is_owed() {
     assert!(test.after(1, PrimaryInput::PathDown(0)).contains(&PrimaryOutput::MayCapture(false)));
     test.after(1, PrimaryInput::PathUp(0));
     let outputs = test.greet(Some(test.session()), Some(Epoch(2)));
-    let owed = [PrimaryOutput::Owe { after: Some(Epoch(2)) }, PrimaryOutput::Capture { last: false }];
+    let owed =
+        [PrimaryOutput::Owe { after: Some(Epoch(2)) }, PrimaryOutput::Capture { last: false }];
     assert!(outputs.windows(2).any(|two| two == owed), "{outputs:?}");
     assert!(outputs.contains(&PrimaryOutput::MayCapture(true)));
 }
@@ -239,7 +254,10 @@ fn what_was_handed_over_does_not_run_on_a_lease() {
         let outputs = test.after(700, PrimaryInput::Tick);
         let asks = outputs.iter().any(|output| matches!(output, PrimaryOutput::AskWitness(_)));
         assert_eq!(asks, arbitration == Arbitration::Witness);
-        assert!(!outputs.contains(&PrimaryOutput::Fence), "who took over would lose what clients saw since");
+        assert!(
+            !outputs.contains(&PrimaryOutput::Fence),
+            "who took over would lose what clients saw since"
+        );
         let outputs = test.hear(Message::TookOver { term: Term(2) });
         assert!(outputs.contains(&PrimaryOutput::KillVm));
     }
@@ -249,6 +267,8 @@ fn what_was_handed_over_does_not_run_on_a_lease() {
 fn without_arbiter_the_vm_never_stops() {
     let mut test = Test::protect(Arbitration::Manual);
     let outputs = test.after(700, PrimaryInput::Tick);
-    assert!(outputs.contains(&PrimaryOutput::ReleaseAll) && !outputs.contains(&PrimaryOutput::StopVm));
+    assert!(
+        outputs.contains(&PrimaryOutput::ReleaseAll) && !outputs.contains(&PrimaryOutput::StopVm)
+    );
     assert_eq!(test.primary.state(), PrimaryState::Solo);
 }

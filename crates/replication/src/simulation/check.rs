@@ -23,11 +23,12 @@ impl World {
             return true;
         }
         match self.arbitration {
-            Arbitration::Witness => self
-                .register()
-                .is_none_or(|(owner, term, mode)| owner == node && term == me.term && mode == Mode::Solo),
+            Arbitration::Witness => self.register().is_none_or(|(owner, term, mode)| {
+                owner == node && term == me.term && mode == Mode::Solo
+            }),
             Arbitration::Fencing => {
-                let harmless = [StandbyState::Alone, StandbyState::Joining, StandbyState::Following];
+                let harmless =
+                    [StandbyState::Alone, StandbyState::Joining, StandbyState::Following];
                 // Who has handed its VM over does not run it again, but by a user's word.
                 other.engine.is_none()
                     || other.standby_state().is_some_and(|state| harmless.contains(&state))
@@ -48,7 +49,8 @@ impl World {
         let committed = replica.is_some_and(|replica| replica.log.binary_search(&write).is_ok())
             || self.taken.contains(&write);
         // Whoever has left the session of a VM that ended takes nothing over.
-        let ended = self.nodes[node].vm.is_none() && other.standby_state() == Some(StandbyState::Alone);
+        let ended =
+            self.nodes[node].vm.is_none() && other.standby_state() == Some(StandbyState::Alone);
         assert!(
             ended || committed || self.is_alone(node),
             "node {node} lets out write {write}, which the standby does not hold, without the right to run alone"
@@ -58,7 +60,8 @@ impl World {
 
     pub fn check_replica(&self, node: usize) {
         let replica = self.nodes[node].replica.as_ref().expect("a replica");
-        let epoch = self.snapshots.get(&(replica.term, replica.epoch)).expect("an epoch that was taken");
+        let epoch =
+            self.snapshots.get(&(replica.term, replica.epoch)).expect("an epoch that was taken");
         assert!(*epoch == replica.log, "node {node} holds no whole epoch {}", replica.epoch);
     }
 
@@ -69,7 +72,10 @@ impl World {
         assert_eq!(log.epoch, epoch.0, "another epoch than the node holds");
         let lost = self.seen.iter().filter(|write| log.log.binary_search(write).is_err()).count();
         if lost > 0 {
-            assert!(forced && self.solo_death, "{lost} writes that clients saw are lost in term {term}");
+            assert!(
+                forced && self.solo_death,
+                "{lost} writes that clients saw are lost in term {term}"
+            );
             self.came("lost by force");
             self.seen.retain(|write| log.log.binary_search(write).is_ok());
         }
@@ -87,7 +93,9 @@ impl World {
     /// Clients saw what this node does not hold.
     fn is_behind(&self, node: usize) -> bool {
         let replica = self.nodes[node].replica.as_ref();
-        self.seen.iter().any(|write| replica.is_none_or(|replica| replica.log.binary_search(write).is_err()))
+        self.seen
+            .iter()
+            .any(|write| replica.is_none_or(|replica| replica.log.binary_search(write).is_err()))
     }
 
     pub fn is_protected(&self) -> bool {

@@ -5,12 +5,13 @@ use super::net::{Data, MS, Packet};
 use super::node::{Engine, Input, Replica, Role, Vm};
 use super::world::{Event, Local, World};
 use crate::{
-    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, StandbyInput, StandbyOutput, Start,
-    WitnessReply, WitnessRequest,
+    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, StandbyInput, StandbyOutput,
+    Start, WitnessReply, WitnessRequest,
 };
 use std::rc::Rc;
 
-/// A VM is stopped, resumed or killed within so long: well within what the lease leaves of the detection time.
+/// A VM is stopped, resumed or killed within so long: well within what the lease leaves of the
+/// detection time.
 const VM_NS_MAX: u64 = 50 * MS;
 const IN_FLIGHT_MAX: u64 = 3;
 
@@ -52,7 +53,9 @@ pub fn input(world: &mut World, node: usize, input: Input) {
                 Input::Tick => PrimaryInput::Tick,
                 Input::Up(path) => PrimaryInput::PathUp(path),
                 Input::Down(path) => PrimaryInput::PathDown(path),
-                Input::Message(path, _) => PrimaryInput::Peer { path, message: message.expect("decoded") },
+                Input::Message(path, _) => {
+                    PrimaryInput::Peer { path, message: message.expect("decoded") }
+                }
                 Input::Answer(..) => PrimaryInput::Witness(answer.expect("decoded")),
                 Input::WitnessLost(_, sent) => PrimaryInput::WitnessLost { sent },
             };
@@ -78,7 +81,9 @@ pub fn input(world: &mut World, node: usize, input: Input) {
                     StandbyInput::PathUp(path)
                 }
                 Input::Down(path) => StandbyInput::PathDown(path),
-                Input::Message(path, _) => StandbyInput::Peer { path, message: message.expect("decoded") },
+                Input::Message(path, _) => {
+                    StandbyInput::Peer { path, message: message.expect("decoded") }
+                }
                 Input::Answer(..) => StandbyInput::Witness(answer.expect("decoded")),
                 Input::WitnessLost(_, sent) => StandbyInput::WitnessLost { sent },
             };
@@ -124,14 +129,20 @@ fn ask(world: &mut World, node: usize, request: WitnessRequest) {
     let end = super::net::end_of(link, node);
     if world.links[link].connection[end].is_none() {
         world.came("witness not reached");
-        world.at(30 * MS, Event::Input { node, engine: number, input: Input::WitnessLost(id, false) });
+        world.at(
+            30 * MS,
+            Event::Input { node, engine: number, input: Input::WitnessLost(id, false) },
+        );
         return;
     }
     let mut bytes = Vec::new();
     request.encode(&mut bytes);
     world.send(link, node, Packet::Ask(id, bytes));
     let patience_ns = world.rng.u64(400 * MS..1000 * MS);
-    world.at(patience_ns, Event::Input { node, engine: number, input: Input::WitnessLost(id, true) });
+    world.at(
+        patience_ns,
+        Event::Input { node, engine: number, input: Input::WitnessLost(id, true) },
+    );
 }
 
 fn say(world: &mut World, node: usize, path: u8, message: &Message) {
@@ -145,7 +156,8 @@ fn vm(world: &mut World, node: usize, what: Local) {
     let wait_ns = world.rng.u64(..VM_NS_MAX / 2);
     let now_ns = world.now_ns;
     let Some(engine) = &mut world.nodes[node].engine else { return };
-    let at_ns = (engine.vm_at_ns.max(now_ns) + wait_ns).min(now_ns + VM_NS_MAX).max(engine.vm_at_ns);
+    let at_ns =
+        (engine.vm_at_ns.max(now_ns) + wait_ns).min(now_ns + VM_NS_MAX).max(engine.vm_at_ns);
     engine.vm_at_ns = at_ns;
     world.local(node, at_ns - now_ns, what);
 }
@@ -156,7 +168,9 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
     }
     if !matches!(
         output,
-        PrimaryOutput::Send { .. } | PrimaryOutput::Guard(Guard::Until(_)) | PrimaryOutput::Release { .. }
+        PrimaryOutput::Send { .. }
+            | PrimaryOutput::Guard(Guard::Until(_))
+            | PrimaryOutput::Release { .. }
     ) {
         world.tell(&format!("{node}: {output:?}"));
     }
@@ -291,7 +305,9 @@ fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyOutput
             }
         }
         StandbyOutput::Fence => fence(world, node),
-        StandbyOutput::Activate { epoch, term, forced } => activate(world, node, epoch, term, forced),
+        StandbyOutput::Activate { epoch, term, forced } => {
+            activate(world, node, epoch, term, forced)
+        }
         StandbyOutput::Note(_) => {}
     }
 }
@@ -371,7 +387,9 @@ fn scheduled(world: &mut World, node: usize) {
 fn capture(world: &mut World, node: usize, last: bool) {
     let fails = world.chance(100);
     let host = &mut world.nodes[node];
-    let Some(Role::Primary(primary)) = host.engine.as_ref().map(|engine| &engine.role) else { return };
+    let Some(Role::Primary(primary)) = host.engine.as_ref().map(|engine| &engine.role) else {
+        return;
+    };
     let Some(vm) = host.vm.as_ref().filter(|vm| !(fails || last && vm.running)) else {
         world.input(node, Input::Primary(PrimaryInput::CaptureFailed));
         return;
@@ -390,7 +408,15 @@ fn capture(world: &mut World, node: usize, last: bool) {
     let Some(session) = session else { return };
     let writes = Rc::new(log[base.min(log.len())..].to_vec());
     for piece in 0..3 {
-        let data = Data { session, epoch, piece, last: piece == 2, after, base, writes: Rc::clone(&writes) };
+        let data = Data {
+            session,
+            epoch,
+            piece,
+            last: piece == 2,
+            after,
+            base,
+            writes: Rc::clone(&writes),
+        };
         world.send(0, node, Packet::Data(data));
     }
 }
@@ -400,7 +426,10 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     let torn = world.mutant == Some(Mutant::AppliesTorn) && world.chance(50);
     let host = &mut world.nodes[node];
     let Some(engine) = &mut host.engine else { return };
-    while engine.whole.front().is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives)
+    while engine
+        .whole
+        .front()
+        .is_some_and(|data| data.epoch < epoch && Some(data.session) != engine.receives)
     {
         engine.whole.pop_front();
     }

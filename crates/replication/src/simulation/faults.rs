@@ -10,7 +10,8 @@ use crate::{Arbitration, Guard, PrimaryInput, PrimaryState, StandbyInput};
 const PATIENCE_NS: u64 = 4000 * MS;
 /// All faults of a calm seed, and those that heal, are over after so long.
 const FAULT_NS_MAX: u64 = 3000 * MS;
-/// Then the VM is to be protected again within this: the longest are the wait of a sick standby and fencing that backs off.
+/// Then the VM is to be protected again within this: the longest are the wait of a sick standby and
+/// fencing that backs off.
 const RECOVERY_NS: u64 = 25_000 * MS;
 
 impl World {
@@ -48,7 +49,9 @@ impl World {
 
     /// The guest shuts down, and maybe something fails just then.
     fn end_vm(&mut self) {
-        let Some(node) = (0..2).find(|node| self.nodes[*node].runs()).filter(|_| !self.gone) else { return };
+        let Some(node) = (0..2).find(|node| self.nodes[*node].runs()).filter(|_| !self.gone) else {
+            return;
+        };
         self.tell(&format!("the guest of {node} shuts down"));
         self.came("VM ended");
         let takeovers = self.activated.len();
@@ -153,7 +156,9 @@ impl World {
 
     /// The question for the right to pair is under way for long, while nobody hears anybody else.
     fn delay_pairing(&mut self, for_ns: u64) {
-        let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) else { return };
+        let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) else {
+            return;
+        };
         self.kill_engine(node);
         let until_ns = self.now_ns + 4000 * MS;
         while self.nodes[1 - node].primary_state() != Some(PrimaryState::Pairing) {
@@ -291,7 +296,8 @@ impl World {
         }
     }
 
-    /// Where a VM does not run for long: the user who vouches that the other host is off, having looked.
+    /// Where a VM does not run for long: the user who vouches that the other host is off, having
+    /// looked.
     pub fn operate(&mut self) {
         if self.nodes[0].runs() || self.nodes[1].runs() {
             self.idle_since_ns = self.now_ns;
@@ -320,9 +326,11 @@ impl World {
     }
 
     fn insist_on_a_copy(&mut self) {
-        let newest =
-            |node: &usize| self.nodes[*node].replica.as_ref().map(|replica| (replica.term, replica.epoch));
-        let best = (0..2).filter(|node| self.nodes[*node].standby_state().is_some()).max_by_key(newest);
+        let newest = |node: &usize| {
+            self.nodes[*node].replica.as_ref().map(|replica| (replica.term, replica.epoch))
+        };
+        let best =
+            (0..2).filter(|node| self.nodes[*node].standby_state().is_some()).max_by_key(newest);
         self.idle_since_ns = self.now_ns;
         match best.filter(|node| newest(node).is_some()) {
             Some(node) => {

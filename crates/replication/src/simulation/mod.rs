@@ -1,4 +1,5 @@
-//! Both roles and the witness on hosts, clocks and links that fail, in an order that a seed decides.
+//! Both roles and the witness on hosts, clocks and links that fail, in an order that a seed
+//! decides.
 //!
 //! ```text
 //!   client ─▶ VM ─▶ gate ─▶ client          each with: paths cut one way or both, for moments or seconds │ engine killed, stalled
@@ -7,10 +8,12 @@
 //!                     └ witness ┘            behind each event: `check`
 //! ```
 //!
-//! Clocks of nodes differ by up to 2 %. Connections keep order and break; what a broken one had delivered to the witness may
-//! still be read later. Even seeds have one fault at a time and need no operator; odd ones have faults on faults.
+//! Clocks of nodes differ by up to 2 %. Connections keep order and break; what a broken one had
+//! delivered to the witness may still be read later. Even seeds have one fault at a time and need
+//! no operator; odd ones have faults on faults.
 //!
-//! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone, `KEYFRAME_SOAK_SECONDS` when to begin no other.
+//! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone,
+//! `KEYFRAME_SOAK_SECONDS` when to begin no other.
 
 mod check;
 mod driver;
@@ -100,7 +103,9 @@ fn play(seed: u64, mutant: Option<Mutant>) -> Tally {
 }
 
 fn from_environment(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
 }
 
 /// Plays seeds until there are no more of them, or no more time.
@@ -150,10 +155,13 @@ fn soak_one_vm_runs_and_loses_nothing_whatever_fails() {
 fn is_seen(mutant: Mutant, as_what: &[&str]) {
     let mut said = BTreeMap::new();
     for seed in 0..SEEDS {
-        let Err(error) = catch_unwind(AssertUnwindSafe(|| play(seed, Some(mutant)))) else { continue };
+        let Err(error) = catch_unwind(AssertUnwindSafe(|| play(seed, Some(mutant)))) else {
+            continue;
+        };
         let text = error.downcast_ref::<String>().cloned();
-        let text =
-            text.or_else(|| error.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default();
+        let text = text
+            .or_else(|| error.downcast_ref::<&str>().map(|text| (*text).to_owned()))
+            .unwrap_or_default();
         if as_what.iter().any(|what| text.contains(what)) {
             return;
         }

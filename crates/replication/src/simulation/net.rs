@@ -4,7 +4,8 @@
 //!   send ─▶ a delay ─▶ cut? ─▶ waits until it is healed, or the connection breaks ─▶ in order, or never
 //! ```
 //!
-//! Of what was asked of the witness on a connection that broke, half still comes, late: it had arrived, and was not read yet.
+//! Of what was asked of the witness on a connection that broke, half still comes, late: it had
+//! arrived, and was not read yet.
 
 use crate::Session;
 use std::collections::VecDeque;

@@ -1,11 +1,14 @@
-//! A host: the engine with its role, the VM, the packet gate, the guard, and what the host holds as a standby.
+//! A host: the engine with its role, the VM, the packet gate, the guard, and what the host holds as
+//! a standby.
 //!
-//! The VM is a log of the writes that clients sent. An epoch is the log's length, its transfer what was appended since the last.
+//! The VM is a log of the writes that clients sent. An epoch is the log's length, its transfer what
+//! was appended since the last.
 
 use super::net::Data;
 use super::world::Local;
 use crate::{
-    Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput, StandbyState, Term,
+    Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput,
+    StandbyState, Term,
 };
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -128,7 +131,8 @@ impl Engine {
 
 impl Node {
     pub fn local_ns(&self, now_ns: u64) -> u64 {
-        self.offset_ns + (i128::from(now_ns) * i128::from(1_000_000 + self.drift_ppm) / 1_000_000) as u64
+        self.offset_ns
+            + (i128::from(now_ns) * i128::from(1_000_000 + self.drift_ppm) / 1_000_000) as u64
     }
 
     /// The first true time at which this node's clock shows `local_ns`.

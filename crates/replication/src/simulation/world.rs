@@ -5,8 +5,8 @@ use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
 use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
-    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryInput, Standby,
-    Start, Term, Witness, WitnessReply, WitnessRequest,
+    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryInput,
+    Standby, Start, Term, Witness, WitnessReply, WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -122,7 +122,10 @@ impl Drop for World {
     fn drop(&mut self) {
         if std::thread::panicking() && self.mutant.is_none() {
             let from = self.story.len().saturating_sub(400);
-            eprintln!("what happened ({from} lines before):\n  {}", self.story[from..].join("\n  "));
+            eprintln!(
+                "what happened ({from} lines before):\n  {}",
+                self.story[from..].join("\n  ")
+            );
         }
     }
 }
@@ -244,7 +247,8 @@ impl World {
 
     /// Plays until `until_ns`; invariants hold behind each event.
     pub fn play(&mut self, until_ns: u64) {
-        while let Some(entry) = self.events.first_entry().filter(|entry| entry.key().0 <= until_ns) {
+        while let Some(entry) = self.events.first_entry().filter(|entry| entry.key().0 <= until_ns)
+        {
             self.now_ns = entry.key().0;
             let event = entry.remove();
             self.happen(event);
@@ -261,7 +265,9 @@ impl World {
                 self.at(200 * MS, Event::Operator);
             }
             Event::Reconnect(link) => self.reconnect(link),
-            Event::Deliver { link, to, connection, packet } => self.deliver(link, to, connection, packet),
+            Event::Deliver { link, to, connection, packet } => {
+                self.deliver(link, to, connection, packet)
+            }
             Event::Input { node, engine, input } => {
                 if self.is_engine(node, engine) {
                     self.input(node, input);
@@ -381,7 +387,10 @@ impl World {
             let held = host.replica.as_ref().map(|replica| Epoch(replica.epoch));
             Role::Standby(Standby::new(config, host.term, held))
         };
-        self.tell(&format!("engine {node} starts as {}", if attached { "primary" } else { "standby" }));
+        self.tell(&format!(
+            "engine {node} starts as {}",
+            if attached { "primary" } else { "standby" }
+        ));
         self.start(node, role);
     }
 
@@ -495,7 +504,8 @@ impl World {
             match link {
                 0 | 1 => self.input(host, Input::Down(link as u8)),
                 _ => {
-                    if let Some(id) = self.nodes[host].engine.as_ref().and_then(|engine| engine.ask) {
+                    if let Some(id) = self.nodes[host].engine.as_ref().and_then(|engine| engine.ask)
+                    {
                         self.input(host, Input::WitnessLost(id, true));
                     }
                 }

@@ -7,22 +7,25 @@
 //!     └──────────────────────┴─────────────────────────────────┘  (the session is left for good)
 //! ```
 //!
-//! Only who follows answers heartbeats, so a standby that asks has said nothing for the detection time, and the primary's lease is over. It
-//! may go back to following as long as no question has left this host: else somebody may have granted it.
+//! Only who follows answers heartbeats, so a standby that asks has said nothing for the detection
+//! time, and the primary's lease is over. It may go back to following as long as no question has
+//! left this host: else somebody may have granted it.
 //!
-//! With a witness, the standby asks at the generation of the pairing, which heartbeats tell it; if none did, it asks for the state first. With
-//! the fence hook and nothing else, it may take over only if the last heartbeat said that output is held (`pairing`).
+//! With a witness, the standby asks at the generation of the pairing, which heartbeats tell it; if
+//! none did, it asks for the state first. With the fence hook and nothing else, it may take over
+//! only if the last heartbeat said that output is held (`pairing`).
 //!
-//! Invariants: an epoch is acknowledged once it is applied; `Activate` comes once, names the newest applied epoch, and no `Apply` is open then.
-//! Not here: whether an epoch is whole; that is for the driver to verify before `EpochComplete`.
+//! Invariants: an epoch is acknowledged once it is applied; `Activate` comes once, names the newest
+//! applied epoch, and no `Apply` is open then. Not here: whether an epoch is whole; that is for the
+//! driver to verify before `EpochComplete`.
 
 mod taking_over;
 #[cfg(test)]
 mod tests;
 
 use crate::{
-    Arbitration, Config, Epoch, Hello, Message, Note, Paths, Refusal, Role, Session, Term, WitnessReply,
-    WitnessRequest,
+    Arbitration, Config, Epoch, Hello, Message, Note, Paths, Refusal, Role, Session, Term,
+    WitnessReply, WitnessRequest,
 };
 
 /// After it was sick, a standby comes back after the detection time times this.
@@ -195,8 +198,8 @@ pub struct Standby {
 }
 
 impl Standby {
-    /// A standby that no primary has taken yet. `term`: the newest that this host has seen, or 0. `held`: an epoch that the
-    /// host has from before; it is taken over only by force.
+    /// A standby that no primary has taken yet. `term`: the newest that this host has seen, or 0.
+    /// `held`: an epoch that the host has from before; it is taken over only by force.
     pub fn new(config: Config, term: Term, held: Option<Epoch>) -> Self {
         Self {
             config,
@@ -248,15 +251,19 @@ impl Standby {
             StandbyInput::Peer { path, message } => self.hear(path, &message),
             StandbyInput::Witness(reply) => self.witness(reply),
             StandbyInput::WitnessLost { sent } => self.witness_lost(sent),
-            StandbyInput::EpochComplete { session, epoch, after } => self.complete(session, epoch, after),
+            StandbyInput::EpochComplete { session, epoch, after } => {
+                self.complete(session, epoch, after)
+            }
             StandbyInput::Applied { epoch } => self.applied(epoch),
             StandbyInput::ApplyFailed { reason } => self.apply_failed(reason),
             StandbyInput::Fenced(off) => self.fenced(off),
             StandbyInput::FailOver { force } => self.fail_over(force),
-            StandbyInput::SwitchOver => match self.session.filter(|_| self.phase == Phase::Following) {
-                Some(session) => self.send_all(&Message::WantSwitchOver { session }),
-                None => self.note(Note::CannotSwitchOver),
-            },
+            StandbyInput::SwitchOver => {
+                match self.session.filter(|_| self.phase == Phase::Following) {
+                    Some(session) => self.send_all(&Message::WantSwitchOver { session }),
+                    None => self.note(Note::CannotSwitchOver),
+                }
+            }
         }
         self.watch();
         self.act();
@@ -268,8 +275,10 @@ impl Standby {
         let at = match self.phase {
             Phase::Alone if self.paths.any() => self.hello_at_ns,
             // Often enough to tell a silent primary from an own stall.
-            Phase::Following | Phase::Leaving => (self.heard_ns.saturating_add(self.config.detection_ns))
-                .min(self.now_ns.saturating_add(self.config.heartbeat_ns)),
+            Phase::Following | Phase::Leaving => {
+                (self.heard_ns.saturating_add(self.config.detection_ns))
+                    .min(self.now_ns.saturating_add(self.config.heartbeat_ns))
+            }
             Phase::Asking if self.ask.is_some() || self.fencing => u64::MAX,
             Phase::Asking if self.config.arbitration == Arbitration::Fencing => self.fence_at_ns,
             Phase::Asking => self.ask_at_ns,
@@ -319,7 +328,8 @@ impl Standby {
         }
     }
 
-    /// A standby that was stalled itself has heard nothing of a primary that did speak: it reads first, then judges.
+    /// A standby that was stalled itself has heard nothing of a primary that did speak: it reads
+    /// first, then judges.
     fn stalled(&mut self, for_ns: u64) {
         let grace_ns = self.config.heartbeat_ns.saturating_mul(2);
         let long = for_ns > self.config.heartbeat_ns.saturating_mul(3);
@@ -349,15 +359,22 @@ impl Standby {
     fn hear(&mut self, path: u8, message: &Message) {
         if self.phase == Phase::Active {
             // Whoever speaks as primary does not know yet. The driver's new primary says the rest.
-            if matches!(message, Message::Hello(_) | Message::Heartbeat { .. } | Message::HandOver { .. }) {
+            if matches!(
+                message,
+                Message::Hello(_) | Message::Heartbeat { .. } | Message::HandOver { .. }
+            ) {
                 self.send(path, Message::TookOver { term: self.term });
             }
             return;
         }
         match *message {
             Message::Hello(ref hello) => self.greeted(path, hello),
-            Message::HelloAck { term, session, sequence } => self.accepted(path, term, session, sequence),
-            Message::Refused(refusal) if refusal != Refusal::Busy => self.note(Note::Refused(refusal)),
+            Message::HelloAck { term, session, sequence } => {
+                self.accepted(path, term, session, sequence)
+            }
+            Message::Refused(refusal) if refusal != Refusal::Busy => {
+                self.note(Note::Refused(refusal))
+            }
             Message::Heartbeat { sequence, sent_ns, term, session, pairing } => {
                 if term < self.term {
                     self.send(path, Message::Refused(Refusal::StaleTerm(self.term)));
@@ -462,7 +479,11 @@ impl Standby {
         // Also while it asks: it may go back to following, and later epochs build upon this one.
         let follows = matches!(self.phase, Phase::Following | Phase::Leaving | Phase::Asking);
         let follows = follows && after <= self.complete;
-        if follows && self.session == Some(session) && self.sick.is_none() && self.complete < Some(epoch) {
+        if follows
+            && self.session == Some(session)
+            && self.sick.is_none()
+            && self.complete < Some(epoch)
+        {
             self.complete = Some(epoch);
             self.applying += 1;
             self.out.push(StandbyOutput::Apply { epoch });

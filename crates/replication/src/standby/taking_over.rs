@@ -92,7 +92,8 @@ impl Standby {
     }
 
     fn ask(&mut self) {
-        let Some(session) = self.session.filter(|_| self.ask.is_none() && self.now_ns >= self.ask_at_ns)
+        let Some(session) =
+            self.session.filter(|_| self.ask.is_none() && self.now_ns >= self.ask_at_ns)
         else {
             return;
         };
@@ -127,7 +128,9 @@ impl Standby {
         let mine = self.session.map(|session| Mode::Paired { standby: me, session });
         match reply.state {
             Some(state)
-                if state.owner == me && state.term == self.term.next() && state.mode == Mode::Solo =>
+                if state.owner == me
+                    && state.term == self.term.next()
+                    && state.mode == Mode::Solo =>
             {
                 self.phase = Phase::Granted { forced: false };
             }
@@ -152,7 +155,8 @@ impl Standby {
         if off {
             self.phase = Phase::Granted { forced: false };
         } else {
-            let wait_ns = self.config.retry_ns.saturating_mul(1 << self.fence_failed.min(BACKOFF_MAX));
+            let wait_ns =
+                self.config.retry_ns.saturating_mul(1 << self.fence_failed.min(BACKOFF_MAX));
             self.fence_at_ns = self.now_ns.saturating_add(wait_ns);
             self.fence_failed = self.fence_failed.saturating_add(1);
             self.note(Note::FenceFailed(self.fence_failed));

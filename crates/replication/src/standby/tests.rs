@@ -17,7 +17,8 @@ struct Test {
 impl Test {
     /// One that holds epoch 1 of a session.
     fn following(arbitration: Arbitration) -> Self {
-        let standby = Standby::new(Config::new(ME, 200, GROUP, arbitration, 600 * MS), Term(0), None);
+        let standby =
+            Standby::new(Config::new(ME, 200, GROUP, arbitration, 600 * MS), Term(0), None);
         let mut test = Self { standby, now_ns: 0, sequence: 0 };
         let outputs = test.after(1, StandbyInput::PathUp(0));
         assert!(matches!(outputs[..], [StandbyOutput::Send { message: Message::Hello(_), .. }]));
@@ -44,7 +45,13 @@ impl Test {
     fn beat(&mut self, pairing: u64) -> Vec<StandbyOutput> {
         self.sequence += 1;
         let (sequence, sent_ns) = (self.sequence, self.now_ns);
-        self.hear(Message::Heartbeat { sequence, sent_ns, term: Term(1), session: Some(S), pairing })
+        self.hear(Message::Heartbeat {
+            sequence,
+            sent_ns,
+            term: Term(1),
+            session: Some(S),
+            pairing,
+        })
     }
 
     /// So long nothing happens but ticks.
@@ -56,7 +63,13 @@ impl Test {
         outputs
     }
 
-    fn reply(&mut self, generation: u64, term: u64, owner: NodeId, mode: Mode) -> Vec<StandbyOutput> {
+    fn reply(
+        &mut self,
+        generation: u64,
+        term: u64,
+        owner: NodeId,
+        mode: Mode,
+    ) -> Vec<StandbyOutput> {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
         self.after(1, StandbyInput::Witness(WitnessReply { group: GROUP, state }))
     }
@@ -79,9 +92,9 @@ fn activation(term: u64, forced: bool) -> StandbyOutput {
 }
 
 fn answers(outputs: &[StandbyOutput]) -> bool {
-    outputs
-        .iter()
-        .any(|output| matches!(output, StandbyOutput::Send { message: Message::HeartbeatAck { .. }, .. }))
+    outputs.iter().any(|output| {
+        matches!(output, StandbyOutput::Send { message: Message::HeartbeatAck { .. }, .. })
+    })
 }
 
 #[test]
@@ -89,15 +102,23 @@ fn it_takes_over_once_when_the_witness_grants_it() {
     let mut test = Test::following(Arbitration::Witness);
     assert!(answers(&test.beat(4)));
     let outputs = test.silence(700);
-    let request =
-        WitnessRequest::TakeOver { group: GROUP, node: ME, term: Term(1), generation: 4, session: S };
+    let request = WitnessRequest::TakeOver {
+        group: GROUP,
+        node: ME,
+        term: Term(1),
+        generation: 4,
+        session: S,
+    };
     assert!(outputs.contains(&StandbyOutput::AskWitness(request)), "{outputs:?}");
     assert!(!answers(&test.beat(4)), "the question may be granted");
     assert!(test.reply(5, 2, ME, Mode::Solo).contains(&activation(2, false)));
     assert_eq!(test.reply(5, 2, ME, Mode::Solo), []);
     assert_eq!(test.after(1, StandbyInput::FailOver { force: true }), []);
     let outputs = test.beat(4);
-    assert_eq!(outputs, [StandbyOutput::Send { path: 0, message: Message::TookOver { term: Term(2) } }]);
+    assert_eq!(
+        outputs,
+        [StandbyOutput::Send { path: 0, message: Message::TookOver { term: Term(2) } }]
+    );
 }
 
 #[test]
@@ -106,8 +127,13 @@ fn without_the_generation_it_asks_for_the_state_first() {
     let outputs = test.silence(700);
     assert!(outputs.contains(&StandbyOutput::AskWitness(WitnessRequest::State { group: GROUP })));
     let outputs = test.reply(4, 1, NodeId(1), Mode::Paired { standby: ME, session: S });
-    let request =
-        WitnessRequest::TakeOver { group: GROUP, node: ME, term: Term(1), generation: 4, session: S };
+    let request = WitnessRequest::TakeOver {
+        group: GROUP,
+        node: ME,
+        term: Term(1),
+        generation: 4,
+        session: S,
+    };
     assert!(outputs.contains(&StandbyOutput::AskWitness(request)));
     let outputs = test.reply(5, 1, NodeId(1), Mode::Solo);
     assert!(outputs.contains(&StandbyOutput::Note(Note::TakeOverRefused)));
@@ -174,9 +200,10 @@ fn without_arbiter_only_a_user_who_insists_makes_it_take_over() {
     let mut test = Test::following(Arbitration::Manual);
     test.beat(1);
     let outputs = test.silence(700);
-    assert!(
-        outputs.contains(&StandbyOutput::Note(Note::PrimaryLost { held: Some(Epoch(1)), complete: true }))
-    );
+    assert!(outputs.contains(&StandbyOutput::Note(Note::PrimaryLost {
+        held: Some(Epoch(1)),
+        complete: true
+    })));
     assert_eq!(
         test.after(1, StandbyInput::FailOver { force: false }),
         [StandbyOutput::Note(Note::NeedsForce)]
@@ -209,8 +236,15 @@ fn a_stall_of_its_own_is_no_silence_of_the_primary() {
 fn what_is_handed_over_is_taken_at_once() {
     let mut test = Test::following(Arbitration::Manual);
     test.beat(1);
-    assert_eq!(test.hear(Message::HandOver { session: S, epoch: Epoch(2) }), [], "it does not hold that");
-    assert!(test.hear(Message::HandOver { session: S, epoch: Epoch(1) }).contains(&activation(2, false)));
+    assert_eq!(
+        test.hear(Message::HandOver { session: S, epoch: Epoch(2) }),
+        [],
+        "it does not hold that"
+    );
+    assert!(
+        test.hear(Message::HandOver { session: S, epoch: Epoch(1) })
+            .contains(&activation(2, false))
+    );
 }
 
 #[test]

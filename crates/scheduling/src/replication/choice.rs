@@ -24,7 +24,8 @@ pub enum ReplicationPolicy {
 }
 
 impl ReplicationPolicy {
-    /// The policy itself. `parameters` are of `adaptive` alone: the others have no targets, which the caller should say to who gave one.
+    /// The policy itself. `parameters` are of `adaptive` alone: the others have no targets, which
+    /// the caller should say to who gave one.
     pub fn build(self, parameters: LatencyParameters) -> Box<dyn Policy> {
         match self {
             Self::Adaptive => Box::new(Latency::new(parameters)),
@@ -41,7 +42,8 @@ impl fmt::Display for ReplicationPolicy {
             Self::Paper => f.write_str("paper"),
             Self::Fixed { interval_ns } => {
                 // No blank between units, so that it can be given back as one word.
-                let text = humantime::format_duration(Duration::from_nanos(*interval_ns)).to_string();
+                let text =
+                    humantime::format_duration(Duration::from_nanos(*interval_ns)).to_string();
                 write!(f, "fixed:{}", text.replace(' ', ""))
             }
         }
@@ -83,7 +85,8 @@ impl FromStr for ReplicationPolicy {
             return Err(UnknownPolicy::Name(text.to_owned()));
         };
         let wrong = |why: String| UnknownPolicy::Interval { text: interval.to_owned(), why };
-        let parsed = humantime::parse_duration(interval).map_err(|error| wrong(error.to_string()))?;
+        let parsed =
+            humantime::parse_duration(interval).map_err(|error| wrong(error.to_string()))?;
         let interval_ns = u64::try_from(parsed.as_nanos()).unwrap_or(u64::MAX);
         if !(INTERVAL_NS_MIN..=INTERVAL_NS_MAX).contains(&interval_ns) {
             return Err(wrong("it must be between 1ms and 1h".to_owned()));
@@ -102,7 +105,11 @@ mod tests {
             ("adaptive", ReplicationPolicy::Adaptive, "adaptive (overhead 33%)"),
             ("paper", ReplicationPolicy::Paper, "paper"),
             ("fixed:100ms", ReplicationPolicy::Fixed { interval_ns: 100_000_000 }, "fixed 100ms"),
-            ("fixed:1s500ms", ReplicationPolicy::Fixed { interval_ns: 1_500_000_000 }, "fixed 1s 500ms"),
+            (
+                "fixed:1s500ms",
+                ReplicationPolicy::Fixed { interval_ns: 1_500_000_000 },
+                "fixed 1s 500ms",
+            ),
         ] {
             assert_eq!(text.parse(), Ok(policy));
             assert_eq!(policy.to_string(), text);
@@ -119,7 +126,8 @@ mod tests {
             "no replication policy is called 'remus'; there are adaptive, paper and fixed:INTERVAL, as in fixed:100ms"
         );
         assert_eq!(said("fixed"), "the policy 'fixed' needs its interval, as in fixed:100ms");
-        for wrong in ["fixed:fast", "fixed:100", "fixed:0ms", "fixed:10us", "fixed:2h", "fixed:-1s"] {
+        for wrong in ["fixed:fast", "fixed:100", "fixed:0ms", "fixed:10us", "fixed:2h", "fixed:-1s"]
+        {
             let said = said(wrong);
             assert!(said.starts_with(&format!("'{}' is no interval: ", &wrong[6..])), "{said}");
         }

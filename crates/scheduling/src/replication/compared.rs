@@ -1,7 +1,9 @@
-//! Policies against each other in the model: a regression test of the rules, not a measurement of anything.
+//! Policies against each other in the model: a regression test of the rules, not a measurement of
+//! anything.
 
 use super::model::{
-    self, COMPILE, COORDINATOR, EP, Host, MS, Outcome, SP, WATCHED, WEB, WEB_BUSY, WEB_CALM, Workload,
+    self, COMPILE, COORDINATOR, EP, Host, MS, Outcome, SP, WATCHED, WEB, WEB_BUSY, WEB_CALM,
+    Workload,
 };
 use super::{Fixed, Latency, LatencyParameters, LatencyTarget, OverheadTarget, Paper, Policy};
 
@@ -61,7 +63,11 @@ fn at(load: &Workload, host: Host) -> String {
 fn the_model_does_what_can_be_worked_out_by_hand() {
     let host = Host { first_write_ns: 0.0, ..Host::gigabits(10.0) };
     let computed = fixed(&EP, host);
-    assert!((computed.slowdown - 2.0 / 98.0).abs() < 0.002, "2 ms of each 100: {}", computed.slowdown);
+    assert!(
+        (computed.slowdown - 2.0 / 98.0).abs() < 0.002,
+        "2 ms of each 100: {}",
+        computed.slowdown
+    );
     // An answer waits for half an interval, the pause, and the transfer; serving it took 3 ms.
     let answered = fixed(&WEB_CALM, host);
     assert!((answered.mean_ns() / 1e6 - (50.0 + 2.0 + 3.0)).abs() < 4.0, "{}", answered.mean_ns());
@@ -112,12 +118,18 @@ fn ours_answers_twice_as_fast_as_a_fixed_interval_at_least() {
     for host in hosts() {
         for load in ANSWERING {
             let (ours, fixed) = (ours(load, host), fixed(load, host));
-            assert!(2.0 * ours.mean_ns() <= fixed.mean_ns(), "{}: {}", at(load, host), ours.mean_ns());
+            assert!(
+                2.0 * ours.mean_ns() <= fixed.mean_ns(),
+                "{}: {}",
+                at(load, host),
+                ours.mean_ns()
+            );
         }
     }
 }
 
-/// Section VI: figure 7 (compile), 8a (ep: nearly no difference), 8b (sp), 9 (web), 10 (coordinator, there against 50 ms).
+/// Section VI: figure 7 (compile), 8a (ep: nearly no difference), 8b (sp), 9 (web), 10
+/// (coordinator, there against 50 ms).
 #[test]
 fn the_papers_beats_a_fixed_interval_where_the_paper_says_so() {
     for host in [Host::gigabits(1.0), Host::gigabits(10.0)] {
@@ -127,7 +139,11 @@ fn the_papers_beats_a_fixed_interval_where_the_paper_says_so() {
         }
         for load in [&WEB, &COORDINATOR] {
             let (paper, fixed) = (paper(load, host), fixed(load, host));
-            assert!(paper.mean_ns() < fixed.mean_ns() && paper.good > fixed.good, "{}", at(load, host));
+            assert!(
+                paper.mean_ns() < fixed.mean_ns() && paper.good > fixed.good,
+                "{}",
+                at(load, host)
+            );
         }
         let fixed = run(&mut Fixed::every(50 * MS), &COORDINATOR, host);
         assert!(paper(&COORDINATOR, host).slowdown < fixed.slowdown);
@@ -160,7 +176,11 @@ fn an_overhead_target_is_kept() {
                 let outcome = run(&mut at_overhead(percent), load, host);
                 // The model's slowdown is over the time that the VM runs, and has all first writes.
                 let part = outcome.slowdown / (1.0 + outcome.slowdown);
-                assert!(part <= percent / 100.0 * 1.2 + 0.005, "{}: {part} for {percent} %", at(load, host));
+                assert!(
+                    part <= percent / 100.0 * 1.2 + 0.005,
+                    "{}: {part} for {percent} %",
+                    at(load, host)
+                );
             }
         }
     }

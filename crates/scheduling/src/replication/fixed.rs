@@ -1,7 +1,8 @@
-//! A checkpoint every so often, whatever the VM does: what Remus does, and what the others are compared with.
+//! A checkpoint every so often, whatever the VM does: what Remus does, and what the others are
+//! compared with.
 //!
-//! A checkpoint that is due while the one before it is in flight is taken when that is acknowledged. There is no early
-//! suspend and no limit on disks.
+//! A checkpoint that is due while the one before it is in flight is taken when that is
+//! acknowledged. There is no early suspend and no limit on disks.
 
 use super::{Acknowledged, Decision, Look, Policy, Reason};
 use std::time::Duration;

@@ -1,7 +1,9 @@
-//! How the dirty set grows with the age of an epoch: what the last epochs did at each age, and the present one's share of that.
+//! How the dirty set grows with the age of an epoch: what the last epochs did at each age, and the
+//! present one's share of that.
 //!
-//! No formula is fitted. Dirty sets grow fast, then slowly (Gerofi & Ishikawa 2011, figures 1 and 2), but where the bend lies is the
-//! workload's own. Kept is the number of pages at ages of 1, 2, 4, ... ms, and of the last epochs the median at each, so that one odd epoch does not show.
+//! No formula is fitted. Dirty sets grow fast, then slowly (Gerofi & Ishikawa 2011, figures 1 and
+//! 2), but where the bend lies is the workload's own. Kept is the number of pages at ages of 1, 2,
+//! 4, ... ms, and of the last epochs the median at each, so that one odd epoch does not show.
 
 use super::link::median;
 use std::collections::VecDeque;
@@ -60,18 +62,20 @@ impl Growth {
         let mut highest: f64 = 0.0;
         for k in 0..AGES {
             let mut seen: Vec<f64> = self.epochs.iter().filter_map(|epoch| epoch[k]).collect();
-            // What few epochs reached says nothing of the others: a single long and quiet one would make the curve flat.
+            // What few epochs reached says nothing of the others: a single long and quiet one would
+            // make the curve flat.
             if 2 * seen.len() <= self.epochs.len() {
                 break;
             }
-            // Medians over different epochs, as short ones have no late ages: the set does not shrink all the same.
+            // Medians over different epochs, as short ones have no late ages: the set does not
+            // shrink all the same.
             highest = highest.max(median(&mut seen));
             self.curve.push(highest);
         }
     }
 
-    /// Pages at an age, by what the last epochs did; beyond the longest of them the last slope goes on, which is too much
-    /// rather than too little. None before any epoch was closed.
+    /// Pages at an age, by what the last epochs did; beyond the longest of them the last slope goes
+    /// on, which is too much rather than too little. None before any epoch was closed.
     pub(super) fn pages_at(&self, age: f64) -> Option<f64> {
         let curve = &self.curve;
         let first = *curve.first()?;
@@ -92,7 +96,8 @@ impl Growth {
     pub(super) fn predict(&self, age: f64, pages: f64, ahead_ns: f64) -> f64 {
         match (self.pages_at(age), self.pages_at(age + ahead_ns)) {
             (Some(now), Some(then)) => {
-                // This epoch may be a busier one than those before; by how much is bounded while little is dirty.
+                // This epoch may be a busier one than those before; by how much is bounded while
+                // little is dirty.
                 let share = (pages / now.max(1.0)).clamp(0.25, 4.0);
                 (then - now).max(0.0).mul_add(share, pages)
             }
@@ -147,6 +152,9 @@ mod tests {
             assert!((busy / want / 2.0 - 1.0).abs() < 0.1, "an epoch twice as busy: {busy}");
         }
         let beyond = growth.predict(150.0 * MS, bent(150.0 * MS), 400.0 * MS);
-        assert!((1000.0..1500.0).contains(&beyond), "beyond what was seen rather too much: {beyond}");
+        assert!(
+            (1000.0..1500.0).contains(&beyond),
+            "beyond what was seen rather too much: {beyond}"
+        );
     }
 }

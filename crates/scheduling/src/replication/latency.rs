@@ -1,4 +1,5 @@
-//! Our scheduler: what a checkpoint would cost the VM now, and what waiting would cost held packets, both predicted.
+//! Our scheduler: what a checkpoint would cost the VM now, and what waiting would cost held
+//! packets, both predicted.
 //!
 //! ```text
 //!  release of the oldest packet = time until the checkpoint + pause + transfer(dirty pages by then)
@@ -8,22 +9,27 @@
 //! ```
 //!
 //! - **Overhead.** The VM's time is an account: a given part of the time is paid in, each checkpoint and each suspend is taken out.
-//!   A checkpoint for packets is taken while the account is not in debt. So a packet that comes alone is sent on at once, and where
-//!   packets never end epochs become as long as the target asks. Figure 6 has no such limit: with packets always held it checkpoints
-//!   without a break, and on a fast link the VM then stands for most of its time.
+//! A checkpoint for packets is taken while the account is not in debt. So a packet that comes alone
+//! is sent on at once, and where packets never end epochs become as long as the target asks. Figure
+//! 6 has no such limit: with packets always held it checkpoints without a break, and on a fast link
+//! the VM then stands for most of its time.
 //! - **Idle VMs.** A pause takes from a VM what it would have done in it. Without an overhead target the account is charged the part
-//!   of the time in which some virtual CPU computed lately: a VM that waits most of the time, for requests or for its own packets, is
-//!   checkpointed more often for the same work lost. A target is one for all of the VM's time, as it says.
+//! of the time in which some virtual CPU computed lately: a VM that waits most of the time, for
+//! requests or for its own packets, is checkpointed more often for the same work lost. A target is
+//! one for all of the VM's time, as it says.
 //! - **Latency.** With a latency target the checkpoint waits as long as the oldest packet is still released in time: the fewest
-//!   checkpoints that keep it. What it may cost is bounded all the same: a target that cannot be kept must not stop the VM.
+//! checkpoints that keep it. What it may cost is bounded all the same: a target that cannot be kept
+//! must not stop the VM.
 //! - **Bursts.** Without a latency target, a packet that comes to an idle link waits for those right behind it, at most half a pause:
-//!   a checkpoint that misses them lets them wait for two transfers. Where these are shorter than a pause, it does not wait.
+//! a checkpoint that misses them lets them wait for two transfers. Where these are shorter than a
+//! pause, it does not wait.
 //! - **No packets.** As the paper, wait for the dirty page set; but then on until the checkpoint is cheap for its epoch. A set
 //!   that is reached grows no more, so waiting costs no latency and saves pauses.
 //! - **Talkative VMs** (packets in the last second) are also checkpointed ahead of packets, where the dirty pages' transfer would make
 //!   the next one late and checkpointing them lastingly makes them fewer.
 //! - **Early suspend**, where the VM dirties pages more than twice as fast as the link sends them: running on for a millisecond then
-//!   costs held packets more than two. Between one and two it costs them about what it costs the VM's other work to stand.
+//! costs held packets more than two. Between one and two it costs them about what it costs the VM's
+//! other work to stand.
 //!
 //! Limits on the epoch and on disks hold as in the paper, before all of this.
 
@@ -57,7 +63,8 @@ pub struct LatencyParameters {
     pub first_write_ns: u64,
     /// Without packets, a checkpoint may take this part of its epoch, in percent.
     pub quiet_percent: f64,
-    /// The dirty page set is reached when it grows by less than this between two counts, in percent.
+    /// The dirty page set is reached when it grows by less than this between two counts, in
+    /// percent.
     pub growth_percent: u64,
     /// Disks may hold back this much.
     pub disk_buffer_bytes: u64,
@@ -190,7 +197,8 @@ impl Latency {
             self.growth.look(look.age_ns() as f64, look.dirty_pages as f64);
         }
         if look.packets_held > held_before {
-            // Those that came between two looks are as old as the newer look at least, and the first one's time is known.
+            // Those that came between two looks are as old as the newer look at least, and the
+            // first one's time is known.
             let first = look.oldest_packet_ns.filter(|_| look.packets_held == 1);
             self.newest_packet_ns = Some(first.unwrap_or(look.now_ns));
         }
@@ -202,7 +210,8 @@ impl Latency {
         self.pause_ns.or(PAUSE_NS) + self.link.transfer_ns(pages)
     }
 
-    /// How long the checkpoint can still wait so that the oldest packet is released within `target_ns`.
+    /// How long the checkpoint can still wait so that the oldest packet is released within
+    /// `target_ns`.
     fn slack_ns(&self, look: &Look, target_ns: u64) -> f64 {
         let left_ns = target_ns as f64 * PLANNED - look.waited_ns() as f64;
         let late = |ahead_ns: f64| ahead_ns + self.release_ns(look, ahead_ns) > left_ns;
@@ -235,7 +244,8 @@ impl Latency {
         patience_ns.max(-self.account_ns / self.allowed()).max(0.0)
     }
 
-    /// A packet that came now would wait too long for what is dirty, and a checkpoint now would help it.
+    /// A packet that came now would wait too long for what is dirty, and a checkpoint now would
+    /// help it.
     fn transfer_is_due(&self, look: &Look) -> bool {
         let Some(newest_ns) = self.newest_packet_ns else { return false };
         let transfer_ns = self.link.transfer_ns(look.dirty_pages as f64);
@@ -243,7 +253,8 @@ impl Latency {
         let too_long = match self.parameters.latency {
             // Twice, as it may come just after that checkpoint, and wait for the next one too.
             Some(target) => {
-                transfer_ns > pause_ns && 2.0 * (pause_ns + transfer_ns) > target.ns as f64 * PLANNED
+                transfer_ns > pause_ns
+                    && 2.0 * (pause_ns + transfer_ns) > target.ns as f64 * PLANNED
             }
             None => transfer_ns > 4.0 * pause_ns,
         };
@@ -256,7 +267,8 @@ impl Latency {
         look.now_ns.saturating_sub(newest_ns) < TALKATIVE_NS && too_long && affordable && lasting()
     }
 
-    /// Of a checkpoint's pages, those that the guest wrote in its epoch: a complete one has all, of which few cost it a first write.
+    /// Of a checkpoint's pages, those that the guest wrote in its epoch: a complete one has all, of
+    /// which few cost it a first write.
     fn written_pages(&self, acked: &Acknowledged) -> u64 {
         acked.pages.min(match self.before {
             Some(before) if before.in_flight => self.flight_pages,
@@ -279,15 +291,16 @@ impl Latency {
         let release_ns = self.release_ns(look, left_ns);
         // What the next transfer grows by, should the VM run on until the acknowledgement.
         let grows_ns = release_ns - self.release_ns(look, 0.0);
-        let in_time = self
-            .parameters
-            .latency
-            .is_some_and(|target| look.waited_ns() as f64 + left_ns + release_ns <= target.ns as f64);
-        !in_time && grows_ns > SUSPEND_WORTH * left_ns && self.account_ns > (1.0 - self.allowed()) * left_ns
+        let in_time = self.parameters.latency.is_some_and(|target| {
+            look.waited_ns() as f64 + left_ns + release_ns <= target.ns as f64
+        });
+        !in_time
+            && grows_ns > SUSPEND_WORTH * left_ns
+            && self.account_ns > (1.0 - self.allowed()) * left_ns
     }
 
-    /// As in the paper's policy: pages whose transfer takes as long as the fixed part of an epoch, here with that of a transfer.
-    /// 0 while the link is unknown.
+    /// As in the paper's policy: pages whose transfer takes as long as the fixed part of an epoch,
+    /// here with that of a transfer. 0 while the link is unknown.
     fn vm_stop_threshold_pages(&self) -> f64 {
         if self.link.unknown() {
             return 0.0;
@@ -296,7 +309,8 @@ impl Latency {
         (self.pause_ns.or(PAUSE_NS) + self.link.fixed_ns()) / page_ns.max(1.0)
     }
 
-    /// Nothing is held and nothing in flight: the epoch goes on for so long at least before a checkpoint is cheap.
+    /// Nothing is held and nothing in flight: the epoch goes on for so long at least before a
+    /// checkpoint is cheap.
     fn cheap_from_ns(&self, look: &Look) -> f64 {
         let LatencyParameters { first_write_ns, quiet_percent, .. } = self.parameters;
         let cost_ns = self.pause_ns.or(PAUSE_NS) + look.dirty_pages as f64 * first_write_ns as f64;
@@ -313,8 +327,8 @@ impl Default for Latency {
 impl Policy for Latency {
     fn name(&self) -> String {
         let LatencyParameters { latency, overhead, .. } = self.parameters;
-        let latency =
-            latency.map(|t| format!("latency {}", humantime::format_duration(Duration::from_nanos(t.ns))));
+        let latency = latency
+            .map(|t| format!("latency {}", humantime::format_duration(Duration::from_nanos(t.ns))));
         let overhead = match (overhead, &latency) {
             (Some(t), _) => Some(format!("overhead {}%", t.percent)),
             (None, None) => Some(format!("overhead {OVERHEAD_PERCENT}%")),
@@ -326,8 +340,9 @@ impl Policy for Latency {
 
     fn look(&mut self, look: &Look) -> Decision {
         self.observe(look);
-        let LatencyParameters { growth_percent, disk_buffer_bytes, wait_max_ns, look_every_ns, .. } =
-            self.parameters;
+        let LatencyParameters {
+            growth_percent, disk_buffer_bytes, wait_max_ns, look_every_ns, ..
+        } = self.parameters;
         let set_reached = self.working_set.look(look, look_every_ns, growth_percent);
         if look.in_flight {
             return match (look.packets_held > 0, look.stopped) {

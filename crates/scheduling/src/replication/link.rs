@@ -1,8 +1,9 @@
 //! How long a transfer takes: `fixed + bytes / bandwidth`, fitted to the last ones.
 //!
-//! The slope is the median of the slopes between all pairs of transfers (Theil 1950, Sen 1968), so that up to three in ten may be
-//! odd: a standby that was busy, a link that was shared. Where all were about as large there is no slope to see; then the time
-//! is taken to be in proportion, which is right for transfers of that size and says too little of smaller ones.
+//! The slope is the median of the slopes between all pairs of transfers (Theil 1950, Sen 1968), so
+//! that up to three in ten may be odd: a standby that was busy, a link that was shared. Where all
+//! were about as large there is no slope to see; then the time is taken to be in proportion, which
+//! is right for transfers of that size and says too little of smaller ones.
 
 use super::{Acknowledged, Mean};
 use std::collections::VecDeque;
@@ -46,9 +47,11 @@ impl Link {
                 }
             }
         }
-        let slope = (slopes.len() >= PAIRS_MIN).then(|| median(&mut slopes)).filter(|slope| *slope > 0.0);
+        let slope =
+            (slopes.len() >= PAIRS_MIN).then(|| median(&mut slopes)).filter(|slope| *slope > 0.0);
         if let Some(slope) = slope {
-            let mut rests: Vec<f64> = all().map(|(bytes, ns)| (ns - slope * bytes).max(0.0)).collect();
+            let mut rests: Vec<f64> =
+                all().map(|(bytes, ns)| (ns - slope * bytes).max(0.0)).collect();
             (self.fixed_ns, self.ns_per_byte) = (median(&mut rests), slope);
         } else {
             let mut rates: Vec<f64> = all().map(|(bytes, ns)| ns / bytes.max(1.0)).collect();
@@ -100,7 +103,10 @@ mod tests {
         for k in 0..16_u64 {
             let pages = 100 + 137 * k;
             // 0.4 ms, and 16 us a page: 125 MB/s. Every fifth one is late by 50 ms.
-            link.take(&acked(pages, 400_000 + pages * 16_000 + if k % 5 == 2 { 50_000_000 } else { 0 }));
+            link.take(&acked(
+                pages,
+                400_000 + pages * 16_000 + if k % 5 == 2 { 50_000_000 } else { 0 },
+            ));
         }
         assert!((link.fixed_ns() - 400_000.0).abs() < 20_000.0, "{}", link.fixed_ns());
         assert!(
@@ -119,6 +125,9 @@ mod tests {
         }
         assert!((link.transfer_ns(1000.0) - 16_400_000.0).abs() < 1.0);
         link.take(&acked(0, 300_000));
-        assert!((link.transfer_ns(1000.0) - 16_400_000.0).abs() < 200_000.0, "an empty one is one of many");
+        assert!(
+            (link.transfer_ns(1000.0) - 16_400_000.0).abs() < 200_000.0,
+            "an empty one is one of many"
+        );
     }
 }

@@ -7,18 +7,20 @@
 //!  packets  held until the checkpoint that covers them is acknowledged (output commit)
 //! ```
 //!
-//! Only one checkpoint is in flight at a time. A policy is asked at a [`Look`], and answers with a [`Decision`]; the caller may
-//! look earlier than it was told to, and should where a first packet comes and where an acknowledgement does.
+//! Only one checkpoint is in flight at a time. A policy is asked at a [`Look`], and answers with a
+//! [`Decision`]; the caller may look earlier than it was told to, and should where a first packet
+//! comes and where an acknowledgement does.
 //!
-//! Invariants of every policy: [`Decision::Checkpoint`] only while nothing is in flight, [`Decision::Suspend`] only while something is and
-//! the VM runs; a wait is longer than nothing and at most [`LOOK_NS_MAX`]; with nothing in flight no wait reaches past the policy's
-//! longest epoch.
+//! Invariants of every policy: [`Decision::Checkpoint`] only while nothing is in flight,
+//! [`Decision::Suspend`] only while something is and the VM runs; a wait is longer than nothing and
+//! at most [`LOOK_NS_MAX`]; with nothing in flight no wait reaches past the policy's longest epoch.
 //!
 //! - [`fixed`]: every so often, as Remus does.
 //! - [`paper`]: Gerofi & Ishikawa 2011, figure 6.
 //! - [`latency`]: ours, which predicts when held packets would be released and what a checkpoint costs.
 //!
-//! Left out: clocks, threads and the network. What a policy chose is compared in a model (`model.rs`, for tests only).
+//! Left out: clocks, threads and the network. What a policy chose is compared in a model
+//! (`model.rs`, for tests only).
 
 pub mod choice;
 #[cfg(test)]
@@ -40,7 +42,8 @@ pub use fixed::Fixed;
 pub use latency::{Latency, LatencyParameters, LatencyTarget, OverheadTarget};
 pub use paper::{Paper, PaperParameters};
 
-/// No policy asks for a look sooner than this, but for the end of its longest epoch: a look counts dirty pages, which is not free.
+/// No policy asks for a look sooner than this, but for the end of its longest epoch: a look counts
+/// dirty pages, which is not free.
 pub const LOOK_NS_MIN: u64 = 100_000;
 /// Nor later than this.
 pub const LOOK_NS_MAX: u64 = 100_000_000;
@@ -64,12 +67,14 @@ pub struct Look {
     pub disk_bytes_held: u64,
     /// The VM stands because of an early suspend.
     pub stopped: bool,
-    /// For how long its virtual CPUs have computed, or wanted to, all together and since whenever; where that is known.
+    /// For how long its virtual CPUs have computed, or wanted to, all together and since whenever;
+    /// where that is known.
     pub busy_ns: Option<u64>,
 }
 
 impl Look {
-    /// How old the epoch is: the paper's `wait_time`, which runs on while a checkpoint is in flight.
+    /// How old the epoch is: the paper's `wait_time`, which runs on while a checkpoint is in
+    /// flight.
     pub fn age_ns(&self) -> u64 {
         self.now_ns.saturating_sub(self.since_ns)
     }
@@ -105,7 +110,8 @@ pub enum Decision {
     },
     /// Take a checkpoint now. Only answered while none is in flight.
     Checkpoint(Reason),
-    /// Suspend the VM early: it stands until the checkpoint in flight is acknowledged. Only answered while one is in flight.
+    /// Suspend the VM early: it stands until the checkpoint in flight is acknowledged. Only
+    /// answered while one is in flight.
     Suspend,
 }
 
@@ -136,7 +142,8 @@ pub enum Reason {
     LongestWait,
     /// A packet that came now would have to wait too long for all that is dirty.
     Transfer,
-    /// Somebody asked for it. No policy answers this; it is the caller's, so that all reasons are counted in one place.
+    /// Somebody asked for it. No policy answers this; it is the caller's, so that all reasons are
+    /// counted in one place.
     Asked,
 }
 
@@ -173,7 +180,8 @@ pub trait Policy: Send {
     fn describe(&self) -> Vec<(&'static str, f64)>;
 }
 
-/// An exponential average, weight 1/4 for the newest, so that one odd epoch does not turn the wheel.
+/// An exponential average, weight 1/4 for the newest, so that one odd epoch does not turn the
+/// wheel.
 #[derive(Clone, Copy, Debug, Default)]
 struct Mean(Option<f64>);
 
@@ -187,10 +195,12 @@ impl Mean {
     }
 }
 
-/// Whether the dirty page set is reached (Gerofi & Ishikawa 2011, section IV.A): the number of dirty pages grew by less than
-/// `growth_percent` between two counts that are at least `every_ns` apart.
+/// Whether the dirty page set is reached (Gerofi & Ishikawa 2011, section IV.A): the number of
+/// dirty pages grew by less than `growth_percent` between two counts that are at least `every_ns`
+/// apart.
 ///
-/// The distance is ours: looks that events bring forward may be microseconds apart, and nothing grows in that time.
+/// The distance is ours: looks that events bring forward may be microseconds apart, and nothing
+/// grows in that time.
 #[derive(Clone, Copy, Debug, Default)]
 struct WorkingSet {
     since_ns: u64,
@@ -202,7 +212,12 @@ struct WorkingSet {
 impl WorkingSet {
     fn look(&mut self, look: &Look, every_ns: u64, growth_percent: u64) -> bool {
         if look.since_ns != self.since_ns {
-            *self = Self { since_ns: look.since_ns, counted_ns: look.since_ns, pages: None, reached: false };
+            *self = Self {
+                since_ns: look.since_ns,
+                counted_ns: look.since_ns,
+                pages: None,
+                reached: false,
+            };
         }
         if look.now_ns.saturating_sub(self.counted_ns) >= every_ns {
             let grown = |before: u64| look.dirty_pages.saturating_sub(before);

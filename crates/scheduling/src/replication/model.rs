@@ -1,8 +1,11 @@
-//! A model of a VM under replication, to compare policies: for regression tests, not a measurement of anything.
+//! A model of a VM under replication, to compare policies: for regression tests, not a measurement
+//! of anything.
 //!
-//! Time goes on in steps of 0.1 ms. Pages come up with the work that is done since the checkpoint, `set (1 - exp(-work/bend)) + rate x work`; each
-//! costs a first write. Requests are served in their order by as many as there are vCPUs; an answer is a few packets, a step apart.
-//! Left out: loss, jitter, processors that the transfer itself takes, disks that fill up, guests that notice they are slow.
+//! Time goes on in steps of 0.1 ms. Pages come up with the work that is done since the checkpoint,
+//! `set (1 - exp(-work/bend)) + rate x work`; each costs a first write. Requests are served in
+//! their order by as many as there are vCPUs; an answer is a few packets, a step apart. Left out:
+//! loss, jitter, processors that the transfer itself takes, disks that fill up, guests that notice
+//! they are slow.
 
 use super::{Acknowledged, Decision, Look, Policy};
 use std::collections::{BTreeMap, VecDeque};
@@ -87,8 +90,10 @@ pub(super) const COMPILE: Workload = Workload {
     disk_bytes_per_ms: 40_000.0,
     ..COMPUTES
 };
-pub(super) const EP: Workload = Workload { name: "ep", set_pages: 300.0, bend_ns: 20e6, ..COMPUTES };
-pub(super) const SP: Workload = Workload { name: "sp", set_pages: 60_000.0, bend_ns: 150e6, ..COMPUTES };
+pub(super) const EP: Workload =
+    Workload { name: "ep", set_pages: 300.0, bend_ns: 20e6, ..COMPUTES };
+pub(super) const SP: Workload =
+    Workload { name: "sp", set_pages: 60_000.0, bend_ns: 150e6, ..COMPUTES };
 pub(super) const WEB: Workload = Workload {
     name: "web",
     vcpus: 4,
@@ -135,12 +140,13 @@ pub(super) const WATCHED: Workload = Workload {
 /// What a policy came to.
 #[derive(Clone, Debug)]
 pub(super) struct Outcome {
-    /// Time lost: for peers that wait, how much longer thinking and waiting take than without; else the part of the VM's running time
-    /// that pauses, suspends and first writes add.
+    /// Time lost: for peers that wait, how much longer thinking and waiting take than without; else
+    /// the part of the VM's running time that pauses, suspends and first writes add.
     pub slowdown: f64,
     /// From a request to its answer's last packet, sorted.
     pub latencies_ns: Vec<u64>,
-    /// From an answer's last packet being sent to its release, sorted: what replication adds behind the VM.
+    /// From an answer's last packet being sent to its release, sorted: what replication adds behind
+    /// the VM.
     pub held_ns: Vec<u64>,
     pub good: f64,
     pub tolerable: f64,
@@ -334,7 +340,8 @@ impl<'a> Vm<'a> {
 
     /// One step of the VM, without what first writes take of it.
     fn runs(&mut self) {
-        let rate = self.load.set_pages / self.load.bend_ns * (-self.work_ns / self.load.bend_ns).exp()
+        let rate = self.load.set_pages / self.load.bend_ns
+            * (-self.work_ns / self.load.bend_ns).exp()
             + self.load.pages_per_ms / 1e6;
         let part = 1.0 / (1.0 + rate * self.host.first_write_ns);
         let done_ns = STEP_NS as f64 * part;
@@ -422,7 +429,9 @@ impl<'a> Vm<'a> {
                 (stood_ns + self.faults_ns) / (length_ns as f64 - stood_ns - self.faults_ns)
             }
             Traffic::Closed { think_ns, .. } => {
-                let mean = |of: &dyn Fn(&Asked) -> f64| self.answered.iter().map(of).sum::<f64>() / answers;
+                let mean = |of: &dyn Fn(&Asked) -> f64| {
+                    self.answered.iter().map(of).sum::<f64>() / answers
+                };
                 (think_ns + mean(&|a| a.0 as f64)) / (think_ns + mean(&|a| a.1)) - 1.0
             }
         };

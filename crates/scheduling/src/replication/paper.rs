@@ -7,20 +7,24 @@
 //!               and   disks hold no more than their buffer and the dirty page set is not reached;   else checkpoint
 //! ```
 //!
-//! The paper does not say how `vm_stop_threshold` follows from the bandwidth, only what it is: the smallest number of pages with which
-//! the link is fully used. An epoch has a fixed part, the pause, in which nothing is sent. With fewer pages than go over the link in
-//! that time the link stands idle for longer than it works, and shorter epochs only add pauses; with more, they only add latency. So:
+//! The paper does not say how `vm_stop_threshold` follows from the bandwidth, only what it is: the
+//! smallest number of pages with which the link is fully used. An epoch has a fixed part, the
+//! pause, in which nothing is sent. With fewer pages than go over the link in that time the link
+//! stands idle for longer than it works, and shorter epochs only add pauses; with more, they only
+//! add latency. So:
 //!
 //! ```text
 //!  vm_stop_threshold = ceil(bandwidth x pause / bytes on the wire for a page)
 //! ```
 //!
-//! Each of the three is an exponential average over acknowledged checkpoints. The bandwidth of one is `wire_bytes / transfer_ns`, which
-//! is less than the link's where the round trip outweighs the bytes. An estimate that follows those down makes the threshold
-//! smaller, and so the next epoch, and so the estimate. Therefore a transfer that is shorter than the pause only raises it.
+//! Each of the three is an exponential average over acknowledged checkpoints. The bandwidth of one
+//! is `wire_bytes / transfer_ns`, which is less than the link's where the round trip outweighs the
+//! bytes. An estimate that follows those down makes the threshold smaller, and so the next epoch,
+//! and so the estimate. Therefore a transfer that is shorter than the pause only raises it.
 //!
-//! Nor does the paper print how often pages are counted, on which "5 % between updates" hangs. 50 ms makes epochs of the
-//! lengths that it reports (1.2 s for a kernel compile, bound by the disk buffer).
+//! Nor does the paper print how often pages are counted, on which "5 % between updates" hangs. 50
+//! ms makes epochs of the lengths that it reports (1.2 s for a kernel compile, bound by the disk
+//! buffer).
 
 use super::{Acknowledged, Decision, Look, Mean, Policy, Reason, WorkingSet};
 
@@ -30,7 +34,8 @@ const WATCH_NS: u64 = 1_000_000;
 /// The constants of the algorithm; the default is as printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PaperParameters {
-    /// The dirty page set is reached when it grows by less than this between two counts, in percent.
+    /// The dirty page set is reached when it grows by less than this between two counts, in
+    /// percent.
     pub growth_percent: u64,
     /// Disks may hold back this much.
     pub disk_buffer_bytes: u64,
@@ -73,9 +78,11 @@ impl Paper {
         }
     }
 
-    /// Unknown until a checkpoint has been acknowledged that moved bytes; nothing is suspended before.
+    /// Unknown until a checkpoint has been acknowledged that moved bytes; nothing is suspended
+    /// before.
     pub fn vm_stop_threshold_pages(&self) -> Option<u64> {
-        let pages = self.bandwidth_bytes_per_ns.0? * self.pause_ns.0? / self.bytes_per_page.0?.max(1.0);
+        let pages =
+            self.bandwidth_bytes_per_ns.0? * self.pause_ns.0? / self.bytes_per_page.0?.max(1.0);
         Some((pages.ceil() as u64).max(1))
     }
 }
@@ -96,7 +103,9 @@ impl Policy for Paper {
             self.parameters;
         let set_reached = self.working_set.look(look, look_every_ns, growth_percent);
         if look.in_flight {
-            let over = self.vm_stop_threshold_pages().is_some_and(|threshold| look.dirty_pages > threshold);
+            let over = self
+                .vm_stop_threshold_pages()
+                .is_some_and(|threshold| look.dirty_pages > threshold);
             return match (look.packets_held > 0, look.stopped) {
                 (true, false) if over => Decision::Suspend,
                 (true, false) => Decision::wait(look_every_ns.min(WATCH_NS)),

@@ -42,7 +42,11 @@ fn waits(decision: Decision) -> bool {
 fn a_fixed_interval_is_due_when_it_is_over_and_nothing_is_in_flight() {
     let mut fixed = Fixed::every(100 * MS);
     assert_eq!(fixed.look(&look(40)), Decision::Wait { look_in_ns: 60 * MS });
-    assert_eq!(fixed.look(&holding(look(99), 5, 90)), Decision::Wait { look_in_ns: MS }, "whatever is held");
+    assert_eq!(
+        fixed.look(&holding(look(99), 5, 90)),
+        Decision::Wait { look_in_ns: MS },
+        "whatever is held"
+    );
     assert_eq!(fixed.look(&flying(140)), Decision::Wait { look_in_ns: LOOK_NS_MIN });
     assert_eq!(fixed.look(&look(100)), Decision::Checkpoint(Reason::Due));
     assert_eq!(fixed.name(), "fixed 100ms");
@@ -71,7 +75,8 @@ fn the_papers_wait_ends_for_each_reason_of_figure_6() {
     let ended = |pages: [u64; 3]| {
         let mut paper = paper();
         let looks = [50, 100, 150].into_iter().zip(pages);
-        let decided: Vec<_> = looks.map(|(age, pages)| paper.look(&dirty(look(age), pages))).collect();
+        let decided: Vec<_> =
+            looks.map(|(age, pages)| paper.look(&dirty(look(age), pages))).collect();
         decided.iter().position(|d| *d == Decision::Checkpoint(Reason::WorkingSet))
     };
     assert_eq!(ended([1000, 1100, 1300]), None);
@@ -132,11 +137,18 @@ fn the_papers_bandwidth_follows_the_link_and_not_its_own_small_epochs() {
     assert_eq!(paper.vm_stop_threshold_pages(), Some(63));
     for _ in 0..30 {
         // Pages compress twice as well.
-        paper.acknowledged(&Acknowledged { wire_bytes: 2_000_000, transfer_ns: 16 * MS, ..acked(2000) });
+        paper.acknowledged(&Acknowledged {
+            wire_bytes: 2_000_000,
+            transfer_ns: 16 * MS,
+            ..acked(2000)
+        });
     }
     assert!((249..=251).contains(&paper.vm_stop_threshold_pages().unwrap()));
     paper.acknowledged(&Acknowledged::default());
-    assert!(paper.describe().iter().all(|(_, value)| value.is_finite()), "an empty checkpoint is taken in");
+    assert!(
+        paper.describe().iter().all(|(_, value)| value.is_finite()),
+        "an empty checkpoint is taken in"
+    );
 }
 
 /// Ours after a quiet time over a known link.
@@ -144,18 +156,29 @@ fn knowing(parameters: LatencyParameters) -> Latency {
     let mut ours = Latency::new(parameters);
     ours.acknowledged(&acked(500));
     ours.look(&Look { now_ns: 5000 * MS, since_ns: 5000 * MS, ..Look::default() });
-    ours.look(&Look { now_ns: 9999 * MS, since_ns: 5000 * MS, dirty_pages: 500, ..Look::default() });
+    ours.look(&Look {
+        now_ns: 9999 * MS,
+        since_ns: 5000 * MS,
+        dirty_pages: 500,
+        ..Look::default()
+    });
     ours
 }
 
 fn for_latency(ms: u64) -> LatencyParameters {
-    LatencyParameters { latency: Some(LatencyTarget { ns: ms * MS }), ..LatencyParameters::default() }
+    LatencyParameters {
+        latency: Some(LatencyTarget { ns: ms * MS }),
+        ..LatencyParameters::default()
+    }
 }
 
 #[test]
 fn a_packet_alone_is_sent_on_after_an_eighth_of_a_pause_or_at_once_where_the_transfer_is_short() {
     let mut ours = knowing(LatencyParameters::default());
-    assert_eq!(ours.look(&holding(dirty(look(50), 100), 1, 0)), Decision::Checkpoint(Reason::Packets));
+    assert_eq!(
+        ours.look(&holding(dirty(look(50), 100), 1, 0)),
+        Decision::Checkpoint(Reason::Packets)
+    );
     let mut ours = knowing(LatencyParameters::default());
     let held = holding(dirty(look(50), 500), 1, 0);
     assert_eq!(ours.look(&held), Decision::Wait { look_in_ns: 250_000 });
@@ -197,7 +220,8 @@ fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
     }
 }
 
-/// Checkpoints in 10 s of packets without end, each of 2 ms of pause and 0.5 ms of first writes; virtual CPUs are busy for this part of the time.
+/// Checkpoints in 10 s of packets without end, each of 2 ms of pause and 0.5 ms of first writes;
+/// virtual CPUs are busy for this part of the time.
 fn endless(parameters: LatencyParameters, busy_percent: Option<u64>) -> u64 {
     let mut ours = knowing(parameters);
     let (mut now_ns, mut since_ns, mut count) = (10_000 * MS, 10_000 * MS, 0);
@@ -205,8 +229,14 @@ fn endless(parameters: LatencyParameters, busy_percent: Option<u64>) -> u64 {
         now_ns += MS;
         let oldest_packet_ns = Some(since_ns);
         let busy_ns = busy_percent.map(|percent| now_ns * percent / 100);
-        let held =
-            Look { now_ns, since_ns, dirty_pages: 500, packets_held: 9, oldest_packet_ns, ..Look::default() };
+        let held = Look {
+            now_ns,
+            since_ns,
+            dirty_pages: 500,
+            packets_held: 9,
+            oldest_packet_ns,
+            ..Look::default()
+        };
         if ours.look(&Look { busy_ns, ..held }) == Decision::Checkpoint(Reason::Packets) {
             (since_ns, count) = (now_ns, count + 1);
             ours.acknowledged(&acked(500));
@@ -221,7 +251,8 @@ fn checkpoints_that_never_end_are_taken_as_far_apart_as_the_overhead_allows() {
         overhead: Some(OverheadTarget { percent: 20.0 }),
         ..LatencyParameters::default()
     };
-    // 20 % of 10 s are 2 s: 800 of them, and what was saved. A target is one for all of the VM's time, busy or not.
+    // 20 % of 10 s are 2 s: 800 of them, and what was saved. A target is one for all of the VM's
+    // time, busy or not.
     for busy_percent in [None, Some(10), Some(100), Some(400)] {
         let count = endless(twenty, busy_percent);
         assert!((795..=810).contains(&count), "{count} at {busy_percent:?}");
@@ -230,7 +261,8 @@ fn checkpoints_that_never_end_are_taken_as_far_apart_as_the_overhead_allows() {
 
 #[test]
 fn without_a_target_a_pause_counts_as_far_as_the_vm_would_have_computed() {
-    // 33 % of 10 s, and what was saved: at 2.5 ms each; at 1.5, where half of the pause would have been idle; at 0.9 at least.
+    // 33 % of 10 s, and what was saved: at 2.5 ms each; at 1.5, where half of the pause would have
+    // been idle; at 0.9 at least.
     for (busy_percent, expected) in
         [(None, 1320), (Some(400), 1320), (Some(100), 1320), (Some(50), 2200), (Some(0), 3667)]
     {
@@ -245,11 +277,17 @@ fn without_a_target_a_pause_counts_as_far_as_the_vm_would_have_computed() {
 #[test]
 fn with_a_latency_target_the_checkpoint_waits_as_long_as_it_can() {
     let mut ours = knowing(for_latency(30));
-    // 27 ms are planned for. 500 pages that stay so: 8 ms of transfer, 2 of pause, so 17 are left of which 5 have passed.
-    let Decision::Wait { look_in_ns } = ours.look(&holding(dirty(look(1000), 500), 1, 5)) else { panic!() };
+    // 27 ms are planned for. 500 pages that stay so: 8 ms of transfer, 2 of pause, so 17 are left
+    // of which 5 have passed.
+    let Decision::Wait { look_in_ns } = ours.look(&holding(dirty(look(1000), 500), 1, 5)) else {
+        panic!()
+    };
     assert!((11 * MS..=12 * MS + MS / 10).contains(&look_in_ns), "{look_in_ns}");
     assert!(waits(ours.look(&holding(dirty(look(1011), 500), 1, 16))));
-    assert_eq!(ours.look(&holding(dirty(look(1013), 500), 1, 18)), Decision::Checkpoint(Reason::Packets));
+    assert_eq!(
+        ours.look(&holding(dirty(look(1013), 500), 1, 18)),
+        Decision::Checkpoint(Reason::Packets)
+    );
     let mut ours = knowing(for_latency(5));
     assert_eq!(
         ours.look(&holding(dirty(look(9), 500), 1, 0)),
@@ -270,7 +308,10 @@ fn without_packets_a_set_that_is_reached_waits_until_its_checkpoint_is_cheap() {
     for age in (20..2000).step_by(20) {
         assert!(waits(growing.look(&dirty(look(age), age * age))), "at {age} ms");
     }
-    assert_eq!(growing.look(&dirty(look(2000), 4_000_000)), Decision::Checkpoint(Reason::LongestWait));
+    assert_eq!(
+        growing.look(&dirty(look(2000), 4_000_000)),
+        Decision::Checkpoint(Reason::LongestWait)
+    );
     let mut writing = knowing(LatencyParameters::default());
     let full = Look { disk_bytes_held: 51 * MB, ..look(5) };
     assert_eq!(writing.look(&full), Decision::Checkpoint(Reason::DiskBuffer));
@@ -288,15 +329,20 @@ fn a_talkative_vm_is_checkpointed_ahead_of_its_packets_where_that_lasts() {
                 let packets_held = u64::from(talks && age > 398);
                 let now_ns = since_ns + age * MS;
                 let oldest_packet_ns = (packets_held > 0).then_some(now_ns);
-                let at = Look { now_ns, since_ns, packets_held, oldest_packet_ns, ..Look::default() };
+                let at =
+                    Look { now_ns, since_ns, packets_held, oldest_packet_ns, ..Look::default() };
                 ours.look(&Look { dirty_pages: pages(age), in_flight: age < 70, ..at });
             }
             ours.acknowledged(&acked(4000));
         }
         let since_ns = 9600 * MS;
         (70..400).find(|age| {
-            let at =
-                Look { now_ns: since_ns + age * MS, since_ns, dirty_pages: pages(*age), ..Look::default() };
+            let at = Look {
+                now_ns: since_ns + age * MS,
+                since_ns,
+                dirty_pages: pages(*age),
+                ..Look::default()
+            };
             ours.look(&at) == Decision::Checkpoint(Reason::Transfer)
         })
     };
@@ -320,12 +366,17 @@ fn ours_suspends_where_pages_come_much_faster_than_the_link_sends_them() {
     };
     // 16 us a page: 62 pages a millisecond are as fast as the link.
     assert!(waits(at(60, LatencyParameters::default())));
-    assert!(waits(at(100, LatencyParameters::default())), "it brings the VM about what it costs the packet");
+    assert!(
+        waits(at(100, LatencyParameters::default())),
+        "it brings the VM about what it costs the packet"
+    );
     assert_eq!(at(200, LatencyParameters::default()), Decision::Suspend);
     assert_eq!(at(200, for_latency(20)), Decision::Suspend);
     assert!(waits(at(200, for_latency(2000))), "it is in time all the same");
-    let cheap =
-        LatencyParameters { overhead: Some(OverheadTarget { percent: 0.1 }), ..LatencyParameters::default() };
+    let cheap = LatencyParameters {
+        overhead: Some(OverheadTarget { percent: 0.1 }),
+        ..LatencyParameters::default()
+    };
     assert!(waits(at(200, cheap)), "the account does not have it");
 }
 
@@ -392,7 +443,8 @@ type Given = (u8, u64, Option<u64>, Option<f64>);
 
 fn any_policy() -> impl Strategy<Value = Given> {
     let targets = (proptest::option::of(1..1000 * MS), proptest::option::of(0.0..120.0));
-    (0..3_u8, 1..1000 * MS, targets).prop_map(|(kind, ns, (latency, overhead))| (kind, ns, latency, overhead))
+    (0..3_u8, 1..1000 * MS, targets)
+        .prop_map(|(kind, ns, (latency, overhead))| (kind, ns, latency, overhead))
 }
 
 /// The policy, and its longest epoch.

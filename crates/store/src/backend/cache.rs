@@ -1,4 +1,5 @@
-//! What was read of stores elsewhere, kept near: in memory, and in files of this user, which all processes of a node have in common.
+//! What was read of stores elsewhere, kept near: in memory, and in files of this user, which all
+//! processes of a node have in common.
 //!
 //! ```text
 //!   piece wanted ─▶ in memory? ─▶ in CACHE/FOLDER/NAME, and its hash holds? ─▶ from the store
@@ -7,9 +8,10 @@
 //!   file: the piece, then 32 bytes BLAKE3 of it
 //! ```
 //!
-//! Invariants: it holds at most [`Limits`], but for what several processes add at once; a file appears whole, and one that does
-//! not hold (a machine that lost power) is taken for none; nothing depends on it, so that its errors are no errors. The bytes are
-//! those of the store: where that is encrypted, so are they.
+//! Invariants: it holds at most [`Limits`], but for what several processes add at once; a file
+//! appears whole, and one that does not hold (a machine that lost power) is taken for none; nothing
+//! depends on it, so that its errors are no errors. The bytes are those of the store: where that is
+//! encrypted, so are they.
 
 use std::collections::VecDeque;
 use std::fs::{DirBuilder, File};
@@ -108,7 +110,8 @@ impl Cache {
         let folder = place
             .map(|place| place.join(folder))
             .filter(|folder| DirBuilder::new().mode(0o700).recursive(true).create(folder).is_ok());
-        // The first piece is a reason to look: earlier processes may have left more than there should be.
+        // The first piece is a reason to look: earlier processes may have left more than there
+        // should be.
         let added_bytes = AtomicU64::new(limits.disk_bytes_max);
         Self { folder, limits, memory: Mutex::default(), added_bytes }
     }
@@ -173,16 +176,18 @@ impl Cache {
             self.added_bytes.store(0, Ordering::Relaxed);
             make_room(folder, self.limits.disk_bytes_max - every);
         }
-        let written = tempfile::Builder::new().prefix(".").tempfile_in(folder).and_then(|mut file| {
-            file.write_all(bytes)?;
-            file.write_all(blake3::hash(bytes).as_bytes())?;
-            file.persist(path).map_err(std::io::Error::from)
-        });
+        let written =
+            tempfile::Builder::new().prefix(".").tempfile_in(folder).and_then(|mut file| {
+                file.write_all(bytes)?;
+                file.write_all(blake3::hash(bytes).as_bytes())?;
+                file.persist(path).map_err(std::io::Error::from)
+            });
         drop(written);
     }
 }
 
-/// Removes what was read longest ago, and what a killed process left, until no more than `keep_bytes` are there.
+/// Removes what was read longest ago, and what a killed process left, until no more than
+/// `keep_bytes` are there.
 fn make_room(folder: &Path, keep_bytes: u64) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     let mut files: Vec<(SystemTime, u64, PathBuf)> = entries
@@ -226,10 +231,13 @@ mod tests {
         assert_eq!(at(dir.path()).get(key("a")), Some(bytes.clone()));
         assert_eq!(at(dir.path()).get(key("b")), None);
         assert_eq!(at(dir.path()).get(Key::of(&[b"her", b"ea"])), None);
-        let file = std::fs::read_dir(dir.path().join("objects")).unwrap().next().unwrap().unwrap().path();
+        let file =
+            std::fs::read_dir(dir.path().join("objects")).unwrap().next().unwrap().unwrap().path();
         let whole = std::fs::read(&file).unwrap();
         // What a machine that lost power leaves: other bytes, fewer, none.
-        for torn in [[&whole[..500], &[1], &whole[501..]].concat(), whole[..700].to_vec(), Vec::new()] {
+        for torn in
+            [[&whole[..500], &[1], &whole[501..]].concat(), whole[..700].to_vec(), Vec::new()]
+        {
             std::fs::write(&file, torn).unwrap();
             assert_eq!(at(dir.path()).get(key("a")), None);
             at(dir.path()).put(key("a"), &bytes);

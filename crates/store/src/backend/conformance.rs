@@ -1,5 +1,5 @@
-//! What every backend promises, as one set of tests: for a directory, for the simulated medium, for object storage, and for each
-//! of them with encryption.
+//! What every backend promises, as one set of tests: for a directory, for the simulated medium, for
+//! object storage, and for each of them with encryption.
 
 use super::*;
 use crate::backend::faulty::Faulty;
@@ -132,7 +132,14 @@ fn cutting(open: Open<'_>) {
     let name = "packs/00000003.pack";
     let mut growing = one.create(name).unwrap();
     let mut expected = Vec::new();
-    let cuts = [(100, 70), (5 << 20, 4 << 20), (1000, 10_000_000), (3000, 50), (10, 0), (6 << 20, 5_000_000)];
+    let cuts = [
+        (100, 70),
+        (5 << 20, 4 << 20),
+        (1000, 10_000_000),
+        (3000, 50),
+        (10, 0),
+        (6 << 20, 5_000_000),
+    ];
     for (step, (len, cut)) in cuts.into_iter().enumerate() {
         let bytes = pattern(len, step as u8);
         growing.append(&bytes).unwrap();

@@ -1,4 +1,5 @@
-//! A store in memory, on a medium that misbehaves: crashes, torn writes, a full disk, failing syncs. For tests.
+//! A store in memory, on a medium that misbehaves: crashes, torn writes, a full disk, failing
+//! syncs. For tests.
 //!
 //! ```text
 //!   append ──▶ live bytes ──sync──▶ durable bytes            create, rename ──▶ live names ──folder sync──▶ durable names
@@ -7,8 +8,9 @@
 //!                                              what the next process finds
 //! ```
 //!
-//! Every step that could be the last counts as one operation: its volatile effect happens, then the crash, then its
-//! durable effect. A failed sync loses what it should have written for good, even if a later sync succeeds, as Linux does.
+//! Every step that could be the last counts as one operation: its volatile effect happens, then the
+//! crash, then its durable effect. A failed sync loses what it should have written for good, even
+//! if a later sync succeeds, as Linux does.
 
 mod handles;
 
@@ -104,7 +106,8 @@ impl Faulty {
         self.state().fail_sync_at = Some(sync);
     }
 
-    /// Of the reads from here on, that one gives less than was asked for; the same read again gives all.
+    /// Of the reads from here on, that one gives less than was asked for; the same read again gives
+    /// all.
     pub fn fail_read_in(&self, reads: u64) {
         let mut state = self.state();
         state.fail_read_at = Some(state.reads + reads);
@@ -136,7 +139,8 @@ impl Faulty {
         self.state().used_bytes()
     }
 
-    /// What a machine finds that comes up after the power failed now. `seed` decides what of the rest survived.
+    /// What a machine finds that comes up after the power failed now. `seed` decides what of the
+    /// rest survived.
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let state = self.state();
         let mut chance = Chance(seed);
@@ -162,8 +166,8 @@ impl Faulty {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// The same medium in the eyes of the next process after this one died: what can be read is as before, what is
-    /// durable too.
+    /// The same medium in the eyes of the next process after this one died: what can be read is as
+    /// before, what is durable too.
     pub fn copy_with_same_durability(&self) -> Self {
         let state = self.state();
         let fresh = State {
@@ -179,7 +183,11 @@ impl Faulty {
     /// Every file with its bytes.
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state();
-        state.live.iter().map(|(name, inode)| (name.clone(), state.inodes[*inode].live.clone())).collect()
+        state
+            .live
+            .iter()
+            .map(|(name, inode)| (name.clone(), state.inodes[*inode].live.clone()))
+            .collect()
     }
 
     /// Changes a file behind everybody's back.
@@ -210,7 +218,8 @@ impl Inode {
 
     fn after_power_loss(&self, chance: &mut Chance) -> Self {
         let target = self.synced();
-        let (low, high) = (self.durable.len().min(target.len()), self.durable.len().max(target.len()));
+        let (low, high) =
+            (self.durable.len().min(target.len()), self.durable.len().max(target.len()));
         let len = match chance.next() % 3 {
             0 => self.durable.len(),
             1 => target.len(),
@@ -236,7 +245,11 @@ impl State {
     /// After the crash nothing has any effect.
     fn alive(&self, name: &str) -> Result<()> {
         if self.crash_at.is_some_and(|at| self.operations >= at) {
-            return Err(failure(name, "do anything with", io::Error::other("the power failed before")));
+            return Err(failure(
+                name,
+                "do anything with",
+                io::Error::other("the power failed before"),
+            ));
         }
         Ok(())
     }
@@ -258,9 +271,11 @@ impl State {
     fn sync_folder(&mut self, name: &str) -> Result<()> {
         self.step(name, "sync directory")?;
         self.count_sync(name)?;
-        let folder = |name: &str| name.split_once('/').map_or(String::new(), |(folder, _)| folder.into());
-        let (now, later): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.pending).into_iter().partition(|c| folder(c.name()) == folder(name));
+        let folder =
+            |name: &str| name.split_once('/').map_or(String::new(), |(folder, _)| folder.into());
+        let (now, later): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending)
+            .into_iter()
+            .partition(|c| folder(c.name()) == folder(name));
         self.pending = later;
         for change in now {
             change.apply(&mut self.durable);
@@ -291,7 +306,8 @@ impl State {
 
     fn write(&mut self, name: &str, inode: usize, bytes: &[u8]) -> Result<()> {
         self.alive(name)?;
-        let room = self.capacity_bytes.map_or(usize::MAX, |max| max.saturating_sub(self.used_bytes()));
+        let room =
+            self.capacity_bytes.map_or(usize::MAX, |max| max.saturating_sub(self.used_bytes()));
         let fits = bytes.len().min(room);
         self.inodes[inode].live.extend_from_slice(&bytes[..fits]);
         self.step(name, "append")?;
@@ -345,7 +361,8 @@ impl Backend for Faulty {
         }
         state.locked = Some(holder.into());
         let guard = Box::new(Guard { state: self.state.clone() });
-        let leftovers: Vec<_> = state.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
+        let leftovers: Vec<_> =
+            state.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
         for name in leftovers {
             state.change_name(NameChange::Unlink(name));
         }
@@ -409,13 +426,15 @@ impl Backend for Faulty {
 
     fn open(&self, name: &str) -> Result<Arc<dyn Readable>> {
         let inode = self.state().live.get(name).copied();
-        let inode = inode.ok_or_else(|| failure(name, "open", io::Error::from(io::ErrorKind::NotFound)))?;
+        let inode =
+            inode.ok_or_else(|| failure(name, "open", io::Error::from(io::ErrorKind::NotFound)))?;
         Ok(Arc::new(File { medium: self.clone(), name: name.into(), inode }))
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {
         let state = self.state();
-        let inside = state.live.keys().filter_map(|name| name.strip_prefix(folder)?.strip_prefix('/'));
+        let inside =
+            state.live.keys().filter_map(|name| name.strip_prefix(folder)?.strip_prefix('/'));
         Ok(inside.map(String::from).collect())
     }
 

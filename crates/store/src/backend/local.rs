@@ -1,4 +1,5 @@
-//! A store in a local directory (or a network file system that honours `flock`, `fsync` and `rename`).
+//! A store in a local directory (or a network file system that honours `flock`, `fsync` and
+//! `rename`).
 
 use super::{Backend, Growing, LockGuard, Readable, Stamp};
 use crate::{Error, Result};
@@ -35,8 +36,8 @@ impl Local {
         Self { root: root.to_path_buf(), temporaries: Arc::default(), relaxed: false }
     }
 
-    /// Makes the directory and its folders, readable by their owner alone: they will hold the memory of guests.
-    /// Refuses a place that holds anything but what an interrupted attempt left.
+    /// Makes the directory and its folders, readable by their owner alone: they will hold the
+    /// memory of guests. Refuses a place that holds anything but what an interrupted attempt left.
     pub fn create(root: &Path) -> Result<Self> {
         let this = Self::open(root);
         match root.symlink_metadata() {
@@ -48,7 +49,8 @@ impl Local {
             this.make_folder(&root.join(folder))?;
         }
         sync_folder(root)?;
-        // The entry of the root itself: its parent is the working directory where the path names none.
+        // The entry of the root itself: its parent is the working directory where the path names
+        // none.
         let parent = root.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         sync_folder(parent)?;
         Ok(this)
@@ -102,7 +104,8 @@ impl Backend for Local {
 
     fn sync_all(&self) -> Result<()> {
         let folder = File::open(&self.root).map_err(|e| io_error(&self.root, "open", e))?;
-        rustix::fs::syncfs(&folder).map_err(|e| io_error(&self.root, "sync the file system of", e.into()))
+        rustix::fs::syncfs(&folder)
+            .map_err(|e| io_error(&self.root, "sync the file system of", e.into()))
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
@@ -120,13 +123,17 @@ impl Backend for Local {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let path = self.root.join(name);
         let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
-        let temporary =
-            self.root.join(format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()));
+        let temporary = self.root.join(format!(
+            "tmp/{}-{}-{serial}",
+            name.replace('/', "-"),
+            std::process::id()
+        ));
         let rename = || match std::fs::rename(&temporary, &path) {
             // A store made before there was such a folder.
             Err(e) if e.kind() == io::ErrorKind::NotFound && temporary.exists() => {
                 self.make_folder(path.parent().unwrap_or(&self.root))?;
-                std::fs::rename(&temporary, &path).map_err(|e| io_error(&path, "rename into place", e))
+                std::fs::rename(&temporary, &path)
+                    .map_err(|e| io_error(&path, "rename into place", e))
             }
             other => other.map_err(|e| io_error(&path, "rename into place", e)),
         };
@@ -188,7 +195,8 @@ impl Backend for Local {
     fn sync(&self, name: &str) -> Result<()> {
         let path = self.root.join(name);
         // Not every file system syncs through a read-only descriptor.
-        let file = OpenOptions::new().write(true).open(&path).map_err(|e| io_error(&path, "open", e))?;
+        let file =
+            OpenOptions::new().write(true).open(&path).map_err(|e| io_error(&path, "open", e))?;
         file.sync_all().map_err(|e| io_error(&path, "sync", e))?;
         self.sync_parent(&path)
     }
@@ -204,7 +212,8 @@ impl LockGuard for Flock {}
 
 impl Drop for Flock {
     fn drop(&mut self) {
-        // Closing would release it too, unless a child inherited the descriptor. A failure leaves just that.
+        // Closing would release it too, unless a child inherited the descriptor. A failure leaves
+        // just that.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
@@ -260,15 +269,16 @@ impl Readable for LocalReadable {
     fn stamp(&self) -> Result<Option<Stamp>> {
         let about = self.file.metadata().map_err(|e| io_error(&self.path, "look at", e))?;
         // Inodes are used again; not every file system says when a file was made.
-        let born = about.created().ok().and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
+        let born =
+            about.created().ok().and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
         let born = born.map_or(0, |since| since.as_nanos() as u64);
         let of = |numbers: &[u64]| {
             let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
             // 0 would say that nothing is known.
             xxh3_64(&bytes).max(1)
         };
-        let changed =
-            [about.mtime(), about.mtime_nsec(), about.ctime(), about.ctime_nsec()].map(|t| t as u64);
+        let changed = [about.mtime(), about.mtime_nsec(), about.ctime(), about.ctime_nsec()]
+            .map(|t| t as u64);
         let identity = of(&[about.dev(), about.ino(), born]);
         let modified = of(&[&changed[..], &[about.len()]].concat());
         Ok(Some(Stamp { identity, modified }))
@@ -295,7 +305,8 @@ fn take_lock(path: &Path, holder: &str) -> Result<Flock> {
     Ok(Flock { file })
 }
 
-/// Takes the lock; false where another has it. Whoever looks whether it is held has it for a moment ([`Local::holder`]).
+/// Takes the lock; false where another has it. Whoever looks whether it is held has it for a moment
+/// ([`Local::holder`]).
 fn exclude(file: &File, path: &Path) -> Result<bool> {
     for attempt in 0..LOCK_ATTEMPTS {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -349,10 +360,12 @@ fn io_error(path: &Path, operation: &'static str, source: io::Error) -> Error {
     Error::Io { object: path.display().to_string(), operation, source }
 }
 
-/// An existing directory may become a store if it is empty but for the empty folders of an interrupted attempt.
+/// An existing directory may become a store if it is empty but for the empty folders of an
+/// interrupted attempt.
 fn refuse_foreign_content(root: &Path) -> Result<()> {
-    let exists =
-        |problem: &str| Err(Error::Exists { object: root.display().to_string(), problem: problem.into() });
+    let exists = |problem: &str| {
+        Err(Error::Exists { object: root.display().to_string(), problem: problem.into() })
+    };
     if !root.is_dir() {
         return exists("is there already and is no directory");
     }
@@ -363,7 +376,8 @@ fn refuse_foreign_content(root: &Path) -> Result<()> {
         let entry = entry.map_err(|e| io_error(root, "list", e))?;
         let known = entry.file_name().to_str().is_some_and(|name| FOLDERS.contains(&name));
         let is_tmp = entry.file_name() == "tmp";
-        let empty = || std::fs::read_dir(entry.path()).is_ok_and(|mut inner| inner.next().is_none());
+        let empty =
+            || std::fs::read_dir(entry.path()).is_ok_and(|mut inner| inner.next().is_none());
         if !known || !(is_tmp || empty()) {
             return exists("the directory is not empty");
         }

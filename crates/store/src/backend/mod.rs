@@ -1,16 +1,17 @@
 //! Where the files of a store live. One file per kind of place.
 //!
-//! A store needs two shapes of file: packs, which grow while they are written, and small files, which appear whole
-//! under their name or not at all. Names are relative to the store and use `/` (`packs/00000001.pack`).
+//! A store needs two shapes of file: packs, which grow while they are written, and small files,
+//! which appear whole under their name or not at all. Names are relative to the store and use `/`
+//! (`packs/00000001.pack`).
 //!
 //! ```text
 //!   put(name)      write under tmp/ ─▶ sync ─▶ rename to name ─▶ sync the directory
 //!   create(name)   new empty file ─▶ sync the directory;  then append* sync append* sync ...
 //! ```
 //!
-//! What a backend promises: after `put`, `create` or `Growing::sync` returned `Ok`, power loss takes nothing of it
-//! away; a name written by `put` never shows part of its bytes. What it does not: that bytes appended since the last
-//! `sync` survive, in whole, in part, or in order.
+//! What a backend promises: after `put`, `create` or `Growing::sync` returned `Ok`, power loss
+//! takes nothing of it away; a name written by `put` never shows part of its bytes. What it does
+//! not: that bytes appended since the last `sync` survive, in whole, in part, or in order.
 
 mod cache;
 #[cfg(test)]
@@ -40,8 +41,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// How a message calls the file `name`.
     fn describe(&self, name: &str) -> String;
 
-    /// Makes the caller the one writer for as long as the guard lives, leaves `holder` for others to read, and removes
-    /// what an earlier writer left unfinished. Answers [`Error::Locked`] with the text of the present holder.
+    /// Makes the caller the one writer for as long as the guard lives, leaves `holder` for others
+    /// to read, and removes what an earlier writer left unfinished. Answers [`Error::Locked`] with
+    /// the text of the present holder.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
     /// The same for the one that prunes, beside the writer; removes nothing.
@@ -50,8 +52,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// The text of the present holder of the writer's lock, if somebody holds it.
     fn holder(&self) -> Result<Option<String>>;
 
-    /// Removes locks that a dead process left behind; with `force` also where it cannot be told whether it lives. Here: the
-    /// system drops a lock with its process, so that there is nothing to remove.
+    /// Removes locks that a dead process left behind; with `force` also where it cannot be told
+    /// whether it lives. Here: the system drops a lock with its process, so that there is nothing
+    /// to remove.
     fn unlock(&self, _force: bool) -> Result<Unlocked> {
         Ok(match self.holder()? {
             Some(holder) => Unlocked::Held(holder),
@@ -62,8 +65,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// True while somebody prunes.
     fn is_pruned(&self) -> Result<bool>;
 
-    /// The same place, where names and whole files become durable with [`Backend::sync_all`] only. None where they cannot be
-    /// held back.
+    /// The same place, where names and whole files become durable with [`Backend::sync_all`] only.
+    /// None where they cannot be held back.
     fn relaxed(&self) -> Option<Arc<dyn Backend>> {
         None
     }
@@ -85,8 +88,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
         text.map_err(|source| Error::Io { object: BOOT_ID.into(), operation: "read", source })
     }
 
-    /// The place below, where files are seen as they lie there: encrypted ones as what they are encrypted to. None where this
-    /// is that place.
+    /// The place below, where files are seen as they lie there: encrypted ones as what they are
+    /// encrypted to. None where this is that place.
     fn below(&self) -> Option<Arc<dyn Backend>> {
         None
     }
@@ -100,14 +103,16 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Opens a file for reading.
     fn open(&self, name: &str) -> Result<Arc<dyn Readable>>;
 
-    /// The names of the files in a folder, without the folder, in no order. A folder that is not there is empty.
+    /// The names of the files in a folder, without the folder, in no order. A folder that is not
+    /// there is empty.
     fn list(&self, folder: &str) -> Result<Vec<String>>;
 
     /// Removes a file durably; fine if it is not there.
     fn remove(&self, name: &str) -> Result<()>;
 
-    /// Removes files of one folder durably, in any order; fine if some are not there, or none is named. Whatever was put into that
-    /// folder or removed from it before is durable then, too: by one who died before it was, or whose sync failed.
+    /// Removes files of one folder durably, in any order; fine if some are not there, or none is
+    /// named. Whatever was put into that folder or removed from it before is durable then, too: by
+    /// one who died before it was, or whose sync failed.
     fn remove_all(&self, _folder: &str, names: &[String]) -> Result<()> {
         names.iter().try_for_each(|name| self.remove(name))
     }
@@ -185,7 +190,11 @@ pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
     if served::is_url(place) {
         return Err(served::read_only(&place.display().to_string(), "make a store"));
     }
-    Ok(if is_remote(place) { Arc::new(S3::create(place)?) } else { Arc::new(Local::create(place)?) })
+    Ok(if is_remote(place) {
+        Arc::new(S3::create(place)?)
+    } else {
+        Arc::new(Local::create(place)?)
+    })
 }
 
 /// Held by the one writer; dropping it lets the next one in.
@@ -193,9 +202,11 @@ pub trait LockGuard: Send + Sync + fmt::Debug {}
 
 /// A file that grows at its end.
 pub trait Growing: Send + fmt::Debug {
-    /// Adds bytes at the end. After an error the length is unknown until [`Growing::truncate`] succeeds.
+    /// Adds bytes at the end. After an error the length is unknown until [`Growing::truncate`]
+    /// succeeds.
     fn append(&mut self, bytes: &[u8]) -> Result<()>;
-    /// Makes everything appended so far durable. After an error nothing since the last success may be trusted.
+    /// Makes everything appended so far durable. After an error nothing since the last success may
+    /// be trusted.
     fn sync(&mut self) -> Result<()>;
     /// Cuts the file to `len_bytes`; appending goes on from there.
     fn truncate(&mut self, len_bytes: u64) -> Result<()>;
@@ -205,20 +216,24 @@ pub trait Growing: Send + fmt::Debug {
 pub trait Readable: Send + Sync + fmt::Debug {
     /// Its length now.
     fn len_bytes(&self) -> Result<u64>;
-    /// Fills `buffer` from `offset` on; an error of kind `UnexpectedEof` where the file ends before.
+    /// Fills `buffer` from `offset` on; an error of kind `UnexpectedEof` where the file ends
+    /// before.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// What tells this file from another of its name, and a change of it; none where the place does not say.
+    /// What tells this file from another of its name, and a change of it; none where the place does
+    /// not say.
     fn stamp(&self) -> Result<Option<Stamp>> {
         Ok(None)
     }
 
-    /// True where [`Readable::will_read`] saves time: each read for itself would be a way to elsewhere and back.
+    /// True where [`Readable::will_read`] saves time: each read for itself would be a way to
+    /// elsewhere and back.
     fn wants_hints(&self) -> bool {
         false
     }
 
-    /// Says which ranges will be read next, rising. Advice: it may fetch them at once, and what fails fails when it is read.
+    /// Says which ranges will be read next, rising. Advice: it may fetch them at once, and what
+    /// fails fails when it is read.
     fn will_read(&self, _ranges: &[Range<u64>]) {}
 }
 

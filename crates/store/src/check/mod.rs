@@ -4,9 +4,10 @@
 //!   store.json ─▶ checkpoint files ─▶ maps (and where they say pages are) ─▶ packs ─▶ who needs what is bad ─▶ tags
 //! ```
 //!
-//! Invariants: the checkpoints named by the damages are exactly those whose meta, device state or RAM image cannot be
-//! read correctly any more. What is unreadable and needed by nothing is a note where a crash may leave it, a damage
-//! without checkpoints otherwise. Nothing is changed; a writer may be at work meanwhile.
+//! Invariants: the checkpoints named by the damages are exactly those whose meta, device state or
+//! RAM image cannot be read correctly any more. What is unreadable and needed by nothing is a note
+//! where a crash may leave it, a damage without checkpoints otherwise. Nothing is changed; a writer
+//! may be at work meanwhile.
 
 mod packs;
 mod quarantine;
@@ -89,8 +90,8 @@ pub struct Damage {
 }
 
 impl Store {
-    /// Checks everything in the store. Errors only where the store cannot be looked at; damage is in the report. What seems
-    /// damaged while a prune is at work is looked at again.
+    /// Checks everything in the store. Errors only where the store cannot be looked at; damage is
+    /// in the report. What seems damaged while a prune is at work is looked at again.
     pub fn check(
         &self,
         options: &CheckOptions,
@@ -133,7 +134,8 @@ impl Store {
 }
 
 impl Inner {
-    /// Refuses a description, as it is on disk now, that is not the one that the store was opened with.
+    /// Refuses a description, as it is on disk now, that is not the one that the store was opened
+    /// with.
     fn own_identity(&self) -> Result<()> {
         let object = self.backend.describe(STORE_JSON);
         let bytes = self.backend.read(STORE_JSON, STORE_JSON_BYTES_MAX)?;
@@ -259,14 +261,20 @@ impl Check<'_> {
                 }
                 Ok(run) if users.is_empty() => {
                     let pages = run.refs().len();
-                    self.report.notes.push(format!("{name}: no checkpoint uses this map ({pages} pages)"));
+                    self.report
+                        .notes
+                        .push(format!("{name}: no checkpoint uses this map ({pages} pages)"));
                 }
                 Ok(run) => {
                     let strangers: Vec<_> =
                         users.into_iter().filter(|user| !self.fits(&run.header, *user)).collect();
                     if !strangers.is_empty() {
                         let object = self.inner.backend.describe(&name);
-                        self.damage(object, "it does not belong where its chain has it".into(), strangers);
+                        self.damage(
+                            object,
+                            "it does not belong where its chain has it".into(),
+                            strangers,
+                        );
                     }
                     for to in run.refs() {
                         self.wanted.entry(to.pack()).or_default().push(to.offset());
@@ -292,7 +300,8 @@ impl Check<'_> {
     }
 
     fn packs(&mut self, read_data: bool) -> Result<()> {
-        // What is lost already needs no second reason. Not sooner: each bad map names all that need it.
+        // What is lost already needs no second reason. Not sooner: each bad map names all that need
+        // it.
         for id in self.report.hurt_checkpoints() {
             self.metas.remove(&id);
         }
@@ -318,20 +327,25 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Finds out which images need the bad records. Only checkpoints whose maps mention one are loaded.
+    /// Finds out which images need the bad records. Only checkpoints whose maps mention one are
+    /// loaded.
     fn blame(&mut self, bad: Vec<PackBounds>) {
         if bad.is_empty() {
             return;
         }
-        let refs: BTreeMap<PageRef, usize> =
-            bad.iter().enumerate().flat_map(|(at, b)| b.refs.iter().map(move |to| (*to, at))).collect();
+        let refs: BTreeMap<PageRef, usize> = bad
+            .iter()
+            .enumerate()
+            .flat_map(|(at, b)| b.refs.iter().map(move |to| (*to, at)))
+            .collect();
         let mut victims = vec![BTreeSet::new(); bad.len()];
         let mut mentions = BTreeMap::<u64, bool>::new();
         for (id, meta) in &self.metas {
             let mut mentioned = false;
             for map in &meta.map_chain {
                 mentioned |= *mentions.entry(*map).or_insert_with(|| {
-                    // A map that was readable a moment ago; if it is not now, look at the image to be safe.
+                    // A map that was readable a moment ago; if it is not now, look at the image to
+                    // be safe.
                     self.inner
                         .read_map(*map)
                         .map_or(true, |run| run.refs().iter().any(|r| refs.contains_key(r)))
@@ -363,8 +377,9 @@ impl Check<'_> {
         // A prune leaves thousands of them, of a few kinds.
         for (problem, (object, count)) in stale {
             let others = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
-            let note =
-                format!("{object}{others}: left over from a prune, no checkpoint needs it ({problem})");
+            let note = format!(
+                "{object}{others}: left over from a prune, no checkpoint needs it ({problem})"
+            );
             self.report.notes.push(note);
         }
     }
@@ -379,7 +394,8 @@ impl Check<'_> {
             match self.inner.read_tag(&tag) {
                 Ok(Some(id)) if ids.binary_search(&id).is_err() && !self.is_sealed(id) => {
                     let object = self.inner.backend.describe(&name);
-                    let problem = format!("it points to checkpoint {id}, which is not in the store");
+                    let problem =
+                        format!("it points to checkpoint {id}, which is not in the store");
                     self.damage(object, problem, vec![id]);
                 }
                 Ok(_) => {}
@@ -409,7 +425,9 @@ impl Check<'_> {
 
     fn strangers(&mut self, folder: &str, is_known: impl Fn(&str) -> bool) -> Result<()> {
         let unknown = self.inner.backend.list(folder)?.into_iter().filter(|file| !is_known(file));
-        self.report.notes.extend(unknown.map(|file| format!("{folder}/{file}: not a file of the store")));
+        self.report
+            .notes
+            .extend(unknown.map(|file| format!("{folder}/{file}: not a file of the store")));
         Ok(())
     }
 }

@@ -15,7 +15,8 @@ pub struct PackBounds {
     pub problem: String,
     /// The records, rising.
     pub refs: Vec<PageRef>,
-    /// Their bytes are whole: it is what they are composed of that is not there. A prune may leave such where nothing needs it.
+    /// Their bytes are whole: it is what they are composed of that is not there. A prune may leave
+    /// such where nothing needs it.
     pub stale: bool,
 }
 
@@ -34,7 +35,8 @@ pub struct Findings {
 /// Tell the caller about every this many bytes.
 const TELL_BYTES: u64 = 16 << 20;
 
-/// Checks pack `number`; `wanted` are the offsets that maps refer to, rising. `tell` hears how far it is.
+/// Checks pack `number`; `wanted` are the offsets that maps refer to, rising. `tell` hears how far
+/// it is.
 pub fn check_pack(
     inner: &Inner,
     number: u32,
@@ -54,7 +56,9 @@ pub fn check_pack(
         Err(error) => {
             let (object, problem) = super::explain(inner, &name, error);
             if wanted.is_empty() {
-                findings.notes.push(format!("{name}: unfinished ({problem}); nothing refers to it"));
+                findings
+                    .notes
+                    .push(format!("{name}: unfinished ({problem}); nothing refers to it"));
             } else {
                 let refs = wanted.iter().map(|at| PageRef(u64::from(number) << 40 | at)).collect();
                 findings.bad.push(PackBounds { object, problem, refs, stale: false });
@@ -98,9 +102,9 @@ pub fn check_pack(
             } else {
                 String::new()
             };
-            findings
-                .notes
-                .push(format!("{name}: unfinished, its writer was stopped or is still at work{why}"));
+            findings.notes.push(format!(
+                "{name}: unfinished, its writer was stopped or is still at work{why}"
+            ));
         }
         Ending::Damaged(problem) => {
             walk.run(start, len_bytes, wanted);
@@ -111,7 +115,8 @@ pub fn check_pack(
     findings.records = walk.good.len() as u64;
     let Walk { good, problems, stale, .. } = walk;
     expected.retain(|at| good.binary_search_by_key(at, Entry::offset).is_err());
-    let (whole, broken): (Vec<u64>, Vec<u64>) = expected.into_iter().partition(|at| stale.contains(at));
+    let (whole, broken): (Vec<u64>, Vec<u64>) =
+        expected.into_iter().partition(|at| stale.contains(at));
     findings.bad = group(&pack, &broken, &problems, false);
     findings.bad.extend(group(&pack, &whole, &problems, true));
     findings
@@ -130,8 +135,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Walks `start..end`; `resume` are offsets (rising) where records are known or wanted to begin. Returns how many
-    /// bytes were skipped that nothing in `resume` points at.
+    /// Walks `start..end`; `resume` are offsets (rising) where records are known or wanted to
+    /// begin. Returns how many bytes were skipped that nothing in `resume` points at.
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
         loop {
@@ -166,11 +171,12 @@ impl Walk<'_> {
         }
     }
 
-    /// Reads the composed ones among the `wanted` records of the index, and with them what they refer to: that it is
-    /// there, no index of this pack tells.
+    /// Reads the composed ones among the `wanted` records of the index, and with them what they
+    /// refer to: that it is there, no index of this pack tells.
     fn composed(&mut self, wanted: &[u64]) {
-        let is_asked =
-            |entry: &Entry| entry.kind().is_derived() && wanted.binary_search(&entry.offset()).is_ok();
+        let is_asked = |entry: &Entry| {
+            entry.kind().is_derived() && wanted.binary_search(&entry.offset()).is_ok()
+        };
         let (inner, number) = (self.inner, self.pack.number);
         let (problems, stale) = (&mut self.problems, &mut self.stale);
         self.good.retain(|entry| {
@@ -190,9 +196,15 @@ impl Walk<'_> {
 }
 
 /// Bad offsets that follow each other with the same problem become one.
-fn group(pack: &PackFile, bad: &[u64], problems: &BTreeMap<u64, String>, stale: bool) -> Vec<PackBounds> {
-    let problem_at =
-        |at: &u64| problems.get(at).map_or("a map refers to it, but no record begins there", String::as_str);
+fn group(
+    pack: &PackFile,
+    bad: &[u64],
+    problems: &BTreeMap<u64, String>,
+    stale: bool,
+) -> Vec<PackBounds> {
+    let problem_at = |at: &u64| {
+        problems.get(at).map_or("a map refers to it, but no record begins there", String::as_str)
+    };
     let groups = bad.chunk_by(|a, b| problem_at(a) == problem_at(b));
     let describe = |group: &[u64]| {
         let [first, .., last] = group else {

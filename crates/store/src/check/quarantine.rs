@@ -1,13 +1,15 @@
-//! Setting files of a store aside: kept under another name, found by nobody, removed by nobody but the user.
+//! Setting files of a store aside: kept under another name, found by nobody, removed by nobody but
+//! the user.
 //!
 //! ```text
 //!   packs/00000005.pack ─▶ quarantine/packs-00000005.pack (.1, .2 where that is taken) ─▶ the first is removed
 //!   quarantine/README      says what this is
 //! ```
 //!
-//! Invariants: the copy is durable before the file goes. A crash in between leaves both, and the next repair sets it aside once
-//! more. The bytes are copied as they lie there, those of an encrypted store encrypted: what is damaged cannot be decrypted, and
-//! what is put back under its old name is what it was.
+//! Invariants: the copy is durable before the file goes. A crash in between leaves both, and the
+//! next repair sets it aside once more. The bytes are copied as they lie there, those of an
+//! encrypted store encrypted: what is damaged cannot be decrypted, and what is put back under its
+//! old name is what it was.
 
 use crate::store::Inner;
 use crate::{Error, Result};

@@ -14,12 +14,14 @@
 //!   check once more
 //! ```
 //!
-//! Invariants: only under the locks of writer and prune. A checkpoint that could be read before can be read after, at every
-//! instant: files are put whole, and a pack goes when no map of a checkpoint that is left names it. Nothing is deleted: it is in
-//! `quarantine/`. Numbers are not used again. What is interrupted is done by the next repair; a repair of a whole store
-//! changes nothing.
+//! Invariants: only under the locks of writer and prune. A checkpoint that could be read before can
+//! be read after, at every instant: files are put whole, and a pack goes when no map of a
+//! checkpoint that is left names it. Nothing is deleted: it is in `quarantine/`. Numbers are not
+//! used again. What is interrupted is done by the next repair; a repair of a whole store changes
+//! nothing.
 //!
-//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are advice.
+//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
+//! advice.
 
 use super::{CheckOptions, CheckProgress, CheckReport};
 use crate::backend::LockGuard;
@@ -27,9 +29,9 @@ use crate::identity::{PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
 use crate::record::{
-    DENSE_VERSIONS, DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES,
-    PLAIN_VERSIONS, RECORD_BYTES_MAX, Record, encode_dense_header, encode_pack_header, encode_trailer,
-    parse_footer,
+    DENSE_VERSIONS, DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind,
+    PACK_HEADER_BYTES, PLAIN_VERSIONS, RECORD_BYTES_MAX, Record, encode_dense_header,
+    encode_pack_header, encode_trailer, parse_footer,
 };
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
@@ -89,8 +91,9 @@ pub struct RepairReport {
 impl Store {
     /// Saves what can be saved of a damaged store, and lists what cannot.
     ///
-    /// Errors: [`Error::Locked`] where a run or a prune is at work; [`Error::LaterVersion`]; [`Error::Damaged`] where the store's
-    /// own description is not what it was: its key is nowhere else.
+    /// Errors: [`Error::Locked`] where a run or a prune is at work; [`Error::LaterVersion`];
+    /// [`Error::Damaged`] where the store's own description is not what it was: its key is nowhere
+    /// else.
     pub fn repair(&self, progress: &mut dyn FnMut(CheckProgress)) -> Result<RepairReport> {
         let inner = self.inner();
         let options = CheckOptions { read_data: true };
@@ -190,7 +193,11 @@ impl Repair<'_> {
     }
 
     /// Packs with bad records.
-    fn records(&mut self, options: CheckOptions, progress: &mut dyn FnMut(CheckProgress)) -> Result<()> {
+    fn records(
+        &mut self,
+        options: CheckOptions,
+        progress: &mut dyn FnMut(CheckProgress),
+    ) -> Result<()> {
         self.inner.forget_open_packs();
         let damaged = self.damaged_packs(options, progress)?;
         if damaged.is_empty() {
@@ -230,7 +237,8 @@ impl Repair<'_> {
         self.lose(hurt)?;
         let moves = Moves { to: saved.into_iter().collect(), ..moves };
         rewrite_maps(self.inner, &Live::find(self.inner)?, &moves, &|_| true)?;
-        // Those, too, that a repair which died has put anew, before what their former selves named goes.
+        // Those, too, that a repair which died has put anew, before what their former selves named
+        // goes.
         self.inner.backend.remove_all(names::MAPS, &[])?;
         let newest = packs::numbers(self.inner)?.last().copied();
         if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
@@ -260,7 +268,8 @@ impl Repair<'_> {
             let object = self.inner.backend.describe(&names::pack(number));
             // As the checks name them: the file, or a place in it.
             let is_of = |of: &str| {
-                of.strip_prefix(&object).is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', ':']))
+                of.strip_prefix(&object)
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', ':']))
             };
             if let Some(damage) = now.damages.iter().find(|damage| is_of(&damage.object)) {
                 damaged.insert(number, damage.problem.clone());
@@ -278,10 +287,14 @@ impl Repair<'_> {
         for id in self.inner.checkpoint_ids()? {
             let meta = self.inner.read_checkpoint(id)?.meta;
             let (ram, disks) = self.inner.read_maps(&meta)?;
-            let shown = ram.iter().map(|(_, to)| to).chain(disks.records()).find(|to| lost.contains(to));
+            let shown =
+                ram.iter().map(|(_, to)| to).chain(disks.records()).find(|to| lost.contains(to));
             if let Some(to) = shown {
                 let pack = self.inner.backend.describe(&names::pack(to.pack()));
-                hurt.insert(id, format!("the record in {pack} at offset {} is damaged", to.offset()));
+                hurt.insert(
+                    id,
+                    format!("the record in {pack} at offset {} is damaged", to.offset()),
+                );
             }
         }
         Ok(hurt)
@@ -296,7 +309,8 @@ fn damage(error: Error) -> Result<String> {
     }
 }
 
-/// The records that some checkpoint shows and that lie in the packs that go, or are composed of such.
+/// The records that some checkpoint shows and that lie in the packs that go, or are composed of
+/// such.
 fn touched(inner: &Inner, live: &mut Live, victims: &BTreeSet<u32>) -> Result<BTreeSet<PageRef>> {
     let mut touched = BTreeSet::new();
     for number in victims {
@@ -314,7 +328,8 @@ fn touched(inner: &Inner, live: &mut Live, victims: &BTreeSet<u32>) -> Result<BT
 /// Reads one record whole, and compares its content with its hash.
 fn read_record(inner: &Inner, place: PageRef) -> Result<(PageHash, Kind, Box<Page>)> {
     let pack = inner.pack(place.pack())?;
-    let damaged = |problem| Error::damaged(format!("{} at offset {}", pack.object, place.offset()), problem);
+    let damaged =
+        |problem| Error::damaged(format!("{} at offset {}", pack.object, place.offset()), problem);
     let left = pack.file.len_bytes()?.saturating_sub(place.offset());
     let mut bytes = vec![0; left.min(RECORD_BYTES_MAX as u64) as usize];
     pack.file.read_at(place.offset(), &mut bytes)?;
@@ -324,7 +339,8 @@ fn read_record(inner: &Inner, place: PageRef) -> Result<(PageHash, Kind, Box<Pag
     Ok((record.hash, record.kind, page))
 }
 
-/// Other records of the content that bad ones had, as the index of their pack says, or their own header.
+/// Other records of the content that bad ones had, as the index of their pack says, or their own
+/// header.
 struct Twins {
     possible: BTreeMap<PageRef, Vec<PageHash>>,
     places: BTreeMap<PageHash, Vec<PageRef>>,
@@ -335,7 +351,11 @@ impl Twins {
         let mut twins = Self { possible: BTreeMap::new(), places: BTreeMap::new() };
         for of_pack in bad.chunk_by(|a, b| a.pack() == b.pack()) {
             let Some(number) = of_pack.first().map(|place| place.pack()) else { continue };
-            let shape = if inner.len_of(&names::pack(number)) > 0 { Shape::of(inner, number)? } else { None };
+            let shape = if inner.len_of(&names::pack(number)) > 0 {
+                Shape::of(inner, number)?
+            } else {
+                None
+            };
             let entries = shape.map_or_else(Vec::new, |shape| shape.entries);
             for place in of_pack {
                 let indexed = entries.binary_search_by_key(&place.offset(), Entry::offset).ok();
@@ -367,8 +387,8 @@ impl Twins {
     /// The content of a bad record, from one that is whole.
     fn read(&self, inner: &Inner, bad: PageRef) -> Option<(PageHash, Kind, Box<Page>)> {
         let hashes = self.possible.get(&bad)?.iter();
-        let others =
-            hashes.flat_map(|hash| self.places.get(hash).into_iter().flatten().map(move |at| (hash, at)));
+        let others = hashes
+            .flat_map(|hash| self.places.get(hash).into_iter().flatten().map(move |at| (hash, at)));
         let read = |(hash, at): (&PageHash, &PageRef)| {
             let content = read_record(inner, *at).ok()?;
             (content.0 == *hash).then_some(content)
@@ -387,7 +407,9 @@ fn fix_packs(inner: &Inner, rebuilt: &mut Vec<String>) -> Result<()> {
         // What the medium does not give cannot be put back.
         let bytes = || inner.backend.read(&name, REBUILT_BYTES_MAX).ok();
         let fixed = match PackFile::open(inner, number) {
-            Err(Error::Damaged { .. }) => bytes().and_then(|bytes| with_header(inner, number, bytes)),
+            Err(Error::Damaged { .. }) => {
+                bytes().and_then(|bytes| with_header(inner, number, bytes))
+            }
             other => {
                 let pack = other?;
                 let end = records_end(inner, &pack, pack.file.len_bytes()?);
@@ -428,9 +450,11 @@ fn records_end(inner: &Inner, pack: &PackFile, len_bytes: u64) -> Option<u64> {
     (!bad && trailer_end == len_bytes).then_some(end)
 }
 
-/// A pack with the header that it must have had; `None` where no record follows, nor a trailer tells of one.
+/// A pack with the header that it must have had; `None` where no record follows, nor a trailer
+/// tells of one.
 fn with_header(inner: &Inner, number: u32, bytes: Vec<u8>) -> Option<Vec<u8>> {
-    with_dense_header(inner, number, bytes.clone()).or_else(|| with_plain_header(inner, number, bytes))
+    with_dense_header(inner, number, bytes.clone())
+        .or_else(|| with_plain_header(inner, number, bytes))
 }
 
 fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
@@ -439,7 +463,8 @@ fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
     for version in PLAIN_VERSIONS {
         let header = encode_pack_header(inner.config.id, number, version);
         bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
-        // The trailer vouches for the header; without one the latest version holds whatever is there.
+        // The trailer vouches for the header; without one the latest version holds whatever is
+        // there.
         if is_closed(number, &bytes, header) {
             break;
         }
@@ -447,10 +472,12 @@ fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
     Some(bytes)
 }
 
-/// The dictionary reaches to the first record, which the trailer tells. A pack that was recompressed has one, or nobody needs it.
+/// The dictionary reaches to the first record, which the trailer tells. A pack that was
+/// recompressed has one, or nobody needs it.
 fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let footer =
-        parse_footer(bytes.get(bytes.len().checked_sub(FOOTER_BYTES)?..)?, bytes.len() as u64)?.ok()?;
+        parse_footer(bytes.get(bytes.len().checked_sub(FOOTER_BYTES)?..)?, bytes.len() as u64)?
+            .ok()?;
     let entry = bytes.get(usize::try_from(footer.records_end).ok()?..)?.get(HASH_BYTES..)?;
     let mut first = [0; 8];
     // The seventh and last byte of the offset; behind it is the kind.

@@ -1,13 +1,15 @@
-//! What tells that a hash is not in a file of spilled entries, without a look at the file: a split block Bloom filter.
+//! What tells that a hash is not in a file of spilled entries, without a look at the file: a split
+//! block Bloom filter.
 //!
 //! ```text
 //!   hash ─▶ block of 256 bits = second word * blocks / 2^64 ─▶ one bit in each of its eight words of 32
 //! ```
 //!
-//! One access to memory for each question. With [`KEY_BITS`] for each entry about one new page of two hundred is looked up in vain.
-//! (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient Bloom Filters, 2007; the constants are those of Apache
-//! Parquet.) Written here and taken from no library: page hashes are random already, so that nothing is left to hash, and its bytes are
-//! in a file, whose format would be the library's.
+//! One access to memory for each question. With [`KEY_BITS`] for each entry about one new page of
+//! two hundred is looked up in vain. (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient
+//! Bloom Filters, 2007; the constants are those of Apache Parquet.) Written here and taken from no
+//! library: page hashes are random already, so that nothing is left to hash, and its bytes are in a
+//! file, whose format would be the library's.
 
 use crate::identity::PageHash;
 
@@ -16,8 +18,16 @@ const KEY_BITS: usize = 12;
 /// Bytes of a block.
 pub const BLOCK_BYTES: usize = 32;
 const WORDS: usize = 8;
-const SALTS: [u32; WORDS] =
-    [0x47b6_137b, 0x4497_4d91, 0x8824_ad5b, 0xa2b7_289d, 0x7054_95c7, 0x2df1_424b, 0x9efc_4947, 0x5c6b_fb31];
+const SALTS: [u32; WORDS] = [
+    0x47b6_137b,
+    0x4497_4d91,
+    0x8824_ad5b,
+    0xa2b7_289d,
+    0x7054_95c7,
+    0x2df1_424b,
+    0x9efc_4947,
+    0x5c6b_fb31,
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(align(32))]
@@ -45,7 +55,8 @@ impl Filter {
         let block = self.0.get(self.at(hash));
         block.is_some_and(|block| {
             // All eight, without a branch each.
-            block.0.iter().zip(mask(hash)).fold(0, |missing, (word, bit)| missing | (!word & bit)) == 0
+            block.0.iter().zip(mask(hash)).fold(0, |missing, (word, bit)| missing | (!word & bit))
+                == 0
         })
     }
 
@@ -55,13 +66,18 @@ impl Filter {
     }
 
     pub fn encode(&self, out: &mut Vec<u8>) {
-        self.0.iter().flat_map(|block| block.0).for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+        self.0
+            .iter()
+            .flat_map(|block| block.0)
+            .for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
     }
 
     pub fn decode(bytes: &[u8]) -> Self {
         let block = |bytes: &[u8; BLOCK_BYTES]| {
             let words = bytes.as_chunks::<4>().0;
-            Block(std::array::from_fn(|at| words.get(at).map_or(0, |word| u32::from_le_bytes(*word))))
+            Block(std::array::from_fn(|at| {
+                words.get(at).map_or(0, |word| u32::from_le_bytes(*word))
+            }))
         };
         Self(bytes.as_chunks().0.iter().map(block).collect())
     }

@@ -5,7 +5,8 @@
 //!          .new-...                        one that is being written; whoever finds it removes it
 //! ```
 //!
-//! Invariant: whatever is in it, it is no error. What cannot be read as a spill of this store is removed.
+//! Invariant: whatever is in it, it is no error. What cannot be read as a spill of this store is
+//! removed.
 
 use super::spill::{Bond, Seal, Spill, SpillWriter, TEMPORARY, memory_bytes};
 use crate::bytes::to_hex;
@@ -23,8 +24,8 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// The spills, those of the newest packs first, as far as their fences and filters take at most `bytes_max`: what was written
-    /// last comes first, and what does not fit goes.
+    /// The spills, those of the newest packs first, as far as their fences and filters take at most
+    /// `bytes_max`: what was written last comes first, and what does not fit goes.
     pub fn spills(&self, mut bytes_max: usize) -> Vec<(PathBuf, Spill)> {
         let Ok(entries) = std::fs::read_dir(&self.path) else { return Vec::new() };
         let mut files: Vec<_> = entries
@@ -58,7 +59,11 @@ impl Folder {
     }
 
     /// Gives it a name.
-    pub fn finish(&self, writer: SpillWriter, packs: Vec<(u32, Seal)>) -> io::Result<(PathBuf, Spill)> {
+    pub fn finish(
+        &self,
+        writer: SpillWriter,
+        packs: Vec<(u32, Seal)>,
+    ) -> io::Result<(PathBuf, Spill)> {
         let name: [u8; 16] = crate::config::random().map_err(io::Error::other)?;
         let path = self.path.join(to_hex(&name) + SUFFIX);
         let spill = writer.finish(&path, packs)?;

@@ -1,7 +1,8 @@
 //! Several spills made one.
 //!
-//! Invariant: of what the sources hold, only what would be given out gets into the new one: nothing of packs that have gone, and no
-//! derived record where those are not relied on. So nothing that is hidden comes back.
+//! Invariant: of what the sources hold, only what would be given out gets into the new one: nothing
+//! of packs that have gone, and no derived record where those are not relied on. So nothing that is
+//! hidden comes back.
 
 use super::spill::{Seal, Spill};
 use super::table::Slot;
@@ -42,7 +43,8 @@ pub enum Failed {
     Target,
 }
 
-/// Writes what `sources` hold into a new one. The hashes come in order; of one hash a plain record is taken rather than a derived one.
+/// Writes what `sources` hold into a new one. The hashes come in order; of one hash a plain record
+/// is taken rather than a derived one.
 pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), Failed> {
     let target = |_| Failed::Target;
     let entries = sources.iter().map(|source| source.spill.entries()).sum();

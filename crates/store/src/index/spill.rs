@@ -13,10 +13,12 @@
 //!           32 32 BLAKE3 of header, fences, filter, packs and bytes 0..32 of the footer
 //! ```
 //!
-//! Fences, filter and packs are in memory: two bytes for each entry. A hash that passes the filter costs one reading of 512 bytes.
+//! Fences, filter and packs are in memory: two bytes for each entry. A hash that passes the filter
+//! costs one reading of 512 bytes.
 //!
-//! Invariants: nothing of it is believed before its checksum holds; the salt keeps buckets of another file, which a crash may have
-//! left in the place of these, from passing. What is wrong with it is an [`io::Error`], after which the file is of no use.
+//! Invariants: nothing of it is believed before its checksum holds; the salt keeps buckets of
+//! another file, which a crash may have left in the place of these, from passing. What is wrong
+//! with it is an [`io::Error`], after which the file is of no use.
 
 use super::filter::{self, Filter};
 use super::table::Slot;
@@ -61,7 +63,8 @@ impl std::fmt::Debug for MaskKey {
 }
 
 impl Bond {
-    /// Masks a place, or takes the mask off: as no hash is twice in a file, and each file has a salt, no mask is used twice.
+    /// Masks a place, or takes the mask off: as no hash is twice in a file, and each file has a
+    /// salt, no mask is used twice.
     fn mask(&self, salt: [u8; 16], hash: PageHash, value: u64) -> u64 {
         let Some(MaskKey(key)) = &self.mask else { return value };
         let mut input = [0; 32];
@@ -98,7 +101,8 @@ impl Spill {
         let mut header = [0; BUCKET_BYTES];
         file.read_exact_at(&mut header, 0)?;
         let mut footer = [0; FOOTER_BYTES];
-        let footer_at = len_bytes.checked_sub(FOOTER_BYTES as u64).ok_or_else(|| bad("too short"))?;
+        let footer_at =
+            len_bytes.checked_sub(FOOTER_BYTES as u64).ok_or_else(|| bad("too short"))?;
         file.read_exact_at(&mut footer, footer_at)?;
         let counts: [u64; 4] = std::array::from_fn(|at| {
             footer.as_chunks::<8>().0.get(at).map_or(0, |bytes| u64::from_le_bytes(*bytes))
@@ -108,7 +112,9 @@ impl Spill {
         let meta_len = [(buckets, 8), (blocks, filter::BLOCK_BYTES), (packs, PACK_BYTES)]
             .into_iter()
             .try_fold(0u64, |sum, (n, each)| sum.checked_add(n.checked_mul(each as u64)?));
-        let (Some(meta_at), Some(meta_len)) = (meta_at, meta_len) else { return Err(bad("impossible")) };
+        let (Some(meta_at), Some(meta_len)) = (meta_at, meta_len) else {
+            return Err(bad("impossible"));
+        };
         let is_whole = meta_at.checked_add(meta_len) == Some(footer_at)
             && entries.div_ceil(BUCKET_ENTRIES as u64) == buckets
             && blocks > 0
@@ -149,7 +155,9 @@ impl Spill {
 
     /// What it takes of the memory.
     pub fn bytes(&self) -> usize {
-        self.fences.capacity() * 8 + self.filter.bytes() + self.packs.capacity() * size_of::<(u32, Seal)>()
+        self.fences.capacity() * 8
+            + self.filter.bytes()
+            + self.packs.capacity() * size_of::<(u32, Seal)>()
     }
 
     /// What a hash stands for.
@@ -166,8 +174,8 @@ impl Spill {
         Ok(entry.map(|entry| self.bond.mask(self.salt, hash, decode_entry(entry).value)))
     }
 
-    /// The last bucket whose first hash is not behind it. As hashes are spread evenly, it is close to where it would be if they lay
-    /// at equal distances.
+    /// The last bucket whose first hash is not behind it. As hashes are spread evenly, it is close
+    /// to where it would be if they lay at equal distances.
     fn bucket_of(&self, word: u64) -> Option<usize> {
         let all = self.fences.len();
         let guess = ((u128::from(word) * all as u128) >> 64) as usize;
@@ -187,7 +195,11 @@ impl Spill {
     }
 
     /// The entries of a bucket, once its checksum holds.
-    fn checked<'a>(&self, number: usize, bucket: &'a Bucket) -> io::Result<&'a [[u8; ENTRY_BYTES]]> {
+    fn checked<'a>(
+        &self,
+        number: usize,
+        bucket: &'a Bucket,
+    ) -> io::Result<&'a [[u8; ENTRY_BYTES]]> {
         let (content, check) = bucket.split_at(BUCKET_BYTES - CHECK_BYTES);
         if check != bucket_check(self.salt, number, content) {
             return Err(bad("the checksum of a bucket does not match"));
@@ -295,7 +307,8 @@ impl SpillWriter {
         self.out.write_all(&check)
     }
 
-    /// Gives it the name `path`; `packs` are those whose records are all in it. It is a cache, so that nothing is synced.
+    /// Gives it the name `path`; `packs` are those whose records are all in it. It is a cache, so
+    /// that nothing is synced.
     pub fn finish(mut self, path: &Path, packs: Vec<(u32, Seal)>) -> io::Result<Spill> {
         if !self.bucket.is_empty() {
             self.end_bucket()?;
@@ -310,7 +323,12 @@ impl SpillWriter {
         let mut footer = [0; FOOTER_BYTES];
         let blocks = self.filter.bytes() / filter::BLOCK_BYTES;
         let counts = [self.entries, self.fences.len(), blocks, packs.len()];
-        footer.as_chunks_mut().0.iter_mut().zip(counts).for_each(|(to, n)| *to = (n as u64).to_le_bytes());
+        footer
+            .as_chunks_mut()
+            .0
+            .iter_mut()
+            .zip(counts)
+            .for_each(|(to, n)| *to = (n as u64).to_le_bytes());
         let hash = checksum(&encode_header(self.bond.store, self.salt), &meta, &footer);
         footer[32..].copy_from_slice(&hash);
         self.out.write_all(&meta)?;

@@ -7,11 +7,13 @@
 //!          |<------- homes ------->|<tail >|
 //! ```
 //!
-//! Hashes are keyed, and so as good as random whatever a guest writes: entries spread evenly. As the table is in order,
-//! it is written out without being sorted, and grows by being copied from front to back.
+//! Hashes are keyed, and so as good as random whatever a guest writes: entries spread evenly. As
+//! the table is in order, it is written out without being sorted, and grows by being copied from
+//! front to back.
 //!
-//! Invariants: between the home of an entry and the entry no slot is empty; at most four of five slots are taken; it never takes
-//! more than [`Table::bytes_max`] (while it grows, with the old one beside the new).
+//! Invariants: between the home of an entry and the entry no slot is empty; at most four of five
+//! slots are taken; it never takes more than [`Table::bytes_max`] (while it grows, with the old one
+//! beside the new).
 
 use crate::identity::PageHash;
 
@@ -39,7 +41,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// An empty one that will take at most `bytes_max` for its slots, half as much more while it grows.
+    /// An empty one that will take at most `bytes_max` for its slots, half as much more while it
+    /// grows.
     pub fn new(bytes_max: usize) -> Self {
         let homes_max = (bytes_max / SLOT_BYTES).saturating_sub(TAIL).max(64);
         Self { slots: Vec::new(), homes: 0, homes_max, len: 0 }
@@ -65,7 +68,8 @@ impl Table {
         self.slots.get(self.find(hash)?).map(|slot| slot.value)
     }
 
-    /// Sets what a hash stands for, which is not 0. False where there is no room: nothing is changed then.
+    /// Sets what a hash stands for, which is not 0. False where there is no room: nothing is
+    /// changed then.
     pub fn insert(&mut self, hash: PageHash, value: u64) -> bool {
         debug_assert!(value != 0);
         if let Some(slot) = self.find(hash).and_then(|at| self.slots.get_mut(at)) {
@@ -97,11 +101,14 @@ impl Table {
         true
     }
 
-    /// Shows every entry, in the order of the hashes; those that `keep` does not want go. It may change what a hash stands for.
+    /// Shows every entry, in the order of the hashes; those that `keep` does not want go. It may
+    /// change what a hash stands for.
     pub fn retain(&mut self, keep: &mut dyn FnMut(PageHash, &mut u64) -> bool) {
         let (mut next, mut kept) = (0, 0);
         for at in 0..self.slots.len() {
-            let Some(mut slot) = self.slots.get(at).copied().filter(|slot| slot.value != 0) else { continue };
+            let Some(mut slot) = self.slots.get(at).copied().filter(|slot| slot.value != 0) else {
+                continue;
+            };
             self.set(at, EMPTY);
             if keep(slot.hash, &mut slot.value) {
                 // Never behind where it was, as those before it did not move back either.
@@ -142,7 +149,8 @@ impl Table {
         let Some(slots) = self.slots.get_mut(from..) else { return false };
         let Some(end) = slots.iter().position(|slot| slot.value == 0) else { return false };
         let cluster = slots.get_mut(..=end).unwrap_or_default();
-        let at = cluster.iter().position(|slot| slot.value == 0 || slot.hash > new.hash).unwrap_or(end);
+        let at =
+            cluster.iter().position(|slot| slot.value == 0 || slot.hash > new.hash).unwrap_or(end);
         cluster.copy_within(at..end, at + 1);
         self.set(from + at, new);
         self.len += 1;
@@ -150,7 +158,9 @@ impl Table {
     }
 
     fn grow(&mut self) {
-        let homes = (self.homes * 2).clamp(HOMES_FIRST, self.homes_max.max(HOMES_FIRST)).min(self.homes_max);
+        let homes = (self.homes * 2)
+            .clamp(HOMES_FIRST, self.homes_max.max(HOMES_FIRST))
+            .min(self.homes_max);
         let old = std::mem::replace(&mut self.slots, vec![EMPTY; homes + TAIL]);
         (self.homes, self.len) = (homes, 0);
         let mut next = 0;

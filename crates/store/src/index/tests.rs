@@ -1,7 +1,7 @@
 //! The index against a plain map, over a folder that is killed, damaged and pruned under it.
 //!
-//! The harness plays the packs: what is in them is what is true. The index may know less than they hold where a file was damaged while it
-//! was open, never anything else.
+//! The harness plays the packs: what is in them is what is true. The index may know less than they
+//! hold where a file was damaged while it was open, never anything else.
 
 use super::spill::BUCKET_BYTES;
 use super::*;
@@ -38,7 +38,8 @@ struct Subject {
     model: HashMap<PageHash, Found>,
     /// Packs whose writer died: they may be forgotten when there is no room.
     unfinished: BTreeSet<u32>,
-    /// Hashes that were put, and those that were more than once: of such the index may hold another record, which may go.
+    /// Hashes that were put, and those that were more than once: of such the index may hold another
+    /// record, which may go.
     seen: HashSet<PageHash>,
     seen_again: HashSet<PageHash>,
     /// How often the index had to know a page, and how often it did not.
@@ -90,7 +91,8 @@ impl Subject {
                     self.close();
                     self.index.make_room();
                 }
-                let kind = [Kind::Page, Kind::Page, Kind::Delta, Kind::Block][self.below(4) as usize];
+                let kind =
+                    [Kind::Page, Kind::Page, Kind::Delta, Kind::Block][self.below(4) as usize];
                 self.append(hash(number), kind);
             }
         }
@@ -113,16 +115,20 @@ impl Subject {
         let expected = self.model.get(&hash(number));
         if let Some(found) = found {
             let entries = self.packs.get(&found.place.pack()).expect("a pack that has gone");
-            let entry =
-                entries.iter().find(|entry| entry.offset() == found.place.offset()).expect("no record");
+            let entry = entries
+                .iter()
+                .find(|entry| entry.offset() == found.place.offset())
+                .expect("no record");
             assert_eq!((entry.hash, entry.kind()), (hash(number), found.kind));
         }
-        let is_owed = expected.is_some_and(|expected| !self.unfinished.contains(&expected.place.pack()))
+        let is_owed = expected
+            .is_some_and(|expected| !self.unfinished.contains(&expected.place.pack()))
             && !self.is_hurt
             && !self.seen_again.contains(&hash(number));
         self.owed += u64::from(is_owed);
         self.missed += u64::from(is_owed && found.is_none());
-        // It may know one more place. But a derived record is relied on only as long as nothing was pruned.
+        // It may know one more place. But a derived record is relied on only as long as nothing was
+        // pruned.
         let is_proven = found.is_some_and(|found| found.kind.is_derived() && !found.unproven);
         assert!(!is_proven || expected == found.as_ref(), "{number}: {found:?}, not {expected:?}");
         found
@@ -150,7 +156,11 @@ impl Subject {
         for (number, entries) in packs.iter().rev() {
             if !self.index.covers(*number) {
                 learnt += 1;
-                self.index.learn(*number, is_closed(*number).then(|| seal(*number)), entries.iter());
+                self.index.learn(
+                    *number,
+                    is_closed(*number).then(|| seal(*number)),
+                    entries.iter(),
+                );
             }
         }
         assert!(learnt > 0, "the unfinished one");
@@ -160,15 +170,18 @@ impl Subject {
             packs.iter().flat_map(|(number, all)| all.iter().map(move |entry| (*number, entry)))
         {
             let place = PageRef::new(number, entry.offset());
-            self.model
-                .insert(entry.hash, Found { place, kind: entry.kind(), unproven: entry.kind().is_derived() });
+            self.model.insert(
+                entry.hash,
+                Found { place, kind: entry.kind(), unproven: entry.kind().is_derived() },
+            );
         }
         self.forgive();
         self.open += 1;
         self.packs.insert(self.open, Vec::new());
     }
 
-    /// Packs go: some of their records move to a new one. A prune beside the writer, or before the next.
+    /// Packs go: some of their records move to a new one. A prune beside the writer, or before the
+    /// next.
     fn prune(&mut self) {
         self.close();
         let victims: Vec<u32> =
@@ -190,7 +203,8 @@ impl Subject {
         self.open = new + 1;
         self.packs.insert(self.open, Vec::new());
         // As a writer follows.
-        let plain: Vec<Entry> = moved.iter().copied().filter(|entry| !entry.kind().is_derived()).collect();
+        let plain: Vec<Entry> =
+            moved.iter().copied().filter(|entry| !entry.kind().is_derived()).collect();
         let mut index = std::mem::replace(&mut self.index, Index::new(0, None));
         index.learn(new, Some(seal(new)), plain.iter());
         index.follow(&moves);
@@ -208,7 +222,8 @@ impl Subject {
         self.forgive();
     }
 
-    /// A derived record may be forgotten by a prune where it need not be: when it was spilled, then and by all later writers.
+    /// A derived record may be forgotten by a prune where it need not be: when it was spilled, then
+    /// and by all later writers.
     fn forgive(&mut self) {
         let index = &mut self.index;
         self.model.retain(|hash, found| !found.kind.is_derived() || index.get(*hash).is_some());
@@ -228,7 +243,8 @@ impl Subject {
                 bytes.truncate(self.below(bytes.len() as u64) as usize);
                 std::fs::write(&file, bytes).unwrap();
             }
-            2 => std::fs::write(self.folder.path.join(".new-torn"), &bytes[..bytes.len() / 2]).unwrap(),
+            2 => std::fs::write(self.folder.path.join(".new-torn"), &bytes[..bytes.len() / 2])
+                .unwrap(),
             _ => {
                 let at = self.below(bytes.len() as u64) as usize;
                 bytes[at] ^= 1 << self.below(8);
@@ -320,7 +336,8 @@ fn no_damaged_byte_and_no_cut_is_believed() {
             open(&bytes[..at], &format!("cut at {at}"));
         }
     }
-    // All but those in the buckets are found when it is opened: these when a page in one of them is looked for.
+    // All but those in the buckets are found when it is opened: these when a page in one of them is
+    // looked for.
     let cuts = bytes.len().div_ceil(13);
     assert_eq!(refused, bytes.len() - 3 * BUCKET_BYTES + cuts);
     assert!(lost >= 50 * refused + 3 * BUCKET_BYTES * 8, "{lost}");
@@ -355,7 +372,8 @@ fn the_places_in_a_masked_file_are_not_in_clear_and_come_back() {
         subject.look_at_all();
         let file = std::fs::read_dir(&subject.folder.path).unwrap().next().unwrap().unwrap().path();
         let bytes = std::fs::read(file).unwrap();
-        let is_there = |place: &PageRef| bytes.windows(8).any(|bytes| bytes == place.0.to_le_bytes());
+        let is_there =
+            |place: &PageRef| bytes.windows(8).any(|bytes| bytes == place.0.to_le_bytes());
         places.iter().filter(|place| is_there(place)).count()
     };
     assert_eq!((find(None), find(Some(MaskKey([6; 32])))), (500, 0));
@@ -373,9 +391,13 @@ fn what_is_too_much_is_forgotten_oldest_first() {
         subject.append(hash(number), Kind::Page);
     }
     let usage = subject.index.usage();
-    assert!(usage.memory_bytes <= BUDGET_BYTES as u64 && usage.spills <= 2 * SPILLS_MAX as u64, "{usage:?}");
+    assert!(
+        usage.memory_bytes <= BUDGET_BYTES as u64 && usage.spills <= 2 * SPILLS_MAX as u64,
+        "{usage:?}"
+    );
     subject.is_hurt = true;
-    let is_known: Vec<bool> = (0..max * 3 / 2).map(|number| subject.look(number).is_some()).collect();
+    let is_known: Vec<bool> =
+        (0..max * 3 / 2).map(|number| subject.look(number).is_some()).collect();
     let known = is_known.iter().filter(|known| **known).count() as u64;
     assert!(known > max / 2, "{known} of {max}");
     // The last half of what fits is there to the last one.
@@ -394,7 +416,10 @@ fn without_a_folder_it_forgets_and_stays_small() {
         }
         let place = PageRef::new(1, 64 + number * 40);
         index.insert(hash(number), place, Kind::Page);
-        assert_eq!(index.get(hash(number)), Some(Found { place, kind: Kind::Page, unproven: false }));
+        assert_eq!(
+            index.get(hash(number)),
+            Some(Found { place, kind: Kind::Page, unproven: false })
+        );
     }
     assert_eq!(index.get(hash(0)), None);
     assert!(index.usage().memory_bytes < BUDGET_BYTES as u64);

@@ -43,9 +43,11 @@ impl PackWriter {
         })
     }
 
-    /// Writes a page that has `hash`; where it is, and how many bytes it took. [`Error::Damaged`] where it has another one.
+    /// Writes a page that has `hash`; where it is, and how many bytes it took. [`Error::Damaged`]
+    /// where it has another one.
     pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<(PageRef, u64)> {
-        verify(hash, &self.inner.config.key, page).map_err(|problem| Error::damaged("a page", problem))?;
+        verify(hash, &self.inner.config.key, page)
+            .map_err(|problem| Error::damaged("a page", problem))?;
         match self.index.get(hash) {
             // Not a derived one: others may stand on this.
             Some(known) if !known.kind.is_derived() => return Ok((known.place, 0)),
@@ -93,7 +95,8 @@ impl PackWriter {
         Ok((place, len_bytes))
     }
 
-    /// From here on pages are compressed as small as they get, in packs that begin with its dictionary; or as ever.
+    /// From here on pages are compressed as small as they get, in packs that begin with its
+    /// dictionary; or as ever.
     pub fn set_dense(&mut self, dense: Option<Dense>) -> Result<()> {
         self.close()?;
         self.dense = dense;
@@ -133,10 +136,11 @@ impl PackWriter {
         new.into_iter().try_for_each(|number| self.learn(number, true, true))
     }
 
-    /// Knows nothing any more in the packs that go, but where their records are now; and of derived records only those that
-    /// have moved.
+    /// Knows nothing any more in the packs that go, but where their records are now; and of derived
+    /// records only those that have moved.
     pub fn follow(&mut self, moves: &Moves) -> Result<()> {
-        // A derived record lies behind what it stands on: what comes from here on lies behind what has moved.
+        // A derived record lies behind what it stands on: what comes from here on lies behind what
+        // has moved.
         self.close()?;
         self.learn_others(moves)?;
         let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);

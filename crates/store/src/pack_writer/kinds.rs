@@ -1,4 +1,5 @@
-//! What records are, asked of the packs: few are asked about, and an answer for all would not fit into memory.
+//! What records are, asked of the packs: few are asked about, and an answer for all would not fit
+//! into memory.
 
 use super::{OpenPack, PackWriter};
 use crate::Result;
@@ -7,7 +8,8 @@ use crate::pack_file::{Content, Ending};
 use crate::record::{Entry, KIND_AT, Kind};
 
 impl PackWriter {
-    /// Keeps the derived ones of `records`, which rise. Where a pack cannot be read, none of its records is known to be one.
+    /// Keeps the derived ones of `records`, which rise. Where a pack cannot be read, none of its
+    /// records is known to be one.
     pub fn keep_derived_of(&self, records: &mut Vec<PageRef>) -> Result<()> {
         let mut derived = Vec::new();
         for of_pack in records.chunk_by(|a, b| a.pack() == b.pack()) {
@@ -22,10 +24,11 @@ impl PackWriter {
                 Ending::Closed { entries, .. } => derived.extend(derived_in(&entries, of_pack)),
                 Ending::Unfinished | Ending::Damaged(_) => {
                     let wanted: Vec<_> = of_pack.iter().map(|at| (*at, ())).collect();
-                    let read = pack.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
-                        derived.extend(matches!(content, Content::Derived(_)).then_some(at));
-                        Ok::<_, crate::Error>(())
-                    });
+                    let read =
+                        pack.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
+                            derived.extend(matches!(content, Content::Derived(_)).then_some(at));
+                            Ok::<_, crate::Error>(())
+                        });
                     // Whoever reads them says so.
                     drop(read);
                 }
@@ -55,6 +58,9 @@ fn kind_in(entries: &[Entry], record: PageRef) -> Option<Kind> {
     entries.get(at).map(Entry::kind)
 }
 
-fn derived_in<'a>(entries: &'a [Entry], records: &'a [PageRef]) -> impl Iterator<Item = PageRef> + 'a {
+fn derived_in<'a>(
+    entries: &'a [Entry],
+    records: &'a [PageRef],
+) -> impl Iterator<Item = PageRef> + 'a {
     records.iter().copied().filter(|record| kind_in(entries, *record).is_some_and(Kind::is_derived))
 }

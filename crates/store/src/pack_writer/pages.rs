@@ -1,15 +1,17 @@
-//! Putting pages of RAM, many at a time: what can be done side by side is, in the order of the pages.
+//! Putting pages of RAM, many at a time: what can be done side by side is, in the order of the
+//! pages.
 //!
 //! ```text
 //!            side by side          one after the other              side by side                   one after the other
 //!   pages ──▶ zero? hash ──▶ known? else its base, if it has one ──▶ delta, compressed or raw ──▶ records appended
 //! ```
 //!
-//! What is smallest for its cost: a reference to what the store holds; a delta on a base of the page, where it takes little;
-//! else the page compressed, where it takes less than a page, or as it is.
+//! What is smallest for its cost: a reference to what the store holds; a delta on a base of the
+//! page, where it takes little; else the page compressed, where it takes less than a page, or as it
+//! is.
 //!
-//! Invariants: as in [`super`]. A base is a plain record, read with its check and not lost since; content that comes twice
-//! in a batch gets one record.
+//! Invariants: as in [`super`]. A base is a plain record, read with its check and not lost since;
+//! content that comes twice in a batch gets one record.
 
 use super::{OpenPack, PackWriter, Placed};
 use crate::Result;
@@ -69,7 +71,8 @@ impl Item<'_> {
             Some((base, codec, self.scratch.payload.len()))
         });
         if let Some((base, codec, len)) = delta
-            && (len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL || is_worth_it(len, base.payload_bytes))
+            && (len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL
+                || is_worth_it(len, base.payload_bytes))
         {
             (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
             return;
@@ -93,7 +96,12 @@ impl Item<'_> {
     }
 
     /// The payload of a delta; none where that is too long to be one.
-    fn encode_delta(&mut self, base: Base, content: &Page, compressor: &mut PageCompressor) -> Option<Codec> {
+    fn encode_delta(
+        &mut self,
+        base: Base,
+        content: &Page,
+        compressor: &mut PageCompressor,
+    ) -> Option<Codec> {
         let payload = &mut self.scratch.payload;
         Delta::begin(base.record, base.hash, payload);
         if !diff(content, self.input.content, PATCH_BYTES_MAX, payload) {
@@ -103,12 +111,16 @@ impl Item<'_> {
     }
 
     fn payload(&self, codec: Codec, kind: Kind) -> &[u8] {
-        if kind == Kind::Page && codec == Codec::Raw { self.input.content } else { &self.scratch.payload }
+        if kind == Kind::Page && codec == Codec::Raw {
+            self.input.content
+        } else {
+            &self.scratch.payload
+        }
     }
 }
 
-/// A delta against the page alone, which is read in one step. That takes about what its base does: where a delta is worth it by
-/// that measure, the page need not be compressed to know.
+/// A delta against the page alone, which is read in one step. That takes about what its base does:
+/// where a delta is worth it by that measure, the page need not be compressed to know.
 fn is_worth_it(delta_bytes: usize, alone_bytes: usize) -> bool {
     delta_bytes <= alone_bytes / 4 * 3
 }
@@ -118,7 +130,8 @@ pub fn compress_patch(payload: &mut Vec<u8>, compressor: &mut PageCompressor) ->
     if payload.len() <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL {
         return Codec::Raw;
     }
-    let (codec, stored) = compressor.compress_part(payload.get(DELTA_HEADER_BYTES..).unwrap_or_default());
+    let (codec, stored) =
+        compressor.compress_part(payload.get(DELTA_HEADER_BYTES..).unwrap_or_default());
     if codec != Codec::Raw {
         let stored = stored.to_vec();
         payload.truncate(DELTA_HEADER_BYTES);
@@ -135,7 +148,8 @@ impl PackWriter {
         Ok(placed)
     }
 
-    /// The same for many, whose pages are told of in their order; nothing of those that are all zeros.
+    /// The same for many, whose pages are told of in their order; nothing of those that are all
+    /// zeros.
     pub fn put_all(
         &mut self,
         inputs: &[Input<'_>],
@@ -193,11 +207,14 @@ impl PackWriter {
         appended
     }
 
-    /// Where it is already; else what it could be a delta on, which is read into `bytes` and `content` where it has to be.
+    /// Where it is already; else what it could be a delta on, which is read into `bytes` and
+    /// `content` where it has to be.
     fn find(&mut self, item: &mut Item<'_>, bytes: &mut Vec<u8>, content: &mut Page) {
         let Some(hash) = item.hash else { return };
         item.placed = self.known(hash, item.input.content);
-        let Some((page, before)) = item.input.home.filter(|_| item.placed.is_none()) else { return };
+        let Some((page, before)) = item.input.home.filter(|_| item.placed.is_none()) else {
+            return;
+        };
         item.base = self.bases.find(page);
         item.has_base = item.base.is_some() || before != PageRef::ZERO;
         if item.base.is_none()
@@ -275,7 +292,11 @@ impl PackWriter {
                 // What was written once may never be again: its base is read when it is.
                 _ if item.has_base => {
                     let payload_bytes = item.payload(codec, kind).len();
-                    self.bases.insert(page, Base::new(place, hash, payload_bytes), item.input.content);
+                    self.bases.insert(
+                        page,
+                        Base::new(place, hash, payload_bytes),
+                        item.input.content,
+                    );
                 }
                 _ => {}
             }

@@ -8,13 +8,14 @@
 //!                      visible(0) = visible(8) without those of 8, and visible(6) without those of 6
 //! ```
 //!
-//! Invariants: a record is live where a live map shows it at a visible page, or where a live record is composed of it
-//! ([`Live::close`]): live records are closed over references. A map of a run that goes on hides nothing that a later
-//! checkpoint of it shows: what it builds upon are maps of the newest checkpoint's chain, under a map with all that changed
-//! since.
+//! Invariants: a record is live where a live map shows it at a visible page, or where a live record
+//! is composed of it ([`Live::close`]): live records are closed over references. A map of a run
+//! that goes on hides nothing that a later checkpoint of it shows: what it builds upon are maps of
+//! the newest checkpoint's chain, under a map with all that changed since.
 //!
-//! All maps are read once in a prune. Which packs each mentions is remembered ([`Known`]), so that later looks at few packs read
-//! few maps: those that mention one of them, those that are new, and what lies over such a one whose own checkpoint is gone.
+//! All maps are read once in a prune. Which packs each mentions is remembered ([`Known`]), so that
+//! later looks at few packs read few maps: those that mention one of them, those that are new, and
+//! what lies over such a one whose own checkpoint is gone.
 
 use crate::chain::Changes;
 use crate::identity::PageRef;
@@ -80,12 +81,15 @@ impl Known {
     /// Whether a map may mention one of `packs`, or one that there was not.
     pub fn may_mention(&self, map: u64, packs: &BTreeSet<u32>) -> bool {
         let mentions = self.mentions.get(&map);
-        mentions.is_none_or(|all| all.iter().any(|pack| packs.contains(pack) || !self.packs.contains(pack)))
+        mentions.is_none_or(|all| {
+            all.iter().any(|pack| packs.contains(pack) || !self.packs.contains(pack))
+        })
     }
 
     /// `packs`, and those that have live records composed of theirs.
     pub fn with_dependents(&self, packs: &BTreeSet<u32>) -> BTreeSet<u32> {
-        let dependents = self.depends.iter().filter(|(_, on)| !on.is_disjoint(packs)).map(|(of, _)| *of);
+        let dependents =
+            self.depends.iter().filter(|(_, on)| !on.is_disjoint(packs)).map(|(of, _)| *of);
         packs.iter().copied().chain(dependents).collect()
     }
 }
@@ -102,7 +106,8 @@ pub struct Live {
 }
 
 impl Live {
-    /// Looks at all checkpoints and their maps. Error: [`Error::Unreadable`] where what one needs cannot be known.
+    /// Looks at all checkpoints and their maps. Error: [`Error::Unreadable`] where what one needs
+    /// cannot be known.
     pub fn find(inner: &Inner) -> Result<Self> {
         Self::find_where(inner, &|_| true)
     }
@@ -134,9 +139,10 @@ impl Live {
         Ok(live)
     }
 
-    /// Reads all checkpoints that there are. Beside a run they come and go: where one is forgotten that was listed, the one that
-    /// was sealed before it went may not have been, and all that the run goes on with would be known of neither. So it is listed again
-    /// until nothing is new; what is sealed behind that builds on what was read.
+    /// Reads all checkpoints that there are. Beside a run they come and go: where one is forgotten
+    /// that was listed, the one that was sealed before it went may not have been, and all that the
+    /// run goes on with would be known of neither. So it is listed again until nothing is new; what
+    /// is sealed behind that builds on what was read.
     fn find_nodes(&mut self, inner: &Inner) -> Result<()> {
         // Numbers are not used again: what is gone stays so.
         let mut looked_at = BTreeSet::new();
@@ -193,9 +199,10 @@ impl Live {
         self.wanted.keys().copied()
     }
 
-    /// Adds what live records of `shape` are composed of, and returns these with what each refers to. What they refer to is
-    /// not composed, and lies before them: one step, through packs in rising order, is all. Live records that `shape` does not
-    /// list are asked themselves: those that it missed because the medium did not give them must not cost what they stand on.
+    /// Adds what live records of `shape` are composed of, and returns these with what each refers
+    /// to. What they refer to is not composed, and lies before them: one step, through packs in
+    /// rising order, is all. Live records that `shape` does not list are asked themselves: those
+    /// that it missed because the medium did not give them must not cost what they stand on.
     pub fn close(&mut self, inner: &Inner, shape: &Shape) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let live = self.offsets(shape.number);
         let composed = shape.entries.iter().filter(|entry| entry.kind().is_derived());
@@ -225,17 +232,20 @@ impl Live {
         self.wanted.values_mut().for_each(Offsets::settle);
     }
 
-    /// Shows every map that is wanted, the newest first, with what of it some checkpoint shows. Others may be shown, too.
+    /// Shows every map that is wanted, the newest first, with what of it some checkpoint shows.
+    /// Others may be shown, too.
     pub fn each_map(
         &self,
         inner: &Inner,
         is_wanted: &dyn Fn(u64) -> bool,
         visit: &mut dyn FnMut(u64, &Node, &MapRun, &Changes) -> Result<()>,
     ) -> Result<()> {
-        // Of maps without a checkpoint, what is visible is what those above leave: they are read for it.
+        // Of maps without a checkpoint, what is visible is what those above leave: they are read
+        // for it.
         let (mut read, mut looked_through) = (BTreeSet::new(), BTreeSet::new());
         for (id, node) in &self.nodes {
-            if is_wanted(*id) || node.parent.is_some_and(|parent| looked_through.contains(&parent)) {
+            if is_wanted(*id) || node.parent.is_some_and(|parent| looked_through.contains(&parent))
+            {
                 read.insert(*id);
                 if !node.sealed {
                     looked_through.insert(*id);
@@ -247,7 +257,10 @@ impl Live {
             let run = inner.read_map(*id)?;
             if run.header.parent != node.parent || run.header.space_pages < node.ram_pages {
                 let object = inner.backend.describe(&names::map(*id));
-                return Err(Error::damaged(object, "it does not belong where a checkpoint's chain has it"));
+                return Err(Error::damaged(
+                    object,
+                    "it does not belong where a checkpoint's chain has it",
+                ));
             }
             let mut visible = pending.remove(id).unwrap_or_else(|| Changes::none(node.ram_pages));
             if node.sealed {
@@ -270,8 +283,8 @@ impl Live {
 }
 
 impl Inner {
-    /// The numbers of the sealed checkpoints, rising. A folder that changes while it is read may show neither what was there nor what
-    /// came: two lists that are the same show one instant.
+    /// The numbers of the sealed checkpoints, rising. A folder that changes while it is read may
+    /// show neither what was there nor what came: two lists that are the same show one instant.
     pub fn settled_checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
         let mut before = self.checkpoint_ids()?;
         for _ in 0..LISTINGS_MAX {

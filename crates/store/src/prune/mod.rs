@@ -7,13 +7,15 @@
 //!         crash: a pack that nobody needs      crash: each map names records that are there, in one place or the other
 //! ```
 //!
-//! Invariants: a file is removed only after everything that names it has been replaced durably; a number is not used again.
-//! Copies are verified before they stand for anything. A run may go on meanwhile: it says itself when it needs a pack no more
-//! ([`moves`]), and what does not come to an end is left to the next prune. So are packs in which a needed record is damaged.
-//! Readers that have loaded a checkpoint have its packs open; those that load one read the maps again where a pack has gone.
+//! Invariants: a file is removed only after everything that names it has been replaced durably; a
+//! number is not used again. Copies are verified before they stand for anything. A run may go on
+//! meanwhile: it says itself when it needs a pack no more ([`moves`]), and what does not come to an
+//! end is left to the next prune. So are packs in which a needed record is damaged. Readers that
+//! have loaded a checkpoint have its packs open; those that load one read the maps again where a
+//! pack has gone.
 //!
-//! Where packs are recompressed, the copies are as small as they get ([`crate::dictionary`]). What is, stays so: a round with such
-//! a pack writes all of it so.
+//! Where packs are recompressed, the copies are as small as they get ([`crate::dictionary`]). What
+//! is, stays so: a round with such a pack writes all of it so.
 //!
 //! Not here: which checkpoints are forgotten ([`crate::Retention`]).
 
@@ -51,14 +53,20 @@ pub struct PruneOptions {
     pub dry_run: bool,
     /// How long to wait for a run that goes on: it answers with its next checkpoint.
     pub wait: Duration,
-    /// Packs of about so many bytes are written anew as small as they get, the oldest first, whatever of them is unused: 0 none,
-    /// [`u64::MAX`] all that were not yet. At least one, where it is not 0.
+    /// Packs of about so many bytes are written anew as small as they get, the oldest first,
+    /// whatever of them is unused: 0 none, [`u64::MAX`] all that were not yet. At least one, where
+    /// it is not 0.
     pub recompress_bytes: u64,
 }
 
 impl Default for PruneOptions {
     fn default() -> Self {
-        Self { max_unused: 0.05, dry_run: false, wait: Duration::from_secs(60), recompress_bytes: 0 }
+        Self {
+            max_unused: 0.05,
+            dry_run: false,
+            wait: Duration::from_secs(60),
+            recompress_bytes: 0,
+        }
     }
 }
 
@@ -105,7 +113,8 @@ pub struct PruneReport {
     pub removed_packs: u64,
     /// Packs of which a part was needed, which is elsewhere now.
     pub rewritten_packs: u64,
-    /// Of these and of packs of which all was needed: those whose pages are as small as they get now.
+    /// Of these and of packs of which all was needed: those whose pages are as small as they get
+    /// now.
     #[serde(default)]
     pub recompressed_packs: u64,
     /// Bytes of the records that were copied.
@@ -121,8 +130,9 @@ pub struct PruneReport {
 impl Store {
     /// Frees what no checkpoint needs. May be killed at any instant.
     ///
-    /// Errors: [`crate::Error::Locked`] where another prune is at work; [`crate::Error::Unreadable`] where a checkpoint cannot be
-    /// read, and [`crate::Error::Damaged`] where a map that is needed cannot: then nothing is removed.
+    /// Errors: [`crate::Error::Locked`] where another prune is at work;
+    /// [`crate::Error::Unreadable`] where a checkpoint cannot be read, and
+    /// [`crate::Error::Damaged`] where a map that is needed cannot: then nothing is removed.
     pub fn prune(
         &self,
         options: &PruneOptions,
@@ -143,8 +153,16 @@ impl Store {
         let copier = Copier::new(inner.clone(), tuning);
         let report = PruneReport { dry_run: options.dry_run, ..PruneReport::default() };
         let known = Known::default();
-        let mut prune =
-            Prune { inner, options, copier, report, progress, done_bytes: 0, total_bytes: 0, known };
+        let mut prune = Prune {
+            inner,
+            options,
+            copier,
+            report,
+            progress,
+            done_bytes: 0,
+            total_bytes: 0,
+            known,
+        };
         prune.report.before_bytes = prune.size()?;
         let plan = prune.plan()?;
         if options.dry_run {
@@ -195,18 +213,21 @@ impl Prune<'_> {
 
     fn plan(&mut self) -> Result<Plan> {
         self.tell(PruneStep::Looking);
-        // In this order: what a writer adds from here on is in neither list, and what one has in hand that ends in between
-        // is sealed by then, or never.
+        // In this order: what a writer adds from here on is in neither list, and what one has in
+        // hand that ends in between is sealed by then, or never.
         let maps = self.inner.map_ids()?;
         let numbers = packs::numbers(self.inner)?;
         let at_work = self.inner.holder()?.is_some();
         let mut live = Live::find(self.inner)?;
         let newest = live.ids.last().map_or(0, |id| id.0);
         let dead = |id: &u64| !live.has_map(*id) && (!at_work || *id < newest);
-        let emptied_map =
-            maps.last().copied().filter(|id| dead(id) && *id > newest && !self.inner.is_empty_map(*id));
+        let emptied_map = maps
+            .last()
+            .copied()
+            .filter(|id| dead(id) && *id > newest && !self.inner.is_empty_map(*id));
         let keeps_number = |id: &u64| *id > newest && maps.last() == Some(id);
-        let maps: Vec<u64> = maps.iter().copied().filter(|id| dead(id) && !keeps_number(id)).collect();
+        let maps: Vec<u64> =
+            maps.iter().copied().filter(|id| dead(id) && !keeps_number(id)).collect();
         let is_gone = |id: &CheckpointId| !live.ids.contains(id) && (!at_work || id.0 <= newest);
         let worksets = self.inner.workset_ids()?.into_iter().filter(is_gone).collect();
         let packs = self.usages(&mut live, &numbers, at_work)?;
@@ -222,7 +243,8 @@ impl Prune<'_> {
     fn usages(&mut self, live: &mut Live, numbers: &[u32], at_work: bool) -> Result<Vec<Usage>> {
         for number in numbers {
             if let Some(shape) = Shape::of(self.inner, *number)? {
-                let on = live.close(self.inner, &shape)?.into_iter().flat_map(|(_, records)| records);
+                let on =
+                    live.close(self.inner, &shape)?.into_iter().flat_map(|(_, records)| records);
                 let on: BTreeSet<u32> = on.map(PageRef::pack).collect();
                 if !on.is_empty() {
                     self.known.depends.insert(*number, on);
@@ -238,7 +260,9 @@ impl Prune<'_> {
                     let mut usage = shape.usage(wanted);
                     if usage.untouchable {
                         let object = self.inner.backend.describe(&names::pack(*number));
-                        self.report.damaged.push(format!("{object}: lacks records that checkpoints need"));
+                        self.report
+                            .damaged
+                            .push(format!("{object}: lacks records that checkpoints need"));
                     }
                     usage.untouchable |= at_work && !shape.closed;
                     usage
@@ -261,7 +285,10 @@ impl Prune<'_> {
         let is_lost = |number: &u32| {
             numbers.binary_search(number).is_err() && self.inner.len_of(&names::pack(*number)) == 0
         };
-        let lost = live.packs().filter(is_lost).map(|number| format!("{}: is missing", names::pack(number)));
+        let lost = live
+            .packs()
+            .filter(is_lost)
+            .map(|number| format!("{}: is missing", names::pack(number)));
         self.report.damaged.extend(lost);
         Ok(packs)
     }
@@ -280,14 +307,19 @@ impl Prune<'_> {
         self.report.removed_maps = plan.maps.len() as u64;
         self.report.removed_worksets = plan.worksets.len() as u64;
         self.report.copied_bytes = copied_bytes;
-        self.report.after_bytes = self.report.before_bytes.saturating_sub(gone_bytes) + copied_bytes;
+        self.report.after_bytes =
+            self.report.before_bytes.saturating_sub(gone_bytes) + copied_bytes;
     }
 
     fn count_pack(&mut self, usage: &Usage) {
         let removed = usage.live_records == 0;
         self.report.recompressed_packs +=
             u64::from(!removed && !usage.is_dense && self.options.recompress_bytes > 0);
-        *(if removed { &mut self.report.removed_packs } else { &mut self.report.rewritten_packs }) += 1;
+        *(if removed {
+            &mut self.report.removed_packs
+        } else {
+            &mut self.report.rewritten_packs
+        }) += 1;
     }
 
     fn carry_out(&mut self, plan: &Plan, tuning: Tuning) -> Result<()> {
@@ -299,7 +331,8 @@ impl Prune<'_> {
         if let Some(id) = plan.emptied_map {
             self.inner.empty_map(id)?;
         }
-        // Also where none goes: this makes durable what a prune that died has put anew, on whose word packs go below.
+        // Also where none goes: this makes durable what a prune that died has put anew, on whose
+        // word packs go below.
         let map_names: Vec<String> = plan.maps.iter().map(|id| names::map(*id)).collect();
         self.inner.backend.remove_all(names::MAPS, &map_names)?;
         self.report.removed_maps = map_names.len() as u64;
@@ -312,7 +345,8 @@ impl Prune<'_> {
             let is_dense = self.options.recompress_bytes > 0
                 || round.iter().filter_map(usage).any(|usage| usage.is_dense);
             let Some(removed) = self.round(round, is_dense)? else {
-                self.report.postponed_packs = rounds.iter().skip(at).map(|round| round.len() as u64).sum();
+                self.report.postponed_packs =
+                    rounds.iter().skip(at).map(|round| round.len() as u64).sum();
                 break;
             };
             for usage in removed.iter().filter_map(usage) {
@@ -328,8 +362,11 @@ impl Prune<'_> {
 
     /// Gives up packs; returns those that went. `None` where a run did not answer in time.
     fn round(&mut self, victims: &BTreeSet<u32>, is_dense: bool) -> Result<Option<BTreeSet<u32>>> {
-        let mut moves =
-            Moves { generation: crate::config::random()?, victims: victims.clone(), ..Moves::default() };
+        let mut moves = Moves {
+            generation: crate::config::random()?,
+            victims: victims.clone(),
+            ..Moves::default()
+        };
         let dense = if is_dense { Some(self.copier.train(victims)?) } else { None };
         self.copier.set_dense(dense)?;
         let mut live = self.cover(&mut moves)?;
@@ -342,15 +379,18 @@ impl Prune<'_> {
             return Ok(None);
         }
         // What was sealed, or forgotten, before the writer followed.
-        let now: BTreeSet<CheckpointId> = self.inner.settled_checkpoint_ids()?.into_iter().collect();
+        let now: BTreeSet<CheckpointId> =
+            self.inner.settled_checkpoint_ids()?.into_iter().collect();
         if now != live.ids {
             live = self.cover(&mut moves)?;
         }
         self.tell(PruneStep::Removing);
-        // Those with going packs, and those that mention a composed record which was moved for their sake.
+        // Those with going packs, and those that mention a composed record which was moved for
+        // their sake.
         let touched = self.known.with_dependents(&moves.victims);
         let known = &self.known;
-        let rewritten = rewrite::maps(self.inner, &live, &moves, &|id| known.may_mention(id, &touched))?;
+        let rewritten =
+            rewrite::maps(self.inner, &live, &moves, &|id| known.may_mention(id, &touched))?;
         self.report.rewritten_maps += rewritten.len() as u64;
         self.known.mentions.retain(|id, _| !rewritten.contains(id));
         let newest = packs::numbers(self.inner)?.last().copied();
@@ -378,7 +418,9 @@ impl Prune<'_> {
                 moves.victims.contains(of) || to.iter().any(|to| moves.victims.contains(&to.pack()))
             };
             let found = live.close(self.inner, &shape)?;
-            composed.extend(found.into_iter().filter(|(of, to)| refers(&of.pack(), to)).map(|(of, _)| of));
+            composed.extend(
+                found.into_iter().filter(|(of, to)| refers(&of.pack(), to)).map(|(of, _)| of),
+            );
         }
         live.settle();
         self.copier.raise()?;

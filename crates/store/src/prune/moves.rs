@@ -11,8 +11,9 @@
 //!   moves.seen  the generation that a writer has followed, hexadecimal
 //! ```
 //!
-//! Invariants: who becomes the writer while `moves` is there uses none of those packs. Any of the two files may be left by a
-//! crash and harms nobody: the next prune removes them, and a writer that followed needs none of these packs.
+//! Invariants: who becomes the writer while `moves` is there uses none of those packs. Any of the
+//! two files may be left by a crash and harms nobody: the next prune removes them, and a writer
+//! that followed needs none of these packs.
 
 use crate::bytes::{Cursor, Problem, apply_zigzag, put_varint, to_hex, zigzag_delta};
 use crate::config::StoreId;
@@ -29,7 +30,8 @@ const SEEN: &str = "moves.seen";
 const GENERATION_AT: u64 = 28;
 /// Records that move at once, where they are of more than one pack.
 pub const RECORDS_MAX: usize = 2 << 20;
-/// Above what all records of the largest pack that a writer makes take; what is beyond is refused before it is read.
+/// Above what all records of the largest pack that a writer makes take; what is beyond is refused
+/// before it is read.
 const BYTES_MAX: u64 = 1 << 30;
 
 /// Tells one set of moves from another.
@@ -101,7 +103,10 @@ impl Moves {
         }
         let mut before = (0, 0);
         for _ in 0..records {
-            before = (apply_zigzag(before.0, cursor.varint()?), apply_zigzag(before.1, cursor.varint()?));
+            before = (
+                apply_zigzag(before.0, cursor.varint()?),
+                apply_zigzag(before.1, cursor.varint()?),
+            );
             moves.to.insert(PageRef(before.0), PageRef(before.1));
         }
         if !cursor.is_empty() {
@@ -136,7 +141,9 @@ impl Inner {
         }
         match self.backend.read(MOVES, BYTES_MAX) {
             Err(e) if e.is_not_found() => Ok(None),
-            other => Moves::decode(&other?, self.config.id, &self.backend.describe(MOVES)).map(Some),
+            other => {
+                Moves::decode(&other?, self.config.id, &self.backend.describe(MOVES)).map(Some)
+            }
         }
     }
 

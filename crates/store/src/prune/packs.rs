@@ -1,4 +1,5 @@
-//! Packs as prune sees them: how much of each is needed, and which are worth rewriting. The choice is pure.
+//! Packs as prune sees them: how much of each is needed, and which are worth rewriting. The choice
+//! is pure.
 //!
 //! ```text
 //!   nothing of it needed ──▶ removed
@@ -29,8 +30,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Looks at pack `number`. One that has no trailer is read record by record. `None` where it has gone, or cannot be read as
-    /// a pack.
+    /// Looks at pack `number`. One that has no trailer is read record by record. `None` where it
+    /// has gone, or cannot be read as a pack.
     pub fn of(inner: &Inner, number: u32) -> Result<Option<Self>> {
         let pack = match PackFile::open(inner, number) {
             Err(Error::Damaged { .. }) => return Ok(None),
@@ -104,10 +105,12 @@ impl Usage {
     }
 }
 
-/// The packs to give up, in an order that frees much for little: at most `max_unused` (0 to 1) of what stays is unused then.
+/// The packs to give up, in an order that frees much for little: at most `max_unused` (0 to 1) of
+/// what stays is unused then.
 pub fn choose(packs: &[Usage], max_unused: f64) -> Vec<u32> {
     let newest = packs.iter().map(|pack| pack.number).max();
-    let may_go = |pack: &&Usage| !(pack.untouchable || pack.holds_none && Some(pack.number) == newest);
+    let may_go =
+        |pack: &&Usage| !(pack.untouchable || pack.holds_none && Some(pack.number) == newest);
     let (dead, mut partly): (Vec<&Usage>, Vec<&Usage>) =
         packs.iter().filter(may_go).partition(|pack| pack.live_records == 0);
     let mut victims: Vec<u32> = dead.iter().map(|pack| pack.number).collect();
@@ -126,11 +129,15 @@ pub fn choose(packs: &[Usage], max_unused: f64) -> Vec<u32> {
     victims
 }
 
-/// The packs to give up beside `victims` because they were not recompressed yet: of about `bytes_max`, the oldest first.
+/// The packs to give up beside `victims` because they were not recompressed yet: of about
+/// `bytes_max`, the oldest first.
 pub fn to_recompress(packs: &[Usage], victims: &[u32], bytes_max: u64) -> Vec<u32> {
     let mut left = bytes_max;
     let may_go = |pack: &&Usage| {
-        !(pack.untouchable || pack.is_dense || pack.live_records == 0 || victims.contains(&pack.number))
+        !(pack.untouchable
+            || pack.is_dense
+            || pack.live_records == 0
+            || victims.contains(&pack.number))
     };
     let takes = |pack: &&Usage| {
         let takes = left > 0;
@@ -140,8 +147,14 @@ pub fn to_recompress(packs: &[Usage], victims: &[u32], bytes_max: u64) -> Vec<u3
     packs.iter().filter(may_go).take_while(takes).map(|pack| pack.number).collect()
 }
 
-/// Cuts the victims, in the order of [`choose`], into rounds of at most `bytes_max` and `records_max` to move, so that an interruption costs one of them.
-pub fn rounds(packs: &[Usage], victims: &[u32], bytes_max: u64, records_max: usize) -> Vec<BTreeSet<u32>> {
+/// Cuts the victims, in the order of [`choose`], into rounds of at most `bytes_max` and
+/// `records_max` to move, so that an interruption costs one of them.
+pub fn rounds(
+    packs: &[Usage],
+    victims: &[u32],
+    bytes_max: u64,
+    records_max: usize,
+) -> Vec<BTreeSet<u32>> {
     let mut rounds = vec![BTreeSet::new()];
     let (mut bytes, mut records) = (0, 0);
     for victim in victims {
@@ -203,8 +216,12 @@ mod tests {
 
     #[test]
     fn the_emptiest_packs_go_until_little_is_unused() {
-        let packs =
-            [usage(1, 10_000, 0), usage(2, 10_000, 9000), usage(3, 10_000, 1000), usage(4, 10_000, 5000)];
+        let packs = [
+            usage(1, 10_000, 0),
+            usage(2, 10_000, 9000),
+            usage(3, 10_000, 1000),
+            usage(4, 10_000, 5000),
+        ];
         assert_eq!(choose(&packs, 0.3), [1, 3]);
         assert_eq!(choose(&packs, 0.1), [1, 3, 4]);
         assert_eq!(choose(&packs, 0.0), [1, 3, 4, 2]);

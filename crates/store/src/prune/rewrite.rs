@@ -1,8 +1,9 @@
 //! Moving records from packs that go into new ones, and telling the maps.
 //!
-//! Invariants: a record is compared with its hash before its copy stands for it. Plain records move before those that are
-//! composed of them, and new packs have higher numbers than all others, so that a composed record lies behind what it refers
-//! to. A map is replaced as a whole, and never loses what some checkpoint shows.
+//! Invariants: a record is compared with its hash before its copy stands for it. Plain records move
+//! before those that are composed of them, and new packs have higher numbers than all others, so
+//! that a composed record lies behind what it refers to. A map is replaced as a whole, and never
+//! loses what some checkpoint shows.
 
 use super::live::{Live, shows};
 use super::moves::{Moves, Place};
@@ -46,11 +47,13 @@ impl Copier {
         Ok(self.packs.insert(packs))
     }
 
-    /// A dictionary for pages like those of the packs that go. What cannot be read is met again when it is copied.
+    /// A dictionary for pages like those of the packs that go. What cannot be read is met again
+    /// when it is copied.
     pub fn train(&self, victims: &BTreeSet<u32>) -> Result<Dense> {
         let mut places = Vec::new();
         for victim in victims {
-            let entries = Shape::of(&self.inner, *victim)?.map_or_else(Vec::new, |shape| shape.entries);
+            let entries =
+                Shape::of(&self.inner, *victim)?.map_or_else(Vec::new, |shape| shape.entries);
             let plain = entries.iter().filter(|entry| !entry.kind().is_derived());
             places.extend(plain.map(|entry| PageRef::new(*victim, entry.offset())));
         }
@@ -63,7 +66,8 @@ impl Copier {
             }
         }
         // Each pack has a copy.
-        let bytes_max = usize::try_from(self.tuning.pack_bytes_max / DICTIONARY_PART).unwrap_or(usize::MAX);
+        let bytes_max =
+            usize::try_from(self.tuning.pack_bytes_max / DICTIONARY_PART).unwrap_or(usize::MAX);
         Ok(Dense::train(&samples, bytes_max))
     }
 
@@ -72,8 +76,14 @@ impl Copier {
         self.packs()?.set_dense(dense)
     }
 
-    /// Copies the plain records among `live` of pack `victim`. The inner error: what is damaged, so that the pack must stay.
-    pub fn plain(&mut self, victim: u32, live: &[u64], moves: &mut Moves) -> Result<Result<(), String>> {
+    /// Copies the plain records among `live` of pack `victim`. The inner error: what is damaged, so
+    /// that the pack must stay.
+    pub fn plain(
+        &mut self,
+        victim: u32,
+        live: &[u64],
+        moves: &mut Moves,
+    ) -> Result<Result<(), String>> {
         let is_missing = |place: &PageRef| !moves.to.contains_key(place);
         let missing: Vec<PageRef> = places(victim, live).filter(is_missing).collect();
         if missing.is_empty() {
@@ -87,7 +97,11 @@ impl Copier {
             match shape.entries.binary_search_by_key(&place.offset(), Entry::offset) {
                 Ok(at) => wanted.push((place, at)),
                 Err(_) => {
-                    return Ok(Err(format!("{}: no record at {}", names::pack(victim), place.offset())));
+                    return Ok(Err(format!(
+                        "{}: no record at {}",
+                        names::pack(victim),
+                        place.offset()
+                    )));
                 }
             }
         }
@@ -116,8 +130,8 @@ impl Copier {
         }
     }
 
-    /// Writes composed records anew (rising), referring to where their parts are now. Where one is damaged, it stays, and so
-    /// do all packs that it needs.
+    /// Writes composed records anew (rising), referring to where their parts are now. Where one is
+    /// damaged, it stays, and so do all packs that it needs.
     pub fn composed(
         &mut self,
         wanted: &[PageRef],
@@ -211,7 +225,8 @@ impl Copier {
     }
 }
 
-/// Rewrites the maps that name records which have moved, or go, among those that are `wanted`; returns which.
+/// Rewrites the maps that name records which have moved, or go, among those that are `wanted`;
+/// returns which.
 pub fn maps(
     inner: &Inner,
     live: &Live,
@@ -275,7 +290,8 @@ impl Inner {
         self.backend.open(name).and_then(|file| file.len_bytes()).unwrap_or(0)
     }
 
-    /// Puts a map without pages in place of one that no checkpoint needs, so that its number is not used again.
+    /// Puts a map without pages in place of one that no checkpoint needs, so that its number is not
+    /// used again.
     pub fn empty_map(&self, id: u64) -> Result<()> {
         let header = MapHeader { id, parent: None, run: [0; 16], space_pages: 0 };
         self.put_again(
@@ -289,8 +305,8 @@ impl Inner {
         self.read_map(id).is_ok_and(|run| run.header.space_pages == 0)
     }
 
-    /// Removes packs that nothing needs, and closes those that have gone, now or before, and that no reader in this process
-    /// holds.
+    /// Removes packs that nothing needs, and closes those that have gone, now or before, and that
+    /// no reader in this process holds.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
         let names: Vec<String> = numbers.iter().map(|number| names::pack(*number)).collect();
         self.backend.remove_all(names::PACKS, &names)?;

@@ -1,8 +1,8 @@
-//! A run that goes on while a prune gives packs up: it follows the records that have moved, and brings what was not moved into
-//! the pack at hand.
+//! A run that goes on while a prune gives packs up: it follows the records that have moved, and
+//! brings what was not moved into the pack at hand.
 //!
-//! Invariant: once it has said so, neither the run nor its writer refers to anything in those packs, so that no checkpoint
-//! sealed from then on does.
+//! Invariant: once it has said so, neither the run nor its writer refers to anything in those
+//! packs, so that no checkpoint sealed from then on does.
 
 use super::Run;
 use crate::disk_map::{DiskMap, Former};
@@ -26,31 +26,49 @@ impl Run {
         };
         self.session()?.packs.follow(&moves)?;
         let mut all = Vec::new();
-        Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
-            all.push(*to);
-        });
+        Self::each(
+            &mut self.map,
+            &mut self.disk_map,
+            (&mut self.undo, &mut self.undo_blocks),
+            &mut |to| {
+                all.push(*to);
+            },
+        );
         let places = self.places(all, &moves)?;
-        Self::each(&mut self.map, &mut self.disk_map, (&mut self.undo, &mut self.undo_blocks), &mut |to| {
-            *to = places.get(to).copied().unwrap_or(*to);
-        });
+        Self::each(
+            &mut self.map,
+            &mut self.disk_map,
+            (&mut self.undo, &mut self.undo_blocks),
+            &mut |to| {
+                *to = places.get(to).copied().unwrap_or(*to);
+            },
+        );
         self.session()?.packs.sync()?;
         self.inner.put_seen(moves.generation)?;
         self.session()?.moves = Some(moves);
         Ok(())
     }
 
-    /// Where records are now that a prune which was followed has moved: those of a map read from the store, which may be of
-    /// before.
-    pub(super) fn places_now(&mut self, records: Vec<PageRef>) -> Result<FxHashMap<PageRef, PageRef>> {
+    /// Where records are now that a prune which was followed has moved: those of a map read from
+    /// the store, which may be of before.
+    pub(super) fn places_now(
+        &mut self,
+        records: Vec<PageRef>,
+    ) -> Result<FxHashMap<PageRef, PageRef>> {
         let Some(moves) = self.session()?.moves.take() else { return Ok(FxHashMap::default()) };
         let places = self.places(records, &moves);
         self.session()?.moves = Some(moves);
         places
     }
 
-    /// Where those of `all` are now that are not where they were. What was not moved is put anew; so is what is composed of
-    /// something that moves or goes, and was in no checkpoint yet when that was moved.
-    fn places(&mut self, mut all: Vec<PageRef>, moves: &Moves) -> Result<FxHashMap<PageRef, PageRef>> {
+    /// Where those of `all` are now that are not where they were. What was not moved is put anew;
+    /// so is what is composed of something that moves or goes, and was in no checkpoint yet when
+    /// that was moved.
+    fn places(
+        &mut self,
+        mut all: Vec<PageRef>,
+        moves: &Moves,
+    ) -> Result<FxHashMap<PageRef, PageRef>> {
         all.sort_unstable();
         all.dedup();
         let mut places = FxHashMap::default();
@@ -59,7 +77,8 @@ impl Run {
         self.session()?.packs.keep_derived_of(&mut still)?;
         let broken = |parts: &[PageRef]| parts.iter().any(|to| moves.place(*to) != Place::Same);
         let composed = self.inner.parts_of(&still)?.into_iter();
-        let broken: Vec<PageRef> = composed.filter(|(_, parts)| broken(parts)).map(|(of, _)| of).collect();
+        let broken: Vec<PageRef> =
+            composed.filter(|(_, parts)| broken(parts)).map(|(of, _)| of).collect();
         for of in going.into_iter().chain(broken) {
             let now = match moves.place(of) {
                 Place::Moved(to) => to,

@@ -1,6 +1,7 @@
 //! How a store grew: what each checkpoint added, and each hour.
 //!
-//! Numbers of a checkpoint are those measured when it was taken; what has been forgotten since is in none of them.
+//! Numbers of a checkpoint are those measured when it was taken; what has been forgotten since is
+//! in none of them.
 
 use crate::Sealed;
 use jiff::Timestamp;
@@ -60,14 +61,23 @@ impl Growth {
             let blocks: u64 = meta.disks.iter().map(|disk| disk.counts.written_blocks).sum();
             let of_disks: u64 = meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
             let dirty_bytes = (counts.dirty_pages + blocks) * PAGE_BYTES as u64;
-            let added_bytes = counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
+            let added_bytes =
+                counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
             sum_bytes += added_bytes;
             let (vm, taken_at) = (meta.vm.clone(), meta.taken_at);
-            growth.checkpoints.push(Added { id: *id, vm, taken_at, dirty_bytes, added_bytes, sum_bytes });
+            growth.checkpoints.push(Added {
+                id: *id,
+                vm,
+                taken_at,
+                dirty_bytes,
+                added_bytes,
+                sum_bytes,
+            });
             let from_s = taken_at.as_second().div_euclid(HOUR_S) * HOUR_S;
             let from = Timestamp::from_second(from_s).unwrap_or(taken_at);
             let hour = hours.entry(from_s);
-            let hour = hour.or_insert(Hour { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
+            let hour =
+                hour.or_insert(Hour { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
             hour.checkpoints += 1;
             hour.dirty_bytes += dirty_bytes;
             hour.added_bytes += added_bytes;

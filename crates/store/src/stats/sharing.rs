@@ -5,8 +5,8 @@
 //!   newest checkpoint of each VM ─▶ records of RAM, of disks ─▶ more than once in it? in another VM's? on a disk?
 //! ```
 //!
-//! Every map is read once, and the newest image of each VM whole. Memory: eight bytes for each live record, some forty for each
-//! page of those images.
+//! Every map is read once, and the newest image of each VM whole. Memory: eight bytes for each live
+//! record, some forty for each page of those images.
 
 use crate::identity::PageRef;
 use crate::prune::{Live, Shape, packs};
@@ -53,7 +53,8 @@ pub struct Sharing {
 }
 
 impl Store {
-    /// Looks who shares what. Error: [`crate::Error::Unreadable`] where what a checkpoint needs is not known.
+    /// Looks who shares what. Error: [`crate::Error::Unreadable`] where what a checkpoint needs is
+    /// not known.
     pub fn sharing(&self) -> Result<Sharing> {
         let inner = self.inner();
         let mut sharing = Sharing::default();

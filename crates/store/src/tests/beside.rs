@@ -1,5 +1,5 @@
-//! A prune, a forget and a run at the same time: at each step that the prune takes, the run seals a checkpoint and others are
-//! forgotten. And the same on a directory, as fast as it goes.
+//! A prune, a forget and a run at the same time: at each step that the prune takes, the run seals a
+//! checkpoint and others are forgotten. And the same on a directory, as fast as it goes.
 
 use super::*;
 use crate::backend::faulty::Chance;
@@ -120,7 +120,8 @@ impl Guest {
     /// Forgets all but the newest.
     fn forget(&mut self, store: &Store) {
         let newest = self.known.keys().next_back().copied();
-        let gone: BTreeSet<_> = self.known.keys().copied().filter(|id| Some(*id) != newest).collect();
+        let gone: BTreeSet<_> =
+            self.known.keys().copied().filter(|id| Some(*id) != newest).collect();
         store.forget(&gone).unwrap();
         self.known.retain(|id, _| Some(*id) == newest);
     }
@@ -136,7 +137,8 @@ fn locked(guest: &Mutex<Guest>) -> std::sync::MutexGuard<'_, Guest> {
     guest.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One prune, behind whose look number `at` a checkpoint is sealed and all others are forgotten; false where it takes fewer looks.
+/// One prune, behind whose look number `at` a checkpoint is sealed and all others are forgotten;
+/// false where it takes fewer looks.
 fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
     let medium = Faulty::default();
     init_on(&medium).unwrap();
@@ -153,10 +155,16 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
         guest.seal();
         guest.forget(&store);
     });
-    let watched = Arc::new(Watched { medium: medium.clone(), looks: 0.into(), at, hook: Mutex::new(hook) });
-    let beside = Store::open_on(Arc::clone(&watched) as Arc<dyn Backend>, Path::new("memory")).unwrap();
-    let options =
-        PruneOptions { max_unused: 0.0, dry_run: false, wait: Duration::from_secs(60), recompress_bytes };
+    let watched =
+        Arc::new(Watched { medium: medium.clone(), looks: 0.into(), at, hook: Mutex::new(hook) });
+    let beside =
+        Store::open_on(Arc::clone(&watched) as Arc<dyn Backend>, Path::new("memory")).unwrap();
+    let options = PruneOptions {
+        max_unused: 0.0,
+        dry_run: false,
+        wait: Duration::from_secs(60),
+        recompress_bytes,
+    };
     let report = beside.prune_tuned(&options, TINY, &mut |progress| {
         if progress.step == PruneStep::Waiting {
             locked(&guest).seal();
@@ -174,7 +182,8 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
     let known = guest.into_inner().unwrap_or_else(PoisonError::into_inner).end();
     let store = on(&medium).unwrap();
     for (id, image) in &known {
-        let is_same = image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}"));
+        let is_same =
+            image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}"));
         assert!(is_same, "{context}: {id} is not what was put");
     }
     let report = check(&store);
@@ -185,13 +194,14 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
 #[test]
 fn whenever_a_run_seals_and_others_are_forgotten_beside_a_prune_what_is_left_is_whole() {
     for (seed, recompress_bytes) in [(1, 0), (2, u64::MAX), (3, 20_000)] {
-        let looks = (0..5000).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
+        let looks =
+            (0..5000).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
         assert!(looks > 80, "only {looks} looks");
     }
 }
 
-/// All at once on a real directory: a run that seals as fast as it can, one who recompresses, one who forgets, and one who reads
-/// what is there. Each opens the store for itself, as processes do.
+/// All at once on a real directory: a run that seals as fast as it can, one who recompresses, one
+/// who forgets, and one who reads what is there. Each opens the store for itself, as processes do.
 #[test]
 fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
     let dir = tempfile::tempdir().unwrap();
@@ -206,7 +216,8 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
         scope.spawn(|| {
             let beside = Store::open(&path).unwrap();
             let wait = Duration::from_secs(20);
-            let options = PruneOptions { max_unused: 1.0, dry_run: false, wait, recompress_bytes: 60_000 };
+            let options =
+                PruneOptions { max_unused: 1.0, dry_run: false, wait, recompress_bytes: 60_000 };
             while is_on() {
                 let report = beside.prune_tuned(&options, TINY, &mut |_| {}).unwrap();
                 assert!(report.damaged.is_empty(), "{report:#?}");
@@ -236,7 +247,10 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
                     match image_is(&beside, id, &image) {
                         Ok(same) => assert!(same, "checkpoint {id} is not what was put"),
                         Err(Error::UnknownCheckpoint { .. }) => {
-                            assert!(forgotten.lock().unwrap().contains(&id), "checkpoint {id} is gone");
+                            assert!(
+                                forgotten.lock().unwrap().contains(&id),
+                                "checkpoint {id} is gone"
+                            );
                         }
                         Err(error) => panic!("checkpoint {id}: {error}"),
                     }
@@ -252,7 +266,9 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
         // The others may get to run late.
         let counts = || [&pruned, &read, &lost].map(|count| count.load(Ordering::Relaxed));
         let (mut seals, deadline) = (0, Instant::now() + Duration::from_mins(2));
-        while seals < 600 || (counts().iter().any(|count| *count <= 10) && Instant::now() < deadline) {
+        while seals < 600
+            || (counts().iter().any(|count| *count <= 10) && Instant::now() < deadline)
+        {
             seals += 1;
             let old = image.clone();
             for page in &mut image {

@@ -117,7 +117,11 @@ fn a_crash_at_any_operation_costs_at_most_the_checkpoint_in_progress() {
         seen.insert(sealed);
         // The same command goes on behind that.
         let report = copy(&store, &there).unwrap();
-        assert_eq!((report.known.len(), report.copied.len()), (sealed, 5 - sealed), "at {operation}");
+        assert_eq!(
+            (report.known.len(), report.copied.len()),
+            (sealed, 5 - sealed),
+            "at {operation}"
+        );
         assert_eq!(assert_copies(&there, &store, &known), 5);
         assert_clean(&there);
         if done {

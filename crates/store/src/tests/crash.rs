@@ -5,14 +5,16 @@ use crate::backend::faulty::Chance;
 
 const PAGES: u64 = 14;
 
-/// What a test knows of a store: the checkpoints whose seal returned, and the image that a seal was at work on.
+/// What a test knows of a store: the checkpoints whose seal returned, and the image that a seal was
+/// at work on.
 #[derive(Default)]
 pub struct Known {
     pub sealed: BTreeMap<CheckpointId, Image>,
     pub in_progress: Option<Image>,
 }
 
-/// Sessions of images to seal one after the other, from a seed: some pages change, some repeat, some become zero.
+/// Sessions of images to seal one after the other, from a seed: some pages change, some repeat,
+/// some become zero.
 pub fn script(seed: u64) -> Vec<Vec<Image>> {
     let mut chance = Chance(seed);
     let mut image = vec![0; PAGES as usize];
@@ -27,8 +29,8 @@ pub fn script(seed: u64) -> Vec<Vec<Image>> {
     (0..2).map(|_| (0..5).map(&mut epoch).collect()).collect()
 }
 
-/// Opens the store and plays sessions. `mend` hears each error of a put or seal and says whether to abandon and try
-/// again; an error at the end of a session is its to judge too.
+/// Opens the store and plays sessions. `mend` hears each error of a put or seal and says whether to
+/// abandon and try again; an error at the end of a session is its to judge too.
 pub fn play(
     medium: &Faulty,
     sessions: &[Vec<Image>],
@@ -55,7 +57,8 @@ pub fn play_on(
         for image in session {
             known.in_progress = Some(image.clone());
             loop {
-                let sealed = put_changes(&mut run, &old, image).and_then(|()| seal(&mut run, PAGES));
+                let sealed =
+                    put_changes(&mut run, &old, image).and_then(|()| seal(&mut run, PAGES));
                 match sealed {
                     Ok(sealed) => {
                         known.sealed.insert(sealed.id, image.clone());
@@ -81,7 +84,8 @@ pub fn play_on(
     Ok(())
 }
 
-/// What was sealed is there and right; what else is there is the one in progress, and as right; nothing is damaged.
+/// What was sealed is there and right; what else is there is the one in progress, and as right;
+/// nothing is damaged.
 pub fn assert_known(medium: &Faulty, known: &Known, context: &str) {
     let store = on(medium).unwrap();
     let mut strangers = 0;
@@ -113,8 +117,8 @@ fn crashed_at(operation: u64, sessions: &[Vec<Image>]) -> (Faulty, Known) {
     (medium, known)
 }
 
-/// A new writer on what a crash left: everything known stays, new checkpoints come on top. Everything is put anew, so
-/// that a record wrongly believed to be there is found out.
+/// A new writer on what a crash left: everything known stays, new checkpoints come on top.
+/// Everything is put anew, so that a record wrongly believed to be there is found out.
 fn go_on(medium: &Faulty, mut known: Known, sessions: &[Vec<Image>], context: &str) {
     assert_known(medium, &known, context);
     let ids = on(medium).unwrap().inner().checkpoint_ids().unwrap();
@@ -159,8 +163,14 @@ pub fn crash_at_every(step: u64) {
         );
         for seed in 0..3 {
             let context = format!("power loss at operation {operation}, seed {seed}");
-            let known = Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
-            go_on(&medium.after_power_loss(seed * 1000 + operation), known, &sessions[..1], &context);
+            let known =
+                Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
+            go_on(
+                &medium.after_power_loss(seed * 1000 + operation),
+                known,
+                &sessions[..1],
+                &context,
+            );
         }
         operation += step;
     }
@@ -172,10 +182,12 @@ fn a_second_crash_during_recovery_is_no_worse() {
     for first in (5..180).step_by(13) {
         let (medium, known) = crashed_at(first, &sessions);
         for second in 1..30 {
-            // The process dies, its successor loses power: what it read from memory may never have reached the medium.
+            // The process dies, its successor loses power: what it read from memory may never have
+            // reached the medium.
             let again = medium.copy_with_same_durability();
             again.crash_at(second);
-            let mut known = Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
+            let mut known =
+                Known { sealed: known.sealed.clone(), in_progress: known.in_progress.clone() };
             let ids = on(&again).unwrap().inner().checkpoint_ids().unwrap();
             if let (Some(image), Some(id)) = (known.in_progress.take(), ids.last()) {
                 known.sealed.entry(*id).or_insert(image);
@@ -183,10 +195,12 @@ fn a_second_crash_during_recovery_is_no_worse() {
             let _ = play(&again, &sessions[1..], &mut known, &mut |_, _| false);
             let context = format!("death at operation {first}, then power loss at {second}");
             let lost = again.after_power_loss(first * 100 + second);
-            // A checkpoint that the first writer did not get to acknowledge may go again with the power.
+            // A checkpoint that the first writer did not get to acknowledge may go again with the
+            // power.
             let there = on(&lost).unwrap().inner().checkpoint_ids().unwrap();
             let acknowledged = crashed_at(first, &sessions).1.sealed;
-            let may_go = |id: &CheckpointId| !acknowledged.contains_key(id) && Some(id) == ids.last();
+            let may_go =
+                |id: &CheckpointId| !acknowledged.contains_key(id) && Some(id) == ids.last();
             known.sealed.retain(|id, _| there.contains(id) || !may_go(id));
             assert_known(&lost, &known, &context);
         }
@@ -208,8 +222,8 @@ pub fn a_crash_while_a_store_is_made_leaves_none_or_a_whole_one() {
     }
 }
 
-/// A writer that died between the rename and the sync of the directory leaves a checkpoint that can be seen and is not
-/// durable. Once another writer has started, it is.
+/// A writer that died between the rename and the sync of the directory leaves a checkpoint that can
+/// be seen and is not durable. Once another writer has started, it is.
 #[test]
 fn what_a_writer_finds_sealed_stays() {
     let sessions = script(10);
@@ -244,7 +258,11 @@ pub fn a_failed_sync_costs_a_retry_and_nothing_else() {
         result.unwrap_or_else(|e| panic!("sync {sync}: {e}"));
         assert_eq!(known.sealed.len(), 10, "sync {sync}");
         for seed in 0..4 {
-            assert_known(&medium.after_power_loss(seed), &known, &format!("sync {sync} failed, seed {seed}"));
+            assert_known(
+                &medium.after_power_loss(seed),
+                &known,
+                &format!("sync {sync} failed, seed {seed}"),
+            );
         }
         if medium.syncs() < sync {
             assert!(sync > 60, "only {sync} syncs");

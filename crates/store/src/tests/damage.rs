@@ -1,11 +1,13 @@
-//! Every byte of a store damaged, one at a time: `check` tells, and names exactly the checkpoints that it hurts.
+//! Every byte of a store damaged, one at a time: `check` tells, and names exactly the checkpoints
+//! that it hurts.
 
 use super::*;
 use std::collections::BTreeSet;
 
 const PAGES: u64 = 8;
 
-/// A store with everything in it: closed and unfinished packs, superseded records, several runs, chains, tags.
+/// A store with everything in it: closed and unfinished packs, superseded records, several runs,
+/// chains, tags.
 pub fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
     let medium = Faulty::default();
     let store = init_on(&medium).unwrap();
@@ -16,7 +18,8 @@ pub fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
         &[[18, 2, 0, 0], [20, 2, 0, 0]],
     ];
     for (session, images) in sessions.iter().enumerate() {
-        let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 600, ..TINY }).unwrap();
+        let mut writer =
+            store.lock_writer_tuned("test", Tuning { pack_bytes_max: 600, ..TINY }).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         let mut old = vec![0; 4];
         for image in *images {
@@ -51,10 +54,18 @@ pub fn lost(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>) -> BTreeSet<
     truth.iter().filter(is_lost).map(|(id, _)| *id).collect()
 }
 
-fn assert_told(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>, baseline: &CheckReport, what: &str) {
+fn assert_told(
+    medium: &Faulty,
+    truth: &BTreeMap<CheckpointId, Image>,
+    baseline: &CheckReport,
+    what: &str,
+) {
     let Ok(store) = on(medium) else {
         // Not even opened: that is told at once, and all are lost.
-        assert!(matches!(on(medium).unwrap_err(), Error::Damaged { .. } | Error::NoStore { .. }), "{what}");
+        assert!(
+            matches!(on(medium).unwrap_err(), Error::Damaged { .. } | Error::NoStore { .. }),
+            "{what}"
+        );
         return;
     };
     let report = check(&store);
@@ -142,10 +153,12 @@ pub fn a_file_of_another_store_is_told() {
 #[test]
 fn without_reading_pages_the_rest_is_checked_all_the_same() {
     let (medium, truth) = subject();
-    let quick = |medium: &Faulty| on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();
+    let quick =
+        |medium: &Faulty| on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();
     assert!(quick(&medium).is_clean());
     for (name, bytes) in medium.files() {
-        let is_checked = ["maps/", "checkpoints/", "tags/"].iter().any(|folder| name.starts_with(folder));
+        let is_checked =
+            ["maps/", "checkpoints/", "tags/"].iter().any(|folder| name.starts_with(folder));
         if is_checked || name == "packs/00000001.pack" {
             medium.overwrite(&name, Some(bytes[..bytes.len() - 1].to_vec()));
             let report = quick(&medium);

@@ -40,7 +40,8 @@ pub fn kinds_in(inner: &Inner) -> BTreeMap<char, usize> {
     counts
 }
 
-/// The page after so many seconds: some counters run, and from `drifts` on they leave their old values behind.
+/// The page after so many seconds: some counters run, and from `drifts` on they leave their old
+/// values behind.
 pub fn counting(seconds: u64, drifts: bool) -> Page {
     let mut page = noise(7);
     for at in 0..seconds * 40 {
@@ -69,7 +70,10 @@ fn a_page_that_keeps_changing_a_few_words_costs_tens_of_bytes() {
     let mut ids = Vec::new();
     for second in 0..50 {
         let bytes = stored(run.put_page(PageIndex(3), &counting(second, false)).unwrap());
-        assert!(if second == 0 { bytes > 4096 } else { bytes < 80 }, "{bytes} bytes in second {second}");
+        assert!(
+            if second == 0 { bytes > 4096 } else { bytes < 80 },
+            "{bytes} bytes in second {second}"
+        );
         ids.push(seal(&mut run, PAGES).unwrap().id);
     }
     // What it was before is known.

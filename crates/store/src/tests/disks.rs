@@ -1,4 +1,5 @@
-//! Disks in checkpoints, against a naive model: one content number for each block, or nothing where it was never written.
+//! Disks in checkpoints, against a naive model: one content number for each block, or nothing where
+//! it was never written.
 
 use super::*;
 use crate::{BaseMeta, BlockContent, DiskMeta, DiskState};
@@ -36,7 +37,9 @@ fn assert_disks(store: &Store, id: CheckpointId, expected: &Disks) {
         match want {
             None => assert_eq!(found, BlockContent::Base, "block {at} of checkpoint {id}"),
             Some(0) => assert_eq!(found, BlockContent::Zero, "block {at} of checkpoint {id}"),
-            Some(n) => assert!(found == BlockContent::Data && page == content(*n), "block {at} of {id}"),
+            Some(n) => {
+                assert!(found == BlockContent::Data && page == content(*n), "block {at} of {id}")
+            }
         }
         known += u64::from(want.is_some());
         let next = (number.0..).zip(&expected[at as usize..]).find(|(_, c)| c.is_some());
@@ -72,7 +75,8 @@ fn op() -> impl Strategy<Value = Op> {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// Each checkpoint gives back RAM and disks as they were put, over maps of several levels and checkpoints given up.
+    /// Each checkpoint gives back RAM and disks as they were put, over maps of several levels and
+    /// checkpoints given up.
     #[test]
     fn disks_come_back(ops in prop::collection::vec(op(), 1..120)) {
         let dir = tempfile::tempdir().unwrap();
@@ -152,8 +156,9 @@ fn blocks_are_found_in_ram_and_counted() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
-    let mut run =
-        writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+    let mut run = writer
+        .begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default())
+        .unwrap();
     run.put_page(PageIndex(0), &content(5)).unwrap();
     assert_eq!(run.put_block(1, 3, &content(5)).unwrap(), crate::Put::Dedup);
     run.put_block(1, 4, &content(7)).unwrap();
@@ -166,9 +171,14 @@ fn blocks_are_found_in_ram_and_counted() {
     assert_eq!(run.put_block(1, 4, &content(7)).unwrap(), crate::Put::Unchanged);
     let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[1].counts;
     assert_eq!((counts.written_blocks, counts.unchanged_blocks), (1, 1));
-    assert!(matches!(run.put_block(1, 30, &content(1)), Err(Error::BlockOutside { disk: 1, block: 30, .. })));
+    assert!(matches!(
+        run.put_block(1, 30, &content(1)),
+        Err(Error::BlockOutside { disk: 1, block: 30, .. })
+    ));
     assert!(matches!(run.put_zero_blocks(0, 40, 11), Err(Error::BlockOutside { .. })));
-    assert!(run.put_block(2, 0, &content(1)).is_err() && run.put_zero_blocks(0, u64::MAX, 2).is_err());
+    assert!(
+        run.put_block(2, 0, &content(1)).is_err() && run.put_zero_blocks(0, u64::MAX, 2).is_err()
+    );
 }
 
 #[test]
@@ -178,7 +188,8 @@ fn a_huge_disk_made_zero_costs_nothing() {
     let mut writer = store.lock_writer("test").unwrap();
     let huge = DiskMeta { disk_bytes: 2 << 40, ..disk_metas().remove(0) };
     let blocks = huge.blocks();
-    let mut run = writer.begin_run_with("vm", &layout(RAM_PAGES), vec![huge], DiskState::default()).unwrap();
+    let mut run =
+        writer.begin_run_with("vm", &layout(RAM_PAGES), vec![huge], DiskState::default()).unwrap();
     for _ in 0..3 {
         run.put_zero_blocks(0, 0, blocks).unwrap();
         run.put_block(0, blocks / 2, &content(9)).unwrap();
@@ -200,8 +211,9 @@ fn a_bad_record_of_a_disk_hurts_the_checkpoints_that_hold_it() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
-    let mut run =
-        writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+    let mut run = writer
+        .begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default())
+        .unwrap();
     seal(&mut run, RAM_PAGES).unwrap();
     run.put_block(0, 1, &content(11)).unwrap();
     let hurt = seal(&mut run, RAM_PAGES).unwrap().id;
@@ -211,7 +223,10 @@ fn a_bad_record_of_a_disk_hurts_the_checkpoints_that_hold_it() {
     drop(writer);
     let pack = dir.path().join("s/packs/00000001.pack");
     let mut bytes = std::fs::read(&pack).unwrap();
-    let at = bytes.windows(64).position(|w| *w == content(11)[100..164]).expect("noise is stored as it is");
+    let at = bytes
+        .windows(64)
+        .position(|w| *w == content(11)[100..164])
+        .expect("noise is stored as it is");
     bytes[at] ^= 1;
     std::fs::write(&pack, bytes).unwrap();
     let hurts = check(&Store::open(&dir.path().join("s")).unwrap()).hurt_checkpoints();
@@ -223,13 +238,15 @@ fn a_base_is_that_of_the_checkpoint_that_it_was_set_for() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
-    let mut run =
-        writer.begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default()).unwrap();
+    let mut run = writer
+        .begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default())
+        .unwrap();
     let first = seal(&mut run, RAM_PAGES).unwrap().id;
     run.set_base(1, BaseMeta::blank()).unwrap();
     assert!(matches!(run.set_base(2, BaseMeta::blank()), Err(Error::BlockOutside { disk: 2, .. })));
     let second = seal(&mut run, RAM_PAGES).unwrap().id;
-    let blank =
-        |id| store.sealed(id).unwrap().meta.disks.iter().map(|d| d.base.is_blank()).collect::<Vec<_>>();
+    let blank = |id| {
+        store.sealed(id).unwrap().meta.disks.iter().map(|d| d.base.is_blank()).collect::<Vec<_>>()
+    };
     assert_eq!((blank(first), blank(second)), (vec![false, false], vec![false, true]));
 }

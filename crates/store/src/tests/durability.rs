@@ -1,4 +1,5 @@
-//! Checkpoints that are not synced one by one: the death of the process costs none, and after power loss what is there is whole.
+//! Checkpoints that are not synced one by one: the death of the process costs none, and after power
+//! loss what is there is whole.
 
 use super::*;
 use std::time::Duration;
@@ -10,7 +11,11 @@ fn tuning(durability: Durability) -> Tuning {
 }
 
 /// Seals `images`, and leaves all as a killed engine does.
-fn killed_after(medium: &Faulty, durability: Durability, images: &[Image]) -> Vec<(CheckpointId, Image)> {
+fn killed_after(
+    medium: &Faulty,
+    durability: Durability,
+    images: &[Image],
+) -> Vec<(CheckpointId, Image)> {
     let store = on(medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", tuning(durability)).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
@@ -53,7 +58,8 @@ pub fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_as
     for seed in 0..60 {
         let medium = Faulty::default();
         init_on(&medium).unwrap();
-        let durability = if seed % 2 == 0 { Durability::Never } else { Durability::Every(Duration::ZERO) };
+        let durability =
+            if seed % 2 == 0 { Durability::Never } else { Durability::Every(Duration::ZERO) };
         let known = killed_after(&medium, durability, &images(seed));
         // The process died, and the machine did not.
         assert_eq!(assert_whole(&medium, &known, "killed"), known.len());
@@ -101,15 +107,17 @@ pub fn a_writer_that_ends_well_leaves_all_durable() {
     }
 }
 
-/// What a writer that was killed had appended and not synced is in memory alone. The next one syncs it; where that fails, the pages
-/// may be lost although they can be read, and a second sync does not say so.
+/// What a writer that was killed had appended and not synced is in memory alone. The next one syncs
+/// it; where that fails, the pages may be lost although they can be read, and a second sync does
+/// not say so.
 #[test]
 fn an_unfinished_pack_whose_sync_failed_is_not_relied_on() {
     let image: Image = (1..=PAGES).collect();
     for seed in 0..20 {
         let medium = Faulty::default();
         let store = init_on(&medium).unwrap();
-        let mut run = store.lock_writer_tuned("test", TINY).unwrap().begin_run("vm", &layout(PAGES)).unwrap();
+        let mut run =
+            store.lock_writer_tuned("test", TINY).unwrap().begin_run("vm", &layout(PAGES)).unwrap();
         put_changes(&mut run, &[0; PAGES as usize], &image).unwrap();
         drop(run);
         // Every sync of the first that takes the store over fails once, and none of the second.
@@ -123,7 +131,10 @@ fn an_unfinished_pack_whose_sync_failed_is_not_relied_on() {
             assert!(matches!(error, Error::Io { .. }), "{error}");
             failed += 1;
             let known = killed_after(&medium, Durability::Checkpoint, std::slice::from_ref(&image));
-            assert_eq!(assert_whole(&medium.after_power_loss(seed), &known, &format!("sync {sync}")), 1);
+            assert_eq!(
+                assert_whole(&medium.after_power_loss(seed), &known, &format!("sync {sync}")),
+                1
+            );
         }
         assert!(failed > 1, "no sync of what was found");
     }
@@ -154,14 +165,19 @@ fn what_a_failed_sync_may_have_lost_stays_in_doubt_until_the_machine_has_come_up
         lost += writer.torn().len();
         drop(writer);
         let there = on(&medium).unwrap().ids().unwrap();
-        assert!(new.iter().all(|(id, _)| there.contains(id)), "seed {seed}: a durable checkpoint is gone");
+        assert!(
+            new.iter().all(|(id, _)| there.contains(id)),
+            "seed {seed}: a durable checkpoint is gone"
+        );
         assert!(
             !vouched || old.iter().all(|(id, _)| there.contains(id)),
             "seed {seed}: vouched for, and gone"
         );
         let last = images(seed)[0].clone();
         let mut known: Vec<_> = old.into_iter().chain(new).collect();
-        known.extend(there.last().filter(|id| known.iter().all(|(k, _)| k != *id)).map(|id| (*id, last)));
+        known.extend(
+            there.last().filter(|id| known.iter().all(|(k, _)| k != *id)).map(|id| (*id, last)),
+        );
         assert_whole(&medium, &known, &format!("seed {seed}"));
     }
     assert!(lost > 0 && doubted > 4, "{lost} lost, {doubted} in doubt: nothing was tested");
@@ -173,7 +189,8 @@ fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
     for sync in 3..60 {
         let medium = Faulty::default();
         let store = init_on(&medium).unwrap();
-        let mut writer = store.lock_writer_tuned("test", tuning(Durability::Every(Duration::ZERO))).unwrap();
+        let mut writer =
+            store.lock_writer_tuned("test", tuning(Durability::Every(Duration::ZERO))).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         medium.fail_sync_at(medium.syncs() + sync - 2);
         let (mut old, mut safe, mut known) = (vec![0; PAGES as usize], Vec::new(), Vec::new());
@@ -209,13 +226,17 @@ fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
         }
         assert_clean(&store);
         let there = store.ids().unwrap();
-        assert!(safe.iter().all(|(id, _)| there.contains(id)), "sync {sync}: what was synced before is gone");
+        assert!(
+            safe.iter().all(|(id, _)| there.contains(id)),
+            "sync {sync}: what was synced before is gone"
+        );
         assert!(is_told || torn == 0, "sync {sync}: lost without a word");
     }
     assert!(failures > 10 && lost > 0, "{failures} failures, {lost} lost: nothing was tested");
 }
 
-/// Packs are synced when they are closed, also where no checkpoint waits for it. Where that fails, a later sync, by whomever, says nothing.
+/// Packs are synced when they are closed, also where no checkpoint waits for it. Where that fails,
+/// a later sync, by whomever, says nothing.
 #[test]
 fn a_pack_that_could_not_be_synced_when_it_was_closed_is_vouched_for_by_nobody() {
     let (mut failures, mut lost) = (0, 0);
@@ -234,7 +255,8 @@ fn a_pack_that_could_not_be_synced_when_it_was_closed_is_vouched_for_by_nobody()
             medium.fail_sync_at(medium.syncs() + 1 + seed % 5);
             failures += usize::from(run.finish().is_err());
             drop(writer);
-            // The machine did not go down; the next one finds nothing wrong, and has the same pages.
+            // The machine did not go down; the next one finds nothing wrong, and has the same
+            // pages.
             let new = killed_after(&medium, Durability::Checkpoint, &images(seed));
             let medium = medium.after_power_loss(seed);
             let writer = on(&medium).unwrap().lock_writer_tuned("test", TINY).unwrap();

@@ -1,4 +1,5 @@
-//! The same on an encrypted store: crashes, failing syncs, a full disk, every byte damaged; and what encryption is for.
+//! The same on an encrypted store: crashes, failing syncs, a full disk, every byte damaged; and
+//! what encryption is for.
 
 use super::*;
 use crate::{Secret, SecretKind};
@@ -75,7 +76,9 @@ fn recompression_costs_nothing_but_work_wherever_it_is_cut_off() {
 
 #[test]
 fn checkpoints_that_are_not_synced_one_by_one_are_whole_or_set_aside() {
-    encrypted(durability::after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside);
+    encrypted(
+        durability::after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside,
+    );
     encrypted(durability::a_writer_that_ends_well_leaves_all_durable);
 }
 
@@ -84,7 +87,8 @@ fn subject() -> Faulty {
     let medium = Faulty::default();
     encrypted(|| drop(init_on(&medium).unwrap()));
     let store = on(&medium).unwrap();
-    let mut run = store.lock_writer_tuned("test", TINY).unwrap().begin_run("vm", &layout(9)).unwrap();
+    let mut run =
+        store.lock_writer_tuned("test", TINY).unwrap().begin_run("vm", &layout(9)).unwrap();
     for epoch in 0..3 {
         put_changes(&mut run, &[0; 9], &[2, 4, 6, 8, 10, 12, 14, 16, epoch]).unwrap();
         seal(&mut run, 9).unwrap();
@@ -99,8 +103,13 @@ fn nothing_of_the_guest_and_no_key_is_in_any_file() {
     let key = on(&medium).unwrap().inner().config.clone();
     let data_key = key.encryption.unwrap().data_key;
     let page = content(4);
-    let words: [&[u8]; 5] =
-        [&page[..24], &page[100..130], &key.key.0[..8], &data_key.0[..8], b"the devices, the devices"];
+    let words: [&[u8]; 5] = [
+        &page[..24],
+        &page[100..130],
+        &key.key.0[..8],
+        &data_key.0[..8],
+        b"the devices, the devices",
+    ];
     for (name, bytes) in medium.files() {
         for word in words {
             assert!(!bytes.windows(word.len()).any(|window| window == word), "{name}");
@@ -115,7 +124,10 @@ fn two_stores_of_the_same_content_have_no_frame_in_common() {
     let (one, other) = (subject(), subject());
     for (name, bytes) in one.files().iter().filter(|(name, _)| name.starts_with("packs/")) {
         let theirs = &other.files()[name];
-        assert!(!bytes[32..].windows(24).step_by(24).any(|w| theirs.windows(24).any(|t| t == w)), "{name}");
+        assert!(
+            !bytes[32..].windows(24).step_by(24).any(|w| theirs.windows(24).any(|t| t == w)),
+            "{name}"
+        );
     }
 }
 
@@ -133,7 +145,8 @@ fn a_wrong_a_missing_and_another_kind_of_key_are_told_apart() {
     open(&|kind| Ok((kind == SecretKind::KeyFile).then(secret))).unwrap();
 }
 
-/// Whoever can write to the medium puts a store without encryption in the place of `store.json`: its files are not taken for good.
+/// Whoever can write to the medium puts a store without encryption in the place of `store.json`:
+/// its files are not taken for good.
 #[test]
 fn a_plain_identity_opens_nothing_of_it() {
     let medium = subject();

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 const PAGES: u64 = 20;
 
-/// A store of one run with `count` checkpoints, each fifth page of which differs from the one before; what each holds.
+/// A store of one run with `count` checkpoints, each fifth page of which differs from the one
+/// before; what each holds.
 pub fn store_of(medium: &Faulty, count: u64) -> BTreeMap<CheckpointId, Image> {
     init_on(medium).unwrap();
     let mut known = BTreeMap::new();
@@ -156,7 +157,8 @@ fn a_pinned_checkpoint_goes_only_by_force_and_tags_move_and_go() {
     assert!(sealed.is_pinned() && sealed.names().next().is_none(), "{:?}", sealed.tags);
     // Neither rules nor a set that it is among take it; nothing of the set goes.
     let rules = crate::Retention { tags: Some(BTreeSet::new()), ..crate::Retention::default() };
-    let moments: Vec<_> = store.checkpoints().unwrap().sealed.iter().map(crate::Moment::from).collect();
+    let moments: Vec<_> =
+        store.checkpoints().unwrap().sealed.iter().map(crate::Moment::from).collect();
     let verdicts = rules.judge(&moments, &BTreeSet::new());
     let kept: Vec<u64> = verdicts.iter().filter(|v| !v.kept.is_empty()).map(|v| v.id.0).collect();
     assert_eq!(kept, [2, 6]);

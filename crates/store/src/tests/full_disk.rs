@@ -38,7 +38,10 @@ pub fn fill_at_every(step: usize) {
         .unwrap_or_else(|e| panic!("{capacity} bytes: {e}"));
         assert_eq!(known.sealed.len(), 10);
         let report = check(&on(&medium).unwrap());
-        assert!(!report.notes.iter().any(|n| n.contains("uses this map")), "{capacity} bytes: {report:#?}");
+        assert!(
+            !report.notes.iter().any(|n| n.contains("uses this map")),
+            "{capacity} bytes: {report:#?}"
+        );
         never_full += usize::from(times == 0);
         assert_known(&medium, &known, &format!("was full at {capacity} bytes"));
         assert_known(
@@ -59,11 +62,15 @@ fn a_tag_that_does_not_fit_leaves_the_checkpoint_sealed() {
     let before = medium.used_bytes();
     seal(&mut run, 2).unwrap();
     let per_seal = medium.used_bytes() - before;
-    // Enough for what the next seal writes, not for its tag. The second one has one more map in its list.
+    // Enough for what the next seal writes, not for its tag. The second one has one more map in its
+    // list.
     medium.limit(Some(medium.used_bytes() + per_seal + 10));
     let tagged = SealRequest { tag: Some("a-tag-of-some-length"), ..request(&layout(2)) };
     let error = run.seal(tagged.clone()).unwrap_err();
-    assert!(error.is_disk_full() && matches!(error, Error::TagNotSet { id: CheckpointId(2), .. }), "{error}");
+    assert!(
+        error.is_disk_full() && matches!(error, Error::TagNotSet { id: CheckpointId(2), .. }),
+        "{error}"
+    );
     medium.limit(None);
     assert_eq!((store.checkpoints().unwrap().sealed.len(), run.epoch().0), (2, 2));
     assert_eq!(run.seal(tagged).unwrap().meta.map_chain, [3, 2, 1]);

@@ -1,5 +1,6 @@
-//! Stores of every format version ever written must still load. The files are under `tests/golden`; the one of the
-//! present version was made by `make_golden`, which is run by hand when the format changes.
+//! Stores of every format version ever written must still load. The files are under `tests/golden`;
+//! the one of the present version was made by `make_golden`, which is run by hand when the format
+//! changes.
 
 use super::*;
 
@@ -12,15 +13,13 @@ fn golden(version: u32) -> std::path::PathBuf {
 
 fn image(epoch: u64) -> Image {
     (0..PAGES)
-        .map(
-            |page| {
-                if (page + epoch).is_multiple_of(6) {
-                    0
-                } else {
-                    2 + 2 * (page % 4) + (epoch / (page + 1)) % 3
-                }
-            },
-        )
+        .map(|page| {
+            if (page + epoch).is_multiple_of(6) {
+                0
+            } else {
+                2 + 2 * (page % 4) + (epoch / (page + 1)) % 3
+            }
+        })
         .collect()
 }
 
@@ -50,7 +49,8 @@ fn a_store_of_version_1_still_loads() {
     assert!(report.is_clean() && report.notes.len() == 1, "{report:#?}");
 }
 
-/// Block `block` of the golden disk at an epoch: nothing before it was written, then zeros, then data.
+/// Block `block` of the golden disk at an epoch: nothing before it was written, then zeros, then
+/// data.
 fn block_at(block: u64, epoch: u64) -> Option<u64> {
     match epoch.checked_sub(block % 5) {
         None => None,
@@ -89,8 +89,8 @@ fn a_store_of_version_2_still_loads() {
     assert!(check(&store).is_clean());
 }
 
-/// Of a file of sectors that all differ: page `n` of it in RAM, and what block `n` of a disk has of it, three sectors further
-/// on, with a sector of its own and one of zeros.
+/// Of a file of sectors that all differ: page `n` of it in RAM, and what block `n` of a disk has of
+/// it, three sectors further on, with a sector of its own and one of zeros.
 fn shifted(n: u64) -> (Page, Page) {
     let sector = |at: u64| content(1001 + 2 * at);
     let (mut page, mut block) = (ZERO_PAGE, ZERO_PAGE);
@@ -130,7 +130,10 @@ fn a_store_of_version_3_still_loads() {
     }
     let counts = sealed[0].meta.disks[0].counts;
     let s = counts.sectors;
-    assert_eq!((counts.composed_blocks, counts.dedup_blocks, s.zero_sectors), (SHIFTED, 0, SHIFTED));
+    assert_eq!(
+        (counts.composed_blocks, counts.dedup_blocks, s.zero_sectors),
+        (SHIFTED, 0, SHIFTED)
+    );
     assert_eq!((s.against_ram_part_sectors, s.not_deduplicated_sectors), (6 * SHIFTED, SHIFTED));
     let second = &sealed[1].meta;
     assert_eq!((second.disks[0].counts.stored_blocks, second.counts.dedup_disk_pages), (1, 1));
@@ -145,21 +148,25 @@ fn copied(version: u32) -> tempfile::TempDir {
         let to = dir.path().join(folder);
         std::fs::create_dir_all(&to).unwrap();
         let Ok(entries) = std::fs::read_dir(golden(version).join(folder)) else { continue };
-        for file in entries.map(|entry| entry.unwrap()).filter(|entry| entry.file_type().unwrap().is_file()) {
+        for file in
+            entries.map(|entry| entry.unwrap()).filter(|entry| entry.file_type().unwrap().is_file())
+        {
             std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
         }
     }
     dir
 }
 
-/// A writer of today goes on with a store of any version: sectors are found in what that holds, which stays as it is.
+/// A writer of today goes on with a store of any version: sectors are found in what that holds,
+/// which stays as it is.
 #[test]
 fn stores_of_all_versions_are_gone_on_with() {
     for version in (1..=5).chain([7]) {
         let dir = copied(version);
         let store = open(version, dir.path());
         let old: Vec<_> = store.ids().unwrap();
-        let images: Vec<_> = old.iter().map(|id| read_image(&store.load(*id).unwrap()).unwrap()).collect();
+        let images: Vec<_> =
+            old.iter().map(|id| read_image(&store.load(*id).unwrap()).unwrap()).collect();
         let disk = crate::DiskMeta {
             name: "d".into(),
             disk_bytes: BLOCKS * PAGE_BYTES as u64,
@@ -169,13 +176,15 @@ fn stores_of_all_versions_are_gone_on_with() {
         let mut writer = store.lock_writer("test").unwrap();
         let state = crate::DiskState::default();
         let mut run = writer.begin_run_with("golden", &layout(PAGES), vec![disk], state).unwrap();
-        // What the old store holds, again in RAM; then a block with parts of it, and noise that is new.
+        // What the old store holds, again in RAM; then a block with parts of it, and noise that is
+        // new.
         let last = images.last().unwrap();
         for (page, content) in last {
             assert_eq!(run.put_page(PageIndex(*page), content).unwrap(), crate::Put::Dedup);
         }
         let mut block = content(909);
-        // Sectors are looked for in plain records; of what hardly compresses, or references would save nothing.
+        // Sectors are looked for in plain records; of what hardly compresses, or references would
+        // save nothing.
         let is_mixed = |page: &&Page| page[512..1024] != page[1024..1536];
         let known = if version >= 4 { &last[&3] } else { last.values().find(is_mixed).unwrap() };
         block[512..2048].copy_from_slice(&known[..1536]);
@@ -193,14 +202,20 @@ fn stores_of_all_versions_are_gone_on_with() {
         store.load_disks(sealed.id).unwrap().read_block(PageIndex(PAGES), &mut page).unwrap();
         assert!(page == block, "version {version}");
         for (id, image) in old.iter().zip(&images) {
-            assert!(read_image(&store.load(*id).unwrap()).unwrap() == *image, "version {version}, {id}");
+            assert!(
+                read_image(&store.load(*id).unwrap()).unwrap() == *image,
+                "version {version}, {id}"
+            );
         }
         assert!(check(&store).is_clean());
         drop(writer);
         recompress::recompress_tuned(&store, deltas::ROOMY).unwrap();
         let store = open(version, dir.path());
         for (id, image) in old.iter().zip(&images) {
-            assert!(read_image(&store.load(*id).unwrap()).unwrap() == *image, "recompressed {version}, {id}");
+            assert!(
+                read_image(&store.load(*id).unwrap()).unwrap() == *image,
+                "recompressed {version}, {id}"
+            );
         }
         assert!(check(&store).is_clean() && recompress::dense_packs(&store) > 0);
     }
@@ -208,8 +223,8 @@ fn stores_of_all_versions_are_gone_on_with() {
 
 const SECONDS: u64 = 9;
 
-/// A page with some counters, one that drifts away from what it was, one of which a compressible quarter is new each second,
-/// and one that stays.
+/// A page with some counters, one that drifts away from what it was, one of which a compressible
+/// quarter is new each second, and one that stays.
 fn ticking(second: u64) -> [Page; 4] {
     let mut table = noise(8);
     table[1024..2048].fill(second as u8);
@@ -241,7 +256,8 @@ fn a_store_of_version_6_still_loads() {
     assert!(recompress::dense_packs(&store) > 0);
 }
 
-/// A page of pointers into one heap, which is stored as its words; some of them are others each second.
+/// A page of pointers into one heap, which is stored as its words; some of them are others each
+/// second.
 fn pointers(second: u64) -> Page {
     let mut page = ZERO_PAGE;
     for (at, word) in (0..).zip(page.as_chunks_mut::<8>().0) {
@@ -279,11 +295,17 @@ fn stores_of_versions_7_and_8_still_load() {
         for (second, sealed) in (0..).zip(&sealed) {
             let ram = read_image(&store.load(sealed.id).unwrap()).unwrap();
             let pages = ticking(second).into_iter().chain([pointers(second)]);
-            assert!((0u64..).zip(pages).all(|(page, content)| ram[&page] == content), "second {second}");
+            assert!(
+                (0u64..).zip(pages).all(|(page, content)| ram[&page] == content),
+                "second {second}"
+            );
         }
         let packs = std::fs::read_dir(store.path().join("packs")).unwrap();
         let codecs: Vec<_> = packs.map(|file| codecs_of(&file.unwrap().path())).collect();
-        assert!(codecs.iter().any(|(found, codecs)| *found == version && codecs[&3] > 0), "{codecs:?}");
+        assert!(
+            codecs.iter().any(|(found, codecs)| *found == version && codecs[&3] > 0),
+            "{codecs:?}"
+        );
         assert!(check(&store).is_clean());
     }
 }
@@ -297,7 +319,8 @@ fn make_golden_words() {
         let mut writer = store.lock_writer_tuned("test", deltas::ROOMY).unwrap();
         let mut run = writer.begin_run("golden", &layout(PAGES)).unwrap();
         for second in 0..SECONDS {
-            for (page, content) in (0..).zip(ticking(second).into_iter().chain([pointers(second)])) {
+            for (page, content) in (0..).zip(ticking(second).into_iter().chain([pointers(second)]))
+            {
                 run.put_page(PageIndex(page), &content).unwrap();
             }
             seal(&mut run, PAGES).unwrap();
@@ -346,12 +369,14 @@ fn an_encrypted_store_still_loads() {
     assert!(matches!(Store::open(&golden(5)), Err(Error::KeyNeeded { .. })));
 }
 
-/// The keys of a store that a passphrase opens: what is derived of it must come out the same for ever.
+/// The keys of a store that a passphrase opens: what is derived of it must come out the same for
+/// ever.
 #[test]
 fn a_passphrase_still_opens_what_it_locked() {
     let path = golden(5).join("passphrase.json");
     let ask = |_| Ok(Some(passphrase()));
-    let config = Config::decode(&std::fs::read(path).unwrap(), "x").unwrap().unlock(&ask, "x").unwrap();
+    let config =
+        Config::decode(&std::fs::read(path).unwrap(), "x").unwrap().unlock(&ask, "x").unwrap();
     assert!(config.encryption.is_some());
 }
 
@@ -371,8 +396,9 @@ fn put_ticking(writer: &mut crate::Writer) {
     run.finish().unwrap();
 }
 
-/// Makes the golden stores of the present versions, plain and encrypted, that are not there: `cargo test -p keyframe-store
-/// make_golden -- --ignored`, after removing the old ones. Those of earlier versions were made by the programs that wrote these.
+/// Makes the golden stores of the present versions, plain and encrypted, that are not there:
+/// `cargo test -p keyframe-store make_golden -- --ignored`, after removing the old ones. Those of
+/// earlier versions were made by the programs that wrote these.
 #[test]
 #[ignore = "writes into the source tree"]
 fn make_golden() {
@@ -391,7 +417,8 @@ fn make_golden() {
                 ..crate::DiskMeta::default()
             };
             let state = crate::DiskState::default();
-            let mut run = writer.begin_run_with("golden", &layout(PAGES), vec![disk], state).unwrap();
+            let mut run =
+                writer.begin_run_with("golden", &layout(PAGES), vec![disk], state).unwrap();
             for n in 0..=SHIFTED {
                 run.put_page(PageIndex(n), &shifted(n).0).unwrap();
             }

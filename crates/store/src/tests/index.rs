@@ -44,8 +44,12 @@ fn spills(store: &Store) -> usize {
 }
 
 fn prune(store: &Store) -> crate::PruneReport {
-    let options =
-        PruneOptions { max_unused: 0.0, dry_run: false, wait: Duration::from_mins(2), recompress_bytes: 0 };
+    let options = PruneOptions {
+        max_unused: 0.0,
+        dry_run: false,
+        wait: Duration::from_mins(2),
+        recompress_bytes: 0,
+    };
     store.prune_tuned(&options, SMALL, &mut |_| {}).unwrap()
 }
 
@@ -125,7 +129,10 @@ fn a_run_follows_a_prune_beside_it_also_in_its_spills() {
         std::thread::sleep(Duration::from_millis(5));
     }
     let report = pruning.join().unwrap();
-    assert!(report.removed_packs + report.rewritten_packs > 0 && report.postponed_packs == 0, "{report:?}");
+    assert!(
+        report.removed_packs + report.rewritten_packs > 0 && report.postponed_packs == 0,
+        "{report:?}"
+    );
     known.push((sealed(&mut run, &before, &image(0)), 0));
     run.finish().unwrap();
     drop(writer);

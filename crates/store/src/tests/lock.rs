@@ -1,4 +1,5 @@
-//! On a real directory: the lock, who may make a store where, and what the local backend leaves behind.
+//! On a real directory: the lock, who may make a store where, and what the local backend leaves
+//! behind.
 
 use super::*;
 use std::fs;
@@ -135,8 +136,8 @@ fn a_sink_that_fails_ends_the_reading_with_its_own_error() {
     put_changes(&mut run, &[0; 3], &[1, 2, 3]).unwrap();
     let loaded = store.load(seal(&mut run, 4).unwrap().id).unwrap();
     let all = PageRange::new(PageIndex(0), 4);
-    let result =
-        loaded.read_pages(all, &mut |page, _| if page.0 == 1 { Err(Own::Enough(page)) } else { Ok(()) });
+    let result = loaded
+        .read_pages(all, &mut |page, _| if page.0 == 1 { Err(Own::Enough(page)) } else { Ok(()) });
     assert!(matches!(result, Err(Own::Enough(PageIndex(1)))));
     let pack = medium.files().keys().find(|n| n.starts_with("packs/")).unwrap().clone();
     medium.overwrite(&pack, None);

@@ -1,7 +1,7 @@
 //! The store as a whole, against a naive model and on a medium that misbehaves.
 //!
-//! The model of a run is one content number per page; [`content`] makes the page of a number. Every test ends in
-//! [`assert_image`]: what the store gives back is what was put.
+//! The model of a run is one content number per page; [`content`] makes the page of a number. Every
+//! test ends in [`assert_image`]: what the store gives back is what was put.
 
 mod beside;
 mod copy;
@@ -30,7 +30,8 @@ use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
 use crate::config::Config;
 use crate::{
-    CheckOptions, CheckReport, Durability, Error, Loaded, Result, Run, SealRequest, Sealed, Store, Tuning,
+    CheckOptions, CheckReport, Durability, Error, Loaded, Result, Run, SealRequest, Sealed, Store,
+    Tuning,
 };
 use jiff::Timestamp;
 use keyframe_units::{
@@ -43,7 +44,8 @@ use std::sync::Arc;
 /// One content number per page; 0 is a page of zeros.
 pub(crate) type Image = Vec<u64>;
 
-/// Small limits, so that small tests cross them: packs of a few records, three chain levels in a few epochs.
+/// Small limits, so that small tests cross them: packs of a few records, three chain levels in a
+/// few epochs.
 pub(crate) const TINY: Tuning = Tuning {
     pack_bytes_max: 20_000,
     buffer_bytes: 6_000,
@@ -56,8 +58,8 @@ pub(crate) const TINY: Tuning = Tuning {
     durability: Durability::Checkpoint,
 };
 
-/// The page of a content number: odd ones are noise, even ones compress; every fourth below 100 is like its neighbours but
-/// for some words.
+/// The page of a content number: odd ones are noise, even ones compress; every fourth below 100 is
+/// like its neighbours but for some words.
 pub(crate) fn content(number: u64) -> Page {
     match number {
         0 => ZERO_PAGE,
@@ -81,8 +83,12 @@ pub(crate) fn content(number: u64) -> Page {
 
 pub(crate) fn layout(pages: u64) -> RamLayout {
     let bytes = pages * PAGE_BYTES as u64;
-    let block =
-        RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+    let block = RamBlock {
+        name: "ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes,
+        total_bytes: bytes,
+    };
     RamLayout::new(vec![block]).unwrap()
 }
 
@@ -108,9 +114,11 @@ pub(crate) fn put_changes(run: &mut Run, old: &[u64], new: &[u64]) -> Result<()>
     Ok(())
 }
 
-/// A run of `images` into `store`, in several packs, all of whose checkpoints `reader` reads after each.
+/// A run of `images` into `store`, in several packs, all of whose checkpoints `reader` reads after
+/// each.
 pub(crate) fn run_beside(store: &Store, reader: &Store, images: &[Image]) -> Vec<CheckpointId> {
-    let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 90_000, ..TINY }).unwrap();
+    let mut writer =
+        store.lock_writer_tuned("test", Tuning { pack_bytes_max: 90_000, ..TINY }).unwrap();
     let mut run = writer.begin_run("vm", &layout(images[0].len() as u64)).unwrap();
     let (mut old, mut ids) = (vec![0; images[0].len()], Vec::new());
     for image in images {
@@ -126,7 +134,9 @@ pub(crate) fn run_beside(store: &Store, reader: &Store, images: &[Image]) -> Vec
 }
 
 pub(crate) fn on(medium: &Faulty) -> Result<Store> {
-    Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| Ok(Some(encrypted::secret())))
+    Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| {
+        Ok(Some(encrypted::secret()))
+    })
 }
 
 pub(crate) fn init_on(medium: &Faulty) -> Result<Store> {
@@ -159,7 +169,10 @@ fn fill_image(loaded: &Loaded, pages: &BTreeMap<u64, Page>) -> Result<()> {
     let mut out = vec![[0x5a; PAGE_BYTES]; len_pages as usize];
     loaded.read_into(PageIndex(0), &mut out)?;
     for (page, content) in (0..).zip(&out) {
-        assert!(pages.get(&page).unwrap_or(&ZERO_PAGE) == content, "page {page} is another one in place");
+        assert!(
+            pages.get(&page).unwrap_or(&ZERO_PAGE) == content,
+            "page {page} is another one in place"
+        );
     }
     Ok(())
 }
@@ -172,7 +185,8 @@ pub(crate) fn kinds_of(loaded: &Loaded) -> BTreeMap<char, usize> {
 fn image_is(store: &Store, id: CheckpointId, image: &[u64]) -> Result<bool> {
     let loaded = store.load(id)?;
     let expected = (0u64..).zip(image).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
-    Ok(read_image(&loaded)? == expected.collect() && loaded.device_state == request(&layout(1)).device_state)
+    Ok(read_image(&loaded)? == expected.collect()
+        && loaded.device_state == request(&layout(1)).device_state)
 }
 
 pub(crate) fn assert_image(store: &Store, id: CheckpointId, image: &[u64]) {

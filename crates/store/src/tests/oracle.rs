@@ -18,7 +18,8 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let puts = prop::collection::vec((0..PAGES, prop_oneof![2 => Just(0u64), 8 => 1u64..60]), 0..12);
+    let puts =
+        prop::collection::vec((0..PAGES, prop_oneof![2 => Just(0u64), 8 => 1u64..60]), 0..12);
     prop_oneof![
         10 => puts.prop_map(Op::Put),
         12 => Just(Op::Seal),
@@ -45,14 +46,16 @@ impl Subject {
         init_on(&medium).unwrap();
         let blank = vec![0; PAGES as usize];
         let (sealed, now) = (blank.clone(), blank);
-        let mut this = Self { medium, tuning, writer: None, run: None, sealed, now, truth: BTreeMap::new() };
+        let mut this =
+            Self { medium, tuning, writer: None, run: None, sealed, now, truth: BTreeMap::new() };
         this.reopen();
         this
     }
 
     fn reopen(&mut self) {
         (self.run, self.writer) = (None, None);
-        self.writer = Some(on(&self.medium).unwrap().lock_writer_tuned("test", self.tuning).unwrap());
+        self.writer =
+            Some(on(&self.medium).unwrap().lock_writer_tuned("test", self.tuning).unwrap());
         self.begin();
     }
 
@@ -69,7 +72,8 @@ impl Subject {
 
     fn put(&mut self, puts: &[(u64, u64)]) {
         for (page, number) in puts {
-            let put = self.run.as_mut().unwrap().put_page(PageIndex(*page), &content(*number)).unwrap();
+            let put =
+                self.run.as_mut().unwrap().put_page(PageIndex(*page), &content(*number)).unwrap();
             let was = std::mem::replace(&mut self.now[*page as usize], *number);
             match put {
                 Put::Zero => assert_eq!(*number, 0),
@@ -128,7 +132,11 @@ fn a_long_run_crosses_the_levels_of_the_default_chain() {
     let mut subject = Subject::new(Tuning::default());
     subject.put(&(0..PAGES).map(|p| (p, 1000 + p)).collect::<Vec<_>>());
     for epoch in 0..300u64 {
-        subject.apply(&Op::Put(vec![(epoch % PAGES, 2 * epoch), (epoch * 7 % 50, epoch % 3), (5, epoch)]));
+        subject.apply(&Op::Put(vec![
+            (epoch % PAGES, 2 * epoch),
+            (epoch * 7 % 50, epoch % 3),
+            (5, epoch),
+        ]));
         subject.apply(&Op::Seal);
     }
     subject.verify();
@@ -167,17 +175,29 @@ fn the_last_put_wins_and_counts_tell_what_became_of_it() {
     assert_eq!(run.put_page(PageIndex(1), &content(1)).unwrap(), Put::Unchanged);
     let second = seal(&mut run, PAGES).unwrap();
     assert_eq!((second.meta.counts.dirty_pages, second.meta.counts.unchanged_pages), (1, 1));
-    assert!(second.meta.counts.map_bytes < 200, "nothing changed: {} bytes", second.meta.counts.map_bytes);
+    assert!(
+        second.meta.counts.map_bytes < 200,
+        "nothing changed: {} bytes",
+        second.meta.counts.map_bytes
+    );
     assert_image(&store, first.id, &[1, 1]);
     assert_image(&store, second.id, &[1, 1]);
-    assert!(matches!(run.put_zero(PageIndex(PAGES)), Err(Error::PageOutside { space_pages: PAGES, .. })));
+    assert!(matches!(
+        run.put_zero(PageIndex(PAGES)),
+        Err(Error::PageOutside { space_pages: PAGES, .. })
+    ));
     assert!(matches!(seal(&mut run, PAGES + 1), Err(Error::LayoutChanged { epoch: 2, .. })));
     run.finish().unwrap();
     let stats = store.stats().unwrap();
     assert_eq!((stats.checkpoints, stats.runs, stats.raw_bytes), (2, 1, 2 * PAGES * 4096));
     assert_eq!(
         stats.total_bytes,
-        medium.files().iter().filter(|(n, _)| n.contains('/')).map(|(_, b)| b.len() as u64).sum::<u64>()
+        medium
+            .files()
+            .iter()
+            .filter(|(n, _)| n.contains('/'))
+            .map(|(_, b)| b.len() as u64)
+            .sum::<u64>()
     );
 }
 
@@ -209,15 +229,22 @@ fn a_run_is_alone_and_moves_to_another_thread_while_tags_are_set() {
     let first = seal(&mut run, PAGES).unwrap().id;
     let thread = std::thread::spawn(move || {
         run.put_page(PageIndex(0), &content(5)).unwrap();
-        let tagged = run.seal(SealRequest { tag: Some("late"), ..request(&layout(PAGES)) }).unwrap();
+        let tagged =
+            run.seal(SealRequest { tag: Some("late"), ..request(&layout(PAGES)) }).unwrap();
         run.finish().unwrap();
         tagged
     });
     writer.set_tag("early", first).unwrap();
     let tagged = thread.join().unwrap();
     assert_eq!(tagged.tags, ["late"]);
-    assert_eq!((store.resolve("early").unwrap(), store.resolve("late").unwrap()), (first, tagged.id));
-    assert_eq!((store.resolve("latest").unwrap(), store.resolve("0001").unwrap()), (tagged.id, first));
+    assert_eq!(
+        (store.resolve("early").unwrap(), store.resolve("late").unwrap()),
+        (first, tagged.id)
+    );
+    assert_eq!(
+        (store.resolve("latest").unwrap(), store.resolve("0001").unwrap()),
+        (tagged.id, first)
+    );
     writer.set_tag("early", tagged.id).unwrap();
     let listed = store.checkpoints().unwrap().sealed;
     assert_eq!(listed.iter().map(|s| s.tags.len()).collect::<Vec<_>>(), [0, 2]);

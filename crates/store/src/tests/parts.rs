@@ -1,5 +1,5 @@
-//! Blocks of disks that are put together from sectors of RAM and of other blocks: exact, counted, checked, and refused where
-//! they are not what a writer makes.
+//! Blocks of disks that are put together from sectors of RAM and of other blocks: exact, counted,
+//! checked, and refused where they are not what a writer makes.
 
 use super::*;
 use crate::codec::PageCompressor;
@@ -36,7 +36,12 @@ fn file_page(first: u64) -> Page {
 
 fn disk() -> DiskMeta {
     let base = BaseMeta { path: "/base".into(), format: "raw".into(), files: Vec::new() };
-    DiskMeta { name: "d".into(), disk_bytes: BLOCKS * PAGE_BYTES as u64, base, ..DiskMeta::default() }
+    DiskMeta {
+        name: "d".into(),
+        disk_bytes: BLOCKS * PAGE_BYTES as u64,
+        base,
+        ..DiskMeta::default()
+    }
 }
 
 fn begin(writer: &mut Writer) -> Run {
@@ -59,7 +64,9 @@ fn read_blocks(store: &Store, id: CheckpointId) -> Result<Vec<Option<Page>>> {
 fn records(medium: &Faulty) -> Vec<(PageRef, Kind)> {
     let mut found = Vec::new();
     for (name, bytes) in medium.files() {
-        let Some(number) = name.strip_prefix("packs/").and_then(crate::names::parse_pack) else { continue };
+        let Some(number) = name.strip_prefix("packs/").and_then(crate::names::parse_pack) else {
+            continue;
+        };
         let mut at = crate::record::PACK_HEADER_BYTES;
         while let Ok(record) = Record::parse(&bytes[at..], PageRef::new(number, at as u64)) {
             found.push((PageRef::new(number, at as u64), record.kind));
@@ -92,12 +99,21 @@ fn a_file_shifted_against_its_page_cache_costs_next_to_nothing() {
         let blocks = shifted(&mut run, shift);
         let sealed = seal(&mut run, RAM_PAGES).unwrap();
         let counts = sealed.meta.disks[0].counts;
-        assert_eq!((counts.stored_blocks, counts.composed_blocks, counts.dedup_blocks), (10, 10, 0));
+        assert_eq!(
+            (counts.stored_blocks, counts.composed_blocks, counts.dedup_blocks),
+            (10, 10, 0)
+        );
         // The header, the two masks, two records, eight parts.
         assert_eq!(counts.stored_bytes, 10 * (28 + 3 + 16 + 8));
-        assert_eq!(counts.sectors, SectorCounts { against_ram_part_sectors: 80, ..SectorCounts::default() });
+        assert_eq!(
+            counts.sectors,
+            SectorCounts { against_ram_part_sectors: 80, ..SectorCounts::default() }
+        );
         let back = read_blocks(&store, sealed.id).unwrap();
-        assert!(back.iter().zip(&blocks).all(|(is, want)| *is == Some(*want)), "shifted by {shift}");
+        assert!(
+            back.iter().zip(&blocks).all(|(is, want)| *is == Some(*want)),
+            "shifted by {shift}"
+        );
         run.finish().unwrap();
         assert_clean(&store);
     }
@@ -113,9 +129,13 @@ fn sectors_are_found_in_blocks_and_in_what_earlier_writers_stored() {
     run.put_block(0, 1, &file_page(8)).unwrap();
     run.put_block(0, 2, &file_page(4)).unwrap();
     let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[0].counts;
-    assert_eq!((counts.sectors.against_disk_part_sectors, counts.sectors.not_deduplicated_sectors), (8, 16));
+    assert_eq!(
+        (counts.sectors.against_disk_part_sectors, counts.sectors.not_deduplicated_sectors),
+        (8, 16)
+    );
     drop((run, writer));
-    // The next writer knows the sectors of what its own run has put: here RAM, as a whole found in blocks of the disk.
+    // The next writer knows the sectors of what its own run has put: here RAM, as a whole found in
+    // blocks of the disk.
     let mut writer = store.lock_writer("test").unwrap();
     let mut run = begin(&mut writer);
     assert_eq!(run.put_page(PageIndex(0), &file_page(0)).unwrap(), Put::Dedup);
@@ -144,7 +164,8 @@ fn sectors_are_found_in_blocks_and_in_what_earlier_writers_stored() {
 fn what_does_not_pay_is_stored_as_it_is() {
     let medium = Faulty::default();
     let store = init_on(&medium).unwrap();
-    let mut writer = store.lock_writer_tuned("test", Tuning { sector_parts_min: 3, ..TINY }).unwrap();
+    let mut writer =
+        store.lock_writer_tuned("test", Tuning { sector_parts_min: 3, ..TINY }).unwrap();
     let mut run = begin(&mut writer);
     run.put_page(PageIndex(0), &mixed([1, 3, 5, 7, 9, 11, 13, 15])).unwrap();
     let (mut page, mut block) = (mixed([2, 0, 0, 0, 0, 0, 4, 6]), ZERO_PAGE);
@@ -165,7 +186,8 @@ fn what_does_not_pay_is_stored_as_it_is() {
     assert_eq!((counts.composed_blocks, counts.sectors), (1, expected));
     // Without memory for it none is looked for.
     drop((run, writer));
-    let mut writer = store.lock_writer_tuned("test", Tuning { sector_index_bytes: 0, ..TINY }).unwrap();
+    let mut writer =
+        store.lock_writer_tuned("test", Tuning { sector_index_bytes: 0, ..TINY }).unwrap();
     let mut run = begin(&mut writer);
     shifted(&mut run, 3);
     assert_eq!(seal(&mut run, RAM_PAGES).unwrap().meta.disks[0].counts.composed_blocks, 0);
@@ -197,7 +219,8 @@ fn op() -> impl Strategy<Value = Op> {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
-    /// Each checkpoint gives back every byte, over runs, writers and packs that stay unfinished; every sector is counted once.
+    /// Each checkpoint gives back every byte, over runs, writers and packs that stay unfinished;
+    /// every sector is counted once.
     #[test]
     fn every_sector_comes_back(ops in prop::collection::vec(op(), 1..120), forgetful in any::<bool>()) {
         let medium = Faulty::default();
@@ -261,12 +284,14 @@ proptest! {
 /// The blocks of two runs, each by the first sector of the file that it holds.
 const SUBJECT: [[(u64, u64); 2]; 2] = [[(0, 3), (1, 11)], [(0, 5), (2, 6)]];
 
-/// A store with plain records in one pack, composed ones in others, of which the last stays unfinished.
+/// A store with plain records in one pack, composed ones in others, of which the last stays
+/// unfinished.
 fn subject() -> (Faulty, BTreeMap<CheckpointId, Vec<Option<Page>>>) {
     let medium = Faulty::default();
     let store = init_on(&medium).unwrap();
     let mut truth = BTreeMap::new();
-    let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 9000, ..TINY }).unwrap();
+    let mut writer =
+        store.lock_writer_tuned("test", Tuning { pack_bytes_max: 9000, ..TINY }).unwrap();
     for (number, written) in SUBJECT.into_iter().enumerate() {
         let mut run = begin(&mut writer);
         let mut blocks = vec![None; BLOCKS as usize];
@@ -300,14 +325,24 @@ fn write_again(store: &Store) -> CheckpointId {
     id
 }
 
-fn lost(medium: &Faulty, truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>) -> BTreeSet<CheckpointId> {
+fn lost(
+    medium: &Faulty,
+    truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>,
+) -> BTreeSet<CheckpointId> {
     let Ok(store) = on(medium) else { return truth.keys().copied().collect() };
     let is_lost = |(id, blocks): &(&CheckpointId, &Vec<Option<Page>>)| {
-        let read = store.load(**id).and_then(|ram| Ok((read_image(&ram)?, read_blocks(&store, **id)?)));
+        let read =
+            store.load(**id).and_then(|ram| Ok((read_image(&ram)?, read_blocks(&store, **id)?)));
         match read {
             Ok((ram, disk)) => {
-                assert!(disk == **blocks, "the disk of {id} was read without an error and is wrong");
-                assert!((0..3).all(|page| ram[&page] == file_page(page * 8)), "RAM of {id} is wrong");
+                assert!(
+                    disk == **blocks,
+                    "the disk of {id} was read without an error and is wrong"
+                );
+                assert!(
+                    (0..3).all(|page| ram[&page] == file_page(page * 8)),
+                    "RAM of {id} is wrong"
+                );
                 false
             }
             Err(Error::Damaged { .. } | Error::UnknownCheckpoint { .. }) => true,
@@ -332,13 +367,17 @@ fn every_flipped_bit_of_composed_records_is_told_and_blamed_on_the_right_checkpo
     let baseline = check(&on(&medium).unwrap());
     assert!(baseline.is_clean(), "{baseline:#?}");
     for (name, bytes) in medium.files().into_iter().filter(|(name, _)| name.starts_with("packs/")) {
-        for at in (0..bytes.len()).filter(|at| *at < 200 || at % 31 == 0 || *at + 700 > bytes.len()) {
+        for at in (0..bytes.len()).filter(|at| *at < 200 || at % 31 == 0 || *at + 700 > bytes.len())
+        {
             let mut flipped = bytes.clone();
             flipped[at] ^= 1 << (at % 8);
             medium.overwrite(&name, Some(flipped));
             assert_told(&medium, &truth, &format!("{name}, byte {at}"));
             let report = check(&on(&medium).unwrap());
-            assert!(!report.is_clean() || report.notes != baseline.notes, "{name}, byte {at}: not noticed");
+            assert!(
+                !report.is_clean() || report.notes != baseline.notes,
+                "{name}, byte {at}: not noticed"
+            );
         }
         for len in (0..bytes.len()).step_by(397) {
             medium.overwrite(&name, Some(bytes[..len].to_vec()));
@@ -353,7 +392,8 @@ fn every_flipped_bit_of_composed_records_is_told_and_blamed_on_the_right_checkpo
     }
 }
 
-/// Writes another composition in the place of that of the record at `at`, as a writer would that errs: all checks hold.
+/// Writes another composition in the place of that of the record at `at`, as a writer would that
+/// errs: all checks hold.
 fn recompose(medium: &Faulty, at: PageRef, change: impl FnOnce(&mut [Part; PARTS])) {
     let name = crate::names::pack(at.pack());
     let mut bytes = medium.files()[&name].clone();
@@ -391,7 +431,8 @@ fn chains_circles_and_references_to_nowhere_are_damage_and_no_more() {
     let all = records(&medium);
     let composed: Vec<PageRef> =
         all.iter().filter(|(_, k)| *k == Kind::Composed).map(|(at, _)| *at).collect();
-    let plain: Vec<PageRef> = all.iter().filter(|(_, k)| *k == Kind::Page).map(|(at, _)| *at).collect();
+    let plain: Vec<PageRef> =
+        all.iter().filter(|(_, k)| *k == Kind::Page).map(|(at, _)| *at).collect();
     let files = medium.files();
     let beyond = PageRef::new(plain[0].pack(), (1 << 39) - 1);
     // One in the pack that is closed, one in that which is not.
@@ -440,7 +481,8 @@ fn what_stands_on_a_pack_that_is_gone_is_stored_anew() {
     assert_eq!(check(&store).hurt_checkpoints(), hurt);
 }
 
-/// No map refers to the pages any more, only composed blocks do: a check that reads no pages must look at those.
+/// No map refers to the pages any more, only composed blocks do: a check that reads no pages must
+/// look at those.
 #[test]
 fn a_check_that_reads_no_pages_sees_that_what_blocks_refer_to_is_gone() {
     let medium = Faulty::default();
@@ -454,7 +496,8 @@ fn a_check_that_reads_no_pages_sees_that_what_blocks_refer_to_is_gone() {
     let id = seal(&mut run, RAM_PAGES).unwrap().id;
     run.finish().unwrap();
     drop(writer);
-    let first_composed = records(&medium).into_iter().find(|(_, kind)| *kind == Kind::Composed).unwrap().0;
+    let first_composed =
+        records(&medium).into_iter().find(|(_, kind)| *kind == Kind::Composed).unwrap().0;
     assert!(first_composed.pack() > 1);
     let quick = |medium: &Faulty| {
         let report = on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();
@@ -477,7 +520,8 @@ fn play(
         Err(_) if retry => store.lock_writer_tuned("test", TINY)?,
         other => other?,
     };
-    let mut run = writer.begin_run_with("vm", &layout(RAM_PAGES), vec![disk()], DiskState::default())?;
+    let mut run =
+        writer.begin_run_with("vm", &layout(RAM_PAGES), vec![disk()], DiskState::default())?;
     let mut blocks = vec![None; BLOCKS as usize];
     for epoch in 0..4 {
         let put = |run: &mut Run, blocks: &mut Vec<Option<Page>>| {
@@ -506,10 +550,15 @@ fn play(
     }
 }
 
-fn assert_sealed(medium: &Faulty, truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>, context: &str) {
+fn assert_sealed(
+    medium: &Faulty,
+    truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>,
+    context: &str,
+) {
     let store = on(medium).unwrap();
     for (id, blocks) in truth {
-        let back = read_blocks(&store, *id).unwrap_or_else(|e| panic!("{context}: checkpoint {id}: {e}"));
+        let back =
+            read_blocks(&store, *id).unwrap_or_else(|e| panic!("{context}: checkpoint {id}: {e}"));
         assert!(back == *blocks, "{context}: checkpoint {id}");
     }
     let report = check(&store);

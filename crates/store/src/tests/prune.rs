@@ -1,11 +1,14 @@
-//! Pruning: what is kept is what it was, whoever reads or writes meanwhile, wherever it is cut off; and the rest is gone.
+//! Pruning: what is kept is what it was, whoever reads or writes meanwhile, wherever it is cut off;
+//! and the rest is gone.
 
 use super::forget::{add_run, next_image, store_of};
 use super::*;
 use crate::backend::faulty::Chance;
 use crate::composed::{PART_BYTES, PARTS};
 use crate::prune::{Known, Live, packs};
-use crate::{BaseMeta, BlockContent, DiskMeta, DiskState, PruneOptions, PruneReport, PruneStep, Writer};
+use crate::{
+    BaseMeta, BlockContent, DiskMeta, DiskState, PruneOptions, PruneReport, PruneStep, Writer,
+};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -55,7 +58,9 @@ fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
         let store = on(&medium).unwrap();
         let before = medium.used_bytes();
         forget(&store, &mut known, &gone);
-        let dry = store.prune(&PruneOptions { dry_run: true, ..options(max_unused) }, &mut |_| {}).unwrap();
+        let dry = store
+            .prune(&PruneOptions { dry_run: true, ..options(max_unused) }, &mut |_| {})
+            .unwrap();
         assert!(dry.dry_run && dry.removed_maps > 0, "{dry:?}");
         let report = prune(&store, max_unused).unwrap();
         assert_kept(&medium, &known, &format!("{max_unused} without {gone:?}"));
@@ -64,7 +69,10 @@ fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
             (report.removed_maps, report.removed_packs, report.rewritten_packs),
             (dry.removed_maps, dry.removed_packs, dry.rewritten_packs)
         );
-        assert!(report.unused_bytes as f64 <= max_unused * report.after_bytes as f64 + 1.0, "{report:?}");
+        assert!(
+            report.unused_bytes as f64 <= max_unused * report.after_bytes as f64 + 1.0,
+            "{report:?}"
+        );
         assert_eq!((report.postponed_packs, report.damaged.len()), (0, 0));
         // There is nothing more to do.
         let files = medium.files();
@@ -88,7 +96,12 @@ fn numbers_are_not_used_again_even_if_nothing_is_left() {
     assert_kept(&medium, &known, "nothing");
     assert_eq!(files(&medium, "maps/"), ["maps/0000000005.map"]);
     assert!(files(&medium, "packs/").iter().all(|name| *name > newest_pack));
-    assert!(medium.files().iter().all(|(name, bytes)| !name.starts_with("packs/") || bytes.len() == 128));
+    assert!(
+        medium
+            .files()
+            .iter()
+            .all(|(name, bytes)| !name.starts_with("packs/") || bytes.len() == 128)
+    );
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
     run.put_page(PageIndex(0), &content(3)).unwrap();
@@ -131,7 +144,11 @@ fn a_crash_at_any_operation_costs_nothing_but_work() {
             let again = after.copy_with_same_durability();
             again.crash_at(operation % 37 + 3);
             let _ = prune(&on(&again).unwrap(), 0.0);
-            assert_kept(&again.after_power_loss(operation), &known, &format!("{context}, and again"));
+            assert_kept(
+                &again.after_power_loss(operation),
+                &known,
+                &format!("{context}, and again"),
+            );
             let mut more = known.clone();
             if seed == 0 {
                 add_run(&after, 2, &mut more);
@@ -140,7 +157,12 @@ fn a_crash_at_any_operation_costs_nothing_but_work() {
             assert_kept(&after, &more, &format!("{context}, then pruned"));
             if seed > 0 {
                 let size = |of: &Faulty| of.used_bytes();
-                assert!(size(&after) <= size(&whole) + 2000, "{context}: {} {}", size(&after), size(&whole));
+                assert!(
+                    size(&after) <= size(&whole) + 2000,
+                    "{context}: {} {}",
+                    size(&after),
+                    size(&whole)
+                );
             }
         }
         operation += 1;
@@ -157,7 +179,11 @@ fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
         medium.fail_sync_at(sync);
         let result = prune(&on(&medium).unwrap(), 0.0);
         assert_kept(&medium, &known, &format!("sync {sync}: {result:?}"));
-        assert_kept(&medium.after_power_loss(sync), &known, &format!("sync {sync}, then power loss"));
+        assert_kept(
+            &medium.after_power_loss(sync),
+            &known,
+            &format!("sync {sync}, then power loss"),
+        );
         if medium.syncs() < sync {
             assert!(result.is_ok() && sync > 20, "only {sync} syncs: {result:?}");
             break;
@@ -209,21 +235,32 @@ fn a_look_at_one_pack_finds_all_that_is_needed_of_it_and_reads_few_maps() {
         assert_eq!(some.offsets(*pack), all.offsets(*pack), "pack {pack}");
         least = least.min(some.take_mentions().len());
     }
-    assert!(packs.len() > 5 && least * 2 < maps.mentions.len(), "{least} of {}", maps.mentions.len());
+    assert!(
+        packs.len() > 5 && least * 2 < maps.mentions.len(),
+        "{least} of {}",
+        maps.mentions.len()
+    );
     // One that is not known, and packs that there were not, are looked at.
     assert!(maps.may_mention(4711, &BTreeSet::new()));
     let fewer = Known { packs: BTreeSet::new(), ..maps.clone() };
-    assert!(fewer.mentions.iter().all(|(id, packs)| packs.is_empty() || fewer.may_mention(*id, &[].into())));
+    assert!(
+        fewer
+            .mentions
+            .iter()
+            .all(|(id, packs)| packs.is_empty() || fewer.may_mention(*id, &[].into()))
+    );
 }
 
-/// As a recorder does it: the prune is in the reader's own process. What is gone is closed once nobody reads it.
+/// As a recorder does it: the prune is in the reader's own process. What is gone is closed once
+/// nobody reads it.
 #[test]
 fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
     let medium = Faulty::default();
     let mut known = store_of(&medium, 9);
     let store = on(&medium).unwrap();
     let gone = known[&CheckpointId(2)].clone();
-    let (loaded, disks) = (store.load(CheckpointId(2)).unwrap(), store.load_disks(CheckpointId(2)).unwrap());
+    let (loaded, disks) =
+        (store.load(CheckpointId(2)).unwrap(), store.load_disks(CheckpointId(2)).unwrap());
     forget(&store, &mut known, &[1, 2, 3, 4, 5, 6, 7, 8]);
     let report = prune(&store, 0.0).unwrap();
     assert!(report.removed_packs + report.rewritten_packs > 0, "{report:?}");
@@ -356,7 +393,12 @@ impl Subject {
 
     fn disk() -> DiskMeta {
         let base = BaseMeta { path: "/base".into(), format: "raw".into(), files: Vec::new() };
-        DiskMeta { name: "d".into(), disk_bytes: BLOCKS * PAGE_BYTES as u64, base, ..DiskMeta::default() }
+        DiskMeta {
+            name: "d".into(),
+            disk_bytes: BLOCKS * PAGE_BYTES as u64,
+            base,
+            ..DiskMeta::default()
+        }
     }
 
     fn reopen(&mut self) {
@@ -370,7 +412,8 @@ impl Subject {
 
     fn begin(&mut self, disks: DiskState) {
         let writer = self.writer.as_mut().unwrap();
-        let run = writer.begin_run_with("vm", &layout(RAM_PAGES), vec![Self::disk()], disks).unwrap();
+        let run =
+            writer.begin_run_with("vm", &layout(RAM_PAGES), vec![Self::disk()], disks).unwrap();
         self.run = Some(run);
     }
 
@@ -437,8 +480,10 @@ impl Subject {
 
     fn forget(&mut self) {
         let newest = self.known.keys().next_back().copied();
-        let ids: BTreeSet<_> = self.known.keys().copied().filter(|id| Some(*id) != newest).collect();
-        let ids: BTreeSet<_> = ids.into_iter().filter(|_| self.chance.next().is_multiple_of(2)).collect();
+        let ids: BTreeSet<_> =
+            self.known.keys().copied().filter(|id| Some(*id) != newest).collect();
+        let ids: BTreeSet<_> =
+            ids.into_iter().filter(|_| self.chance.next().is_multiple_of(2)).collect();
         on(&self.medium).unwrap().forget(&ids).unwrap();
         self.known.retain(|id, _| !ids.contains(id));
     }
@@ -479,7 +524,8 @@ impl Subject {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// A writer, prunes and forgetting in any order and at once: every checkpoint that is kept is what was put.
+    /// A writer, prunes and forgetting in any order and at once: every checkpoint that is kept is
+    /// what was put.
     #[test]
     fn a_run_goes_on_while_what_it_knows_moves(seed in any::<u64>(), rounds in 1usize..4) {
         let mut subject = Subject::new(seed);

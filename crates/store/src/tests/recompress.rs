@@ -1,4 +1,5 @@
-//! Recompression: what a store holds is what it was, before, meanwhile and after, wherever it is cut off; and it is less.
+//! Recompression: what a store holds is what it was, before, meanwhile and after, wherever it is
+//! cut off; and it is less.
 
 use super::forget::{add_run, store_of};
 use super::*;
@@ -32,7 +33,8 @@ fn assert_kept(medium: &Faulty, known: &BTreeMap<CheckpointId, Image>, context: 
     assert!(report.is_clean(), "{context}: {report:#?}");
 }
 
-/// What page `page` holds after so many seconds: mostly what pages have in common; one in four changes a little.
+/// What page `page` holds after so many seconds: mostly what pages have in common; one in four
+/// changes a little.
 fn page_at(page: u64, second: u64) -> Page {
     let mut content = lines(page);
     if page.is_multiple_of(4) {
@@ -70,7 +72,8 @@ fn ticks_tuned(
 pub fn assert_ticked(store: &Store, known: &[(CheckpointId, u64)]) {
     for (id, second) in known {
         let image = read_image(&store.load(*id).unwrap()).unwrap();
-        let expected: BTreeMap<u64, Page> = (0..PAGES).map(|page| (page, page_at(page, *second))).collect();
+        let expected: BTreeMap<u64, Page> =
+            (0..PAGES).map(|page| (page, page_at(page, *second))).collect();
         assert!(image == expected, "second {second}");
     }
     assert_clean(store);
@@ -78,7 +81,10 @@ pub fn assert_ticked(store: &Store, known: &[(CheckpointId, u64)]) {
 
 pub fn dense_packs(store: &Store) -> usize {
     let numbers = crate::prune::packs::numbers(store.inner()).unwrap();
-    numbers.iter().filter(|number| PackFile::open(store.inner(), **number).unwrap().is_dense()).count()
+    numbers
+        .iter()
+        .filter(|number| PackFile::open(store.inner(), **number).unwrap().is_dense())
+        .count()
 }
 
 #[test]
@@ -101,7 +107,11 @@ pub fn a_recompressed_store_is_smaller_and_goes_on() {
     // What is there is known.
     let before = medium.used_bytes();
     ticks(&on(&medium).unwrap(), 5..8, &mut known);
-    assert!(medium.used_bytes() < before + 35 * 4200 + 2 * 35 * 100 + 4000, "{}", medium.used_bytes());
+    assert!(
+        medium.used_bytes() < before + 35 * 4200 + 2 * 35 * 100 + 4000,
+        "{}",
+        medium.used_bytes()
+    );
     assert_ticked(&on(&medium).unwrap(), &known);
     // A plain prune leaves dense what is.
     store.forget(&known[..7].iter().map(|(id, _)| *id).collect()).unwrap();
@@ -157,7 +167,8 @@ pub fn a_crash_at_any_operation_costs_nothing_but_work() {
             assert!(operation > 40, "only {operation} operations");
             break;
         }
-        for after in [medium.copy(), medium.after_power_loss(operation), medium.after_power_loss(!operation)]
+        for after in
+            [medium.copy(), medium.after_power_loss(operation), medium.after_power_loss(!operation)]
         {
             let context = format!("crash at operation {operation}");
             assert_kept(&after, &known, &context);
@@ -248,7 +259,10 @@ fn damage_of_the_head_is_told_blamed_and_as_far_as_it_goes_mended() {
         let medium = flipped(at);
         assert!(!check(&on(&medium).unwrap()).is_clean(), "byte {at}");
         let report = on(&medium).unwrap().repair(&mut |_| {}).unwrap();
-        assert!(report.lost.is_empty() && report.rebuilt == [name.clone()], "byte {at}: {report:#?}");
+        assert!(
+            report.lost.is_empty() && report.rebuilt == [name.clone()],
+            "byte {at}: {report:#?}"
+        );
         assert_ticked(&on(&medium).unwrap(), &known);
     }
     for at in (PACK_HEADER_BYTES..first).step_by(487) {
@@ -269,7 +283,8 @@ fn damage_of_the_head_is_told_blamed_and_as_far_as_it_goes_mended() {
 const SMALL: Tuning = Tuning { pack_bytes_max: 24_000, ..TINY };
 const KILLED_STORE: &str = "KEYFRAME_TEST_RECOMPRESS";
 
-/// What is killed: a process that recompresses the store that it is told of. It does nothing where it is told of none.
+/// What is killed: a process that recompresses the store that it is told of. It does nothing where
+/// it is told of none.
 #[test]
 fn the_process_that_is_killed() {
     let Some(path) = std::env::var_os(KILLED_STORE) else { return };
@@ -299,8 +314,14 @@ fn killed_in_its_middle_it_costs_nothing_and_the_next_one_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let (path, mut known, mut killed) = (dir.path().join("store"), Vec::new(), 0);
     let made = Store::init(&path).unwrap();
-    let points =
-        [Seen::NewPack(1), Seen::Moves, Seen::Removed, Seen::NewPack(3), Seen::Removed, Seen::NewPack(2)];
+    let points = [
+        Seen::NewPack(1),
+        Seen::Moves,
+        Seen::Removed,
+        Seen::NewPack(3),
+        Seen::Removed,
+        Seen::NewPack(2),
+    ];
     for (turn, seen) in (0..).zip(points) {
         // Something new to recompress.
         ticks_tuned(&made, 10 * turn..10 * turn + 10, &mut known, SMALL);

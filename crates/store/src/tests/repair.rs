@@ -1,4 +1,5 @@
-//! Bytes of every kind of file damaged, then repaired: what was whole is what it was, what is lost is listed.
+//! Bytes of every kind of file damaged, then repaired: what was whole is what it was, what is lost
+//! is listed.
 
 use super::damage::{lost, subject};
 use super::*;
@@ -10,7 +11,11 @@ fn repair(medium: &Faulty) -> Result<RepairReport> {
 }
 
 /// Repairs, and holds what is left against the truth.
-fn assert_repairs(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>, what: &str) -> RepairReport {
+fn assert_repairs(
+    medium: &Faulty,
+    truth: &BTreeMap<CheckpointId, Image>,
+    what: &str,
+) -> RepairReport {
     let there: BTreeSet<CheckpointId> = on(medium).unwrap().ids().unwrap().into_iter().collect();
     let unreadable = lost(medium, truth);
     let report = repair(medium).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -21,14 +26,18 @@ fn assert_repairs(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>, what: 
     for id in &left {
         assert_image(&store, *id, &truth[id]);
     }
-    for (id, image) in truth.iter().filter(|(id, _)| there.contains(id) && !unreadable.contains(id)) {
+    for (id, image) in truth.iter().filter(|(id, _)| there.contains(id) && !unreadable.contains(id))
+    {
         assert!(image_is(&store, *id, image).unwrap(), "{what}: checkpoint {id}");
     }
     let listed: BTreeSet<CheckpointId> = report.lost.iter().map(|lost| lost.id).collect();
     assert_eq!(listed, &there - &left, "{what}: {report:#?}");
     // All that was taken out is in quarantine; a second repair has nothing to do.
     for aside in &report.set_aside {
-        assert!(aside.to.as_ref().is_none_or(|to| medium.files().contains_key(to)), "{what}: {aside:?}");
+        assert!(
+            aside.to.as_ref().is_none_or(|to| medium.files().contains_key(to)),
+            "{what}: {aside:?}"
+        );
     }
     let files = medium.files();
     let again = repair(medium).unwrap();
@@ -145,7 +154,10 @@ fn a_crash_in_a_repair_costs_nothing_that_was_whole() {
         assert!(lost(&after, &truth).is_subset(&unreadable), "crash at {operation}");
         repair(&after).unwrap();
         assert_clean(&on(&after).unwrap());
-        assert!(lost(&after, &truth).is_subset(&unreadable), "repaired after a crash at {operation}");
+        assert!(
+            lost(&after, &truth).is_subset(&unreadable),
+            "repaired after a crash at {operation}"
+        );
         if done {
             assert!(operation > 10, "only {operation} operations");
             return;

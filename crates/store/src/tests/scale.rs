@@ -1,7 +1,8 @@
-//! Maps at the size of a 64 GiB guest, a checkpoint a second: their bytes follow the dirty pages, and reading follows few of them.
+//! Maps at the size of a 64 GiB guest, a checkpoint a second: their bytes follow the dirty pages,
+//! and reading follows few of them.
 //!
-//! The writer's own rule ([`Chain`]) and files ([`MapRun`]), with references that a pack would have, and no page behind them. What
-//! a day comes to is reckoned in docs/design/scale.md.
+//! The writer's own rule ([`Chain`]) and files ([`MapRun`]), with references that a pack would
+//! have, and no page behind them. What a day comes to is reckoned in docs/design/scale.md.
 
 use super::*;
 use crate::backend::faulty::Chance;
@@ -30,7 +31,11 @@ fn dirty(space: u64, chance: &mut Chance) -> Changes {
     let mut changed = Changes::none(space);
     while changed.pages.len() < DIRTY_PAGES {
         let anywhere = chance.next().is_multiple_of(5);
-        let page = if anywhere { chance.next() % space } else { chance.next() % 50_000 * (space / 50_000) };
+        let page = if anywhere {
+            chance.next() % space
+        } else {
+            chance.next() % 50_000 * (space / 50_000)
+        };
         changed.pages.insert(PageIndex(page));
     }
     changed
@@ -54,11 +59,17 @@ fn write(space: u64, checkpoints: u64, kept: &[u64]) -> Written {
             place += 60 + chance.next() % 3000;
         }
         let plan = chain.plan(&changed, now.nonzero_pages());
-        let header =
-            MapHeader { id: k + 1, parent: plan.below.first().copied(), run: [2; 16], space_pages: space };
+        let header = MapHeader {
+            id: k + 1,
+            parent: plan.below.first().copied(),
+            run: [2; 16],
+            space_pages: space,
+        };
         let map = match &plan.changed {
             None => MapRun::new(header, now.iter()),
-            Some(changed) => MapRun::new(header, changed.pages.iter().map(|page| (page, now.get(page)))),
+            Some(changed) => {
+                MapRun::new(header, changed.pages.iter().map(|page| (page, now.get(page))))
+            }
         };
         let mut ids = vec![k + 1];
         ids.extend(plan.below);
@@ -73,7 +84,8 @@ fn write(space: u64, checkpoints: u64, kept: &[u64]) -> Written {
 
 /// One, and the digits of the number.
 fn maps_max(k: u64) -> usize {
-    let digits = std::iter::successors(Some(k), |rest| Some(rest / BASE)).take_while(|rest| *rest > 0);
+    let digits =
+        std::iter::successors(Some(k), |rest| Some(rest / BASE)).take_while(|rest| *rest > 0);
     1 + digits.map(|rest| (rest % BASE) as usize).sum::<usize>()
 }
 
@@ -92,7 +104,11 @@ fn maps_of_a_64_gib_guest_follow_its_dirty_pages_and_are_read_in_few_steps() {
         assert!(*pages as u64 <= DIRTY_PAGES * BASE.pow(level));
     }
     for (level, (maps, pages, bytes)) in &levels {
-        println!("level {level}: {maps} maps, {} pages and {} bytes each", pages / maps, bytes / maps);
+        println!(
+            "level {level}: {maps} maps, {} pages and {} bytes each",
+            pages / maps,
+            bytes / maps
+        );
     }
     for k in kept {
         let (mut found, mut disks) = (PageMap::default(), DiskMap::default());
@@ -110,8 +126,9 @@ fn maps_of_a_64_gib_guest_follow_its_dirty_pages_and_are_read_in_few_steps() {
 
 #[test]
 fn maps_do_not_grow_with_ram() {
-    let bytes =
-        |space| -> usize { write(space, 18, &[]).maps[1..].iter().map(|(bytes, ..)| bytes.len()).sum() };
+    let bytes = |space| -> usize {
+        write(space, 18, &[]).maps[1..].iter().map(|(bytes, ..)| bytes.len()).sum()
+    };
     let (big, small) = (bytes(GUEST_PAGES), bytes(GUEST_PAGES / 16));
     assert!(big < small * 3 / 2, "{big} bytes of maps with 64 GiB, {small} with 4 GiB");
     // Nothing was written: nothing but the header is there.
@@ -135,5 +152,9 @@ fn each_checkpoint_of_a_day_is_read_from_few_maps() {
         all += ids.len();
     }
     // Five digits; the first of them is 1 at most.
-    assert!(most <= 2 + 4 * 15 && all / 86_400 <= 34, "{most} maps at most, {} on average", all / 86_400);
+    assert!(
+        most <= 2 + 4 * 15 && all / 86_400 <= 34,
+        "{most} maps at most, {} on average",
+        all / 86_400
+    );
 }

@@ -31,10 +31,16 @@ fn what_images_vms_and_disks_share_is_counted_once() {
     assert!(sharing.unique_stored_bytes > 0 && sharing.unused_bytes == 0, "{sharing:?}");
     let [a, b] = sharing.images.as_slice() else { panic!("{sharing:?}") };
     assert_eq!((a.vm.as_str(), a.checkpoint), ("a", newest));
-    assert_eq!((a.ram_pages, a.ram_unique_pages, a.with_other_vms_pages, a.with_disks_pages), (4, 3, 1, 1));
+    assert_eq!(
+        (a.ram_pages, a.ram_unique_pages, a.with_other_vms_pages, a.with_disks_pages),
+        (4, 3, 1, 1)
+    );
     assert_eq!((a.disk_blocks, a.disk_unique_blocks), (2, 2));
     // 2 is in the other's RAM, 10 on its disk.
-    assert_eq!((b.ram_pages, b.ram_unique_pages, b.with_other_vms_pages, b.with_disks_pages), (3, 3, 2, 0));
+    assert_eq!(
+        (b.ram_pages, b.ram_unique_pages, b.with_other_vms_pages, b.with_disks_pages),
+        (3, 3, 2, 0)
+    );
 
     store.forget(&[CheckpointId(1)].into()).unwrap();
     let sharing = store.sharing().unwrap();
@@ -56,9 +62,15 @@ fn growth_is_the_sum_of_what_checkpoints_added_hour_by_hour() {
     }
     run.finish().unwrap();
     let growth = Growth::of(&store.checkpoints().unwrap().sealed);
-    let hours: Vec<_> = growth.hours.iter().map(|h| (h.checkpoints, h.from.as_second() % 3600)).collect();
+    let hours: Vec<_> =
+        growth.hours.iter().map(|h| (h.checkpoints, h.from.as_second() % 3600)).collect();
     assert_eq!(hours, [(2, 0), (1, 0)]);
-    assert!(growth.checkpoints.iter().all(|added| added.dirty_bytes == 4096 && added.added_bytes > 4096));
+    assert!(
+        growth
+            .checkpoints
+            .iter()
+            .all(|added| added.dirty_bytes == 4096 && added.added_bytes > 4096)
+    );
     let sum: u64 = growth.hours.iter().map(|hour| hour.added_bytes).sum();
     assert_eq!(growth.checkpoints.last().unwrap().sum_bytes, sum);
 }

@@ -1,7 +1,8 @@
-//! An S3 server of the test's own: SeaweedFS on free ports of the loopback interface, its files in a directory of its own.
+//! An S3 server of the test's own: SeaweedFS on free ports of the loopback interface, its files in
+//! a directory of its own.
 //!
-//! It takes the clients' conditions, uploads in parts and listings in pages as Amazon's does, and keeps what it has
-//! answered for when it is killed.
+//! It takes the clients' conditions, uploads in parts and listings in pages as Amazon's does, and
+//! keeps what it has answered for when it is killed.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -33,12 +34,16 @@ impl S3Server {
             println!("skipped: no S3 server here (guests/build s3server installs one)");
             return None;
         };
-        let dir = tempfile::Builder::new().prefix("keyframe-s3-").tempdir().expect("a temporary directory");
+        let dir = tempfile::Builder::new()
+            .prefix("keyframe-s3-")
+            .tempdir()
+            .expect("a temporary directory");
         std::fs::write(dir.path().join("config.json"), CONFIG).expect("write the configuration");
         std::fs::create_dir(dir.path().join("data")).expect("make the directory for data");
         let listeners: Vec<_> =
             (0..8).map(|_| TcpListener::bind("127.0.0.1:0").expect("a free port")).collect();
-        let ports: Vec<u16> = listeners.iter().map(|l| l.local_addr().expect("its address").port()).collect();
+        let ports: Vec<u16> =
+            listeners.iter().map(|l| l.local_addr().expect("its address").port()).collect();
         drop(listeners);
         let ports = ports.try_into().expect("eight ports");
         let mut server = Self { dir, weed, ports, child: None };
@@ -59,7 +64,10 @@ impl S3Server {
             let _ = child.wait();
         }
         for (name, port) in ["master", "volume", "filer", "s3"].iter().zip([1, 3, 5, 7]) {
-            let _ = std::fs::remove_file(format!("/tmp/seaweedfs-{name}-grpc-{}.sock", self.ports[port]));
+            let _ = std::fs::remove_file(format!(
+                "/tmp/seaweedfs-{name}-grpc-{}.sock",
+                self.ports[port]
+            ));
         }
     }
 
@@ -81,15 +89,25 @@ impl S3Server {
             "-master.electionTimeout=500ms",
             "-master.volumeSizeLimitMB=64",
         ]);
-        command.args(["-volume.max=30", "-volume.minFreeSpace=0", "-s3.port.iceberg=0", "-s3.port.lance=0"]);
+        command.args([
+            "-volume.max=30",
+            "-volume.minFreeSpace=0",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+        ]);
         for (name, pair) in names.iter().zip(self.ports.chunks(2)) {
-            command.arg(format!("-{name}.port={}", pair[0])).arg(format!("-{name}.port.grpc={}", pair[1]));
+            command
+                .arg(format!("-{name}.port={}", pair[0]))
+                .arg(format!("-{name}.port.grpc={}", pair[1]));
         }
-        command.arg(format!("-dir={}", path("data"))).arg(format!("-s3.config={}", path("config.json")));
+        command
+            .arg(format!("-dir={}", path("data")))
+            .arg(format!("-s3.config={}", path("config.json")));
         command
             .arg(format!("-filer.localSocket={}", path("f")))
             .arg(format!("-s3.localSocket={}", path("s")));
-        let log = std::fs::File::options().create(true).append(true).open(self.dir.path().join("log"));
+        let log =
+            std::fs::File::options().create(true).append(true).open(self.dir.path().join("log"));
         let child = command
             .current_dir(self.dir.path())
             .stdin(Stdio::null())
@@ -98,7 +116,8 @@ impl S3Server {
             .spawn();
         self.child = Some(child.expect("start the S3 server"));
         let began = Instant::now();
-        // It answers before it can store: what it says of a bucket that is not there it knows from the filer.
+        // It answers before it can store: what it says of a bucket that is not there it knows from
+        // the filer.
         while !matches!(self.ask(6, "GET", "/no-such-bucket/x"), Some(403 | 404))
             || self.ask(4, "GET", "/").is_none()
         {
@@ -119,7 +138,8 @@ impl S3Server {
     fn ask(&self, port: usize, method: &str, path: &str) -> Option<u16> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.ports[port])).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
-        let request = format!("{method} {path} HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n");
+        let request =
+            format!("{method} {path} HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n");
         stream.write_all(request.as_bytes()).ok()?;
         let mut answer = Vec::new();
         stream.take(4096).read_to_end(&mut answer).ok()?;
@@ -144,7 +164,8 @@ fn binary() -> Option<PathBuf> {
         return Some(path.into());
     }
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let script = manifest.ancestors().map(|dir| dir.join("guests/build")).find(|script| script.is_file())?;
+    let script =
+        manifest.ancestors().map(|dir| dir.join("guests/build")).find(|script| script.is_file())?;
     let output = Command::new(script).arg("s3server").output().ok()?;
     let dir = String::from_utf8_lossy(&output.stdout).lines().last().map(PathBuf::from)?;
     Some(dir.join("bin/weed")).filter(|weed| weed.is_file())

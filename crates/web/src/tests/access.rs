@@ -73,7 +73,11 @@ fn elsewhere_only_the_page_itself_needs_no_token() {
         let right = if path == "/nothing" { 404 } else { 200 };
         assert_eq!(served.send(&get, &[there, BEARER]).status, right, "{path}");
     }
-    assert_eq!(served.send("GET /api/v1/vms?token=a%20token", &[there]).status, 401, "never in an address");
+    assert_eq!(
+        served.send("GET /api/v1/vms?token=a%20token", &[there]).status,
+        401,
+        "never in an address"
+    );
 }
 
 #[test]
@@ -81,23 +85,41 @@ fn what_changes_something_needs_the_token_even_here() {
     let pin = format!("/api/v1/stores/{STORE}/checkpoints/7/pin");
     let tag = format!("/api/v1/stores/{STORE}/checkpoints/7/tags/good");
     let untag = format!("/api/v1/stores/{STORE}/tags/good");
-    let all =
-        [format!("POST {pin}"), format!("DELETE {pin}"), format!("POST {tag}"), format!("DELETE {untag}")];
+    let all = [
+        format!("POST {pin}"),
+        format!("DELETE {pin}"),
+        format!("POST {tag}"),
+        format!("DELETE {untag}"),
+    ];
     let without = Served::at("127.0.0.1", None, Synthetic::new(1, 9));
     let served = Served::at("127.0.0.1", Some(TOKEN), Synthetic::new(1, 9));
     for one in &all {
         let answer = without.send(one, &[HERE, BEARER]);
-        assert_eq!((answer.status.as_u16(), answer.json()["fix"].is_string()), (403, true), "{one}");
+        assert_eq!(
+            (answer.status.as_u16(), answer.json()["fix"].is_string()),
+            (403, true),
+            "{one}"
+        );
         assert_eq!(served.send(one, &[HERE]).status, 401, "{one}");
         assert_eq!(served.send(one, &[HERE, "authorization: Bearer "]).status, 401, "{one}");
         assert_eq!(served.send(one, &[HERE, "cookie: token=a token"]).status, 401, "{one}");
         let answer = served.send(one, &[HERE, BEARER]);
-        assert_eq!((answer.status.as_u16(), answer.json()["done"].as_str()), (200, Some("done")), "{one}");
+        assert_eq!(
+            (answer.status.as_u16(), answer.json()["done"].as_str()),
+            (200, Some("done")),
+            "{one}"
+        );
     }
-    let acted = |served: &Served| served.source.acted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let acted = |served: &Served| {
+        served.source.acted.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    };
     assert_eq!(acted(&without), []);
-    let expected =
-        [Action::Pin(7), Action::Unpin(7), Action::Tag(7, "good".into()), Action::Untag("good".into())];
+    let expected = [
+        Action::Pin(7),
+        Action::Unpin(7),
+        Action::Tag(7, "good".into()),
+        Action::Untag("good".into()),
+    ];
     assert_eq!(acted(&served), expected);
     assert_eq!(served.send(&format!("GET {pin}"), &[HERE]).status, 405, "reading changes nothing");
     assert_eq!(served.send("POST /api/v1/vms", &[HERE, BEARER]).status, 405);
@@ -123,7 +145,12 @@ fn answers_let_a_browser_do_nothing_else() {
 #[test]
 fn without_a_token_it_listens_on_the_loopback_alone() {
     let at = |listen: &str| {
-        Server::bind(Options { listen: listen.parse().unwrap(), token: None, connections_max: 1, log: None })
+        Server::bind(Options {
+            listen: listen.parse().unwrap(),
+            token: None,
+            connections_max: 1,
+            log: None,
+        })
     };
     let refused = at("0.0.0.0:0").err().unwrap();
     assert!(matches!(refused, Error::Open(_)) && refused.fix().unwrap().contains("--token-file"));

@@ -34,13 +34,17 @@ fn nothing_grows_with_the_number_of_checkpoints() {
 fn a_timeline_has_every_checkpoint_once_and_every_long_pause() {
     let served = Served::at("127.0.0.1", None, Synthetic::new(20, 10_000));
     let vm = synthetic::name(17);
-    for (range, points, shown) in
-        [("", 300, 500), ("&from=5000", 50, 250), ("&from=101&to=140", 300, 2), ("&from=20000", 10, 0)]
-    {
+    for (range, points, shown) in [
+        ("", 300, 500),
+        ("&from=5000", 50, 250),
+        ("&from=101&to=140", 300, 2),
+        ("&from=20000", 10, 0),
+    ] {
         let path = format!("/api/v1/stores/{STORE}/timeline?vm={vm}&points={points}{range}");
         let timeline = served.get(&path).json();
         let buckets = timeline["buckets"].as_array().unwrap();
-        let sum = |field: &str| buckets.iter().map(|bucket| bucket[field].as_u64().unwrap()).sum::<u64>();
+        let sum =
+            |field: &str| buckets.iter().map(|bucket| bucket[field].as_u64().unwrap()).sum::<u64>();
         assert_eq!(
             (timeline["total"].as_u64(), timeline["shown"].as_u64()),
             (Some(500), Some(shown)),
@@ -56,9 +60,9 @@ fn a_timeline_has_every_checkpoint_once_and_every_long_pause() {
         if range.is_empty() {
             // 997 * 1 = 20 * 49 + 17 is this VM's.
             assert!(
-                buckets
-                    .iter()
-                    .any(|bucket| bucket["worst_id"] == 997 && bucket["pause"]["copy"] == 40_000_000)
+                buckets.iter().any(
+                    |bucket| bucket["worst_id"] == 997 && bucket["pause"]["copy"] == 40_000_000
+                )
             );
         }
     }
@@ -69,8 +73,11 @@ fn pages_of_a_list_have_every_checkpoint_once() {
     let served = Served::on_loopback();
     let (mut before, mut found) = (String::new(), Vec::new());
     for _ in 0..10 {
-        let page = served.get(&format!("/api/v1/stores/{STORE}/checkpoints?limit=7{before}")).json();
-        found.extend(page["checkpoints"].as_array().unwrap().iter().map(|one| one["id"].as_u64().unwrap()));
+        let page =
+            served.get(&format!("/api/v1/stores/{STORE}/checkpoints?limit=7{before}")).json();
+        found.extend(
+            page["checkpoints"].as_array().unwrap().iter().map(|one| one["id"].as_u64().unwrap()),
+        );
         let Some(next) = page["next_before"].as_u64() else { break };
         before = format!("&before={next}");
     }
@@ -123,7 +130,10 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# TYPE ") {
             let (name, kind) = rest.split_once(' ').unwrap();
-            assert!(["gauge", "counter"].contains(&kind) && typed.insert(name.to_owned()), "{line}");
+            assert!(
+                ["gauge", "counter"].contains(&kind) && typed.insert(name.to_owned()),
+                "{line}"
+            );
             assert_eq!(kind == "counter", name.ends_with("_total"), "{line}");
             continue;
         }
@@ -133,7 +143,10 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
         let (series, value) = line.rsplit_once(' ').unwrap();
         assert!(value.parse::<f64>().is_ok_and(f64::is_finite), "{line}");
         let (name, labels) = series.split_once('{').unwrap();
-        assert!(typed.contains(name) && name.bytes().all(|c| c.is_ascii_lowercase() || c == b'_'), "{line}");
+        assert!(
+            typed.contains(name) && name.bytes().all(|c| c.is_ascii_lowercase() || c == b'_'),
+            "{line}"
+        );
         assert!(seen.insert(series.to_owned()), "twice: {line}");
         // Every quote that ends a value is the only one that is not escaped.
         let plain = labels.replace("\\\\", "").replace("\\\"", "");
@@ -151,10 +164,20 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
     line("keyframe_checkpoints_sealed_total", "vm=\"vm-1\"", "500");
     line("keyframe_checkpoints_failed_total", "vm=\"vm-1\"", "1");
     line("keyframe_last_checkpoint_age_seconds", "vm=\"vm-1\"", "0.25");
-    line("keyframe_last_checkpoint_pause_phase_seconds", "vm=\"vm-1\",phase=\"device_state\"", "0.00015");
+    line(
+        "keyframe_last_checkpoint_pause_phase_seconds",
+        "vm=\"vm-1\",phase=\"device_state\"",
+        "0.00015",
+    );
     line("keyframe_last_checkpoint_pages", "vm=\"vm-1\",kind=\"deduplicated\"", "250");
-    assert!(!text.contains("keyframe_checkpoints_sealed_total{vm=\"silent\"}"), "a number that nobody knows");
-    assert!(text.contains(r#"{vm="<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;"}"#), "{text}");
+    assert!(
+        !text.contains("keyframe_checkpoints_sealed_total{vm=\"silent\"}"),
+        "a number that nobody knows"
+    );
+    assert!(
+        text.contains(r#"{vm="<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;"}"#),
+        "{text}"
+    );
 }
 
 #[test]
@@ -162,9 +185,13 @@ fn a_screen_is_a_picture_or_the_reason_why_there_is_none() {
     let served = Served::on_loopback();
     let screen = |rest: &str| served.get(&format!("/api/v1/stores/{STORE}/checkpoints/{rest}"));
     let shown = screen("2/screen");
-    assert_eq!((shown.status.as_u16(), &shown.headers["content-type"]), (200, &"image/png".parse().unwrap()));
+    assert_eq!(
+        (shown.status.as_u16(), &shown.headers["content-type"]),
+        (200, &"image/png".parse().unwrap())
+    );
     assert_eq!(shown.bytes, synthetic::PNG);
-    let refused = [("3/screen", 404), ("4/screen", 422), ("2/screen?member=web", 400), ("21/screen", 404)];
+    let refused =
+        [("3/screen", 404), ("4/screen", 422), ("2/screen?member=web", 400), ("21/screen", 404)];
     for (path, status) in refused {
         let answer = screen(path);
         assert_eq!(answer.status.as_u16(), status, "{path}");

@@ -16,9 +16,12 @@ fn every_route_is_described_and_no_other() {
     assert_eq!(described["openapi"], "3.1.0");
     let mut found = BTreeSet::new();
     for (path, methods) in described["paths"].as_object().unwrap() {
-        found.extend(methods.as_object().unwrap().keys().map(|method| (method.clone(), path.clone())));
+        found.extend(
+            methods.as_object().unwrap().keys().map(|method| (method.clone(), path.clone())),
+        );
     }
-    let known = api::routes().known.into_iter().map(|(method, path)| (method.to_owned(), path.to_owned()));
+    let known =
+        api::routes().known.into_iter().map(|(method, path)| (method.to_owned(), path.to_owned()));
     assert_eq!(found, known.collect());
     assert_eq!(Served::on_loopback().get("/api/v1/openapi.json").json(), described);
 }
@@ -35,15 +38,20 @@ fn the_description_is_whole() {
                 .filter(|p| p["in"] == "path")
                 .map(|p| p["name"].as_str().unwrap())
                 .collect();
-            let wanted: BTreeSet<&str> =
-                path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}')).collect();
+            let wanted: BTreeSet<&str> = path
+                .split('/')
+                .filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'))
+                .collect();
             assert_eq!(named, wanted, "{method} {path}");
             assert!(
                 operation["summary"].is_string() && operation["responses"]["200"].is_object(),
                 "{method} {path}"
             );
-            let is_free =
-                operation["security"].as_array().unwrap().iter().any(|one| one == &serde_json::json!({}));
+            let is_free = operation["security"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .any(|one| one == &serde_json::json!({}));
             assert_eq!(is_free, method == "get", "{method} {path}");
         }
     }
@@ -77,8 +85,9 @@ fn answers_are_as_described() {
 }
 
 fn check(described: &Value, schema: &Value, value: &Value, at: &str) {
-    let schema =
-        schema["$ref"].as_str().map_or(schema, |to| described.pointer(to.trim_start_matches('#')).unwrap());
+    let schema = schema["$ref"]
+        .as_str()
+        .map_or(schema, |to| described.pointer(to.trim_start_matches('#')).unwrap());
     let kinds = match &schema["type"] {
         Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect(),
         kind => Vec::from_iter(kind.as_str()),
@@ -99,7 +108,9 @@ fn check(described: &Value, schema: &Value, value: &Value, at: &str) {
     for (index, item) in value.as_array().into_iter().flatten().enumerate() {
         check(described, &schema["items"], item, &format!("{at}[{index}]"));
     }
-    let (Some(object), Some(known)) = (value.as_object(), schema["properties"].as_object()) else { return };
+    let (Some(object), Some(known)) = (value.as_object(), schema["properties"].as_object()) else {
+        return;
+    };
     for required in schema["required"].as_array().into_iter().flatten() {
         assert!(object.contains_key(required.as_str().unwrap()), "{at} lacks {required}");
     }
@@ -107,7 +118,10 @@ fn check(described: &Value, schema: &Value, value: &Value, at: &str) {
         match known.get(name) {
             Some(schema) => check(described, schema, inner, &format!("{at}.{name}")),
             None => {
-                assert_eq!(schema["additionalProperties"], true, "{at} has {name}, which is not described");
+                assert_eq!(
+                    schema["additionalProperties"], true,
+                    "{at} has {name}, which is not described"
+                );
             }
         }
     }

@@ -62,12 +62,16 @@ impl Served {
             request = request.header(name, value);
         }
         let request = request.body(Body::empty()).unwrap();
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let answer = self.router.clone().oneshot(request).await.unwrap();
             let (parts, body) = answer.into_parts();
-            let is_stream = parts.headers.get("content-type").is_some_and(|kind| kind == "text/event-stream");
+            let is_stream =
+                parts.headers.get("content-type").is_some_and(|kind| kind == "text/event-stream");
             let body = if is_stream {
                 first_piece(body).await
             } else {

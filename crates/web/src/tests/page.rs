@@ -22,7 +22,8 @@ fn nothing_is_set_but_as_text() {
     }
 }
 
-/// It works offline, and no policy stands in its way: no inline scripts and styles, nothing from elsewhere.
+/// It works offline, and no policy stands in its way: no inline scripts and styles, nothing from
+/// elsewhere.
 #[test]
 fn it_needs_nothing_from_elsewhere() {
     for (path, kind, content) in FILES {

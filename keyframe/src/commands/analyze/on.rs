@@ -17,8 +17,9 @@ const MEMORY_BESIDE_MIB: u64 = 512;
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Where")]
 pub struct OnArgs {
-    /// local: by this process; slurm or slurm:PARTITION: by pilots, jobs that take interval after interval. DIR must be the same on
-    /// all nodes then, and so must be the recording, its store and Keyframe
+    /// local: by this process; slurm or slurm:PARTITION: by pilots, jobs that take interval after
+    /// interval. DIR must be the same on all nodes then, and so must be the recording, its store
+    /// and Keyframe
     #[arg(long, value_name = "WHERE", default_value = "local")]
     on: On,
     /// Pilots [default: one for each node of the partition that is up]
@@ -30,7 +31,8 @@ pub struct OnArgs {
     /// How long a pilot may take, as sbatch writes it (30, 1:00:00); what it leaves, new ones do
     #[arg(long, value_name = "TIME")]
     time_limit: Option<String>,
-    /// Memory of a pilot, in MiB [default: the VM's RAM and 512 MiB, for each of its replays at a time]
+    /// Memory of a pilot, in MiB
+    /// [default: the VM's RAM and 512 MiB, for each of its replays at a time]
     #[arg(long, value_name = "MIB")]
     memory_mib: Option<u64>,
     /// A further option for sbatch, such as --account=A; may be given several times
@@ -39,7 +41,8 @@ pub struct OnArgs {
     /// Keyframe on the nodes [default: where this one is]
     #[arg(long, value_name = "FILE")]
     worker: Option<PathBuf>,
-    /// Submit the pilots and return. The same command without it waits for them and puts the results together
+    /// Submit the pilots and return. The same command without it waits for them and puts the
+    /// results together
     #[arg(long)]
     detach: bool,
     /// A pilot that shows no life for as long is lost, even where Slurm has not noticed yet
@@ -71,7 +74,8 @@ impl OnArgs {
     ) -> Result<Driven, Failure> {
         let partition = match &self.on {
             On::Local if self.detach => {
-                return Err(Failure::new("--detach is for work that is done elsewhere").fix("add --on slurm"));
+                return Err(Failure::new("--detach is for work that is done elsewhere")
+                    .fix("add --on slurm"));
             }
             On::Local => {
                 analysis.make_here(jobs, tries, interrupted, bar)?;
@@ -109,14 +113,22 @@ impl OnArgs {
         let slots = u32::try_from(jobs.unwrap_or(1)).unwrap_or(1);
         let worker = match &self.worker {
             Some(path) => path.clone(),
-            None => std::env::current_exe().map_err(|e| Failure::new(format!("find this program: {e}")))?,
+            None => std::env::current_exe()
+                .map_err(|e| Failure::new(format!("find this program: {e}")))?,
         };
         let out = analysis.out();
         let mut command: Vec<OsString> = vec![worker.into(), "__work".into(), out.into()];
-        command.extend(["--slots".into(), slots.to_string().into(), "--lease".into(), (&self.lease).into()]);
+        command.extend([
+            "--slots".into(),
+            slots.to_string().into(),
+            "--lease".into(),
+            (&self.lease).into(),
+        ]);
         let memory_mib = match self.memory_mib {
             Some(mib) => mib,
-            None => (analysis.ram_bytes()?.div_ceil(1 << 20) + MEMORY_BESIDE_MIB) * u64::from(slots),
+            None => {
+                (analysis.ram_bytes()?.div_ceil(1 << 20) + MEMORY_BESIDE_MIB) * u64::from(slots)
+            }
         };
         let options = slurm::Options {
             partition,

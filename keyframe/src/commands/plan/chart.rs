@@ -12,9 +12,11 @@ const STEPS: u32 = 60;
 pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Row]) -> Figure {
     let most = nodes.iter().copied().chain([enough, 2]).fold(0, u64::max);
     let point = |x: f64, y: f64| Point { x, y, deviation: None };
-    let mut counts: Vec<u64> = (0..=STEPS).map(|step| geometric(1.0, most as f64, step) as u64).collect();
+    let mut counts: Vec<u64> =
+        (0..=STEPS).map(|step| geometric(1.0, most as f64, step) as u64).collect();
     counts.dedup();
-    let with_best = counts.iter().map(|n| point(*n as f64, best(constants, *n).best.speed_up)).collect();
+    let with_best =
+        counts.iter().map(|n| point(*n as f64, best(constants, *n).best.speed_up)).collect();
     let ideal = counts.iter().map(|n| point(*n as f64, *n as f64)).collect();
     let mut by_cluster: Vec<Point> =
         simulated.iter().map(|row| point(row.nodes as f64, row.speed_up)).collect();

@@ -17,8 +17,8 @@ const R_SQUARED_LEAST: f64 = 0.5;
 /// An interval, as a cluster would get it.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// When it could be simulated, in seconds since the recording began: its end's checkpoint is sealed. Where that was taken later, from a
-    /// replay: its end is recorded, by its instructions.
+    /// When it could be simulated, in seconds since the recording began: its end's checkpoint is
+    /// sealed. Where that was taken later, from a replay: its end is recorded, by its instructions.
     pub ready_s: f64,
     /// Its part of the recorded time, by its instructions.
     pub length_s: f64,
@@ -83,18 +83,27 @@ impl Measured {
         if let Some(dir) = analysis {
             let (head, done) = made_before(dir)?;
             if head.recording != meta.id {
-                return Err(Failure::new(format!("{} is an analysis of another recording", dir.display()))
-                    .fix("name one that keyframe analyze has made of this one"));
+                return Err(Failure::new(format!(
+                    "{} is an analysis of another recording",
+                    dir.display()
+                ))
+                .fix("name one that keyframe analyze has made of this one"));
             }
-            let length = |index: u32| head.intervals.iter().find(|i| i.index == index).map(Interval::len);
+            let length =
+                |index: u32| head.intervals.iter().find(|i| i.index == index).map(Interval::len);
             let pairs: Vec<(f64, f64)> = done
                 .iter()
-                .filter_map(|one| Some((length(one.index)? as f64 * each_s, one.wall_ns as f64 / 1e9)))
+                .filter_map(|one| {
+                    Some((length(one.index)? as f64 * each_s, one.wall_ns as f64 / 1e9))
+                })
                 .collect();
             (measured.intervals, measured.fit) = (pairs.len() as u64, fit(&pairs));
             if measured.fit.is_none() {
-                return Err(Failure::new(format!("{} has no interval that is done", dir.display()))
-                    .fix("let keyframe analyze do some first"));
+                return Err(Failure::new(format!(
+                    "{} has no interval that is done",
+                    dir.display()
+                ))
+                .fix("let keyframe analyze do some first"));
             }
             took = done.iter().map(|one| (one.index, one.wall_ns as f64 / 1e9)).collect();
             all = head.intervals;

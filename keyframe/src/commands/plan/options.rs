@@ -8,7 +8,8 @@ use std::time::Duration;
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Simulation")]
 pub struct ClusterArgs {
-    /// Simulate the cluster, event by event, with the intervals as they are: of different lengths, transferred, nodes that start and fail
+    /// Simulate the cluster, event by event, with the intervals as they are: of different lengths,
+    /// transferred, nodes that start and fail
     #[arg(long)]
     pub simulate: bool,
     /// The server's link to all nodes together (100Mbit, 1Gbit); without it no transfer takes time
@@ -67,7 +68,8 @@ impl ClusterArgs {
     /// The cluster with `nodes`.
     pub fn cluster(&self, nodes: u64) -> Cluster {
         let seconds = |time: Option<Duration>| time.map_or(0.0, |time| time.as_secs_f64());
-        let node = Node { slots: usize::from(self.slots), start_s: seconds(self.node_start), speed: 1.0 };
+        let node =
+            Node { slots: usize::from(self.slots), start_s: seconds(self.node_start), speed: 1.0 };
         let failures = match self.mtbf {
             None => Failures::Listed(Vec::new()),
             Some(mtbf) => Failures::Random {
@@ -106,11 +108,14 @@ impl ClusterArgs {
 
 /// Bits a second.
 fn parse_rate(text: &str) -> Result<f64, String> {
-    let wrong = || format!("{text:?} is no rate: write a number and a unit, as in 100Mbit, 1Gbit, 2.5Gbit");
+    let wrong =
+        || format!("{text:?} is no rate: write a number and a unit, as in 100Mbit, 1Gbit, 2.5Gbit");
     let text = text.strip_suffix("/s").unwrap_or(text);
     let units = [("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0)];
-    let (number, unit) =
-        units.iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit))).ok_or_else(wrong)?;
+    let (number, unit) = units
+        .iter()
+        .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)))
+        .ok_or_else(wrong)?;
     let rate = number.trim().parse::<f64>().map_err(|_| wrong())? * unit;
     if rate > 0.0 && rate <= 1e15 {
         Ok(rate)
@@ -125,9 +130,13 @@ mod tests {
 
     #[test]
     fn rates_have_units() {
-        for (text, rate) in
-            [("1Gbit", 1e9), ("2.5 Gbit/s", 2.5e9), ("100Mbit", 1e8), ("64kbit", 64e3), ("8bit", 8.0)]
-        {
+        for (text, rate) in [
+            ("1Gbit", 1e9),
+            ("2.5 Gbit/s", 2.5e9),
+            ("100Mbit", 1e8),
+            ("64kbit", 64e3),
+            ("8bit", 8.0),
+        ] {
             assert_eq!(parse_rate(text), Ok(rate), "{text}");
         }
         for text in ["", "1", "Gbit", "0Mbit", "-1Mbit", "NaNbit", "1GB"] {

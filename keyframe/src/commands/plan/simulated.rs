@@ -46,7 +46,8 @@ pub struct Row {
     pub speed_up: f64,
     /// Of that, for each slot.
     efficiency: f64,
-    /// What the formulas say of equal intervals of the mean length, on a cluster without a network and failures.
+    /// What the formulas say of equal intervals of the mean length, on a cluster without a network
+    /// and failures.
     closed_form: Point,
     /// What happened.
     outcome: Outcome,
@@ -75,7 +76,8 @@ impl Simulated {
             None => constants.s_sim * constants.t_vm,
         };
         // The formulas are asked about as much of the run as is simulated.
-        let of_part = |measured: &Measured| measured.pieces.iter().map(|piece| piece.length_s).sum::<f64>();
+        let of_part =
+            |measured: &Measured| measured.pieces.iter().map(|piece| piece.length_s).sum::<f64>();
         let constants = match measured.map(of_part).filter(|part_s| *part_s > 0.0) {
             Some(part_s) => &Constants { t_vm: part_s / constants.s_log, ..*constants },
             None => constants,
@@ -101,9 +103,11 @@ impl Simulated {
             });
         }
         let works = || given.iter().flatten().map(|interval| interval.work_s);
-        let estimated =
-            measured.map(|measured| measured.pieces.iter().filter(|one| one.took_s.is_none()).count() as u64);
-        let are_measured = given.is_some() && estimated < given.as_ref().map(|all| all.len() as u64);
+        let estimated = measured.map(|measured| {
+            measured.pieces.iter().filter(|one| one.took_s.is_none()).count() as u64
+        });
+        let are_measured =
+            given.is_some() && estimated < given.as_ref().map(|all| all.len() as u64);
         Ok(Self {
             times: if are_measured { "measured interval times" } else { "constants" },
             intervals: given.as_ref().map(|all| all.len() as u64),
@@ -180,7 +184,11 @@ fn of_recording(measured: &Measured, constants: &Constants, sends_all: bool) -> 
         .map(|piece| Interval {
             ready_s: piece.ready_s,
             work_s: piece.took_s.unwrap_or_else(|| constants.simulation(piece.length_s)),
-            image_bytes: if sends_all { piece.ram_bytes } else { piece.stored_bytes.min(piece.ram_bytes) },
+            image_bytes: if sends_all {
+                piece.ram_bytes
+            } else {
+                piece.stored_bytes.min(piece.ram_bytes)
+            },
             new_bytes: piece.new_bytes,
         })
         .collect()

@@ -1,4 +1,5 @@
-//! A group's checkpoint comes to life: all members are loaded, the packets between them wait again, then all run.
+//! A group's checkpoint comes to life: all members are loaded, the packets between them wait again,
+//! then all run.
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
 use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
@@ -67,7 +68,8 @@ impl RamSource for MemberRam {
         sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
     ) -> std::io::Result<()> {
         let of_group = PageRange::new(PageIndex(self.first + range.first.0), range.len_pages);
-        self.group.read(of_group, &mut |page, content| sink(PageIndex(page.0 - self.first), content))
+        self.group
+            .read(of_group, &mut |page, content| sink(PageIndex(page.0 - self.first), content))
     }
 
     fn read_some(
@@ -75,8 +77,11 @@ impl RamSource for MemberRam {
         pages: &[PageIndex],
         sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
     ) -> std::io::Result<()> {
-        let of_group: Vec<PageIndex> = pages.iter().map(|page| PageIndex(self.first + page.0)).collect();
-        self.group.read_some(&of_group, &mut |page, content| sink(PageIndex(page.0 - self.first), content))
+        let of_group: Vec<PageIndex> =
+            pages.iter().map(|page| PageIndex(self.first + page.0)).collect();
+        self.group.read_some(&of_group, &mut |page, content| {
+            sink(PageIndex(page.0 - self.first), content)
+        })
     }
 
     fn wanted_first(&self) -> Vec<PageIndex> {
@@ -88,13 +93,16 @@ impl RamSource for MemberRam {
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
     let (members, in_flight) = members(command, group)?;
     let moves = Moves::of(command)?;
-    let plans =
-        members.iter().map(|member| plan(command, group, member, &moves)).collect::<Result<Vec<_>, _>>()?;
+    let plans = members
+        .iter()
+        .map(|member| plan(command, group, member, &moves))
+        .collect::<Result<Vec<_>, _>>()?;
     // Before the VMs: they connect as they start.
     let mut lans = network(&in_flight, &moves)?;
     let mut restored = all_or_none(start(command, group, &members, plans))?;
     rights::trace_only();
-    let pids: Vec<_> = members.iter().zip(&restored).map(|(m, fresh)| (m.meta.pid, fresh.pid())).collect();
+    let pids: Vec<_> =
+        members.iter().zip(&restored).map(|(m, fresh)| (m.meta.pid, fresh.pid())).collect();
     let runs = lans
         .as_mut()
         .map_or(Ok(()), |lans| lans.restore(&in_flight, &pids, |lan| moves.now(lan)))
@@ -114,9 +122,13 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
         let after = output::duration(output::elapsed_ns(group.began));
-        let named = members.iter().zip(&restored).map(|(k, m)| format!("QEMU {} {}", k.meta.name, m.pid()));
+        let named =
+            members.iter().zip(&restored).map(|(k, m)| format!("QEMU {} {}", k.meta.name, m.pid()));
         let named = named.collect::<Vec<_>>().join(", ");
-        format!("checkpoint {} of group {} is {state} after {after} ({named})", group.id, group.meta.vm)
+        format!(
+            "checkpoint {} of group {} is {state} after {after} ({named})",
+            group.id, group.meta.vm
+        )
     });
     let ended = wait(&mut restored, interrupted);
     if let Some(lans) = lans {
@@ -131,13 +143,16 @@ fn run_all(restored: &mut [Restored]) -> Result<(), Failure> {
 
 /// The networks that were recorded, empty, at the places that `moves` has for them.
 fn network(in_flight: &InFlight, moves: &Moves) -> Result<Option<Lans>, Failure> {
-    let mut paths: Vec<PathBuf> = in_flight.ports.iter().map(|p| moves.now(&p.port.lan).into()).collect();
+    let mut paths: Vec<PathBuf> =
+        in_flight.ports.iter().map(|p| moves.now(&p.port.lan).into()).collect();
     paths.dedup();
     if paths.is_empty() {
         return Ok(None);
     }
     let started = Lans::start(&paths).map_err(|failure| {
-        failure.fix("where the network is in use, put it elsewhere: --lan OLD=NEW, for each of its sockets")
+        failure.fix(
+            "where the network is in use, put it elsewhere: --lan OLD=NEW, for each of its sockets",
+        )
     });
     started.map(Some)
 }
@@ -149,7 +164,8 @@ impl Moves {
     fn of(command: &Restore) -> Result<Self, Failure> {
         let parse = |text: &String| {
             let (from, to) = text.split_once('=').ok_or_else(|| {
-                Failure::new(format!("--lan {text}: no socket and its new place")).fix("write --lan OLD=NEW")
+                Failure::new(format!("--lan {text}: no socket and its new place"))
+                    .fix("write --lan OLD=NEW")
             })?;
             Ok((paths::absolute(Path::new(from))?, paths::absolute(Path::new(to))?))
         };
@@ -194,7 +210,8 @@ fn start(
         let mut threads = Vec::with_capacity(members.len());
         for (member, plan) in members.iter().zip(plans) {
             threads.push(scope.spawn(move || {
-                restore::start(plan, &*member.source, member.device_state).map_err(|e| failure(&e, member))
+                restore::start(plan, &*member.source, member.device_state)
+                    .map_err(|e| failure(&e, member))
             }));
         }
         threads
@@ -251,9 +268,16 @@ fn kill(members: &mut [Restored]) {
 }
 
 /// The members as they are in the checkpoint, each with its share of the extra arguments.
-fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<(Vec<Member<'a>>, InFlight), Failure> {
-    let contradicts =
-        || Failure::new(format!("checkpoint {}: what it says of its members contradicts itself", group.id));
+fn members<'a>(
+    command: &Restore,
+    group: &Kept<'a>,
+) -> Result<(Vec<Member<'a>>, InFlight), Failure> {
+    let contradicts = || {
+        Failure::new(format!(
+            "checkpoint {}: what it says of its members contradicts itself",
+            group.id
+        ))
+    };
     let members = &group.meta.members;
     let rams = group.meta.members_ram().ok_or_else(contradicts)?;
     let states = split_states(group.device_state)
@@ -264,25 +288,35 @@ fn members<'a>(command: &Restore, group: &Kept<'a>) -> Result<(Vec<Member<'a>>, 
             .map_err(|e| Failure::new(format!("checkpoint {}: {}", group.id, chain(&e))))?,
         _ => InFlight::default(),
     };
-    let mut extra: Vec<Vec<OsString>> = command.extra.split(|word| word == "--").map(<[_]>::to_vec).collect();
+    let mut extra: Vec<Vec<OsString>> =
+        command.extra.split(|word| word == "--").map(<[_]>::to_vec).collect();
     if extra.len() > 1 && extra.len() != members.len() {
-        let text = format!("extra arguments for {} VMs, where the group has {}", extra.len(), members.len());
-        return Err(
-            Failure::new(text).fix("give them in the order of the members (keyframe show), separated by --")
+        let text = format!(
+            "extra arguments for {} VMs, where the group has {}",
+            extra.len(),
+            members.len()
         );
+        return Err(Failure::new(text)
+            .fix("give them in the order of the members (keyframe show), separated by --"));
     }
     // Without a separator they are for all.
     let for_all = extra.first().cloned().unwrap_or_default();
     extra.resize(members.len(), for_all);
-    let member = |(((meta, (ram, first)), device_state), extra): (((_, (RamLayout, PageIndex)), _), _)| {
-        let group = Arc::clone(group.ram);
-        let source = Arc::new(MemberRam { group, first: first.0, len_pages: ram.len_pages() });
-        Member { meta, ram, source, device_state, extra }
-    };
+    let member =
+        |(((meta, (ram, first)), device_state), extra): (((_, (RamLayout, PageIndex)), _), _)| {
+            let group = Arc::clone(group.ram);
+            let source = Arc::new(MemberRam { group, first: first.0, len_pages: ram.len_pages() });
+            Member { meta, ram, source, device_state, extra }
+        };
     Ok((members.iter().zip(rams).zip(states).zip(extra).map(member).collect(), in_flight))
 }
 
-fn plan(command: &Restore, group: &Kept<'_>, member: &Member<'_>, moves: &Moves) -> Result<Plan, Failure> {
+fn plan(
+    command: &Restore,
+    group: &Kept<'_>,
+    member: &Member<'_>,
+    moves: &Moves,
+) -> Result<Plan, Failure> {
     let disks = group.disks.server(&format!("{}/", member.meta.name));
     // Lazily, one thread starts them all.
     let spawned = (!command.lazy).then_some(rights::trace_only as fn());

@@ -21,7 +21,8 @@ const CONNECTIONS_MAX: usize = 256;
 /// What is shown in the browser, and where.
 #[derive(clap::Args, Debug)]
 pub struct DashboardArgs {
-    /// Where the dashboard is, or `none` [default: 127.0.0.1:7421, or another port where that is taken]
+    /// Where the dashboard is, or `none`
+    /// [default: 127.0.0.1:7421, or another port where that is taken]
     #[arg(long, value_name = "HOST:PORT")]
     http: Option<String>,
     /// A recording to show, or a directory with some; may be repeated
@@ -30,13 +31,14 @@ pub struct DashboardArgs {
     /// What `keyframe analyze --out` has made, or a directory with some; may be repeated
     #[arg(long, value_name = "DIR")]
     analysis: Vec<PathBuf>,
-    /// Let who shows the token start VMs and clones from checkpoints by the dashboard, on this machine: then this process keeps all
-    /// the rights that it was started with
+    /// Let who shows the token start VMs and clones from checkpoints by the dashboard, on this
+    /// machine: then this process keeps all the rights that it was started with
     #[arg(long)]
     allow_start: bool,
     #[command(flatten)]
     key: KeyArg,
-    /// How the dashboard's requests are told on standard error; json tells each, text only with --verbose
+    /// How the dashboard's requests are told on standard error; json tells each, text only with
+    /// --verbose
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     log_format: Format,
     /// Tell each request to the dashboard
@@ -81,7 +83,9 @@ impl DashboardArgs {
         let listen = address(self.http.as_deref().unwrap_or(DEFAULT))?;
         let server = match self.bind_at(listen, token) {
             Err(error) if error.is_taken() && self.http.is_none() => {
-                let other = self.bind_at(SocketAddr::new(listen.ip(), 0), token).map_err(|e| failure(&e))?;
+                let other = self
+                    .bind_at(SocketAddr::new(listen.ip(), 0), token)
+                    .map_err(|e| failure(&e))?;
                 eprintln!(
                     "keyframe: note: {listen} is taken, so the dashboard is at port {}; choose one with --http",
                     other.address().port()
@@ -115,7 +119,12 @@ impl DashboardArgs {
             Format::Json => Some(LogFormat::Json),
             Format::Text => self.verbose.then_some(LogFormat::Text),
         };
-        Server::bind(Options { listen, token: token.cloned(), connections_max: CONNECTIONS_MAX, log })
+        Server::bind(Options {
+            listen,
+            token: token.cloned(),
+            connections_max: CONNECTIONS_MAX,
+            log,
+        })
     }
 }
 

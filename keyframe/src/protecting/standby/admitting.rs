@@ -28,7 +28,8 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
             }
             bound => {
                 return bound.map_err(|e| {
-                    Failure::new(format!("listen at {address}: {e}")).fix("name another port: --listen")
+                    Failure::new(format!("listen at {address}: {e}"))
+                        .fix("name another port: --listen")
                 });
             }
         }
@@ -58,16 +59,20 @@ pub fn admit(
             let (setup, sender, stranger) = (setup.clone(), sender.clone(), Arc::clone(&strangers));
             let refusals = Arc::clone(&refusals);
             let greet = move || {
-                let channel = stream
-                    .set_nonblocking(false)
-                    .map_err(|e| e.to_string())
-                    .and_then(|()| setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e)));
-                match channel.and_then(|channel| greeted(channel).map_err(|failure| failure.to_string())) {
+                let channel =
+                    stream.set_nonblocking(false).map_err(|e| e.to_string()).and_then(|()| {
+                        setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e))
+                    });
+                match channel
+                    .and_then(|channel| greeted(channel).map_err(|failure| failure.to_string()))
+                {
                     Ok(input) => {
                         refusals.forget();
                         drop(sender.send(input));
                     }
-                    Err(problem) => refusals.say(&setup, format!("a connection is refused: {problem}")),
+                    Err(problem) => {
+                        refusals.say(&setup, format!("a connection is refused: {problem}"))
+                    }
                 }
                 drop(stranger);
             };

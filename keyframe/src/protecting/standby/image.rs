@@ -4,7 +4,8 @@
 //!   page space   | main RAM: the memory of the QEMU that waits | small blocks: here | disk 0: DIR/disks/0-NAME.raw | ...
 //! ```
 //!
-//! Invariant: an epoch is applied wholly or not at all: where a page cannot be written, those before it get their old content back.
+//! Invariant: an epoch is applied wholly or not at all: where a page cannot be written, those
+//! before it get their old content back.
 
 use super::super::frames::MachineFrame;
 use crate::failure::Failure;
@@ -40,7 +41,8 @@ pub fn own(folder: &Path) -> Result<File, Failure> {
     let path = folder.join("lock");
     let failed = |e: io::Error| Failure::new(format!("lock {}: {e}", path.display()));
     std::fs::create_dir_all(folder).map_err(failed)?;
-    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
+    let file =
+        File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
         Err(rustix::io::Errno::WOULDBLOCK) => {
@@ -73,7 +75,11 @@ pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>,
 
 impl StandbyImage {
     /// Over a QEMU's memory and files that are there.
-    pub fn new(ram: PreparedRam, machine: &MachineFrame, paths: &[PathBuf]) -> Result<Self, Failure> {
+    pub fn new(
+        ram: PreparedRam,
+        machine: &MachineFrame,
+        paths: &[PathBuf],
+    ) -> Result<Self, Failure> {
         let ram_pages = machine.ram.len_pages();
         let (mut at, mut disks) = (ram_pages, Vec::new());
         for (path, disk) in paths.iter().zip(&machine.disks) {
@@ -108,7 +114,9 @@ impl StandbyImage {
             if let Err(error) = written {
                 return Err(match self.undo(&undo) {
                     Ok(()) => error,
-                    Err(again) => io::Error::new(again.kind(), format!("{error}; and back: {again}")),
+                    Err(again) => {
+                        io::Error::new(again.kind(), format!("{error}; and back: {again}"))
+                    }
                 });
             }
         }
@@ -120,7 +128,8 @@ impl StandbyImage {
         let mut result = Ok(());
         for (page, old) in undo.iter().rev() {
             if let Err(error) = self.write(*page, old) {
-                // The page that there was no room for is what it was, and there is none for its zeros either.
+                // The page that there was no room for is what it was, and there is none for its
+                // zeros either.
                 let mut now = ZERO_PAGE;
                 if Image::read(self, *page, &mut now).is_err() || now != **old {
                     result = Err(error);
@@ -131,7 +140,8 @@ impl StandbyImage {
     }
 
     fn disk(&self, page: PageIndex) -> Option<(&DiskFile, u64, usize)> {
-        let disk = self.disks.iter().find(|disk| (disk.pages.first..disk.pages.end()).contains(&page))?;
+        let disk =
+            self.disks.iter().find(|disk| (disk.pages.first..disk.pages.end()).contains(&page))?;
         let offset = (page.0 - disk.pages.first.0) * PAGE_BYTES as u64;
         Some((disk, offset, (disk.disk_bytes - offset).min(PAGE_BYTES as u64) as usize))
     }
@@ -160,7 +170,8 @@ impl Image for StandbyImage {
         if let Some((disk, offset, len)) = self.disk(page) {
             return disk.file.read_exact_at(into.get_mut(..len).unwrap_or_default(), offset);
         }
-        if let Some(content) = self.small.read().unwrap_or_else(PoisonError::into_inner).get(&page) {
+        if let Some(content) = self.small.read().unwrap_or_else(PoisonError::into_inner).get(&page)
+        {
             *into = **content;
         }
         Ok(())

@@ -6,8 +6,8 @@
 //!                 └──▶ Activate: devices ─▶ QEMU runs ─▶ a primary's engine
 //! ```
 //!
-//! Invariants: an epoch is complete when its devices and all of its streams have come; what is held is whole, always; nothing
-//! that takes long is done by the thread that answers heartbeats.
+//! Invariants: an epoch is complete when its devices and all of its streams have come; what is held
+//! is whole, always; nothing that takes long is done by the thread that answers heartbeats.
 
 mod admitting;
 mod image;
@@ -31,7 +31,9 @@ use crate::rundir::RunDir;
 use admitting::{admit, bound};
 use keyframe_link::{Channel, Input};
 use keyframe_qemu::QemuIdentity;
-use keyframe_replication::{Epoch, Message, Note, StandbyInput, StandbyOutput, StandbyState, Start, Term};
+use keyframe_replication::{
+    Epoch, Message, Note, StandbyInput, StandbyOutput, StandbyState, Start, Term,
+};
 use ready::{Ready, meta_of};
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -74,8 +76,8 @@ enum In {
     Fenced(bool),
 }
 
-/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM has gone elsewhere again, it is a
-/// standby again.
+/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM
+/// has gone elsewhere again, it is a standby again.
 pub fn run(wish: &Wish) -> Outcome {
     let interrupted = interruption()?;
     let _owned = image::own(&wish.folder)?;
@@ -138,7 +140,8 @@ struct Keeper {
     refusals: Refusals,
 }
 
-/// Says why somebody is refused: once, until it is for another reason or nobody was. Who is refused tries again, some times a second.
+/// Says why somebody is refused: once, until it is for another reason or nobody was. Who is refused
+/// tries again, some times a second.
 #[derive(Default)]
 struct Refusals(Mutex<Option<String>>);
 
@@ -157,7 +160,10 @@ impl Refusals {
 }
 
 impl Keeper {
-    fn until_active(&mut self, interrupted: &AtomicBool) -> Result<Option<(u64, Term, bool)>, Failure> {
+    fn until_active(
+        &mut self,
+        interrupted: &AtomicBool,
+    ) -> Result<Option<(u64, Term, bool)>, Failure> {
         loop {
             if self.activate.is_some() {
                 return Ok(self.activate.take());
@@ -165,7 +171,8 @@ impl Keeper {
             if interrupted.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            let deadline_ns = self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
+            let deadline_ns =
+                self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
             let until = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
             while let Ok(PrimaryIn::Request(pending)) = self.requests.try_recv() {
                 self.answer(&pending, interrupted);
@@ -200,7 +207,9 @@ impl Keeper {
 
     fn take(&mut self, input: In) {
         match input {
-            In::Control { number, machine, channel } => self.take_control(number, *machine, channel),
+            In::Control { number, machine, channel } => {
+                self.take_control(number, *machine, channel)
+            }
             In::Beat { number, channel } => {
                 self.read(Arc::clone(&channel), 1, number);
                 self.beat = Some((number, channel));
@@ -240,12 +249,16 @@ impl Keeper {
                 }
             }
             In::Stream(FromStream::Marked { stream, session, epoch }) => {
-                if let Some(mark) = self.ready.as_mut().and_then(|ready| ready.marks.get_mut(stream)) {
+                if let Some(mark) =
+                    self.ready.as_mut().and_then(|ready| ready.marks.get_mut(stream))
+                {
                     *mark = Some((session, epoch));
                     self.complete();
                 }
             }
-            In::Stream(FromStream::Failed(reason)) => self.handle(StandbyInput::ApplyFailed { reason }),
+            In::Stream(FromStream::Failed(reason)) => {
+                self.handle(StandbyInput::ApplyFailed { reason })
+            }
             In::Applied { epoch, devices, result } => {
                 if let Some(ready) = &mut self.ready {
                     ready.streams.applied();
@@ -348,13 +361,21 @@ impl Keeper {
                     Err(_) => break,
                 };
                 let said = match Kind::of(frame.kind) {
-                    Some(Kind::Core) => {
-                        Message::decode(&frame.payload).ok().map(|message| In::Said { path, number, message })
+                    Some(Kind::Core) => Message::decode(&frame.payload)
+                        .ok()
+                        .map(|message| In::Said { path, number, message }),
+                    Some(Kind::Epoch) => {
+                        unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
+                            let (head, devices) = epoch_parts(rest)?;
+                            Some(In::Epoch {
+                                number,
+                                session,
+                                epoch,
+                                head,
+                                devices: devices.to_vec(),
+                            })
+                        })
                     }
-                    Some(Kind::Epoch) => unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
-                        let (head, devices) = epoch_parts(rest)?;
-                        Some(In::Epoch { number, session, epoch, head, devices: devices.to_vec() })
-                    }),
                     _ => None,
                 };
                 // Whoever cannot be understood is no primary.
@@ -424,10 +445,13 @@ impl Keeper {
                 ready.marks.fill(None);
             }
             StandbyOutput::Fence => {
-                let name = self.ready.as_ref().map(|ready| ready.machine.name.clone()).unwrap_or_default();
+                let name =
+                    self.ready.as_ref().map(|ready| ready.machine.name.clone()).unwrap_or_default();
                 deciding::fence(&self.wish.setup, &name, "standby", &self.sender, In::Fenced);
             }
-            StandbyOutput::Activate { epoch, term, forced } => self.activate = Some((epoch.0, term, forced)),
+            StandbyOutput::Activate { epoch, term, forced } => {
+                self.activate = Some((epoch.0, term, forced))
+            }
             StandbyOutput::Note(note) => {
                 let text = match &note {
                     Note::Joined(_) => "joined".into(),
@@ -440,7 +464,8 @@ impl Keeper {
         None
     }
 
-    /// Tells the primary of a session that begins what need not be sent; not while that still changes.
+    /// Tells the primary of a session that begins what need not be sent; not while that still
+    /// changes.
     fn tell_what_is_here(&mut self) {
         let Some((_, control)) = &self.control else { return };
         let Some(ready) = self.ready.as_mut().filter(|ready| ready.applying == 0) else { return };
@@ -460,14 +485,16 @@ impl Keeper {
     fn apply(&mut self, epoch: u64) -> Option<StandbyInput> {
         let failed = |reason: &str| Some(StandbyInput::ApplyFailed { reason: reason.into() });
         let ready = self.ready.as_mut()?;
-        let Some((session, _, head, devices)) = ready.coming.take_if(|(_, number, ..)| *number == epoch)
+        let Some((session, _, head, devices)) =
+            ready.coming.take_if(|(_, number, ..)| *number == epoch)
         else {
             return failed("what came of it was dropped");
         };
         let Some(pages) = ready.streams.take(session, epoch) else {
             return failed("what came of it was dropped");
         };
-        let (image, sender, checks) = (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
+        let (image, sender, checks) =
+            (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
         let ram_pages = ready.machine.ram.len_pages();
         let work = move || {
             let applied = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
@@ -582,7 +609,8 @@ impl Keeper {
             inbox: Some((self.requests, sender, socket)),
         };
         let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
-        let engine = launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
+        let engine =
+            launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()
     }
 }

@@ -48,15 +48,17 @@ impl Keeper {
         let setup = self.wish.setup.clone();
         if machine.arbiter != setup.arbiter() {
             let (theirs, own) = (flag(machine.arbiter), flag(setup.arbiter()));
-            return Err(Failure::new(format!("the primary is started {theirs}, this standby {own}"))
-                .fix("start both alike"));
+            return Err(Failure::new(format!(
+                "the primary is started {theirs}, this standby {own}"
+            ))
+            .fix("start both alike"));
         }
-        if self
-            .ready
-            .as_ref()
-            .is_some_and(|ready| matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking))
-        {
-            return Err(Failure::new("this standby holds another VM, which it may have to take over"));
+        if self.ready.as_ref().is_some_and(|ready| {
+            matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking)
+        }) {
+            return Err(Failure::new(
+                "this standby holds another VM, which it may have to take over",
+            ));
         }
         self.dismiss();
         let folder = &self.wish.folder;
@@ -69,7 +71,8 @@ impl Keeper {
         let made = self.serve(&machine, &paths, &socket).and_then(|served| {
             let server = DiskServer { socket: socket.clone(), prefix: String::new() };
             let disks = served.as_ref().map(|_| server);
-            let options = RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
+            let options =
+                RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
             let source = source_of(&meta, &machine.ram);
             let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
                 for note in plan.notes() {
@@ -95,8 +98,13 @@ impl Keeper {
         let group = u128::from_str_radix(&machine.group, 16)
             .map_err(|_| Failure::new("the primary's group is no number"))?;
         let arbitration = setup.arbitration;
-        let mut config =
-            Config::new(NodeId(random()?), random()?, GroupId(group), arbitration, machine.detection_ns);
+        let mut config = Config::new(
+            NodeId(random()?),
+            random()?,
+            GroupId(group),
+            arbitration,
+            machine.detection_ns,
+        );
         config.paths = machine.paths;
         let core = Standby::new(config, Term(0), None);
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());

@@ -4,8 +4,9 @@
 //!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
 //! ```
 //!
-//! Invariants: nothing of an epoch is decoded before the epoch before it is applied: its bases are what is held then. No data of a
-//! session is dropped because it comes before the word that the session begins.
+//! Invariants: nothing of an epoch is decoded before the epoch before it is applied: its bases are
+//! what is held then. No data of a session is dropped because it comes before the word that the
+//! session begins.
 
 use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
@@ -20,7 +21,8 @@ use std::time::Duration;
 const READ_WAIT: Duration = Duration::from_millis(200);
 /// How long the epoch before may take to be applied.
 const APPLY_WAIT: Duration = Duration::from_secs(60);
-/// How long the word that a session begins may take, which goes by another connection than its data.
+/// How long the word that a session begins may take, which goes by another connection than its
+/// data.
 const SESSION_WAIT: Duration = Duration::from_secs(10);
 /// Sessions whose data may still be on its way.
 const PAST_MAX: usize = 64;
@@ -108,8 +110,9 @@ impl Streams {
     /// The pages of an epoch that has come on all streams; none where it has not.
     pub fn take(&self, session: u64, epoch: u64) -> Option<Vec<Epoch>> {
         let mut state = self.lock();
-        let is =
-            |done: &Option<(u64, u64, Epoch)>| done.as_ref().is_some_and(|d| (d.0, d.1) == (session, epoch));
+        let is = |done: &Option<(u64, u64, Epoch)>| {
+            done.as_ref().is_some_and(|d| (d.0, d.1) == (session, epoch))
+        };
         if !state.done.iter().all(is) {
             return None;
         }
@@ -142,9 +145,16 @@ impl Streams {
                 match channel.receive(&mut input, READ_WAIT) {
                     Ok(None) => {}
                     Ok(Some(frame)) => {
-                        match streams.take_in((stream, connection), frame.kind, &frame.payload, &decoder) {
+                        match streams.take_in(
+                            (stream, connection),
+                            frame.kind,
+                            &frame.payload,
+                            &decoder,
+                        ) {
                             Ok(None) => {}
-                            Ok(Some((session, epoch))) => tell(FromStream::Marked { stream, session, epoch }),
+                            Ok(Some((session, epoch))) => {
+                                tell(FromStream::Marked { stream, session, epoch })
+                            }
                             Err(problem) => {
                                 tell(FromStream::Failed(problem));
                                 break;
@@ -170,7 +180,9 @@ impl Streams {
         let kind = Kind::of(kind).ok_or("a message that is none")?;
         let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
         let unknown = |state: &mut State| {
-            state.connection == connection && state.session != Some(session) && !state.past.contains(&session)
+            state.connection == connection
+                && state.session != Some(session)
+                && !state.past.contains(&session)
         };
         let waited = self.applied.wait_timeout_while(self.lock(), SESSION_WAIT, unknown);
         let (state, late) = waited.unwrap_or_else(PoisonError::into_inner);

@@ -18,25 +18,30 @@ impl Keeper {
         let Some((_, having)) = &mut self.having else { return };
         if let Err(problem) = having.take_in(first, hashes, pages) {
             self.having = None;
-            return self.tell(Event::CaptureFailed(format!("what the standby says that it has: {problem}")));
+            return self.tell(Event::CaptureFailed(format!(
+                "what the standby says that it has: {problem}"
+            )));
         }
         self.begin();
     }
 
     /// Begins a session that is wanted, once it is known what its standby has.
     pub(super) fn begin(&mut self) {
-        let is_known =
-            |(session, having): &(u64, Having)| self.wanted_session == Some(*session) && having.is_complete();
+        let is_known = |(session, having): &(u64, Having)| {
+            self.wanted_session == Some(*session) && having.is_complete()
+        };
         if self.having.as_ref().is_some_and(is_known)
             && let Some((session, having)) = self.having.clone()
         {
-            // It is kept: what the standby has stays so until an epoch is there, and this one may have to begin again.
+            // It is kept: what the standby has stays so until an epoch is there, and this one may
+            // have to begin again.
             self.wanted_session = None;
             self.sync(session, having);
         }
     }
 
-    /// All of the VM is to go over, but what is there: disks first, as they are, then what changed meanwhile with the epoch.
+    /// All of the VM is to go over, but what is there: disks first, as they are, then what changed
+    /// meanwhile with the epoch.
     fn sync(&mut self, session: u64, having: Having) {
         let blank = having.is_blank();
         self.wire.begin(session, self.next_epoch, (!blank).then_some(having));

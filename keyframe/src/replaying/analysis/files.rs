@@ -27,7 +27,8 @@ pub(super) const SAID_LINES: usize = 4;
 /// What QEMU said, as far as it is told.
 pub(super) fn said(path: &Path) -> String {
     let mut bytes = Vec::new();
-    let read = std::fs::File::open(path).and_then(|file| file.take(SAID_BYTES_MAX).read_to_end(&mut bytes));
+    let read = std::fs::File::open(path)
+        .and_then(|file| file.take(SAID_BYTES_MAX).read_to_end(&mut bytes));
     // A QEMU that was not started said nothing.
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
@@ -65,10 +66,12 @@ impl Head {
     pub(super) fn save(&self, out: &Path) -> Result<(), Failure> {
         let (new, path) = (out.join("analysis.new"), out.join(HEAD));
         write(&new, serde_json::to_string_pretty(self).unwrap_or_default().as_bytes())?;
-        std::fs::rename(&new, &path).map_err(|e| Failure::new(format!("rename {}: {e}", new.display())))
+        std::fs::rename(&new, &path)
+            .map_err(|e| Failure::new(format!("rename {}: {e}", new.display())))
     }
 
-    /// Whether this one goes on with `other`: it is the same, but for intervals that have come about since.
+    /// Whether this one goes on with `other`: it is the same, but for intervals that have come
+    /// about since.
     pub(super) fn goes_on_with(&self, other: &Self) -> bool {
         let but_intervals = |head: &Self| Self { intervals: Vec::new(), ..head.clone() };
         self.intervals.starts_with(&other.intervals) && but_intervals(self) == but_intervals(other)
@@ -132,14 +135,16 @@ impl From<&Done> for Took {
     }
 }
 
-/// What lies between an interval and the next of the same worker, in the median; none where no worker had two.
+/// What lies between an interval and the next of the same worker, in the median; none where no
+/// worker had two.
 pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
     let mut all: Vec<&Done> = done.iter().collect();
     all.sort_by_key(|one| (&one.worker, one.began_at_ns));
     let between = |pair: &[&Done]| {
         let is_one = pair[0].worker == pair[1].worker;
-        is_one
-            .then(|| pair[1].began_at_ns.saturating_sub(pair[0].began_at_ns.saturating_add(pair[0].wall_ns)))
+        is_one.then(|| {
+            pair[1].began_at_ns.saturating_sub(pair[0].began_at_ns.saturating_add(pair[0].wall_ns))
+        })
     };
     let mut gaps: Vec<u64> = all.windows(2).filter_map(between).collect();
     gaps.sort_unstable();
@@ -148,19 +153,21 @@ pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
 
 /// What the analysis in `out` is, and how long its intervals took, as far as they are done.
 pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
-    let head =
-        Head::read(out).map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+    let head = Head::read(out)
+        .map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
     let all = std::fs::read_to_string(out.join(TIMES)).ok();
     let all: Option<Vec<Took>> = all.and_then(|text| serde_json::from_str(&text).ok());
-    let so_far = || head.intervals.iter().filter_map(|one| done_in(out, one)).map(|done| Took::from(&done));
+    let so_far =
+        || head.intervals.iter().filter_map(|one| done_in(out, one)).map(|done| Took::from(&done));
     let took = all.unwrap_or_else(|| so_far().collect());
     Ok((head, took))
 }
 
-/// What the analysis in `out` is, and of each interval whether it is `done`, has `failed` or `waits`.
+/// What the analysis in `out` is, and of each interval whether it is `done`, has `failed` or
+/// `waits`.
 pub fn progress(out: &Path) -> Result<(Head, Vec<&'static str>), Failure> {
-    let head =
-        Head::read(out).map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+    let head = Head::read(out)
+        .map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
     let state = |interval: &Interval| {
         let place = place_in(out, interval);
         let has = |file: &str| place.join(file).exists();
@@ -172,7 +179,8 @@ pub fn progress(out: &Path) -> Result<(Head, Vec<&'static str>), Failure> {
     };
     // Parts go once they are merged; how long they took stays.
     let is_merged = out.join(TIMES).exists() && !out.join("parts").exists();
-    let states = head.intervals.iter().map(|one| if is_merged { "done" } else { state(one) }).collect();
+    let states =
+        head.intervals.iter().map(|one| if is_merged { "done" } else { state(one) }).collect();
     Ok((head, states))
 }
 
@@ -196,7 +204,8 @@ pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
     let file = out.join(HEAD);
     match std::fs::read_to_string(&file) {
         Ok(there) => {
-            let is_same = serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
+            let is_same =
+                serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
             if !is_same {
                 return Err(Failure::new(format!("{} holds another analysis", out.display()))
                     .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"));
@@ -212,7 +221,8 @@ pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
 
 /// Makes `out`, unless it is there and empty.
 fn make_empty(out: &Path) -> Result<(), Failure> {
-    std::fs::create_dir_all(out).map_err(|e| Failure::new(format!("make {}: {e}", out.display())))?;
+    std::fs::create_dir_all(out)
+        .map_err(|e| Failure::new(format!("make {}: {e}", out.display())))?;
     let mut entries =
         std::fs::read_dir(out).map_err(|e| Failure::new(format!("read {}: {e}", out.display())))?;
     if entries.next().is_some() {
@@ -229,10 +239,13 @@ fn lock(out: &Path) -> Result<std::fs::File, Failure> {
     let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => {
-            Err(Failure::new(format!("{} is being worked on by another keyframe analyze", out.display()))
-                .fix("wait until that one ends, or end it; it can be called again"))
+        Err(std::fs::TryLockError::WouldBlock) => Err(Failure::new(format!(
+            "{} is being worked on by another keyframe analyze",
+            out.display()
+        ))
+        .fix("wait until that one ends, or end it; it can be called again")),
+        Err(std::fs::TryLockError::Error(e)) => {
+            Err(Failure::new(format!("lock {}: {e}", path.display())))
         }
-        Err(std::fs::TryLockError::Error(e)) => Err(Failure::new(format!("lock {}: {e}", path.display()))),
     }
 }

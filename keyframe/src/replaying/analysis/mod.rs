@@ -11,14 +11,17 @@
 //!
 //! What lies there is in `files.rs`.
 //!
-//! Invariants: a part is made under another name and gets its own as a whole, so that two who make the same one (the first was
-//! taken for lost) do not meet; it counts only with its `done`; another recording, tool or argument is another analysis.
+//! Invariants: a part is made under another name and gets its own as a whole, so that two who make
+//! the same one (the first was taken for lost) do not meet; it counts only with its `done`; another
+//! recording, tool or argument is another analysis.
 
 mod files;
 
 pub use files::{Done, Head, dispatch_ns, made_before, progress};
 
-use files::{DONE, FAILED, QEMU_LOG, SAID_LINES, TIMES, Took, claim, done_in, fresh, place_in, said, write};
+use files::{
+    DONE, FAILED, QEMU_LOG, SAID_LINES, TIMES, Took, claim, done_in, fresh, place_in, said, write,
+};
 
 use super::{Subject, With, jobs, ram};
 use crate::commands::restore::source_of;
@@ -67,8 +70,8 @@ pub struct Analysis<'a> {
 }
 
 impl<'a> Analysis<'a> {
-    /// By `tool`, which `head` names, of those intervals that lie within `range`, at least in part; into `out`, which is made, or holds
-    /// the beginnings of just this analysis.
+    /// By `tool`, which `head` names, of those intervals that lie within `range`, at least in part;
+    /// into `out`, which is made, or holds the beginnings of just this analysis.
     pub fn new(
         subject: Subject<'a>,
         tool: &'a dyn Tool,
@@ -83,29 +86,51 @@ impl<'a> Analysis<'a> {
         if course.is_all && course.head.intervals.is_empty() {
             let Range { start, end } = this.range;
             let last = course.all.last().map_or(0, |i| i.end_icount);
-            return Err(Failure::new(format!("no interval of the recording lies between {start} and {end}"))
-                .fix(format!("it has {last} instructions")));
+            return Err(Failure::new(format!(
+                "no interval of the recording lies between {start} and {end}"
+            ))
+            .fix(format!("it has {last} instructions")));
         }
         let lock = claim(&out, &course.head)?;
         Ok(Self { _lock: Some(lock), ..this })
     }
 
     /// The one that somebody else has begun in `out`, which is absolute.
-    pub fn join(subject: Subject<'a>, tool: &'a dyn Tool, head: Head, out: &Path) -> Result<Self, Failure> {
+    pub fn join(
+        subject: Subject<'a>,
+        tool: &'a dyn Tool,
+        head: Head,
+        out: &Path,
+    ) -> Result<Self, Failure> {
         let version = subject.qemu_version();
-        let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
+        let mut numbers =
+            version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
         let interface = Interface::of_qemu(major, minor).ok_or_else(|| {
-            Failure::new(format!("QEMU {version} has an interface for plugins that Keyframe has none for"))
-                .fix("record with QEMU 7.2 or 10")
+            Failure::new(format!(
+                "QEMU {version} has an interface for plugins that Keyframe has none for"
+            ))
+            .fix("record with QEMU 7.2 or 10")
         })?;
         let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
-        let folder = folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
+        let folder =
+            folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
         let plugin = plugin::place(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
         let (all, is_all) = subject.intervals(tool.can_cut())?;
         let course = RwLock::new(Course { all, head, is_all });
         let (out, old, range) = (out.to_owned(), BTreeSet::new(), 0..u64::MAX);
-        Ok(Self { subject, tool, course, range, out, interface, plugin, _plugins: folder, old, _lock: None })
+        Ok(Self {
+            subject,
+            tool,
+            course,
+            range,
+            out,
+            interface,
+            plugin,
+            _plugins: folder,
+            old,
+            _lock: None,
+        })
     }
 
     fn course(&self) -> RwLockReadGuard<'_, Course> {
@@ -123,14 +148,17 @@ impl<'a> Analysis<'a> {
         let mut course = self.course.write().unwrap_or_else(PoisonError::into_inner);
         let head = Head { intervals: within(&all, &self.range), ..course.head.clone() };
         if !head.goes_on_with(&course.head) {
-            return Err(Failure::new("the recording's checkpoints have changed while it was analysed")
-                .fix("begin again in another directory, and leave the store alone meanwhile"));
+            return Err(Failure::new(
+                "the recording's checkpoints have changed while it was analysed",
+            )
+            .fix("begin again in another directory, and leave the store alone meanwhile"));
         }
         *course = Course { all, head, is_all };
         Ok(())
     }
 
-    /// The same, where anything may have, and lets others know; what there is to do now, and whether no more comes.
+    /// The same, where anything may have, and lets others know; what there is to do now, and
+    /// whether no more comes.
     fn look_and_tell(&self) -> Result<(Vec<Item>, bool), Failure> {
         let (before, is_all) = (self.course().head.intervals.len(), self.course().is_all);
         if !is_all {
@@ -147,7 +175,8 @@ impl<'a> Analysis<'a> {
     /// `intervals` as a queue takes them.
     fn items(&self, intervals: &[Interval]) -> Result<Vec<Item>, Failure> {
         let efforts = self.subject.efforts(intervals)?;
-        let items = intervals.iter().zip(efforts).map(|(one, weight)| Item { index: one.index, weight });
+        let items =
+            intervals.iter().zip(efforts).map(|(one, weight)| Item { index: one.index, weight });
         Ok(items.collect())
     }
 
@@ -196,8 +225,8 @@ impl<'a> Analysis<'a> {
         find().ok_or_else(|| Failure::new(format!("the recording has no interval {index}")))
     }
 
-    /// The queue of the intervals that are left. Those that were given up are in it again, and what a process of this host had that
-    /// has ended since.
+    /// The queue of the intervals that are left. Those that were given up are in it again, and what
+    /// a process of this host had that has ended since.
     pub fn queue(&mut self) -> Result<Queue, Failure> {
         let failed = |e: keyframe_cluster::Error| Failure::cluster(&e);
         let queue = Queue::create(&self.out.join("queue")).map_err(failed)?;
@@ -208,7 +237,8 @@ impl<'a> Analysis<'a> {
         queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
         let settled: BTreeSet<u32> =
             queue.settled().map_err(failed)?.into_iter().map(|item| item.index).collect();
-        let is_new = |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
+        let is_new =
+            |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
         let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
         for item in self.items(&unsettled)? {
             queue.put_settled(item).map_err(failed)?;
@@ -286,8 +316,8 @@ impl<'a> Analysis<'a> {
         text.unwrap_or_else(|_| "its part is not there".into())
     }
 
-    /// Makes the part of `interval`, trying again where a replay fails, and leaves it, or why there is none. Nothing where it is
-    /// interrupted. `maker` is the name of who makes it.
+    /// Makes the part of `interval`, trying again where a replay fails, and leaves it, or why there
+    /// is none. Nothing where it is interrupted. `maker` is the name of who makes it.
     pub fn make(
         &self,
         interval: &Interval,
@@ -310,7 +340,9 @@ impl<'a> Analysis<'a> {
                 return Err(Failure::new("interrupted"));
             }
             let _ = match &ran {
-                Ok(_) => writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64()),
+                Ok(_) => {
+                    writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64())
+                }
                 Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
             };
             let said = said(&dir.join(QEMU_LOG));
@@ -322,14 +354,19 @@ impl<'a> Analysis<'a> {
                     let since = began_at.duration_since(UNIX_EPOCH).unwrap_or_default();
                     let began_at_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
                     let (index, worker) = (interval.index, maker.to_owned());
-                    let done = Done { index, tries, wall_ns, began_at_ns, worker, is_old: false, parts };
-                    write(&dir.join(DONE), serde_json::to_string(&done).unwrap_or_default().as_bytes())?;
+                    let done =
+                        Done { index, tries, wall_ns, began_at_ns, worker, is_old: false, parts };
+                    write(
+                        &dir.join(DONE),
+                        serde_json::to_string(&done).unwrap_or_default().as_bytes(),
+                    )?;
                     return self.publish(&dir, interval);
                 }
                 Err(failure) if tries >= tries_max => {
                     // Its reason is in what QEMU said last, if it said anything.
                     let last: Vec<&str> = said.lines().rev().take(SAID_LINES).collect();
-                    let message = last.iter().rev().fold(failure.message, |all, line| all + "\n  " + line);
+                    let message =
+                        last.iter().rev().fold(failure.message, |all, line| all + "\n  " + line);
                     write(&dir.join(FAILED), message.as_bytes())?;
                     return self.publish(&dir, interval);
                 }
@@ -360,14 +397,18 @@ impl<'a> Analysis<'a> {
             return Vec::new();
         }
         let course = self.course();
-        let Some(at) = course.all.iter().position(|one| one.index == first.index) else { return Vec::new() };
+        let Some(at) = course.all.iter().position(|one| one.index == first.index) else {
+            return Vec::new();
+        };
         let before = &course.all[..=at];
-        let follow = before.windows(2).rev().take_while(|pair| pair[0].end_icount == pair[1].from_icount);
+        let follow =
+            before.windows(2).rev().take_while(|pair| pair[0].end_icount == pair[1].from_icount);
         let count = follow.take(self.tool.warm_up_intervals()).count();
         before[at - count..at].to_vec()
     }
 
-    /// The parts of `intervals`, which follow each other, by one QEMU that goes through what warms it up and then them.
+    /// The parts of `intervals`, which follow each other, by one QEMU that goes through what warms
+    /// it up and then them.
     fn run(
         &self,
         dir: &Path,
@@ -384,7 +425,8 @@ impl<'a> Analysis<'a> {
         Ok(parts)
     }
 
-    /// One QEMU from `begin` on through `intervals`, which follow each other. What lies before them is dropped.
+    /// One QEMU from `begin` on through `intervals`, which follow each other. What lies before them
+    /// is dropped.
     fn go_through(
         &self,
         dir: &Path,
@@ -423,7 +465,8 @@ impl<'a> Analysis<'a> {
     /// The guest's RAM at `place`.
     fn ram(&self, place: Place) -> Result<GuestRam, Failure> {
         let store = self.subject.store();
-        let meta = store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
+        let meta =
+            store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
         let source = source_of(&meta.machine, &meta.ram);
         ram::of(&source, &meta.machine.guest_map.unwrap_or_default(), self.interface)
     }
@@ -466,7 +509,9 @@ impl<'a> Analysis<'a> {
         let parts = self.out.join("parts");
         std::fs::remove_dir_all(&parts)
             .and_then(|()| std::fs::remove_dir_all(self.out.join("queue")))
-            .map_err(|e| Failure::new(format!("remove {} and what is beside it: {e}", parts.display())))
+            .map_err(|e| {
+                Failure::new(format!("remove {} and what is beside it: {e}", parts.display()))
+            })
     }
 }
 

@@ -1,5 +1,5 @@
-//! Whether the disks of a replay are a checkpoint's: each block that either has written, and each that differs between the
-//! checkpoints that they stand on.
+//! Whether the disks of a replay are a checkpoint's: each block that either has written, and each
+//! that differs between the checkpoints that they stand on.
 //!
 //! ```text
 //!   replay        overlay: written since its checkpoint ─┐
@@ -17,8 +17,8 @@ use keyframe_units::PageIndex;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A replay that stands may have handed over writes that the process which serves its disks is still about to do: how often that is
-/// waited for, and how long.
+/// A replay that stands may have handed over writes that the process which serves its disks is
+/// still about to do: how often that is waited for, and how long.
 const SETTLE_TURNS: u32 = 10;
 const SETTLE: Duration = Duration::from_millis(100);
 
@@ -44,7 +44,9 @@ impl<'a> Side<'a> {
 
     /// What has been written since the checkpoint is in an epoch, until [`Self::give_back`].
     fn cut(&mut self) -> Result<Vec<DiskEpoch>, Failure> {
-        self.served.as_mut().map_or(Ok(Vec::new()), |served| served.disks.cut().map_err(|e| failed(&e)))
+        self.served
+            .as_mut()
+            .map_or(Ok(Vec::new()), |served| served.disks.cut().map_err(|e| failed(&e)))
     }
 
     fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<(), Failure> {
@@ -56,7 +58,8 @@ impl<'a> Side<'a> {
 
     fn reader(&mut self, disk: usize, epochs: &[DiskEpoch]) -> Result<Reader, Failure> {
         let stored = StoredDisk::of(Arc::clone(&self.checkpoint), disk);
-        let below = stored.ok_or_else(|| Failure::new("the two have not the same disks"))?.open()?;
+        let below =
+            stored.ok_or_else(|| Failure::new("the two have not the same disks"))?.open()?;
         let (mut written, mut slots) = (Vec::new(), None);
         if let (Some(served), Some(epoch)) = (&mut self.served, epochs.get(disk)) {
             slots = Some(served.disks.slot_file(disk).map_err(|e| failed(&e))?);
@@ -86,7 +89,8 @@ impl Reader {
             (Some(Extent { slot: None, .. }), _) => into.fill(0),
             (Some(Extent { block: first, slot: Some(slot), .. }), Some(slots)) => {
                 let slot = u64::from(slot.0) + (block.0 - first.0);
-                let slot = u32::try_from(slot).map_err(|_| Failure::new("a slot beyond the overlay"))?;
+                let slot =
+                    u32::try_from(slot).map_err(|_| Failure::new("a slot beyond the overlay"))?;
                 slots.read(Slot(slot), into).map_err(|e| failed(&e))?;
             }
             _ => {
@@ -125,12 +129,17 @@ fn compare(
     disk: usize,
     difference: &mut Difference,
 ) -> Result<(), Failure> {
-    let of = |disks: &LoadedDisks| Some((disks.meta.disks.get(disk)?.clone(), disks.meta.blocks_of(disk)?));
+    let of = |disks: &LoadedDisks| {
+        Some((disks.meta.disks.get(disk)?.clone(), disks.meta.blocks_of(disk)?))
+    };
     let (Some((meta, blocks)), Some((its, its_blocks))) = (of(first), of(second)) else {
         return Err(Failure::new("the two have not the same disks"));
     };
     if (&meta.name, meta.disk_bytes, blocks) != (&its.name, its.disk_bytes, its_blocks) {
-        return Err(Failure::new(format!("disk {} of one is disk {} of the other", meta.name, its.name)));
+        return Err(Failure::new(format!(
+            "disk {} of one is disk {} of the other",
+            meta.name, its.name
+        )));
     }
     let stored = |at: u64| {
         let next = first.next_differing(second, PageIndex(blocks.first.0.checked_add(at)?))?;
@@ -143,7 +152,8 @@ fn compare(
         if next_stored.is_some_and(|next| next < at) {
             next_stored = stored(at);
         }
-        let next = [one.next_written(at), other.next_written(at), next_stored].into_iter().flatten().min();
+        let next =
+            [one.next_written(at), other.next_written(at), next_stored].into_iter().flatten().min();
         let Some(block) = next.filter(|next| *next < blocks.len_pages) else { return Ok(()) };
         let offset = block * BLOCK_BYTES as u64;
         let len = meta.disk_bytes.saturating_sub(offset).min(BLOCK_BYTES as u64) as usize;
@@ -177,8 +187,12 @@ mod tests {
     /// Checkpoints of a VM with one disk, each with what is put before it: block, value.
     fn checkpoints(store: &Store, puts: &[&[(u64, u8)]]) -> Vec<Arc<LoadedDisks>> {
         let bytes = PAGE_BYTES as u64;
-        let block =
-            RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes };
+        let block = RamBlock {
+            name: "ram".into(),
+            kind: BlockKind::Backend,
+            used_bytes: bytes,
+            total_bytes: bytes,
+        };
         let ram = RamLayout::new(vec![block]).unwrap();
         let disk = DiskMeta {
             name: "d".into(),
@@ -189,7 +203,9 @@ mod tests {
         let mut writer = store.lock_writer("test").unwrap();
         let mut run = writer.begin_run_with("vm", &ram, vec![disk], DiskState::default()).unwrap();
         let each = puts.iter().map(|puts| {
-            puts.iter().for_each(|(block, value)| run.put_block(0, *block, &page(*value)).map(drop).unwrap());
+            puts.iter().for_each(|(block, value)| {
+                run.put_block(0, *block, &page(*value)).map(drop).unwrap()
+            });
             let sealed = run.seal(SealRequest::of_pages(&ram, "test"));
             Arc::new(store.load_disks(sealed.unwrap().id).unwrap())
         });
@@ -200,7 +216,8 @@ mod tests {
         one: (&Arc<LoadedDisks>, &[Extent], Option<SlotFile>),
         other: &Arc<LoadedDisks>,
     ) -> Vec<u64> {
-        let below = |of: &Arc<LoadedDisks>| StoredDisk::of(Arc::clone(of), 0).unwrap().open().unwrap();
+        let below =
+            |of: &Arc<LoadedDisks>| StoredDisk::of(Arc::clone(of), 0).unwrap().open().unwrap();
         let readers = [
             Reader { below: below(one.0), written: one.1.to_vec(), slots: one.2 },
             Reader { below: below(other), written: Vec::new(), slots: None },
@@ -220,7 +237,8 @@ mod tests {
         assert_eq!(differing_blocks((&all[0], &[], None), &all[0]), [0; 0]);
         assert_eq!(differing_blocks((&all[0], &[], None), &all[1]), [2, 10]);
 
-        // A replay from the first wrote what the second says, in part of the blocks; and something that it does not.
+        // A replay from the first wrote what the second says, in part of the blocks; and something
+        // that it does not.
         let dir = dir.path().join("overlay");
         let overlay = Overlay::create(&dir, DISK_BYTES, Lasting::Durable).unwrap();
         let base = Base::blank(DISK_BYTES).unwrap();

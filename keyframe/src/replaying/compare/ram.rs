@@ -35,8 +35,9 @@ pub fn differing_vms(
             part.first.0 >= range.first.0 && part.first.0 < range.first.0 + range.len_pages
         });
         let block = number.and_then(|n| Some((n, layout.blocks().get(n)?)));
-        let found =
-            block.and_then(|(n, wanted)| Some((n, blocks.iter().find(|b| b.block.name == wanted.name)?)));
+        let found = block.and_then(|(n, wanted)| {
+            Some((n, blocks.iter().find(|b| b.block.name == wanted.name)?))
+        });
         let at = found.and_then(|(n, b)| {
             b.host.checked_add((part.first.0 - layout.pages_of(n).first.0) * PAGE_BYTES as u64)
         });
@@ -47,7 +48,11 @@ pub fn differing_vms(
 
 type Expected<'a> = &'a mut dyn FnMut(PageRange, &mut [u8]) -> Result<(), Failure>;
 
-fn compare(restored: &mut Restored, layout: &RamLayout, expect: Expected<'_>) -> Result<Difference, Failure> {
+fn compare(
+    restored: &mut Restored,
+    layout: &RamLayout,
+    expect: Expected<'_>,
+) -> Result<Difference, Failure> {
     let blocks = restored.vm().ram_blocks().map_err(|e| Failure::qemu(&e))?;
     let process = Process::open(restored.pid()).map_err(|e| Failure::kernel(&e))?;
     let mut difference = Difference::default();
@@ -58,13 +63,16 @@ fn compare(restored: &mut Restored, layout: &RamLayout, expect: Expected<'_>) ->
         let range = layout.pages_of(number);
         let mut done = 0;
         while done < range.len_pages {
-            let part =
-                PageRange::new(PageIndex(range.first.0 + done), BATCH_PAGES.min(range.len_pages - done));
+            let part = PageRange::new(
+                PageIndex(range.first.0 + done),
+                BATCH_PAGES.min(range.len_pages - done),
+            );
             let mut expected = vec![0; part.len_bytes() as usize];
             expect(part, &mut expected)?;
             let mut actual = vec![0; expected.len()];
             let at = found.host.checked_add(done * PAGE_BYTES as u64);
-            let at = at.ok_or_else(|| Failure::new(format!("RAM block {} lies nowhere", wanted.name)))?;
+            let at =
+                at.ok_or_else(|| Failure::new(format!("RAM block {} lies nowhere", wanted.name)))?;
             read_memory(&process, at, &mut actual).map_err(|e| Failure::kernel(&e))?;
             let pairs = expected.chunks_exact(PAGE_BYTES).zip(actual.chunks_exact(PAGE_BYTES));
             for (offset, _) in (done..).zip(pairs).filter(|(_, (a, b))| a != b) {

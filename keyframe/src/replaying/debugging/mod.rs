@@ -5,10 +5,12 @@
 //!                 └── back: another QEMU, replayed to where the debugger would have come (reverse.rs)
 //! ```
 //!
-//! QEMU goes back by its own snapshots, which only qcow2 images have; checkpoints go back with any disk, and with none. The stub is
-//! QEMU's, with all it knows of the processor; only the few packets that time is in are looked into.
+//! QEMU goes back by its own snapshots, which only qcow2 images have; checkpoints go back with any
+//! disk, and with none. The stub is QEMU's, with all it knows of the processor; only the few
+//! packets that time is in are looked into.
 //!
-//! Invariant: nothing that a debugger asks for changes what is replayed. Writes are refused; breakpoints are QEMU's, not the guest's.
+//! Invariant: nothing that a debugger asks for changes what is replayed. Writes are refused;
+//! breakpoints are QEMU's, not the guest's.
 
 mod reverse;
 mod stub;
@@ -28,7 +30,8 @@ use stub::Stub;
 
 /// How often it is looked for what else there is to do.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// How long a VM that runs on may stand at one instruction before it counts as having come off its log.
+/// How long a VM that runs on may stand at one instruction before it counts as having come off its
+/// log.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// A running VM's instruction is asked for so often.
 const ASK_EVERY: Duration = Duration::from_secs(1);
@@ -114,7 +117,8 @@ impl<'a> Debugger<'a> {
             prepared.map_err(|e| Failure::new(format!("prepare a debugger's connection: {e}")))?;
             let stub = Stub::new(standing, &Told::default())?;
             let gdb = Link::new(stream, "the debugger");
-            let mut session = Session { with: &with, gdb, stub, told: Told::default(), has_refused: false };
+            let mut session =
+                Session { with: &with, gdb, stub, told: Told::default(), has_refused: false };
             if session.run()? == Ended::Killed {
                 return Ok(());
             }
@@ -231,12 +235,20 @@ impl Session<'_> {
         let gdb = &mut self.gdb;
         let stub = &mut self.stub;
         let thread = stub.thread.clone();
-        let ended = || StopReply { signal: 5, watch: None, thread: thread.clone() }.packet("replaylog:end;");
+        let ended = || {
+            StopReply { signal: 5, watch: None, thread: thread.clone() }.packet("replaylog:end;")
+        };
         if stub.icount()? >= end {
             return Ok(ended());
         }
         if !with.source.ends_with_log()? {
-            stub.standing.replay.restored().vm().qmp().replay_break(end).map_err(|e| Failure::qemu(&e))?;
+            stub.standing
+                .replay
+                .restored()
+                .vm()
+                .qmp()
+                .replay_break(end)
+                .map_err(|e| Failure::qemu(&e))?;
         }
         stub.send(payload)?;
         let (mut idling, mut watch, mut has_stopped) = (stub.idling(), Frozen::new(), false);
@@ -260,7 +272,9 @@ impl Session<'_> {
                 Some(Received::Interrupt | Received::Closed)
             );
             if !has_stopped
-                && (wants_stop || with.interrupted.load(Ordering::Relaxed) || watch.is_frozen(stub)?)
+                && (wants_stop
+                    || with.interrupted.load(Ordering::Relaxed)
+                    || watch.is_frozen(stub)?)
             {
                 stub.interrupt()?;
                 has_stopped = true;
@@ -272,7 +286,9 @@ impl Session<'_> {
     fn back(&mut self, how: Back) -> Result<Vec<u8>, Failure> {
         let from = self.stub.icount()?;
         let thread = self.stub.thread.clone();
-        let stop = |signal, watch, why: &str| StopReply { signal, watch, thread: thread.clone() }.packet(why);
+        let stop = |signal, watch, why: &str| {
+            StopReply { signal, watch, thread: thread.clone() }.packet(why)
+        };
         let found = match how {
             Back::Step => Some(reverse::Found { icount: from.saturating_sub(1), watch: None }),
             Back::Run => reverse::search(self.with, &mut self.gdb, &self.told, from)?,
@@ -329,8 +345,10 @@ impl Frozen {
         }
         self.asked = Instant::now();
         let icount = stub.icount()?;
-        let progress = self.progress.get_or_insert_with(|| keyframe_replay::Progress::new(icount, PATIENCE));
-        let keyframe_replay::Verdict::Frozen { icount } = progress.look(self.began.elapsed(), icount, None)
+        let progress =
+            self.progress.get_or_insert_with(|| keyframe_replay::Progress::new(icount, PATIENCE));
+        let keyframe_replay::Verdict::Frozen { icount } =
+            progress.look(self.began.elapsed(), icount, None)
         else {
             return Ok(false);
         };

@@ -1,4 +1,5 @@
-//! Where a debugger comes when it runs back: at the last breakpoint, or before the last write to what it watches.
+//! Where a debugger comes when it runs back: at the last breakpoint, or before the last write to
+//! what it watches.
 //!
 //! ```text
 //!   checkpoints    ├──────────────────────────┼─────────────────────────┤
@@ -6,8 +7,9 @@
 //!   looked through   4th                       3rd        2nd     1st      each by one replay that stops at every breakpoint
 //! ```
 //!
-//! The nearest stretch is looked through first, and it is short: a breakpoint that is met a million times in an interval is met soon
-//! before where one stands. A stretch begins where a replay can stand and go on.
+//! The nearest stretch is looked through first, and it is short: a breakpoint that is met a million
+//! times in an interval is met soon before where one stands. A stretch begins where a replay can
+//! stand and go on.
 
 use super::stub::Stub;
 use super::{Told, With, failed};
@@ -41,8 +43,9 @@ pub struct Found {
     pub watch: Option<String>,
 }
 
-/// Where the last of the points that a debugger `told` lies before `from`; the recording's beginning where there is none, and
-/// `None` where the debugger, or the user, does not want to wait.
+/// Where the last of the points that a debugger `told` lies before `from`; the recording's
+/// beginning where there is none, and `None` where the debugger, or the user, does not want to
+/// wait.
 pub(super) fn search(
     with: &With<'_>,
     gdb: &mut Link<TcpStream>,
@@ -63,13 +66,15 @@ pub(super) fn search(
     Ok(begin)
 }
 
-/// What is looked through, nearest first: they follow each other without a gap, down to the recording's beginning.
+/// What is looked through, nearest first: they follow each other without a gap, down to the
+/// recording's beginning.
 fn stretches(with: &With<'_>, from: u64) -> Result<Vec<(u64, u64)>, Failure> {
     let boundaries = with.source.boundaries()?;
     let standing = |icount: u64| boundaries.next_unambiguous(icount).unwrap_or(u64::MAX);
     let places = &with.places;
     let before = places.partition_point(|place| standing(place.icount) < from);
-    let mut begins: Vec<u64> = places.iter().take(before).map(|place| standing(place.icount)).collect();
+    let mut begins: Vec<u64> =
+        places.iter().take(before).map(|place| standing(place.icount)).collect();
     // Within the last interval, and only there, some that are nearer.
     let floor = begins.last().copied().unwrap_or(0);
     let near = std::iter::successors(Some(FIRST), |len| len.checked_mul(GROWTH));
@@ -109,16 +114,26 @@ fn last_in(
         return Ok(Looked::Interrupted);
     };
     let mut stub = Stub::new(standing, told)?;
-    // A watchpoint stops behind the instruction that touched the memory; that is the one to stand before.
+    // A watchpoint stops behind the instruction that touched the memory; that is the one to stand
+    // before.
     let watches = told.points.iter().any(keyframe_gdb::Point::is_watch);
     let stop = (end + u64::from(watches)).min(with.source.last_standing()?);
     let mut last = None;
-    // Off a breakpoint it steps: else it meets that again where it stands. The step may touch what is watched.
+    // Off a breakpoint it steps: else it meets that again where it stands. The step may touch what
+    // is watched.
     let mut how: &[u8] = b"c";
     while stub.icount()? < stop {
         // Anew each time: it holds once, and another stop may have taken it.
-        stub.standing.replay.restored().vm().qmp().replay_break(stop).map_err(|e| Failure::qemu(&e))?;
-        let Some(reply) = run_on(with, gdb, &mut stub, how)? else { return Ok(Looked::Interrupted) };
+        stub.standing
+            .replay
+            .restored()
+            .vm()
+            .qmp()
+            .replay_break(stop)
+            .map_err(|e| Failure::qemu(&e))?;
+        let Some(reply) = run_on(with, gdb, &mut stub, how)? else {
+            return Ok(Looked::Interrupted);
+        };
         let at = stub.icount()?;
         let Some(hit) = StopReply::parse(&reply).filter(|reply| reply.signal == 5) else {
             // Its end, or the guest's.
@@ -154,7 +169,9 @@ fn run_on(
     loop {
         stub.wait(gdb, &mut idling)?;
         match stub.receive(Duration::ZERO)? {
-            Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => return Ok(Some(reply)),
+            Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => {
+                return Ok(Some(reply));
+            }
             Some(Received::Closed) => return Err(Failure::new("QEMU has ended in a replay")),
             _ => {}
         }

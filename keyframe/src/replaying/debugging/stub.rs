@@ -9,7 +9,8 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// How long QEMU may take to answer. It answers a VM that is being filled only when the pages are there.
+/// How long QEMU may take to answer. It answers a VM that is being filled only when the pages are
+/// there.
 const ANSWER_WAIT: Duration = Duration::from_secs(60);
 
 /// A VM that stands, and a connection to its stub.
@@ -51,9 +52,10 @@ impl Stub {
         match self.link.receive(ANSWER_WAIT).map_err(|e| failed(&e))? {
             Some(Received::Packet(answer)) => Ok(answer),
             Some(Received::Interrupt | Received::Closed) => Err(Failure::new("QEMU has ended")),
-            None => {
-                Err(Failure::new(format!("QEMU's stub has not answered for {} s", ANSWER_WAIT.as_secs())))
-            }
+            None => Err(Failure::new(format!(
+                "QEMU's stub has not answered for {} s",
+                ANSWER_WAIT.as_secs()
+            ))),
         }
     }
 
@@ -67,8 +69,13 @@ impl Stub {
         self.link.receive(wait).map_err(|e| failed(&e))
     }
 
-    /// Waits for either side to say something, a moment at most; a VM that runs on and does nothing is woken first.
-    pub(super) fn wait(&mut self, gdb: &Link<TcpStream>, idling: &mut Idling) -> Result<(), Failure> {
+    /// Waits for either side to say something, a moment at most; a VM that runs on and does nothing
+    /// is woken first.
+    pub(super) fn wait(
+        &mut self,
+        gdb: &Link<TcpStream>,
+        idling: &mut Idling,
+    ) -> Result<(), Failure> {
         let (is_idle, wait) = idling.look();
         if is_idle {
             // Whether it is still there is told by its stub.
@@ -94,7 +101,8 @@ impl Stub {
 
     /// Whether the guest has shut down: its log ends there.
     pub fn is_shut_down(&mut self) -> Result<bool, Failure> {
-        let status = self.standing.replay.restored().vm().qmp().status().map_err(|e| Failure::qemu(&e))?;
+        let status =
+            self.standing.replay.restored().vm().qmp().status().map_err(|e| Failure::qemu(&e))?;
         Ok(status == keyframe_qemu::RunStatus::Shutdown)
     }
 

@@ -20,7 +20,8 @@ impl Engine<'_> {
                 request @ Inbox::Request(_) => requests.push(request),
             }
         }
-        // For the loop, where it goes on with another encoder; where it does not, who asked is told that the engine has ended.
+        // For the loop, where it goes on with another encoder; where it does not, who asked is told
+        // that the engine has ended.
         for request in requests {
             let _ = self.inbox_sender.send(request);
         }
@@ -48,7 +49,9 @@ impl Engine<'_> {
         if let Some(recompressor) = self.recompressor.take() {
             recompressor.finish(&say);
         }
-        if let (true, Some(count)) = (self.given_up, self.options.count.filter(|n| *n > self.sealed)) {
+        if let (true, Some(count)) =
+            (self.given_up, self.options.count.filter(|n| *n > self.sealed))
+        {
             eprintln!(
                 "keyframe: the {count} checkpoints of --count cannot be reached: {} are sealed",
                 self.sealed
@@ -70,7 +73,10 @@ impl Engine<'_> {
             }
             End::Asked(_) if is_attached => {
                 for (name, vm) in vms {
-                    say(&format!("detached: VM {name} runs on without checkpoints (QEMU {})", vm.keep()));
+                    say(&format!(
+                        "detached: VM {name} runs on without checkpoints (QEMU {})",
+                        vm.keep()
+                    ));
                 }
                 DONE
             }

@@ -1,8 +1,8 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, Copying, CycleError, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY, Sealed,
-    Settled, StoreSink, chain, encode, ns, output,
+    Arc, Copying, CycleError, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY,
+    Sealed, Settled, StoreSink, chain, encode, ns, output,
 };
 
 impl Engine<'_> {
@@ -133,7 +133,8 @@ impl Engine<'_> {
         self.failed(&message, 1, false)
     }
 
-    /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete checkpoint.
+    /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete
+    /// checkpoint.
     fn begin_anew(&mut self) -> Result<(), Failure> {
         let sink = self.end_encoding()?;
         let known = sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
@@ -143,7 +144,9 @@ impl Engine<'_> {
         let members = self.machines.members_mut().iter_mut();
         let mut vms: Vec<_> = members.map(|m| (&*m.name, &mut m.machine.vm)).collect();
         self.copying = Copying::start(&mut vms, is_group, &self.options)?;
-        for (member, watches) in self.machines.members_mut().iter_mut().zip(&self.copying.watches_discards) {
+        for (member, watches) in
+            self.machines.members_mut().iter_mut().zip(&self.copying.watches_discards)
+        {
             member.machine.set_watches_discards(*watches);
         }
         self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.machine.vm))?;
@@ -170,7 +173,8 @@ impl Engine<'_> {
         } else {
             "nothing is lost: its pages go into the next one"
         };
-        let behind = if lost > 1 { format!(" (and {} behind it)", lost - 1) } else { String::new() };
+        let behind =
+            if lost > 1 { format!(" (and {} behind it)", lost - 1) } else { String::new() };
         let text = format!("checkpoint failed{behind}: {message}; {consequence}");
         let (failed, owed) = (self.failed, self.copying.cycle.owed_pages());
         let mut repeated = false;

@@ -9,15 +9,17 @@
 //!   killed here: runs on as it was    │ here: the VM is ended, "before" is sealed      │ here: runs as the target
 //! ```
 //!
-//! The target's disks are opened beside those that are served while the VM still runs; then the two change places, in constant
-//! time. QEMU keeps its connections, and has nothing of the content itself: its NBD client caches none. What was written
-//! before is removed only when the VM runs again.
+//! The target's disks are opened beside those that are served while the VM still runs; then the two
+//! change places, in constant time. QEMU keeps its connections, and has nothing of the content
+//! itself: its NBD client caches none. What was written before is removed only when the VM runs
+//! again.
 //!
-//! Only pages in which "before" and the target differ are written. QEMU resets the machine on the way, which may write to RAM
-//! too, so all of RAM is compared with the target before the VM runs.
+//! Only pages in which "before" and the target differ are written. QEMU resets the machine on the
+//! way, which may write to RAM too, so all of RAM is compared with the target before the VM runs.
 //!
-//! Invariants: the VM runs only as exactly the target, or as exactly what it was. The run goes on: "after" is one more of its
-//! checkpoints, with the target as its parent, and holds what was written back.
+//! Invariants: the VM runs only as exactly the target, or as exactly what it was. The run goes on:
+//! "after" is one more of its checkpoints, with the target as its parent, and holds what was
+//! written back.
 //!
 //! Left out: groups, libvirt.
 
@@ -95,7 +97,9 @@ impl Engine<'_> {
         let stood_ns = ns(began.elapsed());
         self.look();
         let (before, now, pages) = gone.map_err(|stuck| match stuck {
-            Stuck::Unharmed(why) | Stuck::Lost(why) => Failure::new(format!("{why}; the VM is as it was")),
+            Stuck::Unharmed(why) | Stuck::Lost(why) => {
+                Failure::new(format!("{why}; the VM is as it was"))
+            }
         })?;
         self.say(&format!("VM {} is back at checkpoint {}", self.name, target.id));
         Ok(RolledBack {
@@ -139,8 +143,11 @@ impl Engine<'_> {
             )
             .fix("see why with: keyframe status"));
         }
-        let libvirts =
-            self.machines.members().iter().any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
+        let libvirts = self
+            .machines
+            .members()
+            .iter()
+            .any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
         if libvirts {
             return Err(Failure::new(
                 "a VM of libvirt's is not rolled back in place: libvirt would not know of it",
@@ -171,12 +178,17 @@ impl Engine<'_> {
     }
 
     /// The VM stands. The checkpoints before and after, and how many pages were written.
-    fn go_back(&mut self, target: &Loaded) -> Result<(CheckpointId, Option<CheckpointId>, u64), Stuck> {
+    fn go_back(
+        &mut self,
+        target: &Loaded,
+    ) -> Result<(CheckpointId, Option<CheckpointId>, u64), Stuck> {
         let before = self.capture_and_seal().map_err(Stuck::Unharmed)?;
         let before = self.store.load(before).map_err(|e| Stuck::Unharmed(chain(&e)))?;
         let mut pages = differing(&before, target);
-        let between =
-            self.machine().map_err(|e| e.to_string()).and_then(|m| m.between().map_err(|e| chain(&*e)));
+        let between = self
+            .machine()
+            .map_err(|e| e.to_string())
+            .and_then(|m| m.between().map_err(|e| chain(&*e)));
         between.map_err(Stuck::Unharmed)?;
         let mut exchanged = false;
         let became = self.exchange_disks().and_then(|()| {
@@ -196,7 +208,9 @@ impl Engine<'_> {
             return Err(Stuck::Unharmed(why));
         }
         self.step();
-        if let Some(Err(failure)) = self.machines.disks.as_mut().map(|disks| disks.came_from(target.id)) {
+        if let Some(Err(failure)) =
+            self.machines.disks.as_mut().map(|disks| disks.came_from(target.id))
+        {
             eprintln!("keyframe: warning: {failure}");
         }
         self.is_whole();
@@ -229,8 +243,12 @@ impl Engine<'_> {
         })?
     }
 
-    /// Takes in what the encoder reports, until `done` has an answer. What clients ask meanwhile waits.
-    fn take_reports_until<T>(&mut self, mut done: impl FnMut(&mut Self) -> Option<T>) -> Result<T, String> {
+    /// Takes in what the encoder reports, until `done` has an answer. What clients ask meanwhile
+    /// waits.
+    fn take_reports_until<T>(
+        &mut self,
+        mut done: impl FnMut(&mut Self) -> Option<T>,
+    ) -> Result<T, String> {
         let deadline = Instant::now() + SEAL_TIMEOUT;
         let mut requests = Vec::new();
         let result = loop {
@@ -252,7 +270,8 @@ impl Engine<'_> {
         result
     }
 
-    /// Loads devices and `pages` of `to`, and whatever else turns out to differ, which is added to `pages`.
+    /// Loads devices and `pages` of `to`, and whatever else turns out to differ, which is added to
+    /// `pages`.
     fn become_checkpoint(&mut self, to: &Loaded, pages: &mut Vec<PageIndex>) -> Result<(), String> {
         let mut wrong = 0;
         for _ in 0..TRIES {
@@ -268,7 +287,9 @@ impl Engine<'_> {
             let directory = self.store.local_folder().map_err(|e| chain(&e))?;
             let file = tempfile::tempfile_in(&directory)
                 .map_err(|e| format!("make a temporary file in {}: {e}", directory.display()))?;
-            let Some(member) = self.machines.members_mut().first_mut() else { return Err("no VM".into()) };
+            let Some(member) = self.machines.members_mut().first_mut() else {
+                return Err("no VM".into());
+            };
             member.machine.vm.roll_back(&target, file).map_err(|e| chain(&e))?;
             let others = self.wrong_pages(to)?;
             if others.is_empty() {
@@ -301,7 +322,9 @@ impl Engine<'_> {
                 let pages = there.as_chunks_mut::<PAGE_BYTES>().0;
                 to.read_into(range.first, pages).map_err(|e| chain(&e))?;
                 let pairs = here.chunks_exact(PAGE_BYTES).zip(there.chunks_exact(PAGE_BYTES));
-                wrong.extend(range.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(page, _)| page));
+                wrong.extend(
+                    range.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(page, _)| page),
+                );
             }
         }
         Ok(wrong)

@@ -16,8 +16,8 @@ use std::time::Duration;
 const WAIT: Duration = Duration::from_millis(50);
 
 impl Engine<'_> {
-    /// Takes a checkpoint at each cut of `course`, of a VM that stands at the first of them, where `passage` has brought it. `tell`
-    /// learns where it is.
+    /// Takes a checkpoint at each cut of `course`, of a VM that stands at the first of them, where
+    /// `passage` has brought it. `tell` learns where it is.
     pub fn run_through(
         mut self,
         mut passage: Passage,
@@ -31,7 +31,8 @@ impl Engine<'_> {
         match followed {
             Err(failure) => Err(failure),
             Ok(false) if matches!(code, Ok(DONE)) => {
-                Err(Failure::new("interrupted").fix("call it again: it goes on with what is missing"))
+                Err(Failure::new("interrupted")
+                    .fix("call it again: it goes on with what is missing"))
             }
             Ok(_) => code,
         }

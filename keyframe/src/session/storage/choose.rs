@@ -7,7 +7,8 @@
 //! | `bitmap` | QEMU writes to its images, and is asked what changed | the same |
 //! | `auto` | served | reflink where it is cheap, else bitmap |
 //!
-//! Under `run`, `auto` never depends on the file system: whether an image is written is nothing to find out afterwards.
+//! Under `run`, `auto` never depends on the file system: whether an image is written is nothing to
+//! find out afterwards.
 
 use super::own::OwnDisk;
 use super::{Clones, Fleeces, Storage};
@@ -27,7 +28,8 @@ pub enum DiskWay {
     Auto,
     /// Keyframe serves them, and leaves the images as they are (`run` alone).
     Served,
-    /// QEMU writes to its images; what changed is known by its dirty bitmaps, and read behind the pause.
+    /// QEMU writes to its images; what changed is known by its dirty bitmaps, and read behind the
+    /// pause.
     Bitmap,
     /// QEMU writes to its images; each checkpoint clones their files (btrfs, XFS).
     Reflink,
@@ -39,7 +41,9 @@ pub struct LeaveOut(pub Vec<String>);
 
 impl LeaveOut {
     fn has(&self, disk: &OwnDisk) -> bool {
-        self.0.iter().any(|name| name == "all" || *name == disk.meta.name || *name == disk.node.device)
+        self.0
+            .iter()
+            .any(|name| name == "all" || *name == disk.meta.name || *name == disk.node.device)
     }
 }
 
@@ -83,7 +87,8 @@ fn format_of(drive: &Drive) -> Option<ImageFormat> {
     }
 }
 
-/// The disks of VMs whose QEMUs have their images open, and how they are captured. None where no guest can write to a disk.
+/// The disks of VMs whose QEMUs have their images open, and how they are captured. None where no
+/// guest can write to a disk.
 pub fn own(
     (store, name, run_dir): (&Store, &str, &Path),
     (found, is_group): (&mut [Found], bool),
@@ -114,7 +119,10 @@ pub fn own(
     let kept = || disks.iter().filter(|disk| !disk.left_out);
     let objection = kept().find_map(|disk| {
         if disk.temporary {
-            return Some(format!("what is written to {} is not in its image (snapshot=on)", disk.meta.name));
+            return Some(format!(
+                "what is written to {} is not in its image (snapshot=on)",
+                disk.meta.name
+            ));
         }
         if disk.remote {
             return Some(no_file(&disk.meta.name));
@@ -122,8 +130,10 @@ pub fn own(
         super::clones::objection(&disk.image, disk.format, way == DiskWay::Auto)
     });
     match (way, objection) {
-        (DiskWay::Served, _) => Err(Failure::new("--disk served: QEMU has its images open already")
-            .fix("leave --disk out, or start the VM with `keyframe run`")),
+        (DiskWay::Served, _) => {
+            Err(Failure::new("--disk served: QEMU has its images open already")
+                .fix("leave --disk out, or start the VM with `keyframe run`"))
+        }
         (DiskWay::Reflink, Some(why)) => Err(not_cloned(&why)),
         (DiskWay::Reflink | DiskWay::Auto, None) => cloned(store, name, disks).map(Some),
         (DiskWay::Bitmap | DiskWay::Auto, _) => fleeced(store, run_dir, disks, found).map(Some),
@@ -161,7 +171,12 @@ fn fleeced(
     Fleeces::new(store, run_dir, disks, &mut vms).map(Storage::Fleeced)
 }
 
-fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Result<Vec<OwnDisk>, Failure> {
+fn disks_of(
+    vm: &mut Vm,
+    directory: &Path,
+    member: usize,
+    prefix: &str,
+) -> Result<Vec<OwnDisk>, Failure> {
     let mut disks = Vec::new();
     for LineDisk { drive, node } in vm.line_disks(directory).map_err(|e| Failure::qemu(&e))? {
         // One that the line does not make is the audit's.
@@ -176,7 +191,16 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
         // With -snapshot QEMU writes to a file of its own.
         let (temporary, remote) = (drive.temporary, drive.remote);
         let image = drive.image;
-        disks.push(OwnDisk { member, node, meta, image, format, temporary, remote, left_out: false });
+        disks.push(OwnDisk {
+            member,
+            node,
+            meta,
+            image,
+            format,
+            temporary,
+            remote,
+            left_out: false,
+        });
     }
     Ok(disks)
 }
@@ -185,7 +209,8 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
 fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<(), Failure> {
     for disk in disks.iter_mut().filter(|disk| leave_out.has(disk)) {
         let format = disk.format.map_or_else(|| "raw".into(), |format| format.to_string());
-        disk.meta.base = BaseMeta { path: disk.image.display().to_string(), format, files: Vec::new() };
+        disk.meta.base =
+            BaseMeta { path: disk.image.display().to_string(), format, files: Vec::new() };
         disk.meta.left_out = true;
         disk.left_out = true;
     }

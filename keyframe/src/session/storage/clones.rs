@@ -9,7 +9,8 @@
 //!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
 //! ```
 //!
-//! Invariant: a checkpoint names its clone only when that is durable, and nothing is removed that a checkpoint names.
+//! Invariant: a checkpoint names its clone only when that is durable, and nothing is removed that a
+//! checkpoint names.
 
 use super::own::{OwnDisk, require_same};
 use crate::disks::base;
@@ -68,7 +69,8 @@ pub struct Clones {
 }
 
 impl Clones {
-    /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has left.
+    /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has
+    /// left.
     pub fn new(store: &Store, vm: &str, disks: Vec<OwnDisk>) -> Result<Self, Failure> {
         let owner = format!("keyframe-{:.8}-{}", store.id(), crate::rundir::name_from(vm));
         let mut sources = Vec::new();
@@ -220,8 +222,9 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     let target = target.map_err(|e| io("make a file beside", e))?;
     source.sync_data().map_err(|e| io("sync", e))?;
     let began = Instant::now();
-    rustix::fs::ioctl_ficlone(&target, &source)
-        .map_err(|e| format!("the file system of {name} does not clone files ({})", io::Error::from(e)))?;
+    rustix::fs::ioctl_ficlone(&target, &source).map_err(|e| {
+        format!("the file system of {name} does not clone files ({})", io::Error::from(e))
+    })?;
     let took = began.elapsed();
     if cheaply && took > CHEAP {
         return Err(format!("to clone {name} takes {} ms", took.as_millis()));
@@ -229,7 +232,8 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     Ok(())
 }
 
-/// That a clone of this qcow2 file is an image: its data are in it, and its tables are whole whenever QEMU has flushed.
+/// That a clone of this qcow2 file is an image: its data are in it, and its tables are whole
+/// whenever QEMU has flushed.
 fn stands_alone(file: &File) -> Result<(), &'static str> {
     let mut header = [0u8; 88];
     let read = file.read_exact_at(&mut header, 0);
@@ -269,7 +273,10 @@ fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), B
 
 fn stem(image: &Path) -> String {
     let name = image.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let end = (0..=name.len().min(STEM_BYTES_MAX)).rev().find(|at| name.is_char_boundary(*at)).unwrap_or(0);
+    let end = (0..=name.len().min(STEM_BYTES_MAX))
+        .rev()
+        .find(|at| name.is_char_boundary(*at))
+        .unwrap_or(0);
     name[..end].to_owned()
 }
 
@@ -290,7 +297,8 @@ fn remove_left_over(store: &Store, sources: &[Source]) -> Result<(), Failure> {
         let ours = format!(".{}.keyframe-{:.8}-", stem(&source.image), store.id());
         let entries = std::fs::read_dir(folder).map_err(|e| failed("list", folder, &e))?;
         for path in entries.flatten().map(|entry| entry.path()) {
-            let is_ours = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&ours));
+            let is_ours =
+                path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&ours));
             if is_ours && !path.to_str().is_some_and(|path| named.contains(&path)) {
                 discard(&path);
             }

@@ -6,11 +6,12 @@
 //!   read: exports, jobs, nodes go     sealed: the frozen bitmap goes     failed: it is merged into the present one
 //! ```
 //!
-//! The first checkpoint has all that is allocated; what it does not have is zero, as its base is blank. Each further one has what
-//! was written since. One capture's disks are read at a time, as QEMU has one such job for each disk: the next waits.
+//! The first checkpoint has all that is allocated; what it does not have is zero, as its base is
+//! blank. Each further one has what was written since. One capture's disks are read at a time, as
+//! QEMU has one such job for each disk: the next waits.
 //!
-//! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no complete checkpoint
-//! sealed or under way, the next one is complete.
+//! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
+//! complete checkpoint sealed or under way, the next one is complete.
 
 use super::own::{OwnDisk, require_same};
 use crate::failure::{Failure, chain};
@@ -30,7 +31,8 @@ use std::time::{Duration, Instant};
 const READ_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long QEMU may take to forget what is ours, once no more checkpoints are taken.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
-/// What has to be free for the scratch files: a guest's write fails where what it overwrites cannot be kept.
+/// What has to be free for the scratch files: a guest's write fails where what it overwrites cannot
+/// be kept.
 const FREE_BYTES_MIN: u64 = 1 << 30;
 
 /// A disk that can be read as it was.
@@ -94,10 +96,12 @@ impl Fleeces {
         disks: Vec<OwnDisk>,
         vms: &mut [&mut Vm],
     ) -> Result<Self, Failure> {
-        let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
+        let folder =
+            store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
         std::fs::create_dir_all(&folder)
             .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
-        let sockets: Vec<PathBuf> = (0..vms.len()).map(|n| run_dir.join(format!("nbd-{n}.sock"))).collect();
+        let sockets: Vec<PathBuf> =
+            (0..vms.len()).map(|n| run_dir.join(format!("nbd-{n}.sock"))).collect();
         for (number, socket) in sockets.iter().enumerate() {
             let started = Self::start(vms[number].qmp(), socket);
             if started.is_err() {
@@ -189,13 +193,19 @@ impl Fleeces {
             let points: Vec<Point<'_>> = self
                 .captured_disks()
                 .filter(|(_, disk)| disk.member == member)
-                .map(|(number, disk)| Point { disk: &disk.node, number, frozen: pending.frozen, begun })
+                .map(|(number, disk)| Point {
+                    disk: &disk.node,
+                    number,
+                    frozen: pending.frozen,
+                    begun,
+                })
                 .collect();
             if points.is_empty() {
                 continue;
             }
             if let Err(error) = fleece::cut(members[member].machine.vm.qmp(), &points) {
-                // Of a group, the members before are a bitmap ahead: what they froze is lost to the count, so all is owed.
+                // Of a group, the members before are a bitmap ahead: what they froze is lost to the
+                // count, so all is owed.
                 self.start_anew(members);
                 return Err(error.into());
             }
@@ -218,7 +228,9 @@ impl Fleeces {
             fleece::export(qmp(members, disk)?, number, bitmap)?;
             let (context, wanted): (_, fn(u32) -> bool) = match bitmap {
                 Some(bitmap) => {
-                    (format!("qemu:dirty-bitmap:{}", fleece::bitmap_name(bitmap)), |flags| flags & 1 != 0)
+                    (format!("qemu:dirty-bitmap:{}", fleece::bitmap_name(bitmap)), |flags| {
+                        flags & 1 != 0
+                    })
                 }
                 None => ("base:allocation".into(), |flags| flags & 2 == 0),
             };
@@ -257,9 +269,12 @@ impl Fleeces {
         if !self.is_busy() {
             self.close(members);
         }
-        let Some(Pending { frozen: Some(frozen), .. }) = self.in_flight.remove(&seq) else { return };
+        let Some(Pending { frozen: Some(frozen), .. }) = self.in_flight.remove(&seq) else {
+            return;
+        };
         for (_, disk) in self.captured_disks() {
-            let forgot = qmp(members, disk).and_then(|qmp| Ok(fleece::forget(qmp, &disk.node, frozen)?));
+            let forgot =
+                qmp(members, disk).and_then(|qmp| Ok(fleece::forget(qmp, &disk.node, frozen)?));
             report("forget what a checkpoint has of a disk", forgot);
         }
     }
@@ -267,7 +282,8 @@ impl Fleeces {
     /// The checkpoints of these captures are lost.
     pub fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
         self.close(members);
-        for pending in lost.iter().filter_map(|seq| self.in_flight.remove(seq)).collect::<Vec<_>>() {
+        for pending in lost.iter().filter_map(|seq| self.in_flight.remove(seq)).collect::<Vec<_>>()
+        {
             self.give_back(pending, members);
         }
     }
@@ -278,8 +294,8 @@ impl Fleeces {
         }
         let (Some(frozen), Some(present)) = (pending.frozen, self.present) else { return };
         for (_, disk) in self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
-            let given =
-                qmp(members, disk).and_then(|qmp| Ok(fleece::give_back(qmp, &disk.node, frozen, present)?));
+            let given = qmp(members, disk)
+                .and_then(|qmp| Ok(fleece::give_back(qmp, &disk.node, frozen, present)?));
             if given.is_err() {
                 // Then all of it.
                 self.based = false;

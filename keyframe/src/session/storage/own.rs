@@ -28,17 +28,18 @@ pub struct OwnDisk {
     pub left_out: bool,
 }
 
-/// That each VM has the writable disks that it had, on the same nodes over the same images. Somebody may plug one in, or put
-/// a snapshot above it, and what we capture would no longer be what the guest sees.
+/// That each VM has the writable disks that it had, on the same nodes over the same images.
+/// Somebody may plug one in, or put a snapshot above it, and what we capture would no longer be
+/// what the guest sees.
 pub fn require_same(disks: &[OwnDisk], members: &mut [Member]) -> Result<(), BoxError> {
     for (number, member) in members.iter_mut().enumerate() {
         let nodes = member.machine.vm.writable_nodes()?;
         let mut known = disks.iter().filter(|disk| disk.member == number).map(|disk| &disk.node);
         let same = |node: &WritableNode| {
             // A filter of QEMU's own, as of a job, stands above the node for a while.
-            disks
-                .iter()
-                .any(|d| d.member == number && d.node.device == node.device && d.node.file == node.file)
+            disks.iter().any(|d| {
+                d.member == number && d.node.device == node.device && d.node.file == node.file
+            })
         };
         if let Some(other) = nodes.iter().find(|node| !same(node)) {
             let name = if other.device.is_empty() { &other.node } else { &other.device };

@@ -58,7 +58,8 @@ impl Folder for SlowFolder {
     }
 }
 
-/// Everything else goes on meanwhile, and its slot, though nothing names it any more, goes to no other block.
+/// Everything else goes on meanwhile, and its slot, though nothing names it any more, goes to no
+/// other block.
 #[test]
 fn a_read_that_waits_for_the_device_gets_its_own_block() {
     let gate: Arc<(Mutex<bool>, std::sync::Condvar)> = Arc::default();

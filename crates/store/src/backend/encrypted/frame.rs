@@ -10,9 +10,10 @@
 //!   nonce    salt, counter              authenticated too: the header, the 20 bytes before, the file's name
 //! ```
 //!
-//! Invariants: no frame crosses a block, and a block begins with a frame (the first one with the header), so that a place in the plain
-//! file is found without reading all before it. A salt is of one file and one writing, and its counter never goes back, also
-//! where frames are cut off and written anew: no nonce is used twice. What is too short at the end of a block is zeros.
+//! Invariants: no frame crosses a block, and a block begins with a frame (the first one with the
+//! header), so that a place in the plain file is found without reading all before it. A salt is of
+//! one file and one writing, and its counter never goes back, also where frames are cut off and
+//! written anew: no nonce is used twice. What is too short at the end of a block is zeros.
 
 use crate::config::random;
 use crate::secret::DataKey;
@@ -85,7 +86,9 @@ impl Header {
         let kind = match (cursor.u32().map_err(damaged)?, cursor.u32().map_err(damaged)?) {
             (1, 0) => Kind::Whole,
             (2, 0) => Kind::Growing,
-            (other, _) => return Err(Error::damaged(object, format!("is of kind {other}, which is none"))),
+            (other, _) => {
+                return Err(Error::damaged(object, format!("is of kind {other}, which is none")));
+            }
         };
         Ok(Self { kind, salt: cursor.array().map_err(damaged)? })
     }
@@ -140,7 +143,8 @@ impl Seals {
         Ok(out)
     }
 
-    /// How much of the plain file the next frame can hold; goes to the next block where that is nothing.
+    /// How much of the plain file the next frame can hold; goes to the next block where that is
+    /// nothing.
     fn room(&mut self, out: &mut Vec<u8>) -> usize {
         let left = (BLOCK_BYTES - self.sealed % BLOCK_BYTES) as usize;
         if left > FRAME_BYTES + TAG_BYTES {
@@ -151,13 +155,20 @@ impl Seals {
         PLAIN_BYTES_MAX as usize
     }
 
-    fn frame(&mut self, sealer: &Sealer, piece: &[u8], is_last: bool, out: &mut Vec<u8>) -> Result<()> {
+    fn frame(
+        &mut self,
+        sealer: &Sealer,
+        piece: &[u8],
+        is_last: bool,
+        out: &mut Vec<u8>,
+    ) -> Result<()> {
         let flags = if is_last { LAST } else { 0 };
         let start = out.len();
         out.extend_from_slice(&self.plain.to_le_bytes());
         out.extend_from_slice(&(piece.len() as u32 | flags).to_le_bytes());
         out.extend_from_slice(&self.counter.to_le_bytes());
-        let authenticated = self.header.authenticated(out.get(start..).unwrap_or_default(), &self.name);
+        let authenticated =
+            self.header.authenticated(out.get(start..).unwrap_or_default(), &self.name);
         let at = out.len();
         out.extend_from_slice(piece);
         let nonce = self.header.nonce(self.counter);
@@ -200,11 +211,19 @@ fn frame_at(block: &[u8], at: usize) -> Option<Frame> {
     let (len, is_last) = (len & !LAST, len & LAST != 0);
     let inside = at..at.checked_add(FRAME_BYTES + TAG_BYTES + len as usize)?;
     let fits = inside.end <= block.len() && (len > 0 || is_last);
-    fits.then(|| Some(Frame { plain: plain..plain.checked_add(u64::from(len))?, is_last, counter, inside }))?
+    fits.then(|| {
+        Some(Frame { plain: plain..plain.checked_add(u64::from(len))?, is_last, counter, inside })
+    })?
 }
 
 /// The bytes of a frame, if it is what was written under this name at this place.
-pub fn open(sealer: &Sealer, header: &Header, name: &str, block: &[u8], frame: &Frame) -> Option<Vec<u8>> {
+pub fn open(
+    sealer: &Sealer,
+    header: &Header,
+    name: &str,
+    block: &[u8],
+    frame: &Frame,
+) -> Option<Vec<u8>> {
     let bytes = block.get(frame.inside.clone())?;
     let (head, rest) = bytes.split_at_checked(FRAME_BYTES)?;
     let (inside, tag) = rest.split_at_checked(rest.len().checked_sub(TAG_BYTES)?)?;

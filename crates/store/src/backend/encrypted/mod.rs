@@ -7,11 +7,12 @@
 //!             read     the block that has the place, its frames opened one by one
 //! ```
 //!
-//! Invariants: every byte that is given back was written under that name, at that place, with this store's key ([`frame`]). So
-//! changing, moving, swapping and shortening within a file are noticed. A file that grows ends where its last whole frame does,
-//! whatever a crash left behind that.
+//! Invariants: every byte that is given back was written under that name, at that place, with this
+//! store's key ([`frame`]). So changing, moving, swapping and shortening within a file are noticed.
+//! A file that grows ends where its last whole frame does, whatever a crash left behind that.
 //!
-//! Not hidden: names, sizes, times, the lock's text. Not noticed: that a file is missing, or an older one under the same name.
+//! Not hidden: names, sizes, times, the lock's text. Not noticed: that a file is missing, or an
+//! older one under the same name.
 
 mod frame;
 #[cfg(test)]
@@ -197,7 +198,8 @@ struct Reading {
 }
 
 impl Reading {
-    /// None where the file is shorter, or power loss has left zeros in its place, before anything behind it was durable.
+    /// None where the file is shorter, or power loss has left zeros in its place, before anything
+    /// behind it was durable.
     fn header(&self, sealed: u64) -> Result<Option<Header>> {
         if let Some(header) = self.header.get() {
             return Ok(Some(*header));
@@ -226,7 +228,8 @@ impl Reading {
         frame::open(&self.sealer, header, &self.name, block, frame)
     }
 
-    /// Where the last frame that holds ends, of a file that grows; of a whole one, that frame must be its last.
+    /// Where the last frame that holds ends, of a file that grows; of a whole one, that frame must
+    /// be its last.
     fn end(&self, header: &Header, sealed: u64) -> Result<u64> {
         for number in (0..sealed.div_ceil(BLOCK_BYTES)).rev() {
             let block = self.block(number, sealed)?;
@@ -246,8 +249,14 @@ impl Reading {
         }
     }
 
-    /// Where block `number` begins in the plain file, if what it says makes sense behind block `known`, which begins at `plain`.
-    fn beginning(&self, number: u64, sealed: u64, (known, plain): (u64, u64)) -> Result<Option<u64>> {
+    /// Where block `number` begins in the plain file, if what it says makes sense behind block
+    /// `known`, which begins at `plain`.
+    fn beginning(
+        &self,
+        number: u64,
+        sealed: u64,
+        (known, plain): (u64, u64),
+    ) -> Result<Option<u64>> {
         let mut first = [0; 8];
         let start = number * BLOCK_BYTES;
         if start + first.len() as u64 > sealed {
@@ -259,8 +268,8 @@ impl Reading {
         Ok((plain < begins && begins <= most).then_some(begins))
     }
 
-    /// The block that has the place `offset` of the plain file, if any has. A step is never too long, as a block holds no more
-    /// than [`PLAIN_BYTES_MAX`].
+    /// The block that has the place `offset` of the plain file, if any has. A step is never too
+    /// long, as a block holds no more than [`PLAIN_BYTES_MAX`].
     fn find(&self, offset: u64, sealed: u64) -> Result<Found> {
         let blocks = sealed.div_ceil(BLOCK_BYTES);
         let mut known = (0, 0);
@@ -283,7 +292,8 @@ impl Reading {
         }
     }
 
-    /// The same among the blocks from `known` on and before `end`, of which all but the first may be damaged.
+    /// The same among the blocks from `known` on and before `end`, of which all but the first may
+    /// be damaged.
     fn find_near(
         &self,
         offset: u64,
@@ -314,11 +324,13 @@ struct Found {
     unread: Option<Error>,
 }
 
-/// A bad sector is no reason not to find what lies in other blocks, and is remembered; every other failure is one.
+/// A bad sector is no reason not to find what lies in other blocks, and is remembered; every other
+/// failure is one.
 fn passable(beginning: Result<Option<u64>>, unread: &mut Option<Error>) -> Result<Option<u64>> {
     const EIO: i32 = 5;
     match beginning {
-        Err(error) if matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(EIO)) => {
+        Err(error) if matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(EIO)) =>
+        {
             unread.get_or_insert(error);
             Ok(None)
         }
@@ -326,7 +338,8 @@ fn passable(beginning: Result<Option<u64>>, unread: &mut Option<Error>) -> Resul
     }
 }
 
-const UNAUTHENTIC: &str = "was not written so with this store's key: it was changed, moved or cut off";
+const UNAUTHENTIC: &str =
+    "was not written so with this store's key: it was changed, moved or cut off";
 
 impl Readable for Reading {
     fn len_bytes(&self) -> Result<u64> {
@@ -345,7 +358,8 @@ impl Readable for Reading {
         }
         let sealed = self.file.len_bytes()?;
         let Some(header) = self.header(sealed)? else { return Err(self.ends_before(offset)) };
-        let end = offset.checked_add(buffer.len() as u64).ok_or_else(|| self.ends_before(offset))?;
+        let end =
+            offset.checked_add(buffer.len() as u64).ok_or_else(|| self.ends_before(offset))?;
         let mut at = offset;
         let Found { mut number, mut unread } = self.find(offset, sealed)?;
         while at < end {
@@ -366,7 +380,8 @@ impl Readable for Reading {
                 at += len as u64;
             }
             if at == before {
-                // In a block whose beginning the medium did not give: nothing is known to be wrong with it.
+                // In a block whose beginning the medium did not give: nothing is known to be wrong
+                // with it.
                 if let Some(error) = unread.take() {
                     return Err(error);
                 }

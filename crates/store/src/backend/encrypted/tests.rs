@@ -25,7 +25,8 @@ fn nonces(bytes: &[u8]) -> Vec<(Vec<u8>, u64)> {
     let blocks = bytes.chunks(BLOCK_BYTES as usize).enumerate();
     blocks
         .flat_map(|(number, block)| {
-            let counters = frame::frames(block, number as u64).into_iter().map(|frame| frame.counter());
+            let counters =
+                frame::frames(block, number as u64).into_iter().map(|frame| frame.counter());
             counters.map(|counter| (salt.clone(), counter)).collect::<Vec<_>>()
         })
         .collect()
@@ -36,7 +37,9 @@ fn whole_files_of_all_lengths_come_back() {
     let medium = Faulty::default();
     let backend = over(&medium);
     let block = PLAIN_BYTES_MAX as usize;
-    for len in [0, 1, block - 33, block - 32, block - 31, block, block + 1, 2 * block - 32, 5 * block + 7] {
+    for len in
+        [0, 1, block - 33, block - 32, block - 31, block, block + 1, 2 * block - 32, 5 * block + 7]
+    {
         let bytes = pattern(len, 1);
         backend.put("maps/x", &bytes).unwrap();
         assert_eq!(all(&backend, "maps/x"), bytes, "{len}");

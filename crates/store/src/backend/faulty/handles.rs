@@ -68,9 +68,11 @@ impl Readable for File {
         state.reads += 1;
         let is_short = state.fail_read_at == Some(state.reads);
         let bytes = &state.inodes[self.inode].live;
-        let from = bytes.get(offset as usize..).and_then(|b| b.get(..buffer.len())).filter(|_| !is_short);
         let from =
-            from.ok_or_else(|| failure(&self.name, "read", io::Error::from(io::ErrorKind::UnexpectedEof)))?;
+            bytes.get(offset as usize..).and_then(|b| b.get(..buffer.len())).filter(|_| !is_short);
+        let from = from.ok_or_else(|| {
+            failure(&self.name, "read", io::Error::from(io::ErrorKind::UnexpectedEof))
+        })?;
         buffer.copy_from_slice(from);
         Ok(())
     }

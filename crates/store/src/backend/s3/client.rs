@@ -6,16 +6,16 @@
 //!      └──────────────┘  at most 8 times, none after 45 s
 //! ```
 //!
-//! Invariants: a request that may have arrived although no answer came is sent again with the same bytes under the same key
-//! only, so that it does not matter when it arrives. A conditional put that was sent twice looks what is there before
-//! it says that somebody else was faster.
+//! Invariants: a request that may have arrived although no answer came is sent again with the same
+//! bytes under the same key only, so that it does not matter when it arrives. A conditional put
+//! that was sent twice looks what is there before it says that somebody else was faster.
 
 use super::place::Place;
 use super::refusal::{between, summary};
 use crate::{Error, Result};
 use rusty_s3::actions::{
-    CompleteMultipartUpload, CreateMultipartUpload, DeleteObject, GetObject, ListObjectsV2, PutObject,
-    S3Action, UploadPart,
+    CompleteMultipartUpload, CreateMultipartUpload, DeleteObject, GetObject, ListObjectsV2,
+    PutObject, S3Action, UploadPart,
 };
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -203,11 +203,13 @@ impl Client {
             tags.push(tag_of(&answer));
         }
         let all = tags.iter().map(String::as_str);
-        let complete = CompleteMultipartUpload::new(bucket, credentials, &key, upload.upload_id(), all);
+        let complete =
+            CompleteMultipartUpload::new(bucket, credentials, &key, upload.upload_id(), all);
         let url = complete.sign(SIGNED_FOR);
         let body = complete.body();
-        let done =
-            self.text("complete the upload of", name, &|| self.agent.post(url.as_str()).send(body.as_str()))?;
+        let done = self.text("complete the upload of", name, &|| {
+            self.agent.post(url.as_str()).send(body.as_str())
+        })?;
         // This answer begins before its outcome is known: it can be an error with status 200.
         if done.contains("<Error>") {
             return Err(self.strange("complete the upload of", name, &summary(&done)));
@@ -216,7 +218,12 @@ impl Client {
     }
 
     /// Reads an object, or a range of it. An error of kind `NotFound` where there is none.
-    pub fn get(&self, name: &str, range: Option<&Range<u64>>, len_bytes_max: u64) -> Result<Object> {
+    pub fn get(
+        &self,
+        name: &str,
+        range: Option<&Range<u64>>,
+        len_bytes_max: u64,
+    ) -> Result<Object> {
         let key = self.key(name);
         let action = GetObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
         let wanted = range.map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
@@ -230,18 +237,27 @@ impl Client {
         let mut left = self.attempts;
         loop {
             let (answer, attempts) = self.attempt("get", name, &send)?;
-            if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE && range.is_some_and(|r| r.start == 0) {
-                return Ok(Object { bytes: Vec::new(), len_bytes: 0, tag: tag_of(&answer), age: None });
+            if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
+                && range.is_some_and(|r| r.start == 0)
+            {
+                return Ok(Object {
+                    bytes: Vec::new(),
+                    len_bytes: 0,
+                    tag: tag_of(&answer),
+                    age: None,
+                });
             }
             if !answer.status().is_success() {
                 return Err(self.refused("get", name, answer));
             }
             let (tag, age) = (tag_of(&answer), age_of(&answer));
-            let total =
-                header(&answer, "content-range").and_then(|text| text.rsplit('/').next()?.parse().ok());
-            let promised: Option<u64> = header(&answer, "content-length").and_then(|text| text.parse().ok());
+            let total = header(&answer, "content-range")
+                .and_then(|text| text.rsplit('/').next()?.parse().ok());
+            let promised: Option<u64> =
+                header(&answer, "content-length").and_then(|text| text.parse().ok());
             if promised.is_some_and(|promised| promised > len_bytes_max) {
-                let problem = format!("{promised:?} bytes long; at most {len_bytes_max} make sense");
+                let problem =
+                    format!("{promised:?} bytes long; at most {len_bytes_max} make sense");
                 return Err(Error::damaged(self.describe(name), problem));
             }
             match answer.into_body().with_config().limit(len_bytes_max + 1).read_to_vec() {
@@ -275,8 +291,9 @@ impl Client {
     pub fn delete(&self, name: &str) -> Result<()> {
         let key = self.key(name);
         let action = DeleteObject::new(&self.place.bucket, Some(&self.place.credentials), &key);
-        let (answer, _) =
-            self.attempt("remove", name, &|| self.agent.delete(action.sign(SIGNED_FOR).as_str()).call())?;
+        let (answer, _) = self.attempt("remove", name, &|| {
+            self.agent.delete(action.sign(SIGNED_FOR).as_str()).call()
+        })?;
         if answer.status().is_success() {
             return Ok(());
         }
@@ -303,8 +320,9 @@ impl Client {
             if let Some(token) = &token {
                 action.with_continuation_token(token.as_str());
             }
-            let text =
-                self.text("list", folder, &|| self.agent.get(action.sign(SIGNED_FOR).as_str()).call())?;
+            let text = self.text("list", folder, &|| {
+                self.agent.get(action.sign(SIGNED_FOR).as_str()).call()
+            })?;
             let page = ListObjectsV2::parse_response(&text)
                 .map_err(|e| self.strange("list", folder, &e.to_string()))?;
             objects.extend(page.contents.into_iter().filter_map(|object| {
@@ -385,8 +403,9 @@ fn tag_of(answer: &Response<Body>) -> String {
 
 /// How long ago an object was put, by the server's clock alone.
 fn age_of(answer: &Response<Body>) -> Option<Duration> {
-    let moment =
-        |name| jiff::fmt::rfc2822::parse(header(answer, name)?).ok().map(|t| t.timestamp().as_second());
+    let moment = |name| {
+        jiff::fmt::rfc2822::parse(header(answer, name)?).ok().map(|t| t.timestamp().as_second())
+    };
     let age_s = moment("date")? - moment("last-modified")?;
     Some(Duration::from_secs(age_s.max(0).unsigned_abs()))
 }

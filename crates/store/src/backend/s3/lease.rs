@@ -1,4 +1,5 @@
-//! A lock in object storage: an object that is put only where none is, and ends unless its holder renews it.
+//! A lock in object storage: an object that is put only where none is, and ends unless its holder
+//! renews it.
 //!
 //! ```text
 //!             put, if absent                 every quarter of the lease: put, if it is still ours
@@ -9,8 +10,9 @@
 //!                               └─ not renewed for the lease, by the server's clock: another may put its own, if it is still that one
 //! ```
 //!
-//! Invariants: two never hold it, as long as the server honours conditional puts and no request that was sent arrives later than
-//! a third of a lease after it was given up. The holder's clock is one that goes on while the machine sleeps.
+//! Invariants: two never hold it, as long as the server honours conditional puts and no request
+//! that was sent arrives later than a third of a lease after it was given up. The holder's clock is
+//! one that goes on while the machine sleeps.
 
 use super::client::{Client, If, Put};
 use crate::backend::LockGuard;
@@ -56,9 +58,14 @@ impl LockGuard for Held {}
 
 impl Lease {
     /// Takes the lock; [`Error::Locked`] with the holder's text where somebody has it.
-    pub fn take(client: &Arc<Client>, name: &'static str, holder: &str) -> Result<(Arc<Self>, Held)> {
+    pub fn take(
+        client: &Arc<Client>,
+        name: &'static str,
+        holder: &str,
+    ) -> Result<(Arc<Self>, Held)> {
         let lease_s = client.place.lease.as_secs();
-        let mut text = Text { holder: holder.into(), token: to_hex(&random::<16>()?), lease_s, renewed: 0 };
+        let mut text =
+            Text { holder: holder.into(), token: to_hex(&random::<16>()?), lease_s, renewed: 0 };
         let begun_ms = now_ms();
         let tag = take(client, name, &encode(&text))?;
         let lease = Arc::new(Self {
@@ -91,9 +98,11 @@ impl Lease {
         if !self.lost.load(Ordering::Acquire) && since_ms < lease_ms * 2 / 3 {
             return Ok(());
         }
-        // Also where a renewal would come through now: what was dropped meanwhile must not be built upon.
+        // Also where a renewal would come through now: what was dropped meanwhile must not be built
+        // upon.
         self.lost.store(true, Ordering::Release);
-        let said = self.client.get_if_there(self.name).ok().flatten().and_then(|o| decode(&o.bytes));
+        let said =
+            self.client.get_if_there(self.name).ok().flatten().and_then(|o| decode(&o.bytes));
         let holder = said.map_or_else(|| "another process, perhaps".into(), |text| text.holder);
         Err(Error::Locked { holder })
     }
@@ -147,7 +156,8 @@ fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
     if let Put::Done(tag) = client.put(name, bytes, If::Absent)? {
         return Ok(tag);
     }
-    let locked = |text: &[u8]| Error::Locked { holder: decode(text).map_or_else(String::new, |t| t.holder) };
+    let locked =
+        |text: &[u8]| Error::Locked { holder: decode(text).map_or_else(String::new, |t| t.holder) };
     let Some(there) = client.get_if_there(name)? else {
         // Given back in this moment: the next attempt is for whoever asks again.
         return match client.put(name, bytes, If::Absent)? {
@@ -164,7 +174,8 @@ fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
     }
 }
 
-/// True where the holder has not renewed it for its own lease. What is no lock text, and what has no age, is held.
+/// True where the holder has not renewed it for its own lease. What is no lock text, and what has
+/// no age, is held.
 fn is_over(bytes: &[u8], age: Option<Duration>) -> bool {
     match (decode(bytes), age) {
         // The server's times are whole seconds.

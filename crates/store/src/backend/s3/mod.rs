@@ -8,12 +8,13 @@
 //!   S3 ─▶ Shared: client (requests, retries) · parts (cache of what was read) · leases · packs that this process writes
 //! ```
 //!
-//! Invariants: what returned `Ok` is stored, as the server understands that; a put by a writer whose lease may have ended is
-//! refused before it is sent. The storage must be consistent (what was put is read and listed from then on) and know conditional
-//! puts; a store is made only where it does.
+//! Invariants: what returned `Ok` is stored, as the server understands that; a put by a writer
+//! whose lease may have ended is refused before it is sent. The storage must be consistent (what
+//! was put is read and listed from then on) and know conditional puts; a store is made only where
+//! it does.
 //!
-//! Not here: files that are open outlive their names in a directory, but objects do not: a reader whose pack a prune removes finds
-//! it gone.
+//! Not here: files that are open outlive their names in a directory, but objects do not: a reader
+//! whose pack a prune removes finds it gone.
 
 mod client;
 mod lease;
@@ -77,7 +78,8 @@ impl Shared {
 }
 
 impl S3 {
-    /// The place that `url` names, with the rights and the cache that the environment names. Nothing is asked yet.
+    /// The place that `url` names, with the rights and the cache that the environment names.
+    /// Nothing is asked yet.
     pub fn open(url: &Path) -> Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         let place = Place::parse(url, &variable)?;
@@ -91,10 +93,18 @@ impl S3 {
 
     fn over(client: Client, cache: Cache) -> Self {
         let client = Arc::new(client);
-        Self { shared: Arc::new(Shared { client, cache, leases: Mutex::default(), open: Mutex::default() }) }
+        Self {
+            shared: Arc::new(Shared {
+                client,
+                cache,
+                leases: Mutex::default(),
+                open: Mutex::default(),
+            }),
+        }
     }
 
-    /// A place for a new store: refuses one that holds anything, and storage on which two writers could not be told apart.
+    /// A place for a new store: refuses one that holds anything, and storage on which two writers
+    /// could not be told apart.
     pub fn create(url: &Path) -> Result<Self> {
         let this = Self::open(url)?;
         this.require_empty()?;
@@ -104,8 +114,10 @@ impl S3 {
 
     fn require_empty(&self) -> Result<()> {
         let client = &self.shared.client;
-        let exists =
-            |problem: &str| Error::Exists { object: client.place.name.clone(), problem: problem.into() };
+        let exists = |problem: &str| Error::Exists {
+            object: client.place.name.clone(),
+            problem: problem.into(),
+        };
         if client.get_if_there(STORE_JSON)?.is_some() {
             return Err(exists("a store is already here"));
         }
@@ -137,7 +149,11 @@ impl S3 {
 
     fn take(&self, name: &'static str, holder: &str) -> Result<Box<dyn LockGuard>> {
         let (lease, held) = Lease::take(&self.shared.client, name, holder)?;
-        self.shared.leases.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&lease));
+        self.shared
+            .leases
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Arc::downgrade(&lease));
         Ok(Box::new(held))
     }
 }
@@ -148,7 +164,8 @@ fn is_pack(name: &str) -> bool {
 }
 
 impl S3 {
-    /// Takes the writer's lock away from whoever holds it, and says who that was; that one writes nothing more.
+    /// Takes the writer's lock away from whoever holds it, and says who that was; that one writes
+    /// nothing more.
     fn break_lock(&self) -> Result<Option<String>> {
         lease::break_it(&self.shared.client, LOCK)
     }
@@ -219,10 +236,13 @@ impl Backend for S3 {
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {
-        // Of packs the objects in them: servers that keep directories list them for a while after what was in them.
+        // Of packs the objects in them: servers that keep directories list them for a while after
+        // what was in them.
         let depth = if folder == PACKS { Depth::Below } else { Depth::Here };
         let objects = self.shared.client.list(&format!("{folder}/"), depth, None)?;
-        let names = objects.iter().map(|object| object.name.split('/').next().unwrap_or_default().to_owned());
+        let names = objects
+            .iter()
+            .map(|object| object.name.split('/').next().unwrap_or_default().to_owned());
         let mut names: Vec<String> = names.collect();
         names.dedup();
         Ok(names)
@@ -230,7 +250,11 @@ impl Backend for S3 {
 
     fn remove(&self, name: &str) -> Result<()> {
         self.shared.check_leases()?;
-        if is_pack(name) { pack::remove(&self.shared, name) } else { self.shared.client.delete(name) }
+        if is_pack(name) {
+            pack::remove(&self.shared, name)
+        } else {
+            self.shared.client.delete(name)
+        }
     }
 
     fn sync(&self, _name: &str) -> Result<()> {
@@ -265,7 +289,11 @@ impl Readable for Whole {
         let end = offset.saturating_add(buffer.len() as u64);
         if end > self.len_bytes {
             let object = format!("{} at offset {offset}", self.client.describe(&self.name));
-            return Err(Error::Io { object, operation: "read", source: io::ErrorKind::UnexpectedEof.into() });
+            return Err(Error::Io {
+                object,
+                operation: "read",
+                source: io::ErrorKind::UnexpectedEof.into(),
+            });
         }
         if let Some(bytes) = self.head.get(offset as usize..end as usize) {
             buffer.copy_from_slice(bytes);
@@ -273,7 +301,8 @@ impl Readable for Whole {
         }
         let object = self.client.get(&self.name, Some(&(offset..end)), buffer.len() as u64)?;
         if object.bytes.len() != buffer.len() {
-            let problem = format!("{} bytes came of {} asked for", object.bytes.len(), buffer.len());
+            let problem =
+                format!("{} bytes came of {} asked for", object.bytes.len(), buffer.len());
             return Err(Error::damaged(
                 format!("{} at offset {offset}", self.client.describe(&self.name)),
                 problem,

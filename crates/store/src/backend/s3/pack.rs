@@ -9,8 +9,9 @@
 //!   append ─▶ tail, in memory ──4 MiB, or sync──▶ part put ──16 parts──▶ put as one ─▶ the others removed
 //! ```
 //!
-//! Invariants: the parts from 0 on, each up to where the next begins, are a prefix of what was appended, at every instant and for
-//! every reader; what `sync` said to be durable is in it. After a put that failed nothing is appended: it may still arrive.
+//! Invariants: the parts from 0 on, each up to where the next begins, are a prefix of what was
+//! appended, at every instant and for every reader; what `sync` said to be durable is in it. After
+//! a put that failed nothing is appended: it may still arrive.
 
 use super::Shared;
 use super::client::{Depth, If, Listed, Put};
@@ -92,7 +93,11 @@ pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<Open>, Box<dyn Gr
     let token = to_hex(&random::<16>()?);
     if shared.client.put(&object, token.as_bytes(), If::Absent)? == Put::Refused {
         let source = io::Error::from(io::ErrorKind::AlreadyExists);
-        return Err(Error::Io { object: shared.client.describe(name), operation: "create", source });
+        return Err(Error::Io {
+            object: shared.client.describe(name),
+            operation: "create",
+            source,
+        });
     }
     let open = Arc::new(Open { name: name.into(), state: Mutex::default() });
     Ok((open.clone(), Box::new(Writing { shared: shared.clone(), open })))
@@ -103,7 +108,8 @@ pub fn remove(shared: &Shared, name: &str) -> Result<()> {
     let objects = shared.client.list(&format!("{name}/"), Depth::Here, None)?;
     // `begun` and `closed` come behind the digits; `begun` goes last.
     let is_begun = |object: &Listed| object.name == "begun";
-    for object in objects.iter().rev().filter(|o| !is_begun(o)).chain(objects.iter().filter(|o| is_begun(o)))
+    for object in
+        objects.iter().rev().filter(|o| !is_begun(o)).chain(objects.iter().filter(|o| is_begun(o)))
     {
         shared.client.delete(&format!("{name}/{}", object.name))?;
     }
@@ -118,8 +124,9 @@ struct Writing {
 
 impl Writing {
     fn given_up(&self, operation: &'static str) -> Error {
-        let source =
-            io::Error::other("an earlier part of it could not be put; it is not appended to any more");
+        let source = io::Error::other(
+            "an earlier part of it could not be put; it is not appended to any more",
+        );
         Error::Io { object: self.shared.client.describe(&self.open.name), operation, source }
     }
 
@@ -137,7 +144,8 @@ impl Writing {
 
     /// Puts the first `len` bytes of the tail.
     fn put_tail(&self, len: usize) -> Result<()> {
-        // Only this writer changes it; readers in this process need not wait while the part is on its way.
+        // Only this writer changes it; readers in this process need not wait while the part is on
+        // its way.
         let (at, bytes) = {
             let state = self.open.state();
             (state.put_bytes(), state.tail.get(..len).unwrap_or_default().to_vec())
@@ -160,10 +168,12 @@ impl Writing {
         Ok(())
     }
 
-    /// Puts the last parts as one. Where that fails they stay as they are, which is as good but slower to read.
+    /// Puts the last parts as one. Where that fails they stay as they are, which is as good but
+    /// slower to read.
     fn put_as_one(&self) {
         let mut state = self.open.state();
-        let (bytes, pieces) = (std::mem::take(&mut state.recent), std::mem::take(&mut state.pieces));
+        let (bytes, pieces) =
+            (std::mem::take(&mut state.recent), std::mem::take(&mut state.pieces));
         let at = state.put_bytes() - bytes.len() as u64;
         drop(state);
         if pieces < 2 {
@@ -318,9 +328,12 @@ impl Reading {
             };
             let end = seen.parts.get(next).map_or(part.end(), |next| part.end().min(next.at));
             let bytes = part_bytes(&self.shared, part)?;
-            let from = bytes.get((at - part.at) as usize..(end - part.at) as usize).unwrap_or_default();
+            let from =
+                bytes.get((at - part.at) as usize..(end - part.at) as usize).unwrap_or_default();
             let len = from.len().min(buffer.len() - done);
-            let (Some(to), Some(from)) = (buffer.get_mut(done..done + len), from.get(..len)) else { break };
+            let (Some(to), Some(from)) = (buffer.get_mut(done..done + len), from.get(..len)) else {
+                break;
+            };
             if len == 0 {
                 break;
             }
@@ -335,7 +348,9 @@ impl Reading {
         let Some(open) = &self.open else { return false };
         let state = open.state();
         let Some(from) = offset.checked_sub(state.put_bytes()) else { return false };
-        let Some(tail) = state.tail.get(from as usize..from as usize + buffer.len()) else { return false };
+        let Some(tail) = state.tail.get(from as usize..from as usize + buffer.len()) else {
+            return false;
+        };
         buffer.copy_from_slice(tail);
         true
     }
@@ -443,9 +458,13 @@ mod tests {
             stitch("packs/00000001.pack", all).iter().map(|p| (p.at, p.end())).collect()
         };
         assert_eq!(of(&[("begun", 32)]), []);
-        assert_eq!(of(&[("000000000000", 5), ("000000000005", 2), ("begun", 32)]), [(0, 5), (5, 7)]);
+        assert_eq!(
+            of(&[("000000000000", 5), ("000000000005", 2), ("begun", 32)]),
+            [(0, 5), (5, 7)]
+        );
         // Put as one, the others not removed yet; then a part behind them.
-        let one = [("000000000000", 9), ("000000000005", 2), ("000000000007", 2), ("000000000009", 1)];
+        let one =
+            [("000000000000", 9), ("000000000005", 2), ("000000000007", 2), ("000000000009", 1)];
         assert_eq!(of(&one), [(0, 9), (9, 10)]);
         assert_eq!(of(&[("000000000000", 5), ("000000000006", 2)]), [(0, 5)]);
         assert_eq!(of(&[("000000000001", 5)]), []);

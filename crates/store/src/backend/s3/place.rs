@@ -7,8 +7,8 @@
 //!                        Amazon's for the region        else us-east-1
 //! ```
 //!
-//! Credentials are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; they are never part of the URL, which is
-//! shown in messages. Not here: profile files, roles of machines.
+//! Credentials are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; they are never
+//! part of the URL, which is shown in messages. Not here: profile files, roles of machines.
 
 use crate::{Error, Result};
 use rusty_s3::{Bucket, Credentials, UrlStyle};
@@ -19,7 +19,8 @@ use std::time::Duration;
 const SCHEME: &str = "s3://";
 const REGION: &str = "us-east-1";
 const LEASE_S: u64 = 60;
-/// Below, renewing would be most of the traffic; above, a dead writer would keep others out for long.
+/// Below, renewing would be most of the traffic; above, a dead writer would keep others out for
+/// long.
 const LEASE_S_BOUNDS: std::ops::RangeInclusive<u64> = 2..=3600;
 const PREFIX_BYTES_MAX: usize = 512;
 
@@ -70,10 +71,12 @@ impl Place {
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             asked.take(pair).map_err(|problem| refused(&problem))?;
         }
-        let variable = |names: &[&str]| names.iter().find_map(|n| environment(n)).filter(|v| !v.is_empty());
+        let variable =
+            |names: &[&str]| names.iter().find_map(|n| environment(n)).filter(|v| !v.is_empty());
         let region = asked.region.or_else(|| variable(&["AWS_REGION", "AWS_DEFAULT_REGION"]));
         let region = region.unwrap_or_else(|| REGION.into());
-        let endpoint = asked.endpoint.or_else(|| variable(&["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"]));
+        let endpoint =
+            asked.endpoint.or_else(|| variable(&["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"]));
         // Servers that are reached by an address know no names of buckets in host names.
         let own_host = endpoint.is_none() && !name.contains('.');
         let style = if own_host { UrlStyle::VirtualHost } else { UrlStyle::Path };
@@ -110,7 +113,11 @@ impl Asked {
                 let lease_s = value.parse().ok().filter(|s| LEASE_S_BOUNDS.contains(s));
                 self.lease_s = Some(lease_s.ok_or("has a lease that is not 2 to 3600 seconds")?);
             }
-            _ => return Err(format!("asks for {name:?}; endpoint, region and lease can be asked for")),
+            _ => {
+                return Err(format!(
+                    "asks for {name:?}; endpoint, region and lease can be asked for"
+                ));
+            }
         }
         Ok(())
     }
@@ -123,7 +130,10 @@ fn credentials(object: &str, environment: &dyn Fn(&str) -> Option<String>) -> Re
             Some(token) => Credentials::new_with_token(key, secret, token),
             None => Credentials::new(key, secret),
         }),
-        _ => Err(invalid(object, "needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")),
+        _ => Err(invalid(
+            object,
+            "needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+        )),
     }
 }
 
@@ -134,7 +144,8 @@ fn is_bucket(name: &str) -> bool {
 
 fn is_prefix(prefix: &str) -> bool {
     let fits = |c: u8| c.is_ascii_alphanumeric() || b"._-".contains(&c);
-    let is_name = |part: &str| !part.is_empty() && part.bytes().all(fits) && part != "." && part != "..";
+    let is_name =
+        |part: &str| !part.is_empty() && part.bytes().all(fits) && part != "." && part != "..";
     prefix.len() <= PREFIX_BYTES_MAX && (prefix.is_empty() || prefix.split('/').all(is_name))
 }
 
@@ -154,7 +165,8 @@ mod tests {
     fn parse(url: &str, variables: &[(&str, &str)]) -> Result<Place> {
         let keys = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "hidden")];
         let all: Vec<_> = keys.iter().chain(variables).collect();
-        let of = |name: &str| all.iter().rev().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let of =
+            |name: &str| all.iter().rev().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
         Place::parse(Path::new(url), &of)
     }
 
@@ -162,12 +174,17 @@ mod tests {
     fn the_url_goes_before_the_environment_and_that_before_amazon() {
         let amazon = parse("s3://bucket/a/b/", &[]).unwrap();
         assert_eq!((amazon.name.as_str(), amazon.prefix.as_str()), ("s3://bucket/a/b", "a/b/"));
-        assert_eq!(amazon.bucket.object_url("k").as_str(), "https://bucket.s3.us-east-1.amazonaws.com/k");
-        let environment = [("AWS_ENDPOINT_URL", "http://127.0.0.1:9000"), ("AWS_REGION", "eu-west-1")];
+        assert_eq!(
+            amazon.bucket.object_url("k").as_str(),
+            "https://bucket.s3.us-east-1.amazonaws.com/k"
+        );
+        let environment =
+            [("AWS_ENDPOINT_URL", "http://127.0.0.1:9000"), ("AWS_REGION", "eu-west-1")];
         let own = parse("s3://bucket", &environment).unwrap();
         assert_eq!(own.bucket.object_url("k").as_str(), "http://127.0.0.1:9000/bucket/k");
         assert_eq!((own.bucket.region(), own.prefix.as_str()), ("eu-west-1", ""));
-        let asked = parse("s3://bucket/p?endpoint=http://[::1]:1&region=x&lease=9", &environment).unwrap();
+        let asked =
+            parse("s3://bucket/p?endpoint=http://[::1]:1&region=x&lease=9", &environment).unwrap();
         assert_eq!(asked.bucket.object_url("k").as_str(), "http://[::1]:1/bucket/k");
         assert_eq!((asked.bucket.region(), asked.lease), ("x", Duration::from_secs(9)));
         assert!(!format!("{asked:?}").contains("hidden"));

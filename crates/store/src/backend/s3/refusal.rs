@@ -1,4 +1,5 @@
-//! What an answer that says no means, or one that never came: the error, and what a person can do about it.
+//! What an answer that says no means, or one that never came: the error, and what a person can do
+//! about it.
 
 use super::client::{ANSWER_BYTES_MAX, Client};
 use crate::Error;
@@ -9,20 +10,32 @@ use ureq::http::{Response, StatusCode};
 
 impl Client {
     /// The error for an answer that says no.
-    pub(super) fn refused(&self, operation: &'static str, name: &str, answer: Response<Body>) -> Error {
+    pub(super) fn refused(
+        &self,
+        operation: &'static str,
+        name: &str,
+        answer: Response<Body>,
+    ) -> Error {
         let status = answer.status();
-        let text =
-            answer.into_body().with_config().limit(ANSWER_BYTES_MAX).read_to_string().unwrap_or_default();
+        let text = answer
+            .into_body()
+            .with_config()
+            .limit(ANSWER_BYTES_MAX)
+            .read_to_string()
+            .unwrap_or_default();
         let code = between(&text, "<Code>", "</Code>").unwrap_or_default().to_owned();
         let kind = match status {
             StatusCode::NOT_FOUND if code != "NoSuchBucket" => io::ErrorKind::NotFound,
             StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED => io::ErrorKind::PermissionDenied,
             StatusCode::INSUFFICIENT_STORAGE => io::ErrorKind::StorageFull,
-            _ if code.contains("Quota") || code.contains("StorageFull") => io::ErrorKind::QuotaExceeded,
+            _ if code.contains("Quota") || code.contains("StorageFull") => {
+                io::ErrorKind::QuotaExceeded
+            }
             _ => io::ErrorKind::Other,
         };
         let said = summary(&text);
-        let problem = format!("HTTP {}{}{said}", status.as_u16(), if said.is_empty() { "" } else { " " });
+        let problem =
+            format!("HTTP {}{}{said}", status.as_u16(), if said.is_empty() { "" } else { " " });
         self.error(operation, name, kind, problem, self.fix(status, &code))
     }
 
@@ -51,7 +64,12 @@ impl Client {
     }
 
     /// The error for an answer that never came.
-    pub(super) fn unreached(&self, operation: &'static str, name: &str, error: &ureq::Error) -> Error {
+    pub(super) fn unreached(
+        &self,
+        operation: &'static str,
+        name: &str,
+        error: &ureq::Error,
+    ) -> Error {
         let fix = format!("look at AWS_ENDPOINT_URL (now {}) and the network", self.place.endpoint);
         let kind = match error {
             ureq::Error::Timeout(_) => io::ErrorKind::TimedOut,

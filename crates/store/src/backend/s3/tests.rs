@@ -1,4 +1,5 @@
-//! Object storage as a server really does it: conformance, requests that get lost, a server that is killed, leases that end.
+//! Object storage as a server really does it: conformance, requests that get lost, a server that is
+//! killed, leases that end.
 
 use super::*;
 use crate::backend::conformance::{pattern, suite, suite_encrypted};
@@ -67,8 +68,11 @@ fn running() -> Option<Arc<server::S3Server>> {
 
 fn place(endpoint: &str, prefix: &str, lease_s: u64) -> Place {
     let url = format!("s3://{}/{prefix}?endpoint={endpoint}&lease={lease_s}", server::BUCKET);
-    let variables = [("AWS_ACCESS_KEY_ID", server::KEY.0), ("AWS_SECRET_ACCESS_KEY", server::KEY.1)];
-    let of = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+    let variables =
+        [("AWS_ACCESS_KEY_ID", server::KEY.0), ("AWS_SECRET_ACCESS_KEY", server::KEY.1)];
+    let of = |name: &str| {
+        variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned())
+    };
     Place::parse(Path::new(&url), &of).unwrap()
 }
 
@@ -173,14 +177,19 @@ fn errors_say_what_is_wrong_and_what_to_do() {
     strange.credentials = rusty_s3::Credentials::new("test-key", "wrong");
     let error = S3::at(strange, None).read("store.json", 100).unwrap_err();
     let fix = error.fix().unwrap_or_default();
-    assert!(error.to_string().contains("403") && fix.contains("AWS_SECRET_ACCESS_KEY"), "{error}; {fix}");
+    assert!(
+        error.to_string().contains("403") && fix.contains("AWS_SECRET_ACCESS_KEY"),
+        "{error}; {fix}"
+    );
     assert!(!error.to_string().contains("wrong"), "{error}");
     let mut client = Client::new(place("http://127.0.0.1:1", "p", 60));
     client.hasten(2, 3);
     let error = S3::over(client, Cache::new(None, "")).put("tags/a", b"x").unwrap_err();
     let text = format!("{error}; {}", error.fix().unwrap_or_default());
     assert!(
-        text.contains(server::BUCKET) && text.contains("p/tags/a") && text.contains("AWS_ENDPOINT_URL"),
+        text.contains(server::BUCKET)
+            && text.contains("p/tags/a")
+            && text.contains("AWS_ENDPOINT_URL"),
         "{text}"
     );
 }
@@ -189,7 +198,8 @@ fn errors_say_what_is_wrong_and_what_to_do() {
 fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     let Some(server) = running() else { return };
     let endpoint = server.endpoint();
-    // Two thirds of a lease are what the holder may be late by, on a machine that has much else to do.
+    // Two thirds of a lease are what the holder may be late by, on a machine that has much else to
+    // do.
     let (one, other) = (at(&endpoint, "lease", 12), at(&endpoint, "lease", 60));
     // A process that was killed: nobody renews what it put.
     let text = r#"{"holder":"the dead","token":"0","lease_s":1,"renewed":3}"#;
@@ -203,13 +213,16 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     eventually(|| twice(&one.shared.client.get_if_there(LOCK).unwrap().unwrap().bytes));
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the living"));
     one.put("tags/a", b"x").unwrap();
-    // Taken away: it writes nothing more, whatever it tries, and removes nothing of its successor's.
+    // Taken away: it writes nothing more, whatever it tries, and removes nothing of its
+    // successor's.
     let mut growing = one.create("packs/00000001.pack").unwrap();
     growing.append(b"records").unwrap();
     assert_eq!(other.break_lock().unwrap().as_deref(), Some("the living"));
     let successor = other.lock("the successor").unwrap();
     eventually(|| one.put("tags/b", b"until it knows").is_err());
-    assert!(matches!(one.put("tags/a", b"y"), Err(Error::Locked { holder }) if holder == "the successor"));
+    assert!(
+        matches!(one.put("tags/a", b"y"), Err(Error::Locked { holder }) if holder == "the successor")
+    );
     assert!(matches!(growing.sync(), Err(Error::Locked { .. })));
     assert!(matches!(one.remove("tags/a"), Err(Error::Locked { .. })));
     drop((growing, held));
@@ -234,9 +247,16 @@ mod store {
         for (id, image) in &known.sealed {
             assert_image(&store, *id, image);
         }
-        let strangers =
-            store.ids().unwrap().into_iter().filter(|id| !known.sealed.contains_key(id)).collect::<Vec<_>>();
-        assert!(strangers.len() <= usize::from(known.in_progress.is_some()), "{context}: {strangers:?}");
+        let strangers = store
+            .ids()
+            .unwrap()
+            .into_iter()
+            .filter(|id| !known.sealed.contains_key(id))
+            .collect::<Vec<_>>();
+        assert!(
+            strangers.len() <= usize::from(known.in_progress.is_some()),
+            "{context}: {strangers:?}"
+        );
         for id in strangers {
             assert_image(&store, id, known.in_progress.as_ref().unwrap());
         }
@@ -244,7 +264,8 @@ mod store {
         assert!(report.is_clean(), "{context}: {report:#?}");
     }
 
-    /// The process dies, or its network does, at one request after the other: before it is sent, or before its answer.
+    /// The process dies, or its network does, at one request after the other: before it is sent, or
+    /// before its answer.
     #[test]
     fn a_crash_at_a_request_loses_at_most_the_checkpoint_in_progress() {
         let Some(server) = running() else { return };
@@ -258,7 +279,8 @@ mod store {
             faults(&s3).from.store(request, Ordering::Relaxed);
             faults(&s3).is_answer_lost.store(crashes % 2 == 1, Ordering::Relaxed);
             let mut known = Known::default();
-            let played = open(s3).and_then(|store| play_on(&store, sessions, &mut known, &mut |_, _| false));
+            let played =
+                open(s3).and_then(|store| play_on(&store, sessions, &mut known, &mut |_, _| false));
             let context = format!("request {request}");
             // The lock of the dead ends with its lease; nobody waits for that here.
             at(&endpoint, &prefix, 60).break_lock().unwrap();
@@ -282,7 +304,8 @@ mod store {
         assert!(crashes > 5, "{crashes}");
     }
 
-    /// A server that is killed between two checkpoints and is back soon costs a wait; one that stays away costs the checkpoint.
+    /// A server that is killed between two checkpoints and is back soon costs a wait; one that
+    /// stays away costs the checkpoint.
     #[test]
     fn a_killed_server_harms_nothing_that_is_sealed() {
         let Some(server) = server::S3Server::start() else { return };
@@ -298,7 +321,8 @@ mod store {
         let mut run = writer.begin_run("vm", &layout(pages as u64)).unwrap();
         let mut old = vec![0; pages];
         for (number, image) in images.iter().enumerate() {
-            let mut put = || put_changes(&mut run, &old, image).and_then(|()| seal(&mut run, pages as u64));
+            let mut put =
+                || put_changes(&mut run, &old, image).and_then(|()| seal(&mut run, pages as u64));
             if number == 1 || number == 3 {
                 server.lock().unwrap().kill();
             }
@@ -328,7 +352,8 @@ mod store {
         assert_known(&endpoint, prefix, &known, "killed twice");
     }
 
-    /// The network of the one that recompresses goes at one request after the other: before it is sent, or before its answer.
+    /// The network of the one that recompresses goes at one request after the other: before it is
+    /// sent, or before its answer.
     #[test]
     fn recompression_cut_off_at_a_request_costs_nothing_and_is_gone_on_with() {
         let Some(server) = running() else { return };
@@ -336,7 +361,8 @@ mod store {
         let (mut request, mut crashes) = (2, 0);
         loop {
             let prefix = format!("dense-{request}");
-            let store = Store::init_on(Arc::new(at(&endpoint, &prefix, 60)), Path::new("s3")).unwrap();
+            let store =
+                Store::init_on(Arc::new(at(&endpoint, &prefix, 60)), Path::new("s3")).unwrap();
             let mut known = Vec::new();
             ticks(&store, 0..3, &mut known);
             let s3 = hasty(&endpoint, &prefix);
@@ -368,7 +394,9 @@ mod store {
     #[test]
     fn a_durability_that_is_not_known_here_is_the_safe_one() {
         let Some(server) = running() else { return };
-        let store = Store::init_on(Arc::new(at(&server.endpoint(), "durable", 60)), Path::new("s3")).unwrap();
+        let store =
+            Store::init_on(Arc::new(at(&server.endpoint(), "durable", 60)), Path::new("s3"))
+                .unwrap();
         let tuning = Tuning { durability: crate::Durability::Never, ..TINY };
         let writer = store.lock_writer_tuned("test", tuning).unwrap();
         assert_eq!(writer.durability(), crate::Durability::Checkpoint);

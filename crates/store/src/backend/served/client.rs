@@ -1,4 +1,5 @@
-//! Requests to a checkpoint server: several under way on a connection, connections kept, all of it tried again where that can help.
+//! Requests to a checkpoint server: several under way on a connection, connections kept, all of it
+//! tried again where that can help.
 //!
 //! ```text
 //!   requests ─▶ a connection of the pool ─▶ up to 32 under way ─▶ answers, in order ─▶ the connection goes back
@@ -21,7 +22,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Requests under way on one connection; so few that they fit into any socket's buffer while nobody reads.
+/// Requests under way on one connection; so few that they fit into any socket's buffer while nobody
+/// reads.
 const UNDER_WAY_MAX: usize = 32;
 /// Connections that are kept while nobody uses them.
 const IDLE_MAX: usize = 8;
@@ -91,8 +93,8 @@ impl Client {
         }
     }
 
-    /// Asks many things at once; `sink` gets each answer with the number of its request, rising. Ends with the first error of
-    /// `sink`.
+    /// Asks many things at once; `sink` gets each answer with the number of its request, rising.
+    /// Ends with the first error of `sink`.
     pub fn ask_all(
         &self,
         operation: &'static str,
@@ -119,13 +121,15 @@ impl Client {
                 (last_came, pause) = (Instant::now(), PAUSE_FIRST);
             }
             match broken {
-                // Closed while nobody used it, most likely: a new one will tell. The others are as old.
+                // Closed while nobody used it, most likely: a new one will tell. The others are as
+                // old.
                 Broken::Gone(_) if was_idle && done == before => {
                     self.idle.lock().unwrap_or_else(PoisonError::into_inner).clear();
                 }
                 Broken::Gone(error) => {
                     let has_met = self.has_met.load(Ordering::Relaxed);
-                    let patience = if has_met { self.patience } else { self.patience.min(PATIENCE_AT_FIRST) };
+                    let patience =
+                        if has_met { self.patience } else { self.patience.min(PATIENCE_AT_FIRST) };
                     let is_gone = self.is_gone.load(Ordering::Relaxed);
                     if is_gone
                         || last_came.elapsed() + pause > patience
@@ -183,12 +187,14 @@ impl Client {
             Code::Ends => (io::ErrorKind::UnexpectedEof, None),
             Code::TooLong => return Error::damaged(object, said),
             Code::Token => (io::ErrorKind::PermissionDenied, Some("look at KEYFRAME_TOKEN".into())),
-            Code::Strange => {
-                (io::ErrorKind::InvalidInput, Some("use the same version of keyframe on both sides".into()))
-            }
-            Code::None | Code::Failed => {
-                (io::ErrorKind::Other, Some("look at the server's own store: keyframe check there".into()))
-            }
+            Code::Strange => (
+                io::ErrorKind::InvalidInput,
+                Some("use the same version of keyframe on both sides".into()),
+            ),
+            Code::None | Code::Failed => (
+                io::ErrorKind::Other,
+                Some("look at the server's own store: keyframe check there".into()),
+            ),
         };
         io_error(object, operation, kind, Refusal { problem: said.to_owned(), fix })
     }
@@ -197,20 +203,32 @@ impl Client {
     fn unreached(&self, operation: &'static str, error: &io::Error) -> Error {
         let kind = match error.kind() {
             // The kind says what became of a file, which is not known.
-            io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof => io::ErrorKind::ConnectionAborted,
+            io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof => {
+                io::ErrorKind::ConnectionAborted
+            }
             kind => kind,
         };
         let problem = format!("no answer from the checkpoint server: {error}");
         let fix = "see whether keyframe serve runs there and the network is up, and run the command again: what has come stays in the \
                    cache";
-        io_error(self.place.name.clone(), operation, kind, Refusal { problem, fix: Some(fix.into()) })
+        io_error(
+            self.place.name.clone(),
+            operation,
+            kind,
+            Refusal { problem, fix: Some(fix.into()) },
+        )
     }
 
     /// The error for an answer that makes no sense.
     pub fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
         let problem = format!("an answer that makes no sense: {problem}");
         let fix = Some("use the same version of keyframe on both sides".into());
-        io_error(self.describe(name), operation, io::ErrorKind::InvalidData, Refusal { problem, fix })
+        io_error(
+            self.describe(name),
+            operation,
+            io::ErrorKind::InvalidData,
+            Refusal { problem, fix },
+        )
     }
 }
 

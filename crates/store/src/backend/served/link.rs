@@ -1,7 +1,7 @@
 //! One connection to a checkpoint server: TLS, the greeting, requests and their answers in order.
 //!
-//! Invariants: no wait is longer than [`WAIT_MAX`]; nothing is asked, and no token shown, before the server has shown that it is the
-//! one that is meant.
+//! Invariants: no wait is longer than [`WAIT_MAX`]; nothing is asked, and no token shown, before
+//! the server has shown that it is the one that is meant.
 
 use super::place::{Fingerprint, Place, Trust};
 use super::wire::{self, Answer, Code, Request};
@@ -13,8 +13,8 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
-    CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore, SignatureScheme,
-    StreamOwned,
+    CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore,
+    SignatureScheme, StreamOwned,
 };
 use sha2::{Digest, Sha256};
 use std::io::{self, Write};
@@ -67,7 +67,10 @@ pub fn config(place: &Place) -> Result<Arc<ClientConfig>, Broken> {
     let config = match &place.trust {
         Trust::Pinned(fingerprint) => {
             let verifier = Pinned { fingerprint: *fingerprint, provider };
-            builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)).with_no_client_auth()
+            builder
+                .dangerous()
+                .with_custom_certificate_verifier(Arc::new(verifier))
+                .with_no_client_auth()
         }
         Trust::Authority(file) => {
             let mut roots = RootCertStore::empty();
@@ -75,7 +78,8 @@ pub fn config(place: &Place) -> Result<Arc<ClientConfig>, Broken> {
             for certificate in CertificateDer::pem_file_iter(file).map_err(|e| said(&e))? {
                 roots.add(certificate.map_err(|e| said(&e))?).map_err(|e| said(&e))?;
             }
-            let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider).build();
+            let verifier =
+                WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider).build();
             builder.with_webpki_verifier(verifier.map_err(|e| said(&e))?).with_no_client_auth()
         }
     };
@@ -90,9 +94,14 @@ impl Link {
         socket.set_read_timeout(Some(WAIT_MAX))?;
         socket.set_write_timeout(Some(WAIT_MAX))?;
         let name = ServerName::try_from(place.host.clone()).map_err(|e| {
-            for_good(io::ErrorKind::InvalidInput, format!("{}: {e}", place.host), "name the host otherwise")
+            for_good(
+                io::ErrorKind::InvalidInput,
+                format!("{}: {e}", place.host),
+                "name the host otherwise",
+            )
         })?;
-        let connection = ClientConnection::new(Arc::clone(config), name).map_err(io::Error::other)?;
+        let connection =
+            ClientConnection::new(Arc::clone(config), name).map_err(io::Error::other)?;
         let mut stream = StreamOwned::new(connection, socket);
         while stream.conn.is_handshaking() {
             stream.conn.complete_io(&mut stream.sock).map_err(|error| judged(error, place))?;
@@ -123,9 +132,11 @@ impl Link {
                 said,
                 "use the same version of keyframe on both sides",
             )),
-            Answer::Same => {
-                Err(for_good(io::ErrorKind::InvalidData, "no welcome".into(), "is it keyframe serve?"))
-            }
+            Answer::Same => Err(for_good(
+                io::ErrorKind::InvalidData,
+                "no welcome".into(),
+                "is it keyframe serve?",
+            )),
         }
     }
 
@@ -150,7 +161,8 @@ fn for_good(kind: io::ErrorKind, problem: String, fix: &str) -> Broken {
 }
 
 fn connect(place: &Place) -> Result<TcpStream, Broken> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name of the host stands for no address");
+    let mut last =
+        io::Error::new(io::ErrorKind::NotFound, "the name of the host stands for no address");
     for address in (place.host.as_str(), place.port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
             Ok(socket) => return Ok(socket),
@@ -171,7 +183,8 @@ fn judged(error: io::Error, place: &Place) -> Broken {
             for_good(io::ErrorKind::PermissionDenied, problem, fix)
         }
         Some(Tls::InvalidCertificate(problem)) => {
-            let problem = format!("the certificate of {} is not to be trusted: {problem}", place.host);
+            let problem =
+                format!("the certificate of {} is not to be trusted: {problem}", place.host);
             for_good(
                 io::ErrorKind::PermissionDenied,
                 problem,
@@ -180,7 +193,11 @@ fn judged(error: io::Error, place: &Place) -> Broken {
         }
         Some(Tls::InvalidMessage(_)) => {
             let problem = "what answers speaks no TLS".to_owned();
-            for_good(io::ErrorKind::InvalidData, problem, "look at the address: is it keyframe serve?")
+            for_good(
+                io::ErrorKind::InvalidData,
+                problem,
+                "look at the address: is it keyframe serve?",
+            )
         }
         _ => Broken::Gone(error),
     }
@@ -227,7 +244,12 @@ impl ServerCertVerifier for Pinned {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+        verify_tls12_signature(
+            message,
+            certificate,
+            signed,
+            &self.provider.signature_verification_algorithms,
+        )
     }
 
     fn verify_tls13_signature(
@@ -236,7 +258,12 @@ impl ServerCertVerifier for Pinned {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+        verify_tls13_signature(
+            message,
+            certificate,
+            signed,
+            &self.provider.signature_verification_algorithms,
+        )
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

@@ -8,13 +8,15 @@
 //!   Served ─▶ Shared: client (connections, attempts) · cache (this node's) · looks (what files are now)
 //! ```
 //!
-//! How long a pack is now is asked again only after something else was read: who finds a place in a pack has read of it in a map,
-//! which was written after the place was.
+//! How long a pack is now is asked again only after something else was read: who finds a place in a
+//! pack has read of it in a map, which was written after the place was.
 //!
-//! Invariants: nothing is written; what the cache holds is used where the server has said that it is what it holds, by the stamp of
-//! a file that has not changed or by its hash; bounds are checked before memory is taken.
+//! Invariants: nothing is written; what the cache holds is used where the server has said that it
+//! is what it holds, by the stamp of a file that has not changed or by its hash; bounds are checked
+//! before memory is taken.
 //!
-//! Not here: the server (`crates/serve`). It needs no key: of an encrypted store it sends what is encrypted.
+//! Not here: the server (`crates/serve`). It needs no key: of an encrypted store it sends what is
+//! encrypted.
 
 mod client;
 mod link;
@@ -125,7 +127,8 @@ struct Shared {
 }
 
 impl Served {
-    /// The place that `url` names, with the rights and the cache that the environment names. Nothing is asked yet.
+    /// The place that `url` names, with the rights and the cache that the environment names.
+    /// Nothing is asked yet.
     pub fn open(url: &Path) -> Result<Self> {
         Self::open_in(url, &|name| std::env::var(name).ok())
     }
@@ -157,9 +160,8 @@ impl Served {
     fn state(&self) -> Result<State> {
         let client = &self.shared.client;
         match client.ask("look at", "lock", Request::State)? {
-            Answer::Data(bytes) => {
-                serde_json::from_slice(&bytes).map_err(|e| client.strange("look at", "lock", &e.to_string()))
-            }
+            Answer::Data(bytes) => serde_json::from_slice(&bytes)
+                .map_err(|e| client.strange("look at", "lock", &e.to_string())),
             _ => Err(client.strange("look at", "lock", "no state")),
         }
     }
@@ -177,7 +179,12 @@ pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
     )
 }
 
-fn io_error(object: String, operation: &'static str, kind: io::ErrorKind, refusal: Refusal) -> Error {
+fn io_error(
+    object: String,
+    operation: &'static str,
+    kind: io::ErrorKind,
+    refusal: Refusal,
+) -> Error {
     Error::Io { object, operation, source: io::Error::new(kind, refusal) }
 }
 
@@ -234,9 +241,8 @@ impl Backend for Served {
         }
         let client = &self.shared.client;
         let names = match client.ask("list", folder, Request::List { folder: folder.to_owned() })? {
-            Answer::Data(bytes) => {
-                wire::decode_names(&bytes).map_err(|problem| client.strange("list", folder, &problem))?
-            }
+            Answer::Data(bytes) => wire::decode_names(&bytes)
+                .map_err(|problem| client.strange("list", folder, &problem))?,
             _ => return Err(client.strange("list", folder, "no names")),
         };
         self.shared.goes_on();

@@ -77,7 +77,8 @@ impl Place {
         };
         let trust = match (asked.or_else(|| variable(FINGERPRINT)), variable(CA)) {
             (Some(text), _) => {
-                let problem = "needs a fingerprint of 64 hexadecimal digits, as keyframe serve says it";
+                let problem =
+                    "needs a fingerprint of 64 hexadecimal digits, as keyframe serve says it";
                 Trust::Pinned(parse_fingerprint(&text).ok_or_else(|| refused(problem))?)
             }
             (None, Some(file)) => Trust::Authority(file.into()),
@@ -101,10 +102,14 @@ impl Place {
     }
 }
 
-/// The token in a file, without the white space around it; an error where there is none, or a very long one.
+/// The token in a file, without the white space around it; an error where there is none, or a very
+/// long one.
 pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
-    let failed =
-        |source| Error::Io { object: file.display().to_string(), operation: "read the token", source };
+    let failed = |source| Error::Io {
+        object: file.display().to_string(),
+        operation: "read the token",
+        source,
+    };
     let mut bytes = Zeroizing::new(Vec::new());
     let opened = std::fs::File::open(file).map_err(failed)?;
     opened.take(TOKEN_BYTES_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
@@ -144,7 +149,8 @@ fn split(address: &str) -> Option<(String, u16)> {
     };
     let fits = |c: u8| c.is_ascii_alphanumeric() || b".-_:%".contains(&c);
     let port = if port.is_empty() { PORT } else { port.parse().ok().filter(|port| *port > 0)? };
-    (!host.is_empty() && host.len() <= 253 && host.bytes().all(fits)).then(|| (host.to_owned(), port))
+    (!host.is_empty() && host.len() <= 253 && host.bytes().all(fits))
+        .then(|| (host.to_owned(), port))
 }
 
 fn invalid(object: &str, problem: &str) -> Error {
@@ -160,24 +166,33 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PRINT: &str =
-        "00:01:02:03:04:05:06:07:08:09:0a:0b:0c:0d:0e:0f:10:11:12:13:14:15:16:17:18:19:1a:1b:1c:1d:1e:1F";
+    const PRINT: &str = "00:01:02:03:04:05:06:07:08:09:0a:0b:0c:0d:0e:0f:10:11:12:13:14:15:16:17:18:19:1a:1b:1c:1d:1e:1F";
 
     fn parse(url: &str, variables: &[(&str, &str)]) -> Result<Place> {
-        let of = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let of =
+            |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
         Place::parse(Path::new(url), &of)
     }
 
     #[test]
     fn the_address_goes_before_the_environment() {
         let place = parse("kf://node1/", &[(FINGERPRINT, PRINT), (TOKEN, " secret\n")]).unwrap();
-        assert_eq!((place.name.as_str(), place.host.as_str(), place.port), ("kf://node1", "node1", PORT));
+        assert_eq!(
+            (place.name.as_str(), place.host.as_str(), place.port),
+            ("kf://node1", "node1", PORT)
+        );
         let print: Fingerprint = std::array::from_fn(|at| at as u8);
-        assert_eq!((place.trust.clone(), place.token.as_slice()), (Trust::Pinned(print), &b"secret"[..]));
+        assert_eq!(
+            (place.trust.clone(), place.token.as_slice()),
+            (Trust::Pinned(print), &b"secret"[..])
+        );
         assert!(!format!("{place:?}").contains("secret"));
         let asked = format!("kf://[::1]:9?fingerprint={}", "ab".repeat(32));
         let place = parse(&asked, &[(FINGERPRINT, PRINT), (CA, "/ca")]).unwrap();
-        assert_eq!((place.name.as_str(), place.host.as_str(), place.port), ("kf://[::1]:9", "::1", 9));
+        assert_eq!(
+            (place.name.as_str(), place.host.as_str(), place.port),
+            ("kf://[::1]:9", "::1", 9)
+        );
         assert_eq!((place.trust, place.token.len()), (Trust::Pinned([0xab; 32]), 0));
         let place = parse("kf://127.0.0.1:7", &[(CA, "/ca")]).unwrap();
         assert_eq!(place.trust, Trust::Authority("/ca".into()));

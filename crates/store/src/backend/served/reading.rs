@@ -9,8 +9,8 @@
 //!   a piece in the cache: 8 identity, 8 modified: the state of the file that it was seen in │ its bytes
 //! ```
 //!
-//! A pack only grows, but for what a crash of its writer cuts off: so most pieces that were seen in an earlier state are the same, and
-//! it takes a hash to know.
+//! A pack only grows, but for what a crash of its writer cuts off: so most pieces that were seen in
+//! an earlier state are the same, and it takes a hash to know.
 
 use super::wire::{self, Answer, LOOKS_MAX, Look, Request};
 use super::{FETCHED, Shared, is_pack};
@@ -96,7 +96,8 @@ impl Shared {
         let Answer::Data(bytes) = answer else {
             return Err(self.client.strange("look at", &first, "no looks"));
         };
-        wire::decode_looks(&bytes, count).map_err(|problem| self.client.strange("look at", &first, &problem))
+        wire::decode_looks(&bytes, count)
+            .map_err(|problem| self.client.strange("look at", &first, &problem))
     }
 }
 
@@ -125,7 +126,11 @@ impl Reading {
     pub fn new(shared: &Arc<Shared>, name: &str) -> Result<Self> {
         let Some(look) = shared.look(name)? else {
             let source = io::Error::from(io::ErrorKind::NotFound);
-            return Err(Error::Io { object: shared.client.describe(name), operation: "open", source });
+            return Err(Error::Io {
+                object: shared.client.describe(name),
+                operation: "open",
+                source,
+            });
         };
         Ok(Self {
             shared: shared.clone(),
@@ -155,14 +160,16 @@ impl Reading {
         let modified = if look.modified != 0 {
             look.modified
         } else {
-            // The server cannot tell: it holds as long as nothing else is known, and in this process alone.
+            // The server cannot tell: it holds as long as nothing else is known, and in this
+            // process alone.
             let process = u64::from(std::process::id()) << 32;
             let place = std::ptr::from_ref(&*self.shared) as u64;
             u64::MAX ^ process ^ place ^ self.shared.generation.load(Ordering::Acquire)
         };
         let mut out = [0; STAMP_BYTES];
-        for (to, from) in
-            out.iter_mut().zip(look.identity.to_le_bytes().into_iter().chain(modified.to_le_bytes()))
+        for (to, from) in out
+            .iter_mut()
+            .zip(look.identity.to_le_bytes().into_iter().chain(modified.to_le_bytes()))
         {
             *to = from;
         }
@@ -177,11 +184,14 @@ impl Reading {
         loop {
             let mut missing = Vec::new();
             for (at, number) in numbers.iter().enumerate() {
-                let Some(place) = found.get_mut(at).filter(|place| place.is_none()) else { continue };
+                let Some(place) = found.get_mut(at).filter(|place| place.is_none()) else {
+                    continue;
+                };
                 let (start, end) = bounds(*number, look.len_bytes);
                 let key = self.shared.key(&self.name, Some(*number))?;
                 let cached = self.shared.cache.get(key);
-                let cached = cached.filter(|piece| piece.len() as u64 == STAMP_BYTES as u64 + end - start);
+                let cached =
+                    cached.filter(|piece| piece.len() as u64 == STAMP_BYTES as u64 + end - start);
                 if let Some(piece) = cached.as_ref().filter(|piece| piece.starts_with(&stamp)) {
                     *place = Some(piece.clone());
                     FETCHED.hits.fetch_add(u64::from(is_first), Ordering::Relaxed);
@@ -213,7 +223,8 @@ impl Reading {
         found: &mut [Option<Arc<Vec<u8>>>],
     ) -> Result<()> {
         let client = &self.shared.client;
-        let requests: Vec<Request> = claim.mine.iter().map(|missing| missing.request.clone()).collect();
+        let requests: Vec<Request> =
+            claim.mine.iter().map(|missing| missing.request.clone()).collect();
         FETCHED.misses.fetch_add(requests.len() as u64, Ordering::Relaxed);
         client.ask_all("read", &requests, &mut |number, answer| {
             let (Some(missing), Some(Request::Range { offset, len_bytes, .. })) =
@@ -224,7 +235,9 @@ impl Reading {
             let object = || format!("{} at offset {offset}", self.name);
             let mut piece = stamp.to_vec();
             match (answer, &missing.old) {
-                (Answer::Data(bytes), _) if bytes.len() == *len_bytes as usize => piece.extend(bytes),
+                (Answer::Data(bytes), _) if bytes.len() == *len_bytes as usize => {
+                    piece.extend(bytes)
+                }
                 (Answer::Same, Some(old)) => piece.extend(bytes_of(old)),
                 (Answer::Refused(code, said), _) => {
                     return Err(client.refused("read", &object(), code, &said));
@@ -241,7 +254,8 @@ impl Reading {
         })
     }
 
-    /// How far to read ahead where `first` begins what is read now: further each time that it goes on where it was.
+    /// How far to read ahead where `first` begins what is read now: further each time that it goes
+    /// on where it was.
     fn ahead(&self, first: u64, last: u64) -> u64 {
         let mut streak = self.streak.lock().unwrap_or_else(PoisonError::into_inner);
         let (next, count) = *streak;
@@ -275,7 +289,8 @@ impl Readable for Reading {
 
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let mut look = self.now()?;
-        let end = offset.checked_add(buffer.len() as u64).ok_or_else(|| self.ends_before(offset))?;
+        let end =
+            offset.checked_add(buffer.len() as u64).ok_or_else(|| self.ends_before(offset))?;
         if end > look.len_bytes {
             // It may have grown.
             self.shared.goes_on();
@@ -287,7 +302,9 @@ impl Readable for Reading {
         if buffer.is_empty() {
             return Ok(());
         }
-        if let Some(bytes) = look.head.get(offset as usize..end as usize).filter(|_| offset < PIECE_BYTES) {
+        if let Some(bytes) =
+            look.head.get(offset as usize..end as usize).filter(|_| offset < PIECE_BYTES)
+        {
             buffer.copy_from_slice(bytes);
             return Ok(());
         }
@@ -310,7 +327,8 @@ impl Readable for Reading {
 
     fn stamp(&self) -> Result<Option<Stamp>> {
         let look = self.now()?;
-        Ok((look.identity != 0).then_some(Stamp { identity: look.identity, modified: look.modified }))
+        Ok((look.identity != 0)
+            .then_some(Stamp { identity: look.identity, modified: look.modified }))
     }
 
     fn wants_hints(&self) -> bool {
@@ -368,8 +386,9 @@ impl<'a> Claim<'a> {
     /// Waits until the others are there, or nobody fetches them any more.
     fn wait(&self) {
         let busy = self.shared.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_busy =
-            |busy: &mut rustc_hash::FxHashSet<Key>| self.others.iter().any(|key| busy.contains(key));
+        let is_busy = |busy: &mut rustc_hash::FxHashSet<Key>| {
+            self.others.iter().any(|key| busy.contains(key))
+        };
         drop(self.shared.done.wait_timeout_while(busy, WAIT_MAX, is_busy));
     }
 

@@ -1,5 +1,6 @@
-//! The client against the server of `crates/serve`, over the loopback interface: what every backend promises, with a directory for
-//! what is written; caches of nodes; servers that end, and others that are none.
+//! The client against the server of `crates/serve`, over the loopback interface: what every backend
+//! promises, with a directory for what is written; caches of nodes; servers that end, and others
+//! that are none.
 
 use super::*;
 use crate::backend::Local;
@@ -180,7 +181,8 @@ fn a_served_store_conforms_with_one_cache_for_all_who_read() {
 /// Checkpoints of one run, each with its image.
 fn fill(place: &Path) -> Vec<(CheckpointId, Vec<u64>)> {
     let store = Store::open(place).unwrap();
-    let mut writer = store.lock_writer_tuned("test", Tuning { pack_bytes_max: 3 << 20, ..TINY }).unwrap();
+    let mut writer =
+        store.lock_writer_tuned("test", Tuning { pack_bytes_max: 3 << 20, ..TINY }).unwrap();
     let pages = 6000_u64;
     let mut run = writer.begin_run("vm", &layout(pages)).unwrap();
     let (mut old, mut known) = (vec![0; pages as usize], Vec::new());
@@ -260,7 +262,8 @@ fn readers_follow_a_run_and_what_a_prune_changes() {
     assert_eq!(pages, images[4].iter().filter(|n| **n != 0).count());
 }
 
-/// The same name, the same length, other bytes: after a crash of the writer, or where a store was put in another's place.
+/// The same name, the same length, other bytes: after a crash of the writer, or where a store was
+/// put in another's place.
 #[test]
 fn a_file_that_was_replaced_is_not_taken_for_what_the_cache_has() {
     let dir = tempfile::tempdir().unwrap();
@@ -283,7 +286,10 @@ fn a_file_that_was_replaced_is_not_taken_for_what_the_cache_has() {
     std::fs::write(&pack, &bytes).unwrap();
     assert!(running.client(&cache).read("packs/00000001.pack", 1 << 20).unwrap() == bytes);
     let again = running.sent() - sent;
-    assert!((500_000..700_000).contains(&again), "{again} bytes sent: what is the same was sent again");
+    assert!(
+        (500_000..700_000).contains(&again),
+        "{again} bytes sent: what is the same was sent again"
+    );
 }
 
 #[test]
@@ -378,15 +384,26 @@ fn no_name_leads_out_of_the_store() {
     std::os::unix::fs::symlink(dir.path(), place.join("tags/..x")).unwrap();
     let running = Running::new(&place);
     let served = running.client(&dir.path().join("cache"));
-    for name in
-        ["../outside", "tags/../../outside", "tmp/x", "lock", "/etc/passwd", "tags/..x/outside", "packs", ""]
-    {
+    for name in [
+        "../outside",
+        "tags/../../outside",
+        "tmp/x",
+        "lock",
+        "/etc/passwd",
+        "tags/..x/outside",
+        "packs",
+        "",
+    ] {
         for error in [served.read(name, 1 << 20).unwrap_err(), served.open(name).unwrap_err()] {
-            assert!(error.to_string().contains("no name that a store's file has"), "{name}: {error}");
+            assert!(
+                error.to_string().contains("no name that a store's file has"),
+                "{name}: {error}"
+            );
         }
     }
     for folder in ["..", "tmp", "/", "disks"] {
-        let asked = served.shared.client.ask("list", folder, Request::List { folder: folder.into() });
+        let asked =
+            served.shared.client.ask("list", folder, Request::List { folder: folder.into() });
         assert!(asked.is_err(), "{folder}");
     }
 }

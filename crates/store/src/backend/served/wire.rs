@@ -1,12 +1,14 @@
-//! What a client and a checkpoint server say to each other, byte by byte: see `docs/formats/serve.md`.
+//! What a client and a checkpoint server say to each other, byte by byte: see
+//! `docs/formats/serve.md`.
 //!
 //! ```text
 //!   request   4 length of what follows │ 1 kind │ its fields
 //!   answer    1 kind │ 1 encoding │ 2 code │ 8 bytes that follow │ 8 bytes when decoded │ ... those bytes
 //! ```
 //!
-//! Requests are answered in their order, so that many can be under way on one connection. Both sides know what may come: a
-//! request has a length of its own, and an answer at most what its request asked for. Pure but for [`Answer::read`].
+//! Requests are answered in their order, so that many can be under way on one connection. Both
+//! sides know what may come: a request has a length of its own, and an answer at most what its
+//! request asked for. Pure but for [`Answer::read`].
 
 use crate::bytes::Cursor;
 use std::io::{self, Read};
@@ -149,8 +151,15 @@ pub enum Code {
 }
 
 impl Code {
-    const ALL: [Self; 7] =
-        [Self::None, Self::NotFound, Self::Ends, Self::Token, Self::Strange, Self::TooLong, Self::Failed];
+    const ALL: [Self; 7] = [
+        Self::None,
+        Self::NotFound,
+        Self::Ends,
+        Self::Token,
+        Self::Strange,
+        Self::TooLong,
+        Self::Failed,
+    ];
 
     fn number(self) -> u16 {
         Self::ALL.iter().zip(0..).find(|(code, _)| **code == self).map_or(0, |(_, number)| number)
@@ -220,7 +229,11 @@ impl Request {
         let mut cursor = Cursor::new(bytes);
         let request = Self::parse(&mut cursor)
             .map_err(|problem| format!("a request that makes no sense: {problem}"))?;
-        if cursor.is_empty() { Ok(request) } else { Err("a request with bytes behind its end".into()) }
+        if cursor.is_empty() {
+            Ok(request)
+        } else {
+            Err("a request with bytes behind its end".into())
+        }
     }
 
     fn parse(cursor: &mut Cursor<'_>) -> Result<Self, String> {
@@ -422,7 +435,8 @@ pub enum Answer {
 }
 
 impl Answer {
-    /// Reads one from `from`, at most `len_bytes_max` when decoded; and how many bytes that were. Memory is taken as bytes come.
+    /// Reads one from `from`, at most `len_bytes_max` when decoded; and how many bytes that were.
+    /// Memory is taken as bytes come.
     pub fn read(from: &mut dyn Read, len_bytes_max: u64) -> io::Result<(Self, u64)> {
         let mut head = [0; ANSWER_HEAD_BYTES];
         from.read_exact(&mut head)?;
@@ -490,7 +504,13 @@ mod tests {
                 known: Some([7; 32]),
             },
             Request::Look { names: vec![name(), "packs/00000002.pack".into()] },
-            Request::Range { name: name(), identity: 5, offset: 1 << 33, len_bytes: 128 << 10, known: None },
+            Request::Range {
+                name: name(),
+                identity: 5,
+                offset: 1 << 33,
+                len_bytes: 128 << 10,
+                known: None,
+            },
             Request::State,
         ]
     }
@@ -550,8 +570,12 @@ mod tests {
         // More than it says, which nobody has memory for.
         assert!(answer(Head { len_bytes: 9, ..head }, &packed, 1 << 20).is_err());
         assert!(answer(data(Encoding::Zstd, b"nonsense", 9), b"nonsense", 9).is_err());
-        let refused = Head { kind: Kind::Refused, code: Code::Token, ..data(Encoding::Plain, b"no\n", 3) };
-        assert_eq!(answer(refused, b"no\n", 0).unwrap().0, Answer::Refused(Code::Token, "no".into()));
+        let refused =
+            Head { kind: Kind::Refused, code: Code::Token, ..data(Encoding::Plain, b"no\n", 3) };
+        assert_eq!(
+            answer(refused, b"no\n", 0).unwrap().0,
+            Answer::Refused(Code::Token, "no".into())
+        );
         let same = Head { kind: Kind::Same, ..data(Encoding::Plain, b"", 0) };
         assert_eq!(answer(same, b"", 7).unwrap().0, Answer::Same);
         assert!(answer(Head { wire_bytes: u64::MAX, ..plain }, b"", u64::MAX).is_err());
@@ -559,7 +583,10 @@ mod tests {
 
     #[test]
     fn looks_and_names_come_back() {
-        let looks = [None, Some(Look { identity: 1, modified: 2, len_bytes: 3, head: vec![4; HEAD_BYTES] })];
+        let looks = [
+            None,
+            Some(Look { identity: 1, modified: 2, len_bytes: 3, head: vec![4; HEAD_BYTES] }),
+        ];
         assert_eq!(decode_looks(&encode_looks(&looks), 2).unwrap(), looks);
         assert!(decode_looks(&encode_looks(&looks), 1).is_err());
         assert!(decode_looks(&encode_looks(&looks), 3).is_err());

@@ -9,7 +9,8 @@ use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl World {
-    /// After power loss: what was durable can be read at once. What was not is there or not, as the next writer says.
+    /// After power loss: what was durable can be read at once. What was not is there or not, as the
+    /// next writer says.
     pub fn settle(&mut self) {
         let store = on(&self.medium).unwrap();
         for (id, fact) in self.facts.iter().filter(|(_, fact)| fact.durable && !fact.going) {
@@ -42,7 +43,9 @@ impl World {
                 assert_fact(&store, *id, &fact.image);
                 continue;
             }
-            let is = |image: &&Image| matches(&store, *id, image).unwrap_or_else(|e| panic!("{id}: {e}"));
+            let is = |image: &&Image| {
+                matches(&store, *id, image).unwrap_or_else(|e| panic!("{id}: {e}"))
+            };
             let image = self.strangers.iter().find(is).cloned();
             let image = image.unwrap_or_else(|| panic!("checkpoint {id} is none that was put"));
             self.know(*id, image, false);
@@ -66,8 +69,9 @@ impl World {
         self.came("composed", kinds.get(&'C').map_or(0, |n| *n as u64));
     }
 
-    /// Nothing is damaged that a checkpoint needs; and nothing else, unless power loss took what had not waited for a sync: then a checkpoint that
-    /// lives may have a map below that mentions, in places that are written over above, what was lost.
+    /// Nothing is damaged that a checkpoint needs; and nothing else, unless power loss took what
+    /// had not waited for a sync: then a checkpoint that lives may have a map below that mentions,
+    /// in places that are written over above, what was lost.
     pub fn is_clean(&self, report: &CheckReport) -> bool {
         let of_nobody = |damage: &Damage| {
             damage.checkpoints.is_empty() && damage.problem.contains("no checkpoint needs it")
@@ -88,17 +92,21 @@ impl World {
                 assert_fact(&store, sealed.id, image);
                 continue;
             }
-            let is =
-                |image: &&Image| matches(&store, sealed.id, image).unwrap_or_else(|e| panic!("copy: {e}"));
-            let image = self.history.get(&of.checkpoint).and_then(|images| images.iter().find(is)).cloned();
-            let image = image.unwrap_or_else(|| panic!("copy {} is none of {}", sealed.id, of.checkpoint));
+            let is = |image: &&Image| {
+                matches(&store, sealed.id, image).unwrap_or_else(|e| panic!("copy: {e}"))
+            };
+            let image =
+                self.history.get(&of.checkpoint).and_then(|images| images.iter().find(is)).cloned();
+            let image =
+                image.unwrap_or_else(|| panic!("copy {} is none of {}", sealed.id, of.checkpoint));
             self.copies.insert(sealed.id, image);
         }
         let ids = store.ids().unwrap();
         assert!(self.copies.keys().all(|id| ids.contains(id)), "a copy is gone");
     }
 
-    /// Damages a byte of some file, and repairs that, with a crash in between: what could be read before can be read after.
+    /// Damages a byte of some file, and repairs that, with a crash in between: what could be read
+    /// before can be read after.
     pub fn damage(&mut self) {
         let files = self.medium.files();
         let in_store = |name: &&String| name.contains('/') && !name.starts_with("tmp/");

@@ -1,4 +1,5 @@
-//! Everything that a store can do on a medium that fails in every way, in an order that a seed decides.
+//! Everything that a store can do on a medium that fails in every way, in an order that a seed
+//! decides.
 //!
 //! ```text
 //!   seed ─▶ a run, with deltas and disks │ forget │ prune, also beside a run │ copy │ check │ repair        one after the other,
@@ -7,11 +8,12 @@
 //!           at last: a byte of some file damaged, repaired with crashes in between ─▶ what could be read can be read
 //! ```
 //!
-//! Invariant: a sealed checkpoint is never lost and never reads differently, but for those that `forget` took, and those that its
-//! durability leaves to power loss.
+//! Invariant: a sealed checkpoint is never lost and never reads differently, but for those that
+//! `forget` took, and those that its durability leaves to power loss.
 //!
-//! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone, `KEYFRAME_SOAK_SECONDS` when to begin no other.
-//! Seeds are played side by side; each alone always does the same, but for the store's random key.
+//! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone,
+//! `KEYFRAME_SOAK_SECONDS` when to begin no other. Seeds are played side by side; each alone always
+//! does the same, but for the store's random key.
 
 mod look;
 mod world;
@@ -55,7 +57,9 @@ const MUST_COME: [&str; 18] = [
 ];
 
 fn from_environment(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
 }
 
 fn play(seed: u64) -> Tally {
@@ -80,7 +84,9 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
                     *tally.entry(what).or_default() += times;
                 }
             } else {
-                eprintln!("seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-store simulation");
+                eprintln!(
+                    "seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-store simulation"
+                );
                 let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
                 failed.insert(seed);
                 ended.fetch_or(failed.len() >= FAILED_MAX, Ordering::Relaxed);
@@ -93,7 +99,11 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
         }
     });
     let unwrap = |failed: Mutex<_>| failed.into_inner().unwrap_or_else(PoisonError::into_inner);
-    (next.into_inner().min(seeds), unwrap(failed), tally.into_inner().unwrap_or_else(PoisonError::into_inner))
+    (
+        next.into_inner().min(seeds),
+        unwrap(failed),
+        tally.into_inner().unwrap_or_else(PoisonError::into_inner),
+    )
 }
 
 #[test]

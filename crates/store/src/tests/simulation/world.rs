@@ -7,8 +7,9 @@
 //!                                                             going: a forget of it was cut off
 //! ```
 //!
-//! A seal that failed may have left a checkpoint, where the writer died behind its rename, and a forget that was cut off one that
-//! power loss brings back: a *stranger*, that is as right as others.
+//! A seal that failed may have left a checkpoint, where the writer died behind its rename, and a
+//! forget that was cut off one that power loss brings back: a *stranger*, that is as right as
+//! others.
 
 use super::super::{TINY, content, encrypted, init_on, layout, on, request};
 use super::Tally;
@@ -16,8 +17,8 @@ use super::look::matches;
 use crate::backend::faulty::{Chance, Faulty};
 use crate::composed::{PART_BYTES, PARTS};
 use crate::{
-    BaseMeta, CheckOptions, CheckReport, DiskMeta, DiskState, Durability, Error, PruneOptions, PruneStep,
-    Result, Run, SealRequest, Store, Tuning,
+    BaseMeta, CheckOptions, CheckReport, DiskMeta, DiskState, Durability, Error, PruneOptions,
+    PruneStep, Result, Run, SealRequest, Store, Tuning,
 };
 use jiff::Timestamp;
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
@@ -200,7 +201,11 @@ impl World {
         let on_other = act == Act::Copy && self.below(2) == 0;
         let hit = if on_other { self.other.clone() } else { self.medium.clone() };
         self.arm(&hit, act);
-        self.tell(format!("{act:?}, {:?} of the {}", self.fault, if on_other { "copies" } else { "store" }));
+        self.tell(format!(
+            "{act:?}, {:?} of the {}",
+            self.fault,
+            if on_other { "copies" } else { "store" }
+        ));
         let done = match act {
             Act::Run => self.run(),
             Act::Forget => self.forget(),
@@ -225,7 +230,11 @@ impl World {
         if on_other {
             if hit.has_crashed() {
                 let seed = self.chance.next();
-                self.other = if power { hit.after_power_loss(seed) } else { hit.copy_with_same_durability() };
+                self.other = if power {
+                    hit.after_power_loss(seed)
+                } else {
+                    hit.copy_with_same_durability()
+                };
             }
             self.look_at_copies();
         } else if hit.has_crashed() || power {
@@ -301,7 +310,8 @@ impl World {
         self.know_durable(writer.in_doubt());
         let has_disk = self.below(2) == 0;
         let disks = if has_disk { vec![disk()] } else { Vec::new() };
-        let mut run = writer.begin_run_with("vm", &layout(RAM_PAGES as u64), disks, DiskState::default())?;
+        let mut run =
+            writer.begin_run_with("vm", &layout(RAM_PAGES as u64), disks, DiskState::default())?;
         let mut image: Image = vec![Some(0); RAM_PAGES];
         image.resize(RAM_PAGES + if has_disk { BLOCKS } else { 0 }, None);
         let mut guest = Guest { image, owed: false };
@@ -322,7 +332,9 @@ impl World {
         if self.below(3) > 0 {
             run.finish()?;
             drop(writer);
-            if tuning.durability != Durability::Checkpoint && !self.medium.files().contains_key("unsynced") {
+            if tuning.durability != Durability::Checkpoint
+                && !self.medium.files().contains_key("unsynced")
+            {
                 self.know_durable(None);
             }
         }
@@ -337,8 +349,9 @@ impl World {
         let tag = (self.below(5) == 0).then_some(tag.as_str());
         self.seals += 1;
         let taken_at = Timestamp::from_second(1_700_000_000 + self.seals).unwrap();
-        let sealed = put(run, guest, &next)
-            .and_then(|()| run.seal(SealRequest { taken_at, tag, ..request(&layout(RAM_PAGES as u64)) }));
+        let sealed = put(run, guest, &next).and_then(|()| {
+            run.seal(SealRequest { taken_at, tag, ..request(&layout(RAM_PAGES as u64)) })
+        });
         let (id, result) = match sealed {
             Ok(sealed) => (sealed.id, Ok(())),
             Err(error @ Error::TagNotSet { id, .. }) => (id, Err(error)),
@@ -354,8 +367,9 @@ impl World {
         self.strangers.pop();
         self.know(id, next.clone(), tuning.durability == Durability::Checkpoint);
         if matches!(tuning.durability, Durability::Every(_)) && result.is_ok() {
-            let doubt =
-                on(&self.medium).and_then(|store| store.inner().in_doubt()).unwrap_or(Some(CheckpointId(0)));
+            let doubt = on(&self.medium)
+                .and_then(|store| store.inner().in_doubt())
+                .unwrap_or(Some(CheckpointId(0)));
             self.know_durable(doubt);
         }
         *guest = Guest { image: next, owed: false };
@@ -370,7 +384,8 @@ impl World {
         tuning: Tuning,
         guest: &mut Guest,
     ) -> Result<()> {
-        let options = PruneOptions { max_unused: 0.0, dry_run: false, wait: PRUNE_WAIT, recompress_bytes: 0 };
+        let options =
+            PruneOptions { max_unused: 0.0, dry_run: false, wait: PRUNE_WAIT, recompress_bytes: 0 };
         let mut failed = None;
         let report = store.prune_tuned(&options, tuning, &mut |progress| {
             if progress.step == PruneStep::Waiting && failed.is_none() {
@@ -399,7 +414,8 @@ impl World {
     fn prune(&mut self) -> Result<()> {
         let max_unused = [0.0, 0.0, 0.3][self.below(3) as usize];
         let recompress_bytes = [0, 0, 40_000, u64::MAX][self.below(4) as usize];
-        let options = PruneOptions { max_unused, dry_run: false, wait: PRUNE_WAIT, recompress_bytes };
+        let options =
+            PruneOptions { max_unused, dry_run: false, wait: PRUNE_WAIT, recompress_bytes };
         let tuning = Tuning { durability: Durability::Checkpoint, ..self.tuning() };
         let report = on(&self.medium)?.prune_tuned(&options, tuning, &mut |_| {})?;
         assert!(self.fault == Fault::Read || report.damaged.is_empty(), "{report:#?}");
@@ -428,7 +444,8 @@ impl World {
     }
 
     fn check(&mut self) -> Result<()> {
-        let report = on(&self.medium)?.check(&CheckOptions { read_data: self.below(2) == 0 }, &mut |_| {})?;
+        let report = on(&self.medium)?
+            .check(&CheckOptions { read_data: self.below(2) == 0 }, &mut |_| {})?;
         assert!(self.fault == Fault::Read || self.is_clean(&report), "{report:#?}");
         Ok(())
     }
@@ -453,7 +470,12 @@ impl World {
 
 fn disk() -> DiskMeta {
     let base = BaseMeta { path: "/base".into(), format: "raw".into(), files: Vec::new() };
-    DiskMeta { name: "d".into(), disk_bytes: (BLOCKS * PAGE_BYTES) as u64, base, ..DiskMeta::default() }
+    DiskMeta {
+        name: "d".into(),
+        disk_bytes: (BLOCKS * PAGE_BYTES) as u64,
+        base,
+        ..DiskMeta::default()
+    }
 }
 
 /// Puts where `new` differs from what was sealed last.
